@@ -1,0 +1,243 @@
+"""What the control plane costs as it grows, on the in-process cluster, without a network.
+
+1. tick: one idle round of the loop with 1,000 deployments and 10,000 replicas; bound 5 ms.
+2. recovery: from the store's records of all that to a state that decides again; bound 2 s.
+3. grow: adding one replica there, beside the same in an instance of 10 deployments; bound 1.5 times.
+4. create: the 1,000th backend beside the 10th, in SQLite: time (bound 1.5 times), records and bytes (equal).
+
+Run: ``python benchmarks/bench_control.py``; prints one line per figure, exits with 1 if a bound does not hold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from daskserve.cluster.base import ActorContext, StoreChange
+from daskserve.cluster.local import LocalCluster
+from daskserve.cluster.store import open_store
+from daskserve.config import BackendConfig
+from daskserve.control import backend_state, backend_verbs, checkpoint
+from daskserve.control.backend_verbs import Wish
+from daskserve.control.controller import Controller
+from daskserve.control.observed import Observed
+from daskserve.control.records import Change, encode
+from daskserve.control.state import State
+from daskserve.starts import ControllerStart
+from daskserve.types import ActorKind, WorkerInfo
+
+DEPLOYMENTS, REPLICAS_EACH, WORKERS = 1000, 10, 500
+TICK_BOUND_S, RECOVERY_BOUND_S, GROWTH_BOUND = 0.005, 2.0, 1.5
+RUNS = 20
+
+
+def wish(name: str, replicas: int) -> Wish:
+    """Return what a client asks for."""
+    config = BackendConfig(num_replicas=replicas).model_dump(exclude_unset=True)
+    return Wish(name, b"code" * 50, config, None, {"num_cpus": 0.01}, None, name, None)
+
+
+class World:
+    """An instance's records with every replica running, made by the control code itself."""
+
+    def __init__(self, deployments: int) -> None:
+        self.state = State()
+        self.rng = random.Random(0)
+        workers = [WorkerInfo(f"w{n}", f"h{n}", 8, 1 << 34) for n in range(WORKERS)]
+        self.observed = Observed(workers={each.address: each for each in workers})
+        self.incarnation = 0
+        for number in range(deployments):
+            name = f"d{number:05d}"
+            self.state.apply(
+                backend_verbs.create_backend(
+                    self.state, wish(name, REPLICAS_EACH), goal_id=f"g{number}"
+                ).change
+            )
+            self.settle(name)
+
+    def next_incarnation(self) -> int:
+        self.incarnation += 1
+        return self.incarnation
+
+    def step(self, name: str) -> Change:
+        """Take one step of one backend, as the loop does."""
+        world = backend_state.World(
+            self.state, self.observed, 0.0, self.rng, self.next_incarnation, frozenset({"w0"})
+        )
+        step = backend_state.step(world, self.state.backends[name])
+        self.state.apply(step.change)
+        for action in step.actions:
+            if isinstance(action, backend_state.StartReplica):
+                self.observed.ready[action.replica.tag] = {}
+        return step.change
+
+    def settle(self, name: str) -> None:
+        """Step until nothing changes any more."""
+        while self.step(name):
+            pass
+
+    def add_replica(self, name: str) -> float:
+        """Scale a backend up by one, and back; return what the way up took."""
+        before = self.state.backends[name].num_replicas
+        took = 0.0
+        for wanted in (before + 1, before):
+            began = time.perf_counter()
+            outcome = backend_verbs.update_backend_config(
+                self.state,
+                name,
+                {"num_replicas": wanted},
+                None,
+                sets_user_config=False,
+                goal_id=f"g{self.next_incarnation()}",
+                timeout_s=None,
+            )
+            self.state.apply(outcome.change)
+            self.settle(name)
+            took = took or time.perf_counter() - began
+            for tag in list(self.state.replicas):
+                if self.state.replicas[tag].state == "STOPPING":
+                    self.observed.gone.add(tag)
+            self.settle(name)
+        return took
+
+
+async def tick_s(world: World) -> float:
+    """Return what an idle round of the loop takes at the median."""
+    from daskserve.control.reconcile import TICK_SLICE
+
+    names = sorted(world.state.backends)
+    figures = []
+    for start in range(0, min(len(names), RUNS * TICK_SLICE), TICK_SLICE):
+        began = time.perf_counter()
+        for name in names[start : start + TICK_SLICE]:
+            world.step(name)
+        sorted(world.state.workers_in_use())
+        figures.append(time.perf_counter() - began)
+    return statistics.median(figures)
+
+
+def recovery_s(world: World) -> float:
+    """Return what reading all records back takes, up to a state that has decided once."""
+    records: dict[str, bytes] = {}
+    state = world.state
+    for table in (state.backends, state.codes, state.replicas, state.goals):
+        records |= {record.key: encode(record) for record in table.values()}  # type: ignore[attr-defined]
+    began = time.perf_counter()
+    restored, corrupt = checkpoint.restore(records)
+    assert not corrupt
+    fresh = World(0)
+    fresh.state = restored
+    for name in restored.backends:
+        fresh.step(name)
+    return time.perf_counter() - began
+
+
+class CountingStore:
+    """A store that counts what passes through it."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self.written: list[tuple[int, int]] = []
+
+    async def load(self) -> Mapping[str, bytes]:
+        found: Mapping[str, bytes] = await self._store.load()
+        return found
+
+    async def commit(self, epoch: int, change: StoreChange) -> None:
+        values = [value or b"" for value in change.records.values()]
+        self.written.append((len(values), sum(map(len, values))))
+        await self._store.commit(epoch, change)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+class Empty:
+    """An actor that does nothing."""
+
+    verbs: frozenset[str] = frozenset()
+
+    def __init__(self, context: ActorContext) -> None:
+        pass
+
+    async def start(self) -> dict[str, Any]:
+        return {}
+
+    async def stop(self, grace_s: float) -> None:
+        pass
+
+
+async def creations(folder: Path) -> tuple[list[float], list[tuple[int, int]]]:
+    """Return what each of 1,000 creations takes, and the records and bytes that each writes."""
+    inner = open_store(f"sqlite:///{folder / 'store.db'}", "bench")
+    await inner.open()
+    store = CountingStore(inner)
+    factories = {ActorKind.CONTROLLER: Controller, ActorKind.REPLICA: Empty, ActorKind.PROXY: Empty}
+    workers = [WorkerInfo(f"w{n}", f"h{n}", 64, 1 << 36) for n in range(4)]
+    cluster = LocalCluster(factories, workers=workers, store=store)  # type: ignore[arg-type]
+    took: list[float] = []
+    written: list[tuple[int, int]] = []
+    async with cluster:
+        await cluster.start(ControllerStart(http={"location": "NoServer"}).encode())
+        view = cluster.process("w0")
+        controller = await view.controller()
+        for number in range(1000):
+            fields = wish(f"b{number:04d}", 1)
+            message = {name: getattr(fields, name) for name in Wish.__dataclass_fields__ if name != "now"}
+            store.written.clear()
+            began = time.perf_counter()
+            answer = await view.call(controller, "create_backend", **message)
+            await view.call(controller, "wait_for_goal", goal_id=answer["goal"], timeout_s=30.0)
+            took.append(time.perf_counter() - began)
+            written.append((sum(each[0] for each in store.written), sum(each[1] for each in store.written)))
+    await inner.close()
+    return took, written
+
+
+def main() -> int:
+    is_good = True
+
+    def show(name: str, figure: str, has_held: bool, bound: str) -> None:
+        nonlocal is_good
+        is_good &= has_held
+        print(f"{name:42} {figure:38} bound {bound}{'' if has_held else '   NOT HELD'}", flush=True)
+
+    large, small = World(DEPLOYMENTS), World(10)
+    size = f"{len(large.state.backends)} deployments, {len(large.state.replicas)} replicas"
+    print(size)
+    tick = asyncio.run(tick_s(large))
+    show("an idle round of the loop", f"{tick * 1e3:.2f} ms", tick < TICK_BOUND_S, "5 ms")
+    recovery = statistics.median(recovery_s(large) for _ in range(3))
+    show("recovery from the store's records", f"{recovery:.2f} s", recovery < RECOVERY_BOUND_S, "2 s")
+    pairs = [(large.add_replica("d00500"), small.add_replica("d00005")) for _ in range(RUNS)]
+    here, there = (statistics.median(column) for column in zip(*pairs, strict=True))
+    show(
+        "one more replica, large beside small",
+        f"{here * 1e3:.2f} ms, {there * 1e3:.2f} ms: {here / there:.2f} times",
+        here / there <= GROWTH_BOUND,
+        f"{GROWTH_BOUND} times",
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        took, written = asyncio.run(creations(Path(folder)))
+    late, early = statistics.median(took[-RUNS:]), statistics.median(took[:RUNS])
+    show(
+        "the 1,000th backend beside the 10th",
+        f"{late * 1e3:.1f} ms, {early * 1e3:.1f} ms: {late / early:.2f} times",
+        late / early <= GROWTH_BOUND,
+        f"{GROWTH_BOUND} times",
+    )
+    show("records it writes", f"{written[-1][0]}, {written[9][0]}", written[-1][0] == written[9][0], "equal")
+    grown = written[-1][1] - written[9][1]
+    show("bytes it writes", f"{written[-1][1]}, {written[9][1]}", abs(grown) <= 16, "equal but for digits")
+    return 0 if is_good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

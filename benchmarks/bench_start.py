@@ -1,0 +1,114 @@
+"""How fast an instance starts and deploys, and what it holds, each beside its floor in the same run.
+
+1. deploy: an instance is up, every task thread of the cluster is made busy; from ``create_backend`` until a
+   trivial backend's first 200. Floor: an empty actor made by a Host on the same busy cluster. ``blocked``
+   threads are in native code; ``python`` ones hold the interpreter lock, the worst there is, without a bound.
+2. hello: ``python hello.py`` as a new process with no cluster running, until its first 200. Floor: a new
+   process with the same bare two-worker cluster and a Tornado hello.
+3. memory: proportional set size of all processes, idle, two workers and one replica. Floor: that bare
+   cluster, its client included.
+
+Run: ``python benchmarks/bench_start.py [--runs N]``; prints one line per figure: median, floor, ratio, bound.
+Exits with 1 if a bound does not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+PROGRAMS = Path(__file__).parent / "programs"
+DEPLOY_BOUND_S = 0.150
+HELLO_BOUND_S = 2.5
+MEMORY_BOUND_RATIO = 1.35
+MEMORY_BOUND_MIB = 350
+
+
+def run_program(name: str, *arguments: str) -> dict[str, Any]:
+    """Run one of the programs beside this file and return the JSON of its last line."""
+    done = subprocess.run(
+        [sys.executable, str(PROGRAMS / name), *arguments], capture_output=True, text=True, timeout=120
+    )
+    if done.returncode:
+        raise RuntimeError(f"{name} failed:\n{done.stdout}\n{done.stderr}")
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def until_first_answer(name: str) -> float:
+    """Return the seconds from starting a program until it says that its server answered 200."""
+    began = time.perf_counter()
+    process = subprocess.Popen(
+        [sys.executable, str(PROGRAMS / name)], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    took = time.perf_counter() - began
+    process.communicate("end\n", timeout=30)
+    if line.strip() != "200":
+        raise RuntimeError(f"{name} answered {line!r}")
+    return took
+
+
+def held_by(name: str) -> float:
+    """Return the proportional set size, in MiB, of a program and all its children once it is idle."""
+    process = subprocess.Popen(
+        [sys.executable, str(PROGRAMS / name)], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    time.sleep(1.0)  # idle: let start-up garbage go
+    own = psutil.Process(process.pid)
+    total = sum(each.memory_full_info().pss for each in [own, *own.children(recursive=True)])
+    process.communicate("end\n", timeout=30)
+    return float(total) / 2**20
+
+
+def medians(measure: Callable[[str], float], runs: int, *names: str) -> list[float]:
+    """Return each program's median, the programs taken in turn so that drift meets all alike."""
+    figures = [[measure(name) for name in names] for _ in range(runs)]
+    return [statistics.median(column) for column in zip(*figures, strict=True)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--runs", type=int, default=5, help="counted runs of each program (default 5)")
+    runs = parser.parse_args().runs
+    is_good = True
+
+    for kind, bound in (("blocked", f"{DEPLOY_BOUND_S * 1e3:.0f} ms"), ("python", "none")):
+        found = run_program("deploy_busy.py", str(runs), kind)
+        deploy, floor = found["deploy_s"], found["floor_s"]
+        is_good &= kind == "python" or deploy <= DEPLOY_BOUND_S
+        print(
+            f"deploy, threads {kind:10} {deploy * 1e3:6.0f} ms   an empty actor {floor * 1e3:6.1f} ms   "
+            f"ratio {deploy / floor:5.1f}   bound {bound}"
+        )
+
+    hello, floor = medians(until_first_answer, runs, "hello.py", "bare_hello.py")
+    is_good &= hello <= HELLO_BOUND_S
+    print(
+        f"hello.py to the first 200  {hello:6.2f} s    bare cluster   {floor:6.2f} s    "
+        f"ratio {hello / floor:5.2f}   bound {HELLO_BOUND_S} s"
+    )
+
+    held, floor = medians(held_by, min(runs, 3), "hello.py", "bare_cluster.py")
+    is_good &= held / floor <= MEMORY_BOUND_RATIO and held <= MEMORY_BOUND_MIB
+    print(
+        f"memory held, idle (PSS)    {held:6.0f} MiB  bare cluster   {floor:6.0f} MiB  "
+        f"ratio {held / floor:5.2f}   bound {MEMORY_BOUND_RATIO} and {MEMORY_BOUND_MIB} MiB"
+    )
+    return 0 if is_good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

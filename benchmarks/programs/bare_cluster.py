@@ -1,0 +1,12 @@
+"""The bare cluster that daskserve makes for those who have none, without daskserve on it."""
+
+import sys
+
+from daskserve import settings
+from daskserve.cluster.launch import start_local_cluster
+
+cluster, client = start_local_cluster(settings.local_cluster_size(), has_dashboard=True)
+print("ready", flush=True)
+sys.stdin.readline()
+client.close()
+cluster.close()

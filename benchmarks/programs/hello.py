@@ -1,0 +1,17 @@
+"""The smallest served program: says 200 once it answers, then serves until its standard input ends."""
+
+import sys
+import urllib.request
+
+import daskserve as serve
+
+
+@serve.deployment
+class Hello:
+    def __call__(self, request):
+        return "hello"
+
+
+serve.run(Hello.bind(), http_options={"port": 8123})
+print(urllib.request.urlopen("http://127.0.0.1:8123/").status, flush=True)
+sys.stdin.readline()

@@ -1,0 +1,95 @@
+"""Model serving and Python microservices on any Dask cluster. ``import daskserve as serve``."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from daskserve._version import __version__
+
+if TYPE_CHECKING:
+    from daskserve import errors
+    from daskserve.api import connect, run, shutdown, start, status
+    from daskserve.client import Client
+    from daskserve.config import ActorOptions, BackendConfig, HTTPOptions
+    from daskserve.context import get_current_backend_tag, get_current_replica_tag
+    from daskserve.data.batching import accept_batch
+    from daskserve.data.handle import Handle, Response
+    from daskserve.data.requests import ServeRequest
+    from daskserve.deployments import Application, Deployment, deployment
+    from daskserve.environment import CondaEnv
+    from daskserve.errors import ServeError
+    from daskserve.instance_status import Status
+
+#: Where each public name lives. Loaded on first use: importing daskserve must cost little and start nothing.
+_HOMES: Mapping[str, str] = {
+    # instances
+    "start": "api",
+    "connect": "api",
+    "shutdown": "api",
+    "status": "api",
+    "Status": "instance_status",
+    "Client": "client",
+    # deployments
+    "deployment": "deployments",
+    "run": "api",
+    "Deployment": "deployments",
+    "Application": "deployments",
+    # options
+    "HTTPOptions": "config",
+    "BackendConfig": "config",
+    "ActorOptions": "config",
+    "CondaEnv": "environment",
+    # calls
+    "Handle": "data.handle",
+    "Response": "data.handle",
+    "ServeRequest": "data.requests",
+    "accept_batch": "data.batching",
+    # inside a backend
+    "get_current_backend_tag": "context",
+    "get_current_replica_tag": "context",
+    # errors
+    "ServeError": "errors",
+    "errors": "",
+}
+
+__all__ = [
+    "ActorOptions",
+    "Application",
+    "BackendConfig",
+    "Client",
+    "CondaEnv",
+    "Deployment",
+    "HTTPOptions",
+    "Handle",
+    "Response",
+    "ServeError",
+    "ServeRequest",
+    "Status",
+    "__version__",
+    "accept_batch",
+    "connect",
+    "deployment",
+    "errors",
+    "get_current_backend_tag",
+    "get_current_replica_tag",
+    "run",
+    "shutdown",
+    "start",
+    "status",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'daskserve' has no attribute {name!r}")
+    module = importlib.import_module(f"daskserve.{home or name}")
+    value = module if not home else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,141 @@
+"""The actors as a Host makes them: shells around the layers' own objects, wiring and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from daskserve.cluster.base import ActorContext
+from daskserve.data.handle import routers_of
+from daskserve.data.isolation import IsolatedReplica
+from daskserve.data.replica import Replica
+from daskserve.errors import BadRequestError, ServeError
+from daskserve.payload import load_bytes
+from daskserve.proxies.app import IngressApp, build_app
+from daskserve.proxies.routes import RouteTable
+from daskserve.proxies.tornado_server import TornadoServer
+from daskserve.starts import ProxyStart, ReplicaStart
+from daskserve.types import Envelope, Load, Receive, Send
+
+logger = logging.getLogger("daskserve.actors")
+
+
+#: How long a new proxy waits to learn the routes before it listens without them.
+ROUTES_S = 10.0
+
+
+def make_controller(context: ActorContext) -> Any:
+    """Return the instance's controller."""
+    # Imported here because one process of the cluster needs the control layer and pydantic, the others not.
+    from daskserve.control.controller import Controller
+
+    return Controller(context)
+
+
+def make_replica(context: ActorContext) -> Any:
+    """Return a replica whose user code runs where its backend wants it: in this process or one of its own."""
+    start = ReplicaStart.decode(context.spec.payload)
+    return IsolatedReplica(context) if start.isolation == "process" else Replica(context)
+
+
+class IngressOptions:
+    """The options the ingress reads, without the model that checked them: pydantic stays out of proxies."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self.root_path: str = options.get("root_path", "")
+        self.request_timeout_s: float | None = options.get("request_timeout_s")
+        self.debug: bool = options.get("debug", False)
+
+
+class ProxyActor:
+    """One HTTP listener with its ingress; the routers are the process's."""
+
+    verbs = frozenset({"statistics", "wait_for_snapshot"})
+
+    def __init__(self, context: ActorContext) -> None:
+        self._context = context
+        self._cluster: Any = context.cluster
+        self._start = ProxyStart.decode(context.spec.payload)
+        self._routes: RouteTable | None = None
+        self._routes_known = asyncio.Event()
+        self._server: TornadoServer | None = None
+        self._ingress: IngressApp | None = None
+        self._stop_watching: Any = None
+
+    async def start(self) -> dict[str, Any]:
+        """Listen, with the route table known, and say where."""
+        self._routers = await routers_of(self._cluster)
+        self._stop_watching = self._cluster.listener.watch("routes", self._update_routes)
+        options = self._start.options
+        self._ingress = IngressApp(
+            options=IngressOptions(options),
+            routes=lambda: self._routes,
+            dispatch=self._dispatch,
+            clock=self._context.clock,
+            rng=self._context.rng,
+        )
+        middlewares = load_bytes(self._start.middlewares) if self._start.middlewares else []
+        self._server = TornadoServer(
+            build_app(self._ingress, middlewares),
+            host=options.get("host", "127.0.0.1"),
+            port=options.get("port", 8000),
+            reuse_port=self._start.reuse_port,
+            claims_port=self._start.claims_port,
+            max_body_bytes=options.get("max_body_bytes", 1 << 30),
+            keep_alive_timeout_s=options.get("keep_alive_timeout_s", 90.0),
+            public_host=self._start.public_host,
+            clock=self._context.clock,
+        )
+        self._server.bind()
+        try:
+            await self._context.clock.wait_for(self._routes_known.wait(), ROUTES_S)
+        except TimeoutError:
+            logger.warning("Listening without routes: the controller did not answer in %s s", ROUTES_S)
+        self._server.start()
+        return {"port": self._server.port, "urls": list(self._server.urls)}
+
+    async def stop(self, grace_s: float) -> None:
+        """Finish what runs for up to ``grace_s``, then close the port."""
+        if self._stop_watching is not None:
+            self._stop_watching()
+        if self._server is not None:
+            server, self._server = self._server, None
+            if grace_s > 0:
+                if self._ingress is not None:
+                    self._ingress.start_draining()
+                await server.drain(grace_s)
+            await server.stop()
+
+    async def handle(self, envelope: Envelope, receive: Receive, send: Send) -> Load:
+        raise BadRequestError("A proxy takes its requests over HTTP.")
+
+    async def wait_for_snapshot(self, epoch: int, counter: int, timeout_s: float) -> None:
+        """Return once this proxy acts on that change of the instance."""
+        await self._cluster.listener.wait_for_snapshot((epoch, counter), timeout_s)
+
+    async def statistics(self) -> dict[str, Any]:
+        """Return the ingress's counts."""
+        if self._ingress is None:
+            raise ServeError("The proxy is still starting.")
+        counts = self._ingress.statistics()
+        return {"ongoing": counts.ongoing, "responses": dict(counts.responses)}
+
+    def _update_routes(self, value: Any) -> None:
+        if value is None:
+            return
+        self._routes = RouteTable(value)
+        # Known before their first request: a new route's first request then waits for nothing.
+        for fields in value.values():
+            self._routers.router(fields["endpoint"])
+        self._routes_known.set()
+
+    async def _dispatch(self, endpoint: str, envelope: Envelope, receive: Receive, send: Send) -> None:
+        router = self._routers.router(endpoint)
+        await router.send(
+            envelope, receive, send, shard_key=envelope.head["extensions"]["daskserve"]["shard_key"] or ""
+        )
+
+
+__all__ = ["ProxyActor", "make_controller", "make_replica"]

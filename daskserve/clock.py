@@ -1,0 +1,55 @@
+"""Time and chance, as arguments.
+
+Everything that waits or stamps takes a `Clock`, everything that draws takes a `random.Random`. The clock
+reads the running event loop, so the same code runs in real time and on the virtual-time loop of
+`daskserve.testing`. No other module may call ``time.time``, ``asyncio.sleep`` or ``random.*`` (a test
+holds that).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable
+from typing import Protocol, TypeVar
+
+T = TypeVar("T")
+
+
+class Clock(Protocol):
+    """What daskserve asks of time."""
+
+    def now(self) -> float:
+        """Return seconds on a clock that never goes back."""
+
+    def wall(self) -> float:
+        """Return seconds since the epoch, for people to read."""
+
+    async def sleep(self, delay_s: float) -> None:
+        """Return after ``delay_s`` seconds."""
+
+    async def wait_for(self, awaitable: Awaitable[T], timeout_s: float | None) -> T:
+        """Return the awaitable's result, or raise `TimeoutError` and cancel it after ``timeout_s``."""
+
+
+class LoopClock:
+    """The clock of the running event loop."""
+
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def wall(self) -> float:
+        return time.time()
+
+    async def sleep(self, delay_s: float) -> None:
+        await asyncio.sleep(delay_s)
+
+    async def wait_for(self, awaitable: Awaitable[T], timeout_s: float | None) -> T:
+        async with asyncio.timeout(timeout_s):
+            return await awaitable
+
+
+def system_rng() -> random.Random:
+    """Return a generator seeded by the operating system."""
+    return random.Random(random.SystemRandom().getrandbits(64))

@@ -1,0 +1,1 @@
+"""The only layer that imports ``distributed``: actors, channels, topics and the store."""

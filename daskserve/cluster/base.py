@@ -1,0 +1,197 @@
+"""What the layers above ask of a cluster, as protocols.
+
+`daskserve.cluster.dask` answers them on a real Dask cluster, `daskserve.cluster.local` in one process and
+one event loop. Nothing above this layer knows which.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from daskserve.clock import Clock
+from daskserve.types import (
+    ActorAddress,
+    ActorKind,
+    Envelope,
+    InstanceName,
+    Load,
+    Receive,
+    Send,
+    SnapshotId,
+    WorkerAddress,
+    WorkerInfo,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ActorSpec:
+    """All that a Host needs to make one actor. ``payload`` is opaque to every layer but the actor's own."""
+
+    kind: ActorKind
+    name: str
+    incarnation: int
+    instance: InstanceName
+    payload: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class ActorContext:
+    """What an actor's factory gets: its spec and its process's seam to everything else."""
+
+    spec: ActorSpec
+    cluster: Cluster
+    clock: Clock
+    rng: random.Random
+    worker: WorkerAddress = ""
+
+
+class Hosted(Protocol):
+    """An object that a Host can carry."""
+
+    #: The methods that `Cluster.call` may reach. Each is ``async`` and takes keyword arguments.
+    verbs: frozenset[str]
+
+    async def start(self) -> Mapping[str, Any]:
+        """Get ready and return plain facts about it; raise to say that it cannot."""
+
+    async def handle(self, envelope: Envelope, receive: Receive, send: Send) -> Load:
+        """Answer one request stream; cancelled when the caller goes away."""
+
+    async def stop(self, grace_s: float) -> None:
+        """End, letting running requests finish for up to ``grace_s``; idempotent."""
+
+
+ActorFactory = Callable[[ActorContext], Hosted]
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """One change of a published key. ``value`` is None when it is too large to travel with the news."""
+
+    key: str
+    counter: int
+    value: Any = None
+    is_inline: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class StoreChange:
+    """One transaction: records to write (bytes) and to remove (None)."""
+
+    records: Mapping[str, bytes | None] = field(default_factory=dict)
+
+
+class Store(Protocol):
+    """The durable records of one instance."""
+
+    async def load(self) -> Mapping[str, bytes]:
+        """Return all records."""
+
+    async def commit(self, epoch: int, change: StoreChange) -> None:
+        """Write one transaction, whole or not at all; raise if ``epoch`` is not the newest."""
+
+    def problems(self) -> Mapping[str, str]:
+        """Return what could not be read of the store, each with the reason and where it is kept."""
+
+
+class InstanceStore(Store, Protocol):
+    """A store as its owner holds it: the process that starts the instance's controllers."""
+
+    async def open(self) -> None:
+        """Get ready; nothing else may be called before. Idempotent.
+
+        Raises a `ServeError` that names the place and what to do: retryable if it may pass.
+        """
+
+    async def close(self) -> None:
+        """Finish what was asked for and leave nothing open: no file, no thread. Idempotent."""
+
+    async def newest_epoch(self) -> int:
+        """Return the newest epoch that was claimed or has written; 0 if there is none."""
+
+    async def claim_epoch(self) -> int:
+        """Return a new epoch, higher than any before, for good; commits of older ones fail from now on."""
+
+
+class WorkerListener(Protocol):
+    """Told of workers as they come and go."""
+
+    def __call__(self, joined: Sequence[WorkerInfo], left: Sequence[WorkerAddress]) -> None: ...
+
+
+TopicHandler = Callable[[Any], None]
+
+
+class Cluster(Protocol):
+    """One process's view of the cluster, for one instance."""
+
+    instance: InstanceName
+
+    @property
+    def store(self) -> Store: ...
+
+    async def workers(self) -> Sequence[WorkerInfo]:
+        """Return the workers that may hold actors, as the scheduler knows them now."""
+
+    async def refused_workers(self) -> Mapping[WorkerAddress, str]:
+        """Return the workers that may not hold actors, each with the reason."""
+
+    async def create(self, spec: ActorSpec, worker: WorkerAddress) -> Mapping[str, Any]:
+        """Make an actor, wait until it is ready and return its facts.
+
+        Idempotent by name and incarnation: asking again for one that is there (or starting) returns the
+        same facts. Raises what the actor's ``start`` raised, or `ActorLostError`.
+        """
+
+    async def destroy(self, address: ActorAddress, grace_s: float) -> None:
+        """Stop an actor and forget it; one that is gone already is no error."""
+
+    async def call(self, address: ActorAddress, verb: str, **message: Any) -> Any:
+        """Call one of an actor's verbs with plain values and return a plain value."""
+
+    async def request(self, address: ActorAddress, envelope: Envelope, receive: Receive, send: Send) -> Load:
+        """Carry one request stream to an actor, directly if it lives in this process."""
+
+    async def inspect(self, worker: WorkerAddress) -> Sequence[Mapping[str, Any]]:
+        """Return the instance's actors on a worker, as they are there now.
+
+        Each as ``{"name", "kind", "incarnation", "is_ready", "is_healthy", "detail", "worker", "pid"}``.
+        Raises `ActorLostError` if the worker is gone, and never returns if its process is stopped.
+        """
+
+    async def report(self, epoch: int, in_use: Sequence[WorkerAddress], waiting_cpus: float) -> None:
+        """Tell the scheduler which workers hold actors, and the CPUs of replicas that found no room."""
+
+    async def restart_worker(self, worker: WorkerAddress) -> None:
+        """Have a worker that does not answer killed and started anew; returns before that is done."""
+
+    async def controller(self) -> ActorAddress:
+        """Return where the instance's controller lives now; raise `NotRunningError` if there is none."""
+
+    def forget_controller(self) -> None:
+        """Look the controller up anew at the next call of `controller`, because a call to it failed."""
+
+    def publish(self, message: Any) -> None:
+        """Send plain values to every listener of the instance's topic."""
+
+    async def subscribe(self, handler: TopicHandler) -> Callable[[], Awaitable[None]]:
+        """Hear the instance's topic; returns what ends it.
+
+        When this returns, no message published afterwards is missed.
+        """
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether this process knows that the instance was shut down."""
+
+    def is_local(self, address: ActorAddress) -> bool:
+        """Whether the actor lives in this process."""
+
+
+class LongPollSource(Protocol):
+    """Where a listener fetches published values."""
+
+    async def fetch(self, keys: Sequence[str]) -> tuple[SnapshotId, Mapping[str, tuple[int, Any]]]: ...

@@ -1,0 +1,315 @@
+"""The `Cluster` protocol on a real Dask cluster, as one process sees it for one instance.
+
+The same class serves the Hosts inside workers and user programs outside: both hold a Dask client (for the
+scheduler and its topics) and a pool of channels (for everything that goes to an actor).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from distributed import Client
+from distributed.worker import _worker_cvar  # the public get_worker() only reads it
+
+from daskserve._version import __version__
+from daskserve.clock import Clock
+from daskserve.cluster.base import ActorSpec, StoreChange, TopicHandler
+from daskserve.cluster.channel import ChannelPool, Dispatch
+from daskserve.cluster.long_poll import LongPollClient
+from daskserve.errors import ActorLostError, InstanceError, NotRunningError
+from daskserve.payload import load_error
+from daskserve.types import (
+    ActorAddress,
+    Envelope,
+    EnvelopeKind,
+    InstanceName,
+    Load,
+    Message,
+    Receive,
+    Send,
+    WorkerAddress,
+    WorkerInfo,
+)
+
+#: The scheduler handler that the supervisor plugin adds.
+SUPERVISOR_OP = "daskserve"
+MARKER_RETRY_S = 0.005
+MAX_MARKER_RETRY_S = 0.5
+
+#: The name under which channels reach a worker's Host itself.
+HOST_ACTOR = "host"
+
+
+def topic_of(instance: InstanceName) -> str:
+    """Return the name of an instance's topic."""
+    return f"daskserve/{instance}"
+
+
+@contextlib.contextmanager
+def current_worker_context(worker: Any) -> Iterator[None]:
+    """Let `distributed.get_worker` find ``worker`` in this context and its copies."""
+    token = _worker_cvar.set(worker)
+    try:
+        yield
+    finally:
+        _worker_cvar.reset(token)
+
+
+async def ask_supervisor(client: Client, verb: str, **message: Any) -> Any:
+    """Call a verb of the supervisor in the scheduler.
+
+    Raises
+    ------
+    NotRunningError
+        There is no supervisor: no instance runs on this cluster.
+    ServeError
+        What the verb raised.
+    OSError
+        The scheduler cannot be reached.
+    """
+    if client.scheduler is None:
+        raise OSError("the Dask client is closed")
+    answer = await getattr(client.scheduler, SUPERVISOR_OP)(verb=verb, message=message, version=__version__)
+    if answer is None:  # Dask's answer to an operation it does not know
+        raise NotRunningError("No daskserve instance runs on this Dask cluster.")
+    if "error" in answer:
+        raise load_error(answer["error"])
+    return answer["value"]
+
+
+class RemoteStore:
+    """The instance's store, which lives in the scheduler process."""
+
+    def __init__(self, client: Client, instance: InstanceName) -> None:
+        self._client = client
+        self._instance = instance
+
+        self._problems: Mapping[str, str] = {}
+
+    async def load(self) -> Mapping[str, bytes]:
+        found = await ask_supervisor(self._client, "load_records", instance=self._instance)
+        self._problems = found["problems"]
+        records: Mapping[str, bytes] = found["records"]
+        return records
+
+    def problems(self) -> Mapping[str, str]:
+        return dict(self._problems)
+
+    async def commit(self, epoch: int, change: StoreChange) -> None:
+        await ask_supervisor(
+            self._client,
+            "commit_records",
+            instance=self._instance,
+            epoch=epoch,
+            records=dict(change.records),
+        )
+
+
+class DaskCluster:
+    """See `daskserve.cluster.base.Cluster`, which this implements.
+
+    Parameters
+    ----------
+    client : distributed.Client
+        Asynchronous use only: every method runs on the client's own loop.
+    link
+        The `daskserve.cluster.link.Link` this view belongs to.
+    local_worker
+        The worker this process is, with ``dispatch`` to its Host; None outside workers.
+    """
+
+    def __init__(
+        self,
+        instance: InstanceName,
+        client: Client,
+        channels: ChannelPool,
+        *,
+        clock: Clock,
+        link: Any = None,
+        local_worker: Any = None,
+        dispatch: Dispatch | None = None,
+    ) -> None:
+        self.instance = instance
+        self.clock = clock
+        self.store = RemoteStore(client, instance)
+        self.link = link
+        #: What the layers above keep once per process and instance, by name.
+        self.shared: dict[str, Any] = {}
+        self._client = client
+        self._channels = channels
+        self._worker = local_worker
+        self._dispatch = dispatch
+        self._controller: ActorAddress | None = None
+        self._listener: LongPollClient | None = None
+        self._is_ended = False
+        self._handlers: list[TopicHandler] = []
+        self._subscribing: asyncio.Future[None] | None = None
+
+    @property
+    def listener(self) -> LongPollClient:
+        """This process's long-poll client for the instance; made on first use, not yet started."""
+        if self._listener is None:
+            self._listener = LongPollClient(self, self.clock)
+            self._listener.on_worker_left(self._forget_worker)
+            self._listener.on_ended(self._mark_ended)
+        return self._listener
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether this process has heard that the instance was shut down."""
+        return self._is_ended
+
+    def _forget_worker(self, worker: WorkerAddress) -> None:
+        self._channels.drop(worker)
+        if self._controller is not None and self._controller.worker == worker:
+            self._controller = None
+
+    def _mark_ended(self) -> None:
+        self._is_ended = True
+        self._controller = None
+
+    async def close(self) -> None:
+        """Stop listening. The Dask client and the channels belong to whoever made this object."""
+        self._mark_ended()
+        if self._listener is not None:
+            await self._listener.stop()
+
+    async def workers(self) -> Sequence[WorkerInfo]:
+        answer = await ask_supervisor(self._client, "workers")
+        return [WorkerInfo(**worker) for worker in answer["workers"]]
+
+    async def refused_workers(self) -> Mapping[WorkerAddress, str]:
+        answer = await ask_supervisor(self._client, "workers")
+        refused: Mapping[WorkerAddress, str] = answer["refused"]
+        return refused
+
+    async def create(self, spec: ActorSpec, worker: WorkerAddress) -> Mapping[str, Any]:
+        message = {
+            "kind": spec.kind.value,
+            "name": spec.name,
+            "incarnation": spec.incarnation,
+            "instance": spec.instance,
+            "payload": spec.payload,
+        }
+        facts: Mapping[str, Any] = await self.call(
+            ActorAddress(HOST_ACTOR, worker, 0), "create", spec=message
+        )
+        return facts
+
+    async def destroy(self, address: ActorAddress, grace_s: float) -> None:
+        host = ActorAddress(HOST_ACTOR, address.worker, 0)
+        try:
+            await self.call(
+                host, "destroy", name=address.name, incarnation=address.incarnation, grace_s=grace_s
+            )
+        except ActorLostError:
+            pass  # the worker is gone, and the actor with it
+
+    async def inspect(self, worker: WorkerAddress) -> Sequence[Mapping[str, Any]]:
+        actors: Sequence[Mapping[str, Any]] = await self.call(
+            ActorAddress(HOST_ACTOR, worker, 0), "actors", instance=self.instance
+        )
+        return actors
+
+    async def report(self, epoch: int, in_use: Sequence[WorkerAddress], waiting_cpus: float) -> None:
+        await ask_supervisor(
+            self._client,
+            "report",
+            instance=self.instance,
+            epoch=epoch,
+            in_use=list(in_use),
+            waiting_cpus=waiting_cpus,
+        )
+
+    async def restart_worker(self, worker: WorkerAddress) -> None:
+        await ask_supervisor(self._client, "restart_worker", worker=worker)
+
+    async def call(self, address: ActorAddress, verb: str, **message: Any) -> Any:
+        envelope = Envelope(EnvelopeKind.CONTROL, {"verb": verb, "message": message})
+        answer: list[Message] = []
+
+        async def keep(item: Message) -> None:
+            answer.append(item)
+
+        await self.request(address, envelope, _nothing_to_receive, keep)
+        return answer[0]["value"]
+
+    async def request(self, address: ActorAddress, envelope: Envelope, receive: Receive, send: Send) -> Load:
+        if self.is_local(address):
+            assert self._dispatch is not None
+            return await self._dispatch(address.name, address.incarnation, envelope, receive, send)
+        return await self._channels.request(address, envelope, receive, send)
+
+    async def controller(self) -> ActorAddress:
+        if self._is_ended:
+            raise NotRunningError(f"Instance {self.instance!r} has been shut down.")
+        if self._controller is None:
+            found = await ask_supervisor(self._client, "controller", instance=self.instance)
+            self._controller = ActorAddress(**found)
+        return self._controller
+
+    def forget_controller(self) -> None:
+        """Look the controller up again at the next call, because the last one found it gone."""
+        self._controller = None
+
+    def publish(self, message: Any) -> None:
+        if self._worker is None:
+            raise InstanceError("Only actors publish on an instance's topic.")
+        self._worker.log_event(topic_of(self.instance), message)
+
+    async def subscribe(self, handler: TopicHandler) -> Callable[[], Awaitable[None]]:
+        # Dask keeps one handler per client and topic, so the process subscribes once, for all its listeners.
+        self._handlers.append(handler)
+        try:
+            if self._subscribing is None or self._subscribing.cancelled():
+                self._subscribing = asyncio.ensure_future(self._subscribe())
+            await asyncio.shield(self._subscribing)
+        except BaseException:
+            self._handlers.remove(handler)
+            if not self._handlers:
+                self._subscribing = None
+            raise
+
+        async def unsubscribe() -> None:
+            if handler in self._handlers:
+                self._handlers.remove(handler)
+            if not self._handlers and self._subscribing is not None:
+                self._subscribing = None
+                if self._client.status == "running":
+                    self._client.unsubscribe_topic(topic_of(self.instance))
+
+        return unsubscribe
+
+    async def _subscribe(self) -> None:
+        topic = topic_of(self.instance)
+        marker = uuid.uuid4().hex
+        seen = asyncio.Event()
+
+        def hear(event: tuple[float, Any]) -> None:
+            message = event[1]
+            if message.get("kind") == "marker":
+                if message["id"] == marker:
+                    seen.set()
+                return
+            for each in list(self._handlers):
+                each(message)
+
+        # Subscribing is not acknowledged: only one's own event coming back proves that it has happened.
+        patience_s = MARKER_RETRY_S
+        while not seen.is_set():
+            self._client.subscribe_topic(topic, hear)
+            await self._client.log_event(topic, {"kind": "marker", "id": marker})
+            with contextlib.suppress(TimeoutError):
+                await self.clock.wait_for(seen.wait(), patience_s)
+            patience_s = min(MAX_MARKER_RETRY_S, patience_s * 2)
+
+    def is_local(self, address: ActorAddress) -> bool:
+        return self._worker is not None and address.worker == self._worker.address
+
+
+async def _nothing_to_receive() -> Message:
+    return {"type": "http.disconnect"}

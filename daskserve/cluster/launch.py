@@ -1,0 +1,288 @@
+"""The Dask clusters that daskserve starts for those who have none.
+
+A `distributed.LocalCluster` spawns its workers through multiprocessing, which runs the caller's main
+module again and so needs an ``if __name__ == "__main__"`` guard. Processes started as plain subprocesses
+need none, so pasted scripts, REPLs and notebooks work. Each gets a process session of its own, so that
+Ctrl-C reaches the caller alone.
+
+An instance that ends with its program gets a cluster that does too: the scheduler runs in the caller's
+process, and a worker whose caller was killed loses its scheduler and ends by itself. A detached instance
+gets a scheduler of its own and workers with nannies, which go on without the caller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TypeVar
+
+from distributed import Client, Scheduler, SpecCluster
+from distributed.deploy.spec import ProcessInterface
+from distributed.worker_memory import parse_memory_limit
+
+from daskserve.errors import InstanceError
+from daskserve.settings import LocalClusterSize
+
+logger = logging.getLogger("daskserve.launch")
+
+T = TypeVar("T")
+
+#: What a process of the cluster runs. It takes over the caller's import path, as a multiprocessing child
+#: would; ``-c`` programs have no main module that a nanny's child could run again.
+_MAIN = (
+    "import json, sys; options = json.loads(sys.argv.pop()); sys.path[:] = options['path']; "
+    "from distributed.cli.dask_spec import main; main(options['arguments'])"
+)
+#: What it runs before that if it must not outlive its caller, even one killed before there was a scheduler:
+#: only the caller holds the other end of the pipe that is its standard input.
+_END_WITH_CALLER = (
+    "import os, threading, time; lifeline = os.dup(0); os.dup2(os.open(os.devnull, os.O_RDONLY), 0); "
+    "threading.Thread(target=lambda: (os.read(lifeline, 1), time.sleep({grace_s}), os._exit(1)), "
+    "daemon=True).start(); "
+)
+#: A worker told to end gets this long before it is killed.
+END_TIMEOUT_S = 3.0
+#: A new cluster must be complete by then; whether it still can be is looked at this often.
+START_TIMEOUT_S = 30.0
+CHECK_S = 0.5
+_LOCALHOST = "127.0.0.1"
+
+
+def command(cls: str, options: dict[str, Any], *addresses: str, prelude: str = "") -> list[str]:
+    """Return the command line of a process that runs one Dask server, after ``prelude``."""
+    here = os.getcwd()
+    message = {
+        "path": [entry or here for entry in sys.path],
+        "arguments": [*addresses, "--spec", json.dumps({"cls": cls, "opts": options})],
+    }
+    return [sys.executable, "-c", prelude + _MAIN, json.dumps(message)]
+
+
+class WorkerProcess(ProcessInterface):
+    """One Dask worker in a plain subprocess, in the shape that `distributed.SpecCluster` asks for."""
+
+    def __init__(self, scheduler: str, name: str | int, worker_options: dict[str, Any]) -> None:
+        self._command = command(
+            "distributed.Worker",
+            {**worker_options, "name": str(name)},
+            scheduler,
+            prelude=_END_WITH_CALLER.format(grace_s=END_TIMEOUT_S),
+        )
+        self._process: asyncio.subprocess.Process | None = None
+        self._lifeline: int | None = None
+        super().__init__()
+
+    async def start(self) -> None:
+        stdin, self._lifeline = os.pipe()
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command, stdin=stdin, start_new_session=True
+            )
+        finally:
+            os.close(stdin)
+        await super().start()
+
+    @property
+    def exit_status(self) -> int | None:
+        """What the process ended with; None while it runs."""
+        return None if self._process is None else self._process.returncode
+
+    async def close(self) -> None:
+        lifeline, self._lifeline = self._lifeline, None
+        if lifeline is not None:
+            os.close(lifeline)
+        process, self._process = self._process, None
+        if process is not None and process.returncode is None:
+            process.terminate()
+            try:
+                await asyncio.wait_for(process.wait(), END_TIMEOUT_S)
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+        await super().close()
+
+
+def _dashboard(wanted: bool) -> dict[str, Any]:
+    return {
+        "dashboard": wanted and find_spec("bokeh") is not None,
+        "dashboard_address": f"{_LOCALHOST}:0",
+    }
+
+
+def _worker_options(size: LocalClusterSize, has_dashboard: bool) -> dict[str, Any]:
+    return {
+        "nthreads": size.threads_per_worker,
+        "host": _LOCALHOST,
+        "silence_logs": logging.WARNING,
+        "memory_limit": parse_memory_limit("auto", 1, size.n_workers, logger=logger),
+        **_dashboard(has_dashboard),
+    }
+
+
+def start_local_cluster(size: LocalClusterSize, *, has_dashboard: bool) -> tuple[SpecCluster, Client]:
+    """Start a scheduler in this process and workers as subprocesses; return them with a default client.
+
+    Nothing of it is left if it fails or is interrupted.
+    """
+
+    def undo(made: tuple[SpecCluster, Client]) -> None:
+        cluster, client = made
+        client.close()
+        cluster.close()
+
+    return _start_whole(lambda given_up: _start_local(size, has_dashboard, given_up), undo)
+
+
+def _start_whole(start: Callable[[threading.Event], T], undo: Callable[[T], None]) -> T:
+    """Start something in a thread, where Ctrl-C cannot leave it half made; if it comes, undo the whole.
+
+    ``start`` gets an event that tells it to give up; it leaves nothing then.
+    """
+    given_up = threading.Event()
+    with ThreadPoolExecutor(1, "daskserve-launch") as threads:
+        starting = threads.submit(start, given_up)
+        try:
+            return starting.result()
+        except BaseException:
+            given_up.set()
+            if starting.exception() is None:
+                undo(starting.result())
+            raise
+
+
+def _wait_for_workers(
+    client: Client, count: int, given_up: threading.Event, statuses: Callable[[], Iterable[int | None]]
+) -> None:
+    """Return when the workers have joined; raise as soon as they cannot, or need not, any more."""
+    for _ in range(int(START_TIMEOUT_S / CHECK_S)):
+        try:
+            client.wait_for_workers(count, timeout=CHECK_S)
+            return
+        except TimeoutError:
+            if given_up.is_set():
+                raise
+        ended = [status for status in statuses() if status is not None]
+        if ended:
+            raise InstanceError(
+                f"A Dask worker could not be started (exit status {ended[0]}); run `dask worker` by hand to "
+                "see why."
+            )
+    raise InstanceError(f"{count} Dask workers could not be started within {START_TIMEOUT_S:g} s.")
+
+
+def _start_local(
+    size: LocalClusterSize, has_dashboard: bool, given_up: threading.Event
+) -> tuple[SpecCluster, Client]:
+    options = _worker_options(size, has_dashboard)
+    spec = {"cls": WorkerProcess, "options": {"worker_options": options}}
+    cluster = SpecCluster(
+        workers=dict.fromkeys(range(size.n_workers), spec),
+        scheduler={
+            "cls": Scheduler,
+            "options": {"host": _LOCALHOST, "port": 0, **_dashboard(has_dashboard)},
+        },
+        worker=spec,
+        name="daskserve",
+        silence_logs=logging.ERROR,
+    )
+    try:
+        client = Client(cluster)
+        try:
+            _wait_for_workers(
+                client,
+                size.n_workers,
+                given_up,
+                lambda: [each.exit_status for each in cluster.workers.values()],
+            )
+        except BaseException:
+            client.close()
+            raise
+    except BaseException:
+        cluster.close()
+        raise
+    return cluster, client
+
+
+def start_detached_cluster(size: LocalClusterSize, *, has_dashboard: bool) -> Client:
+    """Start a scheduler and workers with nannies that outlive this process; return a default client of them.
+
+    Raises
+    ------
+    InstanceError
+        They did not come up; none of them is left then.
+    """
+    return _start_whole(
+        lambda given_up: _start_detached(size, has_dashboard, given_up), lambda client: client.shutdown()
+    )
+
+
+def _start_detached(size: LocalClusterSize, has_dashboard: bool, given_up: threading.Event) -> Client:
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def spawn(cls: str, options: dict[str, Any], *addresses: str) -> None:
+        processes.append(
+            subprocess.Popen(
+                command(cls, options, *addresses),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        )
+
+    try:
+        with tempfile.TemporaryDirectory(prefix="daskserve-") as folder:
+            file = Path(folder) / "scheduler.json"
+            spawn(
+                "distributed.Scheduler",
+                {
+                    "host": _LOCALHOST,
+                    "port": 0,
+                    "scheduler_file": str(file),
+                    **_dashboard(has_dashboard),
+                },
+            )
+            address = _read_address(file, processes[0])
+        options = _worker_options(size, has_dashboard)
+        for number in range(size.n_workers):
+            spawn("distributed.Nanny", {**options, "name": str(number)}, address)
+        client = Client(address)
+        try:
+            _wait_for_workers(client, size.n_workers, given_up, lambda: [each.poll() for each in processes])
+        except BaseException:
+            client.close()
+            raise
+    except BaseException:
+        for process in processes:
+            # Not terminate: a worker that loses its scheduler while it ends may never be done.
+            process.kill()
+        raise
+    for process in processes:
+        # Whoever starts a process must take note of its end, or it stays in the table as a zombie.
+        threading.Thread(target=process.wait, name="daskserve-reaper", daemon=True).start()
+    return client
+
+
+def _read_address(file: Path, process: subprocess.Popen[bytes]) -> str:
+    waited = threading.Event()
+    for _ in range(int(START_TIMEOUT_S / 0.05)):
+        with contextlib.suppress(OSError, ValueError):
+            return str(json.loads(file.read_text())["address"])
+        if process.poll() is not None:
+            break
+        waited.wait(0.05)
+    raise InstanceError(
+        f"A Dask scheduler could not be started (exit status {process.poll()}); run `dask scheduler` by hand "
+        "to see why."
+    )

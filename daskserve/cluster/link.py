@@ -1,0 +1,347 @@
+"""The link: one process's connection to a Dask cluster, shared by all instances it talks to.
+
+A link lives on one event loop, that of its Dask client. User code calls it from other threads through
+`Link.sync`. A worker's Host owns the link of its process; a user program's hangs on its
+`distributed.Client`, so that it ends with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import threading
+from collections.abc import Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from distributed import Client, Security, Worker, get_worker
+from distributed.client import _get_global_client
+from distributed.comm import connect
+
+from daskserve._version import __version__
+from daskserve.clock import LoopClock, system_rng
+from daskserve.cluster.channel import ChannelPool, Dispatch
+from daskserve.cluster.dask import DaskCluster, ask_supervisor
+from daskserve.cluster.probe import mismatch, version_probe
+from daskserve.errors import ClusterUnreachableError, InstanceError, VersionMismatchError
+from daskserve.types import Envelope, InstanceName, Load, Receive, Send
+
+T = TypeVar("T")
+
+logger = logging.getLogger("daskserve.link")
+
+_ATTRIBUTE = "_daskserve_link"
+#: So that Dask's own error, which says more, comes first where there is nothing to connect to.
+KNOCK_MARGIN_S = 0.2
+
+
+async def _refuse(name: str, incarnation: int, envelope: Envelope, receive: Receive, send: Send) -> Load:
+    raise InstanceError("This process is a client and holds no actors.")
+
+
+class Link:
+    """See the module.
+
+    Parameters
+    ----------
+    client : distributed.Client
+    worker, dispatch
+        In a worker: the worker and the way to its Host's actors.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        *,
+        role: str = "client",
+        worker: Worker | None = None,
+        dispatch: Dispatch | None = None,
+    ) -> None:
+        self.client = client
+        self.clock = LoopClock()
+        self.rng = system_rng()
+        self.channels = ChannelPool(
+            dispatch or _refuse, connection_args=client.security.get_connection_args(role)
+        )
+        self._worker = worker
+        self._dispatch = dispatch
+        self._clusters: dict[InstanceName, DaskCluster] = {}
+        self._started: dict[InstanceName, None] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        #: Detached instances whose whole Dask cluster was made for them and ends with them.
+        self.owning_instances: set[InstanceName] = set()
+        #: The Dask cluster that was started for this link, to be closed with its last instance.
+        self.own_cluster: Any = None
+        #: The `daskserve.client.Client` that `serve.run` reuses, if there is one.
+        self.default_instance: Any = None
+        self._address = "an unknown scheduler"
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop that everything of this link runs on."""
+        # Tornado's IOLoop class does not tell that every IOLoop there is wraps an asyncio loop.
+        io_loop: Any = self.client.loop
+        loop: asyncio.AbstractEventLoop = io_loop.asyncio_loop
+        return loop
+
+    @property
+    def owner_id(self) -> str:
+        """How the scheduler knows this process: its Dask client's id."""
+        return str(self.client.id)
+
+    @property
+    def scheduler_address(self) -> str:
+        scheduler = self.client.scheduler
+        if scheduler is not None:  # as long as the Dask client is not closed
+            self._address = str(scheduler.address)
+        return self._address
+
+    @property
+    def dashboard_link(self) -> str | None:
+        """The address of the Dask dashboard; None if the scheduler has none."""
+        services = self.client.scheduler_info(n_workers=0).get("services", {})
+        return str(self.client.dashboard_link) if services.get("dashboard") else None
+
+    def cluster(self, instance: InstanceName) -> DaskCluster:
+        """Return this process's view of an instance, made on first use, and anew once that one has ended."""
+        known = self._clusters.get(instance)
+        if known is not None and known.is_ended:
+            # Another instance of that name may run by now. The old view, which handles may hold, must have
+            # let go of the topic before the new one takes hold of it.
+            self.loop.call_soon_threadsafe(self.spawn, known.close())
+        if known is None or known.is_ended:
+            self._clusters[instance] = DaskCluster(
+                instance,
+                self.client,
+                self.channels,
+                clock=self.clock,
+                link=self,
+                local_worker=self._worker,
+                dispatch=self._dispatch,
+            )
+        return self._clusters[instance]
+
+    async def drop_cluster(self, instance: InstanceName) -> None:
+        """Forget an instance."""
+        cluster = self._clusters.pop(instance, None)
+        if cluster is not None:
+            await cluster.close()
+
+    def sync(self, coroutine: Coroutine[Any, Any, T], *, timeout_s: float | None = None) -> T:
+        """Run a coroutine on the link's loop and return its result to this thread.
+
+        Raises
+        ------
+        RuntimeError
+            Called on the loop that would have to run it.
+        ClusterUnreachableError
+            The Dask client was closed.
+        """
+        if self.runs_here():
+            coroutine.close()
+            raise RuntimeError(
+                "A blocking daskserve call was made on the event loop that would have to carry it out; call "
+                "it from another thread (asyncio.to_thread), or use the default event_loop='own'."
+            )
+        if self.client.status in ("closing", "closed"):
+            coroutine.close()
+            raise ClusterUnreachableError(
+                f"The Dask client of {self.scheduler_address} is closed, and with it the connection that "
+                "daskserve used; make a new distributed.Client and start or connect with that."
+            )
+        future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        try:
+            return future.result(timeout_s)
+        except BaseException:
+            future.cancel()  # also on Ctrl-C: nothing half-done goes on behind the caller's back
+            raise
+
+    def runs_here(self) -> bool:
+        """Whether the caller is on the link's own loop."""
+        try:
+            return asyncio.get_running_loop() is self.loop
+        except RuntimeError:
+            return False
+
+    async def ask(self, verb: str, **message: Any) -> Any:
+        """Call a verb of the supervisor; see `daskserve.cluster.dask.ask_supervisor`."""
+        return await ask_supervisor(self.client, verb, **message)
+
+    async def check_scheduler(self, timeout_s: float) -> bool:
+        """Check the scheduler's daskserve; return whether a supervisor runs there.
+
+        Raises
+        ------
+        VersionMismatchError
+            The scheduler has no daskserve, or another version.
+        """
+        try:
+            found: Mapping[str, Any] = await asyncio.wait_for(
+                self.client.run_on_scheduler(version_probe()), timeout_s
+            )
+        except (OSError, TimeoutError) as error:
+            raise ClusterUnreachableError(
+                f"The Dask scheduler at {self.scheduler_address} did not answer: {error!r}"
+            ) from error
+        problem = mismatch(f"The scheduler {self.scheduler_address}", dict(found), __version__)
+        if problem is not None:
+            raise VersionMismatchError(problem)
+        return bool(found["is_supervised"])
+
+    def wait_until_ended(self, instance: InstanceName) -> None:
+        """Block this thread until an instance has ended, or a signal that ends programs arrives."""
+        ended = threading.Event()
+
+        async def listen() -> None:
+            listener = self.cluster(instance).listener
+            listener.on_ended(ended.set)
+            await listener.start()
+
+        previous: dict[signal.Signals, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            # Set even where they are ignored, as SIGINT is in a shell's background jobs.
+            for number in (signal.SIGINT, signal.SIGTERM):
+                previous[number] = signal.signal(number, lambda *_: ended.set())
+        try:
+            self.sync(listen())
+            while self.is_open and not ended.wait(1.0):
+                pass
+        finally:
+            for each, handler in previous.items():
+                signal.signal(each, handler)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the Dask client still has its scheduler."""
+        return bool(self.client.status == "running" and self.client.loop is not None)
+
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine on this loop without waiting for it; call on the loop only."""
+        task = self.loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def instance_started(self, instance: InstanceName) -> None:
+        """Keep the Dask cluster that was made for this link as long as this instance runs."""
+        self._started[instance] = None
+
+    def latest_started(self) -> InstanceName | None:
+        """Return the last instance that this process started and that has not ended, if there is one."""
+        return next(reversed(self._started), None)
+
+    def instance_ended(self, instance: InstanceName) -> None:
+        """Close the Dask cluster that was made for this link with its last instance."""
+        self._started.pop(instance, None)
+        if instance in self.owning_instances:
+            # The cluster was made for this instance alone; whoever ends the one ends the other.
+            self.owning_instances.discard(instance)
+            if self.is_open:
+                self.sync(self.close())
+                self.client.shutdown()
+        if self.own_cluster is not None and not self._started:
+            cluster, self.own_cluster = self.own_cluster, None
+            if self.is_open:
+                self.sync(self.close())
+                self.client.close()
+            cluster.close()
+
+    def release_default(self, instance: InstanceName) -> None:
+        """Let go of the default instance if it is this one."""
+        if self.default_instance is not None and self.default_instance.instance_name == instance:
+            self.default_instance = None
+
+    def hang_up(self) -> None:
+        """Close everything, the Dask client too; for one that daskserve made in vain."""
+        if self.is_open:
+            self.sync(self.close())
+            self.client.close()
+
+    async def close(self) -> None:
+        """Close the channels and views; the Dask client stays."""
+        for instance in list(self._clusters):
+            await self.drop_cluster(instance)
+        await self.channels.close()
+
+
+def link_of(client: Client) -> Link:
+    """Return the link that hangs on a Dask client, made on first use.
+
+    Raises
+    ------
+    InstanceError
+        The client is an asynchronous one, which cannot carry blocking calls.
+    """
+    link: Link | None = getattr(client, _ATTRIBUTE, None)
+    if link is None:
+        if client.asynchronous:
+            raise InstanceError(
+                "daskserve needs a Dask client made with asynchronous=False (the default); this one runs on "
+                "the caller's own event loop."
+            )
+        link = Link(client)
+        logger.debug("Dask client %s of %s is used by daskserve", client.id, link.scheduler_address)
+        setattr(client, _ATTRIBUTE, link)
+    return link
+
+
+def forget_link(client: Client) -> None:
+    """Take a closed link off its Dask client."""
+    if hasattr(client, _ATTRIBUTE):
+        delattr(client, _ATTRIBUTE)
+
+
+def dial(address: str, timeout_s: float) -> Client:
+    """Connect to a Dask scheduler.
+
+    Raises
+    ------
+    ClusterUnreachableError
+        Nothing that speaks Dask's protocol answers there.
+    """
+    try:
+        # In a thread of its own, because the caller may be on an event loop.
+        with ThreadPoolExecutor(1, "daskserve-dial") as threads:
+            threads.submit(asyncio.run, _knock(address, timeout_s)).result()
+        return Client(address, timeout=timeout_s)
+    except (OSError, ValueError, TypeError) as error:
+        raise ClusterUnreachableError(
+            f"No Dask scheduler answers at {address!r} ({error}); pass the address of a running one, such as "
+            "tcp://host:8786, or none to start a local cluster."
+        ) from error
+
+
+async def _knock(address: str, timeout_s: float) -> None:
+    # Dask's own client waits for ever for a server that accepts the connection and then says nothing, and
+    # stays behind, half made, when the one that answers is no scheduler.
+    try:
+        async with asyncio.timeout(timeout_s + KNOCK_MARGIN_S):
+            comm = await connect(address, timeout=timeout_s, **Security().get_connection_args("client"))
+            try:
+                await comm.write({"op": "identity", "n_workers": 0, "reply": True})
+                answer = await comm.read()
+            finally:
+                comm.abort()
+    except TimeoutError as error:
+        raise OSError(f"what listens there did not speak Dask's protocol within {timeout_s:g} s") from error
+    if answer.get("type") != "Scheduler":
+        raise OSError("what listens there is no Dask scheduler")
+
+
+def default_client() -> Client | None:
+    """Return Dask's default client of this process, if there is a running one."""
+    client = _get_global_client()
+    return client if client is not None and client.status == "running" else None
+
+
+def worker_link() -> Link | None:
+    """Return the link of the worker that the current Dask task or actor runs on, if it has a Host."""
+    try:
+        worker = get_worker()
+    except ValueError:
+        return None
+    for actor in worker.state.actors.values():
+        link = getattr(actor, "link", None)
+        if isinstance(link, Link):
+            return link
+    return None

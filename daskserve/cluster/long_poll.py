@@ -1,0 +1,302 @@
+"""Long poll: how routers and proxies learn of changes.
+
+The controller publishes values by key. A `LongPollHost` numbers every change, tells it on the instance's
+topic, and answers fetches; a `LongPollClient`, one per process and instance, listens and keeps the newest
+value of each key that somebody in the process watches.
+
+Topics may lose messages (a reconnect is not replayed), so every message carries the epoch of its
+controller and a counter without holes: a hole, a newer epoch, or a long silence makes the client fetch. An
+older epoch is ignored: a controller that was replaced can no longer be heard.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import msgpack
+
+from daskserve.clock import Clock
+from daskserve.cluster.base import Cluster
+from daskserve.errors import NotRunningError, ServeError, UnavailableError
+from daskserve.types import SnapshotId
+
+logger = logging.getLogger("daskserve.long_poll")
+
+#: Values up to this size travel with the news; of larger ones only the change is told.
+INLINE_BYTES = 4096
+#: A listener that heard nothing for this long asks whether it missed something.
+SILENCE_S = 10.0
+#: A fetch that takes longer may have gone to a controller that hangs, and is tried anew.
+FETCH_S = 2.0
+#: How long a blocking `LongPollHost.listen_for_change` may take; the caller asks again.
+LISTEN_S = 30.0
+
+NEWS, WORKERS, CONTROLLER, ENDED = "news", "workers", "controller", "ended"
+
+Watcher = Callable[[Any], None]
+
+
+class LongPollHost:
+    """The publishing side, inside the controller."""
+
+    def __init__(self, epoch: int, publish: Callable[[Any], None], clock: Clock) -> None:
+        self._epoch = epoch
+        self._publish = publish
+        self._clock = clock
+        self._counter = 0
+        self._values: dict[str, tuple[int, Any]] = {}
+        self._changed = asyncio.Event()
+
+    @property
+    def snapshot_id(self) -> SnapshotId:
+        """The number of the newest change."""
+        return (self._epoch, self._counter)
+
+    def notify(self, values: Mapping[str, Any]) -> SnapshotId:
+        """Publish new values, as one change; None removes a key.
+
+        Keys whose value is the published one already are left out; a change without any is none.
+        """
+        fresh = {key: value for key, value in values.items() if not self._is_published(key, value)}
+        if not fresh:
+            return self.snapshot_id
+        self._counter += 1
+        changes = []
+        for key, value in fresh.items():
+            if value is None:
+                del self._values[key]
+            else:
+                self._values[key] = (self._counter, value)
+            is_inline = len(msgpack.packb(value)) <= INLINE_BYTES
+            changes.append((key, is_inline, value if is_inline else None))
+        self._publish({"kind": NEWS, "epoch": self._epoch, "counter": self._counter, "changes": changes})
+        waiters, self._changed = self._changed, asyncio.Event()
+        waiters.set()
+        return self.snapshot_id
+
+    def fetch(self, keys: Sequence[str]) -> dict[str, Any]:
+        """Return the newest values of some keys; keys that were never published are None."""
+        values = {key: self._values.get(key, (0, None))[1] for key in keys}
+        return {"epoch": self._epoch, "counter": self._counter, "values": values}
+
+    async def listen_for_change(self, snapshot_ids: Mapping[str, SnapshotId | None]) -> dict[str, Any]:
+        """Return the keys whose value is newer than the snapshot given for them, with their values.
+
+        Returns at once if there are any, else when one changes, else empty after 30 s.
+        """
+
+        def is_stale(key: str, seen: SnapshotId | None) -> bool:
+            counter = self._values.get(key, (0, None))[0]
+            return seen is None or tuple(seen) != (self._epoch, counter)
+
+        deadline = self._clock.now() + LISTEN_S
+        while True:
+            changed = self._changed
+            stale = [key for key, seen in snapshot_ids.items() if is_stale(key, seen)]
+            if stale:
+                return {
+                    key: (
+                        (self._epoch, self._values.get(key, (0, None))[0]),
+                        self._values.get(key, (0, None))[1],
+                    )
+                    for key in stale
+                }
+            try:
+                await self._clock.wait_for(changed.wait(), deadline - self._clock.now())
+            except TimeoutError:
+                return {}
+
+    def _is_published(self, key: str, value: Any) -> bool:
+        known = self._values.get(key)
+        return value is None if known is None else known[1] == value
+
+
+class LongPollClient:
+    """The listening side, one per process and instance."""
+
+    def __init__(self, cluster: Cluster, clock: Clock) -> None:
+        self._cluster = cluster
+        self._clock = clock
+        self._watchers: dict[str, list[Watcher]] = {}
+        self._values: dict[str, Any] = {}
+        self._seen: SnapshotId = (0, 0)
+        #: The newest controller heard of, even if nothing of it has been applied yet.
+        self._epoch = 0
+        self._wanted: set[str] = set()
+        self._fetch_wanted = asyncio.Event()
+        self._advanced = asyncio.Event()
+        self._left: list[Callable[[str], None]] = []
+        self._ended: list[Callable[[], None]] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._starting: asyncio.Task[None] | None = None
+        self._unsubscribe: Callable[[], Awaitable[None]] | None = None
+
+    @property
+    def snapshot_id(self) -> SnapshotId:
+        """The newest change that this process has applied."""
+        return self._seen
+
+    async def start(self) -> None:
+        """Subscribe; idempotent. When it returns, no later change is missed."""
+        if self._starting is None or _has_failed(self._starting):
+            self._starting = asyncio.create_task(self._start(), name="daskserve-long-poll-start")
+        await asyncio.shield(self._starting)
+
+    async def _start(self) -> None:
+        self._unsubscribe = await self._cluster.subscribe(self._hear)
+        self._tasks.append(asyncio.create_task(self._keep_fetching(), name="daskserve-long-poll"))
+
+    async def stop(self) -> None:
+        """Unsubscribe and forget everything; idempotent."""
+        if self._starting is not None and not self._starting.done():
+            self._starting.cancel()
+        for task in self._tasks:
+            task.cancel()
+        self._tasks.clear()
+        self._watchers.clear()
+        if self._unsubscribe is not None:
+            unsubscribe, self._unsubscribe = self._unsubscribe, None
+            await unsubscribe()
+
+    def watch(self, key: str, watcher: Watcher) -> Callable[[], None]:
+        """Call ``watcher(value)`` now if it is known, and whenever it changes; returns what ends it."""
+        self._watchers.setdefault(key, []).append(watcher)
+        if key in self._values:
+            watcher(self._values[key])
+        else:
+            self._wanted.add(key)
+            self._fetch_wanted.set()
+
+        def stop_watching() -> None:
+            watchers = self._watchers.get(key, [])
+            if watcher in watchers:
+                watchers.remove(watcher)
+            if not watchers:
+                self._watchers.pop(key, None)
+                self._values.pop(key, None)
+
+        return stop_watching
+
+    def on_worker_left(self, callback: Callable[[str], None]) -> None:
+        """Call ``callback(worker address)`` when the scheduler sees a worker go."""
+        self._left.append(callback)
+
+    def on_ended(self, callback: Callable[[], None]) -> None:
+        """Call ``callback()`` when the instance has been shut down."""
+        self._ended.append(callback)
+
+    async def wait_for_snapshot(self, snapshot_id: SnapshotId, timeout_s: float) -> None:
+        """Return when this process has applied that change or a newer one; `TimeoutError` if it does not."""
+        deadline = self._clock.now() + timeout_s
+        while self._seen < tuple(snapshot_id):
+            await self._clock.wait_for(self._advanced.wait(), max(0.0, deadline - self._clock.now()))
+
+    def _hear(self, message: Any) -> None:
+        kind = message.get("kind")
+        if kind == NEWS:
+            self._hear_news(message)
+        elif kind == CONTROLLER:
+            # Its news may have come before we knew it; whatever it has is to be fetched from it.
+            self._cluster.forget_controller()
+            self._fetch_wanted.set()
+        elif kind == WORKERS:
+            for worker in message["left"]:
+                for left in list(self._left):
+                    left(worker)
+        elif kind == ENDED:
+            for ended in list(self._ended):
+                ended()
+
+    def _hear_news(self, message: Any) -> None:
+        epoch, counter = message["epoch"], message["counter"]
+        if epoch < self._epoch or (epoch, counter) <= self._seen:
+            return
+        self._epoch = epoch
+        if (epoch, counter) != (self._seen[0], self._seen[1] + 1):
+            # A hole, or a controller we have not heard of: what we hold may be old.
+            if epoch != self._seen[0]:
+                self._cluster.forget_controller()
+            self._wanted.update(self._watchers)
+            self._fetch_wanted.set()
+            return
+        for key, is_inline, value in message["changes"]:
+            if key not in self._watchers:
+                continue
+            if is_inline and key not in self._wanted:
+                self._apply(key, value)
+            else:
+                self._wanted.add(key)
+        if self._wanted:
+            self._fetch_wanted.set()  # `_seen` advances when the values are here
+        else:
+            self._advance((epoch, counter))
+
+    def _advance(self, snapshot_id: SnapshotId) -> None:
+        self._seen = snapshot_id
+        waiters, self._advanced = self._advanced, asyncio.Event()
+        waiters.set()
+
+    def _apply(self, key: str, value: Any) -> None:
+        watchers = self._watchers.get(key)
+        if watchers is None:
+            return  # they left meanwhile, and nobody would keep the value up to date
+        self._values[key] = value
+        for watcher in list(watchers):
+            try:
+                watcher(value)
+            except Exception:
+                # Neither the other watchers nor the listening itself may suffer from it.
+                logger.exception("A watcher of %s failed", key)
+
+    async def _keep_fetching(self) -> None:
+        delay_s = 0.01
+        while True:
+            try:
+                await self._clock.wait_for(self._fetch_wanted.wait(), SILENCE_S)
+            except TimeoutError:
+                pass
+            self._fetch_wanted.clear()
+            try:
+                await self._fetch()
+                delay_s = 0.01
+            except (ServeError, OSError, TimeoutError) as error:
+                # The controller is being replaced, or busy: what we hold stays good meanwhile.
+                level = logging.DEBUG if isinstance(error, NotRunningError) else logging.INFO
+                self._cluster.forget_controller()
+                logger.log(level, "Fetching from the controller failed, trying again: %s", error)
+                self._fetch_wanted.set()
+                await self._clock.sleep(delay_s)
+                delay_s = min(1.0, delay_s * 2)
+
+    async def _fetch(self) -> None:
+        keys = sorted(self._wanted & set(self._watchers))
+        controller = await self._cluster.controller()
+        answer = await self._clock.wait_for(self._cluster.call(controller, "fetch", keys=keys), FETCH_S)
+        snapshot_id = (answer["epoch"], answer["counter"])
+        if snapshot_id[0] < self._epoch:
+            raise UnavailableError(
+                f"Controller {snapshot_id[0]} was replaced by {self._epoch} and still answers."
+            )
+        self._epoch = snapshot_id[0]
+        if snapshot_id < self._seen:
+            self._fetch_wanted.set()
+            return
+        missed = snapshot_id[0] != self._seen[0] or snapshot_id[1] > self._seen[1]
+        unfetched = set(self._watchers) - set(keys)
+        if missed and unfetched:
+            # The answer is newer than what we hold of the other keys: get all of one snapshot.
+            self._wanted.update(self._watchers)
+            self._fetch_wanted.set()
+            return
+        self._wanted.difference_update(keys)
+        for key in keys:
+            self._apply(key, answer["values"][key])
+        if snapshot_id > self._seen:
+            self._advance(snapshot_id)
+
+
+def _has_failed(task: asyncio.Task[None]) -> bool:
+    return task.done() and (task.cancelled() or task.exception() is not None)

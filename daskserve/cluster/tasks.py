@@ -1,0 +1,35 @@
+"""Tasks that belong to an object: kept from the garbage collector, told of when they fail, ended with it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class TaskSet:
+    """The background tasks of one object."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def spawn(self, coroutine: Coroutine[Any, Any, T], name: str = "") -> asyncio.Task[T]:
+        """Run a coroutine in the background; one that fails is logged."""
+        task = asyncio.get_running_loop().create_task(coroutine, name=f"daskserve-{name}" if name else None)
+        self._tasks.add(task)
+        task.add_done_callback(self._reap)
+        return task
+
+    def cancel(self) -> None:
+        """Cancel all of them."""
+        for task in list(self._tasks):
+            task.cancel()
+
+    def _reap(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._logger.error("A task in the background failed", exc_info=task.exception())

@@ -1,0 +1,273 @@
+"""Acting: making, ending and reconfiguring actors, as tasks that only report what they saw.
+
+One task per actor and kind of action, so asking for what is under way already does nothing. A task writes
+levels into `Observed` and wakes the loop; what they mean, the pure parts decide.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+from daskserve.clock import Clock
+from daskserve.cluster.base import ActorSpec, Cluster
+from daskserve.control.backend_state import ReconfigureReplica, StartReplica, StopReplica
+from daskserve.control.http_state import StartProxy, StopProxy
+from daskserve.control.observed import Observed
+from daskserve.control.records import Change, ProxyRecord, ReplicaRecord
+from daskserve.control.state import State
+from daskserve.errors import ActorLostError, InstanceError, RequestTimeoutError, ServeError, UnavailableError
+from daskserve.starts import ProxyStart, ReplicaStart
+from daskserve.types import ActorKind, WorkerAddress
+
+logger = logging.getLogger("daskserve.controller")
+
+#: Pause before an actor that could not be reached is asked again.
+RETRY_S = 0.2
+#: Beyond its grace, a stopping actor gets this long before it is given up as gone.
+STOP_MARGIN_S = 10.0
+#: What a proxy that has to go may take to finish its requests.
+PROXY_GRACE_S = 5.0
+
+#: A proxy listens within milliseconds; one that does not by then is tried anew.
+PROXY_START_S = 30.0
+
+Commit: TypeAlias = Callable[[Change], Awaitable[None]]
+
+
+class Acting:
+    """The tasks of one controller.
+
+    Parameters
+    ----------
+    commit, lock
+        As the loop has them: a proxy's port is written once it is known.
+    proxy_start
+        Returns the start message of a proxy.
+    poke
+        Wakes the loop for some backends, or (None) for everything.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        clock: Clock,
+        state: State,
+        observed: Observed,
+        *,
+        commit: Commit,
+        lock: AbstractAsyncContextManager[Any],
+        proxy_start: Callable[[ProxyRecord], ProxyStart],
+        poke: Callable[[Iterable[str] | None], None],
+        debug: bool,
+        start_timeout_s: float,
+    ) -> None:
+        self._cluster = cluster
+        self._clock = clock
+        self._state = state
+        self._observed = observed
+        self._commit = commit
+        self._lock = lock
+        self._proxy_start = proxy_start
+        self._poke = poke
+        self._debug = debug
+        self._start_timeout_s = start_timeout_s
+        self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
+
+    def tell_scheduler(self, epoch: int, in_use: Sequence[WorkerAddress], waiting_cpus: float) -> bool:
+        """Report what the instance uses and wants; False if the last report is still under way."""
+        if ("report", "") in self._tasks:
+            return False
+        self._spawn("report", "", self._cluster.report(epoch, in_use, waiting_cpus), "")
+        return True
+
+    def act(self, action: StartReplica | StopReplica | ReconfigureReplica) -> None:
+        """Begin an action on a replica."""
+        replica = action.replica
+        if isinstance(action, StartReplica):
+            self._begin_start(replica)
+        elif isinstance(action, StopReplica):
+            starting = self._tasks.get(("start", replica.tag))
+            if starting is not None:
+                starting.cancel()
+            # Two kinds, so that one that is forced need not wait for an earlier one's patience.
+            kind = "stop" if action.grace_s > 0 else "kill"
+            self._spawn(kind, replica.tag, self._stop_replica(replica, action.grace_s), replica.backend)
+        else:
+            self._spawn("reconfigure", replica.tag, self._reconfigure(replica), replica.backend)
+
+    def act_on_proxy(self, action: StartProxy | StopProxy) -> None:
+        """Begin an action on a proxy."""
+        proxy = action.proxy
+        if isinstance(action, StartProxy):
+            self._spawn("start proxy", proxy.name, self._start_proxy(proxy), None)
+        else:
+            self._spawn("stop proxy", proxy.name, self._stop_proxy(proxy), None)
+
+    def _spawn(self, kind: str, name: str, coroutine: Any, backend: str | None) -> None:
+        key = (kind, name)
+        if key in self._tasks:
+            coroutine.close()
+            return
+
+        def done(task: asyncio.Task[None]) -> None:
+            if self._tasks.get(key) is task:
+                del self._tasks[key]
+            if not task.cancelled() and task.exception() is not None:
+                logger.error("Acting on %s failed", name, exc_info=task.exception())
+            self._poke(None if backend is None else [backend])
+
+        task = asyncio.create_task(coroutine, name=f"daskserve-{kind}-{name}")
+        self._tasks[key] = task
+        task.add_done_callback(done)
+
+    def _begin_start(self, replica: ReplicaRecord) -> None:
+        # It may have started while the decision to start it was written: it must not be made a second time.
+        if ("start", replica.tag) in self._tasks or replica.tag in self._observed.ready:
+            return
+        try:
+            # Now, and not when the task begins: by then there may be a newer config than its record says.
+            spec = self._replica_spec(replica)
+        except InstanceError as error:
+            self._observed.failed[replica.tag] = error
+            self._poke([replica.backend])
+            return
+        self._spawn("start", replica.tag, self._start_replica(replica, spec), replica.backend)
+
+    async def _start_replica(self, replica: ReplicaRecord, spec: ActorSpec) -> None:
+        address = replica.address(self._cluster.instance)
+        try:
+            facts = await self._clock.wait_for(
+                self._cluster.create(spec, address.worker), self._start_timeout_s
+            )
+        except TimeoutError:
+            self._observed.failed[replica.tag] = RequestTimeoutError(
+                f"Replica {replica.tag} did not start within {self._start_timeout_s:g} s."
+            )
+            await self._cluster.destroy(address, 0)
+        except UnavailableError as error:
+            # Nobody knows whether the replica is there: ask until the worker answers or is known to be lost.
+            logger.warning("Replica %s cannot be reached, trying again: %s", replica.tag, error)
+            await self._clock.sleep(RETRY_S)
+        except Exception as error:
+            # Whatever user code raised; the pure part decides what it means.
+            self._observed.failed[replica.tag] = error
+        else:
+            # The config it runs with is the one in its record: it may have been there before this call.
+            self._observed.ready[replica.tag] = dict(facts)
+
+    def _replica_spec(self, replica: ReplicaRecord) -> ActorSpec:
+        backend = self._state.backends[replica.backend]
+        code = self._state.codes.get(f"{replica.backend}@{replica.version}")
+        if code is None:
+            raise InstanceError(
+                f"The store has no code for version {replica.version} of {replica.backend!r}."
+            )
+        return ActorSpec(
+            kind=ActorKind.REPLICA,
+            name=replica.address(self._cluster.instance).name,
+            incarnation=replica.incarnation,
+            instance=self._cluster.instance,
+            payload=ReplicaStart(
+                backend_tag=replica.backend,
+                replica_tag=replica.tag,
+                code=code.code,
+                concurrency=backend.concurrency,
+                user_config=backend.user_config,
+                event_loop=backend.config.get("event_loop", "own"),
+                max_batch_size=backend.config.get("max_batch_size") or 0,
+                batch_wait_timeout_s=float(backend.config.get("batch_wait_timeout", 0)),
+                wait_loop_s=float(backend.config.get("experimental_graceful_shutdown_wait_loop_s", 2)),
+                debug=self._debug,
+                has_liveness=backend.config.get("liveness", "default") is not None,
+                health_period_s=float(backend.config.get("health_check_period_s", 5)),
+                health_timeout_s=float(backend.config.get("health_check_timeout_s", 10)),
+                health_threshold=int(backend.config.get("health_check_threshold", 3)),
+                isolation=backend.config.get("isolation", "thread"),
+                environment=backend.actor_options.get("env"),
+            ).encode(),
+        )
+
+    async def _stop_replica(self, replica: ReplicaRecord, grace_s: float) -> None:
+        address = replica.address(self._cluster.instance)
+        try:
+            await self._clock.wait_for(self._cluster.destroy(address, grace_s), grace_s + STOP_MARGIN_S)
+        except TimeoutError:
+            logger.warning("Replica %s did not stop within its grace and is given up", replica.tag)
+        except (ServeError, OSError) as error:
+            logger.warning("Replica %s could not be told to stop, trying again: %s", replica.tag, error)
+            await self._clock.sleep(RETRY_S)
+            return
+        if replica.tag in self._state.replicas:
+            self._observed.gone.add(replica.tag)
+
+    async def _reconfigure(self, replica: ReplicaRecord) -> None:
+        backend = self._state.backends[replica.backend]
+        try:
+            call = self._cluster.call(
+                replica.address(self._cluster.instance),
+                "reconfigure",
+                user_config=backend.user_config,
+                concurrency=backend.concurrency,
+                max_batch_size=backend.config.get("max_batch_size") or 0,
+                batch_wait_timeout_s=float(backend.config.get("batch_wait_timeout", 0)),
+            )
+            await self._clock.wait_for(call, self._start_timeout_s)
+        except (ActorLostError, UnavailableError) as error:
+            logger.warning("Replica %s could not be reconfigured: %s", replica.tag, error)
+            await self._clock.sleep(RETRY_S)  # by then the watch may know what became of it
+        except Exception as error:
+            # What the user's reconfigure raised; the pure part decides what it means. About a config that
+            # was superseded meanwhile it means nothing.
+            current = self._state.backends.get(replica.backend)
+            if current is not None and current.config_id == backend.config_id:
+                self._observed.reconfigure_failed[replica.tag] = error
+        else:
+            self._observed.configured[replica.tag] = backend.config_id
+
+    async def _start_proxy(self, proxy: ProxyRecord) -> None:
+        spec = ActorSpec(
+            kind=ActorKind.PROXY,
+            name=proxy.address(self._cluster.instance).name,
+            incarnation=proxy.incarnation,
+            instance=self._cluster.instance,
+            payload=self._proxy_start(proxy).encode(),
+        )
+        try:
+            facts = await self._clock.wait_for(self._cluster.create(spec, proxy.worker), PROXY_START_S)
+        except Exception as error:
+            # A taken port, a lost worker, a middleware that raises: told to whoever waits for readiness.
+            self._observed.proxies_failed[proxy.name] = error
+            logger.warning("Proxy %s did not start on %s: %s", proxy.name, proxy.worker, error)
+            await self._clock.sleep(RETRY_S)
+            return
+        self._observed.proxies_failed.pop(proxy.name, None)
+        if proxy.port != facts["port"]:
+            async with self._lock:
+                if self._state.proxies.get(proxy.name) == proxy:
+                    await self._commit({proxy.key: replace(proxy, port=facts["port"])})
+        self._observed.proxies_ready[proxy.name] = {**facts, "incarnation": proxy.incarnation}
+
+    async def _stop_proxy(self, proxy: ProxyRecord) -> None:
+        address = proxy.address(self._cluster.instance)
+        try:
+            await self._clock.wait_for(
+                self._cluster.destroy(address, PROXY_GRACE_S), PROXY_GRACE_S + STOP_MARGIN_S
+            )
+        except TimeoutError:
+            logger.warning("Proxy %s did not stop within its grace and is given up", proxy.name)
+        facts = self._observed.proxies_ready.get(proxy.name)
+        if facts is not None and facts["incarnation"] == proxy.incarnation:
+            del self._observed.proxies_ready[proxy.name]
+
+    async def stop(self) -> None:
+        """End all actions that are under way."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=2)

@@ -1,0 +1,438 @@
+"""One backend: from what is wanted and what is seen to the next changes and actions. Pure.
+
+`step` is called whenever something about a backend may have changed. It reads levels, never events, so it
+may be called at any time, any number of times, and after any loss of memory: a new controller that has seen
+nothing yet gets the actions that let it see.
+"""
+
+from __future__ import annotations
+
+import random
+import string
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+from daskserve.control import goals
+from daskserve.control.observed import Observed
+from daskserve.control.placement import Demand, explain, place
+from daskserve.control.records import (
+    BackendRecord,
+    Change,
+    GoalRecord,
+    GoalState,
+    ReplicaRecord,
+    from_plain,
+)
+from daskserve.control.replica_lifecycle import ReplicaEvent, move
+from daskserve.control.rollout import next_steps
+from daskserve.control.state import State
+from daskserve.errors import DeployError, NoCapacityError, RequestTimeoutError, ServeError
+from daskserve.types import ReplicaState, WorkerAddress
+
+#: The config of a replica that was told of another one and has not answered: it may run with either.
+UNKNOWN_CONFIG = ""
+#: Constructors that may fail in a row before a goal fails.
+MAX_FAILURES = 3
+#: Pause before the next try of a backend whose replicas fail outside any goal; doubles up to the maximum.
+RETRY_S, MAX_RETRY_S = 0.5, 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class StartReplica:
+    """Make the replica's actor, or find it if an older controller made it: it is the same call."""
+
+    replica: ReplicaRecord
+
+
+@dataclass(frozen=True, slots=True)
+class StopReplica:
+    """Let the replica finish its requests for so long, then end it."""
+
+    replica: ReplicaRecord
+    grace_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReconfigureReplica:
+    """Hand the replica its backend's present config."""
+
+    replica: ReplicaRecord
+
+
+Action: TypeAlias = StartReplica | StopReplica | ReconfigureReplica
+
+
+@dataclass(slots=True)
+class Step:
+    """What to write, then what to do. ``wake_at`` is when to look again though nothing happens."""
+
+    change: Change = field(default_factory=dict)
+    actions: list[Action] = field(default_factory=list)
+    wake_at: float | None = None
+
+    def wake(self, at: float) -> None:
+        """Ask to be looked at again by that time."""
+        self.wake_at = at if self.wake_at is None else min(self.wake_at, at)
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """What a step reads besides the backend."""
+
+    state: State
+    observed: Observed
+    now: float
+    rng: random.Random
+    next_incarnation: Callable[[], int]
+    avoid: Iterable[WorkerAddress] = ()
+
+
+def replica_tag(backend: str, rng: random.Random) -> str:
+    """Return a new replica's tag: ``backend#`` and six random letters, as the classic system names them."""
+    return f"{backend}#{''.join(rng.choices(string.ascii_letters, k=6))}"
+
+
+def grace_of(backend: BackendRecord, replica: ReplicaRecord) -> float:
+    """Return how long a replica may finish its requests, in seconds."""
+    if backend.is_forced or replica.is_forced:
+        return 0.0
+    return float(backend.config.get("experimental_graceful_shutdown_timeout_s", 20.0))
+
+
+class _Stepper:
+    """Working memory of one step of one backend."""
+
+    def __init__(self, world: World, backend: BackendRecord) -> None:
+        self.world = world
+        self.backend = backend
+        self.step = Step()
+        self.replicas = {each.tag: each for each in world.state.replicas_of(backend.tag)}
+
+    def set_replica(self, tag: str, record: ReplicaRecord | None) -> None:
+        self.step.change[f"replica/{tag}"] = record
+        if record is None:
+            del self.replicas[tag]
+        else:
+            self.replicas[tag] = record
+
+    @property
+    def goal(self) -> GoalRecord | None:
+        if self.backend.goal is None:
+            return None
+        changed = self.step.change.get(f"goal/{self.backend.goal}")
+        if isinstance(changed, GoalRecord):
+            return changed
+        return self.world.state.goals.get(self.backend.goal)
+
+    def set_backend(self, backend: BackendRecord) -> None:
+        self.backend = backend
+        self.step.change[backend.key] = backend
+
+    # 1. take in what has been seen
+
+    def take_in(self) -> None:
+        observed = self.world.observed
+        for replica in list(self.replicas.values()):
+            if replica.worker is not None and replica.worker in observed.lost_workers:
+                self.set_replica(replica.tag, move(replica, ReplicaEvent.LOST))
+            elif self.is_beyond_help(replica):
+                self.set_replica(replica.tag, move(replica, ReplicaEvent.UNWANTED, is_forced=True))
+            elif replica.tag in observed.failed and replica.state in (
+                ReplicaState.STARTING,
+                ReplicaState.RUNNING,
+            ):
+                self.set_replica(replica.tag, move(replica, ReplicaEvent.FAILED))
+                # A failure of an older wish, or of one taken back, says nothing about this one.
+                is_wanted = not self.backend.is_deleting and replica.version == self.backend.version
+                if replica.state is ReplicaState.STARTING and is_wanted:
+                    self.count_failure(observed.failed[replica.tag])
+            elif replica.state is ReplicaState.STARTING and replica.tag in observed.ready:
+                self.set_replica(replica.tag, move(replica, ReplicaEvent.STARTED))
+                goal = self.goal
+                if goal is not None and goal.failures:
+                    self.step.change[goal.key] = replace(goal, failures=0)
+                observed.failures.pop(self.backend.tag, None)
+                observed.retry_at.pop(self.backend.tag, None)
+            elif replica.state is ReplicaState.STOPPING and (
+                # One on a worker that does not answer is ended as an orphan, should the worker wake up.
+                replica.tag in observed.gone or replica.worker in observed.unresponsive
+            ):
+                self.set_replica(replica.tag, move(replica, ReplicaEvent.GONE))
+            elif replica.tag in observed.reconfigure_failed and replica.state is ReplicaState.RUNNING:
+                error = observed.reconfigure_failed.pop(replica.tag)
+                if not self.fail_goal(_start_error(self.backend.tag, error)):
+                    # Nobody waits to be told, and asking it again would never end: make another one.
+                    self.give_up(replica)
+            elif replica.tag in observed.configured:
+                config_id = observed.configured.pop(replica.tag)
+                if config_id != replica.config_id:
+                    self.set_replica(replica.tag, replace(replica, config_id=config_id))
+
+    def is_beyond_help(self, replica: ReplicaRecord) -> bool:
+        """Whether a replica that should serve cannot: its probes fail, or its process does not answer."""
+        observed = self.world.observed
+        return replica.state in (ReplicaState.STARTING, ReplicaState.RUNNING) and (
+            replica.tag in observed.unhealthy or replica.worker in observed.unresponsive
+        )
+
+    def count_failure(self, error: BaseException) -> None:
+        observed, tag = self.world.observed, self.backend.tag
+        goal = self.goal
+        if goal is not None and goal.state is GoalState.PENDING:
+            goal = replace(goal, failures=goal.failures + 1)
+            self.step.change[goal.key] = goal
+            if goal.failures >= MAX_FAILURES:
+                self.fail_goal(_start_error(tag, error))
+            return
+        failures = observed.failures[tag] = observed.failures.get(tag, 0) + 1
+        pause_s = min(MAX_RETRY_S, RETRY_S * 2 ** (failures - 1))
+        observed.retry_at[tag] = self.world.now + pause_s
+        observed.waiting[tag] = f"a replica failed to start, trying again in {pause_s:g} s: {error}"
+
+    # 2. give up a goal that failed or ran out of time
+
+    def fail_goal(self, error: ServeError) -> bool:
+        """Take the pending wish back; False if there is none, or it is to be deleted, which cannot fail."""
+        goal = self.goal
+        if goal is None or goal.state is not GoalState.PENDING or self.backend.is_deleting:
+            return False
+        self.step.change[goal.key] = goals.finish(goal, error)
+        if goal.previous is None:
+            # The change made the backend: nothing of it stays.
+            endpoint = self.world.state.endpoints.get(self.backend.tag)
+            if self.backend.is_deployment and endpoint is not None and not endpoint.is_legacy:
+                self.step.change[endpoint.key] = None
+            self.set_backend(replace(self.backend, is_deleting=True, is_forced=True, goal=None))
+        else:
+            previous: BackendRecord = from_plain("backend", goal.previous)
+            text = f"{error}\n{getattr(error, 'user_traceback', '')}".strip()
+            self.set_backend(replace(previous, goal=None, last_error=text))
+        return True
+
+    def check_deadline(self) -> None:
+        goal = self.goal
+        if goal is None or goal.state is not GoalState.PENDING:
+            return
+        if goal.timeout_s is None or self.backend.is_deleting:
+            return
+        observed = self.world.observed
+        if goal.goal_id not in observed.deadlines:
+            observed.deadlines[goal.goal_id] = self.world.now + goal.timeout_s
+            # A new wish is tried at once, however often the one before it failed.
+            observed.failures.pop(self.backend.tag, None)
+            observed.retry_at.pop(self.backend.tag, None)
+        deadline = observed.deadlines[goal.goal_id]
+        if self.world.now < deadline:
+            self.step.wake(deadline)
+            return
+        why = observed.waiting.get(self.backend.tag)
+        tag, wanted = self.backend.tag, self.backend.num_replicas
+        if why is not None:
+            self.fail_goal(
+                NoCapacityError(
+                    f"Cannot scale backend '{tag}' to {wanted} replicas within {goal.timeout_s:g} s: {why}. "
+                    "Add workers, ask for less in actor_options, or free some by deleting backends."
+                )
+            )
+        else:
+            self.fail_goal(
+                RequestTimeoutError(
+                    f"Backend '{tag}' did not get to {wanted} running replicas within {goal.timeout_s:g} s; "
+                    "its constructor may need longer: pass a larger timeout_s."
+                )
+            )
+
+    # 3. close the gap
+
+    def close_gap(self) -> None:
+        observed = self.world.observed
+        wanted = self.backend.num_replicas
+        steps = next_steps(
+            wanted, self.backend.version, list(self.replicas.values()), leaving=observed.retiring()
+        )
+        for replica in steps.stop:
+            self.give_up(replica)
+        retry_at = observed.retry_at.get(self.backend.tag, 0.0)
+        if steps.start and retry_at > self.world.now:
+            self.step.wake(retry_at)
+        else:
+            for _ in range(steps.start):
+                self.begin()
+        self.place_waiting()
+
+    def give_up(self, replica: ReplicaRecord) -> None:
+        if replica.state is ReplicaState.SHOULD_START:
+            self.set_replica(replica.tag, move(replica, ReplicaEvent.WITHDRAWN))
+        else:
+            self.set_replica(
+                replica.tag, move(replica, ReplicaEvent.UNWANTED, is_forced=self.backend.is_forced)
+            )
+
+    def begin(self) -> None:
+        tag = replica_tag(self.backend.tag, self.world.rng)
+        while tag in self.world.state.replicas or tag in self.replicas:
+            tag = replica_tag(self.backend.tag, self.world.rng)
+        record = ReplicaRecord(
+            tag=tag,
+            backend=self.backend.tag,
+            version=self.backend.version,
+            config_id=self.backend.config_id,
+            state=ReplicaState.SHOULD_START,
+            demand=dict(self.backend.actor_options.get("demand", {})),
+        )
+        self.set_replica(tag, record)
+
+    def place_waiting(self) -> None:
+        observed = self.world.observed
+        waiting = [each for each in self.replicas.values() if each.state is ReplicaState.SHOULD_START]
+        if not waiting:
+            if observed.retry_at.get(self.backend.tag, 0.0) <= self.world.now:
+                observed.waiting.pop(self.backend.tag, None)
+            return
+        allowed = self.backend.actor_options.get("workers")
+        demand = Demand(self.backend.tag, waiting[0].demand, None if allowed is None else tuple(allowed))
+        # Placed records must count at once, so the trial ledger is the state with this step applied.
+        trial = _Trial(self.world.state, self.step.change)
+        try:
+            for replica in waiting:
+                if not self.place_on(trial, replica, demand):
+                    break
+            else:
+                observed.waiting.pop(self.backend.tag, None)
+        finally:
+            trial.undo()
+
+    def place_on(self, trial: _Trial, replica: ReplicaRecord, demand: Demand) -> bool:
+        observed = self.world.observed
+        # A worker that joined again under its old address is of use once what was lost with it is seen to.
+        workers = [each for each in observed.usable_workers() if each.address not in observed.lost_workers]
+        worker = place(trial.state, workers, demand, self.world.avoid)
+        if worker is None:
+            observed.waiting[self.backend.tag] = explain(trial.state, workers, demand)
+            return False
+        placed = move(
+            replica,
+            ReplicaEvent.PLACED,
+            worker=worker,
+            incarnation=self.world.next_incarnation(),
+            config_id=self.backend.config_id,
+        )
+        self.set_replica(replica.tag, placed)
+        trial.apply({f"replica/{replica.tag}": placed})
+        return True
+
+    # 4. finish
+
+    def finish(self) -> None:
+        self.act()
+        self.finish_goal()
+        if self.backend.is_deleting and not self.replicas:
+            self.step.change[self.backend.key] = None
+            self.drop_codes(keep=None)
+        elif self.goal is None:
+            self.drop_codes(keep=self.backend.code_key)
+
+    def drop_codes(self, keep: str | None) -> None:
+        for code in self.world.state.codes_of(self.backend.tag):
+            if code.name != keep:
+                self.step.change[code.key] = None
+
+    def act(self) -> None:
+        observed = self.world.observed
+        for replica in list(self.replicas.values()):
+            if replica.state is ReplicaState.SHOULD_STOP:
+                stopping = move(replica, ReplicaEvent.TOLD_TO_STOP)
+                self.set_replica(replica.tag, stopping)
+        for replica in list(self.replicas.values()):
+            if replica.state is ReplicaState.STOPPING:
+                if replica.tag not in observed.gone:
+                    self.step.actions.append(StopReplica(replica, grace_of(self.backend, replica)))
+            elif replica.state is ReplicaState.STARTING:
+                if replica.tag not in observed.ready:
+                    # It gets the present config if it is made now, and keeps its own if it is there.
+                    self.step.actions.append(StartReplica(self.in_doubt(replica)))
+            elif (
+                # One that runs and has not been seen is looked for by the watch, and never made again.
+                replica.tag in observed.ready
+                and replica.tag not in observed.reconfigure_failed
+                and self.is_outdated(replica)
+            ):
+                self.step.actions.append(ReconfigureReplica(self.in_doubt(replica)))
+
+    def in_doubt(self, replica: ReplicaRecord) -> ReplicaRecord:
+        """Return a replica that is to be told another config: until it answers, either may be in force."""
+        if replica.config_id not in (self.backend.config_id, UNKNOWN_CONFIG):
+            replica = replace(replica, config_id=UNKNOWN_CONFIG)
+            self.set_replica(replica.tag, replica)
+        return replica
+
+    def is_outdated(self, replica: ReplicaRecord) -> bool:
+        """Whether a replica of the right version runs with an old config."""
+        return replica.version == self.backend.version and replica.config_id != self.backend.config_id
+
+    def finish_goal(self) -> None:
+        goal = self.goal
+        if goal is None or goal.state is not GoalState.PENDING or not self.is_at_rest():
+            return
+        self.step.change[goal.key] = goals.finish(goal)
+        self.world.observed.deadlines.pop(goal.goal_id, None)
+        self.set_backend(replace(self.backend, goal=None))
+
+    def is_at_rest(self) -> bool:
+        """Whether what runs is what is wanted, and nothing else is left."""
+        return len(self.replicas) == self.backend.num_replicas and all(
+            replica.state is ReplicaState.RUNNING
+            and replica.version == self.backend.version
+            and replica.config_id == self.backend.config_id
+            for replica in self.replicas.values()
+        )
+
+
+class _Trial:
+    """The state with a change applied, taken back afterwards: cheaper than a copy of the ledger."""
+
+    def __init__(self, state: State, change: Change) -> None:
+        self.state = state
+        self._before: Change = {}
+        self.apply({key: value for key, value in change.items() if key.startswith("replica/")})
+
+    def apply(self, change: Change) -> None:
+        for key in change:
+            self._before.setdefault(key, self.state.replicas.get(key.removeprefix("replica/")))
+        self.state.apply(change)
+
+    def undo(self) -> None:
+        self.state.apply(self._before)
+
+
+def _start_error(backend: str, error: BaseException) -> ServeError:
+    if isinstance(error, ServeError):
+        return error
+    return DeployError(f"A replica of backend '{backend}' could not be made: {type(error).__name__}: {error}")
+
+
+def step(world: World, backend: BackendRecord) -> Step:
+    """Return what to write and what to do next for one backend."""
+    stepper = _Stepper(world, backend)
+    stepper.take_in()
+    stepper.check_deadline()
+    stepper.close_gap()
+    stepper.finish()
+    return stepper.step
+
+
+def published(state: State, tag: str) -> Any:
+    """Return what routers learn of a backend; None if it is gone."""
+    backend = state.backends.get(tag)
+    if backend is None:
+        return None
+    return {
+        "replicas": [
+            [each.tag, each.worker, each.incarnation]
+            for each in state.replicas_of(tag)
+            if each.state is ReplicaState.RUNNING
+        ],
+        "concurrency": backend.concurrency,
+        "max_queued": backend.config.get("max_queued_requests", 1000),
+    }

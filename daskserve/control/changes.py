@@ -1,0 +1,151 @@
+"""The verbs that change an instance."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from daskserve.control import backend_verbs, endpoint_state
+from daskserve.control.backend_verbs import Outcome, Wish
+from daskserve.control.core import ControllerCore
+from daskserve.errors import ServeError, UnavailableError
+from daskserve.types import GoalId
+
+
+class ChangingVerbs(ControllerCore):
+    """Each takes the lock, lets a pure function make the change, and commits it."""
+
+    @asynccontextmanager
+    async def _deciding(self) -> AsyncIterator[None]:
+        """Hold the lock for one decision, and answer for it.
+
+        The store refuses the change of a controller that was replaced. An answer without a change, that it is
+        so already or that it cannot be, would come from what such a controller remembers: so it is only given
+        by one that asks and hears that it is the newest.
+        """
+        try:
+            async with self._writer:
+                changes = self._writer.changes
+                yield
+                is_written = self._writer.changes > changes
+        except UnavailableError:
+            raise
+        except ServeError:
+            await self._confirm_reign()
+            raise
+        if not is_written:
+            await self._confirm_reign()
+
+    def _goal_id(self) -> GoalId:
+        return f"{self._rng.getrandbits(128):032x}"
+
+    async def _commit_outcome(self, outcome: Outcome, tag: str) -> dict[str, Any]:
+        await self._writer.commit(outcome.change)
+        self._loop.poke([tag])
+        return {"goal": outcome.goal}
+
+    # Verbs: backends
+
+    async def create_backend(self, **wish: Any) -> dict[str, Any]:
+        async with self._deciding():
+            wanted = Wish(**wish, now=self._clock.wall())
+            outcome = backend_verbs.create_backend(self._state, wanted, goal_id=self._goal_id())
+            return await self._commit_outcome(outcome, wanted.tag)
+
+    async def update_backend_config(
+        self,
+        tag: str,
+        config: Mapping[str, Any],
+        user_config: bytes | None,
+        sets_user_config: bool,
+        timeout_s: float | None,
+    ) -> dict[str, Any]:
+        async with self._deciding():
+            outcome = backend_verbs.update_backend_config(
+                self._state,
+                tag,
+                config,
+                user_config,
+                sets_user_config=sets_user_config,
+                goal_id=self._goal_id(),
+                timeout_s=timeout_s,
+            )
+            return await self._commit_outcome(outcome, tag)
+
+    async def delete_backend(self, tag: str, force: bool) -> dict[str, Any]:
+        async with self._deciding():
+            outcome = backend_verbs.delete_backend(self._state, tag, is_forced=force, goal_id=self._goal_id())
+            return await self._commit_outcome(outcome, tag)
+
+    async def get_backend_config(self, tag: str) -> dict[str, Any]:
+        return backend_verbs.describe(self._state, tag)
+
+    async def list_backends(self) -> dict[str, Any]:
+        return {
+            tag: backend_verbs.describe(self._state, tag)
+            for tag, backend in self._state.backends.items()
+            if not backend.is_deleting
+        }
+
+    # Verbs: deployments
+
+    async def deploy(
+        self, wish: dict[str, Any], route: str | None, methods: Sequence[str], python_methods: Sequence[str]
+    ) -> dict[str, Any]:
+        """Bring a deployment (a backend and an endpoint of one name) about, in one transaction."""
+        async with self._deciding():
+            wanted = Wish(**wish, now=self._clock.wall())
+            outcome = backend_verbs.deploy(self._state, wanted, goal_id=self._goal_id())
+            change = dict(outcome.change)
+            change.update(
+                endpoint_state.deploy_endpoint(
+                    self._state, wanted.tag, route=route, methods=methods, python_methods=python_methods
+                )
+            )
+            await self._writer.commit(change)
+        self._loop.poke([wanted.tag])
+        return {"goal": outcome.goal, "snapshot": await self._barrier() if outcome.goal is None else None}
+
+    async def delete_deployment(self, name: str, force: bool = False) -> dict[str, Any]:
+        async with self._deciding():
+            outcome = backend_verbs.delete_backend(
+                self._state, name, is_forced=force, goal_id=self._goal_id(), leaving=name
+            )
+            outcome.change.update(endpoint_state.delete_endpoint(self._state, name))
+            answer = await self._commit_outcome(outcome, name)
+        return {**answer, "snapshot": await self._barrier()}
+
+    # Verbs: endpoints
+
+    async def create_endpoint(
+        self, name: str, route: str | None, methods: Sequence[str], backend: str, request_id: str
+    ) -> dict[str, Any]:
+        async with self._deciding():
+            await self._writer.commit(
+                endpoint_state.create_endpoint(
+                    self._state, name, route=route, methods=methods, backend=backend, request_id=request_id
+                )
+            )
+        return {"snapshot": await self._barrier()}
+
+    async def delete_endpoint(self, name: str) -> dict[str, Any]:
+        async with self._deciding():
+            await self._writer.commit(endpoint_state.delete_endpoint(self._state, name))
+        return {"snapshot": await self._barrier()}
+
+    async def set_traffic(self, name: str, traffic: Mapping[str, float]) -> dict[str, Any]:
+        async with self._deciding():
+            await self._writer.commit(endpoint_state.set_traffic(self._state, name, traffic))
+        return {"snapshot": await self._barrier()}
+
+    async def shadow_traffic(self, name: str, backend: str, proportion: float) -> dict[str, Any]:
+        async with self._deciding():
+            await self._writer.commit(endpoint_state.shadow_traffic(self._state, name, backend, proportion))
+        return {"snapshot": await self._barrier()}
+
+    async def list_endpoints(self) -> dict[str, Any]:
+        return {name: backend_verbs.get_endpoint(self._state, name) for name in self._state.endpoints}
+
+    async def get_endpoint(self, name: str) -> dict[str, Any]:
+        return backend_verbs.get_endpoint(self._state, name)

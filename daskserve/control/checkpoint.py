@@ -1,0 +1,39 @@
+"""Between the store and the state: what a controller reads at its start and writes before every act."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from daskserve.cluster.base import Store, StoreChange
+from daskserve.control.records import Change, CorruptRecordError, decode, encode
+from daskserve.control.state import State
+
+logger = logging.getLogger("daskserve.controller")
+
+
+def read(records: Mapping[str, bytes]) -> tuple[Change, dict[str, CorruptRecordError]]:
+    """Return stored records, and why some of them cannot be read."""
+    change: Change = {}
+    corrupt: dict[str, CorruptRecordError] = {}
+    for key, data in records.items():
+        try:
+            change[key] = decode(key, data)
+        except CorruptRecordError as error:
+            corrupt[key] = error
+    return change, corrupt
+
+
+def restore(records: Mapping[str, bytes]) -> tuple[State, dict[str, CorruptRecordError]]:
+    """Return the state that some stored records describe, and why some of them cannot be read."""
+    change, corrupt = read(records)
+    state = State()
+    state.apply(change)
+    return state, corrupt
+
+
+async def write(store: Store, epoch: int, change: Change) -> None:
+    """Store a change as one transaction."""
+    if change:
+        encoded = {key: None if record is None else encode(record) for key, record in change.items()}
+        await store.commit(epoch, StoreChange(encoded))

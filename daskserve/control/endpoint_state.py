@@ -1,0 +1,167 @@
+"""Endpoints: routes, methods, traffic and shadows. Pure: each verb returns the change it makes, or raises."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from daskserve.control.records import Change, EndpointRecord
+from daskserve.control.state import State
+from daskserve.errors import AlreadyRegisteredError, BadRequestError, NotRegisteredError
+from daskserve.types import BackendTag, EndpointTag
+
+
+def normalise_route(route: str) -> str:
+    """Return a route without trailing slashes, except for the root."""
+    return route.rstrip("/") or "/"
+
+
+def _require_backends(state: State, backends: Sequence[BackendTag]) -> None:
+    for backend in backends:
+        found = state.backends.get(backend)
+        if found is None or found.is_deleting:
+            raise NotRegisteredError(
+                f"Attempted to assign traffic to a backend '{backend}' that is not registered."
+            )
+
+
+def _require_endpoint(state: State, name: EndpointTag) -> EndpointRecord:
+    endpoint = state.endpoints.get(name)
+    if endpoint is None:
+        raise NotRegisteredError(
+            f"Endpoint '{name}' is not registered; registered: "
+            f"{', '.join(sorted(state.endpoints)) or 'none'}."
+        )
+    return endpoint
+
+
+def create_endpoint(
+    state: State,
+    name: EndpointTag,
+    *,
+    route: str | None,
+    methods: Sequence[str],
+    backend: BackendTag,
+    request_id: str,
+    is_legacy: bool = True,
+    python_methods: Sequence[str] = (),
+) -> Change:
+    """Register an endpoint whose whole traffic goes to one backend; a retried call changes nothing."""
+    route = None if route is None else normalise_route(route)
+    upper = tuple(sorted({method.upper() for method in methods}))
+    existing = state.endpoints.get(name)
+    if existing is not None and existing.request_id == request_id:
+        return {}
+    _require_backends(state, [backend])
+    if existing is not None:
+        if existing.route == route and existing.methods == upper:
+            raise AlreadyRegisteredError(
+                f"Route '{route}' is already registered to endpoint '{name}' with methods {list(upper)}. "
+                "To set the backend for this endpoint, please use serve.set_traffic()."
+            )
+        raise AlreadyRegisteredError(
+            f"Cannot create endpoint. Endpoint '{name}' is already registered. "
+            f"It has route {existing.route!r} and methods {list(existing.methods)}."
+        )
+    if route is not None and state.endpoint_at(route) is not None:
+        raise AlreadyRegisteredError(f"Cannot create endpoint. Route '{route}' is already registered.")
+    record = EndpointRecord(
+        name=name,
+        route=route,
+        methods=upper,
+        traffic={backend: 1.0},
+        request_id=request_id,
+        is_legacy=is_legacy,
+        python_methods=tuple(python_methods),
+    )
+    return {record.key: record}
+
+
+def deploy_endpoint(
+    state: State,
+    name: EndpointTag,
+    *,
+    route: str | None,
+    methods: Sequence[str],
+    python_methods: Sequence[str],
+) -> Change:
+    """Give a deployment its endpoint, or bring an existing one to this route. The backend has its name."""
+    route = None if route is None else normalise_route(route)
+    holder = None if route is None else state.endpoint_at(route)
+    if holder is not None and holder.name != name:
+        raise AlreadyRegisteredError(
+            f"Cannot deploy '{name}' at route '{route}': endpoint '{holder.name}' is registered there."
+        )
+    existing = state.endpoints.get(name)
+    if existing is not None and existing.is_legacy:
+        raise AlreadyRegisteredError(
+            f"Cannot deploy '{name}': a classic endpoint of that name is registered; delete it first."
+        )
+    record = EndpointRecord(
+        name=name,
+        route=route,
+        methods=tuple(sorted(methods)),
+        traffic={name: 1.0},
+        shadows={} if existing is None else existing.shadows,
+        is_legacy=False,
+        python_methods=tuple(python_methods),
+    )
+    return {} if record == existing else {record.key: record}
+
+
+def delete_endpoint(state: State, name: EndpointTag) -> Change:
+    """Remove an endpoint; its backends stay. An unknown name changes nothing."""
+    return {state.endpoints[name].key: None} if name in state.endpoints else {}
+
+
+def set_traffic(state: State, name: EndpointTag, traffic: Mapping[BackendTag, float]) -> Change:
+    """Replace an endpoint's traffic policy as a whole."""
+    endpoint = _require_endpoint(state, name)
+    check_weights(traffic)
+    _require_backends(state, list(traffic))
+    changed = replace(endpoint, traffic={tag: float(weight) for tag, weight in traffic.items()})
+    return {} if changed == endpoint else {changed.key: changed}
+
+
+def check_weights(traffic: Mapping[BackendTag, float]) -> None:
+    """Raise `BadRequestError` unless the weights are in 0..1 and sum to 1."""
+    for tag, weight in traffic.items():
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight <= 1:
+            raise BadRequestError(f"Traffic weight of backend '{tag}' must be in 0..1, got {weight!r}.")
+    total = sum(traffic.values())
+    if not math.isclose(total, 1, rel_tol=0, abs_tol=1e-6):
+        raise BadRequestError(f"Traffic weights must sum to 1, got {total:g} for {dict(traffic)}.")
+
+
+def shadow_traffic(state: State, name: EndpointTag, backend: BackendTag, proportion: float) -> Change:
+    """Copy a proportion of an endpoint's requests to a backend whose answers are dropped; 0 stops it."""
+    endpoint = _require_endpoint(state, name)
+    _require_backends(state, [backend])
+    shadows = {tag: share for tag, share in endpoint.shadows.items() if tag != backend}
+    if proportion:
+        shadows[backend] = float(proportion)
+    changed = replace(endpoint, shadows=shadows)
+    return {} if changed == endpoint else {changed.key: changed}
+
+
+def published(endpoint: EndpointRecord | None) -> Any:
+    """Return what routers learn of an endpoint; None if it is gone."""
+    if endpoint is None:
+        return None
+    return {
+        "traffic": dict(endpoint.traffic),
+        "shadows": dict(endpoint.shadows),
+        "legacy": endpoint.is_legacy,
+        "python_methods": list(endpoint.python_methods),
+        "route": endpoint.route,
+    }
+
+
+def published_routes(state: State) -> dict[str, Any]:
+    """Return the route table that proxies learn."""
+    return {
+        route: {"endpoint": endpoint.name, "methods": list(endpoint.methods)}
+        for route, endpoint in state.routes().items()
+    }

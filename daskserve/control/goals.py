@@ -1,0 +1,73 @@
+"""Goals: changes that were asked for and are still coming about.
+
+A backend has at most one pending goal. A newer one supersedes it, which completes it: whoever waited for
+the older wish learns that it is no longer the wish. Finished goals are kept for a while, so that a caller
+that lost its connection still learns the outcome.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from daskserve.control.records import BackendRecord, Change, GoalRecord, GoalState, to_plain
+from daskserve.control.state import State
+from daskserve.errors import ServeError
+from daskserve.payload import dump_error
+from daskserve.types import GoalId
+
+#: Finished goals kept for callers that ask late. They are dropped by the hundred, so that hardly any change
+#: pays for it.
+KEPT_GOALS = 100
+SWEEP_AT = 2 * KEPT_GOALS
+
+
+def open_goal(
+    state: State,
+    change: Change,
+    backend: BackendRecord,
+    *,
+    goal_id: GoalId,
+    timeout_s: float | None,
+) -> BackendRecord:
+    """Add a pending goal for a backend to ``change``; return the backend's record with it.
+
+    The goal before it is superseded. What to go back to on failure is the last state that came about.
+    """
+    current = state.backends.get(backend.tag)
+    previous = None if current is None else to_plain(current)
+    if current is not None and current.goal in state.goals:
+        old = state.goals[current.goal]
+        change[old.key] = replace(old, state=GoalState.DONE)
+        previous = dict(old.previous) if old.previous is not None else None
+    if current is not None and current.is_deleting:
+        previous = None  # what was to be deleted must not come back
+    if previous is not None:
+        previous["goal"] = None
+    goal = GoalRecord(
+        goal_id=goal_id,
+        backend=backend.tag,
+        state=GoalState.PENDING,
+        number=1 + max((each.number for each in state.goals.values()), default=0),
+        timeout_s=timeout_s,
+        previous=previous,
+    )
+    change[goal.key] = goal
+    _sweep(state.goals.values(), change)
+    opened = replace(backend, goal=goal_id, last_error="")
+    change[opened.key] = opened
+    return opened
+
+
+def finish(goal: GoalRecord, error: ServeError | None = None) -> GoalRecord:
+    """Return the goal as done, or as failed with a reason."""
+    if error is None:
+        return replace(goal, state=GoalState.DONE, previous=None)
+    return replace(goal, state=GoalState.FAILED, previous=None, error=dump_error(error))
+
+
+def _sweep(goals: Iterable[GoalRecord], change: Change) -> None:
+    finished = [each for each in goals if each.state is not GoalState.PENDING and each.key not in change]
+    if len(finished) > SWEEP_AT:
+        for each in sorted(finished, key=lambda goal: goal.number)[: len(finished) - KEPT_GOALS]:
+            change[each.key] = None

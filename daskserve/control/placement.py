@@ -1,0 +1,100 @@
+"""Placement: which worker gets a replica.
+
+Dask holds no resources for actors, so this keeps the ledger: what a worker declares against what the
+replicas placed on it asked for. Rules, in order: the worker must be available and allowed, must have room,
+and among those the one with the fewest replicas of the same backend, then apart from the proxies and the
+controller, then with the fewest replicas at all, wins. Ties go by address, so the answer is repeatable.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from daskserve.control.state import State
+from daskserve.types import BackendTag, WorkerAddress, WorkerInfo
+
+#: Sums of fractions of a CPU must not refuse a tenth tenth.
+TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What one replica needs."""
+
+    backend: BackendTag
+    amounts: Mapping[str, float]
+    allowed_workers: tuple[str, ...] | None = None
+
+
+def capacity(worker: WorkerInfo) -> dict[str, float]:
+    """Return what a worker offers by resource: its threads as CPU, its memory, what it declares."""
+    # Dask says 0 of a worker that has no memory limit.
+    memory = float(worker.memory_bytes) or math.inf
+    return {"CPU": float(worker.threads), "memory": memory, **worker.resources}
+
+
+def has_room(state: State, worker: WorkerInfo, amounts: Mapping[str, float]) -> bool:
+    """Whether the ledger leaves that much on a worker."""
+    offered, used = capacity(worker), state.used(worker.address)
+    return all(
+        used.get(name, 0) + amount <= offered.get(name, 0) + TOLERANCE for name, amount in amounts.items()
+    )
+
+
+def is_allowed(worker: WorkerInfo, allowed: tuple[str, ...] | None) -> bool:
+    """Whether a backend limited to some workers (by address, name or host) may use this one."""
+    return allowed is None or bool({worker.address, worker.name, worker.host} & set(allowed))
+
+
+def place(
+    state: State, workers: Iterable[WorkerInfo], demand: Demand, avoid: Iterable[WorkerAddress] = ()
+) -> WorkerAddress | None:
+    """Return the best worker for one replica, or None if none has room.
+
+    Parameters
+    ----------
+    avoid
+        Workers to take only if no other will do: those of the controller and the proxies.
+    """
+    avoided = set(avoid)
+    candidates = [
+        worker
+        for worker in workers
+        if worker.is_available
+        and is_allowed(worker, demand.allowed_workers)
+        and has_room(state, worker, demand.amounts)
+    ]
+    if not candidates:
+        return None
+
+    def rank(worker: WorkerInfo) -> tuple[int, bool, int, str]:
+        address = worker.address
+        same = state.count_on(address, demand.backend)
+        return (same, address in avoided, state.count_on(address), address)
+
+    return min(candidates, key=rank).address
+
+
+def explain(state: State, workers: Iterable[WorkerInfo], demand: Demand) -> str:
+    """Say why no worker has room, with the figures that decide it."""
+    known = list(workers)
+    if not known:
+        return "the cluster has no workers that can hold replicas"
+    allowed = [worker for worker in known if is_allowed(worker, demand.allowed_workers)]
+    if not allowed:
+        names = ", ".join(sorted(demand.allowed_workers or ()))
+        return f"actor_options['workers'] allows only {names}, and none of these is in the cluster"
+    usable = [worker for worker in allowed if worker.is_available]
+    if not usable:
+        return f"all {len(allowed)} allowed workers are paused or closing"
+    lacks = []
+    for name, amount in sorted(demand.amounts.items()):
+        free = [capacity(each).get(name, 0) - state.used(each.address).get(name, 0) for each in usable]
+        if amount > max(free) + TOLERANCE:
+            lacks.append(f"{name} {amount:g} (most free on one worker: {max(0.0, max(free)):g})")
+    wanted = ", ".join(f"{name} {amount:g}" for name, amount in sorted(demand.amounts.items()))
+    if lacks:
+        return f"a replica needs {', '.join(lacks)}; {len(usable)} workers were looked at"
+    return f"no single one of {len(usable)} workers has all of {wanted or 'nothing'} free"

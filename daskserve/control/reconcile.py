@@ -1,0 +1,224 @@
+"""The loop: observe, ask the pure parts, write, act, notify.
+
+Woken by whatever changes (a verb, a worker that came or went, an action that ended), with a slow tick as a
+backstop. The tick looks at a slice of the backends each time, so that its cost does not grow with their
+number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Iterable
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+from daskserve.clock import Clock
+from daskserve.control import backend_state, http_state
+from daskserve.control.acting import RETRY_S, Acting, Commit
+from daskserve.control.observed import Observed
+from daskserve.control.state import State
+from daskserve.errors import (
+    ServeError,
+    StaleEpochError,
+)
+from daskserve.types import Location, ReplicaState, WorkerAddress
+
+logger = logging.getLogger("daskserve.controller")
+
+#: With nothing happening, everything is looked at again this often.
+TICK_S = 5.0
+#: How many backends a tick looks at.
+TICK_SLICE = 50
+
+#: Stands for the proxies among the tags of backends, none of which is empty.
+PROXIES = ""
+
+
+class Reconciler:
+    """Keeps what runs equal to what is wanted.
+
+    Parameters
+    ----------
+    commit
+        Writes a change to the store, applies it to the state and notifies, or raises and does none of it.
+    lock
+        Held while a change is decided and committed, by this loop and by the controller's verbs alike.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        observed: Observed,
+        acting: Acting,
+        clock: Clock,
+        rng: random.Random,
+        *,
+        commit: Commit,
+        lock: AbstractAsyncContextManager[Any],
+        worker: WorkerAddress,
+        location: Location | None,
+        port: int,
+        epoch: int,
+    ) -> None:
+        self._state = state
+        self._observed = observed
+        self._acting = acting
+        self._clock = clock
+        self._rng = rng
+        self._commit = commit
+        self._lock = lock
+        self._worker = worker
+        self._location = location
+        self._port = port
+        # Incarnations grow over all epochs: 2**32 actors per controller are enough.
+        self._incarnation = epoch << 32
+        self._epoch = epoch
+        self._reported: tuple[tuple[WorkerAddress, ...], float] | None = None
+        self._dirty: set[str] = set()
+        self._dirty_all = True
+        self._to_tick: list[str] = []
+        self._wake = asyncio.Event()
+        self._wake_at: dict[str, float] = {}
+        self._steps = 0
+
+    @property
+    def steps(self) -> int:
+        """How many times the loop has gone round."""
+        return self._steps
+
+    def poke(self, backends: Iterable[str] | None = None) -> None:
+        """Look at these backends (None: at everything) as soon as possible."""
+        if backends is None:
+            self._dirty_all = True
+        else:
+            self._dirty.update(backends)
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Go round until cancelled; a step that fails is logged and tried again."""
+        while True:
+            try:
+                await self.step()
+                pause_s = self._pause_s()
+            except StaleEpochError:
+                logger.warning("A newer controller has taken over; this one ends")
+                return
+            except Exception:
+                # The named top loop: one poisoned backend or an unreachable store must not end it.
+                logger.exception("A control step failed; trying again in %s s", RETRY_S)
+                self._dirty_all = True
+                self._wake.set()
+                await self._clock.sleep(RETRY_S)
+                continue
+            try:
+                await self._clock.wait_for(self._wake.wait(), pause_s)
+            except TimeoutError:
+                if pause_s >= TICK_S:
+                    self._tick()
+
+    def _tick(self) -> None:
+        if not self._to_tick:
+            self._to_tick = sorted(self._state.backends)
+        self._dirty.add(PROXIES)
+        self._dirty.update(self._to_tick[:TICK_SLICE])
+        del self._to_tick[:TICK_SLICE]
+
+    def _pause_s(self) -> float:
+        now = self._clock.now()
+        return min([TICK_S, *(max(0.0, at - now) for at in self._wake_at.values())])
+
+    async def step(self) -> None:
+        """Look once at what is marked and do what is due."""
+        self._wake.clear()
+        self._steps += 1
+        now = self._clock.now()
+        dirty, self._dirty = self._dirty, set()
+        if self._dirty_all:
+            self._dirty_all = False
+            dirty = {PROXIES, *self._state.backends}
+        dirty.update(tag for tag, at in self._wake_at.items() if at <= now)
+        for tag in sorted(dirty):
+            self._wake_at.pop(tag, None)
+            try:
+                await (self._step_proxies() if tag == PROXIES else self._step_backend(tag))
+            except StaleEpochError:
+                raise
+            except Exception as error:
+                # Each has its turn, whatever is wrong with one of them or with the store.
+                self._failed_step(tag, error)
+        self._forget_lost_workers()
+        self._report()
+
+    def _failed_step(self, tag: str, error: Exception) -> None:
+        what = "the proxies" if tag == PROXIES else f"backend {tag}"
+        is_expected = isinstance(error, (ServeError, OSError))
+        text = "A control step of %s failed; trying again in %s s: %r"
+        logger.error(text, what, RETRY_S, error, exc_info=not is_expected)
+        self._wake_at[tag] = self._clock.now() + RETRY_S
+
+    def _report(self) -> None:
+        """Tell the scheduler which workers hold actors and what waits for room, if that has changed."""
+        waiting_cpus = sum(
+            replica.demand.get("CPU", 0.0) or 1.0
+            for tag in self._observed.waiting
+            for replica in self._state.replicas_of(tag)
+            if replica.state is ReplicaState.SHOULD_START
+        )
+        report = (tuple(sorted(self._state.workers_in_use())), waiting_cpus)
+        if report != self._reported and self._acting.tell_scheduler(self._epoch, *report):
+            self._reported = report
+
+    async def _step_backend(self, tag: str) -> None:
+        async with self._lock:
+            backend = self._state.backends.get(tag)
+            if backend is None:
+                return
+            world = backend_state.World(
+                state=self._state,
+                observed=self._observed,
+                now=self._clock.now(),
+                rng=self._rng,
+                next_incarnation=self._next_incarnation,
+                avoid=self._workers_to_avoid(),
+            )
+            step = backend_state.step(world, backend)
+            await self._commit(step.change)
+        if step.wake_at is not None:
+            self._wake_at[tag] = step.wake_at
+        for action in step.actions:
+            self._acting.act(action)
+        current = self._state.backends.get(tag)
+        if current is not None and current is not backend and current.goal != backend.goal:
+            self._dirty.add(tag)  # the goal ended, perhaps back to an older wish: look again
+            self._wake.set()
+
+    async def _step_proxies(self) -> None:
+        async with self._lock:
+            step = http_state.step(
+                self._state,
+                self._observed,
+                location=self._location,
+                port=self._port,
+                next_incarnation=self._next_incarnation,
+                avoid=self._worker,
+            )
+            await self._commit(step.change)
+        for action in step.actions:
+            self._acting.act_on_proxy(action)
+
+    def _next_incarnation(self) -> int:
+        self._incarnation += 1
+        return self._incarnation
+
+    def _workers_to_avoid(self) -> set[WorkerAddress]:
+        return {self._worker, *(proxy.worker for proxy in self._state.proxies.values())}
+
+    def _forget_lost_workers(self) -> None:
+        lost = self._observed.lost_workers
+        if lost:
+            seen_to = lost - set(self._state.workers_in_use())
+            lost -= seen_to
+            if not seen_to.isdisjoint(self._observed.workers):
+                self.poke()  # one that has joined again under its old address is of use from now on

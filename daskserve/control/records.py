@@ -1,0 +1,259 @@
+"""The records of an instance: all that its controller knows that must outlive it.
+
+Each is one row of the store, keyed by kind and name, so that a change writes what changed and nothing
+else. Records are immutable; the pure parts of the control plane return new ones in a `Change`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar, TypeAlias
+
+import msgpack
+
+from daskserve.errors import InstanceError
+from daskserve.types import (
+    ActorAddress,
+    BackendTag,
+    EndpointTag,
+    GoalId,
+    ReplicaState,
+    ReplicaTag,
+    WorkerAddress,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BackendRecord:
+    """A backend as it is wanted.
+
+    Attributes
+    ----------
+    version : str
+        Names the code; replicas of another version are replaced.
+    code_key : str
+        The `CodeRecord` that holds the callable.
+    config, user_config
+        `BackendConfig` as plain values, and its ``user_config`` pickled.
+    config_id : str
+        Names the config; running replicas of another one are reconfigured in place.
+    request_id : str
+        The client's call that made this backend, so that its retry is told from a second call.
+    goal : str or None
+        The goal that waits for this backend to come about.
+    """
+
+    KIND: ClassVar[str] = "backend"
+
+    tag: BackendTag
+    version: str
+    code_key: str
+    config: Mapping[str, Any]
+    config_id: str
+    concurrency: int
+    actor_options: Mapping[str, Any]
+    user_config: bytes | None = None
+    request_id: str = ""
+    #: The version the user named; None for one that was made up from the code.
+    user_version: str | None = None
+    #: When the present wish was accepted, in seconds since the epoch, for people to read.
+    deployed_at: float = 0.0
+    #: Why the last goal failed, until another one is opened.
+    last_error: str = ""
+    goal: GoalId | None = None
+    is_deleting: bool = False
+    is_forced: bool = False
+    is_deployment: bool = False
+
+    @property
+    def key(self) -> str:
+        return f"{self.KIND}/{self.tag}"
+
+    @property
+    def num_replicas(self) -> int:
+        """How many replicas are wanted now."""
+        return 0 if self.is_deleting else int(self.config.get("num_replicas", 1))
+
+
+@dataclass(frozen=True, slots=True)
+class CodeRecord:
+    """A pickled callable. Apart from the backend, so that a config change does not write it again."""
+
+    KIND: ClassVar[str] = "code"
+
+    name: str
+    backend: BackendTag
+    code: bytes
+
+    @property
+    def key(self) -> str:
+        return f"{self.KIND}/{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaRecord:
+    """One replica and where it is in its life. Its ``config_id`` is empty while it is told another config."""
+
+    KIND: ClassVar[str] = "replica"
+
+    tag: ReplicaTag
+    backend: BackendTag
+    version: str
+    config_id: str
+    state: ReplicaState
+    demand: Mapping[str, float]
+    worker: WorkerAddress | None = None
+    incarnation: int = 0
+    is_forced: bool = False
+
+    @property
+    def key(self) -> str:
+        return f"{self.KIND}/{self.tag}"
+
+    def address(self, instance: str) -> ActorAddress:
+        """Return where the replica's actor lives; only for one that has been placed."""
+        if self.worker is None:
+            raise ValueError(f"replica {self.tag} has not been placed")
+        return ActorAddress(f"{instance}/replica/{self.tag}", self.worker, self.incarnation)
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointRecord:
+    """An endpoint: its route and what its traffic goes to."""
+
+    KIND: ClassVar[str] = "endpoint"
+
+    name: EndpointTag
+    route: str | None
+    methods: tuple[str, ...]
+    traffic: Mapping[BackendTag, float]
+    shadows: Mapping[BackendTag, float] = field(default_factory=dict)
+    request_id: str = ""
+    is_legacy: bool = True
+    python_methods: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> str:
+        return f"{self.KIND}/{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class ProxyRecord:
+    """One HTTP proxy. ``port`` is the one it got, so that its replacement takes the same."""
+
+    KIND: ClassVar[str] = "proxy"
+
+    name: str
+    worker: WorkerAddress
+    host: str
+    incarnation: int
+    port: int
+
+    @property
+    def key(self) -> str:
+        return f"{self.KIND}/{self.name}"
+
+    def address(self, instance: str) -> ActorAddress:
+        """Return where the proxy's actor lives."""
+        return ActorAddress(f"{instance}/proxy/{self.name}", self.worker, self.incarnation)
+
+
+class GoalState(enum.StrEnum):
+    """How far a goal is."""
+
+    PENDING = "PENDING"
+    DONE = "DONE"
+    FAILED = "FAILED"
+
+
+@dataclass(frozen=True, slots=True)
+class GoalRecord:
+    """A change that was asked for, until it has come about or was taken back.
+
+    Attributes
+    ----------
+    previous : dict or None
+        The backend's record before the change, to go back to; None if the change made the backend.
+    failures : int
+        Constructors that failed in a row while this goal was pending.
+    error : bytes or None
+        Why a FAILED goal failed, as `daskserve.payload.dump_error` packs it.
+    """
+
+    KIND: ClassVar[str] = "goal"
+
+    goal_id: GoalId
+    backend: BackendTag
+    state: GoalState
+    number: int
+    timeout_s: float | None
+    previous: Mapping[str, Any] | None = None
+    failures: int = 0
+    error: bytes | None = None
+
+    @property
+    def key(self) -> str:
+        return f"{self.KIND}/{self.goal_id}"
+
+
+Record: TypeAlias = BackendRecord | CodeRecord | ReplicaRecord | EndpointRecord | ProxyRecord | GoalRecord
+#: Store key -> the new record, or None to remove it. One change is one transaction.
+Change: TypeAlias = dict[str, Record | None]
+
+FORMAT = 1
+_KINDS: Mapping[str, type[Any]] = {
+    kind.KIND: kind
+    for kind in (BackendRecord, CodeRecord, ReplicaRecord, EndpointRecord, ProxyRecord, GoalRecord)
+}
+_ENUMS: Mapping[str, type[enum.StrEnum]] = {"replica": ReplicaState, "goal": GoalState}
+
+
+class CorruptRecordError(InstanceError):
+    """A stored record cannot be read."""
+
+
+def encode(record: Record) -> bytes:
+    """Return a record as bytes that any later version can tell the format of."""
+    return bytes(msgpack.packb({"format": FORMAT, "fields": asdict(record)}))
+
+
+def decode(key: str, data: bytes) -> Record:
+    """Return the record stored under ``key``.
+
+    Raises
+    ------
+    CorruptRecordError
+        The bytes are not a record, or a newer daskserve wrote them.
+    """
+    kind = key.partition("/")[0]
+    try:
+        stored = msgpack.unpackb(data)
+        if stored["format"] > FORMAT:
+            raise CorruptRecordError(
+                f"Record {key!r} has format {stored['format']}; this daskserve reads up to {FORMAT}. "
+                "Use a newer one."
+            )
+        record: Record = from_plain(kind, stored["fields"])
+        return record
+    except CorruptRecordError:
+        raise
+    except Exception as error:
+        raise CorruptRecordError(f"Record {key!r} cannot be read: {error!r}") from error
+
+
+def from_plain(kind: str, values: Mapping[str, Any]) -> Any:
+    """Return a record made of plain values, as `to_plain` gives them."""
+    changed = dict(values)
+    if kind in _ENUMS:
+        changed["state"] = _ENUMS[kind](changed["state"])
+    for name in ("methods", "python_methods"):
+        if name in changed:
+            changed[name] = tuple(changed[name])
+    return _KINDS[kind](**changed)
+
+
+def to_plain(record: Record) -> dict[str, Any]:
+    """Return a record as plain values."""
+    return asdict(record)

@@ -1,0 +1,72 @@
+"""The life of a replica, as a table.
+
+::
+
+    SHOULD_START --placed--> STARTING --started--> RUNNING
+         |                    |   |                  |
+         |withdrawn     failed|   |unwanted          |unwanted
+         v                    v   v                  v
+      STOPPED <---------- STOPPED  SHOULD_STOP --told--> STOPPING --gone--> STOPPED
+
+A lost worker takes a replica to STOPPED from every state. STOPPED is not kept: the record is removed.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from daskserve.control.records import ReplicaRecord
+from daskserve.errors import ServeError
+from daskserve.types import ReplicaState as S
+
+
+class ReplicaEvent(enum.StrEnum):
+    """What can happen to a replica."""
+
+    PLACED = "placed"
+    WITHDRAWN = "withdrawn"
+    STARTED = "started"
+    FAILED = "failed"
+    UNWANTED = "unwanted"
+    TOLD_TO_STOP = "told to stop"
+    GONE = "gone"
+    LOST = "lost"
+
+
+E = ReplicaEvent
+
+TRANSITIONS: Mapping[tuple[S, ReplicaEvent], S] = {
+    (S.SHOULD_START, E.PLACED): S.STARTING,
+    (S.SHOULD_START, E.WITHDRAWN): S.STOPPED,
+    (S.STARTING, E.STARTED): S.RUNNING,
+    (S.STARTING, E.FAILED): S.STOPPED,
+    (S.STARTING, E.UNWANTED): S.SHOULD_STOP,
+    (S.STARTING, E.LOST): S.STOPPED,
+    (S.RUNNING, E.FAILED): S.STOPPED,
+    (S.RUNNING, E.UNWANTED): S.SHOULD_STOP,
+    (S.RUNNING, E.LOST): S.STOPPED,
+    (S.SHOULD_STOP, E.TOLD_TO_STOP): S.STOPPING,
+    (S.SHOULD_STOP, E.LOST): S.STOPPED,
+    (S.STOPPING, E.GONE): S.STOPPED,
+    (S.STOPPING, E.LOST): S.STOPPED,
+}
+
+#: States in which a replica counts towards what is wanted.
+WANTED_STATES = frozenset({S.SHOULD_START, S.STARTING, S.RUNNING})
+#: The order in which replicas are given up when there are too many.
+STOP_ORDER = (S.SHOULD_START, S.STARTING, S.RUNNING)
+
+
+class InvalidTransition(ServeError):
+    """A replica was told something that its state does not allow: a fault in the control plane."""
+
+
+def move(replica: ReplicaRecord, event: ReplicaEvent, **changes: Any) -> ReplicaRecord | None:
+    """Return the replica after an event; None once it is STOPPED, which is not recorded."""
+    state = TRANSITIONS.get((replica.state, event))
+    if state is None:
+        raise InvalidTransition(f"Replica {replica.tag} is {replica.state}; {event!s} is not for that state.")
+    return None if state is S.STOPPED else replace(replica, state=state, **changes)

@@ -1,0 +1,183 @@
+"""All records of an instance, with the indexes that keep every question cheap.
+
+The only way to change it is `State.apply`, after the change is in the store. Nothing here decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from daskserve.control.records import (
+    BackendRecord,
+    Change,
+    CodeRecord,
+    EndpointRecord,
+    GoalRecord,
+    ProxyRecord,
+    Record,
+    ReplicaRecord,
+)
+from daskserve.types import BackendTag, EndpointTag, ReplicaTag, WorkerAddress
+
+_REPLICA = "replica/"
+
+
+class State:
+    """What is wanted and, as far as it is recorded, what is."""
+
+    def __init__(self) -> None:
+        self.backends: dict[BackendTag, BackendRecord] = {}
+        self.codes: dict[str, CodeRecord] = {}
+        self.endpoints: dict[EndpointTag, EndpointRecord] = {}
+        self.replicas: dict[ReplicaTag, ReplicaRecord] = {}
+        self.proxies: dict[str, ProxyRecord] = {}
+        self.goals: dict[str, GoalRecord] = {}
+        self._replicas_of: dict[BackendTag, dict[ReplicaTag, None]] = {}
+        self._replicas_on: dict[WorkerAddress, dict[ReplicaTag, None]] = {}
+        self._count_on: dict[WorkerAddress, dict[BackendTag, int]] = {}
+        self._codes_of: dict[BackendTag, dict[str, None]] = {}
+        self._used: dict[WorkerAddress, dict[str, float]] = {}
+        self._endpoints_of: dict[BackendTag, dict[EndpointTag, None]] = {}
+        self._endpoint_by_route: dict[str, EndpointTag] = {}
+
+    def __repr__(self) -> str:
+        return (
+            f"<State backends={len(self.backends)} endpoints={len(self.endpoints)} "
+            f"replicas={len(self.replicas)} proxies={len(self.proxies)} goals={len(self.goals)}>"
+        )
+
+    def records(self) -> dict[str, Record]:
+        """Return all records by their keys in the store."""
+        kinds = (self.backends, self.codes, self.endpoints, self.replicas, self.proxies, self.goals)
+        return {record.key: record for kind in kinds for record in kind.values()}
+
+    def replicas_of(self, backend: BackendTag) -> list[ReplicaRecord]:
+        """Return a backend's replicas, oldest first."""
+        return [self.replicas[tag] for tag in self._replicas_of.get(backend, ())]
+
+    def replicas_on(self, worker: WorkerAddress) -> list[ReplicaRecord]:
+        """Return the replicas placed on a worker."""
+        return [self.replicas[tag] for tag in self._replicas_on.get(worker, ())]
+
+    def codes_of(self, backend: BackendTag) -> list[CodeRecord]:
+        """Return the code records of a backend: the current version's, and an older one's during a change."""
+        return [self.codes[name] for name in self._codes_of.get(backend, ())]
+
+    def count_on(self, worker: WorkerAddress, backend: BackendTag | None = None) -> int:
+        """Return how many replicas, of one backend or of all, are placed on a worker."""
+        if backend is None:
+            return len(self._replicas_on.get(worker, ()))
+        return self._count_on.get(worker, {}).get(backend, 0)
+
+    def workers_in_use(self) -> Iterable[WorkerAddress]:
+        """Return the workers that hold a replica or a proxy."""
+        return {*self._replicas_on, *(proxy.worker for proxy in self.proxies.values())}
+
+    def used(self, worker: WorkerAddress) -> Mapping[str, float]:
+        """Return what the replicas on a worker occupy, by resource."""
+        return self._used.get(worker, {})
+
+    def endpoints_of(self, backend: BackendTag) -> list[EndpointTag]:
+        """Return the endpoints whose traffic or shadows name a backend."""
+        return list(self._endpoints_of.get(backend, ()))
+
+    def endpoint_at(self, route: str) -> EndpointRecord | None:
+        """Return the endpoint registered at exactly this route."""
+        name = self._endpoint_by_route.get(route)
+        return None if name is None else self.endpoints[name]
+
+    def routes(self) -> dict[str, EndpointRecord]:
+        """Return the endpoints that have a route, by it."""
+        return {route: self.endpoints[name] for route, name in self._endpoint_by_route.items()}
+
+    def apply(self, change: Change) -> None:
+        """Take over a change that is in the store."""
+        for key, record in change.items():
+            if key.startswith(_REPLICA):
+                self._replace_replica(key.removeprefix(_REPLICA), record)
+                continue
+            self._forget(key)
+            if record is not None:
+                self._keep(record)
+
+    def _keep(self, record: Record) -> None:
+        if isinstance(record, BackendRecord):
+            self.backends[record.tag] = record
+        elif isinstance(record, CodeRecord):
+            self.codes[record.name] = record
+            self._codes_of.setdefault(record.backend, {})[record.name] = None
+        elif isinstance(record, GoalRecord):
+            self.goals[record.goal_id] = record
+        elif isinstance(record, ProxyRecord):
+            self.proxies[record.name] = record
+        elif isinstance(record, EndpointRecord):
+            self.endpoints[record.name] = record
+            if record.route is not None:
+                self._endpoint_by_route[record.route] = record.name
+            for backend in (*record.traffic, *record.shadows):
+                self._endpoints_of.setdefault(backend, {})[record.name] = None
+
+    def _forget(self, key: str) -> None:
+        kind, _, name = key.partition("/")
+        if kind == "backend":
+            self.backends.pop(name, None)
+        elif kind == "code":
+            code = self.codes.pop(name, None)
+            if code is not None:
+                self._drop(self._codes_of, code.backend, name)
+        elif kind == "goal":
+            self.goals.pop(name, None)
+        elif kind == "proxy":
+            self.proxies.pop(name, None)
+        elif kind == "endpoint":
+            endpoint = self.endpoints.pop(name, None)
+            if endpoint is not None:
+                self._unindex_endpoint(endpoint)
+
+    def _unindex_endpoint(self, endpoint: EndpointRecord) -> None:
+        # Another endpoint may have taken the route over earlier in the same change.
+        if endpoint.route is not None and self._endpoint_by_route.get(endpoint.route) == endpoint.name:
+            del self._endpoint_by_route[endpoint.route]
+        for backend in (*endpoint.traffic, *endpoint.shadows):
+            self._drop(self._endpoints_of, backend, endpoint.name)
+
+    def _replace_replica(self, tag: ReplicaTag, record: Record | None) -> None:
+        # In place, so that `replicas_of` stays in the order of creation.
+        old = self.replicas.pop(tag, None)
+        new = record if isinstance(record, ReplicaRecord) else None
+        if old is not None and old.worker is not None:
+            self._drop(self._replicas_on, old.worker, tag)
+            self._occupy(old.worker, old.demand, -1)
+            self._count(old.worker, old.backend, -1)
+        if new is not None:
+            self.replicas[tag] = new
+            self._replicas_of.setdefault(new.backend, {})[tag] = None
+            if new.worker is not None:
+                self._replicas_on.setdefault(new.worker, {})[tag] = None
+                self._occupy(new.worker, new.demand, 1)
+                self._count(new.worker, new.backend, 1)
+        elif old is not None:
+            self._drop(self._replicas_of, old.backend, tag)
+
+    @staticmethod
+    def _drop(index: dict[str, dict[str, None]], key: str, name: str) -> None:
+        names = index.get(key, {})
+        names.pop(name, None)
+        if not names:
+            index.pop(key, None)
+
+    def _count(self, worker: WorkerAddress, backend: BackendTag, by: int) -> None:
+        counts = self._count_on.setdefault(worker, {})
+        counts[backend] = counts.get(backend, 0) + by
+        if not counts[backend]:
+            del counts[backend]
+            if not counts:
+                del self._count_on[worker]
+
+    def _occupy(self, worker: WorkerAddress, demand: Mapping[str, float], sign: int) -> None:
+        used = self._used.setdefault(worker, {})
+        for name, amount in demand.items():
+            used[name] = used.get(name, 0) + sign * amount
+        if sign < 0 and worker not in self._replicas_on:
+            # Nothing is left there: drop the sums with their rounding errors.
+            self._used.pop(worker, None)

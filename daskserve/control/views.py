@@ -1,0 +1,190 @@
+"""What can be read of an instance: pure functions of its records and of what was seen, in plain values.
+
+`VIEWS` names them; the classic controller's introspection calls are among them, under their own names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from daskserve.control import backend_state, backend_verbs, endpoint_state
+from daskserve.control.observed import Observed
+from daskserve.control.records import BackendRecord, GoalState
+from daskserve.control.state import State
+from daskserve.errors import NotFoundError
+from daskserve.types import ActorKind, ReplicaState
+
+UNVERSIONED = "Unversioned"
+
+
+def backend_status(state: State, observed: Observed, backend: BackendRecord) -> dict[str, Any]:
+    """Return how far a backend is, with the reason where it is not there yet."""
+    replicas = state.replicas_of(backend.tag)
+    running = sum(each.state is ReplicaState.RUNNING for each in replicas)
+    message = observed.waiting.get(backend.tag, "") or backend.last_error
+    if backend.is_deleting:
+        word = "DELETING"
+    elif running >= backend.num_replicas and backend.goal is None:
+        word = "HEALTHY"
+    elif backend.goal is not None:
+        word = "UPDATING"
+    else:
+        word = "UNHEALTHY"
+    return {
+        "status": word,
+        "wanted": backend.num_replicas,
+        "running": running,
+        "version": backend.user_version or UNVERSIONED,
+        "message": message,
+    }
+
+
+def actors(state: State, observed: Observed, instance: str, controller: Mapping[str, Any]) -> list[Any]:
+    """Return every actor of the instance: kind, name, state, worker, host, pid."""
+
+    def where(worker: str | None) -> dict[str, Any]:
+        info = observed.workers.get(worker or "")
+        return {"worker": worker, "host": info.host if info else None}
+
+    found = [
+        {
+            "kind": ActorKind.CONTROLLER.value,
+            "name": f"{instance}/controller",
+            "state": "RUNNING",
+            **where(controller["worker"]),
+            "pid": controller["pid"],
+        }
+    ]
+    for proxy in state.proxies.values():
+        facts = observed.proxies_ready.get(proxy.name)
+        is_ready = facts is not None and facts["incarnation"] == proxy.incarnation
+        found.append(
+            {
+                "kind": ActorKind.PROXY.value,
+                "name": proxy.name,
+                "state": "RUNNING" if is_ready else "STARTING",
+                **where(proxy.worker),
+                "pid": facts.get("pid") if facts is not None and is_ready else None,
+                "message": str(observed.proxies_failed.get(proxy.name, "")),
+            }
+        )
+    for replica in state.replicas.values():
+        ready = observed.ready.get(replica.tag)
+        found.append(
+            {
+                "kind": ActorKind.REPLICA.value,
+                "name": replica.tag,
+                "state": replica.state.value,
+                **where(replica.worker),
+                "pid": ready.get("pid") if ready is not None else None,
+                "message": observed.unhealthy.get(replica.tag, ""),
+            }
+        )
+    return found
+
+
+def goals(state: State) -> list[dict[str, Any]]:
+    """Return the goals, oldest first: those that are pending, and the latest that ended."""
+    ordered = sorted(state.goals.values(), key=lambda goal: goal.number)
+    return [
+        {
+            "goal_id": goal.goal_id,
+            "backend": goal.backend,
+            "state": goal.state.value,
+            "failures": goal.failures,
+        }
+        for goal in ordered
+    ]
+
+
+def deployment_info(state: State, name: str) -> dict[str, Any]:
+    """Return a deployment's info and route; `NotFoundError` (a `KeyError`) if there is none."""
+    backend = state.backends.get(name)
+    if backend is None or backend.is_deleting or not backend.is_deployment:
+        raise NotFoundError(f"Deployment {name} does not exist.")
+    endpoint = state.endpoints.get(name)
+    return {
+        "name": name,
+        "version": backend.user_version,
+        "config": dict(backend.config),
+        "actor_options": dict(backend.actor_options),
+        "python_methods": list(endpoint.python_methods) if endpoint is not None else [],
+        "route": endpoint.route if endpoint is not None else None,
+        "deployed_at": backend.deployed_at,
+        "running": sum(each.state is ReplicaState.RUNNING for each in state.replicas_of(name)),
+    }
+
+
+def list_deployments(state: State) -> dict[str, Any]:
+    """Return the info of every deployment, by name."""
+    return {
+        name: deployment_info(state, name)
+        for name, backend in state.backends.items()
+        if backend.is_deployment and not backend.is_deleting
+    }
+
+
+def snapshot(state: State, instance: str) -> dict[str, Any]:
+    """Return the classic system's snapshot: what is deployed, for tools that watch from outside."""
+    found = {}
+    for tag, backend in state.backends.items():
+        if backend.is_deleting:
+            continue
+        endpoints = [state.endpoints[name] for name in state.endpoints_of(tag)]
+        route = next((each.route for each in endpoints if each.route is not None), None)
+        found[tag] = {
+            "name": tag,
+            "namespace": instance,
+            "job_id": None,
+            "class_name": backend.config.get("internal_metadata", {}).get("class_name", ""),
+            "version": backend.user_version or UNVERSIONED,
+            "http_route": route,
+            "status": "RUNNING",
+            "start_time": int(backend.deployed_at),
+            "end_time": 0,
+        }
+    return found
+
+
+#: The classic controller's calls for looking inside.
+VIEWS: Mapping[str, Callable[[State, Observed], Any]] = {
+    "get_all_backends": lambda state, _: {
+        tag: backend_verbs.describe(state, tag)["config"]
+        for tag, backend in state.backends.items()
+        if not backend.is_deleting
+    },
+    "get_all_endpoints": lambda state, _: {
+        name: backend_verbs.get_endpoint(state, name) for name in state.endpoints
+    },
+    "get_http_proxies": lambda state, observed: {
+        proxy.name: {
+            "worker": proxy.worker,
+            "host": proxy.host,
+            "port": proxy.port,
+            "is_ready": proxy.name in observed.proxies_ready,
+        }
+        for proxy in state.proxies.values()
+    },
+    "all_replica_handles": lambda state, _: {
+        tag: [each.tag for each in state.replicas_of(tag) if each.state is ReplicaState.RUNNING]
+        for tag in state.backends
+    },
+    "get_router_config": lambda state, _: endpoint_state.published_routes(state),
+    "get_traffic_policies": lambda state, _: {
+        name: {"traffic": dict(endpoint.traffic), "shadows": dict(endpoint.shadows)}
+        for name, endpoint in state.endpoints.items()
+    },
+    "get_backend_configs": lambda state, _: {
+        tag: dict(backend.config) for tag, backend in state.backends.items() if not backend.is_deleting
+    },
+    "queue_lengths": lambda _, observed: dict(observed.queue_lengths),
+    # Every process keeps its figures in its default Prometheus registry; Dask serves them.
+    "get_metric_exporter": lambda _, __: {"kind": "prometheus", "registry": "default", "path": "/metrics"},
+    "num_pending_goals": lambda state, _: sum(
+        goal.state is GoalState.PENDING for goal in state.goals.values()
+    ),
+    "goals": lambda state, _: goals(state),
+    "list_deployments": lambda state, _: list_deployments(state),
+    "replica_sets": lambda state, _: {tag: backend_state.published(state, tag) for tag in state.backends},
+}

@@ -1,0 +1,190 @@
+"""Watching the workers: what a dead process says by itself, a stopped one does not.
+
+Once a second every worker in use is asked which actors of the instance it holds and how they are. The answer
+is a level, so it also mends what no event told: an actor that vanished, or one that nobody knows any more.
+Three answers in a row that do not come mark the worker as unresponsive: its replicas are replaced at once,
+and a worker that holds a proxy, and with it a port, is restarted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from daskserve.clock import Clock
+from daskserve.cluster.base import Cluster
+from daskserve.control.observed import Observed
+from daskserve.control.records import ReplicaRecord
+from daskserve.control.state import State
+from daskserve.errors import ActorLostError, ServeError
+from daskserve.types import ActorAddress, ActorKind, ReplicaState, WorkerAddress
+
+logger = logging.getLogger("daskserve.controller")
+
+PERIOD_S = 1.0
+#: An answer takes milliseconds; one that takes longer than this counts as missed.
+ANSWER_S = 1.0
+MISSES = 3
+#: Workers that hold nothing as far as is known are looked at this often, for actors left behind.
+SWEEP_S = 30.0
+
+
+class WorkerWatch:
+    """Reports levels into `Observed`, and ends actors that no record knows and older controllers."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        clock: Clock,
+        state: State,
+        observed: Observed,
+        *,
+        poke: Callable[[Iterable[str] | None], None],
+        epoch: int,
+    ) -> None:
+        self._cluster = cluster
+        self._clock = clock
+        self._state = state
+        self._observed = observed
+        self._poke = poke
+        self._epoch = epoch
+        # A controller that was replaced must not take its successor's actors for orphans.
+        self._newest_incarnation = (epoch + 1) << 32
+        self._misses: dict[WorkerAddress, int] = {}
+        self._asking: set[WorkerAddress] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Watch until cancelled."""
+        swept_at = self._clock.now()
+        while True:
+            began = self._clock.now()
+            workers = set(self._state.workers_in_use()) | self._observed.unresponsive
+            if began - swept_at >= SWEEP_S:
+                swept_at = began
+                workers |= set(self._observed.workers)
+            for worker in workers & set(self._observed.workers):
+                self._spawn(self._look(worker))
+            self._forget_workers()
+            await self._clock.sleep(max(0.0, began + PERIOD_S - self._clock.now()))
+
+    async def stop(self) -> None:
+        """End the questions that are under way."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=2)
+
+    def _spawn(self, coroutine: Any) -> None:
+        task: asyncio.Task[None] = asyncio.create_task(coroutine, name="daskserve-watch")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _look(self, worker: WorkerAddress) -> None:
+        if worker in self._asking:
+            return
+        self._asking.add(worker)
+        # What began to run only after the question need not be in the answer.
+        expected = [each for each in self._state.replicas_on(worker) if each.state is ReplicaState.RUNNING]
+        try:
+            actors = await self._clock.wait_for(self._cluster.inspect(worker), ANSWER_S)
+        except (ServeError, OSError, TimeoutError) as error:
+            self._missed(worker, error)
+        else:
+            self._answered(worker, actors, expected)
+        finally:
+            self._asking.discard(worker)
+
+    def _missed(self, worker: WorkerAddress, error: BaseException) -> None:
+        misses = self._misses[worker] = self._misses.get(worker, 0) + 1
+        if misses != MISSES or worker not in self._observed.workers:
+            return
+        logger.warning("Worker %s does not answer (%r); its replicas are replaced", worker, error)
+        self._observed.unresponsive.add(worker)
+        if any(proxy.worker == worker for proxy in self._state.proxies.values()):
+            self._spawn(self._restart(worker))
+        self._poke(None)
+
+    async def _restart(self, worker: WorkerAddress) -> None:
+        try:
+            await self._cluster.restart_worker(worker)
+        except (ServeError, OSError) as error:
+            logger.warning("Worker %s holds a proxy and could not be restarted: %s", worker, error)
+
+    def _answered(
+        self, worker: WorkerAddress, actors: Sequence[Mapping[str, Any]], expected: Sequence[ReplicaRecord]
+    ) -> None:
+        self._misses.pop(worker, None)
+        if worker in self._observed.unresponsive:
+            logger.info("Worker %s answers again", worker)
+            self._observed.unresponsive.discard(worker)
+            self._poke(None)
+        there = {(actor["name"], actor["incarnation"]): actor for actor in actors}
+        for replica in expected:
+            current = self._state.replicas.get(replica.tag)
+            if current is not None and current.state is ReplicaState.RUNNING:
+                self._look_for(replica, there)
+        for replica in self._state.replicas_on(worker):
+            actor = there.get((replica.address(self._cluster.instance).name, replica.incarnation))
+            if actor is None or actor["is_healthy"] or replica.tag in self._observed.unhealthy:
+                continue
+            logger.warning("Replica %s is unhealthy: %s", replica.tag, actor["detail"])
+            self._observed.unhealthy[replica.tag] = actor["detail"]
+            self._poke([replica.backend])
+        self._miss_proxies(worker, there)
+        self._end_orphans(worker, actors)
+
+    def _look_for(self, replica: ReplicaRecord, there: Mapping[tuple[str, int], Mapping[str, Any]]) -> None:
+        """Take note of a replica that runs, or of one that should and is not there any more."""
+        actor = there.get((replica.address(self._cluster.instance).name, replica.incarnation))
+        if actor is not None and actor["is_ready"]:
+            if replica.tag not in self._observed.ready:
+                self._observed.ready[replica.tag] = {"pid": actor["pid"]}
+                self._poke([replica.backend])
+        elif replica.tag not in self._observed.failed:
+            logger.warning("Replica %s vanished from %s", replica.tag, replica.worker)
+            error = ActorLostError(f"Replica {replica.tag} vanished from {replica.worker}.")
+            self._observed.failed[replica.tag] = error
+            self._poke([replica.backend])
+
+    def _miss_proxies(
+        self, worker: WorkerAddress, there: Mapping[tuple[str, int], Mapping[str, Any]]
+    ) -> None:
+        for proxy in self._state.proxies.values():
+            is_there = (proxy.address(self._cluster.instance).name, proxy.incarnation) in there
+            if (
+                proxy.worker == worker
+                and not is_there
+                and self._observed.proxies_ready.pop(proxy.name, None) is not None
+            ):
+                logger.warning("Proxy %s vanished from %s", proxy.name, worker)
+                self._poke(None)
+
+    def _end_orphans(self, worker: WorkerAddress, actors: Sequence[Mapping[str, Any]]) -> None:
+        instance = self._cluster.instance
+        known = {replica.address(instance) for replica in self._state.replicas_on(worker)}
+        known |= {proxy.address(instance) for proxy in self._state.proxies.values() if proxy.worker == worker}
+        for actor in actors:
+            address = ActorAddress(actor["name"], worker, actor["incarnation"])
+            if actor["kind"] == ActorKind.CONTROLLER:
+                is_ours = address.incarnation < self._epoch
+            else:
+                is_ours = address.incarnation < self._newest_incarnation
+            if is_ours and address not in known:
+                logger.warning("Actor %s is known to nobody and is ended", address)
+                self._spawn(self._end(address))
+
+    async def _end(self, address: ActorAddress) -> None:
+        try:
+            await self._cluster.destroy(address, 0)
+        except (ServeError, OSError) as error:
+            logger.info("Actor %s could not be ended: %s", address, error)
+
+    def _forget_workers(self) -> None:
+        known = set(self._observed.workers)
+        self._observed.unresponsive &= known
+        for worker in set(self._misses) - known:
+            del self._misses[worker]

@@ -1,0 +1,253 @@
+"""Handles: what Python callers hold of an endpoint, and the responses its calls give.
+
+A handle works in any process that can reach the cluster: a user program, a replica, a Dask task. It is
+pickled as a name and finds its way anew where it is unpickled. The router it uses runs on the event loop
+of that process's link; callers may be on any thread or loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import uuid
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from daskserve.cluster.base import Cluster
+from daskserve.cluster.link import Link, default_client, link_of, worker_link
+from daskserve.context import current_replica, current_request
+from daskserve.data.router import Routers
+from daskserve.errors import ClosedError, InstanceError, RequestTimeoutError, ServeError
+from daskserve.payload import PackedError, dump, load, load_error
+from daskserve.types import Envelope, EnvelopeKind, Message, Payload
+
+
+def find_link() -> Link:
+    """Return the link of the code that calls: of its replica, its Dask task's worker, or its Dask client.
+
+    Raises
+    ------
+    InstanceError
+        There is none: the process is not connected to a Dask cluster.
+    """
+    replica = current_replica.get()
+    if replica is not None:
+        link: Link = replica.cluster.link
+        return link
+    found = worker_link()
+    if found is not None:
+        return found
+    client = default_client()
+    if client is None:
+        raise InstanceError(
+            "This process is not connected to a Dask cluster; make a distributed.Client, or call "
+            "serve.connect()."
+        )
+    return link_of(client)
+
+
+async def routers_of(cluster: Any) -> Routers:
+    """Return the routers of a process for an instance, listening; made on first use."""
+    routers = cluster.shared.get("routers")
+    if routers is None:
+        routers = Routers(cluster, cluster.listener, cluster.clock, cluster.link.rng)
+        cluster.shared["routers"] = routers
+    await routers.start()
+    return routers  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, slots=True)
+class CallOptions:
+    """How a handle calls.
+
+    Attributes
+    ----------
+    method_name : str
+        The method of the backend's class.
+    shard_key : str
+        Calls with the same key go to the same backend until the traffic policy changes.
+    http_method, http_headers
+        What a classic backend finds in its request object.
+    """
+
+    method_name: str = "__call__"
+    shard_key: str = ""
+    http_method: str = "GET"
+    http_headers: Mapping[str, str] = field(default_factory=dict)
+
+
+class Response:
+    """The answer to one call, when it comes. Await it, or ask for `result` from a thread that may block."""
+
+    def __init__(self, future: concurrent.futures.Future[Payload], link: Link, request_id: str) -> None:
+        self._future = future
+        self._link = link
+        self._loaded: Any = None
+        self._is_loaded = False
+        self.request_id = request_id
+
+    def __repr__(self) -> str:
+        state = "cancelled" if self._future.cancelled() else "done" if self._future.done() else "pending"
+        return f"<Response {self.request_id} {state}>"
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._wait().__await__()
+
+    async def _wait(self) -> Any:
+        await asyncio.wrap_future(self._future)
+        return self._value()
+
+    def _value(self) -> Any:
+        # Unpickled on the caller's side, once: it is the caller's code that may run here.
+        if not self._is_loaded:
+            self._loaded = load(self._future.result())
+            self._is_loaded = True
+        return self._loaded
+
+    def result(self, timeout_s: float | None = None) -> Any:
+        """Return the answer, waiting for it for up to ``timeout_s`` seconds (None: for ever).
+
+        Raises
+        ------
+        RequestTimeoutError
+            It took longer; the request goes on.
+        RuntimeError
+            Called on the event loop that would have to produce the answer.
+        Exception
+            What the backend raised, with its own type.
+        """
+        if not self._future.done() and self._link.runs_here():
+            raise RuntimeError(
+                "result() would block the event loop that has to produce the answer; await the response."
+            )
+        try:
+            self._future.result(timeout_s)
+        except concurrent.futures.TimeoutError:
+            if self._future.done():
+                raise  # a TimeoutError of user code
+            raise RequestTimeoutError(
+                f"No answer to request {self.request_id} within {timeout_s:g} s."
+            ) from None
+        return self._value()
+
+    def done(self) -> bool:
+        """Whether there is an answer, or an error, already."""
+        return self._future.done()
+
+    def cancel(self) -> bool:
+        """Give the request up; best effort. Returns whether it was still pending."""
+        return self._future.cancel()
+
+
+class Handle:
+    """Calls an endpoint from Python. Immutable: `options` returns a changed copy that shares the router.
+
+    ``handle.remote(...)`` starts a call and returns its `Response` at once; ``handle.method.remote(...)``
+    calls another method of a deployment.
+    """
+
+    def __init__(
+        self,
+        instance: str,
+        endpoint: str,
+        *,
+        is_legacy: bool = True,
+        python_methods: tuple[str, ...] = (),
+        options: CallOptions | None = None,
+        cluster: Any = None,
+    ) -> None:
+        self._instance = instance
+        self._endpoint = endpoint
+        self._is_legacy = is_legacy
+        self._python_methods = python_methods
+        self._options = options or CallOptions()
+        self._cluster: Any = cluster
+
+    def __repr__(self) -> str:
+        return f"<Handle of {self._endpoint!r} method={self._options.method_name!r}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        state = (self._instance, self._endpoint, self._is_legacy, self._python_methods, self._options)
+        return (_rebuild, state)
+
+    def __getattr__(self, name: str) -> Handle:
+        if name in self.__dict__.get("_python_methods", ()):
+            return self.options(method_name=name)
+        if self.__dict__.get("_is_legacy", True):
+            raise AttributeError(
+                f"A handle has no attribute {name!r}; to call another method of the backend use "
+                f"handle.options(method_name={name!r}).remote(...)."
+            )
+        known = ", ".join(self.__dict__.get("_python_methods", ())) or "none"
+        raise AttributeError(f"Deployment {self._endpoint!r} has no method {name!r}; it has: {known}.")
+
+    def options(self, **changes: Any) -> Handle:
+        """Return a copy that calls with other `CallOptions`; those not named stay."""
+        try:
+            options = replace(self._options, **changes)
+        except TypeError:
+            known = ", ".join(CallOptions.__dataclass_fields__)
+            unknown = sorted(set(changes) - set(CallOptions.__dataclass_fields__))
+            raise TypeError(f"A handle has no option {unknown[0]!r}; known options: {known}.") from None
+        return Handle(
+            self._instance,
+            self._endpoint,
+            is_legacy=self._is_legacy,
+            python_methods=self._python_methods,
+            options=options,
+            cluster=self._cluster,
+        )
+
+    def remote(self, *args: Any, **kwargs: Any) -> Response:
+        """Start a call and return its `Response`.
+
+        The arguments are pickled before this returns, so later changes to them are not seen.
+        """
+        if self._cluster is None:
+            self._cluster = find_link().cluster(self._instance)
+        link: Link = self._cluster.link
+        current = current_request.get()
+        request_id = current.request_id if current is not None and current.request_id else uuid.uuid4().hex
+        payload = dump((args, kwargs))
+        future = asyncio.run_coroutine_threadsafe(self._call(payload, request_id), link.loop)
+        return Response(future, link, request_id)
+
+    async def _call(self, payload: Payload, request_id: str) -> Payload:
+        cluster: Cluster = self._cluster
+        if cluster.is_ended:
+            raise ClosedError(f"Instance {self._instance!r} has been shut down; its handles are of no use.")
+        router = (await routers_of(cluster)).router(self._endpoint)
+        await router.wait_until_known()
+        options = self._options
+        head = {
+            "method": options.method_name,
+            "legacy": router.is_legacy,
+            "request_id": request_id,
+            "http_method": options.http_method,
+            "http_headers": dict(options.http_headers),
+        }
+        answers: list[Payload] = []
+
+        async def keep(message: Message) -> None:
+            answers.append(message["payload"])
+
+        envelope = Envelope(EnvelopeKind.CALL, head, payload)
+        try:
+            await router.send(envelope, _nothing_to_receive, keep, shard_key=options.shard_key)
+        except PackedError as packed:
+            error = load_error(packed.data)
+            raise error from error.__cause__  # the remote traceback
+        if not answers:
+            raise ServeError(f"The replica ended request {request_id} without an answer.")
+        return answers[0]
+
+
+async def _nothing_to_receive() -> Message:
+    return {"type": "http.disconnect"}
+
+
+def _rebuild(
+    instance: str, endpoint: str, is_legacy: bool, python_methods: tuple[str, ...], options: CallOptions
+) -> Handle:
+    return Handle(instance, endpoint, is_legacy=is_legacy, python_methods=python_methods, options=options)

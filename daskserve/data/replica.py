@@ -1,0 +1,495 @@
+"""A replica: an actor that runs one copy of a backend's user code.
+
+It lives on the worker's loop and keeps the books: how many requests run, which may still come in, what is
+to happen when one is cancelled or the replica has to go. User code itself, from unpickling it to its
+destructor, runs behind the `daskserve.data.wall.Wall`.
+
+A request holds a slot from before its user code begins until that has really ended, be its caller long
+gone. So a replica never runs more than ``concurrency`` requests, and code that cannot be stopped is seen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, ClassVar
+
+from daskserve.cluster.base import ActorContext
+from daskserve.context import ReplicaContext, RequestContext, current_replica, current_request
+from daskserve.data.batching import BatchItem, BatchQueue, Outcome, answer_batch, answer_batch_in_thread
+from daskserve.data.callables import (
+    CALL,
+    Method,
+    Servable,
+    is_async,
+    load_definition,
+    run_hook,
+    run_hook_in_thread,
+)
+from daskserve.data.conversion import Answer, Unfinished, finish, finish_in_thread, user_traceback
+from daskserve.data.health import HealthWatch, probe_liveness
+from daskserve.data.requests import Slot, open_exchange, read_body, request_context
+from daskserve.data.wall import Call, Wall
+from daskserve.errors import (
+    ActorLostError,
+    BadRequestError,
+    ReplicaBusyError,
+    ReplicaStartError,
+    UserCodeError,
+)
+from daskserve.starts import ReplicaStart
+from daskserve.types import Envelope, EnvelopeKind, Load, Payload, Receive, Send
+
+logger = logging.getLogger("daskserve.replica")
+
+#: What user code gets to react to being cancelled, and again for its destructor and its threads' ends.
+CLOSE_GRACE_S = 1.0
+
+
+class Replica:
+    """The `daskserve.cluster.base.Hosted` that runs user code."""
+
+    verbs: ClassVar[frozenset[str]] = frozenset({"probe", "reconfigure", "statistics"})
+
+    def __init__(self, context: ActorContext) -> None:
+        self._context = context
+        self._start = ReplicaStart.decode(context.spec.payload)
+        self._concurrency = self._start.concurrency
+        self._max_batch_size = self._start.max_batch_size
+        self._batch_wait_s = self._start.batch_wait_timeout_s
+        self._wall: Wall | None = None
+        self._servable: Servable | None = None
+        self._queues: dict[str, BatchQueue[tuple[BatchItem, Slot], Outcome]] = {}
+        self._is_open = False
+        self._ongoing = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._reconfiguring = asyncio.Lock()
+        self._ending: asyncio.Task[None] | None = None
+        self._health = HealthWatch(
+            self._start.replica_tag,
+            self.probe,
+            context.clock,
+            period_s=self._start.health_period_s,
+            timeout_s=self._start.health_timeout_s,
+            threshold=self._start.health_threshold,
+        )
+        self._handled = self._failed = self._refused = self._cancelled = 0
+
+    def __repr__(self) -> str:
+        state = "open" if self._is_open else "closed"
+        return f"<Replica {self._start.replica_tag} {state} {self._ongoing}/{self._concurrency}>"
+
+    # ---- start
+
+    async def start(self) -> Mapping[str, Any]:
+        """Load and construct the user's code and return facts about it.
+
+        Raises
+        ------
+        ReplicaStartError
+            The user's code failed; it carries the traceback.
+        """
+        start = self._start
+        context = contextvars.copy_context()
+        self._wall = Wall(
+            start.replica_tag, context, threads=_threads(start.concurrency), event_loop=start.event_loop
+        )
+        self._wall.is_watched = False
+        self._set_current_replica(None)
+        step = "could not be loaded"
+        failure: ReplicaStartError | None = None
+        try:
+            load = partial(load_definition, backend_tag=start.backend_tag, is_debug=start.debug)
+            servable = self._servable = await self._wall.run_sync(load, start.code)
+            _check_batching(servable, self._max_batch_size)
+            step = "failed in its constructor"
+            await self._construct(self._wall, servable)
+            self._set_current_replica(servable.target)
+            if start.user_config is not None:
+                step = "failed in reconfigure()"
+                await self._run_hook(self._wall, servable, "reconfigure", start.user_config)
+        except asyncio.CancelledError:
+            await self._end()
+            raise
+        except Exception as error:
+            failure = self._user_error(step, error)
+        if failure is not None:
+            # Out here the user's error is gone, and with its traceback the last hold on the user's object.
+            await self._end()
+            raise failure
+        self._is_open = self._wall.is_watched = True
+        try:
+            await self._health.check()
+        except Exception as error:
+            self._is_open = False
+            await self._end()
+            raise self._user_error("failed its first health check", error) from error
+        self._health.start()
+        facts = servable.facts
+        return {
+            "is_blocking": facts.is_blocking,
+            "is_asgi_app": facts.is_asgi_app,
+            "accepts_batches": facts.accepts_batches,
+            "methods": sorted(facts.methods),
+        }
+
+    async def _construct(self, wall: Wall, servable: Servable) -> None:
+        # On the loop if it has async code, which may want to make tasks there; on the worker's loop only
+        # what cannot run elsewhere.
+        if servable.must_be_made_on_loop or (servable.is_async_at_all and not wall.is_on_worker_loop):
+            await wall.run_async(servable.construct)
+        else:
+            await wall.run_sync(servable.construct_in_thread)
+        if servable.facts.is_asgi_app:
+            await wall.run_async(servable.open)
+
+    def _set_current_replica(self, servable_object: Any) -> None:
+        assert self._wall is not None
+        spec = self._context.spec
+        replica = ReplicaContext(
+            spec.instance,
+            self._start.backend_tag,
+            self._start.replica_tag,
+            servable_object,
+            self._context.cluster,
+        )
+        self._wall.context.run(current_replica.set, replica)
+
+    def _user_error(self, step: str, error: Exception) -> ReplicaStartError:
+        return ReplicaStartError(
+            f"Backend {self._start.backend_tag!r} {step}: {type(error).__name__}: {error}",
+            user_traceback=user_traceback(error),
+        )
+
+    # ---- requests
+
+    async def handle(self, envelope: Envelope, receive: Receive, send: Send) -> Load:
+        """Answer one request with user code.
+
+        Raises
+        ------
+        ReplicaBusyError
+            All slots are taken; the request has not begun.
+        ActorLostError
+            The replica is stopping: not begun, or begun and cancelled as the grace period ended.
+        """
+        wall, servable = self._running()
+        if self._ongoing >= self._concurrency:
+            self._refused += 1
+            raise ReplicaBusyError(
+                f"Replica {self._start.replica_tag!r} runs {self._ongoing} requests already.",
+                ongoing=self._ongoing,
+            )
+        self._ongoing += 1
+        self._handled += 1
+        self._idle.clear()
+        slot = Slot(self._free_slot)
+        try:
+            if envelope.kind is EnvelopeKind.HTTP:
+                await self._handle_http(wall, servable, dict(envelope.head), receive, send, slot)
+            elif envelope.kind is EnvelopeKind.CALL:
+                await self._handle_call(wall, servable, envelope, send, slot)
+            else:
+                raise BadRequestError(f"A replica takes no requests of kind {envelope.kind!r}.")
+        except asyncio.CancelledError:
+            self._cancelled += 1
+            raise
+        except Exception:
+            self._failed += 1
+            raise
+        finally:
+            slot.release()
+        return self.load()
+
+    def load(self) -> Load:
+        """Return how many requests run, and how many of these wait for their batch."""
+        return Load(self._ongoing, sum(queue.queued for queue in self._queues.values()))
+
+    def _free_slot(self) -> None:
+        self._ongoing -= 1
+        if not self._ongoing:
+            self._idle.set()
+
+    async def _handle_http(
+        self, wall: Wall, servable: Servable, scope: dict[str, Any], receive: Receive, send: Send, slot: Slot
+    ) -> None:
+        method = servable.methods[CALL]
+        if scope["type"] == "websocket" and not method.is_asgi:
+            await receive()
+            await send({"type": "websocket.close", "code": 1003, "reason": "not an ASGI application"})
+            return
+        first = await receive()
+        is_whole = first["type"] == "http.request" and not first.get("more_body", False)
+        body = first.get("body", b"") if is_whole else None
+        if body is None and not method.is_asgi and (not method.is_async or method.accepts_batches):
+            body = await read_body(receive, first)
+            if body is None:
+                return  # the client left
+        context = self._request_context(wall, request_context(scope))
+        exchange = open_exchange(wall, scope, receive, send, first)
+        run = partial(self._begin, wall, slot, context)
+        answer: Answer | Unfinished
+        try:
+            if method.accepts_batches and not method.is_asgi:
+                outcome = await self._submit(method, BatchItem(scope, scope, body or b""), slot)
+                assert isinstance(outcome, (Answer, Unfinished))
+                answer = outcome
+            elif method.is_asgi:
+                answer = await exchange.carry(run(False, servable.answer_app, scope, exchange))
+            elif method.is_async:
+                answer = await run(False, servable.answer_http, scope, exchange, body).wait()
+            else:
+                answer = await run(True, servable.answer_http_in_thread, scope, exchange, body).wait()
+            while isinstance(answer, Unfinished):
+                # A copy, because the call before may not quite have left its context yet.
+                run = partial(self._begin, wall, slot, context.copy())
+                debug = servable.is_debug
+                if answer.needs_thread:
+                    rest = run(True, partial(finish_in_thread, is_debug=debug), answer.result, exchange)
+                else:
+                    rest = run(False, partial(finish, is_debug=debug), scope, exchange, answer.result)
+                answer = await exchange.carry(rest)
+        finally:
+            exchange.close()
+        self._failed += answer.is_failure
+        for message in answer.messages:
+            await send(message)
+
+    async def _handle_call(
+        self, wall: Wall, servable: Servable, envelope: Envelope, send: Send, slot: Slot
+    ) -> None:
+        head = envelope.head
+        method = servable.method(head.get("method") or CALL)
+        if method.accepts_batches:
+            result = await self._submit(method, BatchItem(head, payload=envelope.payload), slot)
+            if isinstance(result, Exception):
+                raise result
+        else:
+            context = self._request_context(wall, RequestContext(head.get("request_id") or ""))
+            answer: Callable[..., Any] = (
+                servable.answer_call if method.is_async else servable.answer_call_in_thread
+            )
+            call: Call[Payload | Unfinished] = self._begin(
+                wall, slot, context, not method.is_async, answer, method, head, envelope.payload
+            )
+            result = await call.wait()
+            if isinstance(result, Unfinished):
+                call = self._begin(
+                    wall, slot, context.copy(), False, servable.finish_call, method, result.result
+                )
+                result = await call.wait()
+        await send({"type": "call.result", "payload": result})
+
+    def _request_context(self, wall: Wall, request: RequestContext) -> contextvars.Context:
+        context = wall.context.copy()
+        context.run(current_request.set, request)
+        return context
+
+    def _begin(
+        self,
+        wall: Wall,
+        slot: Slot,
+        context: contextvars.Context,
+        in_thread: bool,
+        function: Callable[..., Any],
+        *args: Any,
+    ) -> Call[Any]:
+        start = wall.start_sync if in_thread else wall.start_async
+        call = start(function, *args, context=context, on_end=slot.release)
+        slot.hold()
+        return call
+
+    # ---- batches
+
+    async def _submit(self, method: Method, item: BatchItem, slot: Slot) -> Outcome:
+        queue = self._queues.get(method.name)
+        if queue is None:
+            queue = self._queues[method.name] = BatchQueue(
+                partial(self._run_batch, method),
+                max_batch_size=max(1, self._max_batch_size),
+                wait_s=self._batch_wait_s,
+                is_serial=not method.is_async,
+            )
+        return await queue.submit((item, slot))
+
+    async def _run_batch(self, method: Method, entries: list[tuple[BatchItem, Slot]]) -> list[Outcome]:
+        wall, servable = self._wall, self._servable
+        if wall is None or servable is None:
+            raise ActorLostError(f"Replica {self._start.replica_tag!r} was stopped.", begun=False)
+        items = [item for item, _ in entries]
+        slots = [slot for _, slot in entries]
+
+        def release_all() -> None:
+            for slot in slots:
+                slot.release()
+
+        function, name = servable.bound(method), servable.describe(method)
+        call: Call[list[Outcome]]
+        if method.is_async:
+            call = wall.start_async(
+                answer_batch, function, name, items, servable.is_debug, on_end=release_all
+            )
+        else:
+            call = wall.start_sync(
+                answer_batch_in_thread, function, name, items, servable.is_debug, on_end=release_all
+            )
+        for slot in slots:
+            slot.hold()
+        return await call.wait()
+
+    # ---- verbs
+
+    async def reconfigure(
+        self,
+        user_config: bytes | None,
+        concurrency: int,
+        max_batch_size: int = 0,
+        batch_wait_timeout_s: float = 0.0,
+    ) -> None:
+        """Take over changed options without a restart; a ``user_config`` goes to the user's ``reconfigure``.
+
+        Raises
+        ------
+        BadRequestError
+            The callable has no ``reconfigure`` or takes no batches; nothing has been changed.
+        ReplicaStartError
+            The user's ``reconfigure`` failed; it carries the traceback.
+        """
+        wall, servable = self._running()
+        async with self._reconfiguring:
+            _check_batching(servable, max_batch_size)
+            failure: ReplicaStartError | None = None
+            if user_config is not None:
+                servable.hook("reconfigure")
+                try:
+                    await self._run_hook(wall, servable, "reconfigure", user_config)
+                except Exception as error:
+                    failure = self._user_error("failed in reconfigure()", error)
+            if failure is not None:
+                raise failure  # out here, as in start()
+            self._concurrency = concurrency
+            wall.threads.limit = _threads(concurrency)
+            self._max_batch_size = max_batch_size
+            self._batch_wait_s = batch_wait_timeout_s
+            for queue in self._queues.values():
+                queue.max_batch_size = max(1, max_batch_size)
+                queue.wait_s = batch_wait_timeout_s
+
+    async def statistics(self) -> dict[str, Any]:
+        """Return the replica's figures; those that end in ``_total`` only grow."""
+        wall, load = self._wall, self.load()
+        return {
+            "replica_tag": self._start.replica_tag,
+            "ongoing": load.ongoing,
+            "queued": load.queued,
+            "concurrency": self._concurrency,
+            "abandoned": wall.abandoned if wall else 0,
+            "threads": len(wall.threads) if wall else 0,
+            "handled_total": self._handled,
+            "failed_total": self._failed,
+            "refused_total": self._refused,
+            "cancelled_total": self._cancelled,
+            "blocked_loop_total": wall.blocked_count if wall else 0,
+        }
+
+    async def probe(self) -> None:
+        """Return if user code can run where it runs, and the user's ``check_health`` does not object.
+
+        It returns late, or never, if that place is blocked: call it with a deadline.
+
+        Raises
+        ------
+        UnavailableError
+            Every slot is held by a call that was given up and runs on.
+        UserCodeError
+            ``check_health`` raised.
+        """
+        wall, servable = self._running()
+        if self._start.has_liveness:
+            await probe_liveness(wall, servable, self._start.replica_tag, self._concurrency)
+        if servable.is_class and hasattr(servable.target, "check_health"):
+            try:
+                await self._run_hook(wall, servable, "check_health", reserved=True)
+            except Exception as error:
+                raise UserCodeError(
+                    f"check_health() of backend {self._start.backend_tag!r} raised "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+
+    def health(self) -> dict[str, Any]:
+        """Return what the replica's own probes found, in plain values."""
+        return self._health.facts()
+
+    def _running(self) -> tuple[Wall, Servable]:
+        if not self._is_open or self._wall is None or self._servable is None:
+            raise ActorLostError(f"Replica {self._start.replica_tag!r} is not running.", begun=False)
+        return self._wall, self._servable
+
+    async def _run_hook(
+        self, wall: Wall, servable: Servable, name: str, *pickles: bytes, reserved: bool = False
+    ) -> None:
+        hook = servable.hook(name)
+        if is_async(hook):
+            await wall.run_async(run_hook, hook, *pickles)
+        else:
+            await wall.run_sync(run_hook_in_thread, hook, *pickles, reserved=reserved)
+
+    # ---- stop
+
+    async def stop(self, grace_s: float) -> None:
+        """End: refuse requests, let the running ones finish for ``grace_s``, cancel the rest, destruct."""
+        self._is_open = False
+        await self._health.stop()
+        try:
+            await self._context.clock.wait_for(self._idle.wait(), grace_s)
+        except TimeoutError:
+            logger.info("%r cancels what still runs after %s s", self, grace_s)
+        await self._end()
+
+    async def _end(self) -> None:
+        # One task whoever asks, so that a stop() that is cancelled leaves no thread behind.
+        if self._ending is None:
+            self._ending = asyncio.get_running_loop().create_task(self._tear_down())
+        await asyncio.shield(self._ending)
+
+    async def _tear_down(self) -> None:
+        wall, servable = self._wall, self._servable
+        if wall is not None:
+            wall.abort_calls(ActorLostError(f"Replica {self._start.replica_tag!r} was stopped."))
+            self._set_current_replica(None)
+            wait_for = self._context.clock.wait_for
+            try:
+                await wait_for(self._idle.wait(), CLOSE_GRACE_S)  # what was cancelled may clean up
+                if servable is not None:
+                    await wait_for(_destruct(wall, servable), CLOSE_GRACE_S)
+            except TimeoutError:
+                logger.warning("%r leaves its user code behind: it does not end", self)
+            except Exception:
+                logger.exception("The destructor of %r failed", self)
+            await wall.close(CLOSE_GRACE_S)
+        self._servable = None
+        self._idle.set()
+
+
+async def _destruct(wall: Wall, servable: Servable) -> None:
+    if servable.must_be_closed_on_loop or (servable.is_async_at_all and not wall.is_on_worker_loop):
+        await wall.run_async(servable.close)
+    else:
+        await wall.run_sync(servable.close_in_thread)
+
+
+def _threads(concurrency: int) -> int:
+    # One more than there are slots, so that reconfigure() and the destructor need not wait for requests.
+    return concurrency + 1
+
+
+def _check_batching(servable: Servable, max_batch_size: int) -> None:
+    if max_batch_size > 1 and not servable.facts.accepts_batches:
+        raise BadRequestError(
+            f"max_batch_size is {max_batch_size}, but the callable does not take batches: mark it with "
+            "@accept_batch, or leave max_batch_size unset."
+        )

@@ -1,0 +1,373 @@
+"""Requests: what user code sees of them, and how their ASGI messages get across the thread wall.
+
+`HTTPRequest` is Starlette's request, readable by plain functions too. `ServeRequest` is what a classic
+backend gets for a call through a handle, so that the same code serves both. An `Exchange` carries the
+messages of one request between the worker's loop, where the connection is, and the user's side.
+
+Messages cross in batches and ahead of need, never one round trip each: sends are only held back while
+`WINDOW` of them are on their way, and once user code asks for a message that is not here yet, the worker's
+side reads up to `WINDOW` ahead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
+
+from daskserve.context import RequestContext
+from daskserve.data.wall import Call, Wall
+from daskserve.errors import ServeError
+from daskserve.types import Message, Receive, Send
+
+T = TypeVar("T")
+
+#: How many messages of one request may be under way in one direction.
+WINDOW = 16
+
+
+class HTTPRequest(Request):
+    """Starlette's ``Request``, whose body plain functions can read too.
+
+    A plain (not ``async``) callable cannot ``await request.body()``. For it the whole body is read before it
+    is called, and `body_bytes` and `body_json` return it at once. ``async`` callables may use them as soon as
+    the body has been awaited.
+    """
+
+    def __init__(self, scope: MutableMapping[str, Any], receive: Receive, body: bytes | None = None) -> None:
+        super().__init__(scope, receive)
+        if body is not None:
+            self._body = body  # where Starlette keeps it once read
+
+    @property
+    def body_bytes(self) -> bytes:
+        """The whole body.
+
+        Raises
+        ------
+        ServeError
+            In an ``async`` callable that has not yet awaited ``request.body()``.
+        """
+        if not hasattr(self, "_body"):
+            raise ServeError(
+                "The body has not been read yet; in async code use `await request.body()` first."
+            )
+        return self._body
+
+    @property
+    def body_json(self) -> Any:
+        """The whole body parsed as JSON, as `body_bytes`."""
+        return json.loads(self.body_bytes)
+
+
+class QueryParams(dict[str, Any]):
+    """The keyword arguments of a handle call, in the place of a URL's query."""
+
+    def getlist(self, key: str) -> list[Any]:
+        """Return all values of ``key``: a list or tuple as a list, anything else as its only item."""
+        if key not in self:
+            return []
+        value = self[key]
+        return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+class ServeRequest:
+    """What a classic backend gets when it is called through a handle: ``handle.remote(data, **kwargs)``.
+
+    It offers the parts of Starlette's ``Request`` that make sense without HTTP.
+    """
+
+    def __init__(
+        self,
+        data: Any = None,
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        headers: Mapping[str, str] | None = None,
+        method: str = "GET",
+    ) -> None:
+        self._data = data
+        self._kwargs = kwargs or {}
+        self._headers = headers or {}
+        self._method = method
+
+    def __repr__(self) -> str:
+        return f"<ServeRequest {self._method} of {type(self._data).__name__}>"
+
+    @property
+    def data(self) -> Any:
+        """The object given to ``remote()``; for plain functions, which cannot await `body`."""
+        return self._data
+
+    @property
+    def method(self) -> str:
+        """The ``http_method`` of the handle's options."""
+        return self._method
+
+    @property
+    def headers(self) -> Headers:
+        """The ``http_headers`` of the handle's options."""
+        return Headers(self._headers)
+
+    @property
+    def query_params(self) -> QueryParams:
+        """The keyword arguments given to ``remote()``."""
+        return QueryParams(self._kwargs)
+
+    async def body(self) -> Any:
+        """Return the object given to ``remote()``, whatever it is."""
+        return self._data
+
+    async def json(self) -> dict[Any, Any]:
+        """Return the dict given to ``remote()``; `ServeError` if it is not a dict."""
+        return self._dict("json")
+
+    async def form(self) -> dict[Any, Any]:
+        """Return the dict given to ``remote()``; `ServeError` if it is not a dict."""
+        return self._dict("form")
+
+    def _dict(self, method: str) -> dict[Any, Any]:
+        if not isinstance(self._data, dict):
+            raise ServeError(
+                f"request.{method}() needs a dict, but the handle was called with a "
+                f"{type(self._data).__name__}; request.body() returns any object."
+            )
+        return self._data
+
+
+def legacy_argument(head: Mapping[str, Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return the one argument of a classic backend for ``handle.remote(data, **kwargs)``."""
+    data = args[0] if args else None
+    if isinstance(data, Request):
+        return data
+    return ServeRequest(
+        data, kwargs, headers=head.get("http_headers"), method=head.get("http_method") or "GET"
+    )
+
+
+def request_context(scope: Mapping[str, Any]) -> RequestContext:
+    """Return what ``scope["extensions"]["daskserve"]``, set by the ingress, says of an HTTP request."""
+    ours = (scope.get("extensions") or {}).get("daskserve") or {}
+    return RequestContext(str(ours.get("request_id", "")), str(ours.get("route", "")))
+
+
+class Slot:
+    """A request's place among those that may run at a time; free once its last holder has let go."""
+
+    __slots__ = ("_free", "_holders")
+
+    def __init__(self, free: Callable[[], None]) -> None:
+        self._free = free
+        self._holders = 1
+
+    def hold(self) -> None:
+        self._holders += 1
+
+    def release(self) -> None:
+        self._holders -= 1
+        if not self._holders:
+            self._free()
+
+
+async def read_body(receive: Receive, first: Message | None = None) -> bytes | None:
+    """Return the whole body of a request, None if the client left before it was complete."""
+    message = await receive() if first is None else first
+    if message["type"] == "http.request" and not message.get("more_body", False):
+        return bytes(message.get("body", b""))
+    parts: list[bytes] = []
+    while message["type"] == "http.request":
+        parts.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return b"".join(parts)
+        message = await receive()
+    return None
+
+
+class Exchange:
+    """The messages of one request, on their way across the wall.
+
+    User code holds `receive`, `send` and `send_from_thread`; the worker's loop runs `carry`.
+
+    Parameters
+    ----------
+    first : Message or None
+        What the worker's side has received already. A whole small body needs no crossing that way.
+    """
+
+    def __init__(
+        self, wall: Wall, scope: Mapping[str, Any], receive: Receive, send: Send, first: Message | None = None
+    ) -> None:
+        #: Whether user code has begun its response.
+        self.is_started = False
+        self._wall = wall
+        self._kind = scope["type"]
+        self._receive = receive
+        self._send = send
+        self._is_closed = False
+        # Outgoing. The user's side counts `_sent`, the worker's side `_passed`; nobody else writes them.
+        self._call: Call[Any] | None = None
+        self._outbox: deque[Message] = deque()
+        self._sent = 0
+        self._passed = 0
+        self._blocked: deque[Callable[[], None]] = deque()
+        # Incoming. The worker's side counts `_arrived`, the user's side `_taken`.
+        self._inbox: deque[Message | Exception] = deque() if first is None else deque((first,))
+        self._arrived = self._taken = 0
+        self._readers: list[asyncio.Future[None]] = []
+        self._reading: asyncio.Task[None] | None = None
+
+    # ---- on the user's side
+
+    async def receive(self) -> Message:
+        """Return the next message of the client."""
+        while not self._inbox:
+            if self._is_closed:
+                return (
+                    {"type": "websocket.disconnect", "code": 1006, "reason": ""}
+                    if (self._kind == "websocket")
+                    else {"type": "http.disconnect"}
+                )
+            reader = asyncio.get_running_loop().create_future()
+            self._readers.append(reader)
+            self._wall.to_worker.post(self._read_more)
+            await reader
+        message = self._inbox.popleft()
+        self._taken += 1
+        if isinstance(message, Exception):
+            raise message
+        return message
+
+    async def send(self, message: Message) -> None:
+        """Send a message to the client, waiting only while too many are under way."""
+        self._post(message)
+        if self._sent - self._passed >= WINDOW and not self._is_closed:
+            room: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._block(partial(self._wall.user_loop.hop.post, _wake, room))
+            await room
+
+    def send_from_thread(self, message: Message) -> bool:
+        """Send a message from a plain function; return False if nobody wants more."""
+        self._post(message)
+        if self._sent - self._passed >= WINDOW and not self._is_closed:
+            room = threading.Event()
+            self._block(room.set)
+            room.wait()
+        return not self._is_closed
+
+    def _post(self, message: Message) -> None:
+        if not self._is_closed:
+            self.is_started = True
+            self._sent += 1
+            self._wall.to_worker.post(self._arrive, message)
+
+    def _block(self, release: Callable[[], None]) -> None:
+        self._blocked.append(release)
+        # Look again after joining the queue: the last message may have been passed on in between.
+        if self._has_room() or self._is_closed:
+            release()
+
+    def _has_room(self) -> bool:
+        return self._sent - self._passed <= WINDOW // 2
+
+    def _deliver(self, message: Message | Exception | None) -> None:
+        if message is not None:
+            self._inbox.append(message)
+        readers, self._readers = self._readers, []
+        for reader in readers:
+            _wake(reader)
+
+    # ---- on the worker's loop
+
+    async def carry(self, call: Call[T]) -> T:
+        """Pass messages on until the call has ended; return or raise what it came to.
+
+        If the connection fails, or this is cancelled, so is the call.
+        """
+        self._call = call
+        try:
+            while True:
+                while self._outbox:
+                    await self._send(self._outbox.popleft())
+                    self._passed += 1
+                    if self._blocked and self._has_room():
+                        self._release()
+                if call.is_ended:
+                    return call.result()
+                await call.changed()
+        except BaseException:
+            call.cancel()
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let go of the client: user code that still runs sends into the void and receives a disconnect."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._release()
+        if self._reading is not None:
+            self._reading.cancel()
+        if self._readers:
+            self._wall.user_loop.hop.post(self._deliver, None)
+
+    def _arrive(self, message: Message) -> None:
+        self._outbox.append(message)
+        if self._call is not None:
+            self._call.notify()
+
+    def _release(self) -> None:
+        while self._blocked:
+            self._blocked.popleft()()
+
+    def _read_more(self) -> None:
+        if self._is_closed:
+            self._wall.user_loop.hop.post(self._deliver, None)
+        elif self._reading is None or self._reading.done():
+            self._reading = self._wall.loop.create_task(self._read_ahead())
+
+    async def _read_ahead(self) -> None:
+        to_user = self._wall.user_loop.hop
+        is_last = False
+        while not is_last:
+            message: Message | Exception
+            try:
+                message = await self._receive()
+                is_last = not message.get("more_body", message["type"] == "websocket.receive")
+            except Exception as error:  # it is for the user's code to see
+                message, is_last = error, True
+            self._arrived += 1
+            to_user.post(self._deliver, message)
+            is_last = is_last or self._arrived - self._taken >= WINDOW
+
+
+class DirectExchange(Exchange):
+    """An exchange for user code that runs on the worker's loop: there is nothing to cross."""
+
+    async def receive(self) -> Message:
+        message = self._inbox.popleft() if self._inbox else await self._receive()
+        if isinstance(message, Exception):
+            raise message
+        return message
+
+    async def send(self, message: Message) -> None:
+        self.is_started = True
+        await self._send(message)
+
+
+def open_exchange(
+    wall: Wall, scope: Mapping[str, Any], receive: Receive, send: Send, first: Message | None = None
+) -> Exchange:
+    """Return the exchange that fits how the wall runs async code."""
+    kind = DirectExchange if wall.is_on_worker_loop else Exchange
+    return kind(wall, scope, receive, send, first)
+
+
+def _wake(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

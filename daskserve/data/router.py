@@ -1,0 +1,383 @@
+"""Routers: from an endpoint's name to a running replica, with a bounded queue in between.
+
+One `Routers` per process and instance holds a `Router` per endpoint and a `ReplicaSet` per backend; what a
+process has in flight is thus counted once, whoever sends it. What they know comes by long poll and stays
+good while the controller is away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from daskserve.clock import Clock
+from daskserve.cluster.base import Cluster
+from daskserve.cluster.long_poll import LongPollClient
+from daskserve.data.replay import Replay, replay_of
+from daskserve.data.routing import TrafficPolicy, choose, shard_draw
+from daskserve.errors import (
+    ActorLostError,
+    BackPressureError,
+    NotFoundError,
+    ReplicaBusyError,
+    RequestTimeoutError,
+    UnavailableError,
+)
+from daskserve.types import ActorAddress, BackendTag, EndpointTag, Envelope, Load, Message, Receive, Send
+
+logger = logging.getLogger("daskserve.router")
+
+#: A replica that was full with other processes' requests is asked again after this long.
+BUSY_S = 0.005
+#: A replica that could not be reached is left alone for this long, unless it is published anew.
+EJECTED_S = 1.0
+#: Reports older than this say nothing any more.
+REPORT_S = 1.0
+#: How long a process waits to learn of an endpoint that somebody uses.
+KNOWN_S = 10.0
+
+
+class _Replica:
+    __slots__ = ("address", "concurrency", "in_flight", "not_before", "reported", "reported_at", "tag")
+
+    def __init__(self, tag: str, address: ActorAddress, concurrency: int) -> None:
+        self.tag = tag
+        self.address = address
+        self.concurrency = concurrency
+        self.in_flight = 0
+        self.reported = 0
+        self.reported_at = -REPORT_S
+        self.not_before = 0.0
+
+    def score(self, now: float) -> float:
+        if now - self.reported_at < REPORT_S and self.reported > self.in_flight:
+            return self.reported
+        return self.in_flight
+
+    def has_room(self, now: float) -> bool:
+        return self.in_flight < self.concurrency and now >= self.not_before
+
+    def report(self, load: Load, now: float) -> None:
+        self.reported = load.ongoing + load.queued
+        self.reported_at = now
+
+
+class ReplicaSet:
+    """The running replicas of one backend, and the requests of this process that wait for one."""
+
+    def __init__(self, tag: BackendTag, cluster: Cluster, clock: Clock, rng: random.Random) -> None:
+        self.tag = tag
+        self._cluster = cluster
+        self._clock = clock
+        self._rng = rng
+        self._replicas: list[_Replica] = []
+        self._waiting: deque[asyncio.Future[_Replica]] = deque()
+        self._max_queued = 1000
+        self._is_known = False
+        self._is_deleted = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __repr__(self) -> str:
+        loads = " ".join(f"{each.tag}={each.in_flight}/{each.concurrency}" for each in self._replicas)
+        return f"<ReplicaSet {self.tag} waiting={len(self._waiting)} {loads}>"
+
+    def update(self, value: Any) -> None:
+        """Take over what the controller published of the backend."""
+        self._is_known = True
+        self._is_deleted = value is None
+        published = (
+            {} if value is None else {tag: (worker, number) for tag, worker, number in value["replicas"]}
+        )
+        concurrency = 1 if value is None else value["concurrency"]
+        known = {each.tag: each for each in self._replicas}
+        self._replicas = []
+        for tag, (worker, incarnation) in published.items():
+            address = ActorAddress(f"{self._cluster.instance}/replica/{tag}", worker, incarnation)
+            replica = known.get(tag)
+            if replica is None or replica.address != address:
+                replica = _Replica(tag, address, concurrency)
+            replica.concurrency = concurrency
+            self._replicas.append(replica)
+        if value is not None:
+            self._max_queued = value["max_queued"]
+            self._serve_waiting()
+        else:
+            self._fail_waiting()
+
+    def forget_worker(self, worker: str) -> None:
+        """Stop using the replicas of a worker that left the cluster."""
+        self._replicas = [each for each in self._replicas if each.address.worker != worker]
+
+    async def send(self, envelope: Envelope, receive: Receive, send: Send) -> None:
+        """Carry a request to a replica, waiting for one with room if need be.
+
+        Raises
+        ------
+        BackPressureError
+            More requests than ``max_queued_requests`` wait already.
+        UnavailableError
+            The backend was deleted.
+        ActorLostError
+            The replica was lost after the request had begun, and it may not be repeated.
+        """
+        replay = replay_of(envelope, receive, send)
+        if replay is not None:
+            receive, send = replay.receive, replay.send
+        is_rejected = False
+        while True:
+            replica = await self._acquire(is_rejected)
+            try:
+                load = await self._cluster.request(replica.address, envelope, receive, send)
+            except ReplicaBusyError as error:
+                now = self._clock.now()
+                replica.report(Load(error.ongoing), now)
+                replica.not_before = now + BUSY_S
+                self._rewind(replay, error)
+                is_rejected = True
+            except ActorLostError as error:
+                replica.not_before = self._clock.now() + EJECTED_S
+                self._rewind(replay, error)
+                is_rejected = True
+            else:
+                replica.report(load, self._clock.now())
+                return
+            finally:
+                self._release(replica)
+
+    @staticmethod
+    def _rewind(replay: Replay | None, error: ReplicaBusyError | ActorLostError) -> None:
+        """Let the request be sent to another replica, or raise what became of it at this one."""
+        begun = isinstance(error, ActorLostError) and error.begun
+        may_go_on = not begun if replay is None else replay.rewind(begun=begun)
+        if not may_go_on:
+            raise error
+
+    async def _acquire(self, is_rejected: bool) -> _Replica:
+        """Return a replica with one more request in flight; those that wait already go first."""
+        if not self._waiting or is_rejected:
+            replica = choose(self._replicas, self._clock.now(), self._rng)
+            if replica is not None:
+                replica.in_flight += 1
+                return replica
+        if self._is_deleted:
+            raise self._deleted()
+        # One that a replica has just refused has had its turn in the queue already.
+        if not is_rejected and 0 <= self._max_queued <= len(self._waiting) and self._is_known:
+            raise BackPressureError(
+                f"{len(self._waiting)} requests wait for backend '{self.tag}' already, as many as "
+                "max_queued_requests allows; try again later.",
+                num_queued_requests=len(self._waiting),
+                max_queued_requests=self._max_queued,
+            )
+        return await self._wait_in_line(is_rejected)
+
+    async def _wait_in_line(self, is_rejected: bool) -> _Replica:
+        waiter: asyncio.Future[_Replica] = asyncio.get_running_loop().create_future()
+        (self._waiting.appendleft if is_rejected else self._waiting.append)(waiter)
+        self._arm_timer()
+        try:
+            return await waiter
+        except asyncio.CancelledError:
+            if waiter in self._waiting:
+                self._waiting.remove(waiter)
+            elif waiter.done() and not waiter.cancelled() and waiter.exception() is None:
+                self._release(waiter.result())  # the turn that came to us goes to the next
+            raise
+
+    def _release(self, replica: _Replica) -> None:
+        replica.in_flight -= 1
+        self._serve_waiting()
+
+    def _serve_waiting(self) -> None:
+        """Give those that wait whatever is free, in their order."""
+        if not self._waiting:
+            return
+        now = self._clock.now()
+        while self._waiting:
+            replica = choose(self._replicas, now, self._rng)
+            if replica is None:
+                self._arm_timer()
+                return
+            waiter = self._waiting.popleft()
+            if not waiter.done():
+                replica.in_flight += 1
+                waiter.set_result(replica)
+
+    def _fail_waiting(self) -> None:
+        while self._waiting:
+            waiter = self._waiting.popleft()
+            if not waiter.done():
+                waiter.set_exception(self._deleted())
+
+    def _deleted(self) -> UnavailableError:
+        return UnavailableError(f"Backend '{self.tag}' was deleted.")
+
+    def _arm_timer(self) -> None:
+        """Look again when the first replica that is only set aside may be used again."""
+        now = self._clock.now()
+        at = min((each.not_before for each in self._replicas if each.not_before > now), default=None)
+        if at is None:
+            return
+        if self._timer is not None:
+            if self._timer.when() <= at:
+                return
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_at(at, self._timer_fired)
+
+    def _timer_fired(self) -> None:
+        self._timer = None
+        self._serve_waiting()
+
+    def close(self) -> None:
+        """Fail whatever still waits."""
+        self._is_deleted = True
+        self._replicas = []
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._fail_waiting()
+
+
+class Router:
+    """Sends the requests of one endpoint."""
+
+    def __init__(self, endpoint: EndpointTag, routers: Routers) -> None:
+        self.endpoint = endpoint
+        self._routers = routers
+        self._policy: TrafficPolicy | None = None
+        self._is_legacy = True
+        self._changed = asyncio.Event()
+        self._is_deleted = False
+
+    @property
+    def is_legacy(self) -> bool:
+        """Whether the endpoint's backends get one ``ServeRequest`` instead of the caller's arguments."""
+        return self._is_legacy
+
+    def update(self, value: Any) -> None:
+        """Take over what the controller published of the endpoint."""
+        self._is_deleted = value is None
+        if value is not None:
+            self._is_legacy = value["legacy"]
+            self._policy = TrafficPolicy(value["traffic"], value["shadows"])
+            for backend in self._policy.backends:
+                self._routers.replica_set(backend)
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def wait_until_known(self) -> None:
+        """Return once the endpoint's traffic is known here; `NotFoundError` if there is no such endpoint."""
+        while self._policy is None and not self._is_deleted:
+            try:
+                await self._routers.clock.wait_for(self._changed.wait(), KNOWN_S)
+            except TimeoutError:
+                raise RequestTimeoutError(
+                    f"Nothing was heard of endpoint '{self.endpoint}' for {KNOWN_S:g} s; the controller may "
+                    "be starting anew, try again."
+                ) from None
+        if self._is_deleted:
+            raise NotFoundError(f"Endpoint '{self.endpoint}' does not exist.")
+
+    async def send(self, envelope: Envelope, receive: Receive, send: Send, *, shard_key: str = "") -> None:
+        """Carry a request to a replica of one of the endpoint's backends."""
+        if self._policy is None or self._is_deleted:
+            await self.wait_until_known()
+        policy = self._policy
+        assert policy is not None
+        rng = self._routers.rng
+        backend = policy.draw(shard_draw(shard_key) if shard_key else rng.random())
+        if backend is None:
+            raise UnavailableError(f"Endpoint '{self.endpoint}' has no backend with traffic.")
+        shadows = policy.shadows(rng)
+        if not shadows:
+            await self._routers.replica_set(backend).send(envelope, receive, send)
+            return
+        copies = [self._routers.send_shadow(shadow, envelope) for shadow in shadows]
+
+        async def receive_and_copy() -> Message:
+            message = await receive()
+            for copy in copies:
+                copy.put_nowait(message)
+            return message
+
+        try:
+            await self._routers.replica_set(backend).send(envelope, receive_and_copy, send)
+        finally:
+            # The original may end without having read its body; nobody would ever read the rest.
+            for copy in copies:
+                copy.put_nowait({"type": "http.disconnect"})
+
+
+class Routers:
+    """All routers of one process for one instance. Runs on one event loop."""
+
+    def __init__(self, cluster: Cluster, listener: LongPollClient, clock: Clock, rng: random.Random) -> None:
+        self.clock = clock
+        self.rng = rng
+        self._cluster = cluster
+        self._listener = listener
+        self._routers: dict[EndpointTag, Router] = {}
+        self._sets: dict[BackendTag, ReplicaSet] = {}
+        self._stop_watching: list[Callable[[], None]] = []
+        self._shadows: set[asyncio.Task[None]] = set()
+        listener.on_worker_left(self._forget_worker)
+        listener.on_ended(self.close)
+
+    async def start(self) -> None:
+        """Begin to listen; idempotent."""
+        await self._listener.start()
+
+    def router(self, endpoint: EndpointTag) -> Router:
+        """Return the router of an endpoint, made on first use."""
+        router = self._routers.get(endpoint)
+        if router is None:
+            router = self._routers[endpoint] = Router(endpoint, self)
+            self._stop_watching.append(self._listener.watch(f"endpoint/{endpoint}", router.update))
+        return router
+
+    def replica_set(self, backend: BackendTag) -> ReplicaSet:
+        """Return the replicas of a backend, watched from the first use on."""
+        found = self._sets.get(backend)
+        if found is None:
+            found = self._sets[backend] = ReplicaSet(backend, self._cluster, self.clock, self.rng)
+            self._stop_watching.append(self._listener.watch(f"backend/{backend}", found.update))
+        return found
+
+    def send_shadow(self, backend: BackendTag, envelope: Envelope) -> asyncio.Queue[Message]:
+        """Send a copy of a request whose answer is dropped; return what its messages are to be put in."""
+        copies: asyncio.Queue[Message] = asyncio.Queue()
+
+        async def drop(message: Message) -> None:
+            pass
+
+        async def run() -> None:
+            try:
+                await self.replica_set(backend).send(envelope, copies.get, drop)
+            except Exception as error:
+                # A shadow must never be felt by the caller.
+                logger.debug("A shadow request to %s failed: %r", backend, error)
+
+        task = asyncio.create_task(run(), name=f"daskserve-shadow-{backend}")
+        self._shadows.add(task)
+        task.add_done_callback(self._shadows.discard)
+        return copies
+
+    def _forget_worker(self, worker: str) -> None:
+        for each in self._sets.values():
+            each.forget_worker(worker)
+
+    def close(self) -> None:
+        """Stop watching and fail what waits."""
+        for stop in self._stop_watching:
+            stop()
+        self._stop_watching.clear()
+        for task in self._shadows:
+            task.cancel()
+        for each in self._sets.values():
+            each.close()
+        for router in self._routers.values():
+            router.update(None)

@@ -1,0 +1,84 @@
+"""Choosing: which backend gets a request, and which of its replicas. Pure; chance is an argument."""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import itertools
+import random
+from collections.abc import Mapping, Sequence
+from typing import Protocol, TypeVar
+
+from daskserve.types import BackendTag
+
+#: A hash of this many bits as a fraction of 1 keeps all of a float's precision.
+_HASH_BITS = 53
+
+
+def shard_draw(shard_key: str) -> float:
+    """Return the number in [0, 1) that a shard key always draws."""
+    digest = hashlib.sha256(shard_key.encode()).digest()
+    return (int.from_bytes(digest[:8], "big") >> (64 - _HASH_BITS)) / (1 << _HASH_BITS)
+
+
+class TrafficPolicy:
+    """The weighted draw over an endpoint's backends, and its shadows.
+
+    The order of backends is that of their names, so that a shard key draws the same backend in every
+    process until the policy changes.
+    """
+
+    def __init__(self, traffic: Mapping[BackendTag, float], shadows: Mapping[BackendTag, float]) -> None:
+        weighted = sorted((tag, weight) for tag, weight in traffic.items() if weight > 0)
+        self._backends = [tag for tag, _ in weighted]
+        self._bounds = list(itertools.accumulate(weight for _, weight in weighted))
+        self._shadows = sorted(shadows.items())
+        self.backends = frozenset({*traffic, *shadows})
+
+    def draw(self, number: float) -> BackendTag | None:
+        """Return the backend for a number in [0, 1); None if no backend has any weight."""
+        if not self._backends:
+            return None
+        index = bisect.bisect_right(self._bounds, number * self._bounds[-1])
+        return self._backends[min(index, len(self._backends) - 1)]
+
+    def shadows(self, rng: random.Random) -> list[BackendTag]:
+        """Return the backends that get a copy. Each draws for itself, apart from the traffic draw."""
+        return [tag for tag, proportion in self._shadows if rng.random() < proportion]
+
+
+class Candidate(Protocol):
+    """A replica as the choice sees it."""
+
+    def score(self, now: float) -> float:
+        """Return how much it has to do; less is better."""
+
+    def has_room(self, now: float) -> bool:
+        """Whether it may get one more request."""
+
+
+C = TypeVar("C", bound=Candidate)
+
+
+def choose(candidates: Sequence[C], now: float, rng: random.Random) -> C | None:
+    """Return the less loaded of two random candidates that have room, or None if none has.
+
+    Power of two choices: close to the best of all, at a cost that does not grow with their number. Only
+    when both draws are full are the others looked at.
+    """
+    count = len(candidates)
+    if count == 0:
+        return None
+    first = candidates[int(rng.random() * count)] if count > 1 else candidates[0]
+    if count == 1:
+        return first if first.has_room(now) else None
+    second = candidates[int(rng.random() * count)]
+    if first is second:
+        second = candidates[(candidates.index(first) + 1) % count]
+    if not first.has_room(now):
+        if second.has_room(now):
+            return second
+        return next((each for each in candidates if each.has_room(now)), None)
+    if second.has_room(now) and second.score(now) < first.score(now):
+        return second
+    return first

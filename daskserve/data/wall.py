@@ -1,0 +1,500 @@
+"""The thread wall: user code on one side, the worker's event loop on the other.
+
+Problem: user code blocks, and the worker's loop carries everybody's heartbeats, probes and requests. So
+``async def`` code of a replica runs on an event loop in a thread of its own, plain functions run in a pool
+of threads, and only small, quick functions cross over. Choices:
+
+- Crossing costs a system call and a change of threads, so a `Hop` takes along all that was posted until the
+  other side gets to it: under load many requests share one crossing.
+- The pool is our own: the interpreter joins threads of ``concurrent.futures`` when it exits, so one stuck
+  handler would keep a process alive for ever. Ours are daemons.
+- Nothing can stop a thread. A call that was given up and runs on is `Wall.abandoned` until it returns.
+- A blocked loop is noticed from outside (`LoopWatch`), while it is blocked, so that the place can be told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import sys
+import threading
+from collections import deque
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from contextvars import Context
+from types import FrameType
+from typing import Any, Generic, TypeVar
+
+from daskserve.errors import ClosedError, UserCodeError
+
+T = TypeVar("T")
+Post = Callable[..., None]
+OnEnd = Callable[[], None] | None
+AsyncFunction = Callable[..., Awaitable[T]]
+
+logger = logging.getLogger("daskserve.replica")
+
+#: How often a loop that runs user code is asked for a sign of life, and what is too long for an answer.
+WATCH_INTERVAL_S = 0.05
+BLOCKED_AFTER_S = 0.1
+
+
+class Hop:
+    """A way onto an event loop from other threads. N posts before the loop gets to them cost one wake-up."""
+
+    __slots__ = ("_is_armed", "_loop", "_posts")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._posts: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
+        self._is_armed = False
+
+    def post(self, function: Callable[..., object], *args: Any) -> None:
+        """Run ``function(*args)`` on the loop, in the order of posts; a closed loop drops it."""
+        self._posts.append((function, args))
+        if not self._is_armed:
+            self._is_armed = True
+            with suppress(RuntimeError):  # what it raises for a closed loop
+                self._loop.call_soon_threadsafe(self._drain)
+
+    def _drain(self) -> None:
+        # Disarm first, count second: whoever posts after this line wakes the loop again, and whatever was
+        # posted before it is in the count.
+        self._is_armed = False
+        for _ in range(len(self._posts)):
+            function, args = self._posts.popleft()
+            try:
+                function(*args)
+            except Exception:
+                logger.exception("Internal error while crossing between threads in %r", function)
+
+
+class Call(Generic[T]):
+    """One piece of user code under way, as the worker's loop sees it.
+
+    ``on_end`` is called there exactly once, when the code has really ended (or will never begin), which
+    after a cancellation may be long after `wait` has raised.
+    """
+
+    def __init__(
+        self, wall: Wall, function: Callable[..., Any], args: tuple[Any, ...], context: Context, on_end: OnEnd
+    ) -> None:
+        self._wall = wall
+        self._function = function
+        self._args = args
+        self._context = context
+        self._on_end = on_end
+        self._waiter: asyncio.Future[None] | None = None
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self._abort_error: BaseException | None = None
+        self.is_cancelled = False
+        self.is_ended = False
+
+    async def wait(self) -> T:
+        """Return what the code returned or raise what it raised; cancelling this cancels the code."""
+        while not self.is_ended:
+            await self.changed()
+        return self.result()
+
+    async def changed(self) -> None:
+        """Return when the call has ended or `notify` was called; raise if it was aborted."""
+        if self._abort_error is None:
+            self._waiter = self._wall.loop.create_future()
+            try:
+                await self._waiter
+            except asyncio.CancelledError:
+                self.cancel()
+                raise
+            finally:
+                self._waiter = None
+        if self._abort_error is not None:
+            raise self._abort_error
+
+    def notify(self) -> None:
+        """Wake whoever waits for a change."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def result(self) -> T:
+        """Return or raise what the ended call came to."""
+        error, self._error = self._abort_error or self._error, None
+        if error is None:
+            return self._value  # type: ignore[no-any-return]
+        try:
+            raise error
+        finally:
+            del error  # else the traceback holds this frame, and this frame the error
+
+    def abort(self, error: BaseException) -> None:
+        """Cancel the code and make whoever waits for it raise ``error``."""
+        if not self.is_ended:
+            self._abort_error = error
+            self.cancel()
+            self.notify()
+
+    def cancel(self) -> None:
+        """Ask the code to end; does nothing once it has."""
+        raise NotImplementedError
+
+    def _end(self, value: Any, error: BaseException | None) -> None:
+        if self.is_ended:
+            return
+        self.is_ended = True
+        self._value = value
+        self._error = error
+        self._args = ()
+        self._wall.calls.discard(self)
+        if self._on_end is not None:
+            self._on_end()
+        self.notify()
+
+
+class LoopCall(Call[T]):
+    """A coroutine function on the user's loop, or in mode ``worker`` on the worker's."""
+
+    def begin(self, loop: asyncio.AbstractEventLoop, to_user: Post, to_worker: Post) -> None:
+        self._user_loop = loop
+        self._to_user = to_user
+        self._to_worker = to_worker
+        self._task: asyncio.Task[None] | None = None
+        to_user(self._begin)
+
+    def cancel(self) -> None:
+        if not self.is_ended and not self.is_cancelled:
+            self.is_cancelled = True
+            self._to_user(self._cancel)
+
+    # ---- on the user's loop
+
+    def _begin(self) -> None:
+        if self.is_cancelled:
+            self._to_worker(self._end, None, None)
+        else:
+            self._task = self._user_loop.create_task(self._run(), context=self._context)
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            # A task that is cancelled before its first step never gets to report its own end.
+            self._task.add_done_callback(lambda _: self._to_worker(self._end, None, None))
+
+    async def _run(self) -> None:
+        try:
+            value = await self._function(*self._args)
+        except BaseException as error:
+            self._to_worker(self._end, None, _reportable(error))
+            # A sys.exit() in a handler ends that request, not the loop that all the others run on.
+            if not isinstance(error, (Exception, SystemExit, KeyboardInterrupt)):
+                raise
+        else:
+            self._to_worker(self._end, value, None)
+
+
+class ThreadCall(Call[T]):
+    """A plain function in one of the user's threads."""
+
+    def begin(self, threads: UserThreads) -> None:
+        self._threads = threads
+        # Whoever gets it decides: the thread that the function runs, the canceller that it never will.
+        self._claim = threading.Lock()
+        self._is_abandoned = False
+        threads.put(self._run)
+
+    def cancel(self) -> None:
+        if self.is_ended or self.is_cancelled:
+            return
+        self.is_cancelled = True
+        if self._claim.acquire(blocking=False):
+            self._end(None, None)
+        else:
+            self._is_abandoned = True
+            self._wall.abandoned += 1
+
+    def _end(self, value: Any, error: BaseException | None) -> None:
+        self._threads.unfinished -= 1
+        self._wall.abandoned -= self._is_abandoned
+        super()._end(value, error)
+
+    # ---- in a user's thread
+
+    def _run(self) -> None:
+        if not self._claim.acquire(blocking=False):
+            return
+        post = self._wall.to_worker.post
+        try:
+            value = self._context.run(self._function, *self._args)
+        except BaseException as error:  # the caller's, all of them: this thread serves others after it
+            post(self._end, None, _reportable(error))
+        else:
+            post(self._end, value, None)
+
+
+def _reportable(error: BaseException) -> Exception:
+    """Return the error, or a stand-in for one that would end the caller's task or loop if raised there."""
+    if isinstance(error, Exception):
+        return error
+    stand_in = UserCodeError(f"The user's code raised {type(error).__name__}: {error}")
+    stand_in.__cause__ = error
+    return stand_in
+
+
+class UserThreads:
+    """Up to ``limit`` daemon threads that run plain functions; each starts when it is first needed."""
+
+    def __init__(self, name: str, limit: int, to_worker: Hop) -> None:
+        self.limit = limit
+        self._name = name
+        self._to_worker = to_worker
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self.unfinished = 0
+        self._running_threads = 0
+        self._all_ended = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._threads)
+
+    def put(self, job: Callable[[], None]) -> None:
+        """Run a job that never raises; count `unfinished` down when it has ended."""
+        self._jobs.put(job)
+        self.unfinished += 1
+        if self.unfinished > len(self._threads) < self.limit:
+            thread = threading.Thread(target=self._work, name=f"{self._name}-{len(self)}", daemon=True)
+            self._threads.append(thread)
+            self._running_threads += 1
+            thread.start()
+
+    async def close(self, grace_s: float) -> bool:
+        """Let the threads end; return whether all did. Stuck ones end when their job does."""
+        for _ in self._threads:
+            self._jobs.put(None)
+        if self._running_threads and not await _wait_for(self._all_ended, grace_s):
+            return False
+        for thread in self._threads:
+            thread.join()  # has done its last act, so this takes microseconds
+        self._threads.clear()
+        return True
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+            del job  # while this thread idles it must not keep a request alive
+        self._to_worker.post(self._note_thread_end)
+
+    def _note_thread_end(self) -> None:
+        self._running_threads -= 1
+        if not self._running_threads:
+            self._all_ended.set()
+
+
+class UserLoop:
+    """An event loop in a daemon thread of its own."""
+
+    def __init__(self, name: str, context: Context, to_worker: Hop) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.hop = Hop(self.loop)
+        self.thread = threading.Thread(target=context.run, args=(self._main,), name=name, daemon=True)
+        self._to_worker = to_worker
+        self._is_closing = False
+        self._grace_s = 0.0
+        self._ended = asyncio.Event()
+
+    async def close(self, grace_s: float) -> bool:
+        """Cancel what runs, end the loop and its thread; return False if user code is stuck in it."""
+        if not self._is_closing:
+            self._grace_s = grace_s / 2
+            self._is_closing = True
+            self.hop.post(self.loop.stop)
+        if not await _wait_for(self._ended, grace_s):
+            return False
+        self.thread.join()  # as in UserThreads.close
+        return True
+
+    def _main(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        # User code may stop the loop, by mistake or with sys.exit() in a task; it is not theirs to end.
+        while not self._is_closing:
+            try:
+                self.loop.run_forever()
+            except (SystemExit, KeyboardInterrupt) as error:
+                logger.error("User code raised %s in a background task", type(error).__name__)
+        self._cancel_tasks()
+        self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+        asyncio.set_event_loop(None)
+        self.loop.close()
+        self._to_worker.post(self._ended.set)
+
+    def _cancel_tasks(self) -> None:
+        tasks = asyncio.all_tasks(self.loop)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            self.loop.run_until_complete(asyncio.wait(tasks, timeout=self._grace_s))
+
+
+async def _wait_for(event: asyncio.Event, timeout_s: float) -> bool:
+    with suppress(TimeoutError):
+        await asyncio.wait_for(event.wait(), timeout_s)
+    return event.is_set()
+
+
+class LoopWatch:
+    """Logs and counts, from the worker's loop and while calls run, that a user's loop does not answer."""
+
+    def __init__(self, wall: Wall, user_loop: UserLoop) -> None:
+        self._wall = wall
+        self._user_loop = user_loop
+        self._timer: asyncio.TimerHandle | None = None
+        self._asked_at = 0.0
+        self._is_answered = self._is_reported = True
+
+    def arm(self) -> None:
+        if self._timer is None and not self._wall.is_closed:
+            self._timer = self._wall.loop.call_later(WATCH_INTERVAL_S, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        if not self._is_answered:
+            if not self._is_reported and self._wall.loop.time() - self._asked_at >= BLOCKED_AFTER_S:
+                self._report()
+        elif self._wall.calls:
+            self._is_answered = self._is_reported = False
+            self._asked_at = self._wall.loop.time()
+            self._user_loop.hop.post(self._answer)
+        else:
+            return
+        self.arm()
+
+    def _answer(self) -> None:
+        self._is_answered = True
+
+    def _report(self) -> None:
+        self._is_reported = True
+        self._wall.blocked_count += 1
+        thread = self._user_loop.thread
+        logger.warning(
+            "User code blocks the event loop of %s for more than %d ms, at %s; its other requests wait. "
+            "Make it a plain function, or move what blocks to a thread.",
+            thread.name,
+            BLOCKED_AFTER_S * 1000,
+            describe_stack(sys._current_frames().get(thread.ident or 0)),
+        )
+
+
+def describe_stack(frame: FrameType | None) -> str:
+    """Return the innermost places of a stack as ``file:line function``, up to this module's own frames."""
+    places: list[str] = []
+    while frame is not None and len(places) < 5 and frame.f_code.co_filename != __file__:
+        places.append(f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}")
+        frame = frame.f_back
+    return " < ".join(places) or "an unknown place"
+
+
+class Wall:
+    """Runs user code away from the worker's loop, where the wall itself lives.
+
+    Parameters
+    ----------
+    name : str
+        Of the threads: ``daskserve-<name>``.
+    context : Context
+        Every call runs in a fresh copy of it.
+    threads : int
+        How many plain functions may run at a time.
+    event_loop : str
+        ``"own"``: async code has a loop in its own thread. ``"worker"``: it runs on the worker's loop, with
+        nothing in between; plain functions keep to their threads.
+    """
+
+    def __init__(self, name: str, context: Context, *, threads: int = 1, event_loop: str = "own") -> None:
+        self.loop = asyncio.get_running_loop()
+        self.to_worker = Hop(self.loop)
+        self.context = context
+        self.is_on_worker_loop = event_loop == "worker"
+        #: Calls that were given up but run on.
+        self.abandoned = 0
+        #: How many times user code was seen blocking its own loop.
+        self.blocked_count = 0
+        #: Off while user code starts: a constructor may take its time, nobody waits behind it.
+        self.is_watched = True
+        self.calls: set[Call[Any]] = set()
+        self.threads = UserThreads(f"daskserve-{name}", threads, self.to_worker)
+        self._reserved = UserThreads(f"daskserve-{name}-probe", 1, self.to_worker)
+        self._name = name
+        self._user_loop: UserLoop | None = None
+        self._watch: LoopWatch | None = None
+        self.is_closed = False
+
+    @property
+    def user_loop(self) -> UserLoop:
+        """The user's own loop, made on first use."""
+        if self._user_loop is None:
+            self._user_loop = UserLoop(f"daskserve-{self._name}", self.context.copy(), self.to_worker)
+            self._watch = LoopWatch(self, self._user_loop)
+            self._user_loop.thread.start()
+        return self._user_loop
+
+    def start_async(
+        self, function: AsyncFunction[T], *args: Any, context: Context | None = None, on_end: OnEnd = None
+    ) -> Call[T]:
+        """Start a coroutine function where async user code runs; see `Call`."""
+        call: LoopCall[T] = LoopCall(self, function, args, context or self.context.copy(), on_end)
+        self._admit(call)
+        if self.is_on_worker_loop:
+            call.begin(self.loop, _run_here, _run_here)
+        else:
+            user_loop = self.user_loop
+            call.begin(user_loop.loop, user_loop.hop.post, self.to_worker.post)
+            if self._watch is not None and self.is_watched:
+                self._watch.arm()
+        return call
+
+    def start_sync(
+        self,
+        function: Callable[..., T],
+        *args: Any,
+        context: Context | None = None,
+        on_end: OnEnd = None,
+        reserved: bool = False,
+    ) -> Call[T]:
+        """Start a plain function in a thread, with ``reserved`` in one that serves no requests."""
+        call: ThreadCall[T] = ThreadCall(self, function, args, context or self.context.copy(), on_end)
+        self._admit(call)
+        call.begin(self._reserved if reserved else self.threads)
+        return call
+
+    async def run_async(self, function: AsyncFunction[T], *args: Any) -> T:
+        """Return or raise what a coroutine function comes to on the user's side."""
+        return await self.start_async(function, *args).wait()
+
+    async def run_sync(self, function: Callable[..., T], *args: Any, reserved: bool = False) -> T:
+        """Return or raise what a plain function comes to in a user's thread."""
+        return await self.start_sync(function, *args, reserved=reserved).wait()
+
+    def abort_calls(self, error: BaseException) -> None:
+        """Cancel all user code that runs; whoever waits for it gets ``error``."""
+        for call in list(self.calls):
+            call.abort(error)
+
+    async def close(self, grace_s: float) -> bool:
+        """End the loop and all threads, and return whether they ended within ``grace_s``.
+
+        What is stuck is left behind on its daemon thread, where it holds up nobody. Idempotent.
+        """
+        self.is_closed = True
+        self.abort_calls(ClosedError("The replica has been stopped."))
+        closing = [self.threads.close(grace_s), self._reserved.close(grace_s)]
+        if self._user_loop is not None:
+            closing.append(self._user_loop.close(grace_s))
+        return all(await asyncio.gather(*closing))
+
+    def _admit(self, call: Call[Any]) -> None:
+        if self.is_closed:
+            raise ClosedError("The replica has been stopped.")
+        self.calls.add(call)
+
+
+def _run_here(function: Callable[..., object], *args: Any) -> None:
+    function(*args)

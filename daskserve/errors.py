@@ -1,0 +1,201 @@
+"""The errors daskserve raises, named by what the caller can do about them.
+
+::
+
+    ServeError                          500
+    ├── BadRequestError        (ValueError)  400   fix the arguments
+    │   ├── AlreadyRegisteredError
+    │   └── NotRegisteredError
+    ├── NotFoundError          (KeyError)    404   the name does not exist
+    ├── ClosedError                          500   make or connect to an instance first
+    ├── InstanceError                        500   start, connect, version and cluster trouble
+    │   ├── AlreadyRunningError
+    │   ├── NotRunningError
+    │   ├── ClusterUnreachableError (OSError)
+    │   ├── VersionMismatchError
+    │   └── PortInUseError     (OSError, ValueError)
+    ├── DeployError            (RuntimeError) 500  the change did not come about
+    │   ├── ReplicaStartError                      the user's constructor raised; carries the traceback
+    │   └── NoCapacityError                        no worker has room
+    ├── BackPressureError                    503   retry later
+    ├── UnavailableError                     503   retry: no replica could take the request
+    │   ├── StaleEpochError                        a newer controller has taken over
+    │   ├── ReplicaBusyError                       not begun: another replica may take it
+    │   └── ActorLostError                         the other side went away; `begun` says if it had started
+    ├── RequestTimeoutError    (TimeoutError) 408
+    └── UserCodeError                        500   an error of user code that itself cannot be pickled
+
+Every class takes one message, plus keyword fields with defaults that live in ``__dict__``: that is what
+lets `BaseException.__reduce__` carry them between processes unchanged.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+
+class ServeError(Exception):
+    """Root of all errors that daskserve raises."""
+
+    http_status: ClassVar[int] = 500
+    is_retryable: ClassVar[bool] = False
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(message)
+
+    def __str__(self) -> str:
+        # KeyError's own __str__ would show the repr of the message.
+        return str(self.args[0]) if self.args else ""
+
+
+class BadRequestError(ServeError, ValueError):
+    """The arguments are wrong; the same call will fail again."""
+
+    http_status = 400
+
+
+class AlreadyRegisteredError(BadRequestError):
+    """A backend, endpoint or route of that name exists with other contents."""
+
+
+class NotRegisteredError(BadRequestError):
+    """A change names a backend or endpoint that does not exist."""
+
+
+class NotFoundError(ServeError, KeyError):
+    """A lookup names something that does not exist."""
+
+    http_status = 404
+
+
+class ClosedError(ServeError):
+    """The client or instance has been shut down."""
+
+
+class InstanceError(ServeError):
+    """An instance could not be started, found or reached."""
+
+
+class AlreadyRunningError(InstanceError):
+    """A detached instance is already running on this cluster."""
+
+
+class NotRunningError(InstanceError):
+    """No instance runs where one was looked for."""
+
+
+class ClusterUnreachableError(InstanceError, OSError):
+    """No Dask scheduler answers at that address."""
+
+
+class VersionMismatchError(InstanceError):
+    """The scheduler or a worker has no daskserve, or another version of it."""
+
+
+class PortInUseError(InstanceError, OSError, ValueError):
+    """Another program, or another instance, listens on the wanted port."""
+
+
+class DeployError(ServeError, RuntimeError):
+    """A change was accepted and then could not be carried out."""
+
+
+class ReplicaStartError(DeployError):
+    """User code failed while a replica started.
+
+    Attributes
+    ----------
+    user_traceback : str
+        The traceback inside the replica, as text.
+    """
+
+    def __init__(self, message: str = "", *, user_traceback: str = "") -> None:
+        super().__init__(message)
+        self.user_traceback = user_traceback
+
+
+class NoCapacityError(DeployError):
+    """No worker has room for a replica."""
+
+
+class BackPressureError(ServeError):
+    """The router's queue for a backend is full; try again after ``retry_after_s``."""
+
+    http_status = 503
+    is_retryable = True
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        num_queued_requests: int = 0,
+        max_queued_requests: int = 0,
+        retry_after_s: float = 1.0,
+    ) -> None:
+        super().__init__(message)
+        self.num_queued_requests = num_queued_requests
+        self.max_queued_requests = max_queued_requests
+        self.retry_after_s = retry_after_s
+
+
+class UnavailableError(ServeError):
+    """No replica could take the request at this moment."""
+
+    http_status = 503
+    is_retryable = True
+
+
+class ReplicaBusyError(UnavailableError):
+    """The replica runs as many requests as it may. The request has not begun."""
+
+    def __init__(self, message: str = "", *, ongoing: int = 0) -> None:
+        super().__init__(message)
+        self.ongoing = ongoing
+
+
+class ActorLostError(UnavailableError):
+    """The actor or its worker is gone. ``begun`` is False only if user code cannot have seen the request."""
+
+    http_status = 502
+
+    def __init__(self, message: str = "", *, begun: bool = True) -> None:
+        super().__init__(message)
+        self.begun = begun
+
+
+class StaleEpochError(UnavailableError):
+    """A newer controller has taken over; ask that one."""
+
+
+class RequestTimeoutError(ServeError, TimeoutError):
+    """The request, or the change, was not answered in time."""
+
+    http_status = 408
+    is_retryable = True
+
+
+class UserCodeError(ServeError):
+    """User code raised an error that cannot be pickled; the message holds its type and text."""
+
+
+class RemoteTraceback(Exception):
+    """The traceback of the process where an error was raised, shown as that error's cause."""
+
+    def __init__(self, text: str = "") -> None:
+        super().__init__(text)
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}" if self.args else ""
+
+
+def http_status_of(error: BaseException) -> int:
+    """Return the HTTP status an error maps to; anything that is not ours is a 500."""
+    return error.http_status if isinstance(error, ServeError) else 500
+
+
+def subclasses(root: type[ServeError] = ServeError) -> list[type[Any]]:
+    """Return every error class below and including ``root``."""
+    found: list[type[Any]] = [root]
+    for child in root.__subclasses__():
+        found.extend(subclasses(child))
+    return found

@@ -1,0 +1,122 @@
+"""What runs of an instance, and what does not, with the reasons: what ``status()`` returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Self
+
+
+@dataclass(frozen=True, slots=True)
+class _Described:
+    """Base: made from plain values; what this version does not know of them is left out."""
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Self:
+        known = {each.name for each in fields(cls)}
+        return cls(**{name: value for name, value in values.items() if name in known})
+
+
+@dataclass(frozen=True, slots=True)
+class ActorStatus(_Described):
+    """One actor: ``kind`` is controller, proxy or replica; a ``pid`` is None until it is known."""
+
+    kind: str
+    name: str
+    state: str
+    worker: str | None = None
+    host: str | None = None
+    pid: int | None = None
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class BackendStatus(_Described):
+    """One backend: HEALTHY, UPDATING, UNHEALTHY or DELETING; ``message`` says what is missing or failing."""
+
+    status: str
+    wanted: int
+    running: int
+    version: str = ""
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointStatus(_Described):
+    """One endpoint and where its traffic goes."""
+
+    route: str | None
+    methods: tuple[str, ...]
+    traffic: Mapping[str, float]
+    shadows: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class GoalStatus(_Described):
+    """One change that was asked for: PENDING, DONE or FAILED."""
+
+    goal_id: str
+    backend: str
+    state: str
+    failures: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """An instance as it is now; all empty if none runs.
+
+    Attributes
+    ----------
+    instance : str
+        Its name; empty if none runs.
+    epoch : int
+        How many controllers it has had.
+    actors, backends, endpoints, goals
+        What there is, backends and endpoints by name.
+    http_urls : tuple of str
+        Where the proxies listen.
+    unresponsive_workers : tuple of str
+        Workers whose process does not answer.
+    refused_workers : dict
+        Workers that get no actors, each with the reason and the remedy.
+    problems : dict
+        Stored records that could not be read, each with the reason.
+    """
+
+    instance: str = ""
+    epoch: int = 0
+    actors: tuple[ActorStatus, ...] = ()
+    backends: Mapping[str, BackendStatus] = field(default_factory=dict)
+    endpoints: Mapping[str, EndpointStatus] = field(default_factory=dict)
+    goals: tuple[GoalStatus, ...] = ()
+    http_urls: tuple[str, ...] = ()
+    unresponsive_workers: tuple[str, ...] = ()
+    refused_workers: Mapping[str, str] = field(default_factory=dict)
+    problems: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Self:
+        """Return the status that a controller told in plain values."""
+        return cls(
+            instance=values["instance"],
+            epoch=values["epoch"],
+            actors=tuple(ActorStatus.of(each) for each in values["actors"]),
+            backends={name: BackendStatus.of(each) for name, each in values["backends"].items()},
+            endpoints={
+                name: EndpointStatus.of({**each, "methods": tuple(each["methods"])})
+                for name, each in values["endpoints"].items()
+            },
+            goals=tuple(GoalStatus.of(each) for each in values["goals"]),
+            http_urls=tuple(values["http_urls"]),
+            unresponsive_workers=tuple(values["unresponsive_workers"]),
+            refused_workers=dict(values["refused_workers"]),
+            problems=dict(values["problems"]),
+        )
+
+    def replicas(self, backend: str | None = None) -> tuple[ActorStatus, ...]:
+        """Return the replicas, of one backend or of all."""
+        return tuple(
+            actor
+            for actor in self.actors
+            if actor.kind == "replica" and (backend is None or actor.name.rpartition("#")[0] == backend)
+        )

@@ -1,0 +1,125 @@
+"""Python values as bytes.
+
+User code and user arguments travel pickled: by the standard pickler where it can, by cloudpickle where it
+must (lambdas, classes of ``__main__``). Buffers of 4 KiB and more stay out of band, so an array crosses a
+channel without being copied into the pickle. Only the replica (and the caller, for the answer) ever loads
+them.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+
+from daskserve.errors import RemoteTraceback, ServeError, UserCodeError
+from daskserve.types import Payload
+
+OUT_OF_BAND_BYTES = 4096
+
+
+def _dump_with(pickler: Callable[..., Any], value: Any) -> Payload:
+    buffers: list[Any] = []
+
+    def keep_in_band(buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if raw.nbytes < OUT_OF_BAND_BYTES:
+            return True
+        buffers.append(raw)
+        return False
+
+    stream = io.BytesIO()
+    pickler(stream, protocol=5, buffer_callback=keep_in_band).dump(value)
+    return Payload(stream.getvalue(), tuple(buffers))
+
+
+def _mentions_main(data: bytes) -> bool:
+    # The standard pickler stores functions and classes of __main__ by reference, and they are not there
+    # on the other side; cloudpickle stores them by value.
+    return b"__main__" in data
+
+
+def dump(value: Any) -> Payload:
+    """Pickle a value.
+
+    Raises
+    ------
+    Exception
+        Whatever the picklers raise for a value that cannot be pickled.
+    """
+    try:
+        payload = _dump_with(pickle.Pickler, value)
+        if not _mentions_main(payload.data):
+            return payload
+    except (pickle.PicklingError, TypeError, AttributeError, ImportError):
+        pass
+    import cloudpickle  # 20 ms that most processes never need
+
+    return _dump_with(cloudpickle.Pickler, value)
+
+
+def load(payload: Payload) -> Any:
+    """Unpickle a value; imports and runs whatever the pickle says, so never call it on outside data."""
+    return pickle.loads(payload.data, buffers=payload.buffers)
+
+
+def dump_bytes(value: Any) -> bytes:
+    """Pickle a value into one byte string, for the store and for start messages."""
+    import cloudpickle
+
+    return bytes(cloudpickle.dumps(value, protocol=5))
+
+
+def load_bytes(data: bytes) -> Any:
+    """Unpickle what `dump_bytes` made."""
+    return pickle.loads(data)
+
+
+class PackedError(Exception):
+    """An error on its way through a process that must not load it: it may be of code that is not there.
+
+    `dump_error` passes its data on unchanged; who the error is for calls `load_error` on them.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(data)
+        self.data = data
+
+    def __str__(self) -> str:
+        return str(msgpack.unpackb(self.data)[0])
+
+
+def dump_error(error: BaseException) -> bytes:
+    """Pack an error: a summary, its traceback as text, and the error itself if it can be pickled.
+
+    Our own errors say in their message what the caller needs; the inside of daskserve is no help to them.
+    """
+    if isinstance(error, PackedError):
+        return error.data
+    text = "" if isinstance(error, ServeError) else "".join(traceback.format_exception(error))
+    try:
+        pickled: bytes | None = dump_bytes(error)
+    except Exception:  # whatever a foreign __reduce__ raises; the summary then stands in for the error
+        pickled = None
+    return bytes(msgpack.packb((f"{type(error).__name__}: {error}", text, pickled)))
+
+
+def load_error(data: bytes) -> BaseException:
+    """Return the error that `dump_error` packed, caused by its remote traceback.
+
+    One that cannot be pickled, or whose class does not exist here, comes back as a `UserCodeError`.
+    """
+    summary, text, pickled = msgpack.unpackb(data)
+    try:
+        error = load_bytes(pickled) if pickled is not None else None
+    except Exception:  # whatever a foreign constructor raises
+        error = None
+    if not isinstance(error, BaseException):
+        error = UserCodeError(summary)
+    if text:
+        error.__cause__ = RemoteTraceback(text)
+    return error

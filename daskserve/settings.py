@@ -1,0 +1,89 @@
+"""Site-wide defaults, read from Dask's own configuration under ``daskserve``.
+
+A YAML file in Dask's configuration path, ``dask.config.set({"daskserve.http.port": 8080})`` or the
+variable ``DASK_DASKSERVE__HTTP__PORT`` all work, with Dask's own precedence. Arguments of a call win over
+them.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields
+from typing import Any
+
+import dask.config
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Deadlines of the control path, in seconds."""
+
+    #: A change (``create_backend`` and the like) that has not come about by then is taken back.
+    change_s: float = 60.0
+    #: All proxies must listen by then, or ``start`` fails.
+    proxy_s: float = 60.0
+    #: The Dask scheduler must answer by then.
+    connect_s: float = 5.0
+    #: How long an instance outlives a creator that vanished, unless it is detached.
+    grace_s: float = 5.0
+    #: A replica's constructor may take this long.
+    start_s: float = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class LocalClusterSize:
+    """What ``start()`` makes for those who have no cluster."""
+
+    n_workers: int = 2
+    threads_per_worker: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSettings:
+    """What daskserve changes in a worker process while it has a Host there."""
+
+    #: Seconds after which a thread that computes in Python must let another one have the interpreter;
+    #: Python's own default is 0.005, None leaves it. A request waits that long, several times, behind batch
+    #: work in the same process; see ``benchmarks/bench_start.py``.
+    switch_interval_s: float | None = 0.001
+
+
+def process() -> ProcessSettings:
+    """Return what to change in a worker process, from ``daskserve.process.*``."""
+    return ProcessSettings(**_known("daskserve.process", ProcessSettings))
+
+
+def timeouts() -> Timeouts:
+    """Return the deadlines, from ``daskserve.timeouts.*``."""
+    return Timeouts(**_known("daskserve.timeouts", Timeouts))
+
+
+def local_cluster_size() -> LocalClusterSize:
+    """Return the size of a self-made cluster, from ``daskserve.local-cluster.*``."""
+    return LocalClusterSize(**_known("daskserve.local-cluster", LocalClusterSize))
+
+
+def http_defaults() -> dict[str, Any]:
+    """Return defaults for `daskserve.config.HTTPOptions`, from ``daskserve.http.*``."""
+    return _section("daskserve.http")
+
+
+def process_variables() -> dict[str, str]:
+    """Return this process's environment variables, which its child processes inherit."""
+    return dict(os.environ)
+
+
+def _section(path: str) -> dict[str, Any]:
+    found = dask.config.get(path, default=None) or {}
+    return {str(name).replace("-", "_"): value for name, value in found.items()}
+
+
+def _known(path: str, model: type[Any]) -> dict[str, Any]:
+    found = _section(path)
+    names = {field.name for field in fields(model)}
+    unknown = sorted(set(found) - names)
+    if unknown:
+        raise ValueError(
+            f"Dask's configuration has no option {path}.{unknown[0]}; known: {', '.join(sorted(names))}"
+        )
+    return found

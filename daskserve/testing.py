@@ -1,0 +1,273 @@
+"""Tests without waiting and without a cluster: an event loop in virtual time, and an instance in one process.
+
+Problem: what daskserve is made of waits (backoffs, grace periods, ticks), and tests that wait are slow or
+flaky. Choice, as in trio's autojump clock: an asyncio event loop whose clock stands still while anything can
+run, and jumps to the next timer when nothing can. An hour of ticks takes milliseconds, and always happens in
+the same order. `daskserve.clock.LoopClock` reads that loop, so code that takes a `Clock` needs no changes.
+
+Virtual time knows timers, not the outside world: sockets are only looked at when nothing else is left to do,
+and threads (so the user code of real replicas) work in real time, which virtual time runs past. For those,
+`local_instance` gives an instance on an ordinary loop, in one process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+if TYPE_CHECKING:
+    from daskserve.client import Client
+    from daskserve.config import HTTPOptions
+
+T = TypeVar("T")
+
+#: A test that gets to this virtual time waits for something that does not happen.
+LIMIT_S = 24 * 3600.0
+#: Turns of the loop without time passing that no honest test needs.
+MAX_TURNS = 200_000
+#: The loop's own socket, by which other threads wake it.
+_OWN_SOCKETS = 1
+
+
+class DeadlockError(RuntimeError):
+    """Nothing is scheduled on a `VirtualTimeLoop`, so what the program waits for can never happen."""
+
+
+class LivelockError(RuntimeError):
+    """A `VirtualTimeLoop` goes round and round: without time passing, or far past any sensible time."""
+
+
+class _JumpingSelector(selectors.SelectSelector):
+    """Waits for nothing: where the loop would wait, time jumps."""
+
+    loop: VirtualTimeLoop
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        ready = super().select(0)
+        if ready or (timeout is not None and timeout <= 0):
+            self.loop.count_turn()
+            return ready
+        if self.loop.has_work_in_threads or (timeout is None and len(self.get_map()) > _OWN_SOCKETS):
+            return super().select(None)
+        self.loop.jump()
+        return []
+
+
+class VirtualTimeLoop(asyncio.SelectorEventLoop):
+    """An event loop whose time starts at 0 and jumps to the next timer whenever nothing is ready.
+
+    Time passes for timers only, so ``loop.time()`` is exact: after ``asyncio.sleep(30)`` it is 30.
+
+    Parameters
+    ----------
+    limit_s : float
+        Raise `LivelockError` instead of going past this time.
+
+    Raises
+    ------
+    DeadlockError
+        From whatever runs the loop: nothing is ready and no timer is set. The message lists what waits.
+    LivelockError
+        The loop turned `MAX_TURNS` times without time passing, or time passed ``limit_s``.
+    """
+
+    # Of asyncio.BaseEventLoop: the heap of timers, earliest first.
+    _scheduled: list[asyncio.TimerHandle]
+
+    def __init__(self, limit_s: float = LIMIT_S) -> None:
+        self._virtual_now = 0.0
+        self._limit_s = limit_s
+        self._turns = 0
+        self._in_threads = 0
+        selector = _JumpingSelector()
+        selector.loop = self
+        super().__init__(selector)
+
+    def time(self) -> float:
+        """Return the virtual time in seconds."""
+        return self._virtual_now
+
+    def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:  # type: ignore[override]
+        """Run a function in a thread; virtual time stands still until it is done."""
+        future: asyncio.Future[T] = super().run_in_executor(executor, func, *args)
+        self._in_threads += 1
+        future.add_done_callback(self._left_thread)
+        return future
+
+    async def shutdown_default_executor(self, *args: Any) -> None:
+        """Wait for the threads of `run_in_executor` to end, in real time."""
+        self._in_threads += 1
+        try:
+            await super().shutdown_default_executor(*args)
+        finally:
+            self._in_threads -= 1
+
+    def _left_thread(self, _: asyncio.Future[Any]) -> None:
+        self._in_threads -= 1
+
+    @property
+    def has_work_in_threads(self) -> bool:
+        """Whether a function handed to `run_in_executor` is still running."""
+        return self._in_threads > 0
+
+    def count_turn(self) -> None:
+        """Note a turn of the loop that takes no time."""
+        self._turns += 1
+        if self._turns > MAX_TURNS:
+            raise LivelockError(
+                f"livelock: the loop turned {MAX_TURNS} times and it is still {self._virtual_now:g} s"
+            )
+
+    def jump(self) -> None:
+        """Advance the time to the next timer."""
+        self._turns = 0
+        if not self._scheduled:
+            raise DeadlockError(f"deadlock: nothing is scheduled; waiting: {_describe_tasks(self)}")
+        # Not by adding the timeout: that may come out a rounding error before the timer.
+        self._virtual_now = max(self._virtual_now, self._scheduled[0].when())
+        if self._virtual_now > self._limit_s:
+            raise LivelockError(
+                f"livelock: virtual time is past {self._limit_s:g} s; waiting: {_describe_tasks(self)}"
+            )
+
+
+def _describe_tasks(loop: asyncio.AbstractEventLoop) -> str:
+    lines = []
+    for task in asyncio.all_tasks(loop):
+        stack = task.get_stack(limit=1)
+        where = f" at {stack[0].f_code.co_filename}:{stack[0].f_lineno}" if stack else ""
+        lines.append(f"{task.get_name()}{where}")
+    return "; ".join(sorted(lines)) or "no task"
+
+
+def run_virtual(function: Callable[..., Coroutine[Any, Any, T]], *args: Any, limit_s: float = LIMIT_S) -> T:
+    """Run a coroutine function to its end in virtual time, as `asyncio.run` does in real time.
+
+    Examples
+    --------
+    >>> async def nap() -> float:
+    ...     await asyncio.sleep(3600)
+    ...     return asyncio.get_running_loop().time()
+    >>> run_virtual(nap)
+    3600.0
+    """
+    with asyncio.Runner(loop_factory=lambda: VirtualTimeLoop(limit_s)) as runner:
+        return runner.run(function(*args))
+
+
+async def wait_until(condition: Callable[[], Any], *, timeout_s: float = 10.0, every_s: float = 0.005) -> Any:
+    """Return the condition's first true value, looking again and again, in virtual time or in real time.
+
+    Raises
+    ------
+    TimeoutError
+        It did not become true within ``timeout_s``.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout_s
+    while True:
+        found = condition()
+        if found:
+            return found
+        if loop.time() >= deadline:
+            raise TimeoutError(
+                f"{getattr(condition, '__name__', condition)} did not hold within {timeout_s:g} s"
+            )
+        await asyncio.sleep(every_s)
+
+
+@contextmanager
+def local_instance(
+    *,
+    workers: int = 2,
+    http_options: HTTPOptions | Mapping[str, Any] | None = None,
+    timeout_s: float = 10.0,
+) -> Iterator[Client]:
+    """Yield the client of an instance that runs in this process, on an event loop in a thread, without Dask.
+
+    The controller, the routers, the replicas and, if asked for, the HTTP proxies are the real ones; workers
+    are pretend ones, so nothing is isolated and nothing speeds up. When the block ends, the instance does.
+
+    Parameters
+    ----------
+    workers : int
+        How many pretend workers, of 4 threads each.
+    http_options : HTTPOptions or dict, optional
+        Default: no HTTP proxies, calls go through handles only.
+    timeout_s : float
+        How long the proxies may take to listen.
+
+    Examples
+    --------
+    >>> with local_instance() as client:  # doctest: +SKIP
+    ...     client.create_backend("double", lambda request: 2 * request.data)
+    ...     client.create_endpoint("double", backend="double")
+    ...     assert client.get_handle("double").remote(21).result() == 42
+    """
+    # Only those who want an instance need the layers that make one.
+    from daskserve import actors
+    from daskserve.calls import ControllerCalls, wait_for_http
+    from daskserve.client import Client
+    from daskserve.cluster.link import Link
+    from daskserve.cluster.local import LocalCluster
+    from daskserve.config import HTTPOptions, parse_options
+    from daskserve.payload import dump_bytes
+    from daskserve.starts import ControllerStart
+    from daskserve.types import ActorKind, Location
+
+    no_server = {"location": Location.NO_SERVER}
+    options = parse_options(
+        HTTPOptions, no_server if http_options is None else http_options, what="http_options"
+    )
+    message = ControllerStart(
+        http=options.model_dump(mode="json", exclude={"middlewares"}),
+        middlewares=dump_bytes(options.middlewares) if options.middlewares else None,
+    )
+    factories: dict[ActorKind, Any] = {
+        ActorKind.CONTROLLER: actors.make_controller,
+        ActorKind.PROXY: actors.ProxyActor,
+        ActorKind.REPLICA: actors.make_replica,
+    }
+    cluster = LocalCluster(factories, workers=workers)
+    # The local link answers what a client asks of a real one.
+    link = cast(Link, cluster.program.link)
+    with _loop_in_thread() as loop:
+
+        def run(coroutine: Coroutine[Any, Any, Any]) -> None:
+            asyncio.run_coroutine_threadsafe(coroutine, loop).result()
+
+        try:
+            run(cluster.start(message.encode()))
+            run(wait_for_http(ControllerCalls(link, cluster.instance), timeout_s))
+            client = Client(link, cluster.instance, is_owner=False)
+            try:
+                yield client
+            finally:
+                client.shutdown()
+        finally:
+            run(cluster.close())
+
+
+@contextmanager
+def _loop_in_thread() -> Iterator[asyncio.AbstractEventLoop]:
+    started = threading.Event()
+    loops: list[asyncio.AbstractEventLoop] = []
+    stopping = asyncio.Event()
+
+    async def serve() -> None:
+        loops.append(asyncio.get_running_loop())
+        started.set()
+        await stopping.wait()
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),), name="daskserve-local", daemon=True)
+    thread.start()
+    started.wait()
+    try:
+        yield loops[0]
+    finally:
+        loops[0].call_soon_threadsafe(stopping.set)
+        thread.join()

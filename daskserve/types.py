@@ -1,0 +1,146 @@
+"""The nouns every layer shares: tags, states, addresses and the messages of one request.
+
+This module imports nothing of daskserve. Messages are frozen, slotted dataclasses: they are made per
+request, so they must be cheap, and they cross threads, so they must not change.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+InstanceName: TypeAlias = str
+BackendTag: TypeAlias = str
+EndpointTag: TypeAlias = str
+ReplicaTag: TypeAlias = str
+GoalId: TypeAlias = str
+WorkerAddress: TypeAlias = str
+
+#: (controller epoch, counter). Tuples compare in that order, so a new controller is always newer.
+SnapshotId: TypeAlias = tuple[int, int]
+
+#: One ASGI message, or one of the ``call.*`` messages that Python calls add (see `Envelope`).
+Message: TypeAlias = MutableMapping[str, Any]
+Receive: TypeAlias = Callable[[], Awaitable[Message]]
+Send: TypeAlias = Callable[[Message], Awaitable[None]]
+
+#: The name under which ``serve.start(detached=True)`` is found by ``serve.connect()``.
+DEFAULT_INSTANCE: InstanceName = "daskserve"
+
+ALL_HTTP_METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS", "TRACE", "PATCH")
+
+
+class ActorKind(enum.StrEnum):
+    """What an actor is. Its value is the first part of the actor's name."""
+
+    CONTROLLER = "controller"
+    PROXY = "proxy"
+    REPLICA = "replica"
+
+
+#: Where the Host finds the class of each kind. Import paths, because the cluster layer may not import
+#: the layers above it.
+ACTOR_FACTORIES: Mapping[ActorKind, str] = {
+    ActorKind.CONTROLLER: "daskserve.actors:make_controller",
+    ActorKind.PROXY: "daskserve.actors:ProxyActor",
+    ActorKind.REPLICA: "daskserve.actors:make_replica",
+}
+
+
+class ReplicaState(enum.StrEnum):
+    """Where a replica is in its life; names follow the classic controller."""
+
+    SHOULD_START = "SHOULD_START"
+    STARTING = "STARTING"
+    RUNNING = "RUNNING"
+    SHOULD_STOP = "SHOULD_STOP"
+    STOPPING = "STOPPING"
+    STOPPED = "STOPPED"
+
+
+class Location(enum.StrEnum):
+    """Which workers get an HTTP proxy."""
+
+    HEAD_ONLY = "HeadOnly"
+    EVERY_NODE = "EveryNode"
+    EVERY_WORKER = "EveryWorker"
+    NO_SERVER = "NoServer"
+
+
+@dataclass(frozen=True, slots=True)
+class ActorAddress:
+    """Where one incarnation of an actor lives.
+
+    ``incarnation`` tells a restarted actor from the one whose name it took over: a message for an
+    older incarnation is refused, never delivered to the newer one.
+    """
+
+    name: str
+    worker: WorkerAddress
+    incarnation: int
+
+    def __str__(self) -> str:
+        return f"{self.name}@{self.worker}/{self.incarnation}"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """One Dask worker as placement sees it. ``resources`` are the declared ones, not what is free."""
+
+    address: WorkerAddress
+    host: str
+    threads: int
+    memory_bytes: int
+    resources: Mapping[str, float] = field(default_factory=dict)
+    name: str = ""
+    pid: int = 0
+    is_available: bool = True
+    is_head: bool = False
+    #: It is to leave the cluster in order: what it holds has to move.
+    is_retiring: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """A pickled Python value: the pickle and its out-of-band buffers (pickle protocol 5)."""
+
+    data: bytes
+    buffers: tuple[Any, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.data) + sum(memoryview(b).nbytes for b in self.buffers)
+
+
+class EnvelopeKind(enum.StrEnum):
+    """What a request stream carries.
+
+    - HTTP: ``head`` is an ASGI scope; both directions carry ASGI messages.
+    - CALL: ``head`` is a `CallHead` as a dict, ``payload`` holds ``(args, kwargs)``; the answer is one
+      ``{"type": "call.result", "payload": Payload}``.
+    - CONTROL: ``head`` is ``{"method", "message"}`` of plain values; the answer is one
+      ``{"type": "control.result", "value": ...}``. Nothing in it is ever unpickled.
+    """
+
+    HTTP = "http"
+    CALL = "call"
+    CONTROL = "control"
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """The opening message of one request to one actor."""
+
+    kind: EnvelopeKind
+    head: Mapping[str, Any]
+    payload: Payload | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a replica says of itself with every answer."""
+
+    ongoing: int = 0
+    queued: int = 0

@@ -1,0 +1,423 @@
+"""The ingress: one ASGI application between the HTTP server and the routers.
+
+It finds the route, names the request, holds it to its deadline and turns errors into responses. Everything
+here runs once per request, so it looks at each header once, builds no request object and awaits nothing but
+the dispatch itself. What it hands on is a scope of plain values that can cross a channel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import random
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from daskserve.clock import Clock
+from daskserve.errors import RequestTimeoutError
+from daskserve.proxies.asgi import JSON, ASGIApp, Headers, Scope, send_whole
+from daskserve.proxies.errors import reply_to
+from daskserve.proxies.routes import Route, RouteTable, normalize_prefix
+from daskserve.types import Envelope, EnvelopeKind, Message, Receive, Send
+
+log = logging.getLogger("daskserve.proxies")
+
+Dispatch = Callable[[str, Envelope, Receive, Send], Awaitable[None]]
+
+REQUEST_ID = b"x-request-id"
+REQUEST_TIMEOUT = b"x-request-timeout-seconds"
+SHARD_KEY = b"x-serve-shard-key"
+HOST = b"host"
+_HEADERS_READ = frozenset((REQUEST_ID, REQUEST_TIMEOUT, SHARD_KEY, HOST))
+
+NOT_POPULATED = "Route table is not populated yet."
+DRAINING = "This node is being drained."
+
+#: What the scope of an HTTP request consists of; see https://asgi.readthedocs.io/en/latest/specs/www.html
+_SCOPE_KEYS = (
+    "type",
+    "asgi",
+    "http_version",
+    "method",
+    "scheme",
+    "path",
+    "raw_path",
+    "query_string",
+    "root_path",
+    "headers",
+    "client",
+    "server",
+)
+#: Belongs to the process that made it, even where its value looks plain.
+_SCOPE_KEYS_KEPT_HERE = frozenset(("app", "state", "extensions"))
+_PLAIN_TYPES = (str, bytes, int, float, type(None))
+
+
+class IngressOptions(Protocol):
+    """The part of `daskserve.config.HTTPOptions` that the ingress reads, once."""
+
+    @property
+    def root_path(self) -> str: ...
+    @property
+    def request_timeout_s(self) -> float | None: ...
+    @property
+    def debug(self) -> bool: ...
+
+
+class StarletteMiddleware(Protocol):
+    """What `starlette.middleware.Middleware` carries."""
+
+    @property
+    def cls(self) -> Any: ...
+    @property
+    def args(self) -> Any: ...
+    @property
+    def kwargs(self) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class IngressStatistics:
+    """Counts since the ingress was made.
+
+    Attributes
+    ----------
+    ongoing : int
+        Requests that are being answered now.
+    responses : mapping
+        Responses that were started, by status class: ``{"2xx": 7, ...}``.
+    unanswered : int
+        Requests that ended without a response; the client went away, or the server stopped.
+    timed_out : int
+        Requests cut off at their deadline, whether answered with 408 or in the middle of a response.
+    busy_s : float
+        Seconds spent on all requests that have ended.
+    """
+
+    ongoing: int
+    responses: Mapping[str, int]
+    unanswered: int
+    timed_out: int
+    busy_s: float
+
+
+class _Exchange:
+    """One request as the ingress follows it: what was read from its headers and how far its answer is."""
+
+    __slots__ = ("_send", "_start", "host", "is_gone", "request_id", "shard_key", "status", "timeout")
+
+    def __init__(self, headers: Iterable[tuple[bytes, bytes]], send: Send) -> None:
+        self._send = send
+        self._start: Message | None = None
+        self.request_id = b""
+        self.shard_key: bytes | None = None
+        self.timeout: bytes | None = None
+        self.host = b""
+        self.status = 0
+        self.is_gone = False
+        for name, value in headers:
+            if name in _HEADERS_READ:
+                if name == HOST:
+                    self.host = value
+                elif name == REQUEST_ID:
+                    self.request_id = self.request_id or value
+                elif name == SHARD_KEY:
+                    self.shard_key = value
+                else:
+                    self.timeout = value
+
+    async def send(self, message: Message) -> None:
+        """Pass a message on to the server; a response without a request id gets one.
+
+        The start of a response waits here for its first bytes: as long as none are out, a failure can
+        still be answered properly.
+        """
+        if message["type"] == "http.response.start":
+            if self.status or self._start is not None:
+                raise RuntimeError("a response was started a second time")
+            if not isinstance(message["status"], int):
+                raise TypeError(f"the status of a response is a number, not {message['status']!r}")
+            headers = message.get("headers", ())
+            for name, _ in headers:
+                if name == REQUEST_ID or name.lower() == REQUEST_ID:
+                    break
+            else:
+                message = {**message, "headers": [*headers, (REQUEST_ID, self.request_id)]}
+            self._start = message
+            return
+        try:
+            if self._start is not None:
+                start, self._start = self._start, None
+                self.status = start["status"]
+                await self._send(start)
+            await self._send(message)
+        except OSError:
+            self.is_gone = True
+            raise
+
+    def drop_start(self) -> None:
+        """Forget the start of a response that will not follow."""
+        self._start = None
+
+
+class IngressApp:
+    """The ASGI application in front of all endpoints.
+
+    Parameters
+    ----------
+    options : IngressOptions
+        ``root_path``, ``request_timeout_s`` and ``debug``.
+    routes : callable
+        Returns the current `RouteTable`, or None as long as none has been received.
+    dispatch : callable
+        ``await dispatch(endpoint, envelope, receive, send)`` has the request answered. The envelope's head
+        is the ASGI scope with ``extensions["daskserve"]`` of ``request_id``, ``shard_key`` and ``route``.
+    clock : Clock
+        Times the requests.
+    rng : random.Random
+        Draws the ids of requests that bring none.
+    """
+
+    def __init__(
+        self,
+        *,
+        options: IngressOptions,
+        routes: Callable[[], RouteTable | None],
+        dispatch: Dispatch,
+        clock: Clock,
+        rng: random.Random,
+    ) -> None:
+        self._root = normalize_prefix(options.root_path)
+        self._root_bytes = self._root.encode()
+        self._timeout_s = options.request_timeout_s
+        self._debug = options.debug
+        self._routes = routes
+        self._dispatch = dispatch
+        self._clock = clock
+        self._rng = rng
+        self._is_draining = False
+        self._ongoing = 0
+        self._responses = [0] * 10
+        self._unanswered = 0
+        self._timed_out = 0
+        self._busy_s = 0.0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        kind = scope["type"]
+        if kind == "http":
+            await self._serve_http(scope, receive, send)
+        elif kind == "websocket":
+            await receive()
+            # Before the connection was accepted this makes the server answer the handshake with 403.
+            await send({"type": "websocket.close", "code": 1008, "reason": "WebSockets are not served."})
+        elif kind == "lifespan":
+            await _serve_lifespan(receive, send)
+        else:
+            raise ValueError(f"the ingress has no answer to a scope of type {kind!r}")
+
+    def start_draining(self) -> None:
+        """Have ``/-/healthz`` answer 503 from now on; requests are served as before."""
+        self._is_draining = True
+
+    def statistics(self) -> IngressStatistics:
+        """Return the counts as they are now."""
+        return IngressStatistics(
+            ongoing=self._ongoing,
+            responses={f"{leading}xx": count for leading, count in enumerate(self._responses) if count},
+            unanswered=self._unanswered,
+            timed_out=self._timed_out,
+            busy_s=self._busy_s,
+        )
+
+    def __repr__(self) -> str:
+        state = "draining" if self._is_draining else "open"
+        return f"<IngressApp {state}, {self._ongoing} ongoing, {sum(self._responses)} answered>"
+
+    async def _serve_http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = _Exchange(scope["headers"], send)
+        if not exchange.request_id:
+            exchange.request_id = new_request_id(self._rng)
+        started = self._clock.now()
+        self._ongoing += 1
+        try:
+            await self._answer(exchange, scope, receive)
+        finally:
+            self._ongoing -= 1
+            self._busy_s += self._clock.now() - started
+            if exchange.status:
+                self._responses[exchange.status // 100 % 10] += 1
+            else:
+                self._unanswered += 1
+
+    async def _answer(self, exchange: _Exchange, scope: Scope, receive: Receive) -> None:
+        path = own_path = scope["path"]
+        root = self._root
+        if root:
+            # Reverse proxies differ in whether they take the prefix off. ASGI wants it in `path`, routes
+            # do not have it.
+            if path.startswith(root) and path[len(root) : len(root) + 1] in ("", "/"):
+                own_path = path[len(root) :] or "/"
+            else:
+                path = root + path
+        if own_path.startswith("/-/") and own_path in ("/-/healthz", "/-/routes"):
+            await self._answer_system(exchange, own_path, scope["method"])
+            return
+        table = self._routes()
+        if table is None:
+            await self._refuse(exchange, 503, NOT_POPULATED, ((b"retry-after", b"1"),))
+            return
+        route = table.match(own_path)
+        if route is None:
+            host = exchange.host.decode("latin-1") or _server_of(scope)
+            await self._refuse(
+                exchange,
+                404,
+                f"Path '{path}' not found. Ping http://{host}{root}/-/routes for available routes.",
+            )
+            return
+        if scope["method"] not in route.methods:
+            await self._refuse_method(exchange, scope["method"], route.methods)
+            return
+        head = self._head(exchange, scope, path, route)
+        await self._call(exchange, route.endpoint, Envelope(EnvelopeKind.HTTP, head), receive)
+
+    async def _answer_system(self, exchange: _Exchange, path: str, method: str) -> None:
+        if method not in ("GET", "HEAD"):
+            await self._refuse_method(exchange, method, ("GET", "HEAD"))
+            return
+        table = self._routes()
+        if table is None:
+            await self._refuse(exchange, 503, NOT_POPULATED)
+        elif path == "/-/routes":
+            body = json.dumps(table.endpoints()).encode()
+            await send_whole(exchange.send, 200, body, content_type=JSON)
+        elif self._is_draining:
+            await self._refuse(exchange, 503, DRAINING)
+        else:
+            await send_whole(exchange.send, 200, b"success")
+
+    def _head(self, exchange: _Exchange, scope: Scope, path: str, route: Route) -> dict[str, Any]:
+        head = {key: scope[key] for key in _SCOPE_KEYS if key in scope}
+        if len(head) != len(scope):
+            # A middleware may have left something for the endpoint.
+            for key, value in scope.items():
+                if key not in head and key not in _SCOPE_KEYS_KEPT_HERE and is_plain(value):
+                    head[key] = value
+        if path is not scope["path"]:
+            head["path"] = path
+            if "raw_path" in head:
+                head["raw_path"] = self._root_bytes + head["raw_path"]
+        head["root_path"] = self._root if route.route == "/" else self._root + route.route
+        shard_key = exchange.shard_key
+        head["extensions"] = {
+            "daskserve": {
+                "request_id": exchange.request_id.decode("latin-1"),
+                "shard_key": None if shard_key is None else shard_key.decode("latin-1"),
+                "route": route.route,
+            }
+        }
+        return head
+
+    async def _call(self, exchange: _Exchange, endpoint: str, envelope: Envelope, receive: Receive) -> None:
+        timeout_s = self._timeout_s
+        if exchange.timeout is not None:
+            timeout_s = parse_timeout(exchange.timeout, default_s=timeout_s)
+        try:
+            if timeout_s is None:
+                await self._dispatch(endpoint, envelope, receive, exchange.send)
+            else:
+                await self._call_until(exchange, endpoint, envelope, receive, timeout_s)
+        except Exception as error:
+            if exchange.is_gone:
+                raise
+            await self._answer_error(exchange, error)
+
+    async def _call_until(
+        self, exchange: _Exchange, endpoint: str, envelope: Envelope, receive: Receive, timeout_s: float
+    ) -> None:
+        # Not `Clock.wait_for`: a TimeoutError of user code must not pass for our deadline. Like the clock,
+        # `asyncio.timeout` goes by the loop's time.
+        limit = asyncio.timeout(timeout_s)
+        try:
+            async with limit:
+                await self._dispatch(endpoint, envelope, receive, exchange.send)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            self._timed_out += 1
+            request_id = exchange.request_id.decode("latin-1")
+            raise RequestTimeoutError(f"Request {request_id} timed out after {timeout_s:g}s.") from error
+
+    async def _answer_error(self, exchange: _Exchange, error: Exception) -> None:
+        request_id = exchange.request_id.decode("latin-1")
+        if exchange.status:
+            # Headers are out; only a cut connection still tells the client that this is not the whole answer.
+            log.warning("Request %s failed after its response had begun: %r", request_id, error)
+            raise error
+        exchange.drop_start()
+        reply = reply_to(error, debug=self._debug)
+        if reply.is_fault:
+            log.error("Request %s failed", request_id, exc_info=error)
+        await self._refuse(exchange, reply.status, reply.text, reply.headers)
+
+    async def _refuse(self, exchange: _Exchange, status: int, text: str, headers: Headers = ()) -> None:
+        await send_whole(exchange.send, status, text.encode("utf-8", "replace"), headers=headers)
+
+    async def _refuse_method(self, exchange: _Exchange, method: str, allowed: Iterable[str]) -> None:
+        names = sorted(allowed)
+        await self._refuse(
+            exchange,
+            405,
+            f"Methods {method} not allowed. Available HTTP methods are {names}.",
+            ((b"allow", ", ".join(names).encode("latin-1", "replace")),),
+        )
+
+
+async def _serve_lifespan(receive: Receive, send: Send) -> None:
+    while True:
+        kind = (await receive())["type"]
+        await send({"type": f"{kind}.complete"})
+        if kind == "lifespan.shutdown":
+            return
+
+
+def _server_of(scope: Scope) -> str:
+    host, port = scope.get("server") or ("localhost", None)
+    return f"{host}:{port}" if port else str(host)
+
+
+def new_request_id(rng: random.Random) -> bytes:
+    """Return a random (version 4) UUID in its usual spelling, at a third of the price of `uuid.uuid4`."""
+    digits = f"{rng.getrandbits(128) & ~(0xF << 76 | 0x3 << 62) | (0x4 << 76 | 0x2 << 62):032x}"
+    return f"{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}".encode()
+
+
+def parse_timeout(value: bytes, *, default_s: float | None) -> float | None:
+    """Return the seconds a header asks for: None (no limit) if not positive, the default if unreadable."""
+    try:
+        seconds = float(value)
+    except ValueError:
+        return default_s
+    if seconds != seconds:  # "nan" is a float, but no time
+        return default_s
+    return seconds if 0 < seconds < float("inf") else None
+
+
+def is_plain(value: object) -> bool:
+    """Whether a value can cross a channel as it is: text, bytes, numbers, and containers of them."""
+    if isinstance(value, _PLAIN_TYPES):
+        return True
+    if isinstance(value, (list, tuple)):
+        return all(map(is_plain, value))
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and is_plain(item) for key, item in value.items())
+    return False
+
+
+def build_app(ingress: ASGIApp, middlewares: Iterable[StarletteMiddleware] = ()) -> ASGIApp:
+    """Wrap Starlette ``Middleware`` objects around the ingress, the first one outermost."""
+    app = ingress
+    for middleware in reversed(list(middlewares)):
+        app = middleware.cls(app, *middleware.args, **middleware.kwargs)
+    return app

@@ -1,0 +1,33 @@
+"""The names of ASGI, and the one kind of response that the ingress makes itself: short plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from typing import Any, TypeAlias
+
+from daskserve.types import Receive, Send
+
+Scope: TypeAlias = MutableMapping[str, Any]
+ASGIApp: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
+Headers: TypeAlias = Sequence[tuple[bytes, bytes]]
+
+TEXT = b"text/plain; charset=utf-8"
+JSON = b"application/json"
+
+
+async def send_whole(
+    send: Send, status: int, body: bytes, *, content_type: bytes = TEXT, headers: Headers = ()
+) -> None:
+    """Send a response that fits one message, with its ``content-length``."""
+    await send(
+        {
+            "type": "http.response.start",
+            "status": status,
+            "headers": [
+                (b"content-type", content_type),
+                (b"content-length", b"%d" % len(body)),
+                *headers,
+            ],
+        }
+    )
+    await send({"type": "http.response.body", "body": body})

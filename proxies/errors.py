@@ -1,0 +1,48 @@
+"""What a caller over HTTP is told of an error.
+
+1. `BackPressureError`: 503, and ``Retry-After`` says when.
+2. `ActorLostError`: 502; whether to send the request again is for the caller to decide.
+3. Other `UnavailableError`: 503, ``Retry-After: 1``.
+4. Other errors of ours that blame the caller (below 500), or are 502 or 503: their status and message.
+5. All else, errors of user code among them: 500 and nothing that an outsider could learn from, except with
+   ``debug``, when the body is the traceback.
+"""
+
+from __future__ import annotations
+
+import math
+import traceback
+from dataclasses import dataclass
+
+from daskserve.errors import ActorLostError, BackPressureError, UnavailableError, http_status_of
+from daskserve.proxies.asgi import Headers
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorReply:
+    """A response of plain text. ``is_fault`` tells an error to look into from one that load explains."""
+
+    status: int
+    text: str
+    headers: Headers = ()
+    is_fault: bool = False
+
+
+def reply_to(error: BaseException, *, debug: bool = False) -> ErrorReply:
+    """Return the response for an error that came before the response had started."""
+    status = http_status_of(error)
+    if isinstance(error, BackPressureError):
+        return ErrorReply(status, str(error), _retry_after(error.retry_after_s))
+    if isinstance(error, ActorLostError):
+        return ErrorReply(status, str(error))
+    if isinstance(error, UnavailableError):
+        return ErrorReply(status, str(error), _retry_after(1))
+    if status < 500 or status in (502, 503):
+        return ErrorReply(status, str(error))
+    text = "".join(traceback.format_exception(error)) if debug else "Internal Server Error"
+    return ErrorReply(500, text, is_fault=True)
+
+
+def _retry_after(delay_s: float) -> Headers:
+    # The header holds whole seconds, and 0 would invite a busy loop.
+    return ((b"retry-after", b"%d" % max(1, math.ceil(delay_s))),)

@@ -1,0 +1,440 @@
+"""One HTTP request under Tornado, and the ASGI application that answers it.
+
+Tornado reads: it calls the delegate as parts of the request come in, and waits while `data_received`'s
+future is pending. Writing goes straight to the stream (`daskserve.proxies.http1`); `HTTP1Connection.finish`
+then only tells Tornado to go on to the next request. How a request can end:
+
+1. The response is whole and so is the request: finish; Tornado keeps or closes the connection.
+2. The response is whole, the request is not: what still comes in is dropped for `LINGER_S`, because closing
+   a socket with unread data resets the connection and may take the response with it.
+3. The client went away: the task is cancelled, and its sends raise `ConnectionResetError`.
+4. The application failed: 500 if nothing was sent, else the connection is cut.
+5. The body is too large: 413, or a cut, and the task is cancelled.
+6. The server stops: as 3, and the connection is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import logging
+import socket
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import unquote_to_bytes
+
+from tornado import httputil
+from tornado.http1connection import HTTP1Connection
+from tornado.iostream import IOStream, StreamClosedError
+
+from daskserve.clock import Clock
+from daskserve.errors import http_status_of
+from daskserve.proxies.asgi import ASGIApp, Scope
+from daskserve.proxies.http1 import Buffer, ResponseWriter, plain_text
+from daskserve.proxies.idle import IdleWatch
+from daskserve.proxies.request_body import RequestBody
+from daskserve.types import Message
+
+log = logging.getLogger("daskserve.proxies")
+
+#: How long a client that has got its response may go on sending a request body nobody wants.
+LINGER_S = 2.0
+#: Parts of a response up to this size are joined into one write.
+_JOIN_BYTES = 64 * 1024
+
+# 2.4: after a disconnect `send` raises an OSError, and an application need not listen for one.
+_ASGI: Mapping[str, str] = {"version": "3.0", "spec_version": "2.4"}
+_FRAMING_HEADERS = frozenset(("Host", "Connection", "Content-Length", "Transfer-Encoding", "Expect"))
+
+
+class Carrier:
+    """What all requests of one server share.
+
+    Attributes
+    ----------
+    tasks : set
+        The tasks of all requests whose application is still running.
+    links : set
+        The open connections.
+    is_draining : bool
+        Whether each response is the last on its connection.
+    """
+
+    def __init__(self, app: ASGIApp, *, max_body_bytes: int, idle_timeout_s: float, clock: Clock) -> None:
+        self.app = app
+        self.max_body_bytes = max_body_bytes
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.links: set[Link] = set()
+        self.is_draining = False
+        self.watch = IdleWatch(idle_timeout_s, Link.close)
+        self._clock = clock
+        self._date = b""
+        self._date_until = 0.0
+
+    def date(self) -> bytes:
+        """Return the ``date`` header of this second."""
+        now = self._clock.now()
+        if now >= self._date_until:
+            wall = self._clock.wall()
+            self._date = b"date: " + email.utils.formatdate(wall, usegmt=True).encode("ascii")
+            self._date_until = now + 1.0 - wall % 1.0
+        return self._date
+
+
+class Link:
+    """One open connection: its stream, its addresses and the request that is read or answered on it."""
+
+    __slots__ = ("client", "exchange", "server", "stream")
+
+    def __init__(self, stream: IOStream) -> None:
+        self.stream = stream
+        self.client, self.server = _addresses(stream.socket)
+        self.exchange: Exchange | None = None
+
+    def close(self) -> None:
+        """Close the connection, whatever is going on there."""
+        if self.exchange is not None:
+            self.exchange.on_connection_close()
+        self.stream.close()
+
+    def __str__(self) -> str:
+        # Tornado puts this into its log lines.
+        return "{}:{}".format(*self.client) if self.client else "unknown client"
+
+
+class Exchange(httputil.HTTPMessageDelegate):
+    """Reads one request, runs the application on it, and writes what the application sends."""
+
+    _body: RequestBody  # there is none before the headers
+
+    def __init__(self, carrier: Carrier, link: Link, connection: HTTP1Connection) -> None:
+        self._carrier = carrier
+        self._link = link
+        self._connection = connection
+        self._stream = link.stream
+        self._task: asyncio.Task[None] | None = None
+        self._method = ""
+        self._is_http11 = True
+        self._closes = False
+        self._start: Message | None = None
+        self._writer: ResponseWriter | None = None
+        self._is_whole = False  # the response was written to its end
+        self._is_gone = False  # nobody listens to the response any more
+        self._is_over = False  # Tornado has been told to go on
+        self._linger: asyncio.TimerHandle | None = None
+        link.exchange = self
+        carrier.watch.watch(link)
+
+    # ---- called by Tornado, in this order
+
+    def headers_received(
+        self,
+        start_line: httputil.RequestStartLine | httputil.ResponseStartLine,
+        headers: httputil.HTTPHeaders,
+    ) -> None:
+        """Start the application; it may answer before the body has come in."""
+        method, target, version = start_line
+        self._method = str(method).upper()
+        self._is_http11 = version == "HTTP/1.1"
+        pairs: list[tuple[bytes, bytes]] = []
+        framing: dict[str, str] = {}
+        for name, value in headers.get_all():
+            pairs.append((name.lower().encode("latin-1"), value.encode("latin-1")))
+            if name in _FRAMING_HEADERS:
+                framing[name] = f"{framing[name]},{value}" if name in framing else value
+        self._closes = not keeps_alive(framing.get("Connection", ""), is_http11=self._is_http11)
+        try:
+            length = body_length(framing, is_http11=self._is_http11)
+        except ValueError as error:
+            self._body = RequestBody(is_ended=True)  # as far as we care: where it ends is what is unclear
+            self._closes = True
+            self._answer(400, str(error))
+            return
+        self._body = RequestBody(is_ended=length == 0)
+        if length is not None and length > self._carrier.max_body_bytes:
+            self._refuse_body(is_coming="Expect" not in framing)
+            return
+        self._connection.set_close_callback(self.on_connection_close)
+        scope = self._scope(str(target), str(version), pairs)
+        self._task = asyncio.get_running_loop().create_task(self._run(scope))
+        self._carrier.tasks.add(self._task)
+        self._task.add_done_callback(self._carrier.tasks.discard)
+
+    def data_received(self, chunk: bytes) -> asyncio.Future[None] | None:
+        """Take a part of the body; Tornado waits for the returned future before it reads on."""
+        watch = self._carrier.watch
+        room = self._body.feed(chunk)
+        if self._is_gone or self._is_whole:
+            return None  # lingering
+        if self._body.received_bytes > self._carrier.max_body_bytes:
+            self._refuse_body(is_coming=True)
+            return None
+        if room is not None:
+            # It is the application that is slow now, not the client.
+            watch.unwatch(self._link)
+            room.add_done_callback(self._expect_more)
+        elif self._writer is None:
+            watch.watch(self._link)
+        return room
+
+    def finish(self) -> None:
+        """Note that the request has come in whole."""
+        self._carrier.watch.unwatch(self._link)
+        self._body.end()
+        if self._is_whole:
+            self._go_on()
+
+    def on_connection_close(self) -> None:
+        """Take note that the client is gone, in whatever state that is; idempotent."""
+        self._is_gone = self._is_over = True
+        self._carrier.watch.unwatch(self._link)
+        if self._linger is not None:
+            self._linger.cancel()
+        if self._task is None:
+            return
+        self._body.close()
+        if not self._is_whole:
+            cancel_once(self._task)
+
+    # ---- called by the application
+
+    async def send(self, message: Message) -> None:
+        """Write one ASGI message, as fast as the client reads.
+
+        Raises
+        ------
+        OSError
+            The client is gone.
+        RuntimeError, TypeError, ValueError
+            The message is not valid at this point.
+        """
+        if self._is_gone:
+            raise ConnectionResetError("the client has gone away")
+        kind = message["type"]
+        if kind == "http.response.start":
+            if self._start is not None:
+                raise RuntimeError("a response was started a second time")
+            self._start = message
+            return
+        if kind != "http.response.body":
+            raise RuntimeError(f"a message of type {kind!r} is not part of an HTTP response")
+        if self._start is None or self._is_whole:
+            raise RuntimeError("a response body was sent before its start or after its end")
+        more_body = bool(message.get("more_body", False))
+        try:
+            flushed = self._write(as_buffer(message.get("body", b"")), more_body)
+            if flushed is not None and not flushed.done():
+                await flushed
+        except StreamClosedError as error:
+            self._is_gone = True
+            raise ConnectionResetError("the client has gone away") from error
+        if not more_body:
+            self._complete()
+
+    # ---- the rest is private
+
+    async def _run(self, scope: Scope) -> None:
+        """Top loop of one request: whatever goes wrong in the application ends here, in the log."""
+        try:
+            await self._carrier.app(scope, self._body.receive, self.send)
+        except asyncio.CancelledError:
+            if not self._is_gone and not self._is_whole:
+                self._fail()  # cancelled by the application itself, or with the whole loop
+            raise
+        except Exception as error:
+            if self._is_gone:
+                log.debug("A request failed after its client had gone", exc_info=error)
+                return
+            # Errors of ours with a status of their own say all there is to say.
+            is_fault = http_status_of(error) == 500
+            log.error("%s failed: %r", self._request_line(scope), error, exc_info=is_fault)
+            self._fail()
+        else:
+            if not self._is_whole and not self._is_gone:
+                log.error("%s was left without a whole response", self._request_line(scope))
+                self._fail()
+
+    def _request_line(self, scope: Scope) -> str:
+        # Not the decoded path, which may hold line breaks.
+        return f"{self._method} {scope['raw_path'].decode('latin-1')}"
+
+    def _scope(self, target: str, version: str, headers: list[tuple[bytes, bytes]]) -> dict[str, Any]:
+        raw_path, _, query = target.partition("?")
+        if raw_path[:1] != "/":
+            raw_path = path_of(raw_path)
+        raw = raw_path.encode("latin-1")
+        path = raw_path
+        if "%" in path or not path.isascii():
+            path = unquote_to_bytes(raw).decode("utf-8", "replace")
+        return {
+            "type": "http",
+            "asgi": _ASGI,
+            "http_version": version[5:],
+            "method": self._method,
+            "scheme": "http",
+            "path": path,
+            "raw_path": raw,
+            "query_string": query.encode("latin-1"),
+            "root_path": "",
+            "headers": headers,
+            "client": self._link.client,
+            "server": self._link.server,
+        }
+
+    def _write(self, body: Buffer, more_body: bool) -> asyncio.Future[None] | None:
+        writer = self._writer
+        if writer is None:
+            assert self._start is not None
+            writer = ResponseWriter(
+                self._start,
+                method=self._method,
+                is_http11=self._is_http11,
+                closes=self._closes or self._carrier.is_draining,
+            )
+            parts = writer.first(body, more_body, self._carrier.date())
+            self._writer = writer  # only now: a head that cannot be made leaves room for a 500
+            self._closes = writer.closes
+            if more_body:
+                # A stream's parts are small and wanted at once; Nagle's algorithm would hold them back.
+                self._stream.set_nodelay(True)
+            if not self._body.is_ended:
+                # A client may take its time over a body that is already being answered.
+                self._carrier.watch.unwatch(self._link)
+        else:
+            parts = writer.next(body, more_body)
+        if not parts:
+            return None
+        if len(body) <= _JOIN_BYTES:
+            return self._stream.write(b"".join(parts) if len(parts) > 1 else parts[0])
+        for part in parts[:-1]:
+            self._stream.write(part)
+        return self._stream.write(parts[-1])
+
+    def _complete(self) -> None:
+        self._is_whole = True
+        self._body.close()
+        if self._body.is_ended:
+            self._go_on()
+        elif not self._is_over:
+            self._linger = asyncio.get_running_loop().call_later(LINGER_S, self._go_on)
+
+    def _go_on(self) -> None:
+        if self._is_over:
+            return
+        self._is_over = True
+        if self._linger is not None:
+            self._linger.cancel()
+        self._connection.finish()  # closes, if the client asked for it or has not sent everything
+        if self._closes:
+            self._connection.close()
+
+    def _expect_more(self, _: asyncio.Future[None]) -> None:
+        if not self._is_gone and not self._is_whole and self._writer is None and not self._body.is_ended:
+            self._carrier.watch.watch(self._link)
+
+    def _refuse_body(self, *, is_coming: bool) -> None:
+        self._carrier.watch.unwatch(self._link)
+        limit = self._carrier.max_body_bytes
+        if self._task is not None:
+            cancel_once(self._task)
+        if self._writer is not None:
+            self._cut()
+            return
+        self._closes = True
+        self._answer(413, f"The request body is larger than the {limit} bytes allowed.", is_coming=is_coming)
+
+    def _fail(self) -> None:
+        if self._writer is None:
+            self._answer(500, "Internal Server Error")
+        else:
+            self._cut()
+
+    def _answer(self, status: int, text: str, *, is_coming: bool = True) -> None:
+        # A response of our own, in place of the application's.
+        self._start, body = plain_text(status, text)
+        if self._stream.closed():
+            return
+        flushed = self._write(body, False)
+        self._is_gone = True
+        if not is_coming:
+            self._body.is_ended = True
+        if flushed is None or flushed.done():
+            self._complete()
+        else:
+            flushed.add_done_callback(lambda _: self._complete())
+
+    def _cut(self) -> None:
+        if not self._is_whole and not self._is_over:
+            self._is_gone = True
+            self._is_over = True
+            self._body.close()
+            self._connection.close()
+
+
+def cancel_once(task: asyncio.Task[None]) -> None:
+    """Cancel a task, unless it is busy cleaning up after an earlier cancellation."""
+    if not task.cancelling():
+        task.cancel()
+
+
+def body_length(framing: Mapping[str, str], *, is_http11: bool) -> int | None:
+    """Return the bytes of body a request announces; None if it comes in chunks.
+
+    Raises
+    ------
+    ValueError
+        Two readers of these headers could disagree about where the request ends, or for whom it is. Tornado
+        looks at some of this too, but only after the application has been started.
+    """
+    host = framing.get("Host")
+    if "," in (host or "") or (is_http11 and host is None):
+        raise ValueError("A request needs exactly one Host header.")
+    length = framing.get("Content-Length")
+    if "Transfer-Encoding" in framing:
+        if length is not None or framing["Transfer-Encoding"].lower() != "chunked":
+            raise ValueError("Transfer-Encoding must be chunked, and without a Content-Length.")
+        return None
+    if length is None:
+        return 0
+    lengths = {piece.strip(" \t") for piece in length.split(",")}
+    written = lengths.pop()
+    if lengths or not (written.isascii() and written.isdigit()):
+        raise ValueError("Content-Length must be one number.")
+    return int(written)
+
+
+def keeps_alive(connection: str, *, is_http11: bool) -> bool:
+    """Whether a request's ``Connection`` header lets the connection go on after the response."""
+    if not connection:
+        return is_http11
+    wishes = [wish.strip() for wish in connection.lower().split(",")]
+    return "close" not in wishes if is_http11 else "keep-alive" in wishes
+
+
+def path_of(target: str) -> str:
+    """Return the path of a request target that does not start with one."""
+    _, scheme_end, rest = target.partition("://")
+    if not scheme_end:
+        return target  # "*" of OPTIONS, or the authority of CONNECT
+    _, slash, path = rest.partition("/")
+    return slash + path or "/"
+
+
+def as_buffer(body: Any) -> Buffer:
+    """Return a body part in a form that can be written without another copy."""
+    if isinstance(body, bytes):
+        return body
+    if isinstance(body, memoryview):
+        return body if body.format == "B" and body.ndim == 1 else body.cast("B")
+    if isinstance(body, bytearray):
+        return bytes(body)  # the application may go on to change it
+    raise TypeError(f"a response body consists of bytes, not {type(body).__name__}")
+
+
+def _addresses(sock: socket.socket | None) -> tuple[tuple[str, int] | None, tuple[str, int | None] | None]:
+    try:
+        if sock is None or sock.family not in (socket.AF_INET, socket.AF_INET6):
+            return None, None
+        return sock.getpeername()[:2], sock.getsockname()[:2]
+    except OSError:  # reset before it was looked at
+        return None, None

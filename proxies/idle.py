@@ -1,0 +1,55 @@
+"""Finds the connections on which nothing has come in for too long, with one timer for all of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class IdleWatch(Generic[T]):
+    """Calls ``on_idle(item)`` for each item that was watched for ``timeout_s`` without a new `watch`."""
+
+    def __init__(self, timeout_s: float, on_idle: Callable[[T], None]) -> None:
+        self._timeout_s = timeout_s
+        self._on_idle = on_idle
+        # All wait equally long, so the order of insertion is the order in which they are due.
+        self._since: dict[T, float] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def watch(self, item: T) -> None:
+        """Give an item its full time from now."""
+        loop = asyncio.get_running_loop()
+        self._since.pop(item, None)
+        self._since[item] = loop.time()
+        if self._timer is None:
+            self._timer = loop.call_later(self._timeout_s, self._look)
+
+    def unwatch(self, item: T) -> None:
+        """Forget an item; one that is not watched is no error."""
+        self._since.pop(item, None)
+
+    def __len__(self) -> int:
+        return len(self._since)
+
+    def stop(self) -> None:
+        """Forget everything."""
+        self._since.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _look(self) -> None:
+        self._timer = None
+        loop = asyncio.get_running_loop()
+        # Timers may fire a clock tick early.
+        due = loop.time() - self._timeout_s + 1e-3
+        while self._since:
+            item, since = next(iter(self._since.items()))
+            if since > due:
+                self._timer = loop.call_at(since + self._timeout_s, self._look)
+                return
+            del self._since[item]
+            self._on_idle(item)

@@ -1,0 +1,139 @@
+"""Listening sockets, and clear words when there can be none.
+
+With ``SO_REUSEPORT`` a second program of the same user binds a taken port without an error and gets a share
+of its traffic. So the first listener of an instance on a host proves with an ordinary socket that the port
+is free before it opens the shared one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+from typing import Any
+
+from daskserve.errors import BadRequestError, InstanceError, PortInUseError
+
+#: Connections that wait to be accepted; the kernel caps it at net.core.somaxconn.
+BACKLOG = 2048
+#: A free port of one address family may be taken in the other.
+_FREE_PORT_ATTEMPTS = 8
+
+_NO_SUCH_ADDRESS = frozenset((errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT))
+
+
+def bind_sockets(
+    host: str, port: int, *, reuse_port: bool = False, claims_port: bool = True
+) -> list[socket.socket]:
+    """Return one listening, non-blocking socket for each address of ``host``, all on one port.
+
+    Parameters
+    ----------
+    host : str
+        A name, an IPv4 or an IPv6 address; empty for every address of the machine.
+    port : int
+        0 takes a free one.
+    reuse_port : bool
+        Let further listeners of this user share the port.
+    claims_port : bool
+        Whether a port that is shared already counts as taken. False for the second and later listeners of
+        an instance.
+
+    Raises
+    ------
+    PortInUseError
+        Something listens there.
+    BadRequestError
+        The host does not resolve, or is no address of this machine, or ports cannot be shared here.
+    InstanceError
+        The operating system refuses for another reason.
+    """
+    if reuse_port and not hasattr(socket, "SO_REUSEPORT"):
+        raise BadRequestError("This platform has no SO_REUSEPORT, so proxies cannot share one port.")
+    addresses = _resolve(host, port)
+    attempts_left = 1 if port else _FREE_PORT_ATTEMPTS
+    while True:
+        attempts_left -= 1
+        try:
+            return _bind_all(host, port, addresses, reuse_port=reuse_port, claims_port=claims_port)
+        except PortInUseError:
+            if not attempts_left:
+                raise
+
+
+def _resolve(host: str, port: int) -> list[tuple[int, Any]]:
+    bare = host.strip().removeprefix("[").removesuffix("]")
+    try:
+        found = socket.getaddrinfo(bare or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise BadRequestError(
+            f"Cannot listen on {host!r}: the name does not resolve ({error}). "
+            "Use an address of this machine, or 0.0.0.0 for all of them."
+        ) from error
+    # IPv4 first, so that a free port is chosen where most clients connect; the dict drops duplicates.
+    found.sort(key=lambda info: info[0] != socket.AF_INET)
+    return list(dict.fromkeys((int(family), address) for family, _, _, _, address in found))
+
+
+def _bind_all(
+    host: str, port: int, addresses: list[tuple[int, Any]], *, reuse_port: bool, claims_port: bool
+) -> list[socket.socket]:
+    with contextlib.ExitStack() as opened:
+        sockets: list[socket.socket] = []
+        absent: OSError | None = None
+        for family, address in addresses:
+            wanted = (address[0], port, *address[2:])
+            try:
+                if reuse_port and claims_port:
+                    with _listening(family, wanted) as trial:
+                        wanted = (address[0], trial.getsockname()[1], *address[2:])
+                sock = _listening(family, wanted, reuse_port=reuse_port)
+            except OSError as error:
+                if error.errno not in _NO_SUCH_ADDRESS:
+                    raise _explained(error, host, port) from error
+                absent = error  # often ::1 for localhost in a container; another address may do
+                continue
+            sockets.append(opened.enter_context(sock))
+            port = sock.getsockname()[1]
+        if not sockets:
+            raise BadRequestError(
+                f"Cannot listen on {host!r}: it is no address of this machine. "
+                "Use one that is, or 0.0.0.0 for all of them."
+            ) from absent
+        opened.pop_all()
+        return sockets
+
+
+def _listening(family: int, address: Any, *, reuse_port: bool = False) -> socket.socket:
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if os.name == "posix":
+            # A port whose last connections are still in TIME_WAIT is free.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if reuse_port:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if family == socket.AF_INET6:
+            # Else "::" would take the IPv4 port too, or fail where that is bound on its own.
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        sock.setblocking(False)
+        sock.bind(address)
+        sock.listen(BACKLOG)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _explained(error: OSError, host: str, port: int) -> InstanceError:
+    if error.errno == errno.EADDRINUSE:
+        return PortInUseError(
+            f"{host}:{port} is in use by another program or another instance. Stop that one, or choose "
+            'another port with http_options={"port": ...}; 0 takes a free one.'
+        )
+    if error.errno == errno.EACCES:
+        return InstanceError(
+            f"Not allowed to listen on {host}:{port}; ports below 1024 usually need special rights. "
+            'Choose another port with http_options={"port": ...}.'
+        )
+    return InstanceError(f"Cannot listen on {host}:{port}: {error}")

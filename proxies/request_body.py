@@ -1,0 +1,100 @@
+"""A request's body between the socket, which pushes, and the application, which pulls."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from daskserve.types import Message
+
+#: Above this many unread bytes the socket is not read any further.
+HIGH_WATER_BYTES = 256 * 1024
+
+
+class RequestBody:
+    """The receiving side of one ASGI request.
+
+    Attributes
+    ----------
+    received_bytes : int
+        What has come in so far.
+    is_ended : bool
+        Whether the body has come in whole.
+    """
+
+    __slots__ = (
+        "_buffered_bytes",
+        "_chunks",
+        "_is_closed",
+        "_is_taken",
+        "_news",
+        "_room",
+        "is_ended",
+        "received_bytes",
+    )
+
+    def __init__(self, *, is_ended: bool) -> None:
+        self.is_ended = is_ended
+        self.received_bytes = 0
+        self._chunks: deque[bytes] = deque()
+        self._buffered_bytes = 0
+        self._is_taken = False
+        self._is_closed = False
+        # Both are made only when someone has to wait.
+        self._news: asyncio.Event | None = None
+        self._room: asyncio.Future[None] | None = None
+
+    def feed(self, chunk: bytes) -> asyncio.Future[None] | None:
+        """Take a part of the body; returns what to wait for before reading more."""
+        self.received_bytes += len(chunk)
+        if self._is_closed:
+            return None
+        self._chunks.append(chunk)
+        self._buffered_bytes += len(chunk)
+        self._wake()
+        if self._buffered_bytes <= HIGH_WATER_BYTES:
+            return None
+        self._room = asyncio.get_running_loop().create_future()
+        return self._room
+
+    def end(self) -> None:
+        """Note that the body is whole."""
+        self.is_ended = True
+        self._wake()
+
+    def close(self) -> None:
+        """Answer ``http.disconnect`` from now on and drop whatever comes in."""
+        self._is_closed = True
+        self._chunks.clear()
+        self._buffered_bytes = 0
+        self._make_room()
+        self._wake()
+
+    async def receive(self) -> Message:
+        """Return the next ASGI message, waiting for it if need be."""
+        while True:
+            if self._is_closed:
+                return {"type": "http.disconnect"}
+            if self._chunks:
+                chunk = self._chunks.popleft()
+                self._buffered_bytes -= len(chunk)
+                if self._buffered_bytes <= HIGH_WATER_BYTES // 2:
+                    self._make_room()
+                self._is_taken = self.is_ended and not self._chunks
+                return {"type": "http.request", "body": chunk, "more_body": not self._is_taken}
+            if self.is_ended and not self._is_taken:
+                self._is_taken = True
+                return {"type": "http.request", "body": b"", "more_body": False}
+            if self._news is None:
+                self._news = asyncio.Event()
+            self._news.clear()
+            await self._news.wait()
+
+    def _make_room(self) -> None:
+        room, self._room = self._room, None
+        if room is not None and not room.done():
+            room.set_result(None)
+
+    def _wake(self) -> None:
+        if self._news is not None:
+            self._news.set()

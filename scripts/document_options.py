@@ -1,0 +1,60 @@
+"""Write the option tables of README.md from the option models, their only definition.
+
+Run without arguments it rewrites the file; with ``--check`` it exits with 1 if the file is not up to date.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from pydantic import AliasChoices
+from pydantic.fields import FieldInfo
+
+from daskserve import config
+
+README = Path(__file__).parent.parent / "README.md"
+BLOCK = re.compile(r"(<!-- options: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+#: Set by daskserve itself; not an option.
+INTERNAL = frozenset({"internal_metadata"})
+
+
+def default_of(field: FieldInfo) -> str:
+    """Return a field's default as a reader would write it."""
+    value: Any = field.get_default(call_default_factory=True)
+    return f"`{str(value) if isinstance(value, config.Location) else value!r}`"
+
+
+def row(name: str, field: FieldInfo) -> str:
+    """Return the table row of one option, with its other spelling if it has one."""
+    names = [name]
+    if isinstance(field.validation_alias, AliasChoices):
+        names += [str(choice) for choice in field.validation_alias.choices if choice != name]
+    spelling = " or ".join(f"`{each}`" for each in names)
+    return f"| {spelling} | {default_of(field)} | {(field.description or '').replace('``', '`')} |"
+
+
+def table(model: type[config.Options]) -> str:
+    """Return a model's options as a Markdown table."""
+    rows = [row(name, field) for name, field in model.model_fields.items() if name not in INTERNAL]
+    return "\n".join(["| option | default | meaning |", "| --- | --- | --- |", *rows]) + "\n"
+
+
+def rendered(text: str) -> str:
+    """Return the text with every option table made anew."""
+    return BLOCK.sub(lambda match: match[1] + table(getattr(config, match[2])) + match[3], text)
+
+
+def main() -> int:
+    text = README.read_text()
+    new = rendered(text)
+    if "--check" in sys.argv:
+        return int(new != text)
+    README.write_text(new)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""Packaging metadata of daskserve; tool settings are in pyproject.toml."""
+
+import re
+from pathlib import Path
+
+from setuptools import setup
+
+HERE = Path(__file__).parent
+
+
+def read_version() -> str:
+    """Return the version without importing the package: its dependencies are not there yet."""
+    text = (HERE / "daskserve" / "_version.py").read_text(encoding="utf-8")
+    found = re.search(r'^__version__ = "([^"]+)"$', text, re.MULTILINE)
+    if found is None:
+        raise RuntimeError('daskserve/_version.py holds no line of the form: __version__ = "1.2.3"')
+    return found.group(1)
+
+
+def read_long_description() -> str:
+    readme = HERE / "README.md"
+    return readme.read_text(encoding="utf-8") if readme.exists() else ""
+
+
+EXAMPLES = ["scikit-learn>=1.6", "threadpoolctl>=3.1", "pillow>=10.3", "python-multipart>=0.0.18"]
+TEST = ["pytest>=8", "hypothesis>=6.100", "httpx>=0.27", "psutil>=5.9"]
+
+setup(
+    name="daskserve",
+    version=read_version(),
+    description="Serve Python functions, classes and ASGI apps as microservices on any Dask cluster",
+    long_description=read_long_description(),
+    long_description_content_type="text/markdown",
+    author="daskserve developers",
+    license="BSD-3-Clause",
+    python_requires=">=3.11",
+    # The folder proxies/ is imported as daskserve.proxies, which keeps the name `proxies` out of the users'
+    # import namespace.
+    package_dir={"daskserve": "daskserve", "daskserve.proxies": "proxies"},
+    packages=["daskserve", "daskserve.cluster", "daskserve.control", "daskserve.data", "daskserve.proxies"],
+    package_data={"daskserve": ["py.typed"], "daskserve.proxies": ["py.typed"]},
+    zip_safe=False,  # a type checker must find py.typed on disk
+    install_requires=[
+        "dask>=2025.1",
+        "distributed>=2025.1",
+        "tornado>=6.4",
+        "cloudpickle>=3.0",
+        "prometheus-client>=0.20",
+        "pydantic>=2.7",
+        "starlette>=0.40",
+        "wsproto>=1.2",
+        "click>=8.1",
+        "fsspec>=2024.2",
+        "msgpack>=1.0.2",
+    ],
+    extras_require={
+        "dashboard": ["bokeh>=3.1"],
+        "uvicorn": ["uvicorn>=0.30", "httptools>=0.6", "uvloop>=0.19; sys_platform != 'win32'"],
+        "examples": EXAMPLES,
+        "test": TEST,
+        "dev": [*TEST, *EXAMPLES, "ruff>=0.6", "mypy>=1.11"],
+    },
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Framework :: AsyncIO",
+        "Framework :: Dask",
+        "Intended Audience :: Developers",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Topic :: Internet :: WWW/HTTP :: HTTP Servers",
+        "Topic :: System :: Distributed Computing",
+        "Typing :: Typed",
+    ],
+)

@@ -1,0 +1,673 @@
+"""Long poll: whatever the topic does to the news, listeners end up with what was published."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from daskserve.clock import LoopClock
+from daskserve.cluster.base import Cluster, TopicHandler
+from daskserve.cluster.local_process import plain_copy
+from daskserve.cluster.long_poll import (
+    CONTROLLER,
+    ENDED,
+    INLINE_BYTES,
+    LISTEN_S,
+    NEWS,
+    SILENCE_S,
+    WORKERS,
+    LongPollClient,
+    LongPollHost,
+)
+from daskserve.errors import ActorLostError, NotRunningError, UnavailableError
+from daskserve.testing import run_virtual, wait_until
+from daskserve.types import ActorAddress
+
+CLOCK = LoopClock()
+LARGE = "x" * (INLINE_BYTES + 1)
+
+
+class Wire:
+    """A cluster of one host and one client, with everything between them in the test's hand."""
+
+    def __init__(self) -> None:
+        self.hosts: dict[int, LongPollHost] = {}
+        self.epoch = 0
+        self.handlers: list[TopicHandler] = []
+        #: What was published and not yet delivered.
+        self.news: list[Any] = []
+        self.fetches: list[list[str]] = []
+        self.fetch_errors: list[Exception] = []
+        self.forgotten = 0
+        self.stale_lookups = 0
+        self.before_answer: Callable[[], Awaitable[None]] | None = None
+        self.new_host()
+
+    def new_host(self) -> LongPollHost:
+        self.epoch += 1
+        self.hosts[self.epoch] = LongPollHost(self.epoch, self.publish, CLOCK)
+        return self.host
+
+    @property
+    def host(self) -> LongPollHost:
+        return self.hosts[self.epoch]
+
+    def client(self) -> LongPollClient:
+        return LongPollClient(cast(Cluster, self), CLOCK)
+
+    def publish(self, message: Any) -> None:
+        self.news.append(plain_copy(message))
+
+    def deliver(self, *numbers: int) -> None:
+        """Deliver these of the waiting messages, in this order; all if none is named."""
+        chosen = [self.news[number] for number in numbers] if numbers else list(self.news)
+        self.news.clear()
+        self.hear(*chosen)
+
+    def hear(self, *messages: Any) -> None:
+        for message in messages:
+            for handler in list(self.handlers):
+                handler(plain_copy(message))
+
+    # what the client asks of a cluster
+
+    async def subscribe(self, handler: TopicHandler) -> Callable[[], Awaitable[None]]:
+        self.handlers.append(handler)
+
+        async def unsubscribe() -> None:
+            self.handlers.remove(handler)
+
+        return unsubscribe
+
+    async def controller(self) -> ActorAddress:
+        await asyncio.sleep(0)
+        if self.stale_lookups:
+            return ActorAddress("c", "w", self.epoch - 1)
+        return ActorAddress("c", "w", self.epoch)
+
+    def forget_controller(self) -> None:
+        self.forgotten += 1
+        self.stale_lookups = max(0, self.stale_lookups - 1)
+
+    async def call(self, address: ActorAddress, verb: str, *, keys: Sequence[str]) -> Any:
+        assert verb == "fetch"
+        self.fetches.append(list(keys))
+        if self.fetch_errors:
+            raise self.fetch_errors.pop(0)
+        answer = plain_copy(self.hosts[address.incarnation].fetch(keys))
+        if self.before_answer is not None:
+            await self.before_answer()
+        return answer
+
+
+def run(scenario: Callable[[Wire], Coroutine[Any, Any, None]]) -> None:
+    async def main() -> None:
+        await scenario(Wire())
+
+    run_virtual(main)
+
+
+async def quiet() -> None:
+    """Let everything happen that takes no time."""
+    await asyncio.sleep(0.001)
+
+
+async def started(wire: Wire, *keys: str) -> tuple[LongPollClient, dict[str, list[Any]]]:
+    """Return a client that watches keys and holds their values, and a list of all it is told of each."""
+    client = wire.client()
+    await client.start()
+    told: dict[str, list[Any]] = {key: [] for key in keys}
+    for key in keys:
+        client.watch(key, told[key].append)
+    await quiet()
+    wire.fetches.clear()
+    return client, told
+
+
+# ---- the host
+
+
+def test_a_change_has_a_number_and_is_told_once() -> None:
+    async def scenario(wire: Wire) -> None:
+        assert wire.host.snapshot_id == (1, 0)
+        assert wire.host.notify({"a": 1, "b": [2]}) == (1, 1)
+        assert wire.news == [
+            {"kind": NEWS, "epoch": 1, "counter": 1, "changes": (("a", True, 1), ("b", True, (2,)))}
+        ]
+
+    run(scenario)
+
+
+def test_what_is_published_already_is_no_news() -> None:
+    async def scenario(wire: Wire) -> None:
+        wire.host.notify({"a": {"x": [1]}})
+        assert wire.host.notify({"a": {"x": [1]}, "never": None}) == (1, 1)
+        assert wire.host.notify({"a": {"x": [1]}, "b": 1}) == (1, 2)
+        assert wire.host.notify({"a": None}) == (1, 3)
+        assert wire.host.notify({"a": None}) == (1, 3)
+        assert [len(each["changes"]) for each in wire.news] == [1, 1, 1]
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(("value", "is_inline"), [("x" * (INLINE_BYTES - 10), True), (LARGE, False)])
+def test_large_values_do_not_travel_with_the_news(value: str, is_inline: bool) -> None:
+    async def scenario(wire: Wire) -> None:
+        wire.host.notify({"a": value})
+        assert wire.news[0]["changes"] == (("a", is_inline, value if is_inline else None),)
+        assert wire.host.fetch(["a"])["values"] == {"a": value}
+
+    run(scenario)
+
+
+def test_fetching_tells_the_newest_of_what_was_asked_for() -> None:
+    async def scenario(wire: Wire) -> None:
+        wire.host.notify({"a": 1, "b": 2})
+        wire.host.notify({"a": None})
+        assert wire.host.fetch(["a", "b", "never"]) == {
+            "epoch": 1,
+            "counter": 2,
+            "values": {"a": None, "b": 2, "never": None},
+        }
+
+    run(scenario)
+
+
+def test_listening_answers_at_once_for_what_is_stale() -> None:
+    async def scenario(wire: Wire) -> None:
+        wire.host.notify({"a": 1})
+        wire.host.notify({"b": 2})
+        for stale in (None, (1, 0), (0, 1), (9, 1)):
+            assert await wire.host.listen_for_change({"a": stale, "b": (1, 2)}) == {"a": ((1, 1), 1)}
+        assert await wire.host.listen_for_change({"a": None, "gone": (1, 7)}) == {
+            "a": ((1, 1), 1),
+            "gone": ((1, 0), None),
+        }
+        assert asyncio.get_running_loop().time() == 0
+
+    run(scenario)
+
+
+def test_listening_wakes_for_its_own_keys_only() -> None:
+    async def scenario(wire: Wire) -> None:
+        wire.host.notify({"a": 1, "b": 1})
+        waits = {
+            key: asyncio.create_task(wire.host.listen_for_change({key: [1, 1]}))
+            for key in ("a", "b")  # type: ignore[dict-item]
+        }
+        await asyncio.sleep(5)
+        wire.host.notify({"a": 2})
+        assert await waits["a"] == {"a": ((1, 2), 2)}
+        await asyncio.sleep(5)
+        assert not waits["b"].done()
+        wire.host.notify({"b": None})
+        assert await waits["b"] == {"b": ((1, 0), None)}
+
+    run(scenario)
+
+
+def test_listening_ends_empty_after_half_a_minute_in_all() -> None:
+    async def scenario(wire: Wire) -> None:
+        wire.host.notify({"a": 1})
+        waiting = asyncio.create_task(wire.host.listen_for_change({"a": (1, 1)}))
+        await asyncio.sleep(LISTEN_S - 1)
+        wire.host.notify({"other": 1})  # no reason to begin the wait anew
+        assert await waiting == {}
+        assert asyncio.get_running_loop().time() == LISTEN_S
+
+    run(scenario)
+
+
+# ---- the client, in good weather
+
+
+def test_a_watcher_gets_the_value_there_is_and_every_change() -> None:
+    async def scenario(wire: Wire) -> None:
+        wire.host.notify({"a": 1})
+        client, told = await started(wire, "a")
+        assert told["a"] == [1]
+        for value in (2, [3], None):
+            wire.host.notify({"a": value})
+            wire.deliver()
+        assert told["a"] == [1, 2, (3,), None]
+        assert client.snapshot_id == (1, 4)
+        assert wire.fetches == []
+
+    run(scenario)
+
+
+def test_a_second_watcher_gets_the_known_value_at_once() -> None:
+    async def scenario(wire: Wire) -> None:
+        wire.host.notify({"a": 1})
+        client, _ = await started(wire, "a")
+        told: list[Any] = []
+        client.watch("a", told.append)
+        assert told == [1]
+        assert wire.fetches == []
+
+    run(scenario)
+
+
+def test_an_unknown_key_is_told_to_be_nothing() -> None:
+    async def scenario(wire: Wire) -> None:
+        _, told = await started(wire, "never")
+        assert told["never"] == [None]
+
+    run(scenario)
+
+
+def test_news_of_what_nobody_watches_only_advances() -> None:
+    async def scenario(wire: Wire) -> None:
+        client, told = await started(wire, "a")
+        wire.host.notify({"b": LARGE})
+        wire.deliver()
+        await quiet()
+        assert client.snapshot_id == (1, 1)
+        assert told["a"] == [None]
+        assert wire.fetches == []
+
+    run(scenario)
+
+
+def test_a_large_value_is_fetched_and_only_it() -> None:
+    async def scenario(wire: Wire) -> None:
+        client, told = await started(wire, "a")
+        wire.host.notify({"a": LARGE})
+        wire.deliver()
+        assert client.snapshot_id == (1, 0)
+        await quiet()
+        assert told["a"] == [None, LARGE]
+        assert client.snapshot_id == (1, 1)
+        assert wire.fetches == [["a"]]
+
+    run(scenario)
+
+
+def test_who_stops_watching_hears_no_more_and_may_begin_anew() -> None:
+    async def scenario(wire: Wire) -> None:
+        client, told = await started(wire, "a")
+        more: list[Any] = []
+        stop = client.watch("b", more.append)
+        await quiet()
+        stop()
+        stop()
+        wire.host.notify({"a": 1, "b": 1})
+        wire.deliver()
+        assert more == [None]
+        client.watch("b", more.append)
+        await quiet()
+        assert more == [None, 1]
+        assert told["a"][-1] == 1
+
+    run(scenario)
+
+
+def test_a_value_that_arrives_after_its_watcher_left_is_not_kept() -> None:
+    """Nobody keeps it up to date any more, so the next watcher must not be handed it."""
+
+    async def scenario(wire: Wire) -> None:
+        wire.host.notify({"a": "old"})
+        client = wire.client()
+        await client.start()
+        stop = client.watch("a", lambda value: None)
+
+        async def leave() -> None:
+            stop()
+
+        wire.before_answer = leave
+        await quiet()
+        wire.before_answer = None
+        wire.host.notify({"a": "new"})
+        wire.deliver()
+        await quiet()
+        told: list[Any] = []
+        client.watch("a", told.append)
+        await quiet()
+        assert told == ["new"]
+
+    run(scenario)
+
+
+def test_waiting_for_a_snapshot() -> None:
+    async def scenario(wire: Wire) -> None:
+        client, told = await started(wire, "a")
+        await client.wait_for_snapshot((1, 0), 1)
+        snapshot = wire.host.notify({"a": LARGE})
+        waiting = asyncio.create_task(client.wait_for_snapshot(snapshot, 1))
+        await quiet()
+        assert not waiting.done()
+        wire.deliver()
+        await waiting
+        assert told["a"][-1] == LARGE
+        with pytest.raises(TimeoutError):
+            await client.wait_for_snapshot((1, 2), 3)
+        assert asyncio.get_running_loop().time() >= 3
+        with pytest.raises(TimeoutError):
+            await client.wait_for_snapshot((1, 2), -1)
+
+    run(scenario)
+
+
+def test_workers_and_the_end_are_told() -> None:
+    async def scenario(wire: Wire) -> None:
+        client, _ = await started(wire)
+        heard: list[Any] = []
+        client.on_worker_left(heard.append)
+        client.on_ended(lambda: heard.append("ended"))
+        wire.hear(
+            {"kind": WORKERS, "joined": [{"address": "w9"}], "left": ["w1", "w2"]},
+            {"kind": "unheard of"},
+            {"kind": ENDED},
+        )
+        assert heard == ["w1", "w2", "ended"]
+
+    run(scenario)
+
+
+# ---- the client, in bad weather
+
+
+def test_a_hole_makes_it_fetch_everything_it_watches() -> None:
+    async def scenario(wire: Wire) -> None:
+        client, told = await started(wire, "a", "b")
+        for number in (1, 2, 3):
+            wire.host.notify({"a": number} if number != 2 else {"b": number})
+        wire.deliver(0, 2)
+        assert client.snapshot_id == (1, 1)
+        await quiet()
+        assert client.snapshot_id == (1, 3)
+        assert (told["a"][-1], told["b"][-1]) == (3, 2)
+        assert wire.fetches == [["a", "b"]]
+
+    run(scenario)
+
+
+def test_old_news_is_ignored() -> None:
+    async def scenario(wire: Wire) -> None:
+        client, told = await started(wire, "a")
+        for number in (1, 2, 3):
+            wire.host.notify({"a": number})
+        news = list(wire.news)
+        wire.deliver()
+        wire.hear(*news, *reversed(news))
+        await quiet()
+        assert told["a"] == [None, 1, 2, 3]
+        assert client.snapshot_id == (1, 3)
+        assert wire.fetches == []
+
+    run(scenario)
+
+
+def test_a_new_controller_makes_it_fetch_everything() -> None:
+    async def scenario(wire: Wire) -> None:
+        wire.host.notify({"a": "old", "b": "old"})
+        client, told = await started(wire, "a", "b")
+        wire.new_host()
+        wire.host.notify({"a": "new"})
+        wire.deliver(1)
+        await quiet()
+        assert client.snapshot_id == (2, 1)
+        assert (told["a"][-1], told["b"][-1]) == ("new", None)
+
+    run(scenario)
+
+
+def test_the_old_controller_is_not_heard_any_more() -> None:
+    async def scenario(wire: Wire) -> None:
+        client, told = await started(wire, "a")
+        old = wire.host
+        wire.new_host().notify({"a": "new"})
+        wire.deliver()
+        await quiet()
+        old.notify({"a": "old"})
+        wire.deliver()
+        await quiet()
+        assert told["a"][-1] == "new"
+        assert client.snapshot_id == (2, 1)
+
+    run(scenario)
+
+
+def test_the_old_controller_is_not_believed_when_it_answers_a_fetch() -> None:
+    """It was replaced but lives, and this process still has its address."""
+
+    async def scenario(wire: Wire) -> None:
+        wire.host.notify({"a": "old"})
+        client, told = await started(wire, "a")
+        wire.new_host().notify({"a": "new"})
+        wire.stale_lookups = 2
+        wire.deliver(1)
+        await asyncio.sleep(1)
+        assert told["a"][-1] == "new"
+        assert client.snapshot_id == (2, 1)
+        assert wire.forgotten == 2
+        assert len(wire.fetches) < 10
+
+    run(scenario)
+
+
+def test_silence_makes_it_ask_whether_it_missed_something() -> None:
+    async def scenario(wire: Wire) -> None:
+        client, told = await started(wire, "a", "b")
+        wire.host.notify({"a": 1})
+        wire.news.clear()
+        await asyncio.sleep(SILENCE_S + 1)
+        assert client.snapshot_id == (1, 1)
+        assert told["a"][-1] == 1
+        before = len(wire.fetches)
+        await asyncio.sleep(SILENCE_S)
+        assert wire.fetches[before:] == [[]]  # nothing is asked for if nothing was missed
+
+    run(scenario)
+
+
+def test_it_asks_a_controller_that_has_just_begun() -> None:
+    """What that one told while nobody knew where it lives may have been missed."""
+
+    async def scenario(wire: Wire) -> None:
+        _, told = await started(wire, "a")
+        wire.new_host().notify({"a": "new"})
+        wire.news.clear()
+        wire.hear({"kind": CONTROLLER, "name": "c", "worker": "w", "incarnation": 2})
+        await quiet()
+        assert told["a"][-1] == "new"
+        assert wire.forgotten == 1
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ActorLostError("gone"), UnavailableError("starting"), NotRunningError("not yet"), OSError("net")],
+)
+def test_a_fetch_that_fails_is_tried_again_with_growing_pauses(error: Exception) -> None:
+    async def scenario(wire: Wire) -> None:
+        wire.host.notify({"a": 1})
+        wire.fetch_errors = [error] * 12
+        client = wire.client()
+        await client.start()
+        told: list[Any] = []
+        client.watch("a", told.append)
+        await wait_until(lambda: told, timeout_s=30)
+        assert told == [1]
+        assert len(wire.fetches) == 13
+        assert 2 < asyncio.get_running_loop().time() < 15
+        assert wire.forgotten == 12
+
+    run(scenario)
+
+
+def test_a_watcher_that_raises_does_not_end_the_listening() -> None:
+    async def scenario(wire: Wire) -> None:
+        client = wire.client()
+        await client.start()
+
+        def spoil(value: Any) -> None:
+            if value is None:
+                raise KeyError("not for me")
+
+        client.watch("a", spoil)
+        told: list[Any] = []
+        client.watch("b", told.append)
+        wire.host.notify({"b": LARGE})
+        wire.news.clear()
+        await asyncio.sleep(2 * SILENCE_S)
+        assert told[-1] == LARGE
+
+    run(scenario)
+
+
+def test_a_watcher_that_comes_during_a_fetch_is_served_too() -> None:
+    async def scenario(wire: Wire) -> None:
+        wire.host.notify({"a": 1, "b": 1})
+        client = wire.client()
+        await client.start()
+        told: list[Any] = []
+
+        async def join() -> None:
+            wire.before_answer = None
+            client.watch("b", told.append)
+
+        wire.before_answer = join
+        client.watch("a", told.append)
+        await quiet()
+        assert told == [1, 1]
+
+    run(scenario)
+
+
+def test_news_that_overtakes_a_fetch_is_not_lost() -> None:
+    """The answer was made before the change and arrives after its news."""
+
+    async def scenario(wire: Wire) -> None:
+        wire.host.notify({"a": 1, "b": 1})
+        client = wire.client()
+        await client.start()
+        told: list[Any] = []
+        client.watch("b", lambda value: None)
+        await quiet()
+
+        async def overtake() -> None:
+            wire.before_answer = None
+            wire.news.clear()
+            wire.host.notify({"a": 2})
+            wire.host.notify({"b": 2})
+            wire.deliver()
+
+        wire.before_answer = overtake
+        client.watch("a", told.append)
+        await quiet()
+        assert told[-1] == 2
+        assert client.snapshot_id == (1, 3)
+
+    run(scenario)
+
+
+# ---- beginning and ending
+
+
+def test_starting_twice_subscribes_once_and_stopping_unsubscribes() -> None:
+    async def scenario(wire: Wire) -> None:
+        client = wire.client()
+        await asyncio.gather(client.start(), client.start())
+        await client.start()
+        assert len(wire.handlers) == 1
+        await client.stop()
+        await client.stop()
+        assert wire.handlers == []
+        await asyncio.sleep(3 * SILENCE_S)
+        assert len(wire.fetches) == 0
+
+    run(scenario)
+
+
+def test_a_start_that_failed_can_be_tried_again() -> None:
+    async def scenario(wire: Wire) -> None:
+        client = wire.client()
+        subscribe = wire.subscribe
+
+        async def broken(handler: TopicHandler) -> Callable[[], Awaitable[None]]:
+            raise OSError("no scheduler")
+
+        wire.subscribe = broken  # type: ignore[method-assign]
+        with pytest.raises(OSError, match="no scheduler"):
+            await client.start()
+        wire.subscribe = subscribe  # type: ignore[method-assign]
+        await client.start()
+        told: list[Any] = []
+        client.watch("a", told.append)
+        await quiet()
+        assert told == [None]
+
+    run(scenario)
+
+
+def test_a_caller_that_gives_up_starting_does_not_end_it_for_others() -> None:
+    async def scenario(wire: Wire) -> None:
+        client = wire.client()
+        gate = asyncio.Event()
+        subscribe = wire.subscribe
+
+        async def slow(handler: TopicHandler) -> Callable[[], Awaitable[None]]:
+            await gate.wait()
+            return await subscribe(handler)
+
+        wire.subscribe = slow  # type: ignore[method-assign]
+        first, second = asyncio.create_task(client.start()), asyncio.create_task(client.start())
+        await quiet()
+        first.cancel()
+        await quiet()
+        gate.set()
+        await second
+        assert len(wire.handlers) == 1
+
+    run(scenario)
+
+
+# ---- any weather
+
+values = st.none() | st.integers(0, 3) | st.just(LARGE)
+changes = st.dictionaries(st.sampled_from(["a", "b", "c"]), values, min_size=1, max_size=3)
+fates = st.lists(st.floats(0, 2), max_size=3)  # of one message: how often and when it arrives
+
+
+@given(
+    history=st.lists(st.tuples(changes, fates, st.booleans(), st.floats(0, 1)), max_size=12),
+    watched=st.sets(st.sampled_from(["a", "b", "c"]), min_size=1),
+)
+def test_whatever_happens_to_the_news_the_listener_ends_up_right(
+    history: list[tuple[Mapping[str, Any], list[float], bool, float]], watched: set[str]
+) -> None:
+    """News is lost, comes twice, late and out of order, and controllers are replaced in between."""
+
+    async def main() -> None:
+        wire = Wire()
+        client = wire.client()
+        await client.start()
+        seen: dict[str, Any] = {}
+        snapshots = []
+        for key in watched:
+            client.watch(key, lambda value, key=key: seen.__setitem__(key, value))  # type: ignore[misc]
+        loop = asyncio.get_running_loop()
+        for change, arrivals, is_replaced, pause_s in history:
+            if is_replaced:
+                published = wire.host.fetch(["a", "b", "c"])["values"]
+                wire.new_host().notify(published)
+            wire.host.notify(change)
+            for message in wire.news:
+                for delay_s in arrivals:
+                    loop.call_later(delay_s, wire.hear, message)
+            wire.news.clear()
+            await asyncio.sleep(pause_s)
+            snapshots.append(client.snapshot_id)
+        await asyncio.sleep(2 * SILENCE_S)
+        assert client.snapshot_id == wire.host.snapshot_id
+        assert seen == wire.host.fetch(sorted(watched))["values"]
+        assert snapshots == sorted(snapshots)
+
+    run_virtual(main)

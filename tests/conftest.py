@@ -1,0 +1,22 @@
+"""What all tests share: marks by folder, and runs of property tests that repeat."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+HERE = Path(__file__).parent
+
+# The same examples in every run, and no deadline: a busy machine is not a failure.
+settings.register_profile("daskserve", deadline=None, derandomize=True)
+settings.load_profile("daskserve")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what lies in tests/integration, so that nobody has to remember to."""
+    for item in items:
+        if (HERE / "integration") in item.path.parents:
+            item.add_marker(pytest.mark.integration)
+            item.add_marker(pytest.mark.slow)

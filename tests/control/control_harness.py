@@ -1,0 +1,188 @@
+"""Records, wishes and worlds for the tests of the control plane."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from daskserve.config import BackendConfig
+from daskserve.control import backend_verbs
+from daskserve.control.backend_state import Step, World, step
+from daskserve.control.backend_verbs import Outcome, Wish
+from daskserve.control.observed import Observed
+from daskserve.control.records import (
+    BackendRecord,
+    Change,
+    EndpointRecord,
+    GoalRecord,
+    GoalState,
+    Record,
+    ReplicaRecord,
+)
+from daskserve.control.state import State
+from daskserve.types import ReplicaState, WorkerInfo
+
+#: What a replica occupies unless the test says otherwise.
+TENTH: Mapping[str, float] = {"CPU": 0.1}
+
+
+def worker(number: int = 1, **fields: Any) -> WorkerInfo:
+    address = f"w{number}"
+    defaults: dict[str, Any] = {"host": "h1", "threads": 4, "memory_bytes": 1 << 30, "name": f"name-{number}"}
+    return WorkerInfo(address, **{**defaults, **fields})
+
+
+def backend(tag: str = "b", version: str = "v1", **fields: Any) -> BackendRecord:
+    config: dict[str, Any] = {"num_replicas": fields.pop("num_replicas", 1)}
+    defaults: dict[str, Any] = {
+        "code_key": f"{tag}@{version}",
+        "config": config,
+        "config_id": "c1",
+        "concurrency": 8,
+        "actor_options": {"demand": dict(TENTH)},
+    }
+    return BackendRecord(tag, version, **{**defaults, **fields})
+
+
+def replica(tag: str, state: ReplicaState = ReplicaState.RUNNING, **fields: Any) -> ReplicaRecord:
+    defaults: dict[str, Any] = {
+        "backend": tag.partition("#")[0],
+        "version": "v1",
+        "config_id": "c1",
+        "demand": TENTH,
+        "worker": None if state is ReplicaState.SHOULD_START else "w1",
+        "incarnation": 0 if state is ReplicaState.SHOULD_START else 1,
+    }
+    return ReplicaRecord(tag, state=state, **{**defaults, **fields})
+
+
+def endpoint(name: str = "e", route: str | None = "/e", **fields: Any) -> EndpointRecord:
+    defaults: dict[str, Any] = {"methods": ("GET",), "traffic": {"b": 1.0}, "request_id": "made"}
+    return EndpointRecord(name, route, **{**defaults, **fields})
+
+
+def goal(goal_id: str = "g", **fields: Any) -> GoalRecord:
+    defaults: dict[str, Any] = {"backend": "b", "state": GoalState.PENDING, "number": 1, "timeout_s": 60.0}
+    return GoalRecord(goal_id, **{**defaults, **fields})
+
+
+def state_of(*records: Record) -> State:
+    state = State()
+    state.apply({record.key: record for record in records})
+    return state
+
+
+def wish(tag: str = "b", **fields: Any) -> Wish:
+    """Return a wish as the client makes it; ``num_replicas`` and such go into its config."""
+    names = set(Wish.__dataclass_fields__)
+    config = {name: value for name, value in fields.items() if name not in names}
+    defaults: dict[str, Any] = {
+        "code": b"code",
+        "config": BackendConfig(**config).model_dump(exclude_unset=True),
+        "user_config": None,
+        "actor_options": {},
+        "version": None,
+        "request_id": "request",
+        "timeout_s": 60.0,
+    }
+    given = {name: value for name, value in fields.items() if name in names}
+    return Wish(tag, **{**defaults, **given})
+
+
+class Bench:
+    """One backend's state machine, with the world in the test's hand."""
+
+    def __init__(self, workers: Iterable[WorkerInfo] = (worker(1), worker(2))) -> None:
+        self.state = State()
+        self.observed = Observed(workers={each.address: each for each in workers})
+        self.now = 100.0
+        self.rng = random.Random(1)
+        self.last = Step()
+        self._goals = 0
+        self._incarnation = 0
+
+    def _next_incarnation(self) -> int:
+        self._incarnation += 1
+        return self._incarnation
+
+    def verb(self, outcome: Outcome) -> str:
+        """Apply what a verb wants; return its goal."""
+        self.state.apply(outcome.change)
+        assert outcome.goal is not None
+        return outcome.goal
+
+    def new_goal(self) -> str:
+        self._goals += 1
+        return f"goal-{self._goals}"
+
+    def create(self, tag: str = "b", **fields: Any) -> str:
+        goal_id = self.new_goal()
+        wanted = wish(tag, **{"request_id": goal_id, **fields})
+        return self.verb(backend_verbs.create_backend(self.state, wanted, goal_id=goal_id))
+
+    def deploy(self, tag: str = "b", **fields: Any) -> str:
+        goal_id = self.new_goal()
+        wanted = wish(tag, **{"request_id": goal_id, **fields})
+        return self.verb(backend_verbs.deploy(self.state, wanted, goal_id=goal_id))
+
+    def update(self, tag: str = "b", user_config: bytes | None = None, **config: Any) -> str:
+        outcome = backend_verbs.update_backend_config(
+            self.state,
+            tag,
+            config,
+            user_config,
+            sets_user_config=user_config is not None,
+            goal_id=self.new_goal(),
+            timeout_s=60.0,
+        )
+        return self.verb(outcome)
+
+    def delete(self, tag: str = "b", *, is_forced: bool = False) -> str:
+        outcome = backend_verbs.delete_backend(self.state, tag, is_forced=is_forced, goal_id=self.new_goal())
+        return self.verb(outcome)
+
+    def decide(self, tag: str = "b") -> Step:
+        """Return the next step without taking it."""
+        world = World(self.state, self.observed, self.now, self.rng, self._next_incarnation)
+        return step(world, self.state.backends[tag])
+
+    def step(self, tag: str = "b") -> Step:
+        """Take one step: commit its change, as the reconciler does, and return it."""
+        self.last = self.decide(tag)
+        self.state.apply(self.last.change)
+        for key, record in self.last.change.items():
+            if record is None and key.startswith("replica/"):
+                self.observed.forget_replica(key.removeprefix("replica/"))
+        return self.last
+
+    def settle(self, tag: str = "b") -> None:
+        """Step until nothing changes, while every start, stop and reconfiguration succeeds."""
+        for _ in range(100):
+            if tag not in self.state.backends:
+                return
+            taken = self.step(tag)
+            for action in taken.actions:
+                self.succeed(action)
+            if not taken.change and not taken.actions:
+                return
+        raise AssertionError(f"{tag} does not settle: {self.state.replicas_of(tag)}")
+
+    def succeed(self, action: Any) -> None:
+        name, tag = type(action).__name__, action.replica.tag
+        if name == "StartReplica":
+            self.observed.ready[tag] = {}
+        elif name == "StopReplica":
+            self.observed.gone.add(tag)
+        else:
+            self.observed.configured[tag] = self.state.backends[action.replica.backend].config_id
+
+    def tags(self, *states: ReplicaState, tag: str = "b") -> list[str]:
+        return [each.tag for each in self.state.replicas_of(tag) if not states or each.state in states]
+
+    def goal(self, goal_id: str) -> GoalRecord:
+        return self.state.goals[goal_id]
+
+
+def removed(change: Change) -> set[str]:
+    return {key for key, record in change.items() if record is None}

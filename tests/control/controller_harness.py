@@ -1,0 +1,283 @@
+"""A real controller on a local cluster in virtual time; replicas and proxies do as they are told."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from dataclasses import asdict
+from typing import Any, cast
+
+from control_harness import wish
+
+from daskserve.calls import ControllerCalls
+from daskserve.cluster.base import ActorContext, StoreChange
+from daskserve.cluster.link import Link
+from daskserve.cluster.local import LocalCluster
+from daskserve.cluster.store import MemoryStore
+from daskserve.config import HTTPOptions
+from daskserve.control.controller import Controller
+from daskserve.control.records import CorruptRecordError, Record, ReplicaRecord, decode
+from daskserve.errors import ReplicaStartError
+from daskserve.starts import ControllerStart, ProxyStart, ReplicaStart
+from daskserve.testing import run_virtual, wait_until
+from daskserve.types import (
+    ActorAddress,
+    ActorKind,
+    Envelope,
+    Load,
+    Location,
+    Receive,
+    ReplicaState,
+    Send,
+    WorkerAddress,
+)
+
+
+class ScriptedStore(MemoryStore):
+    """A memory store that can be out of reach, and tells of every commit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failures = 0
+        self.commits = 0
+        self.after_commit: Callable[[Mapping[str, bytes | None]], None] | None = None
+
+    async def commit(self, epoch: int, change: StoreChange) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise OSError("the store cannot be reached")
+        await super().commit(epoch, change)
+        self.commits += 1
+        if self.after_commit is not None:
+            self.after_commit(change.records)
+
+    def records(self) -> dict[str, Record]:
+        """Return all that is stored and can be read."""
+        return dict(self._readable())
+
+    def _readable(self) -> Iterator[tuple[str, Record]]:
+        for key, data in self._records.items():
+            try:
+                yield key, decode(key, data)
+            except CorruptRecordError:
+                pass
+
+
+class ScriptedReplica:
+    """A replica without user code; `Stage` says what it does."""
+
+    verbs = frozenset({"reconfigure"})
+
+    def __init__(self, stage: Stage, context: ActorContext) -> None:
+        self._stage = stage
+        self._context = context
+        self.message = ReplicaStart.decode(context.spec.payload)
+        self.worker = context.worker
+        self.user_config = self.message.user_config
+        self.concurrency = self.message.concurrency
+
+    @property
+    def tag(self) -> str:
+        return self.message.replica_tag
+
+    async def start(self) -> Mapping[str, Any]:
+        stage = self._stage
+        stage.check_written_ahead(self._context.spec.incarnation, self.tag)
+        stage.started.append(self.tag)
+        await stage.clock.sleep(stage.start_s)
+        if stage.start is not None:
+            await stage.start(self)
+        stage.running[self.tag] = self
+        return {}
+
+    async def handle(self, envelope: Envelope, receive: Receive, send: Send) -> Load:
+        return Load()
+
+    async def reconfigure(self, user_config: bytes | None, concurrency: int, **options: Any) -> None:
+        self._stage.reconfigured.append(self.tag)
+        if self._stage.reconfigure is not None:
+            await self._stage.reconfigure(self)
+        self.user_config = user_config
+        self.concurrency = concurrency
+
+    async def stop(self, grace_s: float) -> None:
+        if self._stage.running.get(self.tag) is self:
+            del self._stage.running[self.tag]
+        self._stage.stopped.append((self.tag, grace_s))
+        await self._stage.clock.sleep(min(grace_s, self._stage.drain_s))
+
+
+class ScriptedProxy:
+    """A proxy that listens to nothing but the route table."""
+
+    verbs = frozenset({"wait_for_snapshot"})
+
+    def __init__(self, stage: Stage, context: ActorContext) -> None:
+        self._stage = stage
+        self._cluster: Any = context.cluster
+        self.message = ProxyStart.decode(context.spec.payload)
+        self.worker = context.worker
+        self.routes: Any = None
+
+    async def start(self) -> Mapping[str, Any]:
+        if self.worker in self._stage.broken_ports:
+            error = self._stage.broken_ports[self.worker]
+            if error is None:
+                await asyncio.Event().wait()
+            else:
+                raise error
+        await self._cluster.listener.start()
+        self._cluster.listener.watch("routes", self._learn)
+        self._stage.proxies[self.worker] = self
+        port = self.message.options["port"] or 40000
+        return {"port": port, "urls": [f"http://{self.worker}:{port}"]}
+
+    def _learn(self, routes: Any) -> None:
+        self.routes = routes
+
+    async def wait_for_snapshot(self, epoch: int, counter: int, timeout_s: float) -> None:
+        await self._cluster.listener.wait_for_snapshot((epoch, counter), timeout_s)
+
+    async def handle(self, envelope: Envelope, receive: Receive, send: Send) -> Load:
+        return Load()
+
+    async def stop(self, grace_s: float) -> None:
+        if self._stage.proxies.get(self.worker) is self:
+            del self._stage.proxies[self.worker]
+
+
+class Stage:
+    """An instance and all that a test says and sees of it."""
+
+    def __init__(
+        self, *, workers: int = 3, http: HTTPOptions | None = None, store: ScriptedStore | None = None
+    ) -> None:
+        self.store = store or ScriptedStore()
+        factories: dict[ActorKind, Any] = {
+            ActorKind.CONTROLLER: Controller,
+            ActorKind.PROXY: lambda context: ScriptedProxy(self, context),
+            ActorKind.REPLICA: lambda context: ScriptedReplica(self, context),
+        }
+        self.cluster = LocalCluster(factories, workers=workers, store=self.store)
+        self.clock = self.cluster.clock
+        self.http = http or HTTPOptions(location=Location.NO_SERVER)
+        self.calls = ControllerCalls(cast(Link, self.cluster.program.link), self.cluster.instance)
+        #: What replicas do in their start and their reconfigure, how long they take and how long they drain.
+        self.start: Callable[[ScriptedReplica], Awaitable[None]] | None = None
+        self.reconfigure: Callable[[ScriptedReplica], Awaitable[None]] | None = None
+        self.start_s = 0.01
+        self.drain_s = 0.0
+        #: What a proxy on a worker raises when it starts; None: it hangs.
+        self.broken_ports: dict[WorkerAddress, Exception | None] = {}
+        # What has happened.
+        self.started: list[str] = []
+        self.reconfigured: list[str] = []
+        self.stopped: list[tuple[str, float]] = []
+        self.running: dict[str, ScriptedReplica] = {}
+        self.proxies: dict[WorkerAddress, ScriptedProxy] = {}
+        self._requests = itertools.count()
+
+    def check_written_ahead(self, incarnation: int, tag: str) -> None:
+        """Nothing may be made that the store does not know of."""
+        record = self.store.records()[f"replica/{tag}"]
+        assert isinstance(record, ReplicaRecord)
+        assert record.state in (ReplicaState.STARTING, ReplicaState.RUNNING)
+        assert record.incarnation == incarnation
+
+    async def open(self, **settings: float) -> ActorAddress:
+        message = ControllerStart(
+            http=self.http.model_dump(mode="json", exclude={"middlewares"}), settings=settings
+        )
+        return await self.cluster.start(message.encode())
+
+    # asking
+
+    async def call(self, verb: str, **message: Any) -> Any:
+        return await self.calls.call(verb, **message)
+
+    async def change(self, verb: str, **message: Any) -> None:
+        await self.calls.change(verb, **message)
+
+    def wish(self, tag: str = "b", **fields: Any) -> dict[str, Any]:
+        request_id = f"request-{next(self._requests)}"
+        wanted = asdict(wish(tag, **{"request_id": request_id, **fields}))
+        del wanted["now"]  # the controller's own
+        return wanted
+
+    async def create(self, tag: str = "b", **fields: Any) -> None:
+        await self.change("create_backend", **self.wish(tag, **fields))
+
+    async def deploy(self, tag: str = "b", route: str | None = "/", **fields: Any) -> None:
+        wanted = self.wish(tag, **fields)
+        await self.change("deploy", wish=wanted, route=route, methods=["GET"], python_methods=[])
+
+    async def update(self, tag: str = "b", user_config: bytes | None = None, **config: Any) -> None:
+        await self.change(
+            "update_backend_config",
+            tag=tag,
+            config=config,
+            user_config=user_config,
+            sets_user_config=user_config is not None,
+            timeout_s=60.0,
+        )
+
+    async def delete(self, tag: str = "b", force: bool = False) -> None:
+        await self.change("delete_backend", tag=tag, force=force)
+
+    async def endpoint(self, name: str = "e", route: str | None = "/e", backend: str = "b") -> None:
+        await self.change(
+            "create_endpoint",
+            name=name,
+            route=route,
+            methods=["GET"],
+            backend=backend,
+            request_id=f"request-{next(self._requests)}",
+        )
+
+    # looking
+
+    async def published(self, key: str) -> Any:
+        return (await self.call("fetch", keys=[key]))["values"][key]
+
+    def running_of(self, tag: str = "b") -> list[ScriptedReplica]:
+        return [each for each in self.running.values() if each.message.backend_tag == tag]
+
+    def stored(self, kind: str) -> dict[str, Record]:
+        return {key: record for key, record in self.store.records().items() if key.startswith(f"{kind}/")}
+
+    def replica_workers(self) -> set[WorkerAddress]:
+        return {each.worker for each in self.cluster.actors() if "/replica/" in each.name}
+
+    # letting things happen
+
+    async def crash_controller(self) -> ActorAddress:
+        """Kill the controller's worker and return the controller that takes over."""
+        self.cluster.remove_worker((await self.cluster.program.controller()).worker)
+        return await self.cluster.program.controller()
+
+    async def until(self, condition: Callable[[], Any], timeout_s: float = 60.0) -> Any:
+        return await wait_until(condition, timeout_s=timeout_s, every_s=0.001)
+
+
+def boom(message: str = "the constructor raised") -> Callable[[ScriptedReplica], Awaitable[None]]:
+    async def fail(replica: ScriptedReplica) -> None:
+        raise ReplicaStartError(message, user_traceback="Traceback ...")
+
+    return fail
+
+
+async def hang(replica: ScriptedReplica) -> None:
+    await asyncio.Event().wait()
+
+
+def play(scenario: Callable[[Stage], Coroutine[Any, Any, None]], **options: Any) -> None:
+    """Run a scenario in virtual time on a stage whose controller runs."""
+
+    async def main() -> None:
+        stage = Stage(**options)
+        async with stage.cluster:
+            await stage.open()
+            await scenario(stage)
+
+    run_virtual(main)

@@ -1,0 +1,717 @@
+"""One backend from wish to world, step by step, with everything that can go wrong on the way."""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from control_harness import Bench, backend, endpoint, removed, replica, state_of, worker
+
+from daskserve.control import endpoint_state
+from daskserve.control.backend_state import (
+    MAX_RETRY_S,
+    RETRY_S,
+    ReconfigureReplica,
+    StartReplica,
+    StopReplica,
+    published,
+    replica_tag,
+)
+from daskserve.control.records import BackendRecord, GoalState, ReplicaRecord
+from daskserve.errors import (
+    DeployError,
+    NoCapacityError,
+    ReplicaStartError,
+    RequestTimeoutError,
+    ServeError,
+)
+from daskserve.payload import load_error
+from daskserve.types import ReplicaState as S
+
+BOOM = ReplicaStartError("the constructor raised", user_traceback="Traceback ...")
+
+
+def running(**fields: Any) -> Bench:
+    """Return a bench whose backend ``b`` runs as it was created."""
+    bench = Bench()
+    bench.create(**fields)
+    bench.settle()
+    assert {each.state for each in bench.state.replicas_of("b")} == {S.RUNNING}
+    return bench
+
+
+def deployed(**fields: Any) -> Bench:
+    bench = Bench()
+    bench.deploy(**fields)
+    bench.settle()
+    return bench
+
+
+def wish_of(bench: Bench) -> BackendRecord:
+    """Return what is wanted of the backend, without what is told of its past."""
+    return replace(bench.state.backends["b"], last_error="")
+
+
+def kinds(actions: list[Any]) -> list[type[Any]]:
+    return [type(each) for each in actions]
+
+
+def fail(bench: Bench, error: BaseException = BOOM) -> None:
+    """Let every replica that is being started fail."""
+    for action in bench.step().actions:
+        if isinstance(action, StartReplica):
+            bench.observed.failed[action.replica.tag] = error
+
+
+def error_of(bench: Bench, goal_id: str) -> BaseException:
+    packed = bench.goal(goal_id).error
+    assert packed is not None
+    return load_error(packed)
+
+
+# ---- creating
+
+
+def test_a_replica_is_placed_started_and_then_runs() -> None:
+    bench = Bench()
+    goal = bench.create(version="1")
+    (start,) = bench.step().actions
+    assert isinstance(start, StartReplica)
+    record = start.replica
+    assert (record.state, record.version, record.worker, record.incarnation) == (S.STARTING, "1", "w1", 1)
+    assert bench.state.replicas_of("b") == [record]
+    assert bench.goal(goal).state is GoalState.PENDING
+    assert re.fullmatch("b#[A-Za-z]{6}", record.tag)
+
+    assert bench.step().actions == [start]  # asked again, because nothing has answered
+    bench.observed.ready[record.tag] = {}
+    last = bench.step()
+    assert bench.tags(S.RUNNING) == [record.tag]
+    assert last.actions == []
+    assert bench.goal(goal).state is GoalState.DONE
+    assert bench.state.backends["b"].goal is None
+
+
+def test_at_rest_nothing_changes_and_nothing_is_done() -> None:
+    bench = running(num_replicas=3)
+    step = bench.decide()
+    assert (step.change, step.actions, step.wake_at) == ({}, [], None)
+
+
+def test_an_intention_is_written_with_the_place_before_anything_is_started() -> None:
+    bench = Bench()
+    bench.create(num_replicas=2)
+    step = bench.decide()
+    written = [record for record in step.change.values() if isinstance(record, ReplicaRecord)]
+    assert [action.replica for action in step.actions] == written
+    assert {each.worker for each in written} == {"w1", "w2"}
+    assert len({each.incarnation for each in written}) == 2
+
+
+def test_a_goal_is_done_only_when_all_replicas_run() -> None:
+    bench = Bench()
+    goal = bench.create(num_replicas=2)
+    first, second = bench.step().actions
+    bench.succeed(first)
+    bench.step()
+    assert bench.goal(goal).state is GoalState.PENDING
+    bench.succeed(second)
+    bench.step()
+    assert bench.goal(goal).state is GoalState.DONE
+
+
+def test_a_controller_that_has_seen_nothing_asks_for_every_replica_and_changes_nothing() -> None:
+    bench = running(num_replicas=2)
+    bench.observed.ready.clear()
+    step = bench.step()
+    assert kinds(step.actions) == [StartReplica, StartReplica]
+    assert step.change == {}
+
+
+def test_deciding_leaves_the_state_as_it_was() -> None:
+    bench = running(num_replicas=2)
+    bench.update(num_replicas=5)
+    bench.observed.lost_workers.add("w1")
+    before = dict(bench.state.replicas)
+    bench.decide()
+    assert bench.state.replicas == before
+    for where in ("w1", "w2"):
+        assert bench.state.used(where) == {"CPU": pytest.approx(0.1)}
+
+
+def test_a_step_that_raises_leaves_the_state_as_it_was() -> None:
+    """One poisoned worker entry must not leave the ledger with replicas that were never placed."""
+    bench = Bench()
+    bench.create(num_replicas=2)
+    bench.observed.workers["broken"] = None  # type: ignore[assignment]
+    with pytest.raises(AttributeError):
+        bench.decide()
+    assert bench.state.replicas == {}
+    assert bench.state.used("w1") == {}
+
+
+def test_tags_are_never_taken_twice() -> None:
+    class SameLetters(random.Random):
+        draws = 0
+
+        def choices(self, population: Any, *args: Any, **kwargs: Any) -> list[Any]:
+            self.draws += 1
+            return ["A" if self.draws % 3 else "B"] * 6
+
+    bench = Bench()
+    bench.rng = SameLetters()
+    bench.create(num_replicas=2)
+    bench.step()
+    assert sorted(bench.tags()) == ["b#AAAAAA", "b#BBBBBB"]
+    assert replica_tag("b", random.Random(1)) == replica_tag("b", random.Random(1))
+
+
+# ---- constructors that fail
+
+
+def test_three_failures_fail_the_goal_and_leave_nothing() -> None:
+    bench = Bench()
+    goal = bench.create()
+    tried = set()
+    for _ in range(3):
+        fail(bench)
+        tried.update(bench.tags())
+    assert len(tried) == 3
+    bench.settle()
+    error = error_of(bench, goal)
+    assert isinstance(error, ReplicaStartError)
+    assert error.user_traceback == "Traceback ..."
+    state = bench.state
+    assert (state.backends, state.replicas, state.codes) == ({}, {}, {})
+    assert list(state.goals) == [goal]
+
+
+def test_two_failures_are_forgiven() -> None:
+    bench = Bench()
+    goal = bench.create()
+    fail(bench)
+    fail(bench)
+    bench.settle()
+    assert bench.goal(goal).state is GoalState.DONE
+    assert len(bench.tags(S.RUNNING)) == 1
+
+
+def test_an_error_of_the_cluster_is_told_as_a_deploy_error() -> None:
+    bench = Bench()
+    goal = bench.create()
+    for _ in range(3):
+        fail(bench, KeyError("oops"))
+    bench.step()
+    error = error_of(bench, goal)
+    assert type(error) is DeployError
+    assert "A replica of backend 'b' could not be made: KeyError: 'oops'" in str(error)
+
+
+def test_failing_of_one_stops_the_others() -> None:
+    bench = Bench()
+    goal = bench.create(num_replicas=4)
+    starts = bench.step().actions
+    bench.succeed(starts[0])
+    for action in starts[1:]:
+        bench.observed.failed[action.replica.tag] = BOOM
+    step = bench.step()
+    assert bench.goal(goal).state is GoalState.FAILED
+    (stop,) = step.actions
+    assert isinstance(stop, StopReplica)
+    assert stop.grace_s == 0
+    bench.settle()
+    assert (bench.state.backends, bench.state.replicas) == ({}, {})
+
+
+def test_without_a_goal_tries_are_further_and_further_apart() -> None:
+    """A backend that ran lost its worker and cannot be constructed any more: nobody waits, so no hurry."""
+    bench = running()
+    bench.observed.lost_workers.add("w1")
+    pauses = []
+    for _ in range(9):
+        fail(bench)
+        bench.observed.lost_workers.clear()
+        before = bench.now
+        step = bench.step()
+        assert step.wake_at is not None
+        assert bench.tags() == []
+        assert "trying again in" in bench.observed.waiting["b"]
+        assert "the constructor raised" in bench.observed.waiting["b"]
+        bench.now = step.wake_at
+        pauses.append(step.wake_at - before)
+    assert pauses[:4] == [RETRY_S, 2 * RETRY_S, 4 * RETRY_S, 8 * RETRY_S]
+    assert pauses[-1] == MAX_RETRY_S
+    bench.settle()
+    assert len(bench.tags(S.RUNNING)) == 1
+    assert (bench.observed.failures, bench.observed.retry_at, bench.observed.waiting) == ({}, {}, {})
+
+
+def test_a_new_wish_is_tried_at_once_however_often_the_old_one_failed() -> None:
+    bench = deployed(version="1")
+    bench.observed.lost_workers.add("w1")
+    for _ in range(4):
+        fail(bench)
+        bench.observed.lost_workers.clear()
+        bench.step()
+        bench.now = bench.observed.retry_at["b"]
+    fail(bench)
+    bench.step()
+    assert bench.observed.retry_at["b"] > bench.now
+    bench.deploy(version="2")
+    (start,) = bench.step().actions
+    assert isinstance(start, StartReplica)
+    assert start.replica.version == "2"
+
+
+def test_failures_of_an_older_version_do_not_count_against_the_newer() -> None:
+    bench = Bench()
+    bench.deploy(version="1", num_replicas=3)
+    starts = bench.step().actions
+    goal = bench.deploy(version="2", num_replicas=3)
+    for action in starts:
+        bench.observed.failed[action.replica.tag] = BOOM
+    bench.settle()
+    assert bench.goal(goal).state is GoalState.DONE
+    assert {each.version for each in bench.state.replicas_of("b")} == {"2"}
+
+
+def test_failures_do_not_bring_back_a_backend_that_is_being_deleted() -> None:
+    bench = Bench()
+    bench.create(num_replicas=3)
+    starts = bench.step().actions
+    goal = bench.delete()
+    for action in starts:
+        bench.observed.failed[action.replica.tag] = BOOM
+    bench.settle()
+    assert bench.state.backends == {}
+    assert bench.goal(goal).state is GoalState.DONE
+
+
+def test_a_failed_reconfiguration_does_not_bring_it_back_either() -> None:
+    bench = running()
+    bench.update(user_config=b"new")
+    (action,) = bench.step().actions
+    goal = bench.delete()
+    bench.observed.reconfigure_failed[action.replica.tag] = BOOM
+    bench.settle()
+    assert bench.state.backends == {}
+    assert bench.goal(goal).state is GoalState.DONE
+
+
+# ---- running out of time
+
+
+def test_without_room_it_waits_and_says_what_is_missing() -> None:
+    bench = Bench()
+    goal = bench.create(num_replicas=2, actor_options={"num_cpus": 3, "num_gpus": 1})
+    step = bench.step()
+    assert step.actions == []
+    assert "GPU 1 (most free on one worker: 0)" in bench.observed.waiting["b"]
+    assert bench.tags(S.SHOULD_START) == bench.tags()
+    assert bench.goal(goal).state is GoalState.PENDING
+    assert step.wake_at == bench.now + 60
+
+
+def test_room_that_comes_is_taken() -> None:
+    bench = Bench([])
+    goal = bench.create()
+    bench.step()
+    bench.observed.workers["w1"] = worker(1)
+    bench.settle()
+    assert bench.goal(goal).state is GoalState.DONE
+    assert bench.observed.waiting == {}
+
+
+def test_what_fits_runs_while_the_rest_waits() -> None:
+    bench = Bench([worker(1, threads=2)])
+    bench.create(num_replicas=3, actor_options={"num_cpus": 1})
+    assert len(bench.step().actions) == 2
+    assert len(bench.tags(S.SHOULD_START)) == 1
+
+
+def test_past_the_deadline_without_room_the_goal_fails_and_nothing_is_left() -> None:
+    bench = Bench()
+    goal = bench.create(num_replicas=3, actor_options={"num_cpus": 4}, timeout_s=5.0)
+    starts = bench.step().actions
+    assert len(starts) == 2
+    bench.succeed(starts[0])
+    bench.now += 4.9
+    bench.step()
+    assert bench.goal(goal).state is GoalState.PENDING
+    bench.now += 0.1
+    bench.step()
+    error = error_of(bench, goal)
+    assert isinstance(error, NoCapacityError)
+    assert str(error).startswith(
+        "Cannot scale backend 'b' to 3 replicas within 5 s: a replica needs CPU 4 "
+        "(most free on one worker: 0); 2 workers were looked at."
+    )
+    bench.settle()
+    state = bench.state
+    assert (state.backends, state.replicas, state.codes) == ({}, {}, {})
+    assert bench.observed.waiting == {}
+
+
+def test_past_the_deadline_with_a_slow_constructor_it_says_so() -> None:
+    bench = Bench()
+    goal = bench.create(timeout_s=5.0)
+    bench.step()
+    bench.now += 5
+    bench.step()
+    error = error_of(bench, goal)
+    assert isinstance(error, RequestTimeoutError)
+    assert "did not get to 1 running replicas within 5 s; its constructor may need longer" in str(error)
+
+
+def test_a_change_that_finds_no_room_is_taken_back() -> None:
+    bench = running(num_replicas=2, actor_options={"num_cpus": 3})
+    before = wish_of(bench)
+    goal = bench.update(num_replicas=3)
+    bench.step()
+    bench.now += 60
+    bench.settle()
+    assert isinstance(error_of(bench, goal), NoCapacityError)
+    assert wish_of(bench) == before
+    assert len(bench.tags(S.RUNNING)) == 2
+    assert len(bench.tags()) == 2
+
+
+def test_the_deadline_of_a_new_controller_begins_when_it_looks() -> None:
+    """Wall clocks differ between workers, so what is left of a deadline does not move with the controller."""
+    bench = Bench([])
+    goal = bench.create(timeout_s=5.0)
+    bench.step()
+    bench.observed.deadlines.clear()
+    bench.now += 1000
+    assert bench.step().wake_at == bench.now + 5
+    assert bench.goal(goal).state is GoalState.PENDING
+
+
+# ---- workers that go
+
+
+def test_replicas_of_a_lost_worker_are_replaced_elsewhere() -> None:
+    bench = running(num_replicas=2)
+    (lost,) = bench.state.replicas_on("w1")
+    (kept,) = bench.state.replicas_on("w2")
+    bench.observed.lost_workers.add("w1")
+    del bench.observed.workers["w1"]
+    step = bench.step()
+    assert f"replica/{lost.tag}" in removed(step.change)
+    assert kinds(step.actions) == [StartReplica]
+    assert {each.worker for each in bench.state.replicas_of("b")} == {"w2"}
+    bench.settle()
+    assert kept.tag in bench.tags(S.RUNNING)
+    assert len(bench.tags(S.RUNNING)) == 2
+
+
+def test_a_lost_worker_is_no_failed_constructor() -> None:
+    bench = Bench()
+    goal = bench.create()
+    for _ in range(5):
+        (action,) = bench.step().actions
+        bench.observed.lost_workers = {action.replica.worker}
+        bench.observed.failed[action.replica.tag] = BOOM
+    assert bench.goal(goal).failures == 0
+
+
+def test_a_worker_that_is_known_to_be_lost_gets_nothing() -> None:
+    """It joined anew under its old address before all that was lost with it has been seen to."""
+    bench = running()
+    bench.observed.lost_workers.add("w1")
+    step = bench.step()
+    assert [action.replica.worker for action in step.actions] == ["w2"]
+
+
+@pytest.mark.parametrize("state", [S.STARTING, S.RUNNING, S.STOPPING])
+def test_whatever_it_was_doing_a_lost_replica_is_forgotten(state: S) -> None:
+    bench = Bench([worker(2)])
+    bench.create()
+    bench.state.apply({"replica/b#1": replica("b#1", state, version=bench.state.backends["b"].version)})
+    bench.observed.lost_workers.add("w1")
+    assert "replica/b#1" in removed(bench.step().change)
+
+
+# ---- changing the config
+
+
+def test_a_config_change_reconfigures_the_same_replicas() -> None:
+    bench = running(num_replicas=2)
+    tags = bench.tags()
+    goal = bench.update(user_config=b"new")
+    first, second = bench.step().actions
+    assert kinds([first, second]) == [ReconfigureReplica, ReconfigureReplica]
+    bench.succeed(first)
+    bench.step()
+    assert bench.goal(goal).state is GoalState.PENDING
+    bench.succeed(second)
+    assert bench.step().actions == []
+    assert bench.goal(goal).state is GoalState.DONE
+    assert bench.tags(S.RUNNING) == tags
+    assert {each.config_id for each in bench.state.replicas_of("b")} == {bench.state.backends["b"].config_id}
+
+
+def test_a_change_that_replicas_need_not_hear_of_is_done_at_once() -> None:
+    bench = running()
+    goal = bench.update(max_queued_requests=7)
+    assert bench.step().actions == []
+    assert bench.goal(goal).state is GoalState.DONE
+
+
+def test_a_replica_that_refuses_a_config_fails_the_change_and_the_others_go_back() -> None:
+    bench = running(num_replicas=2)
+    before = wish_of(bench)
+    goal = bench.update(user_config=b"new")
+    first, second = bench.step().actions
+    bench.succeed(first)
+    bench.observed.reconfigure_failed[second.replica.tag] = BOOM
+    step = bench.step()
+    assert isinstance(error_of(bench, goal), ReplicaStartError)
+    assert wish_of(bench) == before
+    # The one that refused may have been half through, so it is told to go back as well.
+    assert {(type(each), each.replica.tag) for each in step.actions} == {
+        (ReconfigureReplica, each.replica.tag) for each in (first, second)
+    }
+    bench.settle()
+    assert {each.config_id for each in bench.state.replicas_of("b")} == {before.config_id}
+
+
+def test_a_replica_that_refuses_to_go_back_is_replaced() -> None:
+    """Nobody can be told, and asking it again and again would never end."""
+    bench = running(num_replicas=2)
+    goal = bench.update(user_config=b"new")
+    first, second = bench.step().actions
+    bench.succeed(first)
+    bench.observed.reconfigure_failed[second.replica.tag] = BOOM
+    bench.step()
+    assert bench.goal(goal).state is GoalState.FAILED
+    bench.observed.reconfigure_failed[first.replica.tag] = BOOM
+    step = bench.step()
+    assert {type(each) for each in step.actions} == {StopReplica, StartReplica, ReconfigureReplica}
+    bench.settle()
+    assert first.replica.tag not in bench.tags()
+    assert second.replica.tag in bench.tags()
+    assert len(bench.tags(S.RUNNING)) == 2
+
+
+def test_a_config_that_changes_while_a_replica_starts_reaches_it_when_it_runs() -> None:
+    bench = Bench()
+    bench.create()
+    (start,) = bench.step().actions
+    goal = bench.update(user_config=b"new")
+    (again,) = bench.step().actions
+    assert (type(again), again.replica.tag) == (StartReplica, start.replica.tag)
+    bench.succeed(start)
+    assert kinds(bench.step().actions) == [ReconfigureReplica]
+    bench.settle()
+    assert bench.goal(goal).state is GoalState.DONE
+
+
+# ---- scaling down and deleting
+
+
+def test_scaling_down_stops_what_does_least_first() -> None:
+    bench = Bench([worker(1, threads=3)])
+    bench.create(num_replicas=5, actor_options={"num_cpus": 1})
+    starts = bench.step().actions
+    bench.succeed(starts[0])
+    bench.step()
+    run, starting, waiting = bench.tags(S.RUNNING), bench.tags(S.STARTING), bench.tags(S.SHOULD_START)
+    assert (len(run), len(starting), len(waiting)) == (1, 2, 2)
+    bench.update(num_replicas=3)
+    assert bench.step().actions == starts[1:]
+    assert bench.tags() == run + starting
+    bench.update(num_replicas=1)
+    step = bench.step()
+    assert [(type(each), each.replica.tag) for each in step.actions] == [
+        (StopReplica, tag) for tag in starting
+    ]
+    bench.settle()
+    assert bench.tags() == run
+
+
+def test_a_replica_that_stops_has_the_configured_grace() -> None:
+    bench = running(num_replicas=2, experimental_graceful_shutdown_timeout_s=7)
+    bench.update(num_replicas=1)
+    (stop,) = bench.step().actions
+    assert isinstance(stop, StopReplica)
+    assert stop.grace_s == 7
+    assert bench.tags(S.STOPPING) == [stop.replica.tag]
+
+
+def test_scaling_down_is_done_when_the_last_one_is_gone() -> None:
+    bench = running(num_replicas=2)
+    goal = bench.update(num_replicas=1)
+    (stop,) = bench.step().actions
+    bench.step()
+    assert bench.goal(goal).state is GoalState.PENDING
+    bench.succeed(stop)
+    bench.step()
+    assert bench.goal(goal).state is GoalState.DONE
+    assert len(bench.tags()) == 1
+
+
+@pytest.mark.parametrize(("is_forced", "grace_s"), [(False, 20.0), (True, 0.0)])
+def test_deleting_stops_everything_and_then_forgets_it(is_forced: bool, grace_s: float) -> None:
+    bench = running(num_replicas=2)
+    goal = bench.delete(is_forced=is_forced)
+    stops = bench.step().actions
+    assert [(type(each), each.grace_s) for each in stops] == [(StopReplica, grace_s)] * 2  # type: ignore[union-attr]
+    assert bench.goal(goal).state is GoalState.PENDING
+    assert "b" in bench.state.backends
+    bench.settle()
+    assert bench.goal(goal).state is GoalState.DONE
+    assert (bench.state.backends, bench.state.replicas, bench.state.codes) == ({}, {}, {})
+
+
+def test_a_second_delete_can_end_the_patience_of_the_first() -> None:
+    bench = running()
+    bench.delete()
+    bench.step()
+    bench.delete(is_forced=True)
+    (stop,) = bench.step().actions
+    assert isinstance(stop, StopReplica)
+    assert stop.grace_s == 0
+
+
+def test_deleting_has_no_deadline() -> None:
+    bench = running()
+    goal = bench.delete()
+    bench.step()
+    bench.now += 1e6
+    assert bench.step().wake_at is None
+    assert bench.goal(goal).state is GoalState.PENDING
+
+
+def test_a_backend_can_be_made_anew_while_its_namesake_goes() -> None:
+    bench = running(version="1")
+    first = bench.delete()
+    bench.step()
+    second = bench.create(version="2", request_id="again")
+    assert bench.goal(first).state is GoalState.DONE
+    bench.settle()
+    assert bench.goal(second).state is GoalState.DONE
+    assert [each.version for each in bench.state.replicas_of("b")] == ["2"]
+    assert list(bench.state.codes) == ["b@2"]
+
+
+# ---- versions
+
+
+def test_a_new_version_takes_over_one_by_one() -> None:
+    bench = deployed(version="1", num_replicas=2)
+    goal = bench.deploy(version="2", num_replicas=2)
+    served = []
+    while bench.goal(goal).state is GoalState.PENDING:
+        step = bench.step()
+        assert len(step.actions) <= 2
+        served.append(len(bench.tags(S.RUNNING)))
+        assert len(bench.tags(S.STARTING, S.RUNNING)) <= 3
+        for action in step.actions:
+            bench.succeed(action)
+    assert min(served) == 2
+    assert {each.version for each in bench.state.replicas_of("b")} == {"2"}
+    assert list(bench.state.codes) == ["b@2"]
+
+
+def test_the_old_code_stays_as_long_as_it_may_be_needed() -> None:
+    bench = deployed(version="1")
+    bench.deploy(version="2")
+    bench.step()
+    assert set(bench.state.codes) == {"b@1", "b@2"}
+
+
+def test_a_new_version_that_fails_leaves_the_old_one_running() -> None:
+    bench = deployed(version="1", num_replicas=2)
+    before = wish_of(bench)
+    tags = bench.tags(S.RUNNING)
+    goal = bench.deploy(version="2", num_replicas=2)
+    for _ in range(3):
+        fail(bench)
+        assert bench.tags(S.RUNNING) == tags
+    bench.settle()
+    assert isinstance(error_of(bench, goal), ReplicaStartError)
+    assert wish_of(bench) == before
+    assert bench.tags() == tags
+    assert list(bench.state.codes) == ["b@1"]
+
+
+def test_a_failed_version_takes_its_running_replicas_along() -> None:
+    bench = deployed(version="1", num_replicas=2)
+    goal = bench.deploy(version="2", num_replicas=2)
+    (start,) = bench.step().actions
+    bench.succeed(start)
+    bench.step()
+    for _ in range(3):
+        fail(bench)
+    bench.settle()
+    assert bench.goal(goal).state is GoalState.FAILED
+    assert {each.version for each in bench.state.replicas_of("b")} == {"1"}
+    assert len(bench.tags(S.RUNNING)) == 2
+
+
+def test_a_newer_version_in_the_middle_of_a_rollout_wins() -> None:
+    bench = deployed(version="1", num_replicas=2)
+    second = bench.deploy(version="2", num_replicas=2)
+    bench.step()
+    third = bench.deploy(version="3", num_replicas=2)
+    assert bench.goal(second).state is GoalState.DONE
+    bench.settle()
+    assert bench.goal(third).state is GoalState.DONE
+    assert {each.version for each in bench.state.replicas_of("b")} == {"3"}
+    assert list(bench.state.codes) == ["b@3"]
+
+
+def test_a_deployment_that_never_came_about_takes_its_endpoint_along() -> None:
+    """Otherwise its route stays taken by something that cannot answer."""
+    bench = Bench()
+    bench.state.apply({"endpoint/x": endpoint("x", "/x", traffic={"x": 1.0})})
+    bench.deploy()
+    bench.state.apply(
+        endpoint_state.deploy_endpoint(bench.state, "b", route="/", methods=["GET"], python_methods=[])
+    )
+    for _ in range(3):
+        fail(bench)
+    bench.settle()
+    assert set(bench.state.endpoints) == {"x"}
+
+
+def test_a_classic_endpoint_of_the_same_name_stays() -> None:
+    bench = Bench()
+    bench.create()
+    bench.state.apply({"endpoint/b": endpoint("b", "/b")})
+    for _ in range(3):
+        fail(bench)
+    bench.settle()
+    assert set(bench.state.endpoints) == {"b"}
+
+
+# ---- what routers learn
+
+
+def test_routers_learn_of_running_replicas_only() -> None:
+    state = state_of(
+        backend(concurrency=5, config={"num_replicas": 2, "max_queued_requests": 9}),
+        replica("b#1", worker="w1", incarnation=4),
+        replica("b#2", S.STARTING),
+        replica("b#3", S.STOPPING),
+    )
+    assert published(state, "b") == {
+        "replicas": [["b#1", "w1", 4]],
+        "concurrency": 5,
+        "max_queued": 9,
+    }
+    assert published(state, "other") is None
+
+
+def test_goals_fail_with_our_own_errors_only() -> None:
+    """The supervisor and other programs must be able to load them."""
+    bench = Bench()
+    goal = bench.create()
+    for _ in range(3):
+        fail(bench, Exception("of nobody"))
+    bench.step()
+    assert isinstance(error_of(bench, goal), ServeError)

@@ -1,0 +1,332 @@
+"""The verbs about backends: what they change, what they refuse, and that repeating them is safe."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from control_harness import backend, endpoint, goal, state_of, wish
+
+from daskserve.config import BackendConfig
+from daskserve.control import backend_verbs as verbs
+from daskserve.control.backend_verbs import Outcome, Wish
+from daskserve.control.records import BackendRecord, Change, CodeRecord, GoalRecord
+from daskserve.control.state import State
+from daskserve.errors import AlreadyRegisteredError, BadRequestError, NotFoundError, NotRegisteredError
+
+
+def backend_of(outcome: Outcome, tag: str = "b") -> BackendRecord:
+    record = outcome.change[f"backend/{tag}"]
+    assert isinstance(record, BackendRecord)
+    return record
+
+
+def created(wanted: Wish | None = None) -> State:
+    """Return a state with one backend whose goal is reached."""
+    state = State()
+    state.apply(verbs.create_backend(state, wanted or wish(), goal_id="g1").change)
+    return settled(state)
+
+
+def settled(state: State) -> State:
+    """Let all goals be reached."""
+    for record in list(state.backends.values()):
+        change: Change = {record.key: replace(record, goal=None)}
+        if record.goal is not None:
+            change[f"goal/{record.goal}"] = None
+        state.apply(change)
+    return state
+
+
+def deploy(state: State, wanted: Wish, goal_id: str = "g2") -> Outcome:
+    """Deploy by a call of its own."""
+    return verbs.deploy(state, replace(wanted, request_id=goal_id), goal_id=goal_id)
+
+
+def deployed(*wishes: Wish) -> State:
+    state = State()
+    for number, wanted in enumerate(wishes):
+        state.apply(deploy(state, wanted, f"d{number}").change)
+        settled(state)
+    return state
+
+
+# ---- create_backend
+
+
+def test_creating_writes_the_backend_its_code_and_a_goal() -> None:
+    outcome = verbs.create_backend(State(), wish(num_replicas=2, version="7"), goal_id="g1")
+    assert set(outcome.change) == {"backend/b", "code/b@7", "goal/g1"}
+    assert outcome.change["code/b@7"] == CodeRecord("b@7", "b", b"code")
+    record = backend_of(outcome)
+    assert (record.version, record.code_key, record.goal, record.num_replicas) == ("7", "b@7", "g1", 2)
+    assert record.actor_options == {"demand": {"CPU": 0.1}}
+    assert not record.is_deployment
+
+
+def test_without_a_version_the_code_is_the_version() -> None:
+    one, same, other = (
+        backend_of(verbs.create_backend(State(), wish(code=code), goal_id="g")).version
+        for code in (b"1", b"1", b"2")
+    )
+    assert one == same != other
+
+
+def test_concurrency_depends_on_the_callable_unless_it_is_given() -> None:
+    def concurrency(**config: Any) -> int:
+        wanted = wish(**config)
+        return backend_of(verbs.create_backend(State(), wanted, goal_id="g")).concurrency
+
+    assert concurrency() == 8
+    assert concurrency(internal_metadata={"is_blocking": False}) == 100
+    assert concurrency(max_concurrent_queries=3) == 3
+    assert concurrency(max_batch_size=16) == 32
+
+
+def test_a_retried_call_changes_nothing_and_waits_for_the_same_goal() -> None:
+    state = State()
+    state.apply(verbs.create_backend(state, wish(), goal_id="g1").change)
+    assert verbs.create_backend(state, wish(), goal_id="g2") == Outcome({}, "g1")
+    settled(state)
+    assert verbs.create_backend(state, wish(), goal_id="g3") == Outcome({}, None)
+
+
+def test_a_taken_tag_is_refused() -> None:
+    words = r"^Cannot create backend\. Backend 'b' is already registered\."
+    with pytest.raises(AlreadyRegisteredError, match=words):
+        verbs.create_backend(created(), wish(request_id="second"), goal_id="g2")
+
+
+def test_a_tag_that_is_being_deleted_can_be_taken() -> None:
+    state = created()
+    state.apply(verbs.delete_backend(state, "b", is_forced=False, goal_id="g2").change)
+    outcome = verbs.create_backend(state, wish(version="2", request_id="second"), goal_id="g3")
+    assert not backend_of(outcome).is_deleting
+    waiting = outcome.change["goal/g3"]
+    assert isinstance(waiting, GoalRecord)
+    assert waiting.previous is None
+
+
+def test_a_bad_option_is_refused_before_anything_is_made() -> None:
+    with pytest.raises(ValueError, match="num_replicas"):
+        verbs.create_backend(State(), wish(config={"num_replicas": 0}), goal_id="g")
+
+
+# ---- deploy
+
+
+def test_the_same_deployment_again_changes_nothing() -> None:
+    state = deployed(wish(version="1"))
+    assert deploy(state, wish(version="1")) == Outcome({}, None)
+
+
+def test_the_same_deployment_waits_for_the_goal_that_is_pending() -> None:
+    state = State()
+    state.apply(deploy(state, wish(version="1"), "g1").change)
+    assert deploy(state, wish(version="1"), "g2") == Outcome({}, "g1")
+
+
+def test_a_retried_deploy_changes_nothing_whatever_has_come_of_it() -> None:
+    state = State()
+    wanted = wish(version="2", user_version="2", request_id="mine")
+    state.apply(verbs.deploy(state, wanted, goal_id="g1").change)
+    assert verbs.deploy(state, wanted, goal_id="g2") == Outcome({}, "g1")
+    settled(state)
+    retried = replace(wanted, prev_version="1")  # it was so when the call was made
+    assert verbs.deploy(state, retried, goal_id="g3") == Outcome({}, None)
+
+
+@pytest.mark.parametrize("version", ["__v1__", "Unversioned"])
+def test_reserved_versions_are_refused(version: str) -> None:
+    with pytest.raises(BadRequestError, match=f"Version '{version}' is reserved"):
+        deploy(State(), wish(version=version, user_version=version))
+
+
+def test_a_deploy_may_depend_on_the_version_before() -> None:
+    def versioned(version: str | None, before: str | None = None) -> Wish:
+        return wish(version=version, user_version=version, prev_version=before, code=str(version).encode())
+
+    for state in (State(), deployed(versioned(None))):
+        with pytest.raises(ValueError, match="no existing deployment"):
+            deploy(state, versioned("2", before="1"))
+    state = deployed(versioned("1"))
+    with pytest.raises(ValueError, match="does not match with the existing version '1'"):
+        deploy(state, versioned("2", before="0"))
+    assert backend_of(deploy(state, versioned("2", before="1"))).user_version == "2"
+
+
+def test_another_config_of_the_same_version_keeps_the_version() -> None:
+    state = deployed(wish(version="1"))
+    outcome = deploy(state, wish(version="1", num_replicas=3))
+    assert backend_of(outcome).version == "1"
+    assert backend_of(outcome).num_replicas == 3
+
+
+def test_another_version_has_its_own_code() -> None:
+    outcome = deploy(deployed(wish(version="1")), wish(version="2", code=b"new"))
+    assert backend_of(outcome).code_key == "b@2"
+    assert outcome.change["code/b@2"] == CodeRecord("b@2", "b", b"new")
+
+
+def test_other_actor_options_are_another_version() -> None:
+    state = deployed(wish(version="1"))
+    outcome = deploy(state, wish(version="1", actor_options={"num_cpus": 2}))
+    assert backend_of(outcome).version != "1"
+    assert backend_of(outcome).version.startswith("1")
+    assert backend_of(outcome).actor_options["demand"] == {"CPU": 2.0}
+
+
+def test_deploying_other_actor_options_a_second_time_changes_nothing() -> None:
+    wider = wish(version="1", actor_options={"num_cpus": 2})
+    state = deployed(wish(version="1"), wider)
+    assert deploy(state, wider) == Outcome({}, None)
+
+
+def test_the_order_of_resources_is_no_difference() -> None:
+    def wants(*names: str) -> Wish:
+        return wish(version="1", actor_options={"resources": dict.fromkeys(names, 1.0)})
+
+    state = deployed(wish(version="1"), wants("a", "b"))
+    assert deploy(state, wants("b", "a")) == Outcome({}, None)
+
+
+def test_back_and_forth_between_actor_options_is_a_new_version_each_time() -> None:
+    narrow, wide = wish(version="1"), wish(version="1", actor_options={"num_cpus": 2})
+    state = deployed(narrow, wide)
+    second = state.backends["b"].version
+    outcome = deploy(state, narrow)
+    assert backend_of(outcome).version != second
+    assert backend_of(outcome).actor_options["demand"] == {"CPU": 0.1}
+
+
+def test_a_deployment_cannot_take_over_a_classic_backend() -> None:
+    with pytest.raises(AlreadyRegisteredError, match="a classic backend of that name"):
+        deploy(created(), wish(version="2"))
+
+
+# ---- update_backend_config
+
+
+def update(state: State, config: dict[str, Any], **fields: Any) -> Outcome:
+    defaults: dict[str, Any] = {"user_config": None, "sets_user_config": False}
+    return verbs.update_backend_config(
+        state, "b", config, **{**defaults, **fields}, goal_id="g2", timeout_s=60.0
+    )
+
+
+def test_only_the_given_options_change() -> None:
+    state = created(wish(num_replicas=2, max_queued_requests=5, user_config=b"kept"))
+    record = backend_of(update(state, {"num_replicas": 3}))
+    assert record.config["num_replicas"] == 3
+    assert record.config["max_queued_requests"] == 5
+    assert record.user_config == b"kept"
+
+
+def test_the_user_config_changes_only_if_it_is_among_the_given() -> None:
+    state = created(wish(user_config=b"old"))
+    assert backend_of(update(state, {}, user_config=b"new", sets_user_config=True)).user_config == b"new"
+    assert backend_of(update(state, {}, user_config=None, sets_user_config=True)).user_config is None
+
+
+def test_an_update_that_says_nothing_new_changes_nothing() -> None:
+    assert update(created(wish(num_replicas=2)), {"num_replicas": 2}) == Outcome({}, None)
+
+
+@pytest.mark.parametrize(
+    ("config", "is_told"),
+    [
+        ({"num_replicas": 3}, False),
+        ({"max_queued_requests": 3}, False),
+        ({"experimental_graceful_shutdown_timeout_s": 3}, False),
+        ({"max_concurrent_queries": 3}, True),
+        ({"max_batch_size": 3}, True),
+        ({"batch_wait_timeout": 3}, True),
+    ],
+)
+def test_replicas_hear_only_of_what_concerns_them(config: dict[str, Any], is_told: bool) -> None:
+    state = created()
+    before = state.backends["b"].config_id
+    assert (backend_of(update(state, config)).config_id != before) == is_told
+
+
+def test_a_new_user_config_is_for_the_replicas() -> None:
+    state = created()
+    outcome = update(state, {}, user_config=b"new", sets_user_config=True)
+    assert backend_of(outcome).config_id != state.backends["b"].config_id
+
+
+@pytest.mark.parametrize("state", [State(), state_of(backend(is_deleting=True))])
+def test_an_unknown_backend_cannot_be_updated(state: State) -> None:
+    with pytest.raises(
+        NotRegisteredError, match=r"^Backend b is not registered\. Registered backends: none\.$"
+    ):
+        update(state, {"num_replicas": 2})
+
+
+# ---- delete_backend
+
+
+def delete(state: State, *, is_forced: bool = False) -> Outcome:
+    return verbs.delete_backend(state, "b", is_forced=is_forced, goal_id="g2")
+
+
+def test_deleting_marks_the_backend() -> None:
+    record = backend_of(delete(created(wish(num_replicas=3))))
+    assert record.is_deleting
+    assert not record.is_forced
+    assert record.num_replicas == 0
+    assert record.goal == "g2"
+
+
+@pytest.mark.parametrize("used", [{"traffic": {"b": 1.0}}, {"traffic": {"x": 1.0}, "shadows": {"b": 0.1}}])
+def test_a_backend_in_use_cannot_be_deleted(used: dict[str, Any]) -> None:
+    state = state_of(backend(), endpoint("e2", "/2", **used), endpoint("e1", "/1", **used))
+    words = r"^Backend 'b' is used by endpoint 'e1', 'e2' and cannot be deleted\."
+    with pytest.raises(BadRequestError, match=words):
+        delete(state)
+
+
+def test_deleting_what_is_unknown_changes_nothing() -> None:
+    assert delete(State()) == Outcome({}, None)
+
+
+def test_deleting_twice_waits_for_the_first_unless_the_second_is_forced() -> None:
+    state = state_of(backend(is_deleting=True, goal="g1"), goal("g1"))
+    assert delete(state) == Outcome({}, "g1")
+    forced = delete(state, is_forced=True)
+    assert backend_of(forced).is_forced
+    state.apply(forced.change)
+    assert delete(state, is_forced=True) == Outcome({}, "g2")
+    assert delete(state) == Outcome({}, "g2")
+
+
+# ---- looking
+
+
+def test_what_is_told_of_a_backend_makes_its_config_again() -> None:
+    wanted = wish(num_replicas=2, max_batch_size=4, user_config=b"pickled")
+    told = verbs.describe(created(wanted), "b")
+    assert told["user_config"] == b"pickled"
+    config = BackendConfig(**told["config"])
+    assert (config.num_replicas, config.max_batch_size) == (2, 4)
+
+
+def test_an_unknown_backend_names_those_there_are() -> None:
+    state = state_of(backend("z"), backend("a"), backend("gone", is_deleting=True))
+    with pytest.raises(NotRegisteredError, match="Registered backends: a, z"):
+        verbs.get(state, "b")
+
+
+def test_what_is_told_of_an_endpoint() -> None:
+    state = state_of(endpoint(shadows={"s": 0.5}))
+    assert verbs.get_endpoint(state, "e") == {
+        "route": "/e",
+        "methods": ["GET"],
+        "traffic": {"b": 1.0},
+        "shadows": {"s": 0.5},
+        "python_methods": [],
+        "is_legacy": True,
+    }
+    with pytest.raises(NotFoundError, match=r"^Endpoint 'x' does not exist\.$"):
+        verbs.get_endpoint(state, "x")

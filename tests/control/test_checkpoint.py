@@ -1,0 +1,81 @@
+"""Between store and state: what is written is what comes back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+import pytest
+from control_harness import backend, endpoint, goal, replica
+
+from daskserve.cluster.base import StoreChange
+from daskserve.cluster.store import MemoryStore
+from daskserve.control.checkpoint import restore, write
+from daskserve.control.records import Change, CodeRecord, CorruptRecordError, encode
+from daskserve.errors import StaleEpochError
+
+
+class CountingStore(MemoryStore):
+    """Keeps what each commit was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.commits: list[Mapping[str, bytes | None]] = []
+
+    async def commit(self, epoch: int, change: StoreChange) -> None:
+        await super().commit(epoch, change)
+        self.commits.append(change.records)
+
+
+EVERYTHING: Change = {
+    each.key: each
+    for each in (backend(), CodeRecord("b@v1", "b", b"code"), replica("b#1"), endpoint(), goal())
+}
+
+
+def test_a_state_comes_back_whole() -> None:
+    store = CountingStore()
+
+    async def scenario() -> Mapping[str, bytes]:
+        await write(store, 1, EVERYTHING)
+        return await store.load()
+
+    state, corrupt = restore(asyncio.run(scenario()))
+    assert corrupt == {}
+    assert state.backends == {"b": backend()}
+    assert state.codes_of("b") == [CodeRecord("b@v1", "b", b"code")]
+    assert state.replicas_of("b") == [replica("b#1")]
+    assert state.endpoint_at("/e") == endpoint()
+    assert state.goals == {"g": goal()}
+
+
+def test_a_change_is_one_transaction_and_no_change_is_none() -> None:
+    store = CountingStore()
+
+    async def scenario() -> None:
+        await write(store, 1, {})
+        await write(store, 1, {"backend/b": backend(), "endpoint/e": None})
+
+    asyncio.run(scenario())
+    assert store.commits == [{"backend/b": encode(backend()), "endpoint/e": None}]
+
+
+def test_a_corrupt_record_is_named_and_the_others_are_read() -> None:
+    stored = {key: encode(record) for key, record in EVERYTHING.items() if record is not None}
+    state, corrupt = restore({**stored, "backend/broken": b"?", "goal/g": b""})
+    assert set(corrupt) == {"backend/broken", "goal/g"}
+    assert all(isinstance(error, CorruptRecordError) for error in corrupt.values())
+    assert list(state.backends) == ["b"]
+    assert state.goals == {}
+
+
+def test_a_replaced_controller_cannot_write() -> None:
+    store = MemoryStore()
+
+    async def scenario() -> None:
+        await write(store, 2, {"backend/b": backend()})
+        with pytest.raises(StaleEpochError, match="epoch 1 was replaced by epoch 2"):
+            await write(store, 1, {"backend/b": None})
+        assert list(await store.load()) == ["backend/b"]
+
+    asyncio.run(scenario())

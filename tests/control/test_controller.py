@@ -1,0 +1,506 @@
+"""The verbs of a running controller: what holds when they return, and what is left when they fail."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from controller_harness import ScriptedReplica, Stage, boom, hang, play
+
+from daskserve.cluster.base import ActorContext, ActorSpec
+from daskserve.config import HTTPOptions
+from daskserve.control.controller import Controller
+from daskserve.control.core import MAX_WAIT_S, REFRESH_S
+from daskserve.control.records import EndpointRecord, encode
+from daskserve.errors import (
+    AlreadyRegisteredError,
+    BadRequestError,
+    NoCapacityError,
+    NotFoundError,
+    NotRegisteredError,
+    PortInUseError,
+    ReplicaStartError,
+    RequestTimeoutError,
+)
+from daskserve.starts import ControllerStart
+from daskserve.testing import run_virtual
+from daskserve.types import ActorKind, Location
+
+EVERY_WORKER = HTTPOptions(location=Location.EVERY_WORKER)
+
+
+# ---- a whole life
+
+
+def test_a_backend_lives_serves_changes_and_goes() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.create(num_replicas=2, user_config=b"one")
+        assert len(stage.running_of("b")) == 2
+        assert len(stage.replica_workers()) == 2
+        assert {each.user_config for each in stage.running_of("b")} == {b"one"}
+        await stage.endpoint()
+        published = await stage.published("backend/b")
+        assert {tag for tag, _, _ in published["replicas"]} == set(stage.running)
+        assert (await stage.published("endpoint/e"))["traffic"] == {"b": 1.0}
+        assert set(await stage.published("routes")) == {"/e"}
+
+        before = set(stage.running)
+        await stage.update(user_config=b"two", max_concurrent_queries=3)
+        assert set(stage.running) == before
+        assert {(each.user_config, each.concurrency) for each in stage.running_of("b")} == {(b"two", 3)}
+        assert (await stage.published("backend/b"))["concurrency"] == 3
+
+        await stage.update(num_replicas=4)
+        assert before < set(stage.running)
+        await stage.update(num_replicas=1)
+        assert len(stage.running) == 1
+        assert len(await stage.published("backend/b") or ()) == 3
+
+        await stage.change("delete_endpoint", name="e")
+        await stage.delete()
+        assert stage.running == {}
+        assert await stage.published("backend/b") is None
+        assert await stage.published("routes") == {}
+        assert {key.partition("/")[0] for key in stage.store.records()} == {"goal"}
+
+    play(scenario)
+
+
+def test_a_repeated_call_is_no_second_change() -> None:
+    """The client's connection broke before the answer came, so it asks again with the same request id."""
+
+    async def scenario(stage: Stage) -> None:
+        wanted = stage.wish(num_replicas=2)
+        first = await stage.call("create_backend", **wanted)
+        again = await stage.call("create_backend", **wanted)
+        assert first == again
+        await stage.change("create_backend", **wanted)
+        commits = stage.store.commits
+        assert await stage.call("create_backend", **wanted) == {"goal": None}
+        fields: dict[str, Any] = {"route": "/e", "methods": ["GET"], "backend": "b", "request_id": "r"}
+        for _ in range(2):
+            await stage.change("create_endpoint", name="e", **fields)
+        for _ in range(2):
+            await stage.change("delete_endpoint", name="e")
+        assert stage.store.commits == commits + 2
+        for _ in range(2):
+            await stage.delete()
+        assert len(stage.started) == 2
+
+    play(scenario)
+
+
+def test_refusals_reach_the_caller_and_change_nothing() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.create()
+        await stage.endpoint()
+        commits = stage.store.commits
+        with pytest.raises(AlreadyRegisteredError, match="Backend 'b' is already registered"):
+            await stage.create()
+        with pytest.raises(AlreadyRegisteredError, match="Route '/e' is already registered"):
+            await stage.endpoint("other")
+        with pytest.raises(NotRegisteredError, match="backend 'x' that is not registered"):
+            await stage.endpoint("other", "/x", backend="x")
+        with pytest.raises(NotRegisteredError, match="Backend x is not registered"):
+            await stage.update("x", num_replicas=2)
+        with pytest.raises(BadRequestError, match="is used by endpoint 'e'"):
+            await stage.delete()
+        with pytest.raises(BadRequestError, match="sum to 1"):
+            await stage.change("set_traffic", name="e", traffic={"b": 0.5})
+        with pytest.raises(ValueError, match="num_replicas"):
+            await stage.update(num_replicas=0)
+        with pytest.raises(NotFoundError):
+            await stage.call("get_endpoint", name="x")
+        assert stage.store.commits == commits
+
+    play(scenario)
+
+
+def test_listing_tells_what_is_registered() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.create(num_replicas=2, user_config=b"pickled")
+        await stage.create("c")
+        await stage.endpoint()
+        await stage.change("set_traffic", name="e", traffic={"b": 0.25, "c": 0.75})
+        await stage.change("shadow_traffic", name="e", backend="c", proportion=0.5)
+        backends = await stage.call("list_backends")
+        assert set(backends) == {"b", "c"}
+        assert backends["b"]["config"]["num_replicas"] == 2
+        assert backends["b"]["user_config"] == b"pickled"
+        assert await stage.call("get_backend_config", tag="b") == backends["b"]
+        endpoints = await stage.call("list_endpoints")
+        assert endpoints["e"]["traffic"] == {"b": 0.25, "c": 0.75}
+        assert endpoints["e"]["shadows"] == {"c": 0.5}
+        assert await stage.call("get_endpoint", name="e") == endpoints["e"]
+
+    play(scenario)
+
+
+def test_status_shows_what_waits_and_why() -> None:
+    async def scenario(stage: Stage) -> None:
+        stage.cluster.refused["local://old"] = "has another version"
+        await stage.create()
+        await stage.call("create_backend", **stage.wish("big", actor_options={"num_gpus": 1}))
+        await stage.clock.sleep(1)
+        status = await stage.call("status")
+        assert status["backends"]["b"]["running"] == 1
+        assert "GPU 1 (most free on one worker: 0)" in status["backends"]["big"]["message"]
+        replicas = [each for each in status["actors"] if each["kind"] == "replica"]
+        assert sorted(each["state"] for each in replicas) == ["RUNNING", "SHOULD_START"]
+        assert status["refused_workers"] == {"local://old": "has another version"}
+        assert (status["instance"], status["epoch"]) == ("local", 1)
+
+    play(scenario)
+
+
+# ---- goals
+
+
+def test_a_failed_goal_raises_what_went_wrong_and_leaves_nothing() -> None:
+    async def scenario(stage: Stage) -> None:
+        stage.start = boom()
+        with pytest.raises(ReplicaStartError, match="the constructor raised") as info:
+            await stage.create(num_replicas=1)
+        assert info.value.user_traceback == "Traceback ..."
+        assert len(stage.started) == 3
+        await stage.until(lambda: set(stage.store.records()) == set(stage.stored("goal")))
+        assert stage.cluster.actors() == [await stage.cluster.program.controller()]
+        stage.start = None
+        await stage.create()
+
+    play(scenario)
+
+
+def test_without_room_the_call_fails_in_time_and_leaves_nothing() -> None:
+    async def scenario(stage: Stage) -> None:
+        began = stage.clock.now()
+        with pytest.raises(NoCapacityError, match="GPU 1"):
+            await stage.create(actor_options={"num_gpus": 1}, timeout_s=20.0)
+        assert 20 <= stage.clock.now() - began < 21
+        await stage.until(lambda: set(stage.store.records()) == set(stage.stored("goal")))
+
+    play(scenario)
+
+
+def test_room_that_comes_in_time_is_found() -> None:
+    async def scenario(stage: Stage) -> None:
+        asyncio.get_running_loop().call_later(10, lambda: stage.cluster.add_worker(resources={"GPU": 1.0}))
+        began = stage.clock.now()
+        await stage.create(actor_options={"num_gpus": 1}, timeout_s=20.0)
+        assert 10 <= stage.clock.now() - began < 11
+
+    play(scenario)
+
+
+def test_a_constructor_that_hangs_is_given_up_three_times() -> None:
+    async def scenario(stage: Stage) -> None:
+        stage.start = hang
+        with pytest.raises(RequestTimeoutError, match="did not start within 5 s"):
+            await stage.create(timeout_s=60.0)
+        assert len(stage.started) == 3
+        await stage.until(lambda: len(stage.cluster.actors()) == 1)
+
+    async def main() -> None:
+        stage = Stage()
+        async with stage.cluster:
+            await stage.open(start_s=5.0)
+            await scenario(stage)
+
+    run_virtual(main)
+
+
+def test_a_newer_wish_ends_the_wait_for_the_older_one() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.create()
+        stage.start_s = 5.0
+        first = asyncio.create_task(stage.update(num_replicas=2))
+        await stage.clock.sleep(0.5)
+        began = stage.clock.now()
+        second = asyncio.create_task(stage.update(num_replicas=3))
+        await first
+        assert stage.clock.now() == began
+        await second
+        assert len(stage.running) == 3
+
+    play(scenario)
+
+
+def test_waiting_for_a_goal_ends_now_and_then_with_the_reason() -> None:
+    async def scenario(stage: Stage) -> None:
+        answer = await stage.call("create_backend", **stage.wish(actor_options={"num_gpus": 1}))
+        began = stage.clock.now()
+        waited = await stage.call("wait_for_goal", goal_id=answer["goal"], timeout_s=5)
+        assert stage.clock.now() == began + 5
+        assert not waited["is_done"]
+        assert "GPU 1" in waited["why"]
+        await stage.call("wait_for_goal", goal_id=answer["goal"], timeout_s=1e9)
+        assert stage.clock.now() == began + 5 + MAX_WAIT_S
+        with pytest.raises(NotFoundError, match="Goal never does not exist"):
+            await stage.call("wait_for_goal", goal_id="never", timeout_s=5)
+
+    play(scenario)
+
+
+# ---- deployments
+
+
+def test_a_deployment_that_fails_leaves_its_route_free() -> None:
+    async def scenario(stage: Stage) -> None:
+        stage.start = boom()
+        with pytest.raises(ReplicaStartError):
+            await stage.deploy("bad", "/")
+        stage.start = None
+        await stage.deploy("good", "/")
+        assert set(stage.stored("endpoint")) == {"endpoint/good"}
+
+    play(scenario)
+
+
+def test_a_deployment_is_one_transaction() -> None:
+    written: list[set[str]] = []
+
+    async def scenario(stage: Stage) -> None:
+        stage.store.after_commit = lambda records: written.append(set(records))
+        await stage.deploy("d", "/d", version="1")
+        assert {"backend/d", "code/d@1", "endpoint/d"} <= written[0]
+        written.clear()
+        await stage.change("delete_deployment", name="d")
+        assert {"backend/d", "endpoint/d"} <= written[0]
+        assert stage.stored("backend") == stage.stored("endpoint") == {}
+
+    play(scenario)
+
+
+def test_a_deployment_in_use_elsewhere_is_not_half_deleted() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.deploy("d", "/d")
+        await stage.endpoint("other", "/other", backend="d")
+        with pytest.raises(BadRequestError, match="is used by endpoint 'other'"):
+            await stage.change("delete_deployment", name="d")
+        assert set(stage.stored("endpoint")) == {"endpoint/d", "endpoint/other"}
+
+    play(scenario)
+
+
+def test_a_new_route_of_an_unchanged_deployment_is_known_when_the_call_returns() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.deploy("d", "/old", version="1")
+        stage.cluster.topic.deliver = lambda message: [0.25]
+        await stage.deploy("d", "/new", version="1")
+        assert {tuple(each.routes) for each in stage.proxies.values()} == {("/new",)}
+        assert len(stage.started) == 1
+
+    play(scenario, http=EVERY_WORKER)
+
+
+# ---- proxies
+
+
+def test_every_proxy_knows_a_route_before_the_call_returns() -> None:
+    async def scenario(stage: Stage) -> None:
+        urls = (await stage.call("wait_for_http", timeout_s=5))["urls"]
+        assert len(urls) == len(stage.proxies) == 3
+        assert await stage.call("http_urls") == urls
+        await stage.create()
+        # Every process hears of it at another time, and one does not hear of it at all.
+        delays = iter([0.1, 0.4, None, 0.2] * 100)
+        stage.cluster.topic.deliver = lambda message: [each] if (each := next(delays)) is not None else []
+        await stage.endpoint()
+        assert all("/e" in each.routes for each in stage.proxies.values())
+        await stage.change("delete_endpoint", name="e")
+        assert all("/e" not in each.routes for each in stage.proxies.values())
+
+    play(scenario, http=EVERY_WORKER)
+
+
+def test_a_proxy_that_does_not_answer_delays_a_change_but_does_not_prevent_it() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.call("wait_for_http", timeout_s=5)
+        await stage.create()
+        proxy = next(iter(stage.proxies.values()))
+        stage.cluster.process(proxy.worker).die()
+        await stage.endpoint()
+        assert set(await stage.published("routes")) == {"/e"}
+
+    play(scenario, http=HTTPOptions(location=Location.HEAD_ONLY), workers=4)
+
+
+def test_a_taken_port_is_told_to_who_waits_for_http() -> None:
+    async def main() -> None:
+        stage = Stage(http=EVERY_WORKER)
+        async with stage.cluster:
+            taken = PortInUseError("port 8000 is taken")
+            stage.broken_ports = {each.address: taken for each in stage.cluster.workers()}
+            await stage.open()
+            with pytest.raises(PortInUseError, match="port 8000 is taken"):
+                await stage.call("wait_for_http", timeout_s=5)
+            stage.broken_ports.clear()
+            await stage.clock.sleep(1)
+            assert len((await stage.call("wait_for_http", timeout_s=5))["urls"]) == 3
+
+    run_virtual(main)
+
+
+def test_proxies_that_never_listen_are_a_timeout() -> None:
+    async def main() -> None:
+        stage = Stage(http=EVERY_WORKER)
+        async with stage.cluster:
+            stage.broken_ports = {stage.cluster.workers()[0].address: None}
+            await stage.open()
+            with pytest.raises(RequestTimeoutError, match="HTTP proxies not available after 5s"):
+                await stage.call("wait_for_http", timeout_s=5)
+            assert 5 <= stage.clock.now() < 6
+
+    run_virtual(main)
+
+
+def test_without_proxies_nobody_waits_for_them() -> None:
+    async def scenario(stage: Stage) -> None:
+        assert await stage.call("wait_for_http", timeout_s=0) == {"urls": ()}
+        assert await stage.call("http_urls") == ()
+
+    play(scenario)
+
+
+# ---- listeners
+
+
+def test_listeners_block_until_their_key_changes() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.create()
+        found = await stage.call("listen_for_change", snapshot_ids={"backend/b": None, "endpoint/e": None})
+        seen = {key: snapshot for key, (snapshot, _) in found.items()}
+        listening = asyncio.create_task(stage.call("listen_for_change", snapshot_ids=seen))
+        await stage.clock.sleep(1)
+        assert not listening.done()
+        await stage.endpoint()
+        assert set(await listening) == {"endpoint/e"}
+
+    play(scenario)
+
+
+# ---- workers
+
+
+def test_the_workers_are_asked_for_now_and_then_in_case_an_event_was_lost() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.create(num_replicas=2)
+        controller = await stage.cluster.program.controller()
+        lost = next(each for each in stage.replica_workers() if each != controller.worker)
+        stage.cluster.topic.deliver = lambda message: []
+        stage.cluster.remove_worker(lost)
+        began = stage.clock.now()
+        await stage.until(lambda: len(stage.running_of("b")) == 2 and len(stage.started) == 3)
+        assert stage.clock.now() - began < REFRESH_S + 1
+
+    play(scenario)
+
+
+def test_an_event_that_overtakes_the_list_of_workers_is_not_undone() -> None:
+    """The list was made before a worker joined and arrives after the event that told so."""
+
+    async def scenario(stage: Stage) -> None:
+        controller = await stage.cluster.program.controller()
+        process = stage.cluster.process(controller.worker)
+        answers: list[Any] = []
+        ask = process.workers
+
+        async def slow() -> Any:
+            found = await ask()
+            answers.append(found)
+            await stage.clock.sleep(2)
+            return found
+
+        process.workers = slow  # type: ignore[method-assign]
+        await stage.until(lambda: answers, timeout_s=REFRESH_S + 1)
+        stage.cluster.add_worker(resources={"GPU": 1.0})
+        await stage.create(actor_options={"num_gpus": 1})
+        (tag,) = stage.running
+        await stage.clock.sleep(10)
+        assert len(answers) == 2
+        assert list(stage.running) == [tag]
+
+    play(scenario)
+
+
+# ---- beginning and ending
+
+
+def test_a_controller_that_cannot_begin_says_why() -> None:
+    """Its Host stops it, and that must not hide the reason."""
+
+    async def main() -> None:
+        stage = Stage()
+        async with stage.cluster:
+            spec = ActorSpec(
+                ActorKind.CONTROLLER, "c", 1, "local", ControllerStart(http={"location": "NoServer"}).encode()
+            )
+            process = stage.cluster.process(stage.cluster.workers()[0].address)
+
+            async def broken(handler: Any) -> Any:
+                raise OSError("no topic")
+
+            process.subscribe = broken  # type: ignore[method-assign]
+            controller = Controller(ActorContext(spec, process, stage.clock, stage.cluster.rng, "w"))
+            with pytest.raises(OSError, match="no topic"):
+                await controller.start()
+            await controller.stop(0)
+
+    run_virtual(main)
+
+
+def test_a_corrupt_record_is_left_aside_and_the_rest_runs() -> None:
+    async def main() -> None:
+        stage = Stage()
+        stage.store._records["backend/broken"] = b"?"
+        stage.store._records["endpoint/e"] = encode(EndpointRecord("e", "/e", ("GET",), {"b": 1.0}))
+        async with stage.cluster:
+            await stage.open()
+            await stage.create("b")
+            assert set(await stage.published("routes")) == {"/e"}
+            assert set(await stage.call("list_backends")) == {"b"}
+
+    run_virtual(main)
+
+
+def test_code_that_was_lost_is_no_reason_to_end_what_runs() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.create(num_replicas=2, version="1")
+        before = dict(stage.running)
+        stage.store._records["code/b@1"] = b"?"
+        await stage.crash_controller()
+        await stage.clock.sleep(60)
+        assert stage.running == before
+        stage.cluster.remove_worker(next(iter(before.values())).worker)
+        await stage.clock.sleep(60)
+        assert len(stage.running) == 1
+        message = (await stage.call("status"))["backends"]["b"]["message"]
+        assert "trying again in" in message
+        assert "The store has no code for version 1 of 'b'" in message
+
+    play(scenario, workers=4)
+
+
+def test_every_verb_exists() -> None:
+    assert {name for name in Controller.verbs if not callable(getattr(Controller, name, None))} == set()
+
+
+def test_a_replica_learns_what_it_is_and_runs() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.create(
+            code=b"the code",
+            user_config=b"config",
+            max_batch_size=3,
+            batch_wait_timeout=0.5,
+            event_loop="worker",
+            max_concurrent_queries=7,
+        )
+        (replica,) = stage.running_of("b")
+        assert isinstance(replica, ScriptedReplica)
+        message = replica.message
+        assert (message.code, message.user_config, message.concurrency) == (b"the code", b"config", 7)
+        assert (message.max_batch_size, message.batch_wait_timeout_s) == (3, 0.5)
+        assert message.event_loop == "worker"
+
+    play(scenario)

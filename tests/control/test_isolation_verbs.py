@@ -1,0 +1,74 @@
+"""Isolation and environment of a backend decide where its replicas run, so they are part of its version."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from control_harness import wish
+
+from daskserve.control import backend_verbs as verbs
+from daskserve.control.backend_verbs import Outcome, Wish
+from daskserve.control.records import BackendRecord
+from daskserve.control.state import State
+from daskserve.errors import BadRequestError
+
+
+def isolated(env: str | None = None, **options: Any) -> Wish:
+    return replace(wish(version="1", isolation="process", **options), env=env)
+
+
+def backend_of(outcome: Outcome) -> BackendRecord:
+    record = outcome.change["backend/b"]
+    assert isinstance(record, BackendRecord)
+    return record
+
+
+def deployed(wanted: Wish) -> State:
+    state = State()
+    state.apply(verbs.deploy(state, wanted, goal_id="g1").change)
+    return state
+
+
+def test_an_isolated_backend_carries_its_environment() -> None:
+    record = backend_of(verbs.create_backend(State(), isolated("/env"), goal_id="g"))
+    assert record.config["isolation"] == "process"
+    assert record.actor_options["env"] == "/env"
+
+
+def test_a_backend_without_isolation_is_recorded_as_before() -> None:
+    record = backend_of(verbs.create_backend(State(), wish(), goal_id="g"))
+    assert set(record.actor_options) == {"demand"}
+
+
+@pytest.mark.parametrize(
+    "wanted", [wish(version="1"), isolated("/other"), isolated("/env", actor_options={"num_cpus": 1})]
+)
+def test_deploying_with_another_isolation_or_environment_replaces_the_replicas(wanted: Wish) -> None:
+    state = deployed(isolated("/env"))
+    outcome = verbs.deploy(state, replace(wanted, request_id="another call"), goal_id="g2")
+    assert backend_of(outcome).version != state.backends["b"].version
+
+
+def test_deploying_with_the_same_environment_changes_nothing() -> None:
+    again = replace(isolated("/env"), request_id="another call")
+    assert verbs.deploy(deployed(isolated("/env")), again, goal_id="g2") == Outcome({}, "g1")
+
+
+def test_the_isolation_of_running_replicas_cannot_be_changed() -> None:
+    state = State()
+    state.apply(verbs.create_backend(state, wish(), goal_id="g1").change)
+    with pytest.raises(BadRequestError, match="isolation of backend 'b' is 'thread' and cannot be changed"):
+        verbs.update_backend_config(
+            state, "b", {"isolation": "process"}, None, sets_user_config=False, goal_id="g2", timeout_s=None
+        )
+
+
+def test_naming_the_present_isolation_again_is_no_change_of_it() -> None:
+    state = State()
+    state.apply(verbs.create_backend(state, isolated(), goal_id="g1").change)
+    outcome = verbs.update_backend_config(
+        state, "b", {"isolation": "process"}, None, sets_user_config=False, goal_id="g2", timeout_s=None
+    )
+    assert outcome == Outcome({}, "g1")

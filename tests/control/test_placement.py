@@ -1,0 +1,129 @@
+"""Which worker gets a replica, and what is said when none does."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from control_harness import replica, state_of, worker
+from hypothesis import given
+from hypothesis import strategies as st
+
+from daskserve.control.placement import Demand, capacity, explain, has_room, place
+from daskserve.control.state import State
+
+ONE = Demand("b", {"CPU": 1.0})
+
+
+def test_capacity_is_threads_memory_and_what_is_declared() -> None:
+    found = capacity(worker(threads=3, memory_bytes=5, resources={"GPU": 2.0}))
+    assert found == {"CPU": 3.0, "memory": 5.0, "GPU": 2.0}
+
+
+def test_ten_tenths_fit_on_one_thread_and_an_eleventh_does_not() -> None:
+    state = State()
+    there = worker(threads=1)
+    for number in range(10):
+        assert has_room(state, there, {"CPU": 0.1})
+        placed = replica(f"b#{number}")
+        state.apply({placed.key: placed})
+    assert not has_room(state, there, {"CPU": 0.1})
+
+
+def test_room_is_what_is_declared_less_what_is_used() -> None:
+    state = state_of(replica("b#1", demand={"CPU": 3.0}))
+    assert place(state, [worker(1)], ONE) == "w1"
+    assert place(state, [worker(1)], Demand("b", {"CPU": 1.5})) is None
+    assert place(state, [worker(1)], Demand("b", {"license": 1.0})) is None
+
+
+@pytest.mark.parametrize("full", [1, 2])
+def test_replicas_spread_even_if_the_other_worker_is_busier(full: int) -> None:
+    """Two replicas of one backend side by side are worth less than the company of strangers."""
+    other = 3 - full
+    state = state_of(
+        replica("b#1", worker=f"w{full}"),
+        *(replica(f"other#{n}", worker=f"w{other}") for n in range(5)),
+    )
+    assert place(state, [worker(1), worker(2)], ONE) == f"w{other}"
+
+
+def test_workers_of_proxies_and_the_controller_are_taken_only_if_no_other_will_do() -> None:
+    workers = [worker(1), worker(2)]
+    assert place(State(), workers, ONE, avoid=["w1"]) == "w2"
+    state = state_of(replica("b#1", worker="w2"))
+    assert place(state, workers, ONE, avoid=["w1"]) == "w1"
+    assert place(State(), workers, ONE, avoid=["w1", "w2"]) == "w1"
+
+
+def test_the_emptier_worker_wins_then_the_smaller_address() -> None:
+    workers = [worker(2), worker(1)]
+    assert place(State(), workers, ONE) == "w1"
+    assert place(state_of(replica("other#1", worker="w1")), workers, ONE) == "w2"
+
+
+@pytest.mark.parametrize("allowed", ["w2", "name-2", "h2"])
+def test_a_backend_may_be_limited_by_address_name_or_host(allowed: str) -> None:
+    workers = [worker(1), worker(2, host="h2")]
+    assert place(State(), workers, Demand("b", {}, (allowed,))) == "w2"
+    assert place(State(), workers[:1], Demand("b", {}, (allowed,))) is None
+
+
+def test_workers_that_are_paused_or_closing_get_nothing() -> None:
+    assert place(State(), [worker(1, is_available=False)], ONE) is None
+    assert place(State(), [worker(1, is_available=False), worker(2)], ONE) == "w2"
+
+
+@given(
+    amounts=st.dictionaries(st.sampled_from(["CPU", "GPU"]), st.floats(0, 5), max_size=2),
+    used=st.lists(st.tuples(st.integers(1, 3), st.floats(0, 3)), max_size=6),
+)
+def test_a_worker_is_found_if_and_only_if_one_has_room(
+    amounts: dict[str, float], used: list[tuple[int, float]]
+) -> None:
+    workers = [worker(n, resources={"GPU": 1.0} if n == 3 else {}) for n in (1, 2, 3)]
+    state = state_of(*(replica(f"x#{i}", worker=f"w{n}", demand={"CPU": a}) for i, (n, a) in enumerate(used)))
+    found = place(state, workers, Demand("b", amounts))
+    fits = {each.address for each in workers if has_room(state, each, amounts)}
+    assert (found in fits) if fits else found is None
+
+
+def test_the_answer_does_not_depend_on_the_order_of_workers() -> None:
+    state = state_of(replica("b#1", worker="w1"), replica("other#1", worker="w2"))
+    answers = {place(state, order, ONE) for order in itertools.permutations([worker(n) for n in (1, 2, 3)])}
+    assert answers == {"w3"}
+
+
+# ---- why not
+
+
+def test_without_workers_it_says_so() -> None:
+    assert explain(State(), [], ONE) == "the cluster has no workers that can hold replicas"
+
+
+def test_it_names_the_only_workers_allowed() -> None:
+    text = explain(State(), [worker(1)], Demand("b", {}, ("gpu-2", "gpu-1")))
+    assert "allows only gpu-1, gpu-2" in text
+
+
+def test_it_says_that_all_are_paused() -> None:
+    workers = [worker(1, is_available=False), worker(2, is_available=False), worker(3)]
+    text = explain(State(), workers, Demand("b", {}, ("w1", "w2")))
+    assert text == "all 2 allowed workers are paused or closing"
+
+
+def test_it_names_the_figures_that_decide() -> None:
+    state = state_of(replica("b#1", demand={"CPU": 1.5}))
+    text = explain(
+        state, [worker(1), worker(2, threads=2)], Demand("b", {"CPU": 3.0, "GPU": 1.0, "memory": 5.0})
+    )
+    assert text == (
+        "a replica needs CPU 3 (most free on one worker: 2.5), GPU 1 (most free on one worker: 0); "
+        "2 workers were looked at"
+    )
+
+
+def test_it_says_that_the_parts_are_there_but_not_together() -> None:
+    workers = [worker(1, threads=8), worker(2, threads=1, resources={"GPU": 1.0})]
+    text = explain(State(), workers, Demand("b", {"CPU": 4.0, "GPU": 1.0}))
+    assert text == "no single one of 2 workers has all of CPU 4, GPU 1 free"

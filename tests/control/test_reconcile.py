@@ -1,0 +1,629 @@
+"""The loop under fire: crashes between writing and acting, a store out of reach, workers that vanish."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import msgpack
+import pytest
+from control_harness import backend
+from controller_harness import ScriptedReplica, ScriptedStore, Stage, boom, hang, play
+
+from daskserve.cluster.base import StoreChange
+from daskserve.config import HTTPOptions
+from daskserve.control.reconcile import RETRY_S, TICK_S
+from daskserve.control.records import BackendRecord, CodeRecord, ReplicaRecord, encode
+from daskserve.errors import ActorLostError, BadRequestError, ReplicaStartError, UnavailableError
+from daskserve.testing import run_virtual
+from daskserve.types import Location, ReplicaState
+
+# ---- the controller dies
+
+
+class CrashingStore(ScriptedStore):
+    """Kills the controller's worker after its n-th commit: written, and never acted on."""
+
+    stage: Stage
+
+    def __init__(self, crash_at: int) -> None:
+        super().__init__()
+        self.crash_at = crash_at
+        self.epochs: list[int] = []
+
+    async def commit(self, epoch: int, change: StoreChange) -> None:
+        await super().commit(epoch, change)
+        self.epochs.append(epoch)
+        if self.commits == self.crash_at:
+            cluster = self.stage.cluster
+            (controller,) = [each for each in cluster.actors() if each.name.endswith("/controller")]
+            cluster.remove_worker(controller.worker)
+            cluster.add_worker()
+
+
+async def live(stage: Stage) -> None:
+    """Everything a client does with a backend, each call waited for."""
+    await stage.create(num_replicas=2, version="1", user_config=b"one")
+    await stage.endpoint()
+    await stage.update(user_config=b"two")
+    await stage.update(num_replicas=3)
+    await stage.deploy("d", "/d", version="1")
+    await stage.deploy("d", "/d", version="2", num_replicas=2)
+    await stage.update(num_replicas=1)
+    await stage.create("gone")
+    await stage.delete("gone")
+
+
+#: A life takes about so many commits; the test below says if it takes more.
+CRASHES = range(1, 33)
+
+
+@pytest.mark.parametrize("crash_at", CRASHES)
+def test_wherever_the_controller_dies_what_was_asked_for_comes_about(crash_at: int) -> None:
+    """It is killed after each commit in turn, before it can act on it, tell of it or answer."""
+
+    async def main() -> None:
+        store = CrashingStore(crash_at)
+        stage = store.stage = Stage(store=store)
+        async with stage.cluster:
+            await stage.open()
+            await live(stage)
+            await stage.clock.sleep(60)
+            assert {tag: len(stage.running_of(tag)) for tag in ("b", "d", "gone")} == {
+                "b": 1,
+                "d": 2,
+                "gone": 0,
+            }
+            assert {each.user_config for each in stage.running_of("b")} == {b"two"}
+            assert set(stage.stored("endpoint")) == {"endpoint/e", "endpoint/d"}
+            assert set(stage.stored("backend")) == {"backend/b", "backend/d"}
+            assert set(stage.stored("code")) == {"code/b@1", "code/d@2"}
+            replicas = stage.stored("replica")
+            assert {key.removeprefix("replica/") for key in replicas} == set(stage.running)
+            actors = {each.name for each in stage.cluster.actors()}
+            assert actors == {"local/controller", *(f"local/replica/{tag}" for tag in stage.running)}
+            assert store.epochs == sorted(store.epochs)
+            assert stage.cluster.epoch == (2 if store.commits >= crash_at else 1)
+
+    run_virtual(main)
+
+
+def test_the_controller_was_killed_at_every_commit_of_a_life() -> None:
+    async def scenario(stage: Stage) -> None:
+        await live(stage)
+        await stage.clock.sleep(60)
+        assert CRASHES[0] < stage.store.commits < CRASHES[-1]
+
+    play(scenario)
+
+
+def test_a_new_controller_adopts_what_runs_and_restarts_nothing() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.create(num_replicas=2)
+        await stage.endpoint()
+        actors = {each for each in stage.cluster.actors() if "/controller" not in each.name}
+        assert (await stage.cluster.program.controller()).worker not in stage.replica_workers()
+        before, routes = await stage.published("backend/b"), await stage.published("routes")
+        await stage.crash_controller()
+        # Nothing shrinks, not even for a moment.
+        assert await stage.published("backend/b") == before
+        assert await stage.published("routes") == routes
+        await stage.clock.sleep(60)
+        assert {each for each in stage.cluster.actors() if "/controller" not in each.name} == actors
+        assert len(stage.started) == 2
+        assert stage.stopped == []
+        assert await stage.published("backend/b") == before
+        await stage.update(num_replicas=3)
+        assert len(stage.started) == 3
+
+    play(scenario, workers=4)
+
+
+def test_a_new_controller_adopts_a_replica_that_is_still_starting() -> None:
+    async def scenario(stage: Stage) -> None:
+        stage.start_s = 30.0
+        creating = asyncio.create_task(stage.create())
+        await stage.until(lambda: stage.started)
+        await stage.crash_controller()
+        await creating
+        assert len(stage.started) == 1
+        assert stage.clock.now() < 32
+
+    play(scenario)
+
+
+def test_a_config_that_was_written_and_not_told_is_told_by_the_next_controller() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.create(num_replicas=2, user_config=b"one")
+        controller = await stage.cluster.program.controller()
+        stage.store.after_commit = lambda records: stage.cluster.remove_worker(controller.worker)
+        changing = asyncio.create_task(stage.update(user_config=b"two"))
+        await stage.until(lambda: stage.cluster.epoch == 2)
+        stage.store.after_commit = None
+        await changing
+        assert {each.user_config for each in stage.running_of("b")} == {b"two"}
+        assert len(stage.started) == 2
+
+    play(scenario, workers=4)
+
+
+def test_a_config_that_changed_while_a_replica_started_is_told_by_the_next_controller() -> None:
+    async def scenario(stage: Stage) -> None:
+        stage.start_s = 5.0
+        await stage.call("create_backend", **stage.wish(user_config=b"one"))
+        await stage.until(lambda: stage.started)
+        await stage.call(
+            "update_backend_config",
+            tag="b",
+            config={},
+            user_config=b"two",
+            sets_user_config=True,
+            timeout_s=60.0,
+        )
+        await stage.crash_controller()
+        await stage.clock.sleep(10)
+        assert [each.user_config for each in stage.running_of("b")] == [b"two"]
+        assert len(stage.started) == 1
+
+    play(scenario)
+
+
+def test_proxies_are_adopted_too() -> None:
+    async def scenario(stage: Stage) -> None:
+        urls = (await stage.call("wait_for_http", timeout_s=5))["urls"]
+        before = dict(stage.proxies)
+        controller = await stage.cluster.program.controller()
+        await stage.crash_controller()
+        assert set((await stage.call("wait_for_http", timeout_s=5))["urls"]) == {
+            url for url in urls if controller.worker not in url
+        }
+        before.pop(controller.worker)
+        assert stage.proxies == before
+
+    play(scenario, http=HTTPOptions(location=Location.EVERY_WORKER), workers=4)
+
+
+def test_a_deadline_outlives_the_controller() -> None:
+    async def scenario(stage: Stage) -> None:
+        creating = asyncio.create_task(stage.create(actor_options={"num_gpus": 1}, timeout_s=20.0))
+        await stage.clock.sleep(10)
+        await stage.crash_controller()
+        with pytest.raises(Exception, match="GPU 1"):
+            await creating
+        assert stage.clock.now() < 35
+        await stage.until(lambda: not stage.stored("backend") and not stage.stored("replica"))
+
+    play(scenario)
+
+
+# ---- the store is out of reach
+
+
+def test_a_verb_that_cannot_be_written_fails_and_nothing_of_it_is_there() -> None:
+    async def scenario(stage: Stage) -> None:
+        stage.store.failures = 1
+        wanted = stage.wish()
+        controller = await stage.cluster.program.controller()
+        with pytest.raises(OSError, match="the store cannot be reached"):
+            await stage.cluster.program.call(controller, "create_backend", **wanted)
+        assert await stage.call("list_backends") == {}
+        assert stage.stored("backend") == {}
+        assert await stage.published("backend/b") is None
+        await stage.clock.sleep(30)
+        assert stage.started == []
+        await stage.change("create_backend", **wanted)
+        assert len(stage.running) == 1
+
+    play(scenario)
+
+
+def test_a_step_that_cannot_be_written_is_not_acted_on_and_tried_again() -> None:
+    async def scenario(stage: Stage) -> None:
+        def fail_from_now_on(records: Any) -> None:
+            stage.store.after_commit = None
+            stage.store.failures = 5
+
+        stage.store.after_commit = fail_from_now_on
+        began = stage.clock.now()
+        answer = await stage.call("create_backend", **stage.wish(num_replicas=2))
+        await stage.until(lambda: stage.started)
+        assert stage.store.failures == 0
+        assert stage.clock.now() - began >= 4 * RETRY_S
+        assert (await stage.call("wait_for_goal", goal_id=answer["goal"], timeout_s=30))["is_done"]
+        assert len(stage.started) == 2
+
+    play(scenario)
+
+
+def test_serving_goes_on_while_the_store_is_out_of_reach() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.create(num_replicas=2)
+        before = await stage.published("backend/b")
+        stage.store.failures = 10**6
+        lost = next(iter(stage.running.values()))
+        stage.cluster.remove_worker(lost.worker)
+        await stage.clock.sleep(30)
+        assert await stage.published("backend/b") == before
+        stage.store.failures = 0
+        await stage.until(lambda: len(stage.running_of("b")) == 2 and len(stage.started) == 3, timeout_s=1)
+        await stage.until(lambda: lost.tag not in {key[8:] for key in stage.stored("replica")})
+
+    play(scenario, workers=4)
+
+
+def test_a_worker_that_comes_back_while_its_loss_cannot_be_written_is_lost_once() -> None:
+    """Its address is there again before the records of what it held could be removed."""
+
+    async def scenario(stage: Stage) -> None:
+        await stage.create(actor_options={"num_gpus": 1}, timeout_s=60.0)
+        (before,) = stage.running
+        stage.store.failures = 10
+        (info,) = [each for each in stage.cluster.workers() if each.resources]
+        stage.cluster.remove_worker(info.address)
+        stage.cluster.add_worker(info)
+        began = stage.clock.now()
+        await stage.until(lambda: stage.running and before not in stage.running)
+        assert stage.clock.now() - began < 10 * RETRY_S + 0.5
+        await stage.clock.sleep(60)
+        assert len(stage.started) == 2
+
+    async def main() -> None:
+        stage = Stage()
+        async with stage.cluster:
+            await stage.open()
+            stage.cluster.add_worker(resources={"GPU": 1.0})
+            await scenario(stage)
+
+    run_virtual(main)
+
+
+# ---- one backend is poisoned
+
+
+def poisoned_records() -> Mapping[str, bytes]:
+    """Return a backend that no step can make sense of, under a tag that comes before all others."""
+    record = backend("a", actor_options={"demand": {"CPU": "many"}})
+    return {record.key: encode(record), "code/a@v1": encode(CodeRecord("a@v1", "a", b""))}
+
+
+def test_a_poisoned_backend_does_not_stop_another() -> None:
+    async def main() -> None:
+        stage = Stage()
+        stage.store._records.update(poisoned_records())
+        async with stage.cluster:
+            await stage.open()
+            began = stage.clock.now()
+            await stage.create("b", num_replicas=2)
+            assert stage.clock.now() - began < 1
+            await stage.endpoint()
+            await stage.delete("a", force=True)
+            assert set(stage.stored("backend")) == {"backend/b"}
+
+    run_virtual(main)
+
+
+def test_a_poisoned_backend_does_not_stop_the_proxies_nor_they_it() -> None:
+    async def main() -> None:
+        stage = Stage(http=HTTPOptions(location=Location.EVERY_WORKER))
+        stage.store._records.update(poisoned_records())
+        async with stage.cluster:
+            stage.broken_ports = {each.address: RuntimeError("odd") for each in stage.cluster.workers()}
+            await stage.open()
+            await stage.create("b")
+            stage.broken_ports.clear()
+            await stage.clock.sleep(TICK_S)
+            assert len((await stage.call("wait_for_http", timeout_s=5))["urls"]) == 3
+
+    run_virtual(main)
+
+
+# ---- workers and replicas
+
+
+def test_replicas_of_a_lost_worker_are_replaced_at_once_and_nobody_is_sent_there_any_more() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.create(num_replicas=2)
+        lost = next(iter(stage.running.values()))
+        began = stage.clock.now()
+        stage.cluster.remove_worker(lost.worker)
+        await stage.clock.sleep(0.001)
+        published = await stage.published("backend/b")
+        assert lost.tag not in {tag for tag, _, _ in published["replicas"]}
+        await stage.until(lambda: len(stage.started) == 3 and len(stage.running_of("b")) == 2)
+        assert stage.clock.now() - began < 0.1
+
+    play(scenario, workers=4)
+
+
+def test_a_worker_that_cannot_be_reached_is_asked_again_and_is_no_failed_constructor() -> None:
+    async def scenario(stage: Stage) -> None:
+        tries = 0
+
+        async def unreachable(replica: ScriptedReplica) -> None:
+            nonlocal tries
+            tries += 1
+            if tries < 6:
+                raise ActorLostError("the connection broke")
+
+        stage.start = unreachable
+        await stage.create()
+        assert tries == 6
+        assert len(set(stage.started)) == 1
+        assert stage.clock.now() >= 5 * RETRY_S
+
+    play(scenario)
+
+
+def test_a_running_replica_that_cannot_be_reached_by_a_new_controller_stays_published() -> None:
+    """It is not known to be dead, so no replica set shrinks."""
+
+    async def scenario(stage: Stage) -> None:
+        await stage.create(num_replicas=2)
+        before = await stage.published("backend/b")
+        create = stage.cluster.run_on
+        refused = 0
+
+        async def broken(caller: Any, worker: str, work: Any) -> Any:
+            nonlocal refused
+            if caller is not stage.cluster.program and refused < 8 and "create" in work.__code__.co_names:
+                refused += 1
+                raise ActorLostError("cannot be reached", begun=False)
+            return await create(caller, worker, work)
+
+        stage.cluster.run_on = broken  # type: ignore[method-assign]
+        await stage.crash_controller()
+        await stage.clock.sleep(20)
+        assert refused == 8
+        assert await stage.published("backend/b") == before
+        assert len(stage.started) == 2
+
+    play(scenario, workers=4)
+
+
+def test_a_replica_that_does_not_stop_in_time_is_given_up() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.create(experimental_graceful_shutdown_timeout_s=5)
+        stage.drain_s = 1e6
+        (replica,) = stage.running_of("b")
+
+        async def never(grace_s: float) -> None:
+            await asyncio.Event().wait()
+
+        replica.stop = never  # type: ignore[method-assign]
+        began = stage.clock.now()
+        await stage.delete()
+        assert 5 <= stage.clock.now() - began <= 16
+
+    play(scenario)
+
+
+def test_a_replica_that_cannot_be_told_to_stop_is_told_again() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.create()
+        (replica,) = stage.running_of("b")
+        stop, tries = replica.stop, []
+
+        async def refuse(grace_s: float) -> None:
+            tries.append(stage.clock.now())
+            if len(tries) < 4:
+                raise UnavailableError("the Host is not open")
+            await stop(grace_s)
+
+        replica.stop = refuse  # type: ignore[method-assign]
+        entries = stage.cluster._hosts[replica.worker].entries
+        name = f"local/replica/{replica.tag}"
+        held = entries[name]
+        deleting = asyncio.create_task(stage.delete())
+        while not deleting.done():
+            await stage.clock.sleep(0.01)
+            if len(tries) < 4:
+                entries.setdefault(name, held)  # a Host forgets even what it failed to stop
+        await deleting
+        assert len(tries) == 4
+        assert min(after - before for before, after in itertools.pairwise(tries)) >= RETRY_S
+
+    play(scenario)
+
+
+def test_draining_has_the_configured_grace_and_force_has_none() -> None:
+    async def scenario(stage: Stage) -> None:
+        stage.drain_s = 3.0
+        await stage.create("b", experimental_graceful_shutdown_timeout_s=7)
+        await stage.create("c", experimental_graceful_shutdown_timeout_s=7)
+        began = stage.clock.now()
+        await stage.delete("b")
+        assert stage.clock.now() - began >= 3
+        began = stage.clock.now()
+        await stage.delete("c", force=True)
+        assert stage.clock.now() - began < 1
+        assert [grace_s for _, grace_s in stage.stopped] == [7.0, 0.0]
+
+    play(scenario)
+
+
+def test_a_forced_delete_does_not_wait_for_the_patience_of_an_earlier_one() -> None:
+    async def scenario(stage: Stage) -> None:
+        stage.drain_s = 15.0
+        await stage.create()
+        patient = asyncio.create_task(stage.delete())
+        await stage.clock.sleep(1)
+        began = stage.clock.now()
+        await stage.delete(force=True)
+        await patient
+        assert stage.clock.now() - began < 1
+        assert [grace_s for _, grace_s in stage.stopped] == [20.0, 0.0]
+        await stage.clock.sleep(30)
+        await stage.create()
+
+    play(scenario)
+
+
+def test_scaling_down_cancels_a_start_that_hangs() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.create()
+        stage.start = hang
+        growing = asyncio.create_task(stage.update(num_replicas=3))
+        await stage.until(lambda: len(stage.started) == 3)
+        await stage.update(num_replicas=1)
+        await growing
+        assert len(stage.running_of("b")) == 1
+        assert len([each for each in stage.cluster.actors() if "/replica/" in each.name]) == 1
+
+    play(scenario)
+
+
+# ---- reconfiguring
+
+
+def test_a_reconfiguration_that_fails_is_taken_back_everywhere() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.create(num_replicas=3, user_config=b"one")
+        victim = sorted(stage.running)[1]
+
+        async def refuse(replica: ScriptedReplica) -> None:
+            if replica.tag == victim:
+                raise ReplicaStartError("not with me")
+
+        stage.reconfigure = refuse
+        with pytest.raises(ReplicaStartError, match="not with me"):
+            await stage.update(user_config=b"two")
+        await stage.clock.sleep(10)
+        assert {each.user_config for each in stage.running_of("b")} == {b"one"}
+        assert len(stage.running) == 3
+        # It refuses to go back too, so it is replaced; nobody knows what it would do.
+        assert victim not in stage.running
+        assert len(stage.started) == 4
+
+    play(scenario)
+
+
+def test_a_replica_that_refuses_every_config_is_replaced_and_not_asked_for_ever() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.create(num_replicas=2, user_config=b"one")
+        first, second = sorted(stage.running)
+
+        async def refuse(replica: ScriptedReplica) -> None:
+            if replica.tag == second:
+                await stage.clock.sleep(1)
+                raise ReplicaStartError("not with me")
+            if replica.tag == first and stage.reconfigured.count(first) > 1:
+                raise ReplicaStartError("I will not go back")
+
+        stage.reconfigure = refuse
+        with pytest.raises(ReplicaStartError, match="not with me"):
+            await stage.update(user_config=b"two")
+        await stage.clock.sleep(60)
+        assert len(stage.running) == 2
+        assert {first, second}.isdisjoint(stage.running)
+        assert {each.user_config for each in stage.running_of("b")} == {b"one"}
+        assert len(stage.reconfigured) == 4
+
+    play(scenario)
+
+
+def test_a_config_that_is_superseded_before_it_fails_does_no_harm() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.create(user_config=b"one")
+
+        async def slowly_refuse(replica: ScriptedReplica) -> None:
+            if len(stage.reconfigured) == 1:
+                await stage.clock.sleep(2)
+                raise BadRequestError("bad config")
+
+        stage.reconfigure = slowly_refuse
+        first = asyncio.create_task(stage.update(user_config=b"bad"))
+        await stage.until(lambda: stage.reconfigured)
+        await stage.update(user_config=b"good")
+        await first
+        assert [each.user_config for each in stage.running_of("b")] == [b"good"]
+
+    play(scenario)
+
+
+def test_a_replica_lost_during_a_reconfiguration_is_looked_after_without_haste() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.create(user_config=b"one")
+
+        async def unreachable(replica: ScriptedReplica) -> None:
+            if len(stage.reconfigured) < 5:
+                raise UnavailableError("still starting")
+
+        stage.reconfigure = unreachable
+        began = stage.clock.now()
+        await stage.update(user_config=b"two")
+        assert stage.clock.now() - began >= 4 * RETRY_S
+        assert len(stage.reconfigured) == 5
+
+    play(scenario)
+
+
+# ---- rolling
+
+
+def test_a_new_version_rolls_without_a_gap() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.deploy("d", version="1", num_replicas=3)
+        stage.start_s = 2.0
+        fewest, most = 3, 3
+        rolling = asyncio.create_task(stage.deploy("d", version="2", num_replicas=3))
+        while not rolling.done():
+            await stage.clock.sleep(0.1)
+            published = (await stage.published("backend/d"))["replicas"]
+            fewest, most = min(fewest, len(published)), max(most, len(stage.running_of("d")))
+        await rolling
+        assert (fewest, most) == (3, 4)
+        assert {each.message.code for each in stage.running_of("d")} == {b"code"}
+        assert len(stage.started) == 6
+
+    play(scenario)
+
+
+def test_a_new_version_that_fails_never_touches_the_old_one() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.deploy("d", version="1", num_replicas=2)
+        before = dict(stage.running)
+        stage.start = boom()
+        with pytest.raises(ReplicaStartError):
+            await stage.deploy("d", version="2", num_replicas=2)
+        await stage.clock.sleep(10)
+        assert stage.running == before
+        (record,) = stage.stored("backend").values()
+        assert isinstance(record, BackendRecord)
+        assert record.version == "1"
+
+    play(scenario)
+
+
+# ---- at rest
+
+
+def test_at_rest_nothing_is_written_started_or_said() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.create(num_replicas=2)
+        await stage.endpoint()
+        heard: list[Any] = []
+        await stage.cluster.program.subscribe(heard.append)
+        await stage.clock.sleep(1)
+        commits, started = stage.store.commits, len(stage.started)
+        await stage.clock.sleep(3600)
+        assert (stage.store.commits, len(stage.started)) == (commits, started)
+        assert heard == []
+
+    play(scenario)
+
+
+def test_what_is_stored_is_plain_and_says_its_format() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.create()
+        stored = {key: msgpack.unpackb(data) for key, data in stage.store._records.items()}
+        assert {each["format"] for each in stored.values()} == {1}
+        record = next(each for each in stage.stored("replica").values())
+        assert isinstance(record, ReplicaRecord)
+        assert record.state is ReplicaState.RUNNING
+        (wanted,) = stage.stored("backend").values()
+        assert isinstance(wanted, BackendRecord)
+        assert wanted.goal is None
+
+    play(scenario)

@@ -1,0 +1,194 @@
+"""Records: what is written comes back, and what cannot be read is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgpack
+import pytest
+from control_harness import backend, endpoint, goal, replica
+from hypothesis import given
+from hypothesis import strategies as st
+
+from daskserve.control.records import (
+    FORMAT,
+    BackendRecord,
+    CodeRecord,
+    CorruptRecordError,
+    EndpointRecord,
+    GoalRecord,
+    GoalState,
+    ProxyRecord,
+    Record,
+    ReplicaRecord,
+    decode,
+    encode,
+    from_plain,
+    to_plain,
+)
+from daskserve.types import ActorAddress, ReplicaState
+
+names = st.text(min_size=1, max_size=10)
+numbers = st.integers(0, 2**48)
+amounts = st.dictionaries(names, st.floats(0, 100), max_size=3)
+maybe_bytes = st.none() | st.binary(max_size=20)
+plain: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | numbers | st.floats(allow_nan=False) | names,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3),
+    max_leaves=5,
+)
+backends = st.builds(
+    BackendRecord,
+    tag=names,
+    version=names,
+    code_key=names,
+    config=st.dictionaries(names, plain, max_size=4),
+    config_id=names,
+    concurrency=numbers,
+    actor_options=st.dictionaries(names, plain, max_size=3),
+    user_config=maybe_bytes,
+    request_id=names,
+    user_version=st.none() | names,
+    deployed_at=st.floats(0, 1e10),
+    last_error=st.text(max_size=10),
+    goal=st.none() | names,
+    is_deleting=st.booleans(),
+    is_forced=st.booleans(),
+    is_deployment=st.booleans(),
+)
+methods = st.lists(names, max_size=3).map(tuple)
+records: st.SearchStrategy[Record] = st.one_of(
+    backends,
+    st.builds(CodeRecord, name=names, backend=names, code=st.binary(max_size=50)),
+    st.builds(
+        ReplicaRecord,
+        tag=names,
+        backend=names,
+        version=names,
+        config_id=names,
+        state=st.sampled_from(ReplicaState),
+        demand=amounts,
+        worker=st.none() | names,
+        incarnation=numbers,
+        is_forced=st.booleans(),
+    ),
+    st.builds(
+        EndpointRecord,
+        name=names,
+        route=st.none() | names,
+        methods=methods,
+        traffic=amounts,
+        shadows=amounts,
+        request_id=names,
+        is_legacy=st.booleans(),
+        python_methods=methods,
+    ),
+    st.builds(ProxyRecord, name=names, worker=names, host=names, incarnation=numbers, port=numbers),
+    st.builds(
+        GoalRecord,
+        goal_id=names,
+        backend=names,
+        state=st.sampled_from(GoalState),
+        number=numbers,
+        timeout_s=st.none() | st.floats(0, 1e6),
+        previous=st.none() | backends.map(to_plain),
+        failures=numbers,
+        error=maybe_bytes,
+    ),
+)
+
+
+@given(records)
+def test_every_record_comes_back_from_its_bytes(record: Record) -> None:
+    found = decode(record.key, encode(record))
+    assert found == record
+    assert type(found) is type(record)
+
+
+@given(backends)
+def test_a_backend_comes_back_from_the_plain_values_in_a_goal(record: BackendRecord) -> None:
+    assert from_plain("backend", to_plain(record)) == record
+
+
+def test_states_and_methods_come_back_in_their_types() -> None:
+    found = decode("replica/b#1", encode(replica("b#1")))
+    assert isinstance(found, ReplicaRecord)
+    assert found.state is ReplicaState.RUNNING
+    finished = decode("goal/g", encode(goal(state=GoalState.FAILED)))
+    assert isinstance(finished, GoalRecord)
+    assert finished.state is GoalState.FAILED
+    there = decode("endpoint/e", encode(endpoint(methods=("GET", "PUT"))))
+    assert isinstance(there, EndpointRecord)
+    assert there.methods == ("GET", "PUT")
+
+
+def fields(**changes: Any) -> bytes:
+    found = msgpack.unpackb(encode(backend()))
+    found["fields"].update(changes)
+    return bytes(msgpack.packb(found))
+
+
+@pytest.mark.parametrize(
+    ("key", "data"),
+    [
+        ("backend/b", b""),
+        ("backend/b", b"\xc1 never valid"),
+        ("backend/b", msgpack.packb(7)),
+        ("backend/b", msgpack.packb({"fields": {}})),
+        ("backend/b", msgpack.packb({"format": "new", "fields": {}})),
+        ("backend/b", msgpack.packb({"format": FORMAT})),
+        ("backend/b", msgpack.packb({"format": FORMAT, "fields": {"tag": "b"}})),
+        ("backend/b", fields(colour="red")),
+        ("backend/b", encode(backend())[:-3]),
+        ("replica/b#1", encode(backend())),
+        (
+            "replica/b#1",
+            msgpack.packb({"format": FORMAT, "fields": {**to_plain(replica("b#1")), "state": "?"}}),
+        ),
+        ("unknown/b", encode(backend())),
+    ],
+)
+def test_what_cannot_be_read_is_named(key: str, data: bytes) -> None:
+    with pytest.raises(CorruptRecordError, match=f"Record '{key}' cannot be read"):
+        decode(key, data)
+
+
+@given(st.binary(max_size=200), st.sampled_from(["backend/b", "goal/g", "endpoint/e", "proxy/p"]))
+def test_garbage_is_never_anything_else_than_corrupt(data: bytes, key: str) -> None:
+    with pytest.raises(CorruptRecordError):
+        decode(key, data)
+
+
+def test_a_newer_format_says_what_to_do() -> None:
+    data = msgpack.packb({"format": FORMAT + 1, "fields": {}})
+    with pytest.raises(
+        CorruptRecordError, match=f"has format {FORMAT + 1}; .* reads up to {FORMAT}. Use a newer"
+    ):
+        decode("backend/b", data)
+
+
+def test_a_field_that_an_older_version_did_not_write_has_its_default() -> None:
+    old = msgpack.unpackb(encode(backend()))
+    del old["fields"]["is_deployment"]
+    found = decode("backend/b", msgpack.packb(old))
+    assert found == backend()
+
+
+def test_keys_are_kind_and_name() -> None:
+    proxy = ProxyRecord("head", "w1", "h1", 3, 8000)
+    made: list[Record] = [backend(), CodeRecord("b@1", "b", b""), replica("b#1"), endpoint(), proxy, goal()]
+    assert [each.key for each in made] == [
+        "backend/b",
+        "code/b@1",
+        "replica/b#1",
+        "endpoint/e",
+        "proxy/head",
+        "goal/g",
+    ]
+
+
+def test_addresses_name_the_instance_and_the_incarnation() -> None:
+    assert replica("b#1", worker="w2", incarnation=7).address("i") == ActorAddress("i/replica/b#1", "w2", 7)
+    assert ProxyRecord("head", "w1", "h1", 3, 80).address("i") == ActorAddress("i/proxy/head", "w1", 3)
+    with pytest.raises(ValueError, match="b#1 has not been placed"):
+        replica("b#1", ReplicaState.SHOULD_START).address("i")

@@ -1,0 +1,119 @@
+"""Rolling to another version or number: what is safe at every step, and that it comes to an end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from control_harness import replica
+from hypothesis import given
+from hypothesis import strategies as st
+
+from daskserve.control.records import ReplicaRecord
+from daskserve.control.replica_lifecycle import STOP_ORDER, WANTED_STATES
+from daskserve.control.rollout import Steps, next_steps
+from daskserve.types import ReplicaState as S
+
+
+def some(version: str, *states: S) -> list[ReplicaRecord]:
+    return [replica(f"b#{version}-{number}", state, version=version) for number, state in enumerate(states)]
+
+
+def live(replicas: list[ReplicaRecord]) -> list[ReplicaRecord]:
+    return [each for each in replicas if each.state in WANTED_STATES]
+
+
+def serving(replicas: list[ReplicaRecord]) -> int:
+    return sum(each.state is S.RUNNING for each in replicas)
+
+
+def take(replicas: list[ReplicaRecord], steps: Steps, version: str, mark: str) -> list[ReplicaRecord]:
+    """Carry the steps out: those given up are gone, new ones are there but do not run."""
+    stopped = {each.tag for each in steps.stop}
+    fresh = [replica(f"b#{mark}-{number}", S.SHOULD_START, version=version) for number in range(steps.start)]
+    return [each for each in replicas if each.tag not in stopped] + fresh
+
+
+replica_lists = st.lists(
+    st.tuples(st.sampled_from(["v1", "v2", "v3"]), st.sampled_from([*S])), max_size=8
+).map(lambda pairs: [replica(f"b#{n}", state, version=version) for n, (version, state) in enumerate(pairs)])
+
+
+@given(wanted=st.integers(0, 6), replicas=replica_lists, surge=st.integers(0, 3))
+def test_no_step_goes_below_what_is_wanted_or_above_the_surge(
+    wanted: int, replicas: list[ReplicaRecord], surge: int
+) -> None:
+    steps = next_steps(wanted, "v3", replicas, max_surge=surge)
+    after = take(replicas, steps, "v3", "new")
+    assert steps.start >= 0
+    assert len({each.tag for each in steps.stop}) == len(steps.stop)
+    assert {each.state for each in steps.stop} <= WANTED_STATES
+    assert serving(after) >= min(wanted, serving(replicas))
+    if steps.start:
+        assert len(live(after)) <= wanted + surge
+
+
+@given(
+    wanted=st.integers(0, 5),
+    replicas=replica_lists,
+    surge=st.integers(1, 3),
+    luck=st.lists(st.sampled_from(["run one", "run all", "lose one", "fail one", "nothing"]), max_size=30),
+)
+def test_it_converges_whatever_happens_on_the_way(
+    wanted: int, replicas: list[ReplicaRecord], surge: int, luck: list[str]
+) -> None:
+    """Starts fail and workers are lost for a while; when that ends, what is wanted runs and nothing else."""
+    bound = max(wanted + surge, len(live(replicas)))
+    for turn in range(len(luck) + 3 * (wanted + len(replicas) + 2)):
+        steps = next_steps(wanted, "v3", replicas, max_surge=surge)
+        served = serving(replicas)
+        replicas = live(take(replicas, steps, "v3", str(turn)))
+        assert len(replicas) <= bound
+        assert serving(replicas) >= min(wanted, served)
+        idle = [each for each in replicas if each.state is not S.RUNNING]
+        event = luck[turn] if turn < len(luck) else "run all"
+        if event == "lose one" and replicas:
+            replicas = replicas[1:]
+        elif event == "fail one" and idle:
+            replicas = [each for each in replicas if each is not idle[0]]
+        elif event in ("run one", "run all"):
+            started = idle[:1] if event == "run one" else idle
+            replicas = [replace(each, state=S.RUNNING) if each in started else each for each in replicas]
+    assert [(each.version, each.state) for each in replicas] == [("v3", S.RUNNING)] * wanted
+    assert next_steps(wanted, "v3", replicas, max_surge=surge) == Steps(0, ())
+
+
+def test_scaling_down_gives_up_those_that_do_least_and_the_youngest_of_them() -> None:
+    replicas = some("v1", S.RUNNING, S.RUNNING, S.SHOULD_START, S.STARTING, S.STARTING)
+    order = [next_steps(5 - count, "v1", replicas).stop[-1].tag[-1] for count in range(1, 6)]
+    assert order == ["2", "4", "3", "1", "0"]
+    states = [next_steps(5 - count, "v1", replicas).stop[-1].state for count in range(1, 6)]
+    assert states == sorted(states, key=STOP_ORDER.index)
+
+
+def test_a_new_version_starts_before_an_old_one_is_given_up() -> None:
+    old = some("v1", S.RUNNING, S.RUNNING)
+    assert next_steps(2, "v2", old) == Steps(1, ())
+    new = some("v2", S.STARTING)
+    assert next_steps(2, "v2", [*old, *new]) == Steps(0, ())
+    new = some("v2", S.RUNNING)
+    assert next_steps(2, "v2", [*old, *new]) == Steps(1, (old[0],))
+
+
+def test_old_replicas_that_never_ran_are_given_up_at_once() -> None:
+    old = some("v1", S.SHOULD_START, S.STARTING, S.RUNNING)
+    steps = next_steps(3, "v2", old)
+    assert list(steps.stop) == old[:2]
+    assert steps.start == 3
+
+
+def test_replicas_on_their_way_out_count_for_nothing() -> None:
+    leaving = some("v1", S.SHOULD_STOP, S.STOPPING)
+    assert next_steps(1, "v1", leaving) == Steps(1, ())
+    assert next_steps(0, "v1", leaving) == Steps(0, ())
+
+
+def test_scaling_down_in_the_middle_of_a_rollout_keeps_what_serves() -> None:
+    """Two new ones start while one old one serves; with one wanted, the old one must stay until one runs."""
+    old, new = some("v1", S.RUNNING), some("v2", S.STARTING, S.STARTING)
+    steps = next_steps(1, "v2", [*old, *new])
+    assert steps == Steps(0, (new[1],))

@@ -1,0 +1,202 @@
+"""Watching the workers: what no event tells is found by looking."""
+
+from __future__ import annotations
+
+from controller_harness import ScriptedReplica, Stage, play
+
+from daskserve.cluster.base import ActorSpec
+from daskserve.config import HTTPOptions
+from daskserve.control.watch import ANSWER_S, MISSES, PERIOD_S, SWEEP_S
+from daskserve.starts import ProxyStart
+from daskserve.testing import run_virtual
+from daskserve.types import ActorKind, Location
+
+#: A worker that hangs is known to after so long.
+NOTICED_S = MISSES * max(PERIOD_S, ANSWER_S) + 2 * PERIOD_S
+
+
+async def not_on_the_controllers_worker(stage: Stage) -> ScriptedReplica:
+    controller = await stage.cluster.program.controller()
+    return next(each for each in stage.running.values() if each.worker != controller.worker)
+
+
+def test_a_replica_that_vanished_is_made_anew() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.create(num_replicas=2)
+        victim = await not_on_the_controllers_worker(stage)
+        entries = stage.cluster._hosts[victim.worker].entries
+        del entries[f"local/replica/{victim.tag}"], stage.running[victim.tag]
+        await stage.clock.sleep(2 * PERIOD_S)
+        assert stage.started.count(victim.tag) == 2
+        assert len(stage.started) == 3
+        assert len(stage.running_of("b")) == 2
+
+    play(scenario)
+
+
+def test_a_replica_that_is_unwell_is_replaced() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.create(num_replicas=2)
+        victim = await not_on_the_controllers_worker(stage)
+        victim.health = lambda: {"is_healthy": False, "detail": "its probe failed"}  # type: ignore[attr-defined]
+        await stage.until(lambda: (victim.tag, 0.0) in stage.stopped, timeout_s=2 * PERIOD_S)
+        await stage.until(lambda: len(stage.running_of("b")) == 2, timeout_s=1)
+        assert victim.tag not in stage.running
+
+    play(scenario)
+
+
+def test_replicas_of_a_worker_that_hangs_are_replaced_and_it_is_used_again_when_it_answers() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.create(num_replicas=2)
+        victim = await not_on_the_controllers_worker(stage)
+        stage.cluster.suspend_worker(victim.worker)
+        await stage.until(
+            lambda: sum(each.worker != victim.worker for each in stage.running_of("b")) == 2,
+            timeout_s=NOTICED_S,
+        )
+        published = await stage.published("backend/b")
+        assert victim.tag not in {tag for tag, _, _ in published["replicas"]}
+        status = await stage.call("status")
+        assert list(status["unresponsive_workers"]) == [victim.worker]
+        stage.cluster.suspend_worker(victim.worker, is_suspended=False)
+        await stage.until(lambda: victim.tag not in stage.running, timeout_s=30)
+        await stage.clock.sleep(2 * PERIOD_S)
+        assert list((await stage.call("status"))["unresponsive_workers"]) == []
+        assert len(stage.running_of("b")) == 2
+
+    play(scenario, workers=4)
+
+
+def test_a_worker_that_hangs_with_a_proxy_is_restarted() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.call("wait_for_http", timeout_s=5)
+        (worker,) = stage.proxies
+        stage.cluster.suspend_worker(worker)
+        await stage.until(lambda: set(stage.proxies) and worker not in stage.proxies, timeout_s=NOTICED_S)
+        assert worker not in {each.address for each in stage.cluster.workers()}
+        assert len((await stage.call("wait_for_http", timeout_s=5))["urls"]) == 1
+
+    play(scenario, http=HTTPOptions(location=Location.HEAD_ONLY), workers=4)
+
+
+def test_a_short_silence_is_forgiven() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.create(num_replicas=2)
+        victim = await not_on_the_controllers_worker(stage)
+        for _ in range(4):
+            stage.cluster.suspend_worker(victim.worker)
+            await stage.clock.sleep(ANSWER_S * 1.2)
+            stage.cluster.suspend_worker(victim.worker, is_suspended=False)
+            await stage.clock.sleep(2 * PERIOD_S)
+        assert len(stage.started) == 2
+
+    play(scenario)
+
+
+def test_actors_that_nobody_knows_are_ended() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.create()
+        known = set(stage.cluster.actors())
+        payload = ProxyStart(options={"port": 0}).encode()
+        for info in stage.cluster.workers():
+            orphan = ActorSpec(ActorKind.PROXY, "local/proxy/orphan", 1, "local", payload)
+            await stage.cluster.program.create(orphan, info.address)
+        assert set(stage.cluster.actors()) != known
+        await stage.clock.sleep(SWEEP_S + 2 * PERIOD_S)
+        assert set(stage.cluster.actors()) == known
+
+    play(scenario)
+
+
+def test_a_replaced_controller_does_not_end_its_successors_actors() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.create(num_replicas=2)
+        controller = await stage.cluster.program.controller()
+        old = stage.cluster.actor(controller)
+        stage.cluster.change_worker(controller.worker, is_retiring=True)
+        stage.cluster._controller = None
+        stage.cluster._controller_up.clear()
+        stage.cluster._replace_controller()
+        await stage.until(lambda: stage.cluster._controller is not None)
+        assert stage.cluster.actor(controller) is old  # it lives, and still believes in itself
+        await stage.update(num_replicas=4)
+        stopped = len(stage.stopped)
+        await stage.clock.sleep(2 * SWEEP_S)
+        assert len(stage.running_of("b")) == 4
+        assert len(stage.stopped) == stopped
+
+    play(scenario, workers=4)
+
+
+# ---- workers that leave in order
+
+
+def test_what_a_retiring_worker_holds_moves_before_it_goes() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.create(num_replicas=3)
+        await stage.endpoint()
+        leaving = (await stage.cluster.program.controller()).worker
+        held = {each.tag for each in stage.running.values() if each.worker == leaving}
+        if not held:
+            leaving = next(iter(stage.running.values())).worker
+            held = {each.tag for each in stage.running.values() if each.worker == leaving}
+        stage.start_s = 3.0
+        fewest = 3
+        stage.cluster.retire_worker(leaving)
+        for _ in range(200):
+            await stage.clock.sleep(0.1)
+            fewest = min(fewest, len((await stage.published("backend/b"))["replicas"]))
+        assert fewest == 3
+        assert all(each.worker != leaving for each in stage.running.values())
+        assert {each.worker for each in stage.cluster.actors()}.isdisjoint({leaving})
+        assert leaving not in stage.cluster.reported[0]
+        stage.cluster.remove_worker(leaving)
+        await stage.clock.sleep(10)
+        assert len(stage.running_of("b")) == 3
+        assert len(stage.started) == 3 + len(held)
+
+    play(scenario, workers=3)
+
+
+def test_a_controller_on_a_retiring_worker_moves_too() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.create()
+        controller = await stage.cluster.program.controller()
+        stage.cluster.retire_worker(controller.worker)
+        successor = await stage.cluster.program.controller()
+        assert successor.worker != controller.worker
+        await stage.until(lambda: controller not in stage.cluster.actors())
+        await stage.update(num_replicas=2)
+        assert len(stage.running) == 2
+
+    play(scenario)
+
+
+# ---- everything goes
+
+
+def test_a_new_cluster_on_an_old_store_brings_everything_back() -> None:
+    async def main() -> None:
+        first = Stage(http=HTTPOptions(location=Location.EVERY_WORKER))
+        async with first.cluster:
+            await first.open()
+            await first.create(num_replicas=2, user_config=b"kept")
+            await first.endpoint()
+            await first.deploy("d", "/d", version="1")
+        assert first.running == {}
+        second = Stage(http=first.http, store=first.store)
+        async with second.cluster:
+            for info in second.cluster.workers():
+                second.cluster.remove_worker(info.address)
+            for number in range(3):
+                second.cluster.add_worker(address=f"local://new-{number}")
+            await second.open()
+            await second.until(lambda: len(second.running_of("b")) == 2 and len(second.running_of("d")) == 1)
+            assert {each.user_config for each in second.running_of("b")} == {b"kept"}
+            assert set(await second.published("routes")) == {"/e", "/d"}
+            assert len((await second.call("wait_for_http", timeout_s=5))["urls"]) == 3
+            assert second.cluster.epoch == 2
+            await second.update(num_replicas=1)
+
+    run_virtual(main)

@@ -1,0 +1,79 @@
+"""Clusters shared by the integration tests: real processes, real sockets."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dask_processes import ExternalCluster, dask_scheduler, dask_worker
+from distributed import Client
+
+import daskserve as serve
+
+#: No test waits longer than this for anything.
+LIMIT_S = 60
+
+
+class TooLongError(Exception):
+    """A test hangs; no code under test takes this for an error of its own."""
+
+
+@pytest.fixture(autouse=True)
+def limit() -> Iterator[None]:
+    """End a test that hangs, with the place where it does."""
+
+    def too_long(*_: Any) -> None:
+        raise TooLongError(f"the test is still running after {LIMIT_S} s")
+
+    previous = signal.signal(signal.SIGALRM, too_long)
+    # Again and again, because the test may go on to the next thing that hangs.
+    signal.setitimer(signal.ITIMER_REAL, LIMIT_S, LIMIT_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+@pytest.fixture(scope="session")
+def dask_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExternalCluster]:
+    folder: Path = tmp_path_factory.mktemp("external")
+    with ExitStack() as stack:
+        address = stack.enter_context(dask_scheduler(folder))
+        for number in range(2):
+            stack.enter_context(dask_worker(address, folder, name=f"worker-{number}"))
+        client = stack.enter_context(Client(address, set_as_default=False))
+        client.wait_for_workers(2, timeout=30)
+        yield ExternalCluster(address, client, folder)
+
+
+@pytest.fixture(scope="module")
+def clean_cluster(dask_cluster: ExternalCluster) -> Iterator[ExternalCluster]:
+    """The external cluster, on which nothing at all may be left after the last test of a module."""
+    yield dask_cluster
+    dask_cluster.assert_clean()
+
+
+@pytest.fixture
+def external(clean_cluster: ExternalCluster) -> Iterator[ExternalCluster]:
+    """A cluster that others started, on which nothing of daskserve may be left after the test."""
+    yield clean_cluster
+    clean_cluster.assert_clean(topics=False)
+
+
+@pytest.fixture
+def client(external: ExternalCluster) -> Iterator[serve.Client]:
+    """An instance of its own on the external cluster, on a free port."""
+    with serve.start(dask_client=external.client, http_options={"port": 0}) as client:
+        yield client
+
+
+@pytest.fixture
+def url(client: serve.Client) -> str:
+    """Where the instance's only proxy listens."""
+    (only,) = client.http_urls()
+    return only

@@ -1,0 +1,31 @@
+"""What the tests serve by import path, and what has to be importable in the workers."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+
+def echo(request: Any) -> str:
+    """Answer with the query parameter ``text``."""
+    return str(request.query_params.get("text", "nothing"))
+
+
+class Counter:
+    """Counts its calls from a number on; knows its process."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.count = start
+
+    def __call__(self, request: Any) -> list[int]:
+        self.count += 1
+        return [os.getpid(), self.count]
+
+
+class NotOnTheOtherSide(Exception):
+    """An error of user code with fields of its own."""
+
+    def __init__(self, reason: str, *, code: int = 0) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.code = code

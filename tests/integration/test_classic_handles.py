@@ -1,0 +1,293 @@
+"""Handles by the classic API: from programs, backends and Dask tasks (rows CL31 to CL36)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import re
+import warnings
+from typing import Any
+
+import pytest
+from dask_processes import ExternalCluster, fetch
+from served import NotOnTheOtherSide
+from starlette.requests import Request
+
+import daskserve as serve
+
+
+class Echo:
+    """Tells what it sees of a request; the same code for HTTP and handles."""
+
+    async def __call__(self, request: Any) -> dict[str, Any]:
+        return {
+            "kind": type(request).__name__,
+            "method": request.method,
+            "text": request.query_params.get("text"),
+            "texts": request.query_params.getlist("text"),
+            "header": request.headers.get("X-Header"),
+        }
+
+    def other(self, request: Any) -> str:
+        return f"other {request.query_params.get('text')}"
+
+
+def body_of(request: Any) -> Any:
+    return request.data
+
+
+@pytest.fixture
+def echo(client: serve.Client) -> serve.Handle:
+    client.create_backend("echo", Echo)
+    client.create_endpoint("echo", backend="echo", route="/echo", methods=["GET", "POST"])
+    return client.get_handle("echo")
+
+
+def test_get_handle(client: serve.Client, echo: serve.Handle) -> None:
+    """CL31: unknown is a KeyError, unless missing_ok."""
+    assert isinstance(echo, serve.Handle)
+    with pytest.raises(KeyError, match=r"^Endpoint 'later' does not exist\.$"):
+        client.get_handle("later")
+    early = client.get_handle("later", missing_ok=True)
+    client.create_endpoint("later", backend="echo")
+    assert early.remote(text="x").result()["text"] == "x"
+
+
+def test_get_handle_warns_of_the_wrong_kind(client: serve.Client, echo: serve.Handle) -> None:
+    """CL31: sync in a loop and async outside of one warn; both handles work."""
+    with pytest.warns(UserWarning, match="sync=False outside an event loop"):
+        handle = client.get_handle("echo", sync=False)
+    assert handle.remote(text="x").result()["text"] == "x"
+
+    async def inside() -> Any:
+        with pytest.warns(UserWarning, match="sync=True inside an event loop"):
+            sync = client.get_handle("echo", sync=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            fitting = client.get_handle("echo", sync=False)
+        return await asyncio.gather(sync.remote(text="a"), fitting.remote(text="b"))
+
+    assert [each["text"] for each in asyncio.run(inside())] == ["a", "b"]
+
+
+def test_handle_and_http_give_the_same(echo: serve.Handle, url: str) -> None:
+    """CL32: ``remote()`` returns at once, its result is the HTTP answer; blocking and awaited."""
+    response = echo.remote(text="hi")
+    assert isinstance(response, serve.Response)
+    by_handle = response.result(10)
+    assert response.done()
+    by_http = fetch(f"{url}/echo?text=hi").json
+    assert by_handle.pop("kind") == "ServeRequest"
+    assert by_http.pop("kind").endswith("Request")
+    assert by_handle == by_http == {"method": "GET", "text": "hi", "texts": ["hi"], "header": None}
+
+    async def awaited() -> Any:
+        return await echo.remote(text="hi")
+
+    assert asyncio.run(awaited())["text"] == "hi"
+
+
+def test_many_calls_from_an_event_loop(echo: serve.Handle) -> None:
+    """CL32: concurrent calls keep their answers apart, in two loops one after the other."""
+
+    async def calls() -> list[Any]:
+        return await asyncio.gather(*(echo.remote(text=number) for number in range(200)))
+
+    for _ in range(2):
+        assert [each["text"] for each in asyncio.run(calls())] == list(range(200))
+
+
+def test_errors_of_user_code_keep_their_type(client: serve.Client) -> None:
+    """CL32: the caller gets the error itself, its fields, and the replica's traceback as its cause."""
+
+    class Failing:
+        def __call__(self, request: Any) -> None:
+            raise NotOnTheOtherSide("for a reason", code=42)
+
+        async def later(self, request: Any) -> None:
+            raise ZeroDivisionError("in a coroutine")
+
+        def unpicklable(self, request: Any) -> None:
+            class Local(Exception):
+                def __reduce__(self) -> Any:
+                    raise TypeError("not me")
+
+            raise Local("stays here")
+
+    client.create_backend("failing", Failing)
+    client.create_endpoint("failing", backend="failing")
+    handle = client.get_handle("failing")
+    with pytest.raises(NotOnTheOtherSide, match="for a reason") as caught:
+        handle.remote().result(10)
+    assert (caught.value.reason, caught.value.code) == ("for a reason", 42)
+    assert "raise NotOnTheOtherSide" in str(caught.value.__cause__)
+    with pytest.raises(ZeroDivisionError, match="in a coroutine"):
+        handle.options(method_name="later").remote().result(10)
+    with pytest.raises(serve.ServeError, match="Local: stays here"):
+        handle.options(method_name="unpicklable").remote().result(10)
+
+    async def awaited() -> None:
+        await handle.remote()
+
+    with pytest.raises(NotOnTheOtherSide):
+        asyncio.run(awaited())
+
+
+def test_options_return_another_handle(echo: serve.Handle) -> None:
+    """CL33: the original stays as it is; unknown options and attributes say what to do."""
+    posted = echo.options(http_method="POST", http_headers={"x-header": "yes"})
+    found = posted.remote(text="x").result(10)
+    assert (found["method"], found["header"]) == ("POST", "yes")
+    found = echo.remote(text="x").result(10)
+    assert (found["method"], found["header"]) == ("GET", None)
+    assert echo.options(method_name="other").remote(text="x").result(10) == "other x"
+    assert echo.options(shard_key="k").remote(text="x").result(10)["text"] == "x"
+    with pytest.raises(AttributeError, match=r"options\(method_name='other'\)"):
+        _ = echo.other
+    with pytest.raises(TypeError, match="no option 'method'"):
+        echo.options(method="other")
+    with pytest.raises(serve.ServeError, match="no public method 'missing'"):
+        echo.options(method_name="missing").remote().result(10)
+
+
+def test_serve_request(client: serve.Client) -> None:
+    """CL34: what a backend sees of a call by handle."""
+
+    async def tell(request: Any) -> Any:
+        found = {"body": await request.body(), "list": request.query_params.getlist("many")}
+        for name in ("json", "form"):
+            try:
+                found[name] = await getattr(request, name)()
+            except serve.ServeError as error:
+                found[name] = str(error)
+        return found
+
+    client.create_backend("tell", tell)
+    client.create_endpoint("tell", backend="tell")
+    handle = client.get_handle("tell")
+    data = {"a": [1, 2], (3, 4): b"raw"}
+    assert handle.remote(data, many=[1, 2]).result(10) == {
+        "body": data,
+        "list": [1, 2],
+        "json": data,
+        "form": data,
+    }
+    found = handle.remote([1, 2]).result(10)
+    assert found["body"] == [1, 2]
+    assert "needs a dict" in found["json"]
+    assert "needs a dict" in found["form"]
+
+
+def test_starlette_request_is_passed_through(client: serve.Client) -> None:
+    """CL34: a Request given to ``remote()`` arrives as the Request."""
+    client.create_backend("method", lambda request: [type(request).__name__, request.url.path])
+    client.create_endpoint("method", backend="method")
+    scope = {"type": "http", "method": "GET", "path": "/from/afar", "query_string": b"", "headers": []}
+    request = Request({**scope, "server": ("host", 80), "scheme": "http"})
+    assert client.get_handle("method").remote(request).result(10) == ["Request", "/from/afar"]
+
+
+def test_large_and_odd_values_arrive_as_they_are(client: serve.Client) -> None:
+    """CL32: bytes of many frames, arrays, None and functions."""
+    np = pytest.importorskip("numpy")
+    client.create_backend("same", body_of)
+    client.create_endpoint("same", backend="same")
+    handle = client.get_handle("same")
+    array = np.arange(1_000_000, dtype="float64")
+    assert np.array_equal(handle.remote(array).result(10), array)
+    big = os.urandom(8 << 20)
+    assert handle.remote(big).result(10) == big
+    assert handle.remote(None).result(10) is None
+    assert handle.remote(lambda: 42).result(10)() == 42
+
+
+def test_handle_inside_another_backend(client: serve.Client, echo: serve.Handle, url: str) -> None:
+    """CL35: as an argument of a constructor, used by plain and by async code."""
+
+    class Outer:
+        def __init__(self, inner: serve.Handle) -> None:
+            self.inner = inner
+
+        def __call__(self, request: Any) -> str:
+            return f"outer({self.inner.remote(text='sync').result()['text']})"
+
+        async def later(self, request: Any) -> str:
+            return f"outer({(await self.inner.remote(text='async'))['text']})"
+
+    client.create_backend("outer", Outer, echo, config={"num_replicas": 2})
+    client.create_endpoint("outer", backend="outer", route="/outer")
+    assert {fetch(f"{url}/outer").text for _ in range(8)} == {"outer(sync)"}
+    later = client.get_handle("outer").options(method_name="later")
+    assert {later.remote().result(10) for _ in range(8)} == {"outer(async)"}
+
+
+def test_handle_inside_a_dask_task(external: ExternalCluster, echo: serve.Handle) -> None:
+    """CL35: pickled into plain tasks on every worker."""
+
+    def task(handle: serve.Handle, number: int) -> list[Any]:
+        return [os.getpid(), handle.remote(text=number).result(10)["text"]]
+
+    workers = list(external.client.scheduler_info(n_workers=-1)["workers"])
+    futures = [
+        external.client.submit(task, echo, number, workers=[workers[number % 2]], pure=False)
+        for number in range(4)
+    ]
+    found = external.client.gather(futures)
+    assert [text for _, text in found] == [0, 1, 2, 3]
+    assert len({pid for pid, _ in found}) == 2
+
+
+def test_unpickled_handle_goes_by_the_default_client(external: ExternalCluster, echo: serve.Handle) -> None:
+    """CL35: where there is none, the error says what to make."""
+    copy = pickle.loads(pickle.dumps(echo.options(method_name="other")))
+    with pytest.raises(serve.ServeError, match=r"make a distributed\.Client"):
+        copy.remote(text="x")
+    with external.client.as_current():
+        assert copy.remote(text="x").result(10) == "other x"
+
+
+def test_context_inside_and_outside(client: serve.Client, url: str) -> None:
+    """CL36: tags inside (constructor, plain and async code), ServeErrors outside."""
+
+    class Who:
+        def __init__(self) -> None:
+            self.made_as = serve.get_current_replica_tag()
+
+        def __call__(self, request: Any) -> list[str]:
+            return [self.made_as, serve.get_current_backend_tag(), serve.get_current_replica_tag()]
+
+        async def later(self, request: Any) -> list[str]:
+            return self(request)
+
+    client.create_backend("who", Who)
+    client.create_endpoint("who", backend="who", route="/who")
+    handle = client.get_handle("who")
+    answers = [
+        fetch(f"{url}/who").json,
+        handle.remote().result(10),
+        handle.options(method_name="later").remote().result(10),
+    ]
+    for made_as, backend, replica in answers:
+        assert backend == "who"
+        assert made_as == replica
+        assert re.fullmatch("who#[A-Za-z]{6}", replica)
+    for getter in (serve.get_current_backend_tag, serve.get_current_replica_tag):
+        with pytest.raises(serve.ServeError, match="does not run in a daskserve replica"):
+            getter()
+
+
+def test_dask_inside_a_backend(client: serve.Client, external: ExternalCluster) -> None:
+    """Dask's own getters work where user code runs."""
+
+    class Inside:
+        def __call__(self, request: Any) -> Any:
+            from distributed import get_client, get_worker
+
+            return [get_worker().address, get_client().submit(lambda x: x + 1, 41).result(timeout=10)]
+
+    client.create_backend("inside", Inside)
+    client.create_endpoint("inside", backend="inside")
+    address, answer = client.get_handle("inside").remote().result(20)
+    assert address in external.client.scheduler_info(n_workers=-1)["workers"]
+    assert answer == 42

@@ -1,0 +1,275 @@
+"""Instances by the classic API: start, several of them, connect, shutdown (rows CL01 to CL09)."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import re
+import socket
+import textwrap
+import time
+from functools import partial
+from typing import Any
+
+import pytest
+from dask_processes import ExternalCluster, fetch, is_listening, poll_for
+from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+import daskserve as serve
+from daskserve.cluster.dask import topic_of
+from daskserve.cluster.supervisor import SECOND_SWEEP_S
+
+
+class AddHeader:
+    """An ASGI middleware that adds one header to every response."""
+
+    def __init__(self, app: ASGIApp, *, value: str) -> None:
+        self.app = app
+        self.value = value
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_more(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"x-added", self.value.encode())]
+            await send(message)
+
+        await self.app(scope, receive, send_more)
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def proxies_of(client: serve.Client) -> int:
+    return sum(actor.kind == "proxy" for actor in client.status().actors)
+
+
+def serve_text(client: serve.Client, text: str, route: str | None = "/text") -> None:
+    client.create_backend("text", lambda request: text)
+    client.create_endpoint("text", backend="text", route=route)
+
+
+def test_start_returns_a_client_whose_proxy_answers(client: serve.Client, url: str) -> None:
+    """CL01: returns Client; GET ``/-/routes`` is 200 ``{}``."""
+    assert isinstance(client, serve.Client)
+    reply = fetch(f"{url}/-/routes")
+    assert (reply.status, reply.json) == (200, {})
+
+
+def test_port_and_host_may_be_given_the_old_way(external: ExternalCluster) -> None:
+    """CL02: any of the old arguments works and warns."""
+    port = free_port()
+    with pytest.warns(DeprecationWarning, match="http_port"):
+        client = serve.start(http_port=port, dask_client=external.client)
+    with client:
+        assert client.http_urls() == [f"http://127.0.0.1:{port}"]
+    with pytest.warns(DeprecationWarning, match="http_host"):
+        client = serve.start(http_host=None, dask_client=external.client)
+    with client:
+        assert client.http_urls() == []
+
+
+def test_old_middlewares_argument(external: ExternalCluster) -> None:
+    """CL02, CL06: ``http_middlewares`` is deprecated and still used."""
+    with pytest.warns(DeprecationWarning, match="http_middlewares"):
+        client = serve.start(
+            http_port=0,
+            http_middlewares=[Middleware(AddHeader, value="old")],
+            dask_client=external.client,
+        )
+    with client:
+        assert fetch(f"{client.http_urls()[0]}/-/routes").headers["x-added"] == "old"
+
+
+@pytest.mark.parametrize(
+    "old",
+    [{"http_host": "127.0.0.1"}, {"http_port": 8000}, {"http_middlewares": []}],
+    ids=lambda old: next(iter(old)),
+)
+def test_old_and_new_arguments_exclude_each_other(old: dict[str, Any], external: ExternalCluster) -> None:
+    """CL02: both given is a ValueError with the text "cannot specify both"."""
+    with pytest.raises(ValueError, match="cannot specify both"):
+        serve.start(**old, http_options={"port": 0}, dask_client=external.client)
+
+
+def test_second_detached_instance_is_refused(external: ExternalCluster) -> None:
+    """CL03: the second ``start(detached=True)`` raises, names the remedy and leaves the first alone."""
+    with serve.start(detached=True, http_options={"port": 0}, dask_client=external.client) as first:
+        serve_text(first, "first")
+        with pytest.raises(
+            serve.ServeError, match=r"detached instance is already running.*serve\.connect\(\)"
+        ):
+            serve.start(detached=True, http_options={"port": 0}, dask_client=external.client)
+        assert fetch(f"{first.http_urls()[0]}/text").text == "first"
+
+
+def test_instances_beside_each_other(external: ExternalCluster) -> None:
+    """CL04: two clients on two ports serve different backends; with one its port closes, the other stays."""
+    one = serve.start(http_options={"port": 0}, dask_client=external.client)
+    two = serve.start(http_options={"port": 0}, dask_client=external.client)
+    with two:
+        for client in (one, two):
+            assert re.fullmatch("daskserve-[A-Za-z]{6}", client.instance_name)
+        serve_text(one, "one")
+        serve_text(two, "two")
+        (url_one,), (url_two,) = one.http_urls(), two.http_urls()
+        assert (fetch(f"{url_one}/text").text, fetch(f"{url_two}/text").text) == ("one", "two")
+        del one, client
+        gc.collect()
+        poll_for(lambda: not is_listening(url_one), 5)
+        assert fetch(f"{url_two}/text").text == "two"
+
+
+def test_detached_and_other_instances_coexist(external: ExternalCluster, client: serve.Client) -> None:
+    """CL04: instances without ``detached`` may run beside the detached one, under the same backend names."""
+    with serve.start(detached=True, http_options={"port": 0}, dask_client=external.client) as detached:
+        serve_text(client, "mine")
+        serve_text(detached, "ours")
+        assert fetch(f"{detached.http_urls()[0]}/text").text == "ours"
+    assert fetch(f"{client.http_urls()[0]}/text").text == "mine"
+
+
+@pytest.mark.parametrize("options", [{"location": "NoServer"}, {"location": None}, {"host": None}], ids=str)
+def test_instance_without_a_listener(options: dict[str, Any], external: ExternalCluster) -> None:
+    """CL06: NoServer (or no location, or no host) has no listener, and handles work."""
+    with serve.start(http_options=options, dask_client=external.client) as client:
+        assert client.http_urls() == []
+        assert [each for each in external.leftovers() if "listens" in each] == []
+        serve_text(client, "by handle", route=None)
+        assert client.get_handle("text").remote().result() == "by handle"
+
+
+def test_middleware_sees_each_response(external: ExternalCluster) -> None:
+    """CL06: a middleware adds its header to each response, errors and system routes included."""
+    options = serve.HTTPOptions(port=0, middlewares=[Middleware(AddHeader, value="new")])
+    with serve.start(http_options=options, dask_client=external.client) as client:
+        serve_text(client, "text")
+        (url,) = client.http_urls()
+        replies = [fetch(f"{url}{path}") for path in ("/text", "/nowhere", "/-/routes")]
+        assert [each.status for each in replies] == [200, 404, 200]
+        assert [each.headers["x-added"] for each in replies] == ["new"] * 3
+
+
+def test_every_node_has_one_proxy_on_one_host(external: ExternalCluster) -> None:
+    """CL06: EveryNode is one proxy per host, and both workers are on one."""
+    options = {"port": 0, "location": "EveryNode"}
+    with serve.start(http_options=options, dask_client=external.client) as client:
+        serve_text(client, "text")
+        (url,) = client.http_urls()
+        assert fetch(f"{url}/text").text == "text"
+        assert proxies_of(client) == 1
+
+
+def test_every_worker_shares_one_port(external: ExternalCluster) -> None:
+    """CL06, CL14: a proxy in each worker, all on one port; every one knows a route at once."""
+    options = {"port": 0, "location": "EveryWorker"}
+    with serve.start(http_options=options, dask_client=external.client) as client:
+        assert proxies_of(client) == 2
+        (url,) = client.http_urls()
+        for number in range(5):
+            client.create_backend(f"b{number}", lambda request: "here")
+            client.create_endpoint(f"e{number}", backend=f"b{number}", route=f"/e{number}")
+            # Each connection goes to either proxy.
+            assert {fetch(f"{url}/e{number}").status for _ in range(8)} == {200}
+
+
+def test_connect_without_an_instance(external: ExternalCluster, client: serve.Client) -> None:
+    """CL07: the error tells to start a detached one; one that is not detached is not found."""
+    with pytest.raises(serve.ServeError, match=r"serve\.start\(detached=True\)"):
+        serve.connect(dask_client=external.client)
+
+
+def test_connect_from_another_process(external: ExternalCluster) -> None:
+    """CL07: a second process sees the same endpoints."""
+    source = """
+        import sys
+        import daskserve as serve
+        client = serve.connect(address=sys.argv[1])
+        print("endpoints", sorted(client.list_endpoints()))
+        print("answer", client.get_handle("text").remote().result())
+        """
+    with serve.start(detached=True, http_options={"port": 0}, dask_client=external.client) as client:
+        serve_text(client, "same")
+        program = external.run_program(textwrap.dedent(source))
+        assert program.wait() == 0, program.told()
+        assert program.output == "endpoints ['text']\nanswer same\n"
+        assert fetch(f"{client.http_urls()[0]}/text").text == "same"
+
+
+def test_connect_inside_a_backend_finds_its_own_instance(client: serve.Client, url: str) -> None:
+    """CL07: from a backend of an instance that is not detached."""
+
+    class Inside:
+        def __init__(self) -> None:
+            self.client = serve.connect()
+
+        def __call__(self, request: Any) -> Any:
+            return [self.client.instance_name, *sorted(serve.connect().list_endpoints())]
+
+    client.create_backend("inside", Inside)
+    client.create_endpoint("inside", backend="inside", route="/inside")
+    assert fetch(f"{url}/inside").json == [client.instance_name, "inside"]
+    assert client.get_handle("inside").remote().result() == [client.instance_name, "inside"]
+
+
+def test_client_cannot_be_pickled(client: serve.Client) -> None:
+    """CL08"""
+    with pytest.raises(serve.ServeError, match="client cannot be serialized"):
+        pickle.dumps(client)
+
+
+def test_shutdown(external: ExternalCluster) -> None:
+    """CL09: twice is fine; calls after it raise; the port is free and a new start at once works."""
+    port = free_port()
+    client = serve.start(http_options={"port": port}, dask_client=external.client)
+    serve_text(client, "text")
+    handle = client.get_handle("text")
+    client.shutdown()
+    assert not is_listening(f"http://127.0.0.1:{port}")
+    client.shutdown()
+    for call in (
+        client.list_backends,
+        client.list_endpoints,
+        client.http_urls,
+        lambda: client.create_backend("a", lambda request: "a"),
+        lambda: client.get_handle("text"),
+    ):
+        with pytest.raises(serve.ServeError, match=r"Client has already been shut down\."):
+            call()
+    assert client.status() == serve.Status()
+    with pytest.raises(serve.ServeError, match="has been shut down"):
+        handle.remote().result(5)
+    with serve.start(http_options={"port": port}, dask_client=external.client) as again:
+        serve_text(again, "again")
+        assert fetch(f"http://127.0.0.1:{port}/text").text == "again"
+
+
+def listeners_of(instance: str, dask_scheduler: Any) -> int:
+    return len(dask_scheduler._broker._topics[topic_of(instance)].subscribers)
+
+
+def test_instance_started_again_at_once_keeps_its_topic(external: ExternalCluster) -> None:
+    """CL09: what is swept up after the first one's end is not the second one's, though it has its name."""
+    serve.start(detached=True, http_options={"port": 0}, dask_client=external.client).shutdown()
+    with serve.start(detached=True, http_options={"port": 0}, dask_client=external.client) as client:
+        until = time.monotonic() + 1.3 * SECOND_SWEEP_S
+        serve_text(client, "again")
+        assert client.get_handle("text").remote().result(5) == "again"
+        known = external.client.run_on_scheduler(partial(listeners_of, client.instance_name))
+        assert known > 1
+        while time.monotonic() < until:
+            assert external.client.run_on_scheduler(partial(listeners_of, client.instance_name)) == known
+
+
+def test_shutdown_through_another_client(external: ExternalCluster) -> None:
+    """CL09: the first client of a detached instance that somebody else has ended says so."""
+    first = serve.start(detached=True, http_options={"port": 0}, dask_client=external.client)
+    serve.connect(dask_client=external.client).shutdown()
+    with pytest.raises(serve.ServeError, match="has been shut down"):
+        first.list_backends()
+    first.shutdown()
+    with pytest.raises(serve.ServeError, match="already been shut down"):
+        first.list_backends()

@@ -1,0 +1,251 @@
+"""What cannot come about ends in one clear error within seconds, leaves nothing, and may be tried again."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import dask
+import pytest
+from dask_processes import (
+    ExternalCluster,
+    dask_scheduler,
+    dask_worker,
+    fetch,
+    listener,
+    poll_for,
+    within,
+)
+from distributed import Client
+from starlette.middleware import Middleware
+
+import daskserve as serve
+from daskserve.errors import NoCapacityError, PortInUseError, ReplicaStartError
+
+NO_SERVER = {"location": "NoServer"}
+
+
+def assert_nothing_made(client: serve.Client) -> None:
+    assert client.list_backends() == {}
+    assert client.list_endpoints() == {}
+    # What is taken back may still be on its way out.
+    poll_for(lambda: not client.status().backends and not client.status().replicas(), 3)
+
+
+def assert_works(client: serve.Client, tag: str) -> None:
+    """The same name with a good callable comes about."""
+    client.create_backend(tag, lambda request: "good")
+    client.create_endpoint(tag, backend=tag)
+    assert client.get_handle(tag).remote().result(10) == "good"
+
+
+# ---- starting
+
+
+@pytest.mark.parametrize("shares_port", [False, True], ids=["exclusive", "SO_REUSEPORT"])
+@pytest.mark.parametrize("location", ["HeadOnly", "EveryWorker"])
+def test_taken_port(shares_port: bool, location: str, external: ExternalCluster) -> None:
+    """The error names port and remedy, whoever holds it; with a free port the same start works."""
+    with listener(shares_port=shares_port) as port:
+        options = {"port": port, "location": location}
+        with pytest.raises(PortInUseError, match=f'127.0.0.1:{port} is in use.*"port"') as caught, within(5):
+            serve.start(http_options=options, dask_client=external.client)
+        assert isinstance(caught.value, (ValueError, OSError))
+        external.assert_clean(topics=False)
+    with serve.start(http_options=options, dask_client=external.client) as client:
+        assert client.http_urls() == [f"http://127.0.0.1:{port}"]
+
+
+def test_port_of_another_instance(external: ExternalCluster, client: serve.Client) -> None:
+    """Two instances cannot share a port, and the first does not notice."""
+    port = int(client.http_urls()[0].rpartition(":")[2])
+    for detached in (False, True):
+        with pytest.raises(PortInUseError, match=str(port)), within(5):
+            serve.start(detached=detached, http_options={"port": port}, dask_client=external.client)
+    assert fetch(f"{client.http_urls()[0]}/-/routes").status == 200
+    # The detached one that failed is not in the way.
+    serve.start(detached=True, http_options={"port": 0}, dask_client=external.client).shutdown()
+
+
+class RaisingMiddleware:
+    def __init__(self, app: Any) -> None:
+        raise RuntimeError("no such database")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prot": 8000}, "prot"),
+        ({"port": 99999}, "99999|65535"),
+        ({"location": "Everywhere"}, "HeadOnly"),
+        ({"host": "203.0.113.7", "port": 0}, "203.0.113.7.*no address of this machine"),
+        ({"host": "no.such.host.invalid", "port": 0}, "no.such.host.invalid.*does not resolve"),
+        ({"middlewares": [Middleware(RaisingMiddleware)], "port": 0}, "no such database"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_bad_http_options(options: dict[str, Any], message: str, external: ExternalCluster) -> None:
+    with pytest.raises((ValueError, RuntimeError), match=message), within(10):
+        serve.start(http_options=options, dask_client=external.client)
+
+
+def test_bad_arguments_of_start(external: ExternalCluster) -> None:
+    with pytest.raises(ValueError, match="carrier-pigeon://loft"):
+        serve.start(store="carrier-pigeon://loft", http_options=NO_SERVER, dask_client=external.client)
+    with pytest.raises(TypeError, match="http_options must be"):
+        serve.start(http_options=8000, dask_client=external.client)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="either dask_client or address"):
+        serve.start(address=external.address, dask_client=external.client)
+    with (
+        dask.config.set({"daskserve.timeouts.chnage-s": 1}),
+        pytest.raises(ValueError, match=r"no option daskserve\.timeouts\.chnage_s; known: change_s"),
+    ):
+        serve.start(http_options=NO_SERVER, dask_client=external.client)
+
+
+def test_cluster_without_workers_and_with_busy_ones(tmp_path: Path) -> None:
+    """There is no worker, then none with a free task thread; with one that is free the same call works."""
+    with ExitStack() as stack:
+        address = stack.enter_context(dask_scheduler(tmp_path))
+        dask_client = stack.enter_context(Client(address, set_as_default=False))
+        with (
+            pytest.raises(serve.errors.InstanceError, match=f"{address} has no workers; add some"),
+            within(5),
+        ):
+            serve.start(http_options=NO_SERVER, dask_client=dask_client)
+        stack.enter_context(dask_worker(address, tmp_path, threads=1))
+        dask_client.wait_for_workers(1)
+        go = tmp_path / "go"
+        busy = dask_client.submit(lambda: poll_for(go.exists))
+        poll_for(lambda: any(dask_client.processing().values()))
+        with (
+            dask.config.set({"daskserve.timeouts.proxy-s": 1}),
+            pytest.raises(serve.errors.InstanceError, match=r"free task thread for 1 s.*add workers"),
+            within(5),
+        ):
+            serve.start(http_options=NO_SERVER, dask_client=dask_client)
+        assert (
+            dask_client.run_on_scheduler(lambda dask_scheduler: [*dask_scheduler.plugins]).count(
+                "daskserve-supervisor"
+            )
+            == 0
+        )
+        go.touch()
+        busy.result(10)
+        with serve.start(http_options=NO_SERVER, dask_client=dask_client) as client:
+            assert_works(client, "tag")
+
+
+# ---- backends
+
+
+def test_raising_constructor(client: serve.Client) -> None:
+    """The error has the reason and the user's traceback."""
+
+    class Raising:
+        def __init__(self, path: str) -> None:
+            raise FileNotFoundError(f"no model at {path}")
+
+        def __call__(self, request: Any) -> str:
+            return "never"
+
+    with pytest.raises(
+        ReplicaStartError, match=r"'tag'.*FileNotFoundError: no model at model\.pkl"
+    ) as caught:
+        with within(5):
+            client.create_backend("tag", Raising, "model.pkl")
+    assert "raise FileNotFoundError" in caught.value.user_traceback
+    assert_nothing_made(client)
+    assert_works(client, "tag")
+
+
+def test_unpicklable_callable(client: serve.Client) -> None:
+    lock = threading.Lock()
+
+    def holds_a_lock(request: Any) -> str:
+        with lock:
+            return "never"
+
+    class Plain:
+        def __init__(self, argument: Any) -> None: ...
+
+        def __call__(self, request: Any) -> str:
+            return "never"
+
+    for definition, arguments in ((holds_a_lock, ()), (Plain, (lock,))):
+        with pytest.raises(ValueError, match=r"'tag'.*cannot be pickled.*lock.*__init__"):
+            client.create_backend("tag", definition, *arguments)
+    assert_nothing_made(client)
+    assert_works(client, "tag")
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("no_such_module.Name", "no module 'no_such_module'"),
+        ("served.no_such_name", "served has no 'no_such_name'"),
+        ("served", "'pkg.mod.Name'"),
+        ("", "'pkg.mod.Name'"),
+        ("served.__doc__", "must name something to serve"),
+    ],
+)
+def test_bad_import_path(path: str, message: str, client: serve.Client) -> None:
+    with pytest.raises(serve.ServeError, match=message), within(5):
+        client.create_backend("tag", path)
+    assert_nothing_made(client)
+    assert_works(client, "tag")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_cpus": 1000}, "1000 CPU|CPU.*1000"),
+        ({"resources": {"unicorns": 1}}, "unicorns"),
+        ({"num_gpus": 1}, "GPU"),
+        ({"memory": 1 << 60}, "memory"),
+        ({"workers": ["tcp://10.9.8.7:1"]}, "10.9.8.7"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_no_room(options: dict[str, Any], message: str, client: serve.Client) -> None:
+    """The error says what is missing, after ``timeout_s`` and not much later."""
+    with pytest.raises(NoCapacityError, match=message) as caught, within(4):
+        client.create_backend("tag", "served.echo", actor_options=options, timeout_s=0.5)
+    assert "within 0.5 s" in str(caught.value)
+    assert_nothing_made(client)
+    assert_works(client, "tag")
+
+
+def test_no_room_for_all_replicas(client: serve.Client) -> None:
+    """Those that fit are taken back with the rest; an update goes back to what there was."""
+    options = {"num_cpus": 1}
+    with pytest.raises(NoCapacityError, match="'tag' to 5 replicas within 1 s"), within(4):
+        client.create_backend(
+            "tag", "served.echo", config={"num_replicas": 5}, actor_options=options, timeout_s=1
+        )
+    assert_nothing_made(client)
+    client.create_backend("tag", "served.echo", config={"num_replicas": 3}, actor_options=options)
+    with pytest.raises(NoCapacityError, match="'tag' to 5 replicas within 1 s"), within(4):
+        client.update_backend_config("tag", {"num_replicas": 5}, timeout_s=1)
+    assert client.get_backend_config("tag").num_replicas == 3
+    poll_for(lambda: len(client.status().replicas()) == 3, 3)
+
+
+def test_slow_constructor_times_out(client: serve.Client, tmp_path: Path) -> None:
+    """A constructor that needs longer than ``timeout_s`` is given up, and nothing waits for it."""
+    go = tmp_path / "go"
+
+    class Slow:
+        def __init__(self) -> None:
+            poll_for(go.exists)
+
+        def __call__(self, request: Any) -> str:
+            return "never"
+
+    with pytest.raises(serve.ServeError, match=r"'tag'.*within 0.5 s.*larger timeout_s"), within(4):
+        client.create_backend("tag", Slow, timeout_s=0.5)
+    assert client.list_backends() == {}
+    assert_works(client, "tag")
+    go.touch()

@@ -1,0 +1,120 @@
+"""User code that hangs or calls itself ill, in real replicas: out of service, and replaced."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import Any
+
+import pytest
+from clusters import running
+from dask_processes import fetch, poll_for
+
+import daskserve as serve
+
+#: Found within about a second and a half instead of 35.
+QUICK = {"health_check_period_s": 0.3, "health_check_timeout_s": 0.3, "health_check_threshold": 2}
+
+
+class BlocksItsLoop:
+    async def __call__(self, request: Any) -> str:
+        if request.query_params.get("block"):
+            time.sleep(5)  # noqa: ASYNC251  # the fault that this is about
+        return "fine"
+
+
+class CallsItselfIll:
+    def __init__(self) -> None:
+        self.is_ill = False
+
+    def check_health(self) -> None:
+        if self.is_ill:
+            raise RuntimeError("feverish")
+
+    def __call__(self, request: Any) -> int:
+        self.is_ill = self.is_ill or bool(request.query_params.get("ill"))
+        return id(self)
+
+
+def names(client: serve.Client) -> set[str]:
+    return {actor.name for actor in client.status().replicas("b") if actor.state == "RUNNING"}
+
+
+def provoke(url: str) -> None:
+    """Send the request that breaks the replica, and do not wait for its answer."""
+
+    def send() -> None:
+        try:
+            fetch(url, timeout_s=8)
+        except OSError:
+            pass
+
+    threading.Thread(target=send, daemon=True).start()
+
+
+def test_a_blocked_loop_takes_its_replica_out_of_service(client: serve.Client, url: str) -> None:
+    client.create_backend("b", BlocksItsLoop, config=QUICK)
+    client.create_endpoint("e", backend="b", route="/e")
+    before = names(client)
+    provoke(f"{url}/e?block=1")
+    poll_for(lambda: names(client) and names(client).isdisjoint(before), 10)
+    assert fetch(f"{url}/e").text == "fine"
+
+
+def test_without_liveness_a_blocked_loop_is_left_alone(client: serve.Client, url: str) -> None:
+    class Briefly(BlocksItsLoop):
+        async def __call__(self, request: Any) -> str:
+            time.sleep(1.5)  # noqa: ASYNC251
+            return "done"
+
+    client.create_backend("b", Briefly, config={**QUICK, "liveness": None})
+    client.create_endpoint("e", backend="b", route="/e")
+    before = names(client)
+    assert fetch(f"{url}/e").text == "done"
+    assert names(client) == before
+
+
+def test_a_replica_that_calls_itself_ill_is_replaced(client: serve.Client, url: str) -> None:
+    client.create_backend("b", CallsItselfIll, config=QUICK)
+    client.create_endpoint("e", backend="b", route="/e")
+    first = fetch(f"{url}/e").text
+    fetch(f"{url}/e?ill=1")
+    poll_for(lambda: fetch(f"{url}/e").text != first, 10)
+    assert len(running(client, "b")) == 1
+
+
+def test_a_version_that_does_not_start_leaves_the_old_one_serving(client: serve.Client, url: str) -> None:
+    class Broken:
+        def __init__(self) -> None:
+            raise FileNotFoundError("no model here")
+
+        def __call__(self, request: Any) -> str:
+            return "never"
+
+    def old(request: Any) -> int:
+        return os.getpid()
+
+    client.deploy("b", old, version="1")
+    with pytest.raises(serve.errors.ReplicaStartError, match="no model here"):
+        client.deploy("b", Broken, version="2", prev_version="1")
+    assert fetch(f"{url}/b").status == 200
+    told = client.status().backends["b"]
+    assert told.version == "1"
+    assert "no model here" in told.message
+    assert "FileNotFoundError" in told.message
+    client.deploy("b", lambda request: "mended", version="3")
+    assert fetch(f"{url}/b").text == "mended"
+    assert client.status().backends["b"].message == ""
+
+
+def test_rolling_to_a_new_version_fails_no_request(client: serve.Client, url: str) -> None:
+    from clusters import Load
+
+    client.deploy("b", lambda request: "1", version="1", route_prefix="/e")
+    with Load(url) as load:
+        for version in "23":
+            client.deploy("b", lambda request, version=version: version, version=version, route_prefix="/e")
+            assert fetch(f"{url}/e").text == version
+        load.more()
+    assert load.failures == []

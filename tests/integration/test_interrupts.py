@@ -1,0 +1,153 @@
+"""Ctrl-C while a blocking call is under way leaves nothing half-made."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dask_processes import ExternalCluster, Program, poll_for, wait_until_gone
+
+import daskserve as serve
+
+
+@contextmanager
+def interrupted_when(condition: Callable[[], Any]) -> Iterator[None]:
+    """Raise KeyboardInterrupt in the block, as Ctrl-C does, once the condition holds; swallow it."""
+
+    def wait() -> None:
+        poll_for(condition, 20, every_s=0.001)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=wait, daemon=True)
+    is_raised = False
+    try:
+        thread.start()
+        yield
+        # The call was quicker; the signal is still to come.
+        thread.join()
+    except KeyboardInterrupt:
+        is_raised = True
+    thread.join()
+    assert is_raised
+
+
+@pytest.fixture(autouse=True, scope="module")
+def imports(dask_cluster: ExternalCluster) -> None:
+    """Have everything imported: it is not the imports that are to be interrupted."""
+    serve.start(http_options={"port": 0}, dask_client=dask_cluster.client).shutdown()
+
+
+@pytest.mark.parametrize("detached", [False, True])
+@pytest.mark.parametrize("delay_ms", [0, 5, 10, 20, 30, 40, 60])
+def test_start(delay_ms: int, detached: bool, external: ExternalCluster) -> None:
+    """At whatever moment it comes; nothing is left, and the next start works."""
+    passed = threading.Event()
+    timer = threading.Timer(delay_ms / 1000, passed.set)
+    made: list[serve.Client] = []
+    with interrupted_when(passed.is_set):
+        timer.start()
+        made.append(serve.start(detached=detached, http_options={"port": 0}, dask_client=external.client))
+    for client in made:
+        client.shutdown()
+    external.assert_clean(topics=False)
+    serve.start(detached=detached, http_options={"port": 0}, dask_client=external.client).shutdown()
+
+
+@pytest.mark.parametrize("delay_ms", [0, 2, 5])
+def test_start_beside_a_detached_instance(delay_ms: int, external: ExternalCluster) -> None:
+    """An interrupted second start does not end the instance that was there before."""
+    passed = threading.Event()
+    timer = threading.Timer(delay_ms / 1000, passed.set)
+    with serve.start(detached=True, http_options={"port": 0}, dask_client=external.client) as first:
+        first.create_backend("echo", "served.echo")
+        first.create_endpoint("echo", backend="echo")
+        handle = first.get_handle("echo")
+        with interrupted_when(passed.is_set), suppress(serve.errors.AlreadyRunningError):
+            timer.start()
+            serve.start(detached=True, http_options={"port": 0}, dask_client=external.client)
+        assert handle.remote(text="lives").result(10) == "lives"
+        assert list(serve.connect(dask_client=external.client).list_backends()) == ["echo"]
+
+
+class Slow:
+    """A constructor that waits until it is told to go on."""
+
+    def __init__(self, folder: Path) -> None:
+        (folder / "begun").touch()
+        poll_for((folder / "go").exists)
+
+    def __call__(self, request: Any) -> str:
+        return "ready"
+
+
+def test_create_backend(client: serve.Client, tmp_path: Path) -> None:
+    """The backend that is still being made is taken back; the tag is free at once."""
+    with interrupted_when((tmp_path / "begun").exists):
+        client.create_backend("slow", Slow, tmp_path)
+    assert client.list_backends() == {}
+    assert client.status().replicas() == ()
+    client.create_backend("slow", "served.echo")
+    client.create_endpoint("slow", backend="slow")
+    assert client.get_handle("slow").remote(text="new").result(10) == "new"
+    (tmp_path / "go").touch()
+    poll_for(lambda: len(client.status().replicas()) == 1)
+
+
+def test_create_backend_whose_tag_is_taken(client: serve.Client, tmp_path: Path) -> None:
+    """What was there before is not what is taken back."""
+    client.create_backend("taken", "served.echo")
+    passed = threading.Event()
+    with interrupted_when(passed.is_set), suppress(serve.errors.AlreadyRegisteredError):
+        passed.set()
+        client.create_backend("taken", Slow, tmp_path)
+    assert list(client.list_backends()) == ["taken"]
+
+
+def test_waiting_for_a_result(client: serve.Client, tmp_path: Path) -> None:
+    """Ctrl-C in ``result()`` raises at once, and the instance works on."""
+
+    def wait_for_go(request: Any) -> str:
+        (tmp_path / "begun").touch()
+        poll_for((tmp_path / "go").exists)
+        return "done"
+
+    client.create_backend("wait", wait_for_go)
+    client.create_endpoint("wait", backend="wait")
+    response = client.get_handle("wait").remote()
+    with interrupted_when((tmp_path / "begun").exists):
+        response.result()
+    (tmp_path / "go").touch()
+    assert response.result(10) == "done"
+
+
+PROGRAM = """
+import daskserve as serve
+print("begin", flush=True)
+serve.start({arguments}, http_options={{"port": 0}}, dashboard=False)
+print("never", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "processes"),
+    [("False", 1), ("False", 2), ("True", 2)],
+)
+def test_start_of_a_cluster_of_its_own(arguments: str, processes: int, tmp_path: Path) -> None:
+    """When Ctrl-C comes while scheduler and workers are being started, none of them is left."""
+    program = Program(["-c", PROGRAM.format(arguments=arguments)], tmp_path)
+    try:
+        program.wait_for_line("begin")
+        started = poll_for(lambda: len(found := program.descendants()) >= processes and found)
+        program.interrupt()
+        assert program.wait(10) != 0, program.told()
+        assert "never" not in program.output
+        assert "KeyboardInterrupt" in program.errors
+        wait_until_gone(started, 5)
+    finally:
+        program.kill()

@@ -1,0 +1,94 @@
+"""The cluster of processes that is started for programs that have none."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import dask
+import psutil
+import pytest
+from dask_processes import alive, fetch, is_listening, poll_for, wait_until_gone, within
+from distributed.client import _get_global_client
+
+import daskserve as serve
+from daskserve.cluster import launch
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[serve.Client]:
+    """An instance that was started with no cluster around."""
+    before = psutil.Process().children(recursive=True)
+    with dask.config.set({"daskserve.local-cluster": {"n-workers": 2, "threads-per-worker": 3}}):
+        client = serve.start(http_options={"port": 0}, dashboard=False)
+    started = [each for each in psutil.Process().children(recursive=True) if each not in before]
+    with client:
+        yield client
+    wait_until_gone(started, 5)
+    assert _get_global_client() is None
+
+
+def test_size_is_the_configured_one(client: serve.Client) -> None:
+    default = _get_global_client()
+    assert default is not None
+    assert sorted(default.nthreads().values()) == [3, 3]
+
+
+def test_code_of_the_program_runs_in_other_processes(client: serve.Client) -> None:
+    """By import path too: the workers have the program's own ``sys.path``."""
+    client.create_backend("pids", lambda request: os.getpid(), config={"num_replicas": 4})
+    client.create_backend("path", "served.Counter")
+    for tag in ("pids", "path"):
+        client.create_endpoint(tag, backend=tag, route=f"/{tag}")
+    (url,) = client.http_urls()
+    found = {fetch(f"{url}/pids").json for _ in range(20)} | {fetch(f"{url}/path").json[0]}
+    assert os.getpid() not in found
+    assert len(found) == 2
+
+
+def test_instances_share_the_cluster_and_it_stays_until_the_last_ends(client: serve.Client) -> None:
+    """A second start finds the cluster of the first; ending it leaves the first alone."""
+    with serve.start(http_options={"port": 0}) as second:
+        assert second.scheduler_address == client.scheduler_address
+        with serve.start(detached=True, http_options={"port": 0}):
+            assert serve.connect().scheduler_address == client.scheduler_address
+    assert is_listening(client.http_urls()[0])
+
+
+def test_run_uses_the_instance_that_was_started(client: serve.Client) -> None:
+    """Deployments go to it, and replace each other there."""
+
+    @serve.deployment
+    class Adder:
+        def __init__(self, more: int) -> None:
+            self.more = more
+
+        def __call__(self, request: Any) -> int:
+            return int(request.query_params["n"]) + self.more
+
+        def add(self, n: int) -> int:
+            return n + self.more
+
+    handle = serve.run(Adder.bind(1), route_prefix="/adder")
+    assert handle.add.remote(1).result(10) == 2
+    handle = serve.run(Adder.bind(2), route_prefix="/adder")
+    assert handle.add.remote(1).result(10) == 3
+    assert serve.status().instance == client.instance_name
+    assert fetch(f"{client.http_urls()[0]}/adder?n=1").json == 3
+
+
+def test_workers_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Local and detached: an error soon, with nothing left of the cluster."""
+    default = _get_global_client()
+    before = psutil.Process().children(recursive=True)
+    monkeypatch.setattr(launch, "_MAIN", "import sys; sys.exit(3)")
+    size = launch.LocalClusterSize(n_workers=2, threads_per_worker=1)
+    for start in (launch.start_local_cluster, launch.start_detached_cluster):
+        with (
+            pytest.raises(serve.errors.InstanceError, match=r"could not be started \(exit status 3\)"),
+            within(5),
+        ):
+            start(size, has_dashboard=False)
+        assert _get_global_client() is default
+        poll_for(lambda: alive(psutil.Process().children(recursive=True)) == alive(before), 5)

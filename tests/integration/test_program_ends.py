@@ -1,0 +1,190 @@
+"""However a program ends, what it started ends with it, unless it is detached."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from dask_processes import ExternalCluster, Program, alive, fetch, is_listening, poll_for, wait_until_gone
+
+import daskserve as serve
+
+#: Starts an instance, tells where, and ends as it is told.
+SERVING = """
+import sys
+import daskserve as serve
+
+client = serve.start({arguments}, http_options={{"port": 0}}, dashboard=False)
+client.create_backend("echo", lambda request: "here")
+client.create_endpoint("echo", backend="echo", route="/echo")
+print("scheduler", client.scheduler_address, flush=True)
+print("url", client.http_urls()[0], flush=True)
+if sys.stdin.readline() == "raise\\n":
+    raise RuntimeError("an error of the program")
+"""
+
+CONNECTING = """
+import sys
+import daskserve as serve
+
+client = serve.connect(address=sys.argv[1])
+print("answer", client.get_handle("echo").remote().result(), flush=True)
+client.shutdown()
+"""
+
+#: What the program is told, or the signal it gets, and the status it ends with.
+ENDS = [
+    pytest.param("exit", 0, id="exits"),
+    pytest.param("raise", 1, id="raises"),
+    pytest.param(signal.SIGINT, -signal.SIGINT, id="SIGINT"),
+    pytest.param(signal.SIGTERM, -signal.SIGTERM, id="SIGTERM"),
+    pytest.param(signal.SIGKILL, -signal.SIGKILL, id="SIGKILL"),
+]
+SUDDEN = (signal.SIGTERM, signal.SIGKILL)
+
+
+@contextmanager
+def serving(program: Program) -> Iterator[str]:
+    """Yield the URL at which a program serves."""
+    try:
+        url = program.wait_for_line("url ")
+        assert fetch(f"{url}/echo").text == "here"
+        yield url
+    finally:
+        program.kill()
+
+
+def end(program: Program, how: str | signal.Signals, status: int) -> None:
+    if how is signal.SIGINT:
+        program.interrupt()
+    elif isinstance(how, signal.Signals):
+        program.process.send_signal(how)
+    else:
+        program.tell(how)
+    assert program.wait(10) == status, program.told()
+    if how == "exit":
+        assert program.complaints == ""
+
+
+# To the cluster of others, one that is killed by SIGTERM and one that is killed by SIGKILL are the same.
+@pytest.mark.parametrize(("how", "status"), [*ENDS[:3], ENDS[-1]])
+def test_instance_ends_with_its_program(
+    how: str | signal.Signals, status: int, external: ExternalCluster
+) -> None:
+    """On a cluster of others: at once if the program can still say so, else after the grace period."""
+    program = external.run_program(SERVING.format(arguments="address=sys.argv[1]"))
+    with serving(program) as url:
+        end(program, how, status)
+    limit_s = 10 if how in SUDDEN else 2
+    poll_for(lambda: not is_listening(url), limit_s, every_s=0.1)
+    external.assert_clean(limit_s, topics=False)
+
+
+@pytest.mark.parametrize(("how", "status"), [ENDS[0], *ENDS[2:]])
+def test_cluster_of_its_own_ends_with_its_program(
+    how: str | signal.Signals, status: int, tmp_path: Path
+) -> None:
+    """No process is left, whatever happened to the one that started them."""
+    program = Program(["-c", SERVING.format(arguments="False")], tmp_path, keeps_stdin=True)
+    with serving(program) as url:
+        started = program.descendants()
+        assert len(started) >= 2
+        end(program, how, status)
+        wait_until_gone(started, 5)
+    assert not is_listening(url)
+
+
+def test_detached_instance_outlives_its_creator(external: ExternalCluster) -> None:
+    """It is reached by ``connect`` from another process, and shut down from there."""
+    source = SERVING.format(arguments="detached=True, address=sys.argv[1]")
+    creator = external.run_program(source, DASK_DASKSERVE__TIMEOUTS__GRACE_S="0.2")
+    with serving(creator) as url:
+        end(creator, "exit", 0)
+    # Far longer than one that is not detached would be there.
+    until = time.monotonic() + 1
+    while time.monotonic() < until:
+        assert fetch(f"{url}/echo").text == "here"
+    other = external.run_program(CONNECTING)
+    assert other.wait() == 0, other.told()
+    assert (other.output, other.errors) == ("answer here\n", "")
+    assert not is_listening(url)
+
+
+def test_detached_cluster_outlives_its_creator(tmp_path: Path) -> None:
+    """Without a cluster one is made that stays; shutting the instance down ends all of its processes."""
+    creator = Program(["-c", SERVING.format(arguments="detached=True")], tmp_path, keeps_stdin=True)
+    with serving(creator) as url:
+        address = creator.wait_for_line("scheduler ")
+        started = creator.descendants()
+        try:
+            end(creator, signal.SIGKILL, -signal.SIGKILL)
+            assert len(alive(started)) == len(started) >= 3
+            assert fetch(f"{url}/echo").text == "here"
+            other = Program(["-c", CONNECTING, address], tmp_path)
+            assert other.wait() == 0, other.told()
+            assert (other.output, other.errors) == ("answer here\n", "")
+        finally:
+            wait_until_gone(started, 5)
+    assert not is_listening(url)
+
+
+BLOCKING = """
+import daskserve as serve
+
+@serve.deployment
+def echo(request):
+    return "here"
+
+client = serve.start(http_options={"port": 0}, dashboard=False)
+print("url", client.http_urls()[0], flush=True)
+serve.run(echo.bind(), route_prefix="/echo", blocking=True)
+print("ended", flush=True)
+"""
+
+
+def handles(program: Program, number: signal.Signals) -> bool:
+    """Whether the program has a handler of its own for a signal: it is blocking, then."""
+    status = Path(f"/proc/{program.process.pid}/status").read_text()
+    caught = next(line for line in status.splitlines() if line.startswith("SigCgt"))
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_blocking_run_ends_in_order(number: signal.Signals, tmp_path: Path) -> None:
+    """Ctrl-C, or what a process manager sends, is how it is meant to end."""
+    program = Program(["-c", BLOCKING], tmp_path)
+    try:
+        url = program.wait_for_line("url ")
+        poll_for(lambda: fetch(f"{url}/echo").text == "here")
+        poll_for(lambda: handles(program, signal.SIGTERM))
+        started = program.descendants()
+        if number is signal.SIGINT:
+            program.interrupt()
+        else:
+            program.process.send_signal(number)
+        assert program.wait(10) == 0, program.told()
+        assert program.output.endswith("ended\n")
+        assert program.complaints == ""
+        wait_until_gone(started, 2)
+    finally:
+        program.kill()
+
+
+def test_instance_of_the_same_name_after_another_program_ended_the_first(external: ExternalCluster) -> None:
+    """A program that heard of the end of the detached instance starts another, and both its ends work."""
+    for text in ("first", "second"):
+        client = serve.start(detached=True, http_options={"port": 0}, dask_client=external.client)
+        client.create_backend("echo", lambda request, text=text: text)
+        client.create_endpoint("echo", backend="echo", route="/echo")
+        handle = client.get_handle("echo")
+        assert handle.remote().result(10) == text
+        assert fetch(f"{client.http_urls()[0]}/echo").text == text
+        other = external.run_program(CONNECTING)
+        assert other.wait() == 0, other.told()
+        assert other.output == f"answer {text}\n"
+        with pytest.raises(serve.ServeError, match="has been shut down"):
+            handle.remote().result(10)

@@ -1,0 +1,82 @@
+"""The first Python block of the README, as its readers run it."""
+
+from __future__ import annotations
+
+import re
+import socket
+from pathlib import Path
+
+import pytest
+from dask_processes import Program, wait_until_gone
+
+README = Path(__file__).parent.parent.parent / "README.md"
+GREETINGS = ["Hello, Python!", "Hello, HTTP!"]
+
+
+@pytest.fixture(scope="module")
+def port() -> int:
+    """A free port in the place of the default one, which may be taken on this machine."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def block(port: int) -> str:
+    found = re.search(r"^```python\n(.*?)^```$", README.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    assert found is not None
+    source = found.group(1)
+    assert source.count("127.0.0.1:8000") == 1
+    return source.replace("127.0.0.1:8000", f"127.0.0.1:{port}")
+
+
+def run(
+    command: list[str], folder: Path, port: int, *, stdin: str | None = None, workers: int = 1
+) -> Program:
+    """Run a program to its end; it must leave no process behind."""
+    variables = {
+        "DASK_DASKSERVE__HTTP__PORT": str(port),
+        "DASK_DASKSERVE__LOCAL_CLUSTER__N_WORKERS": str(workers),
+    }
+    program = Program(command, folder, stdin=stdin, environment=variables)
+    try:
+        program.wait_for_line(GREETINGS[0])
+        started = program.descendants()
+        assert program.wait() == 0, program.told()
+        wait_until_gone(started, 5)
+    finally:
+        program.kill()
+    return program
+
+
+def test_as_a_script(block: str, port: int, tmp_path: Path) -> None:
+    script = tmp_path / "hello.py"
+    script.write_text(block)
+    program = run([str(script)], tmp_path, port, workers=2)
+    assert (program.output.splitlines(), program.complaints) == (GREETINGS, "")
+
+
+def test_from_standard_input(block: str, port: int, tmp_path: Path) -> None:
+    program = run(["-"], tmp_path, port, stdin=block)
+    assert (program.output.splitlines(), program.complaints) == (GREETINGS, "")
+
+
+def test_pasted_into_a_repl(block: str, port: int, tmp_path: Path) -> None:
+    """Line by line, where an empty line ends a block."""
+    program = run(["-q", "-i"], tmp_path, port, stdin=block)
+    assert program.output.splitlines() == GREETINGS
+    assert set(re.sub(r">>> |\.\.\. ", "", program.complaints).split()) == set(), program.errors
+
+
+def test_as_a_notebook_runs_it(block: str, port: int, tmp_path: Path) -> None:
+    """In the main module, while an event loop runs in the same thread."""
+    source = f"""
+import asyncio
+
+async def run_cell():
+    exec(compile({block!r}, "cell", "exec"), globals())
+
+asyncio.run(run_cell())
+"""
+    program = run(["-c", source], tmp_path, port)
+    assert (program.output.splitlines(), program.complaints) == (GREETINGS, "")

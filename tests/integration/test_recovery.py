@@ -1,0 +1,280 @@
+"""What callers see when processes die, hang, or leave: the failure table, on real processes."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clusters import (
+    Load,
+    nannied_cluster,
+    pid_of_replica,
+    pids,
+    replica_without_proxy,
+    running,
+    serve_pids,
+    worker_of,
+)
+from dask_processes import fetch, poll_for
+
+import daskserve as serve
+
+EPHEMERAL = {"http_options": {"port": 0}}
+
+
+def incarnations(client: serve.Client, backend: str = "b") -> set[str]:
+    return {actor.name for actor in client.status().replicas(backend)}
+
+
+def test_a_killed_replica_is_replaced_and_no_get_fails() -> None:
+    with nannied_cluster(4) as dask, serve.start(dask_client=dask, **EPHEMERAL) as client:
+        with Load(serve_pids(client)) as load:
+            victim = replica_without_proxy(client)
+            os.kill(pids(dask)[victim], signal.SIGKILL)
+            poll_for(lambda: len(running(client, "b")) == 2 and victim not in running(client, "b"))
+            load.more()
+        assert load.failures == []
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_a_killed_controller_is_replaced_while_all_goes_on(is_busy: bool) -> None:
+    """Two workers are left; with every task thread busy it takes no longer."""
+    with nannied_cluster(3) as dask, serve.start(dask_client=dask, **EPHEMERAL) as client:
+        with Load(serve_pids(client)) as load:
+            before = incarnations(client)
+            if is_busy:
+                sleeping = dask.map(time.sleep, [20] * 6, pure=False)
+                poll_for(lambda: sum(map(len, dask.processing().values())) >= 6)
+            victim = worker_of(client, "controller")
+            assert victim not in running(client, "b")
+            os.kill(pids(dask)[victim], signal.SIGKILL)
+            began = time.monotonic()
+            assert client.get_backend_config("b").num_replicas == 2
+            took_s = time.monotonic() - began
+            assert incarnations(client) == before, "living replicas are adopted, not started anew"
+            client.create_backend("after", pid_of_replica)
+            load.more()
+            if is_busy:
+                dask.cancel(sleeping)
+        assert load.failures == []
+        assert client.status().epoch == 2
+        assert took_s < 1.0  # 0.5 s on a quiet machine
+
+
+def test_a_stopped_controller_is_replaced_and_does_no_harm_when_it_wakes_up() -> None:
+    with nannied_cluster(3) as dask, serve.start(dask_client=dask, **EPHEMERAL) as client:
+        serve_pids(client)
+        before = incarnations(client)
+        pid = pids(dask)[worker_of(client, "controller")]
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            client.create_backend("after", pid_of_replica)
+            assert client.status().epoch == 2
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+        def actors() -> list[str]:
+            found: dict[str, list[str]] = dask.run(_actors_on)
+            return [name for names in found.values() for name in names]
+
+        poll_for(lambda: sum(name.endswith("/controller") for name in actors()) == 1, what=actors)
+        client.update_backend_config("b", {"num_replicas": 1})
+        assert incarnations(client) < before
+        assert client.status().epoch == 2
+
+
+def _actors_on(dask_worker: Any) -> list[str]:
+    return [
+        name
+        for actor in dask_worker.state.actors.values()
+        if type(actor).__name__ == "Host"
+        for name in actor._entries
+    ]
+
+
+def test_a_stopped_replica_is_replaced_and_ended_when_it_wakes_up() -> None:
+    with nannied_cluster(4) as dask, serve.start(dask_client=dask, **EPHEMERAL) as client:
+        with Load(serve_pids(client)) as load:
+            victim = replica_without_proxy(client)
+            pid = pids(dask)[victim]
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                poll_for(lambda: len(running(client, "b")) == 2 and victim not in running(client, "b"))
+                load.more()
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            poll_for(lambda: dask.run(_actors_on, workers=[victim])[victim] == [])
+
+
+def test_a_stopped_proxy_comes_back_on_its_port() -> None:
+    with nannied_cluster(3) as dask, serve.start(dask_client=dask, **EPHEMERAL) as client:
+        url = serve_pids(client)
+        os.kill(pids(dask)[worker_of(client, "proxy")], signal.SIGSTOP)
+
+        def answers() -> bool:
+            try:
+                return fetch(f"{url}/e", timeout_s=1.0).status == 200
+            except OSError:
+                return False
+
+        poll_for(lambda: not answers(), what="the stopped proxy still answers")
+        poll_for(answers)
+        assert client.http_urls() == [url]
+
+
+def test_a_retired_worker_hands_its_replicas_over_first() -> None:
+    with nannied_cluster(4) as dask, serve.start(dask_client=dask, **EPHEMERAL) as client:
+        with Load(serve_pids(client)) as load:
+            victim = replica_without_proxy(client)
+            assert victim in dask.retire_workers([victim])
+            assert len(running(client, "b")) == 2
+            assert victim not in running(client, "b")
+            load.more()
+        assert load.failures == []
+
+
+def test_retiring_the_controllers_worker_moves_the_controller() -> None:
+    with nannied_cluster(3) as dask, serve.start(dask_client=dask, **EPHEMERAL) as client:
+        with Load(serve_pids(client, num_replicas=1)) as load:
+            victim = worker_of(client, "controller")
+            assert victim in dask.retire_workers([victim])
+            assert worker_of(client, "controller") != victim
+            client.create_backend("after", pid_of_replica)
+            load.more()
+        assert load.failures == []
+
+
+def test_a_workers_lifetime_ends_without_a_failed_request() -> None:
+    with nannied_cluster(3, lifetime="4 seconds") as dask:
+        with nannied_free_workers(dask):
+            with serve.start(dask_client=dask, **EPHEMERAL) as client:
+                client.create_backend("b", pid_of_replica, config={"num_replicas": 1})
+                client.create_endpoint("e", backend="b")
+                handle = client.get_handle("e")
+                before = running(client, "b")
+                seen = set()
+                deadline = time.monotonic() + 28
+                while before[0] in dask.scheduler_info(n_workers=-1)["workers"]:
+                    seen.add(handle.remote().result(10))
+                    assert time.monotonic() < deadline
+                assert handle.remote().result(10)
+
+
+def nannied_free_workers(dask: Any) -> Any:
+    """Add workers without a lifetime, to which everything can move."""
+    from contextlib import contextmanager
+
+    from dask_processes import dask_worker
+
+    @contextmanager
+    def added() -> Any:
+        import tempfile
+
+        with tempfile.TemporaryDirectory() as folder:
+            with dask_worker(dask.scheduler.address, Path(folder), name="steady"):
+                dask.wait_for_workers(4, timeout=30)
+                yield
+
+    return added()
+
+
+def test_adaptive_scaling_down_keeps_what_serves() -> None:
+    with nannied_cluster(4) as dask, serve.start(dask_client=dask, **EPHEMERAL) as client:
+        with Load(serve_pids(client)) as load:
+            holders = {*running(client, "b"), worker_of(client, "proxy"), worker_of(client, "controller")}
+            dask.cluster.adapt(minimum=0, maximum=4, interval="100ms", wait_count=2)
+            poll_for(lambda: len(dask.scheduler_info(n_workers=-1)["workers"]) <= len(holders))
+            load.more()
+            assert holders <= set(dask.scheduler_info(n_workers=-1)["workers"])
+        assert load.failures == []
+
+
+def test_replicas_without_room_make_an_adaptive_cluster_grow() -> None:
+    with nannied_cluster(1) as dask, serve.start(dask_client=dask, **EPHEMERAL) as client:
+        dask.cluster.adapt(minimum=1, maximum=3, interval="100ms", wait_count=2)
+        client.create_backend(
+            "b", pid_of_replica, config={"num_replicas": 3}, actor_options={"num_cpus": 2}, timeout_s=25
+        )
+        assert len(set(running(client, "b"))) == 3
+
+
+def test_restarting_the_cluster_brings_all_deployments_back() -> None:
+    with nannied_cluster(3) as dask, serve.start(dask_client=dask, **EPHEMERAL) as client:
+        url = serve_pids(client)
+        dask.restart()
+
+        def answers() -> bool:
+            try:
+                return fetch(f"{url}/e", timeout_s=2.0).status == 200
+            except OSError:
+                return False
+
+        poll_for(answers)
+        poll_for(lambda: len(running(client, "b")) == 2)
+
+
+def test_the_idle_timeout_does_not_end_a_served_cluster() -> None:
+    import dask
+
+    with dask.config.set({"distributed.scheduler.idle-timeout": "1s"}):
+        with nannied_cluster(1) as client_of_dask:
+            with serve.start(dask_client=client_of_dask, **EPHEMERAL) as client:
+                url = serve_pids(client, num_replicas=1)
+                time.sleep(2.5)  # longer than the timeout: the point is that nothing happens
+                assert fetch(f"{url}/e").status == 200
+            scheduler = client_of_dask.cluster.scheduler
+            poll_for(lambda: scheduler.idle_timeout == 1.0)
+            scheduler.idle_timeout = None  # the cluster's own close does not expect a scheduler that is gone
+
+
+@pytest.mark.parametrize("scheme", ["sqlite", "file"])
+def test_a_new_cluster_on_an_old_store_brings_all_deployments_back(scheme: str, tmp_path: Path) -> None:
+    store = f"sqlite:///{tmp_path}/store.db" if scheme == "sqlite" else f"file://{tmp_path}/store"
+    options: dict[str, Any] = {"name": "lasting", "store": store, **EPHEMERAL}
+    with nannied_cluster(2) as dask:
+        client = serve.start(dask_client=dask, **options)
+        serve_pids(client)
+        client.update_backend_config("b", {"user_config": None, "num_replicas": 1})
+        client.create_endpoint("headless", backend="b")
+        epoch = client.status().epoch
+        dask.cluster.close()  # everything dies at once; nobody shuts the instance down
+    with nannied_cluster(2) as dask, serve.start(dask_client=dask, **options) as client:
+        poll_for(lambda: len(running(client, "b")) == 1)
+        assert fetch(f"{client.http_urls()[0]}/e").status == 200
+        assert set(client.list_endpoints()) == {"e", "headless"}
+        assert client.status().epoch > epoch
+
+
+def test_every_acknowledged_change_holds_whenever_the_controller_is_killed() -> None:
+    """50 mixed changes under load, the controller's worker killed at random moments."""
+    rng = random.Random(7)
+    with nannied_cluster(4) as dask, serve.start(dask_client=dask, **EPHEMERAL) as client:
+        wanted: dict[str, int] = {}
+        with Load(serve_pids(client)) as load:
+            kills = sorted(rng.sample(range(50), 4))
+            for number in range(50):
+                if number in kills:
+                    victim = worker_of(client, "controller")
+                    if victim not in {worker_of(client, "proxy"), *running(client, "b")}:
+                        os.kill(pids(dask)[victim], signal.SIGKILL)
+                tag = f"x{rng.randrange(6)}"
+                if tag not in wanted:
+                    client.create_backend(tag, pid_of_replica)
+                    wanted[tag] = 1
+                elif rng.random() < 0.5:
+                    wanted[tag] = rng.randrange(1, 3)
+                    client.update_backend_config(tag, {"num_replicas": wanted[tag]})
+                else:
+                    client.delete_backend(tag)
+                    del wanted[tag]
+                held = {name: each.num_replicas for name, each in client.list_backends().items()}
+                assert held == {"b": 2, **wanted}
+            load.more()
+        assert load.failures == []
+        for tag, count in wanted.items():
+            poll_for(lambda tag=tag, count=count: len(running(client, tag)) == count)

@@ -1,0 +1,210 @@
+"""A server on a loopback socket and a client that sees each byte, for the tests of this folder."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from daskserve.proxies.asgi import ASGIApp, Scope
+from daskserve.proxies.tornado_server import TornadoServer
+from daskserve.types import Receive, Send
+
+DEADLINE_S = 10.0
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run an async test body; one that hangs fails."""
+
+    async def bounded() -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            await test()
+
+    asyncio.run(bounded())
+
+
+async def poll_for(condition: Callable[[], object]) -> None:
+    """Return once the condition holds; `run`'s deadline ends a vain wait."""
+    while not condition():  # noqa: ASYNC110 - what a test waits for has no event
+        await asyncio.sleep(0.001)
+
+
+def advance(seconds: float) -> None:
+    """Move the running loop's clock forward: timers fall due, however busy the machine is."""
+    loop = asyncio.get_running_loop()
+    before = loop.time
+    loop.time = lambda: before() + seconds  # type: ignore[method-assign]
+
+
+@contextlib.asynccontextmanager
+async def serving(app: ASGIApp, **options: Any) -> AsyncIterator[TornadoServer]:
+    """Run a server around a block; afterwards nothing of it may be left, and nothing may have been lost."""
+    loop = asyncio.get_running_loop()
+    lost: list[dict[str, Any]] = []
+    loop.set_exception_handler(lambda _, context: lost.append(context))
+    before = asyncio.all_tasks(), timers(loop)
+    server = TornadoServer(app, **{"host": "127.0.0.1", "port": 0, **options})
+    server.bind()
+    server.start()
+    try:
+        yield server
+    finally:
+        await server.stop()
+    assert asyncio.all_tasks() - before[0] == set()
+    assert timers(loop) - before[1] == set()
+    assert "0 links, 0 tasks" in repr(server)
+    assert lost == []
+    with contextlib.closing(socket.socket()) as probe:
+        assert probe.connect_ex(("127.0.0.1", server.port)) != 0
+
+
+def timers(loop: asyncio.AbstractEventLoop) -> set[asyncio.TimerHandle]:
+    """Return what the loop will still call later."""
+    scheduled: list[asyncio.TimerHandle] = loop._scheduled  # type: ignore[attr-defined]
+    return {handle for handle in scheduled if not handle.cancelled()}
+
+
+@dataclass
+class Response:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+
+class Client:
+    """One connection, and the responses on it, read by the letter of HTTP/1.1."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    async def send(self, data: bytes) -> None:
+        self.writer.write(data)
+        await self.writer.drain()
+
+    async def get(self, path: str = "/", *headers: str, method: str = "GET") -> Response:
+        await self.send(request(path, *headers, method=method))
+        return await self.response(has_body=method != "HEAD")
+
+    async def head(self) -> tuple[int, dict[str, str]]:
+        lines = (await self.reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        headers: dict[str, str] = {}
+        for line in filter(None, lines[1:]):
+            name, _, value = line.partition(": ")
+            assert name not in headers, f"{name} twice in {lines}"
+            headers[name] = value
+        return int(lines[0].split(" ")[1]), headers
+
+    async def chunk(self) -> bytes:
+        length = int(await self.reader.readline(), 16)
+        data = await self.reader.readexactly(length)
+        assert await self.reader.readexactly(2) == b"\r\n"
+        return data
+
+    async def response(self, *, has_body: bool = True) -> Response:
+        status, headers = await self.head()
+        body = b""
+        if not has_body or status in (204, 304):
+            pass
+        elif "content-length" in headers:
+            body = await self.reader.readexactly(int(headers["content-length"]))
+        elif headers.get("transfer-encoding") == "chunked":
+            while data := await self.chunk():
+                body += data
+        else:
+            body = await self.reader.read()
+        return Response(status, headers, body)
+
+    async def rest(self) -> bytes:
+        """Return what comes until the server closes; a reset counts as a close."""
+        data = b""
+        with contextlib.suppress(ConnectionError):
+            while more := await self.reader.read(65536):
+                data += more
+        return data
+
+    def reset(self) -> None:
+        """Drop the connection without a goodbye."""
+        sock = self.writer.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.writer.transport.abort()
+
+
+@contextlib.asynccontextmanager
+async def connected(server: TornadoServer) -> AsyncIterator[Client]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    try:
+        yield Client(reader, writer)
+    finally:
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+def request(path: str = "/", *headers: str, method: str = "GET", body: bytes = b"") -> bytes:
+    """Return a request; a body brings its content-length."""
+    lines = [f"{method} {path} HTTP/1.1", "Host: test", *headers]
+    if body:
+        lines.append(f"Content-Length: {len(body)}")
+    return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
+
+
+async def respond(
+    send: Send, body: bytes = b"", status: int = 200, headers: tuple[tuple[bytes, bytes], ...] = ()
+) -> None:
+    await send({"type": "http.response.start", "status": status, "headers": list(headers)})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def read_body(receive: Receive) -> bytes:
+    parts = []
+    while True:
+        message = await receive()
+        assert message["type"] == "http.request", message
+        parts.append(message["body"])
+        if not message["more_body"]:
+            return b"".join(parts)
+
+
+async def hello(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer the path."""
+    await respond(send, scope["path"].encode())
+
+
+async def echo(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer the request's body."""
+    await respond(send, await read_body(receive))
+
+
+class Hanging:
+    """An application that answers only when told to, and tells what became of it."""
+
+    def __init__(self) -> None:
+        self.running = 0
+        self.cancelled = 0
+        self.go = asyncio.Event()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.running += 1
+        try:
+            await self.go.wait()
+            await respond(send, b"at last")
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self.running -= 1
+
+
+def tracebacks(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    return [record for record in caplog.records if record.exc_info]
+
+
+Application = Callable[[Scope, Receive, Send], Awaitable[None]]

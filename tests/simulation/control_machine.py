@@ -1,0 +1,325 @@
+"""The rules by which schedules are made: what clients ask for, what happens to the cluster, how time passes.
+
+A schedule that fails is printed as Python; it runs as a test when it is pasted into one::
+
+    state = ControlMachine()
+    state.begin(seed=0, workers=2, location='NoServer', latency_s=0.0)
+    ...
+    state.teardown()
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from simulation import Simulation
+
+INDEX = st.integers(0, 5)
+#: How long a rule lets pass: nothing, less than a way to the store, more, long enough to be done.
+SECONDS = st.sampled_from([0.0, 0.002, 0.01, 0.1, 2.0])
+CLASSIC = st.sampled_from(["a", "b"])
+ANY_BACKEND = st.sampled_from(["a", "b", "d"])
+ANY_ENDPOINT = st.sampled_from(["d", "e"])
+REPLICAS = st.integers(1, 3)
+CONFIGS = st.sampled_from(["one", "two", None])
+OPTIONS: st.SearchStrategy[dict[str, float]] = st.sampled_from([{}, {}, {"num_cpus": 2}, {"num_gpus": 1}])
+ROUTES = st.sampled_from(["/x", "/y", None])
+TIMEOUT_S = 15.0
+
+
+def _pickled(user_config: str | None) -> bytes | None:
+    return None if user_config is None else user_config.encode()
+
+
+class ControlMachine(RuleBasedStateMachine):
+    """See the module."""
+
+    simulation: Simulation | None = None
+    focus: str | None = None
+
+    @initialize(
+        seed=st.integers(0, 1000),
+        workers=st.integers(1, 4),
+        location=st.sampled_from(["NoServer", "NoServer", "HeadOnly", "EveryNode", "EveryWorker"]),
+        latency_s=st.sampled_from([0.0, 0.004, 0.02]),
+        has_nannies=st.booleans(),
+        stock=st.sampled_from(["", "a", "d", "ad", "ad"]),
+        focus=st.sampled_from([None, None, "a", "d"]),
+    )
+    def begin(
+        self,
+        seed: int,
+        workers: int,
+        location: str,
+        latency_s: float,
+        has_nannies: bool,
+        stock: str,
+        focus: str | None,
+    ) -> None:
+        """Start an instance, with a backend and its endpoint (``a``), a deployment (``d``), or both.
+
+        With a ``focus``, all that is done to any backend is done to that one.
+        """
+        self.focus = focus
+        self.simulation = Simulation(
+            seed=seed, workers=workers, location=location, latency_s=latency_s, has_nannies=has_nannies
+        )
+        if "a" in stock:
+            self.create_backend("a", 2, "one", {}, 2.0)
+            self.create_endpoint("e", "/y", "a", 0.1)
+        if "d" in stock:
+            self.deploy("d", "1", None, 2, "one", {}, "/x", 2.0)
+
+    @property
+    def world(self) -> Simulation:
+        assert self.simulation is not None
+        return self.simulation
+
+    @property
+    def has_backends(self) -> bool:
+        return self.simulation is not None and bool(self.simulation.witness.wanted.backends)
+
+    @property
+    def has_endpoints(self) -> bool:
+        return self.simulation is not None and bool(self.simulation.witness.wanted.endpoints)
+
+    def _backend(self, tag: str) -> str:
+        return self.focus or tag
+
+    def _call(self, verb: str, seconds: float, **message: Any) -> None:
+        self.world.call(verb, message, seconds=seconds)
+
+    def _wish(self, tag: str, **fields: Any) -> dict[str, Any]:
+        made: dict[str, Any] = {
+            "tag": self._backend(tag),
+            "code": b"code-1",
+            "config": {},
+            "user_config": None,
+            "actor_options": {},
+            "version": "v1",
+            "user_version": None,
+            "prev_version": None,
+            "request_id": self.world.request_id(),
+            "timeout_s": TIMEOUT_S,
+        }
+        return {**made, **fields}
+
+    # ---- what clients ask for
+
+    @rule(tag=CLASSIC, replicas=REPLICAS, user_config=CONFIGS, options=OPTIONS, seconds=SECONDS)
+    def create_backend(
+        self, tag: str, replicas: int, user_config: str | None, options: dict[str, float], seconds: float
+    ) -> None:
+        wish = self._wish(
+            tag,
+            config={"num_replicas": replicas},
+            user_config=_pickled(user_config),
+            actor_options=options,
+        )
+        self._call("create_backend", seconds, **wish)
+
+    @precondition(lambda self: self.has_backends)
+    @rule(tag=ANY_BACKEND, replicas=REPLICAS, seconds=SECONDS)
+    def scale(self, tag: str, replicas: int, seconds: float) -> None:
+        self._update(tag, seconds, {"num_replicas": replicas}, None)
+
+    @precondition(lambda self: self.has_backends)
+    @rule(tag=ANY_BACKEND, user_config=CONFIGS, seconds=SECONDS)
+    def reconfigure(self, tag: str, user_config: str | None, seconds: float) -> None:
+        config = {"max_concurrent_queries": 5} if user_config is None else {}
+        self._update(tag, seconds, config, user_config)
+
+    def _update(self, tag: str, seconds: float, config: dict[str, Any], user_config: str | None) -> None:
+        self._call(
+            "update_backend_config",
+            seconds,
+            tag=self._backend(tag),
+            config=config,
+            user_config=_pickled(user_config),
+            sets_user_config=user_config is not None,
+            timeout_s=TIMEOUT_S,
+        )
+
+    @rule(
+        tag=st.sampled_from(["d", "d", "d", "a"]),
+        version=st.sampled_from(["1", "2", "3", None]),
+        prev_version=st.sampled_from([None, None, None, "1", "2"]),
+        replicas=REPLICAS,
+        user_config=CONFIGS,
+        options=OPTIONS,
+        route=ROUTES,
+        seconds=SECONDS,
+    )
+    def deploy(
+        self,
+        tag: str,
+        version: str | None,
+        prev_version: str | None,
+        replicas: int,
+        user_config: str | None,
+        options: dict[str, float],
+        route: str | None,
+        seconds: float,
+    ) -> None:
+        wish = self._wish(
+            tag,
+            code=b"code-" + str(version).encode(),
+            version=version or f"unversioned-{self.world.request_id()}",
+            user_version=version,
+            prev_version=prev_version,
+            config={"num_replicas": replicas},
+            user_config=_pickled(user_config),
+            actor_options=options,
+        )
+        self._call("deploy", seconds, wish=wish, route=route, methods=["GET"], python_methods=[])
+
+    @precondition(lambda self: self.has_backends)
+    @rule(tag=ANY_BACKEND, force=st.booleans(), seconds=SECONDS)
+    def delete_backend(self, tag: str, force: bool, seconds: float) -> None:
+        self._call("delete_backend", seconds, tag=self._backend(tag), force=force)
+
+    @rule(name=st.sampled_from(["d", "a"]), force=st.booleans(), seconds=SECONDS)
+    def delete_deployment(self, name: str, force: bool, seconds: float) -> None:
+        self._call("delete_deployment", seconds, name=self._backend(name), force=force)
+
+    @rule(name=ANY_ENDPOINT, route=ROUTES, backend=ANY_BACKEND, seconds=SECONDS)
+    def create_endpoint(self, name: str, route: str | None, backend: str, seconds: float) -> None:
+        request_id = self.world.request_id()
+        self._call(
+            "create_endpoint",
+            seconds,
+            name=name,
+            route=route,
+            methods=["GET"],
+            backend=self._backend(backend),
+            request_id=request_id,
+        )
+
+    @precondition(lambda self: self.has_endpoints)
+    @rule(name=ANY_ENDPOINT, seconds=SECONDS)
+    def delete_endpoint(self, name: str, seconds: float) -> None:
+        self._call("delete_endpoint", seconds, name=name)
+
+    @precondition(lambda self: self.has_endpoints)
+    @rule(
+        name=ANY_ENDPOINT,
+        traffic=st.sampled_from([{"a": 1.0}, {"b": 1.0}, {"a": 0.25, "b": 0.75}, {"d": 1.0}]),
+        seconds=SECONDS,
+    )
+    def set_traffic(self, name: str, traffic: dict[str, float], seconds: float) -> None:
+        self._call("set_traffic", seconds, name=name, traffic=traffic)
+
+    @precondition(lambda self: self.has_endpoints)
+    @rule(
+        name=ANY_ENDPOINT, backend=ANY_BACKEND, proportion=st.sampled_from([0.0, 0.5, 1.0]), seconds=SECONDS
+    )
+    def shadow_traffic(self, name: str, backend: str, proportion: float, seconds: float) -> None:
+        self._call(
+            "shadow_traffic", seconds, name=name, backend=self._backend(backend), proportion=proportion
+        )
+
+    @rule(index=INDEX, seconds=SECONDS)
+    def repeat(self, index: int, seconds: float) -> None:
+        self.world.repeat(index, seconds=seconds)
+
+    @rule(index=INDEX)
+    def give_up(self, index: int) -> None:
+        self.world.give_up(index)
+
+    # ---- what the replicas do
+
+    @rule(
+        tag=ANY_BACKEND,
+        outcomes=st.lists(st.sampled_from(["fail", "hang", "slow", "well"]), min_size=1, max_size=4),
+    )
+    def script_starts(self, tag: str, outcomes: list[str]) -> None:
+        self.world.script.starts[self._backend(tag)].extend(outcomes)
+
+    @rule(
+        tag=ANY_BACKEND,
+        outcomes=st.lists(
+            st.sampled_from(["refuse", "half", "slow", "late", "hang", "well"]), min_size=1, max_size=3
+        ),
+        stops=st.sampled_from(["well", "drain", "hang"]),
+    )
+    def script_lives(self, tag: str, outcomes: list[str], stops: str) -> None:
+        self.world.script.reconfigurations[self._backend(tag)].extend(outcomes)
+        self.world.script.stops[self._backend(tag)].append(stops)
+
+    @rule(index=INDEX, kind=st.sampled_from(["sicken", "vanish"]))
+    def spoil_actor(self, index: int, kind: str) -> None:
+        self.world.sicken(index) if kind == "sicken" else self.world.vanish(index)
+
+    # ---- what happens to workers
+
+    @rule(
+        index=INDEX,
+        kind=st.sampled_from(["kill", "restart", "suspend", "suspend", "retire", "disconnect"]),
+        seconds=SECONDS,
+    )
+    def harm_worker(self, index: int, kind: str, seconds: float) -> None:
+        self.world.harm_worker(index, kind)
+        self.world.advance(seconds)
+
+    @rule(index=INDEX, seconds=SECONDS)
+    def resume_worker(self, index: int, seconds: float) -> None:
+        self.world.resume_worker(index)
+        self.world.advance(seconds)
+
+    @rule()
+    def add_worker(self) -> None:
+        self.world.add_worker()
+
+    # ---- what happens to the controller
+
+    @rule(kind=st.sampled_from(["kill", "restart", "suspend"]), seconds=st.sampled_from([0.0, 0.5, 5.0, 9.0]))
+    def harm_controller(self, kind: str, seconds: float) -> None:
+        self.world.harm_controller(kind)
+        self.world.advance(seconds)
+
+    @rule(commits=st.integers(1, 6), kind=st.sampled_from(["kill", "restart", "suspend"]))
+    def harm_controller_after(self, commits: int, kind: str) -> None:
+        self.world.harm_controller_after(commits, kind)
+
+    @rule(index=INDEX, traffic=st.sampled_from([{"a": 1.0}, {"b": 1.0}, {"d": 1.0}]), seconds=SECONDS)
+    def ask_old_controller(self, index: int, traffic: dict[str, float], seconds: float) -> None:
+        message = {"name": "e", "traffic": traffic}
+        self.world.ask_old_controller(index, "set_traffic", message, seconds=seconds)
+
+    @rule()
+    def start_anew(self) -> None:
+        self.world.start_anew()
+
+    # ---- what happens to the store and the news
+
+    @rule(kind=st.sampled_from(["answers", "reach"]), amount=st.integers(1, 3))
+    def harm_store(self, kind: str, amount: int) -> None:
+        if kind == "answers":
+            self.world.lose_answers(amount)
+        else:
+            self.world.lose_store((0.3, 4.0, 20.0)[amount - 1])
+
+    @rule(kind=st.sampled_from(["good", "lossy", "late", "doubled", "shuffled"]))
+    def deliver(self, kind: str) -> None:
+        self.world.deliver(kind)
+
+    # ---- time
+
+    @rule(seconds=st.sampled_from([0.001, 0.05, 0.5, 1.0, 3.0, 7.0, 20.0, 45.0]))
+    def wait(self, seconds: float) -> None:
+        self.world.advance(seconds)
+
+    @precondition(lambda self: self.simulation is not None and self.simulation.witness.records)
+    @rule()
+    def rest(self) -> None:
+        self.world.rest()
+
+    def teardown(self) -> None:
+        if self.simulation is None:
+            return
+        try:
+            self.simulation.rest()
+        finally:
+            self.simulation.close()

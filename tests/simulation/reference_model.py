@@ -1,0 +1,223 @@
+"""What the verbs mean, said a second time and much shorter: what is wanted before, what is wanted after.
+
+The simulation holds the store against it. A verb either raises `Rejected` or returns what is wanted after it;
+the same object content means that it changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from daskserve.control.records import BackendRecord, EndpointRecord
+
+
+class Rejected(Exception):
+    """The verb must be refused, and change nothing."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What is wanted of a backend."""
+
+    version: str
+    options: Mapping[str, Any]
+    config: Mapping[str, Any]
+    user_config: bytes | None
+    request_id: str
+    is_deployment: bool
+    is_deleting: bool = False
+    is_forced: bool = False
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """What is wanted of an endpoint."""
+
+    route: str | None
+    traffic: Mapping[str, float]
+    shadows: Mapping[str, float]
+    request_id: str
+    is_legacy: bool
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """All that is wanted of an instance."""
+
+    backends: Mapping[str, Backend] = field(default_factory=dict)
+    endpoints: Mapping[str, Endpoint] = field(default_factory=dict)
+
+    def with_backend(self, tag: str, backend: Backend | None) -> Wanted:
+        return replace(self, backends=_with(self.backends, tag, backend))
+
+    def with_endpoint(self, name: str, endpoint: Endpoint | None) -> Wanted:
+        return replace(self, endpoints=_with(self.endpoints, name, endpoint))
+
+    def live(self, tag: str) -> Backend | None:
+        """Return a backend unless it is being deleted."""
+        found = self.backends.get(tag)
+        return None if found is None or found.is_deleting else found
+
+
+def _with(mapping: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
+    changed = {name: each for name, each in mapping.items() if name != key}
+    if value is not None:
+        changed[key] = value
+    return changed
+
+
+def backend_of(record: BackendRecord) -> Backend:
+    """Return what a stored record wants."""
+    return Backend(
+        version=record.version.partition("+")[0],
+        options={name: value for name, value in record.actor_options.items() if name != "demand"},
+        config={name: value for name, value in record.config.items() if name != "internal_metadata"},
+        user_config=record.user_config,
+        request_id=record.request_id,
+        is_deployment=record.is_deployment,
+        is_deleting=record.is_deleting,
+        is_forced=record.is_forced,
+    )
+
+
+def endpoint_of(record: EndpointRecord) -> Endpoint:
+    """Return what a stored record wants."""
+    return Endpoint(
+        record.route, dict(record.traffic), dict(record.shadows), record.request_id, record.is_legacy
+    )
+
+
+# ---- the verbs
+
+
+def _made(wish: Mapping[str, Any], *, is_deployment: bool) -> Backend:
+    return Backend(
+        version=wish["version"],
+        options=wish["actor_options"],
+        config=wish["config"],
+        user_config=wish["user_config"],
+        request_id=wish["request_id"],
+        is_deployment=is_deployment,
+    )
+
+
+def create_backend(wanted: Wanted, **wish: Any) -> Wanted:
+    existing = wanted.live(wish["tag"])
+    if existing is not None:
+        if existing.request_id == wish["request_id"]:
+            return wanted
+        raise Rejected
+    return wanted.with_backend(wish["tag"], _made(wish, is_deployment=False))
+
+
+def update_backend_config(
+    wanted: Wanted,
+    tag: str,
+    config: Mapping[str, Any],
+    user_config: bytes | None,
+    sets_user_config: bool,
+    timeout_s: float,
+) -> Wanted:
+    existing = wanted.live(tag)
+    if existing is None:
+        raise Rejected
+    changed = replace(existing, config={**existing.config, **config})
+    if sets_user_config:
+        changed = replace(changed, user_config=user_config)
+    return wanted.with_backend(tag, changed)
+
+
+def deploy(wanted: Wanted, wish: Mapping[str, Any], route: str | None, **_: Any) -> Wanted:
+    tag = wish["tag"]
+    existing, endpoint = wanted.live(tag), wanted.endpoints.get(tag)
+    is_repeated = existing is not None and existing.request_id == wish["request_id"]
+    if wish["prev_version"] is not None and not is_repeated:
+        # In the simulation a deployment always has a version, a classic backend never.
+        if existing is None or not existing.is_deployment or existing.version != wish["prev_version"]:
+            raise Rejected
+    if existing is not None and not is_repeated and not existing.is_deployment:
+        raise Rejected
+    if any(each.route == route for name, each in wanted.endpoints.items() if name != tag and route):
+        raise Rejected
+    if endpoint is not None and endpoint.is_legacy:
+        raise Rejected
+    made = _made(wish, is_deployment=True)
+    is_same = existing is not None and replace(made, request_id=existing.request_id) == existing
+    after = wanted if is_repeated or is_same else wanted.with_backend(tag, made)
+    shadows = {} if endpoint is None else endpoint.shadows
+    return after.with_endpoint(tag, Endpoint(route, {tag: 1.0}, shadows, "", False))
+
+
+def delete_backend(wanted: Wanted, tag: str, force: bool, leaving: str | None = None) -> Wanted:
+    existing = wanted.backends.get(tag)
+    if existing is None:
+        return wanted
+    if any(
+        tag in each.traffic or tag in each.shadows
+        for name, each in wanted.endpoints.items()
+        if name != leaving
+    ):
+        raise Rejected
+    is_forced = force or (existing.is_deleting and existing.is_forced)
+    return wanted.with_backend(tag, replace(existing, is_deleting=True, is_forced=is_forced))
+
+
+def delete_deployment(wanted: Wanted, name: str, force: bool) -> Wanted:
+    return delete_backend(wanted, name, force, leaving=name).with_endpoint(name, None)
+
+
+def create_endpoint(
+    wanted: Wanted, name: str, route: str | None, backend: str, request_id: str, **_: Any
+) -> Wanted:
+    existing = wanted.endpoints.get(name)
+    if existing is not None and existing.request_id == request_id:
+        return wanted
+    is_taken = any(each.route == route for each in wanted.endpoints.values() if route)
+    if existing is not None or is_taken or wanted.live(backend) is None:
+        raise Rejected
+    return wanted.with_endpoint(name, Endpoint(route, {backend: 1.0}, {}, request_id, True))
+
+
+def delete_endpoint(wanted: Wanted, name: str) -> Wanted:
+    return wanted.with_endpoint(name, None)
+
+
+def set_traffic(wanted: Wanted, name: str, traffic: Mapping[str, float]) -> Wanted:
+    existing = wanted.endpoints.get(name)
+    if existing is None or any(wanted.live(tag) is None for tag in traffic):
+        raise Rejected
+    return wanted.with_endpoint(name, replace(existing, traffic=dict(traffic)))
+
+
+def shadow_traffic(wanted: Wanted, name: str, backend: str, proportion: float) -> Wanted:
+    existing = wanted.endpoints.get(name)
+    if existing is None or wanted.live(backend) is None:
+        raise Rejected
+    shadows = _with(existing.shadows, backend, proportion or None)
+    return wanted.with_endpoint(name, replace(existing, shadows=shadows))
+
+
+VERBS: Mapping[str, Callable[..., Wanted]] = {
+    verb.__name__: verb
+    for verb in (
+        create_backend,
+        create_endpoint,
+        delete_backend,
+        delete_deployment,
+        delete_endpoint,
+        deploy,
+        set_traffic,
+        shadow_traffic,
+        update_backend_config,
+    )
+}
+
+
+def after(verb: str, message: Mapping[str, Any], wanted: Wanted) -> Wanted | None:
+    """Return what is wanted after a verb; None if it must be refused."""
+    try:
+        return VERBS[verb](wanted, **message)
+    except Rejected:
+        return None

@@ -1,0 +1,159 @@
+"""Replicas and proxies without user code and without sockets: a `Script` says what they do, and sees it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from daskserve.cluster.base import ActorContext
+from daskserve.errors import ReplicaStartError
+from daskserve.starts import ProxyStart, ReplicaStart
+from daskserve.types import Envelope, Load, Receive, Send
+
+#: How long what is slow takes, and what is as it should be.
+SLOW_S, QUICK_S = 3.0, 0.01
+
+
+class Script:
+    """What the actors of each backend do next, and what has become of them.
+
+    Attributes
+    ----------
+    starts, reconfigurations, stops : dict
+        For each backend, what the next ones do; when there is nothing more, all goes well.
+    on_start : callable
+        Called with the context of every replica that begins to start.
+    sick : set of str
+        Tags of replicas whose probes fail.
+    blamed : dict
+        For each backend, when one of its replicas last did what it was told to do wrong.
+    """
+
+    def __init__(self) -> None:
+        self.starts: dict[str, deque[str]] = defaultdict(deque)
+        self.reconfigurations: dict[str, deque[str]] = defaultdict(deque)
+        self.stops: dict[str, deque[str]] = defaultdict(deque)
+        self.on_start: Callable[[ActorContext], None] = lambda context: None
+        self.sick: set[str] = set()
+        self.spoiled: set[str] = set()
+        self.blamed: dict[str, float] = {}
+
+    def next_of(self, plan: Mapping[str, deque[str]], backend: str) -> str:
+        queue = plan[backend]
+        return queue.popleft() if queue else "well"
+
+    def clear(self) -> None:
+        """Let everything go well from now on."""
+        for plan in (self.starts, self.reconfigurations, self.stops):
+            plan.clear()
+
+
+class ScriptedReplica:
+    """A replica without user code."""
+
+    verbs = frozenset({"reconfigure"})
+
+    def __init__(self, script: Script, context: ActorContext) -> None:
+        self._script = script
+        self._clock = context.clock
+        self._reconfiguring = asyncio.Lock()
+        self._context = context
+        self.message = ReplicaStart.decode(context.spec.payload)
+        self.tag = self.message.replica_tag
+        self.backend = self.message.backend_tag
+        self.worker = context.worker
+        self.user_config = self.message.user_config
+        self.concurrency = self.message.concurrency
+
+    def _blame(self) -> None:
+        self._script.blamed[self.backend] = self._clock.now()
+
+    async def start(self) -> Mapping[str, Any]:
+        self._script.on_start(self._context)
+        outcome = self._script.next_of(self._script.starts, self.backend)
+        if outcome != "well":
+            self._blame()
+        await self._clock.sleep(SLOW_S if outcome == "slow" else QUICK_S)
+        if outcome == "fail":
+            raise ReplicaStartError(f"{self.tag} was told to fail", user_traceback="Traceback ...")
+        if outcome == "hang":
+            await asyncio.Event().wait()
+        return {}
+
+    def health(self) -> dict[str, Any]:
+        is_healthy = self.tag not in self._script.sick
+        return {"is_healthy": is_healthy, "detail": "" if is_healthy else "its probe fails"}
+
+    async def handle(self, envelope: Envelope, receive: Receive, send: Send) -> Load:
+        return Load()
+
+    async def reconfigure(self, user_config: bytes | None, concurrency: int, **options: Any) -> None:
+        async with self._reconfiguring:
+            outcome = self._script.next_of(self._script.reconfigurations, self.backend)
+            if outcome != "well":
+                self._blame()
+                self._script.spoiled.add(self.tag)
+            if outcome == "refuse":
+                raise ReplicaStartError(f"{self.tag} was told to refuse")
+            if outcome == "hang":
+                await asyncio.Event().wait()
+            if outcome == "slow":
+                await self._clock.sleep(SLOW_S)
+            self.user_config = user_config
+            self.concurrency = concurrency
+            if outcome == "late":
+                await self._clock.sleep(SLOW_S)
+            if outcome == "half":
+                raise ReplicaStartError(f"{self.tag} was told to fail when it was done")
+
+    async def stop(self, grace_s: float) -> None:
+        outcome = self._script.next_of(self._script.stops, self.backend)
+        if outcome == "hang" and grace_s:
+            await asyncio.Event().wait()
+        if outcome == "drain" and grace_s:
+            await self._clock.sleep(min(grace_s, SLOW_S))
+
+
+class ScriptedProxy:
+    """A proxy that listens to nothing but the route table."""
+
+    verbs = frozenset({"wait_for_snapshot"})
+
+    def __init__(self, context: ActorContext) -> None:
+        self._cluster: Any = context.cluster
+        self._clock = context.clock
+        #: When it was ready.
+        self.started_at = float("inf")
+        self.worker = context.worker
+        self.message = ProxyStart.decode(context.spec.payload)
+        self.routes: Any = None
+        self._has_routes = asyncio.Event()
+        self._stop_watching: Callable[[], None] | None = None
+
+    async def start(self) -> Mapping[str, Any]:
+        await self._cluster.listener.start()
+        self._stop_watching = self._cluster.listener.watch("routes", self._learn)
+        try:
+            await self._clock.wait_for(self._has_routes.wait(), 10.0)
+        except TimeoutError:
+            pass  # it listens without, as the real one does
+        self.started_at = self._clock.now()
+        port = self.message.options["port"]
+        return {"port": port, "urls": [f"http://{self.worker}:{port}"]}
+
+    def _learn(self, routes: Any) -> None:
+        self.routes = routes
+        if routes is not None:
+            self._has_routes.set()
+
+    async def wait_for_snapshot(self, epoch: int, counter: int, timeout_s: float) -> None:
+        await self._cluster.listener.wait_for_snapshot((epoch, counter), timeout_s)
+
+    async def handle(self, envelope: Envelope, receive: Receive, send: Send) -> Load:
+        return Load()
+
+    async def stop(self, grace_s: float) -> None:
+        if self._stop_watching is not None:
+            self._stop_watching()

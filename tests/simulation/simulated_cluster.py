@@ -1,0 +1,267 @@
+"""A cluster in virtual time that can be harmed: the in-process cluster, with the real keeper of controllers.
+
+`SimulatedCluster` is a `LocalCluster` whose controllers are started, asked and replaced by the code that does
+so in the scheduler (`daskserve.cluster.controllers.ControllerKeeper`); it is to the keeper what the registry
+of Hosts is there. `SimulatedStore` can be slow or out of reach, can lose its answers, and can bring harm to
+the controller right after the n-th commit: written, and not acted on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, replace
+from typing import Any, Protocol
+
+from daskserve.cluster.base import ActorSpec, StoreChange
+from daskserve.cluster.controllers import ControllerKeeper, Instance
+from daskserve.cluster.local import LocalCluster
+from daskserve.cluster.long_poll import WORKERS
+from daskserve.cluster.store import MemoryStore, StoreUnavailableError
+from daskserve.errors import InstanceError
+from daskserve.types import ActorAddress, ActorKind, WorkerAddress, WorkerInfo
+
+#: A worker that is to leave waits so long for its actors to be replaced elsewhere, as at the supervisor.
+EVACUATION_S = 60.0
+#: News that is late is late by no more than that.
+LATE_S = 3.0
+
+
+class CommitWitness(Protocol):
+    """Sees every change that is in the store from now on."""
+
+    def committed(self, epoch: int, newest_epoch: int, change: Mapping[str, bytes | None]) -> None: ...
+
+
+class SimulatedStore(MemoryStore):
+    """A memory store with the faults of real ones.
+
+    Attributes
+    ----------
+    delay_s : callable
+        How long the way to the store takes, asked for every way.
+    unreachable_until : float
+        Until then nothing gets there.
+    lost_answers : int
+        So many commits more are written and answered as failed.
+    after_commit : callable or None
+        Called once, with the epoch, when ``commits_left`` more commits have been written.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.witness: CommitWitness | None = None
+        self.delay_s: Callable[[], float] = lambda: 0.0
+        self.unreachable_until = 0.0
+        self.lost_answers = 0
+        self.after_commit: Callable[[int], None] | None = None
+        self.commits_left = 0
+        self.commits = 0
+
+    async def _travel(self) -> None:
+        delay_s = self.delay_s()
+        if delay_s:
+            await asyncio.sleep(delay_s)
+
+    async def _reach(self) -> None:
+        await self._travel()
+        if asyncio.get_running_loop().time() < self.unreachable_until:
+            raise StoreUnavailableError("The store cannot be reached.")
+
+    async def load(self) -> Mapping[str, bytes]:
+        await self._reach()
+        records = await super().load()
+        await self._travel()
+        return records
+
+    async def claim_epoch(self) -> int:
+        await self._reach()
+        return await super().claim_epoch()
+
+    async def commit(self, epoch: int, change: StoreChange) -> None:
+        # What is on its way to the store gets there, whatever becomes of who sent it.
+        await asyncio.shield(asyncio.create_task(self._commit(epoch, change)))
+        await self._travel()
+
+    async def _commit(self, epoch: int, change: StoreChange) -> None:
+        await self._reach()
+        await super().commit(epoch, change)
+        self.commits += 1
+        if self.witness is not None:
+            self.witness.committed(epoch, self._epoch, change.records)
+        if self.after_commit is not None:
+            self.commits_left -= 1
+            if self.commits_left <= 0:
+                happen, self.after_commit = self.after_commit, None
+                happen(epoch)
+        if self.lost_answers:
+            self.lost_answers -= 1
+            raise StoreUnavailableError("The store was lost before it could answer.")
+
+
+def delivery(kind: str, rng: random.Random) -> Callable[[Any], Iterable[float]]:
+    """Return how the topic is to deliver: ``good``, ``lossy``, ``late``, ``doubled`` or ``shuffled``."""
+
+    def deliver(message: Any) -> Iterable[float]:
+        if kind == "lossy":
+            return [] if rng.random() < 0.4 else [0.0]
+        if kind == "late":
+            return [rng.random() * LATE_S]
+        if kind == "doubled":
+            return [0.0, rng.random()]
+        if kind == "shuffled":
+            return [rng.random() * 0.05]
+        return [0.0]
+
+    return deliver
+
+
+class SimulatedCluster(LocalCluster):
+    """See the module. ``store`` is the `SimulatedStore`; the rest is as in `LocalCluster`."""
+
+    def __init__(self, factories: Mapping[ActorKind, Any], *, store: SimulatedStore, **options: Any) -> None:
+        self.entry = Instance("local", None, False, 0.0, b"", store)
+        self.keeper = ControllerKeeper(
+            self,  # type: ignore[arg-type]
+            {"local": self.entry},
+            tell=lambda _, message: self.topic.publish(dict(message)),
+            spawn=self.spawn,
+        )
+        self.suspects: set[WorkerAddress] = set()
+        self.has_nannies = True
+        super().__init__(factories, store=store, **options)
+
+    # What `LocalCluster` would keep itself is the keeper's.
+
+    @property
+    def epoch(self) -> int:
+        return self.entry.epoch
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self.entry.epoch = epoch
+
+    @property
+    def _controller(self) -> ActorAddress | None:
+        return self.entry.controller
+
+    @_controller.setter
+    def _controller(self, address: None) -> None:
+        if self.entry.controller is not None:
+            self.keeper.lose(self.entry)
+
+    @property
+    def _controller_up(self) -> asyncio.Event:
+        return self.entry.controller_up
+
+    @_controller_up.setter
+    def _controller_up(self, event: asyncio.Event) -> None:
+        self.entry.controller_up = event
+
+    async def start(self, payload: bytes) -> ActorAddress:
+        self.entry.payload = payload
+        controller = await super().start(payload)
+        self.spawn(self.keeper.watch())
+        return controller
+
+    async def end(self) -> None:
+        self.entry.is_ending = True
+        await super().end()
+
+    async def _start_controller(self) -> None:
+        await self.keeper.start(self.entry)
+
+    def _replace_controller(self) -> None:
+        if self._payload is not None and not self.entry.is_ending:
+            self.spawn(self.keeper.start(self.entry))
+
+    # What the keeper asks of Hosts
+
+    def has(self, worker: WorkerAddress) -> bool:
+        return worker in self._hosts
+
+    def infos(self) -> list[dict[str, Any]]:
+        return [{**asdict(info), "resources": dict(info.resources)} for info in self.workers()]
+
+    def best_for_controller(self, excluded: set[WorkerAddress]) -> WorkerAddress | None:
+        candidates = [
+            info for info in self.workers() if info.address not in excluded and not info.is_retiring
+        ]
+        if not candidates:
+            return None
+        return max(candidates, key=lambda info: (info.is_available, info.is_head, info.address)).address
+
+    async def run(self, worker: WorkerAddress, verb: str, message: Mapping[str, Any]) -> Any:
+        if verb == "create":
+            fields = message["spec"]
+            spec = ActorSpec(**{**fields, "kind": ActorKind(fields["kind"])})
+            return await self.program.create(spec, worker)
+        if verb == "actors":
+            return await self.program.inspect(worker)
+        address = ActorAddress(message["name"], worker, message["incarnation"])
+        if verb == "destroy":
+            return await self.program.destroy(address, message["grace_s"])
+        return await self.program.call(address, message["verb"], **message["message"])
+
+    # Workers
+
+    def workers(self) -> list[WorkerInfo]:
+        return [
+            replace(info, is_available=False) if info.address in self.suspects else info
+            for info in super().workers()
+        ]
+
+    def _join(self, info: WorkerInfo | None, **changes: Any) -> WorkerInfo:
+        joined = super()._join(info, **changes)
+        self._hosts[joined.address].process.restart_worker = self._restart  # type: ignore[method-assign]
+        return joined
+
+    async def _restart(self, worker: WorkerAddress) -> None:
+        if not self.has_nannies:
+            raise InstanceError(f"Worker {worker} has no nanny that could restart it.")
+        host = self._hosts.get(worker)
+        if host is not None:
+            self.remove_worker(worker)
+            self.spawn(self._come_back(host.info))
+
+    async def _come_back(self, info: WorkerInfo) -> None:
+        await self.clock.sleep(0.5)
+        if not self._is_ended:
+            changes = {"host": info.host, "is_head": info.is_head, "threads": info.threads}
+            self.add_worker(resources=info.resources, **changes)
+
+    def remove_worker(self, worker: WorkerAddress) -> None:
+        self.suspects.discard(worker)
+        super().remove_worker(worker)
+
+    def retire_worker(self, worker: WorkerAddress) -> None:
+        """Let a worker leave in order: its actors move, then it goes."""
+        self.change_worker(worker, is_retiring=True, is_available=False)
+        self.topic.publish({"kind": WORKERS, "joined": [], "left": [], "retiring": [worker]})
+        self.spawn(self._evacuate(worker))
+
+    async def _evacuate(self, worker: WorkerAddress) -> None:
+        if self.entry.controller is not None and self.entry.controller.worker == worker:
+            await self.keeper.replace(self.entry, {worker})
+        deadline = self.clock.now() + EVACUATION_S
+        while worker in self.reported[0] and self.clock.now() < deadline:
+            await self.clock.sleep(0.25)
+        if self.has(worker) and not self._is_ended:
+            self.remove_worker(worker)
+
+    def is_suspended(self, worker: WorkerAddress) -> bool:
+        return not self._hosts[worker].process.awake.is_set()
+
+    def break_connections(self, worker: WorkerAddress) -> None:
+        """Fail what others have under way at a worker, and cancel it there, as broken connections do."""
+        self._hosts[worker].disconnect(f"The connection to {worker} broke.")
+
+    def drop_actor(self, address: ActorAddress) -> None:
+        """Let an actor be gone from its worker without a trace."""
+        self._hosts[address.worker].entries.pop(address.name, None)
+
+    def entry_is_ready(self, address: ActorAddress) -> bool:
+        host = self._hosts.get(address.worker)
+        entry = None if host is None else host.entries.get(address.name)
+        return entry is not None and entry.spec.incarnation == address.incarnation and entry.is_ready

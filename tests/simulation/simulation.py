@@ -1,0 +1,628 @@
+"""One instance in virtual time, all that can be done to it, and what must hold whatever is done.
+
+Every method is plain: it does something and lets some time pass. `Simulation.rest` lets all faults end and
+the instance come to rest, and says what is not as it should be then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+from reference_model import Wanted
+from scripted_actors import Script, ScriptedProxy, ScriptedReplica
+from simulated_cluster import LATE_S, SimulatedCluster, SimulatedStore, delivery
+from witness import Call, Witness, listing
+
+from daskserve.calls import ControllerCalls
+from daskserve.cluster.base import ActorContext
+from daskserve.cluster.link import Link
+from daskserve.config import HTTPOptions
+from daskserve.control.controller import Controller
+from daskserve.control.records import (
+    BackendRecord,
+    CodeRecord,
+    EndpointRecord,
+    GoalRecord,
+    GoalState,
+    ProxyRecord,
+    ReplicaRecord,
+)
+from daskserve.errors import ClosedError, ServeError
+from daskserve.starts import ControllerStart
+from daskserve.testing import VirtualTimeLoop
+from daskserve.types import ActorAddress, ActorKind, Location, ReplicaState, WorkerInfo
+
+BACKENDS = ("a", "b", "d")
+ENDPOINTS = ("d", "e", "f")
+#: A constructor that takes longer is given up.
+START_S = 8.0
+#: Trouble with a worker excuses what happens to its replicas for so long after it has ended.
+TROUBLE_S = 20.0
+#: Everything must be at rest so long after the last fault has ended, goals with their deadlines included.
+REST_S = 150.0
+#: A goal ends so long after its time-out at the latest, if its controller lives.
+GOAL_MARGIN_S = 10.0
+#: A call is answered within that time, if its controller lives.
+ANSWER_S = 40.0
+#: And must stay at rest.
+STAY_S = 7.0
+
+
+class Simulation:
+    """See the module.
+
+    Parameters
+    ----------
+    seed : int
+        For all chance: names, delays, what is lost.
+    latency_s : float
+        The longest way between two processes, and to the store; each way takes a random part of it.
+    has_nannies : bool
+        Whether workers that are killed on purpose come back, at another address.
+    """
+
+    def __init__(
+        self,
+        *,
+        seed: int = 0,
+        workers: int = 3,
+        location: str = "NoServer",
+        latency_s: float = 0.0,
+        has_nannies: bool = True,
+    ) -> None:
+        self.rng = random.Random(seed)
+        self.latency_s = latency_s
+        self.has_nannies = has_nannies
+        self.loop = VirtualTimeLoop()
+        self.runner = asyncio.Runner(loop_factory=lambda: self.loop)
+        self.script = Script()
+        self.store = SimulatedStore()
+        self.store.delay_s = self._delay
+        self.troubled: dict[str, float] = {}
+        self.calls: list[Call] = []
+        self.goal_waits: list[asyncio.Task[None]] = []
+        self.seen: list[tuple[int, int]] = []
+        self.learnt: dict[str, Any] = {}
+        self.location = Location(location)
+        self.request_count = 0
+        self.witness = Witness(
+            now=self.loop.time,
+            is_excused=self._is_excused,
+            is_serving=self._is_serving,
+            blamed_at=self.script.blamed.get,
+        )
+        self.store.witness = self.witness
+        self.disturbed_at = 0.0
+        self.known_epoch = 0
+        self.run(self._open(workers))
+
+    def _delay(self) -> float:
+        return self.rng.random() * self.latency_s if self.latency_s else 0.0
+
+    async def _open(self, workers: int) -> None:
+        factories: dict[ActorKind, Any] = {
+            ActorKind.CONTROLLER: Controller,
+            ActorKind.PROXY: ScriptedProxy,
+            ActorKind.REPLICA: lambda context: ScriptedReplica(self.script, context),
+        }
+        self.cluster = SimulatedCluster(
+            factories, store=self.store, workers=[], rng=self.rng, latency_s=self._delay
+        )
+        self.cluster.has_nannies = self.has_nannies
+        self.script.on_start = self._check_written_ahead
+        publish = self.cluster.topic.publish
+        self.cluster.topic.publish = lambda message: self._hear(publish, message)  # type: ignore[method-assign]
+        for _ in range(workers):
+            self._add_worker()
+        http = HTTPOptions(location=self.location)
+        message = ControllerStart(
+            http=http.model_dump(mode="json", exclude={"middlewares"}), settings={"start_s": START_S}
+        )
+        self.client = ControllerCalls(cast(Link, self.cluster.program.link), "local")
+        listener = self.cluster.program.listener
+        await listener.start()
+        keys = [f"backend/{tag}" for tag in BACKENDS] + [f"endpoint/{name}" for name in ENDPOINTS]
+        for key in (*keys, "routes"):
+            listener.watch(key, lambda value, key=key: self._learn(key, value))
+        await self.cluster.start(message.encode())
+
+    def run(self, coroutine: Any) -> Any:
+        return self.runner.run(coroutine)
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass."""
+        self.run(asyncio.sleep(seconds))
+        self.check()
+
+    def check(self) -> None:
+        """Raise what has been found wrong so far."""
+        self._note_snapshot()
+        self._check_patience()
+        if self.witness.violations:
+            raise AssertionError(listing(self.witness.violations))
+
+    def _check_patience(self) -> None:
+        """Goals end at their time-out and calls are answered, if nothing keeps the controllers from it."""
+        now = self.loop.time()
+        if self.cluster.epoch != self.known_epoch or now < self.store.unreachable_until:
+            self.known_epoch = self.cluster.epoch
+            self.disturbed_at = max(now, self.store.unreachable_until)
+        for goal in self.witness.of(GoalRecord):
+            if goal.state is GoalState.PENDING and goal.timeout_s is not None:
+                since = max(self.witness.goals[goal.goal_id].opened_at, self.disturbed_at)
+                is_deleting = self.witness.wanted.live(goal.backend) is None
+                if now - since > goal.timeout_s + GOAL_MARGIN_S and not is_deleting:
+                    self.witness.wrong(f"{goal} hangs since {since:.3f} s")
+        for call in self.calls:
+            since = max(call.begun_at, self.disturbed_at)
+            is_waiting = call.task is not None and not call.task.done() and not call.is_to_old
+            if is_waiting and now - since > ANSWER_S:
+                self.witness.wrong(f"{call} has no answer since {since:.3f} s")
+
+    def close(self) -> None:
+        try:
+            self.run(self._close())
+        finally:
+            self.runner.close()
+
+    async def _close(self) -> None:
+        for worker in self._workers():
+            self.cluster.suspend_worker(worker.address, is_suspended=False)
+        tasks = [call.task for call in self.calls if call.task is not None] + self.goal_waits
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.cluster.close()
+
+    # ---- asking for changes
+
+    def request_id(self) -> str:
+        self.request_count += 1
+        return f"request-{self.request_count}"
+
+    def call(self, verb: str, message: Mapping[str, Any], *, seconds: float, controller: Any = None) -> Call:
+        """Begin a call and let some time pass; it goes on by itself."""
+        call = self.witness.begin(verb, message)
+        call.is_to_old = controller is not None
+        self.calls.append(call)
+
+        async def carry_out() -> None:
+            try:
+                if controller is None:
+                    answer = await self.client.call(verb, **message)
+                else:
+                    answer = await self.cluster.program.call(controller, verb, **message)
+            except (ServeError, OSError) as error:
+                self.witness.failed(call, error)
+            else:
+                self.witness.acknowledged(call, answer)
+                if answer.get("snapshot") is not None:
+                    self._check_heard(call)
+                if answer.get("goal") is not None:
+                    self.goal_waits.append(asyncio.create_task(self._wait_for_goal(call, answer["goal"])))
+
+        async def begin() -> None:
+            call.task = asyncio.create_task(carry_out())
+
+        self.run(begin())
+        self.advance(seconds)
+        return call
+
+    def _check_heard(self, call: Call) -> None:
+        """Every proxy that can be reached acts on the change when the call returns."""
+        allowed = [_routes(each) for each in self.witness.history[call.effect_at :]]
+        for address in self.cluster.actors():
+            if "/proxy/" in address.name and self.cluster.entry_is_ready(address):
+                proxy = cast(ScriptedProxy, self.cluster.actor(address))
+                heard = {route: each["endpoint"] for route, each in (proxy.routes or {}).items()}
+                is_old = proxy.started_at < call.begun_at
+                if is_old and not self._is_troubled(address.worker) and heard not in allowed:
+                    self.witness.wrong(f"{call} returned, and {address} has {heard} of {allowed}")
+
+    async def _wait_for_goal(self, call: Call, goal_id: str) -> None:
+        error: BaseException | None = None
+        try:
+            await self.client.wait_for_goal(goal_id, None)
+        except ClosedError:
+            return  # that cluster is gone
+        except (ServeError, OSError) as raised:
+            error = raised
+        record = self.witness.records.get(f"goal/{goal_id}")
+        state = record.state if isinstance(record, GoalRecord) else None
+        if error is None and state is not GoalState.DONE:
+            self.witness.wrong(f"{call} is said to have come about, and its goal is {state}")
+        # A controller that cannot be reached for long tells nothing about the goal.
+        if error is not None and state is not GoalState.FAILED and not getattr(error, "is_retryable", False):
+            self.witness.wrong(f"{call} is said to have failed ({error!r}), and its goal is {state}")
+
+    def repeat(self, index: int, *, seconds: float) -> None:
+        """Ask for something a second time, with the same request id."""
+        if self.calls:
+            call = self.calls[-1 - index % min(4, len(self.calls))]
+            self.call(call.verb, call.message, seconds=seconds)
+
+    def give_up(self, index: int) -> None:
+        """Let a caller go away in the middle of its call."""
+        waiting = [call for call in self.calls if call.task is not None and not call.task.done()]
+        if waiting:
+            task = waiting[index % len(waiting)].task
+            assert task is not None
+            task.cancel()
+            self.advance(0.0)
+
+    # ---- workers
+
+    def _workers(self) -> list[WorkerInfo]:
+        return self.cluster.workers()
+
+    def _worker(self, index: int) -> str | None:
+        addresses = sorted(each.address for each in self._workers())
+        return addresses[index % len(addresses)] if addresses else None
+
+    def _add_worker(self, **fields: Any) -> WorkerInfo:
+        number = self.cluster._worker_count
+        host = f"10.0.0.{1 + number % 2}"
+        return self.cluster.add_worker(**{"host": host, "is_head": number % 2 == 0, **fields})
+
+    def add_worker(self) -> None:
+        if len(self._workers()) < 6:
+            self._inside(self._add_worker)
+
+    def _inside(self, function: Callable[[], Any]) -> Any:
+        """Call a function on the loop."""
+
+        async def do() -> Any:
+            return function()
+
+        return self.run(do())
+
+    def _trouble(self, worker: str) -> None:
+        self.troubled[worker] = self.loop.time()
+
+    def harm_worker(self, index: int, kind: str) -> None:
+        """``kill``, ``restart`` (at the same address), ``suspend``, ``retire`` or ``disconnect`` a worker."""
+        worker = self._worker(index)
+        if worker is not None:
+            self._inside(lambda: self._harm(worker, kind))
+
+    def _harm(self, worker: str, kind: str) -> None:
+        is_last = [each.address for each in self._awake() if not each.is_retiring] == [worker]
+        self._trouble(worker)
+        controller = self._controller()
+        if controller is not None and controller.worker == worker:
+            self.disturbed_at = self.loop.time() + 5.0  # until it is found and replaced
+        if kind in ("kill", "restart"):
+            self._kill(worker, rejoins=kind == "restart" or is_last)
+        elif kind == "disconnect":
+            self.cluster.break_connections(worker)
+        elif is_last:
+            pass  # a cluster without any worker that works is no test of anything
+        elif kind == "suspend":
+            self.cluster.suspend_worker(worker)
+        elif kind == "retire":
+            self.cluster.retire_worker(worker)
+
+    def _awake(self) -> list[WorkerInfo]:
+        return [each for each in self._workers() if not self.cluster.is_suspended(each.address)]
+
+    def _kill(self, worker: str, *, rejoins: bool) -> None:
+        (info,) = [each for each in self._workers() if each.address == worker]
+        self.cluster.remove_worker(worker)
+        if rejoins:
+            self.cluster.add_worker(replace(info, is_available=True, is_retiring=False))
+
+    def resume_worker(self, index: int) -> None:
+        stopped = [each.address for each in self._workers() if self.cluster.is_suspended(each.address)]
+        if stopped:
+            worker = sorted(stopped)[index % len(stopped)]
+            self._trouble(worker)
+            self._inside(lambda: self.cluster.suspend_worker(worker, is_suspended=False))
+
+    # ---- controllers
+
+    def _controller(self) -> ActorAddress | None:
+        return self.cluster.entry.controller
+
+    def harm_controller(self, kind: str) -> None:
+        """``kill``, ``restart`` or ``suspend`` the worker where the controller is."""
+        controller = self._controller()
+        if controller is not None:
+            self._inside(lambda: self._harm(controller.worker, kind))
+
+    def harm_controller_after(self, commits: int, kind: str) -> None:
+        """Harm the controller when it has written so many changes more: before it acts on the last of them."""
+
+        def happen(epoch: int) -> None:
+            for address in self.cluster.actors():
+                if (address.name, address.incarnation) == ("local/controller", epoch):
+                    self._harm(address.worker, kind)
+
+        self.store.after_commit, self.store.commits_left = happen, commits
+
+    def start_anew(self) -> None:
+        """Lose scheduler and workers, and start a new cluster with the same addresses on the old store."""
+
+        async def end() -> None:
+            for worker in self._workers():
+                self._trouble(worker.address)
+                self.cluster._hosts[worker.address].kill()
+            self.cluster.entry.is_ending = True
+            await self.cluster.close()
+
+        workers = len(self._workers())
+        self.store.after_commit = None
+        self.store.unreachable_until = 0.0
+        self.run(end())
+        self.seen.clear()
+        self.run(self._open(workers))
+
+    def ask_old_controller(self, index: int, verb: str, message: Mapping[str, Any], *, seconds: float) -> None:
+        """Let a client that has not heard of the newest controller ask an older one."""
+        old = [
+            each
+            for each in self.cluster.actors()
+            if each.name == "local/controller" and each != self._controller()
+        ]
+        if old:
+            self.call(verb, message, seconds=seconds, controller=old[index % len(old)])
+
+    # ---- replicas and proxies
+
+    def _replica(self, index: int) -> ActorAddress | None:
+        found = sorted(
+            (each for each in self.cluster.actors() if "/replica/" in each.name), key=lambda each: each.name
+        )
+        return found[index % len(found)] if found else None
+
+    def sicken(self, index: int) -> None:
+        """Let a replica's probes fail from now on."""
+        address = self._replica(index)
+        if address is not None:
+            tag = address.name.rpartition("/")[2]
+            self.script.sick.add(tag)
+            self.script.spoiled.add(tag)
+
+    def vanish(self, index: int) -> None:
+        """Let a replica or a proxy be gone from its worker."""
+        found = sorted(
+            (each for each in self.cluster.actors() if "/controller" not in each.name),
+            key=lambda each: each.name,
+        )
+        if found:
+            address = found[index % len(found)]
+            self.script.spoiled.add(address.name.rpartition("/")[2])
+            self.cluster.drop_actor(address)
+
+    # ---- the store and the news
+
+    def lose_store(self, seconds: float) -> None:
+        self.store.unreachable_until = self.loop.time() + seconds
+
+    def lose_answers(self, commits: int) -> None:
+        self.store.lost_answers = commits
+
+    def deliver(self, kind: str) -> None:
+        self.cluster.topic.deliver = delivery(kind, self.rng)
+
+    def _hear(self, publish: Callable[[Any], None], message: Any) -> None:
+        """Look at all that is published."""
+        if message.get("kind") == "news" and message["epoch"] == self.cluster.epoch:
+            for key, is_inline, value in message["changes"]:
+                if key.startswith("backend/") and is_inline and value is not None:
+                    self._check_published(message, key.removeprefix("backend/"), value)
+        publish(message)
+
+    def _check_published(self, message: Any, tag: str, value: Any) -> None:
+        published = {replica for replica, _, _ in value["replicas"]}
+        if published - self.witness.ever_running:
+            self.witness.wrong(f"{tag} was published with replicas that never ran: {value}")
+        running = {each.tag for each in self.witness.replicas(tag) if each.state is ReplicaState.RUNNING}
+        if message["counter"] == 1 and published != running:
+            self.witness.wrong(f"a new controller published {published} of {tag}, running are {running}")
+
+    def _learn(self, key: str, value: Any) -> None:
+        self.learnt[key] = value
+        self._note_snapshot()
+
+    def _note_snapshot(self) -> None:
+        snapshot = self.cluster.program.listener.snapshot_id
+        if self.seen and snapshot < self.seen[-1]:
+            self.witness.wrong(f"the listener went back from {self.seen[-1]} to {snapshot}")
+        if not self.seen or snapshot != self.seen[-1]:
+            self.seen.append(snapshot)
+
+    # ---- what the witness asks
+
+    def _is_troubled(self, worker: str | None) -> bool:
+        if worker is None:
+            return False
+        info = {each.address: each for each in self._workers()}.get(worker)
+        if info is None or info.is_retiring or self.cluster.is_suspended(worker):
+            return True
+        return self.loop.time() - self.troubled.get(worker, -TROUBLE_S) < TROUBLE_S
+
+    def _is_excused(self, replica: ReplicaRecord) -> bool:
+        is_dead = not self.cluster.entry_is_ready(replica.address("local"))
+        return is_dead or replica.tag in self.script.spoiled or self._is_troubled(replica.worker)
+
+    def _is_serving(self, replica: ReplicaRecord) -> bool:
+        is_ready = self.cluster.entry_is_ready(replica.address("local"))
+        return is_ready or replica.tag in self.script.spoiled or self._is_troubled(replica.worker)
+
+    def _check_written_ahead(self, context: ActorContext) -> None:
+        """Nothing may be made that was not in the store before."""
+        tag = context.spec.name.rpartition("/")[2]
+        if self.witness.incarnations.get(context.spec.incarnation) != tag:
+            self.witness.wrong(f"{tag} was made, and the store has never heard of it")
+        record = self.witness.records.get(f"replica/{tag}")
+        if isinstance(record, ReplicaRecord) and record.state is ReplicaState.RUNNING:
+            self.witness.wrong(f"{tag} is made, and routers have been told that it runs")
+
+    # ---- at rest
+
+    def rest(self) -> None:
+        """Let all faults end and the instance come to rest; raise what is not as it should be then."""
+        self._inside(self._heal)
+        self.advance(LATE_S)  # what was late arrives
+        waited_s, pause_s = LATE_S, 0.5
+        while complaints := self.complaints():
+            if waited_s > REST_S:
+                raise AssertionError(f"not at rest after {REST_S:g} s:{listing(complaints)}")
+            self.advance(pause_s)
+            waited_s += pause_s
+            pause_s = min(8.0, pause_s * 2)
+        commits = self.store.commits
+        self.advance(STAY_S)
+        if self.store.commits != commits or (complaints := self.complaints()):
+            written = self.store.commits - commits
+            raise AssertionError(f"the rest did not last: {written} changes;{listing(complaints)}")
+        self.witness.open_calls.clear()
+        self.calls.clear()
+        self.goal_waits.clear()
+
+    def _heal(self) -> None:
+        self.script.clear()
+        self.store.unreachable_until = 0.0
+        self.store.lost_answers = 0
+        self.store.after_commit = None
+        self.cluster.topic.deliver = delivery("good", self.rng)
+        for worker in self._workers():
+            if self.cluster.is_suspended(worker.address):
+                self._trouble(worker.address)
+                self.cluster.suspend_worker(worker.address, is_suspended=False)
+        roomy = [each for each in self._workers() if each.threads >= 16 and not each.is_retiring]
+        for _ in range(3 - len(roomy)):
+            self._add_worker(threads=16, resources={"GPU": 8.0})
+
+    def complaints(self) -> list[str]:
+        """Return what is not as it should be at rest."""
+        return [
+            *self._unfinished(),
+            *self._wrong_replicas(),
+            *self._wrong_actors(),
+            *self._wrong_news(),
+        ]
+
+    def _unfinished(self) -> Iterator[str]:
+        if self._controller() is None:
+            yield "there is no controller"
+        for call in self.calls:
+            if call.task is not None and not call.task.done():
+                yield f"{call} has no answer"
+        for task in self.goal_waits:
+            if not task.done():
+                yield "somebody waits for a goal"
+            elif not task.cancelled() and task.exception() is not None:
+                yield f"waiting for a goal failed: {task.exception()!r}"
+        for goal in self.witness.of(GoalRecord):
+            if goal.state is GoalState.PENDING:
+                yield f"{goal} is pending"
+        for worker in self._workers():
+            if worker.is_retiring:
+                yield f"worker {worker.address} has not left"
+
+    def _wrong_replicas(self) -> Iterator[str]:
+        codes = {each.name: each for each in self.witness.of(CodeRecord)}
+        wanted_codes = set()
+        for backend in self.witness.of(BackendRecord):
+            wanted_codes.add(backend.code_key)
+            replicas = self.witness.replicas(backend.tag)
+            if backend.is_deleting or len(replicas) != backend.num_replicas:
+                yield f"{backend} has {replicas}"
+            for replica in replicas:
+                if replica.state is not ReplicaState.RUNNING or replica.version != backend.version:
+                    yield f"{replica} of {backend}"
+                    continue
+                yield from self._wrong_replica(backend, replica, codes[backend.code_key])
+        if set(codes) != wanted_codes:
+            yield f"there are the codes {set(codes)}, wanted are {wanted_codes}"
+
+    def _wrong_replica(
+        self, backend: BackendRecord, replica: ReplicaRecord, code: CodeRecord
+    ) -> Iterator[str]:
+        address = replica.address("local")
+        if not self.cluster.entry_is_ready(address):
+            yield f"{replica} is not ready"
+            return
+        actor = cast(ScriptedReplica, self.cluster.actor(address))
+        if actor.tag in self.script.sick:
+            yield f"{actor.tag} is sick"
+        if replica.config_id != backend.config_id:
+            yield f"{replica} has not the config of {backend}"
+        if (actor.user_config, actor.concurrency) != (backend.user_config, backend.concurrency):
+            yield f"{actor.tag} runs with {actor.user_config!r}, wanted is {backend.user_config!r}"
+        if actor.message.code != code.code:
+            yield f"{actor.tag} runs {actor.message.code!r}, wanted is {code.code!r}"
+
+    def _wrong_actors(self) -> Iterator[str]:
+        controller = self._controller()
+        expected = {*([] if controller is None else [controller])}
+        expected |= {each.address("local") for each in self.witness.of(ReplicaRecord) if each.worker}
+        proxies = self.witness.of(ProxyRecord)
+        expected |= {each.address("local") for each in proxies}
+        actors = self.cluster.actors()
+        if set(actors) != expected or len(actors) != len(expected):
+            yield f"left over: {set(actors) - expected}, missing: {expected - set(actors)}"
+        workers = [each for each in self._workers() if not each.is_retiring]
+        slots = {
+            Location.NO_SERVER: set(),
+            Location.HEAD_ONLY: {"head"},
+            Location.EVERY_NODE: {each.host for each in workers},
+            Location.EVERY_WORKER: {each.address for each in workers},
+        }[self.location]
+        if {each.name for each in proxies} != slots:
+            yield f"there are the proxies {proxies}, wanted are {slots}"
+        in_use = {each.worker for each in (*self.witness.of(ReplicaRecord), *proxies)}
+        if self.cluster.reported != (frozenset(in_use), 0.0):
+            yield f"the scheduler was told {self.cluster.reported}, in use are {in_use}"
+
+    def _wrong_news(self) -> Iterator[str]:
+        expected = self._expected_news()
+        for key, value in self.learnt.items():
+            if key.startswith("backend/") and value is not None:
+                value = {**value, "replicas": tuple(sorted(value["replicas"]))}
+            if value != expected.get(key):
+                yield f"the listener has {key} = {value}, it should be {expected.get(key)}"
+        for address in self.cluster.actors():
+            if "/proxy/" in address.name and self.cluster.entry_is_ready(address):
+                proxy = cast(ScriptedProxy, self.cluster.actor(address))
+                if proxy.routes != expected["routes"]:
+                    yield f"proxy {address} has {proxy.routes}, it should have {expected['routes']}"
+
+    def _expected_news(self) -> dict[str, Any]:
+        endpoints = self.witness.of(EndpointRecord)
+        news: dict[str, Any] = {
+            "routes": {
+                each.route: {"endpoint": each.name, "methods": tuple(each.methods)}
+                for each in endpoints
+                if each.route is not None
+            }
+        }
+        for each in endpoints:
+            news[f"endpoint/{each.name}"] = {
+                "traffic": dict(each.traffic),
+                "shadows": dict(each.shadows),
+                "legacy": each.is_legacy,
+                "python_methods": tuple(each.python_methods),
+                "route": each.route,
+            }
+        for backend in self.witness.of(BackendRecord):
+            news[f"backend/{backend.tag}"] = {
+                "replicas": tuple(
+                    sorted(
+                        (each.tag, each.worker, each.incarnation)
+                        for each in self.witness.replicas(backend.tag)
+                    )
+                ),
+                "concurrency": backend.concurrency,
+                "max_queued": backend.config.get("max_queued_requests", 1000),
+            }
+        return news
+
+
+def _routes(wanted: Wanted) -> dict[str, str]:
+    return {each.route: name for name, each in wanted.endpoints.items() if each.route is not None}

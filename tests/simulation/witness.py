@@ -1,0 +1,359 @@
+"""Who sees every change in the store, the moment it is there, and says what must not be.
+
+A `Witness` keeps the records, and what is wanted as the records say it. It holds each change against
+the calls that are under way (a change of what is wanted needs one of them, and the verbs of `reference_model`
+must lead there), and each answer against the changes (what was acknowledged must be there). What it finds
+wrong it keeps in `violations`, because it is asked from inside the code that it watches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from reference_model import Wanted, after, backend_of, endpoint_of
+
+from daskserve.control.records import (
+    BackendRecord,
+    CodeRecord,
+    EndpointRecord,
+    GoalRecord,
+    GoalState,
+    Record,
+    ReplicaRecord,
+    decode,
+)
+from daskserve.errors import BadRequestError, NotFoundError
+from daskserve.types import ReplicaState
+
+#: A replica's life goes one way only.
+ORDER = (
+    ReplicaState.SHOULD_START,
+    ReplicaState.STARTING,
+    ReplicaState.RUNNING,
+    ReplicaState.SHOULD_STOP,
+    ReplicaState.STOPPING,
+)
+#: Errors that say for certain that a call changed nothing.
+REFUSALS = (BadRequestError, NotFoundError)
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of a verb that changes something; ``begun`` is how far history was."""
+
+    verb: str
+    message: Mapping[str, Any]
+    begun: int
+    begun_at: float
+    effects: int = 0
+    #: How far history was when it first had an effect, or when it began.
+    effect_at: int = 0
+    #: Whether a controller is asked that may have been replaced.
+    is_to_old: bool = False
+    answer: Mapping[str, Any] | None = None
+    error: BaseException | None = None
+    task: asyncio.Task[Any] | None = None
+
+    def __repr__(self) -> str:
+        return f"{self.verb}({', '.join(f'{name}={value!r}' for name, value in self.message.items())})"
+
+
+@dataclass
+class _Goal:
+    timeout_s: float | None
+    opened_at: float
+    error: bytes | None = None
+
+
+@dataclass
+class Witness:
+    """See the module.
+
+    Attributes
+    ----------
+    now
+        Reads the time.
+    is_excused
+        Whether a replica may leave service though it is wanted: something was done to it.
+    is_serving
+        Whether a replica that is said to run does.
+    blamed_at
+        When a backend's replicas last did wrong, if they did.
+    """
+
+    now: Callable[[], float]
+    is_excused: Callable[[ReplicaRecord], bool]
+    is_serving: Callable[[ReplicaRecord], bool]
+    blamed_at: Callable[[str], float | None]
+    violations: list[str] = field(default_factory=list)
+    records: dict[str, Record] = field(default_factory=dict)
+    history: list[Wanted] = field(default_factory=lambda: [Wanted()])
+    #: Calls that may have an effect yet, failed ones among them.
+    open_calls: list[Call] = field(default_factory=list)
+    #: To what each backend with a pending goal goes back; None: it goes.
+    fallbacks: dict[str, Any] = field(default_factory=dict)
+    goals: dict[str, _Goal] = field(default_factory=dict)
+    ever_running: set[str] = field(default_factory=set)
+    incarnations: dict[int, str] = field(default_factory=dict)
+    epoch: int = 0
+    _pending: set[str] = field(default_factory=set)
+
+    @property
+    def wanted(self) -> Wanted:
+        """What is wanted, as the store has it."""
+        return self.history[-1]
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        """Return the records of a kind."""
+        return [each for each in self.records.values() if isinstance(each, kind)]
+
+    def backend(self, tag: str) -> BackendRecord | None:
+        found = self.records.get(f"backend/{tag}")
+        return found if isinstance(found, BackendRecord) else None
+
+    def replicas(self, tag: str) -> list[ReplicaRecord]:
+        return [each for each in self.of(ReplicaRecord) if each.backend == tag]
+
+    def wrong(self, text: str) -> None:
+        self.violations.append(f"at {self.now():.3f} s: {text}")
+
+    # Calls
+
+    def begin(self, verb: str, message: Mapping[str, Any]) -> Call:
+        begun = len(self.history) - 1
+        call = Call(verb, message, begun, self.now(), effect_at=begun)
+        self.open_calls.append(call)
+        return call
+
+    def acknowledged(self, call: Call, answer: Mapping[str, Any]) -> None:
+        """What was asked for is there, or was there already."""
+        call.answer = answer
+        self.open_calls.remove(call)
+        seen = self.history[call.begun :]
+        if not call.effects and not any(after(call.verb, call.message, each) == each for each in seen):
+            self.wrong(f"{call} was acknowledged, and is not in the store: {self.wanted}")
+        goal = answer.get("goal")
+        if goal is not None and goal not in self.goals:
+            self.wrong(f"{call} was answered with goal {goal}, which is not in the store")
+        if goal is None and call.verb in ("delete_backend", "delete_deployment"):
+            tag = call.message.get("tag", call.message.get("name"))
+            if all(tag in each.backends for each in seen):
+                self.wrong(f"{call} says there is nothing to wait for, and the backend is still there")
+
+    def failed(self, call: Call, error: BaseException) -> None:
+        """It may have happened, or happen yet, unless the error is about what was asked for."""
+        call.error = error
+        if not isinstance(error, REFUSALS):
+            return
+        self.open_calls.remove(call)
+        seen = self.history[call.begun :]
+        if not any(after(call.verb, call.message, each) is None for each in seen):
+            self.wrong(f"{call} was refused without a reason ({error!r}): {self.wanted}")
+
+    # Changes
+
+    def committed(self, epoch: int, newest_epoch: int, change: Mapping[str, bytes | None]) -> None:
+        if epoch < newest_epoch or epoch < self.epoch:
+            self.wrong(f"the store accepted a change of epoch {epoch}, the newest is {newest_epoch}")
+        self.epoch = epoch
+        before = dict(self.records)
+        changed = {key: None if data is None else decode(key, data) for key, data in change.items()}
+        for key, record in changed.items():
+            if record is None:
+                self.records.pop(key, None)
+            else:
+                self.records[key] = record
+        for key, record in changed.items():
+            old = before.get(key)
+            if isinstance(old, ReplicaRecord) or isinstance(record, ReplicaRecord):
+                self._check_replica(old, record)
+            elif isinstance(old, GoalRecord) or isinstance(record, GoalRecord):
+                self._check_goal(old, record)
+        self._check_wanted(before, changed)
+        self._check_availability(before, changed)
+        self._check_references(changed)
+
+    def _check_replica(self, old: Any, new: Any) -> None:
+        if new is None:
+            return
+        assert isinstance(new, ReplicaRecord)
+        if new.state is ReplicaState.RUNNING:
+            self.ever_running.add(new.tag)
+            if (old is None or old.state is not ReplicaState.RUNNING) and not self.is_serving(new):
+                self.wrong(f"{new} is said to run and does not")
+        if old is not None and ORDER.index(new.state) < ORDER.index(old.state):
+            self.wrong(f"replica {new.tag} went back from {old.state} to {new.state}")
+        if old is not None and old.worker is not None:
+            if (old.worker, old.incarnation) != (new.worker, new.incarnation):
+                self.wrong(f"replica {new.tag} moved from {old} to {new}")
+        elif new.worker is not None:
+            owner = self.incarnations.setdefault(new.incarnation, new.tag)
+            if owner != new.tag:
+                self.wrong(f"{new.tag} and {owner} have one incarnation, {new.incarnation}")
+        if (old is None or old.state is ReplicaState.SHOULD_START) and new.state not in ORDER[:2]:
+            self.wrong(f"replica {new.tag} began as {new.state}: its start was not written ahead")
+
+    def _check_goal(self, old: Any, new: Any) -> None:
+        if new is None:
+            if old is not None and old.state is GoalState.PENDING:
+                self.wrong(f"the pending {old} was dropped")
+            return
+        if old is None:
+            self.goals[new.goal_id] = _Goal(new.timeout_s, self.now())
+        elif old.state is not GoalState.PENDING and new.state is not old.state:
+            self.wrong(f"{old} had ended and became {new.state}")
+        if new.state is GoalState.DONE and (old is None or old.state is GoalState.PENDING):
+            self._check_done(new)
+
+    def _check_done(self, goal: GoalRecord) -> None:
+        backend = self.backend(goal.backend)
+        if backend is not None and backend.goal is not None:
+            return  # superseded
+        replicas = self.replicas(goal.backend)
+        if backend is None:
+            if replicas:
+                self.wrong(f"{goal.backend} is gone and has {replicas}")
+            return
+        is_there = len(replicas) == backend.num_replicas and all(
+            each.state is ReplicaState.RUNNING
+            and (each.version, each.config_id) == (backend.version, backend.config_id)
+            for each in replicas
+        )
+        if not is_there:
+            self.wrong(f"goal {goal.goal_id} of {goal.backend} is done, and it has {replicas}")
+
+    def _check_wanted(self, records: Mapping[str, Record], changed: Mapping[str, Record | None]) -> None:
+        """Whether somebody asked for this change of what is wanted."""
+        before = new = self.wanted
+        for key, record in changed.items():
+            kind, _, name = key.partition("/")
+            if kind == "backend":
+                new = new.with_backend(
+                    name, backend_of(record) if isinstance(record, BackendRecord) else None
+                )
+            elif kind == "endpoint":
+                new = new.with_endpoint(
+                    name, endpoint_of(record) if isinstance(record, EndpointRecord) else None
+                )
+        failed = [
+            each.backend
+            for each in changed.values()
+            if isinstance(each, GoalRecord) and each.state is GoalState.FAILED
+        ]
+        opened = [
+            each
+            for key, each in changed.items()
+            if isinstance(each, GoalRecord) and each.state is GoalState.PENDING and key not in records
+        ]
+        if new != before:
+            self.history.append(new)
+        if failed:
+            self._check_withdrawn(failed[0], before, new)
+            return
+        if new == before:
+            if opened:
+                self.wrong(f"nothing changed, and a goal was opened: {opened}")
+            self._note_goals()
+            return
+        for call in self.open_calls:
+            if after(call.verb, call.message, before) == new:
+                if not call.effects:
+                    call.effect_at = len(self.history) - 1
+                call.effects += 1
+                self._note_fallback(before, new)
+                self._note_goals()
+                return
+        gone = [tag for tag in before.backends if tag not in new.backends]
+        if len(gone) == 1 and before.with_backend(gone[0], None) == new and before.live(gone[0]) is None:
+            self._note_goals()
+            return
+        self.wrong(f"nobody asked for {changed}; open are {self.open_calls}, wanted was {before}")
+
+    def _note_goals(self) -> None:
+        self._pending = {each.goal_id for each in self.of(GoalRecord) if each.state is GoalState.PENDING}
+        busy = {each.backend for each in self.of(GoalRecord) if each.state is GoalState.PENDING}
+        for tag in set(self.fallbacks) - busy:
+            del self.fallbacks[tag]
+
+    def _note_fallback(self, before: Wanted, new: Wanted) -> None:
+        for tag, backend in new.backends.items():
+            current = before.backends.get(tag)
+            if backend == current:
+                continue
+            fallback = self.fallbacks[tag] if tag in self.fallbacks else current
+            is_leaving = current is not None and current.is_deleting
+            self.fallbacks[tag] = None if is_leaving else fallback
+
+    def _check_withdrawn(self, tag: str, before: Wanted, new: Wanted) -> None:
+        """Whether a failed goal was taken back to the last state that had come about, and failed for a reason."""
+        fallback = self.fallbacks.get(tag)
+        backend, endpoint = before.backends[tag], before.endpoints.get(tag)
+        if fallback is not None:
+            allowed = [before.with_backend(tag, fallback)]
+        else:
+            expected = before
+            if backend.is_deployment and endpoint is not None and not endpoint.is_legacy:
+                expected = expected.with_endpoint(tag, None)
+            leaving = replace(backend, is_deleting=True, is_forced=True)
+            allowed = [expected.with_backend(tag, leaving), expected.with_backend(tag, None)]
+        if new not in allowed:
+            self.wrong(f"the goal of {tag} failed and left {new}; it should be one of {allowed}")
+        for goal_id in self._pending - {
+            each.goal_id for each in self.of(GoalRecord) if each.state is GoalState.PENDING
+        }:
+            goal = self.goals[goal_id]
+            age_s = self.now() - goal.opened_at
+            blamed_at = self.blamed_at(tag)
+            is_late = goal.timeout_s is not None and age_s >= goal.timeout_s - 0.001
+            if not is_late and blamed_at is None:
+                self.wrong(f"goal {goal_id} of {tag} failed after {age_s:g} s for no reason")
+        self._note_goals()
+
+    def _check_availability(self, before: Mapping[str, Record], changed: Mapping[str, Record | None]) -> None:
+        """Whether replicas left service only when others did their work, or something was done to them."""
+        leaving: dict[str, list[ReplicaRecord]] = {}
+        for key, record in changed.items():
+            old = before.get(key)
+            if isinstance(old, ReplicaRecord) and old.state is ReplicaState.RUNNING:
+                stays = isinstance(record, ReplicaRecord) and record.state is ReplicaState.RUNNING
+                if not stays and not self.is_excused(old):
+                    leaving.setdefault(old.backend, []).append(old)
+        for tag, replicas in leaving.items():
+            backend = self.backend(tag)
+            if backend is None or backend.is_deleting:
+                continue
+            serving = [each for each in self.replicas(tag) if each.state is ReplicaState.RUNNING]
+            if len(serving) < backend.num_replicas:
+                self.wrong(
+                    f"{replicas} left service for no reason; {backend.num_replicas} are wanted, {serving} left"
+                )
+
+    def _check_references(self, changed: Mapping[str, Record | None]) -> None:
+        goals = {each.goal_id: each for each in self.of(GoalRecord)}
+        backends = {each.tag: each for each in self.of(BackendRecord)}
+        for goal in goals.values():
+            owner = backends.get(goal.backend)
+            if goal.state is GoalState.PENDING and (owner is None or owner.goal != goal.goal_id):
+                self.wrong(f"nobody works on goal {goal}")
+        codes = {each.name for each in self.of(CodeRecord)}
+        for backend in backends.values():
+            if backend.goal is not None and (
+                backend.goal not in goals or goals[backend.goal].state is not GoalState.PENDING
+            ):
+                self.wrong(f"backend {backend.tag} waits for goal {backend.goal}, which ended")
+            if backend.code_key not in codes:
+                self.wrong(f"backend {backend.tag} has no code {backend.code_key}")
+        routes = [each.route for each in self.of(EndpointRecord) if each.route is not None]
+        if len(routes) != len(set(routes)):
+            self.wrong(f"a route is taken twice: {routes}")
+        for replica in self.of(ReplicaRecord):
+            if replica.backend not in backends:
+                self.wrong(f"{replica} belongs to nothing")
+
+
+def listing(items: Iterable[Any]) -> str:
+    """Return lines for an error message."""
+    return "".join(f"\n  {each}" for each in items)

@@ -1,0 +1,394 @@
+"""The import graph is the architecture; these tests hold it to the layers that CONTRIBUTING.md draws.
+
+Every check is a pure function from parsed sources to a list of ``file:line: what is wrong``, so that each
+rule is tried twice: on the real tree, where it must find nothing, and on a small made-up tree that breaks
+it, where it must find exactly that.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+#: A module may import its own layer and those with a smaller number. control and data share a number and
+#: are kept apart by a rule of their own.
+LAYERS: Mapping[str, int] = {"values": 0, "cluster": 1, "control": 2, "data": 2, "proxies": 3, "edge": 4}
+SUBPACKAGES = frozenset({"cluster", "control", "data", "proxies"})
+EDGE_MODULES = frozenset(
+    {
+        "actors",
+        "api",
+        "calls",
+        "cli",
+        "client",
+        "client_backends",
+        "client_base",
+        "client_deployments",
+        "client_endpoints",
+        "deployments",
+        "testing",
+        "wishes",
+    }
+)
+FACADE = "daskserve"
+
+
+@dataclass(frozen=True)
+class Module:
+    """One source file under the name it is imported by."""
+
+    name: str
+    path: str
+    source: str
+    is_package: bool
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import of one thing; ``target`` is a module of the tree where it can be one."""
+
+    importer: str
+    target: str
+    where: str
+    is_runtime: bool
+
+
+Tree = Mapping[str, Module]
+
+
+def read_tree(files: Mapping[str, str]) -> Tree:
+    """Return the modules of ``{path relative to the root: source}``."""
+    tree = {}
+    for path, source in files.items():
+        parts = list(Path(path).with_suffix("").parts)
+        if parts[0] == "proxies":
+            parts.insert(0, FACADE)
+        is_package = parts[-1] == "__init__"
+        name = ".".join(parts[:-1] if is_package else parts)
+        tree[name] = Module(name, path, source, is_package)
+    return tree
+
+
+def sources() -> dict[str, str]:
+    paths = [path for folder in ("daskserve", "proxies") for path in sorted((ROOT / folder).rglob("*.py"))]
+    return {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in paths}
+
+
+# ---- reading imports
+
+
+def _is_type_checking(test: ast.expr) -> bool:
+    return (isinstance(test, ast.Name) and test.id == "TYPE_CHECKING") or (
+        isinstance(test, ast.Attribute) and test.attr == "TYPE_CHECKING"
+    )
+
+
+def _statements(node: ast.AST, is_runtime: bool = True) -> Iterator[tuple[ast.AST, bool]]:
+    """Yield every node below, function bodies included, and whether it can run."""
+    for child in ast.iter_child_nodes(node):
+        yield child, is_runtime
+        if isinstance(child, ast.If) and _is_type_checking(child.test):
+            for part in child.body:
+                yield part, False
+                yield from _statements(part, False)
+            for part in child.orelse:
+                yield part, is_runtime
+                yield from _statements(part, is_runtime)
+        else:
+            yield from _statements(child, is_runtime)
+
+
+def _targets(node: ast.AST, module: Module, tree: Tree) -> list[str]:
+    """Return the absolute names that one statement imports."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        base = node.module or ""
+        if node.level:
+            parts = module.name.split(".")
+            parents = parts[: len(parts) - node.level + module.is_package]
+            base = ".".join([*parents, *([base] if base else [])])
+        # `from package import name`: the name may be a module of that package.
+        joined = [f"{base}.{alias.name}" for alias in node.names]
+        return [name if name in tree or base == "dask" else base for name in joined]
+    if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+        function = ast.unparse(node.func)
+        if function in ("importlib.import_module", "import_module", "__import__"):
+            return [str(node.args[0].value)]
+    return []
+
+
+def imports(tree: Tree) -> list[Import]:
+    """Return all imports of all modules."""
+    found = []
+    for module in tree.values():
+        for node, is_runtime in _statements(ast.parse(module.source)):
+            for target in _targets(node, module, tree):
+                line = getattr(node, "lineno", 0)
+                found.append(Import(module.name, target, f"{module.path}:{line}", is_runtime))
+    return found
+
+
+def layer_of(name: str) -> str | None:
+    """Return the layer of a module of daskserve; None for the root package and for what has no layer."""
+    parts = name.split(".")
+    if parts[0] != FACADE or len(parts) == 1:
+        return None
+    if parts[1] in SUBPACKAGES:
+        return parts[1]
+    if len(parts) > 2:
+        return None
+    return "edge" if parts[1] in EDGE_MODULES else "values"
+
+
+# ---- the rules
+
+
+def modules_without_a_layer(tree: Tree) -> list[str]:
+    return [
+        f"{module.path}:1: {module.name} belongs to no layer"
+        for module in tree.values()
+        if module.name != FACADE and (layer_of(module.name) is None or _is_new_package(module))
+    ]
+
+
+def _is_new_package(module: Module) -> bool:
+    return module.is_package and layer_of(module.name) not in SUBPACKAGES
+
+
+def imports_to_the_right(tree: Tree) -> list[str]:
+    found = []
+    for each in imports(tree):
+        here, there = layer_of(each.importer), layer_of(each.target)
+        if here and there and LAYERS[there] > LAYERS[here]:
+            found.append(f"{each.where}: the {here} layer imports {each.target} of the {there} layer")
+    return found
+
+
+def imports_between_control_and_data(tree: Tree) -> list[str]:
+    return [
+        f"{each.where}: {each.importer} imports {each.target}"
+        for each in imports(tree)
+        if {layer_of(each.importer), layer_of(each.target)} == {"control", "data"}
+    ]
+
+
+def imports_of_distributed(tree: Tree) -> list[str]:
+    return [
+        f"{each.where}: only daskserve/cluster may import {each.target}"
+        for each in imports(tree)
+        if re.match(r"(dask\.)?distributed(\.|$)", each.target) and layer_of(each.importer) != "cluster"
+    ]
+
+
+def imports_of_the_facade(tree: Tree) -> list[str]:
+    return [
+        f"{each.where}: import the module that defines the name, not the package root"
+        for each in imports(tree)
+        if each.target == FACADE and each.importer != FACADE
+    ]
+
+
+def import_cycles(tree: Tree) -> list[str]:
+    """Return one line per group of modules that import each other, whether at the top or in a function."""
+    graph: dict[str, dict[str, str]] = {name: {} for name in tree}
+    for each in imports(tree):
+        if each.is_runtime and each.target in tree and each.target != each.importer:
+            graph[each.importer].setdefault(each.target, each.where)
+    found = []
+    for group in _knots({name: set(targets) for name, targets in graph.items()}):
+        edges = sorted(where for name in group for target, where in graph[name].items() if target in group)
+        found.append(f"{edges[0]}: import cycle of {', '.join(sorted(group))} ({'; '.join(edges)})")
+    return found
+
+
+def _knots(graph: Mapping[str, set[str]]) -> list[set[str]]:
+    """Return the strongly connected groups of two and more."""
+    reach: dict[str, set[str]] = {}
+    for start in graph:
+        seen: set[str] = set()
+        to_visit = list(graph[start])
+        while to_visit:
+            name = to_visit.pop()
+            if name not in seen:
+                seen.add(name)
+                to_visit.extend(graph[name])
+        reach[start] = seen
+    groups = {frozenset(other for other in reach[name] if name in reach[other]) for name in graph}
+    return [set(group) for group in groups if len(group) > 1]
+
+
+RULES = (
+    modules_without_a_layer,
+    imports_to_the_right,
+    imports_between_control_and_data,
+    imports_of_distributed,
+    imports_of_the_facade,
+    import_cycles,
+)
+
+# ---- the real tree
+
+
+@pytest.fixture(scope="module")
+def tree() -> Tree:
+    return read_tree(sources())
+
+
+def test_the_walk_sees_the_real_tree(tree: Tree) -> None:
+    assert {"daskserve.types", "daskserve.cluster.base"} <= set(tree)
+    seen = {(each.importer, each.target) for each in imports(tree)}
+    assert ("daskserve.cluster.base", "daskserve.types") in seen
+    assert layer_of("daskserve.proxies.app") == "proxies"
+
+
+def test_every_module_belongs_to_a_layer(tree: Tree) -> None:
+    assert modules_without_a_layer(tree) == []
+
+
+def test_imports_point_left_only(tree: Tree) -> None:
+    assert imports_to_the_right(tree) == []
+
+
+def test_control_and_data_never_import_each_other(tree: Tree) -> None:
+    assert imports_between_control_and_data(tree) == []
+
+
+def test_only_the_cluster_layer_imports_distributed(tree: Tree) -> None:
+    assert imports_of_distributed(tree) == []
+
+
+def test_internal_modules_never_import_the_package_root(tree: Tree) -> None:
+    assert imports_of_the_facade(tree) == []
+
+
+def test_there_is_no_import_cycle(tree: Tree) -> None:
+    assert import_cycles(tree) == []
+
+
+def test_every_package_on_disk_is_listed_in_setup_py(tree: Tree) -> None:
+    listed = re.search(r"packages=\[([^]]*)\]", (ROOT / "setup.py").read_text(encoding="utf-8"))
+    assert listed is not None
+    with_code = {name if module.is_package else name.rpartition(".")[0] for name, module in tree.items()}
+    assert with_code - set(re.findall(r'"([^"]+)"', listed[1])) == set()
+
+
+# ---- each rule can fail, and names the place
+
+GOALS = "daskserve/control/goals.py"
+ROUTING = "daskserve/data/routing.py"
+LAZY = "def start():\n    from daskserve.control import goals\n"
+TYPES_ONLY = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    "
+
+
+@pytest.mark.parametrize(
+    ("rule", "files", "place"),
+    [
+        (modules_without_a_layer, {"daskserve/extra/tools.py": ""}, "daskserve/extra/tools.py:1"),
+        (modules_without_a_layer, {"daskserve/extra/__init__.py": ""}, "daskserve/extra/__init__.py:1"),
+        (
+            imports_to_the_right,
+            {
+                "daskserve/types.py": "import re\nimport daskserve.cluster.base",
+                "daskserve/cluster/base.py": "",
+            },
+            "daskserve/types.py:2",
+        ),
+        (
+            imports_to_the_right,
+            {"daskserve/cluster/host.py": LAZY, GOALS: ""},
+            "daskserve/cluster/host.py:2",
+        ),
+        (
+            imports_to_the_right,
+            {"daskserve/data/router.py": TYPES_ONLY + "from daskserve.proxies.app import App"},
+            "daskserve/data/router.py:3",
+        ),
+        (
+            imports_to_the_right,
+            {"proxies/app.py": "from daskserve import client", "daskserve/client.py": ""},
+            "proxies/app.py:1",
+        ),
+        (
+            imports_to_the_right,
+            {"proxies/app.py": "import importlib\nimportlib.import_module('daskserve.api')"},
+            "proxies/app.py:2",
+        ),
+        (
+            imports_between_control_and_data,
+            {
+                "daskserve/control/reconcile.py": "from daskserve.data import routing",
+                ROUTING: "",
+            },
+            "daskserve/control/reconcile.py:1",
+        ),
+        (
+            imports_between_control_and_data,
+            {
+                "daskserve/data/router.py": "from ..control.goals import Goal",
+                GOALS: "",
+            },
+            "daskserve/data/router.py:1",
+        ),
+        (imports_of_distributed, {"daskserve/client.py": "import distributed"}, "daskserve/client.py:1"),
+        (
+            imports_of_distributed,
+            {"daskserve/api.py": "import dask\nfrom dask.distributed import Client"},
+            "daskserve/api.py:2",
+        ),
+        (imports_of_distributed, {"proxies/app.py": "from dask import distributed"}, "proxies/app.py:1"),
+        (
+            imports_of_distributed,
+            {"daskserve/types.py": TYPES_ONLY + "from distributed.comm import Comm"},
+            "daskserve/types.py:3",
+        ),
+        (imports_of_the_facade, {"daskserve/api.py": "import daskserve as serve"}, "daskserve/api.py:1"),
+        (imports_of_the_facade, {"proxies/app.py": "from daskserve import ServeError"}, "proxies/app.py:1"),
+        (
+            imports_of_the_facade,
+            {"daskserve/client.py": "from . import run"},
+            "daskserve/client.py:1",
+        ),
+        (
+            import_cycles,
+            {
+                "daskserve/types.py": "from daskserve.errors import A",
+                "daskserve/errors.py": "import re\ndef f():\n    from . import clock",
+                "daskserve/clock.py": "import daskserve.types",
+            },
+            "daskserve/clock.py:1",
+        ),
+    ],
+)
+def test_each_rule_finds_what_breaks_it(
+    rule: Callable[[Tree], list[str]], files: dict[str, str], place: str
+) -> None:
+    found = rule(read_tree(files))
+    assert len(found) == 1
+    assert found[0].startswith(f"{place}: ")
+
+
+def test_an_orderly_tree_breaks_no_rule() -> None:
+    tree = read_tree(
+        {
+            "daskserve/__init__.py": "from daskserve.client import Client",
+            "daskserve/types.py": TYPES_ONLY + "from daskserve.errors import ServeError",
+            "daskserve/errors.py": "import dask.config\nfrom daskserve.types import GoalId",
+            "daskserve/cluster/__init__.py": "",
+            "daskserve/cluster/host.py": "import distributed\nfrom daskserve import types\nimport re",
+            "daskserve/cluster/base.py": "from ..types import GoalId",
+            "daskserve/control/goals.py": "from daskserve.cluster import base",
+            "daskserve/data/router.py": "from daskserve.cluster.base import ActorSpec",
+            "proxies/app.py": "from daskserve.data.router import Router",
+            "daskserve/client.py": "import daskserve.actors",
+            "daskserve/actors.py": "from daskserve.proxies.app import App\nfrom . import types",
+        }
+    )
+    assert [line for rule in RULES for line in rule(tree)] == []

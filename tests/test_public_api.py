@@ -1,0 +1,80 @@
+"""The public surface: what ``import daskserve as serve`` offers, and what importing costs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import daskserve as serve
+
+PUBLIC = {
+    "ActorOptions",
+    "Application",
+    "BackendConfig",
+    "Client",
+    "CondaEnv",
+    "Deployment",
+    "HTTPOptions",
+    "Handle",
+    "Response",
+    "ServeError",
+    "ServeRequest",
+    "Status",
+    "__version__",
+    "accept_batch",
+    "connect",
+    "deployment",
+    "errors",
+    "get_current_backend_tag",
+    "get_current_replica_tag",
+    "run",
+    "shutdown",
+    "start",
+    "status",
+}
+
+
+def test_the_public_names_are_these() -> None:
+    assert set(serve.__all__) == PUBLIC
+    assert dir(serve) == sorted(PUBLIC)
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_every_public_name_is_there_and_documented(name: str) -> None:
+    value = getattr(serve, name)
+    assert value is getattr(serve, name)
+    assert name == "__version__" or value.__doc__
+
+
+def test_a_name_that_is_not_public_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = serve.nonsense
+
+
+def test_importing_loads_nothing_heavy_and_starts_nothing() -> None:
+    code = (
+        "import sys, threading, daskserve\n"
+        "heavy = {'distributed', 'pydantic', 'starlette', 'tornado', 'cloudpickle', 'asyncio'}\n"
+        "print(sorted(heavy & set(sys.modules)), threading.active_count())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.split("\n")[0] == "[] 1"
+
+
+def test_no_public_name_is_hidden_by_a_module_of_the_same_name() -> None:
+    """Importing a submodule sets it as an attribute of the package, over whatever stood there."""
+    code = (
+        "import importlib, pkgutil, types, daskserve as serve\n"
+        "for module in pkgutil.iter_modules(serve.__path__):\n"
+        "    importlib.import_module(f'daskserve.{module.name}')\n"
+        "hidden = [n for n in serve.__all__ if isinstance(getattr(serve, n), types.ModuleType)]\n"
+        "print(hidden)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == "['errors']"

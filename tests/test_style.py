@@ -1,0 +1,463 @@
+"""House rules that no off-the-shelf linter knows: size budgets, time and chance, module state, docstrings.
+
+As in test_layers.py, each check is a function from parsed sources to ``file:line: what is wrong``, tried on
+the real tree and on a made-up file that breaks it. The exceptions at the top are by name, with the reason.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+
+from daskserve import errors
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = ("daskserve", "proxies", "examples", "benchmarks")
+
+FILE_LINES = 500
+CLASS_METHODS = 25
+CLASS_ATTRIBUTES = 20
+FUNCTION_LINES = 60  # of code: a docstring that states a contract in full is not what makes a function long
+
+#: ``"daskserve/x.py:Name": "why it may be larger"``
+SIZE_EXCEPTIONS: Mapping[str, str] = {}
+#: ``"daskserve/x.py:NAME": "why this module-level object may change"``
+STATE_EXCEPTIONS: Mapping[str, str] = {}
+#: ``"daskserve/x.py": "why this file reads or hands on the environment"``
+ENVIRONMENT_EXCEPTIONS: Mapping[str, str] = {}
+
+#: Where time and chance come from.
+CLOCKWORK = ("daskserve/clock.py", "daskserve/cluster/", "daskserve/testing.py", "examples/", "benchmarks/")
+#: What users read: everything public in here has a docstring.
+DOCUMENTED = ("daskserve/client.py", "daskserve/api.py", "daskserve/config.py", "daskserve/errors.py")
+
+Tree = Mapping[str, str]
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def read_sources() -> dict[str, str]:
+    paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+    return {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in paths}
+
+
+def _nodes(tree: Tree) -> Iterator[tuple[str, ast.AST]]:
+    for path, source in tree.items():
+        for node in ast.walk(ast.parse(source)):
+            yield path, node
+
+
+def _is_function(node: ast.AST) -> bool:
+    return isinstance(node, Function)
+
+
+# ---- size
+
+
+def oversized(tree: Tree) -> list[str]:
+    found = []
+    for path, source in tree.items():
+        lines = len(source.splitlines())
+        if lines > FILE_LINES:
+            found.append((path, 1, path.rpartition("/")[2], f"{lines} lines, more than {FILE_LINES}"))
+    for path, node in _nodes(tree):
+        if isinstance(node, ast.ClassDef):
+            methods = sum(_is_function(child) for child in node.body)
+            if methods > CLASS_METHODS:
+                found.append((path, node.lineno, node.name, f"{methods} methods, more than {CLASS_METHODS}"))
+            attributes = len(_own_attributes(node))
+            if attributes > CLASS_ATTRIBUTES:
+                what = f"{attributes} attributes, more than {CLASS_ATTRIBUTES}"
+                found.append((path, node.lineno, node.name, what))
+        if isinstance(node, Function):
+            lines = _code_lines(node)
+            if lines > FUNCTION_LINES:
+                found.append((path, node.lineno, node.name, f"{lines} lines, more than {FUNCTION_LINES}"))
+    return [
+        f"{path}:{line}: {name} has {what}"
+        for path, line, name, what in found
+        if f"{path}:{name}" not in SIZE_EXCEPTIONS
+    ]
+
+
+def _own_attributes(node: ast.ClassDef) -> set[str]:
+    return {
+        child.attr
+        for child in ast.walk(node)
+        if isinstance(child, ast.Attribute)
+        and isinstance(child.ctx, ast.Store)
+        and isinstance(child.value, ast.Name)
+        and child.value.id == "self"
+    }
+
+
+def _code_lines(node: Function) -> int:
+    lines = (node.end_lineno or node.lineno) - node.lineno + 1
+    if ast.get_docstring(node) is not None:
+        docstring = node.body[0]
+        lines -= (docstring.end_lineno or docstring.lineno) - docstring.lineno + 1
+    return lines
+
+
+# ---- time and chance
+
+CLOCK_READS = frozenset({"time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns"})
+NONDETERMINISTIC: Mapping[str, frozenset[str]] = {
+    "time": CLOCK_READS | {"sleep"},
+    "asyncio": frozenset({"sleep"}),
+    "datetime": frozenset({"now", "utcnow", "today"}),
+}
+
+
+def ambient_time_and_chance(tree: Tree) -> list[str]:
+    """Find uses, called or handed on, of the clock, of sleeping and of the shared random generator."""
+    found = []
+    for path, source in tree.items():
+        if path.startswith(CLOCKWORK):
+            continue
+        parsed = ast.parse(source)
+        names = _imported_names(parsed)
+        annotations = _annotation_nodes(parsed)
+        for node in ast.walk(parsed):
+            if not isinstance(node, ast.Name | ast.Attribute) or id(node) in annotations:
+                continue
+            dotted = _dotted(node, names)
+            module, _, attribute = dotted.partition(".")
+            attribute = attribute.rpartition(".")[2]
+            if attribute in NONDETERMINISTIC.get(module, ()) or (module == "random" and attribute):
+                found.append(f"{path}:{node.lineno}: {dotted}; take a Clock or an rng as an argument")
+    return found
+
+
+def _imported_names(parsed: ast.AST) -> dict[str, str]:
+    """Return ``{local name: dotted name}`` of everything a file imports."""
+    names = {}
+    for node in ast.walk(parsed):
+        if isinstance(node, ast.Import):
+            names.update({alias.asname: alias.name for alias in node.names if alias.asname})
+            names.update({root: root for root in (a.name.split(".")[0] for a in node.names if not a.asname)})
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.update({a.asname or a.name: f"{node.module}.{a.name}" for a in node.names})
+    return names
+
+
+def _annotation_nodes(parsed: ast.AST) -> set[int]:
+    """Return the ids of annotation nodes: ``rng: random.Random`` names a type and draws nothing."""
+    roots = []
+    for node in ast.walk(parsed):
+        roots += [getattr(node, "annotation", None), getattr(node, "returns", None)]
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "cast"):
+            roots += node.args
+    return {id(part) for root in roots if isinstance(root, ast.AST) for part in ast.walk(root)}
+
+
+def _dotted(node: ast.expr, names: Mapping[str, str]) -> str:
+    if isinstance(node, ast.Attribute):
+        base = _dotted(node.value, names)
+        return f"{base}.{node.attr}" if base else ""
+    return names.get(node.id, "") if isinstance(node, ast.Name) else ""
+
+
+# ---- module state
+
+MUTABLE_DISPLAYS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp)
+READ_ONLY_TYPES = frozenset({"Mapping", "Sequence", "Set", "Collection", "Iterable", "tuple", "frozenset"})
+#: Calls whose results nobody can change, or whose whole point is to be shared.
+CONSTANT_MAKERS = frozenset(
+    "bool bytes float frozenset int object str tuple range slice getLogger TypeVar ParamSpec TypeVarTuple "
+    "NewType ContextVar MappingProxyType namedtuple compile Struct Path PurePosixPath version encode "
+    "timedelta Decimal ConfigDict JSONEncoder JSONDecoder".split()
+)
+
+
+def module_state(tree: Tree) -> list[str]:
+    """Find module-level names that hold, or may come to hold, something that changes."""
+    frozen = _frozen_classes(tree)
+    found = []
+    for path, source in tree.items():
+        parsed = ast.parse(source)
+        for node in _module_level(parsed.body):
+            found += _state_of(path, node, frozen)
+        for node in ast.walk(parsed):
+            if isinstance(node, ast.Global):
+                found.append(f"{path}:{node.lineno}: global {', '.join(node.names)}")
+    return found
+
+
+def _module_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    for node in body:
+        yield node
+        if isinstance(node, ast.If | ast.Try | ast.With | ast.For | ast.While):
+            parts = [getattr(node, name, []) for name in ("body", "orelse", "finalbody")]
+            parts += [handler.body for handler in getattr(node, "handlers", [])]
+            for part in parts:
+                yield from _module_level(part)
+
+
+def _state_of(path: str, node: ast.stmt, frozen: frozenset[str]) -> list[str]:
+    if isinstance(node, ast.Assign):
+        targets, annotation = node.targets, None
+    elif isinstance(node, ast.AnnAssign) and node.value is not None:
+        targets, annotation = [node.target], node.annotation
+    elif isinstance(node, ast.AugAssign):
+        targets, annotation = [node.target], None
+    else:
+        return []
+    name = ast.unparse(targets[0])
+    problem = _problem_with(name, annotation, node.value, frozen)
+    if problem is None or f"{path}:{name}" in STATE_EXCEPTIONS:
+        return []
+    return [f"{path}:{node.lineno}: {name} {problem}"]
+
+
+def _problem_with(
+    name: str, annotation: ast.expr | None, value: ast.expr | None, frozen: frozenset[str]
+) -> str | None:
+    if name.startswith("__") and name.endswith("__"):
+        return None  # __all__ and its like belong to the language
+    declared = ast.unparse(annotation).partition("[")[0].rpartition(".")[2] if annotation is not None else ""
+    if isinstance(value, MUTABLE_DISPLAYS):
+        if name.lstrip("_").isupper() and declared in READ_ONLY_TYPES:
+            return None
+        return "is mutable: write it in UPPER_CASE and annotate it as Mapping, Sequence, tuple or frozenset"
+    if isinstance(value, ast.Call):
+        maker = ast.unparse(value.func).rpartition(".")[2]
+        if maker not in CONSTANT_MAKERS | frozen:
+            return f"holds what {maker}() made, which may change; make it where it is used"
+    return None
+
+
+def _frozen_classes(tree: Tree) -> frozenset[str]:
+    frozen = set()
+    for _, node in _nodes(tree):
+        if isinstance(node, ast.ClassDef):
+            decorators = {ast.unparse(decorator) for decorator in node.decorator_list}
+            bases = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
+            if any("frozen=True" in text for text in decorators) or bases & {"NamedTuple", "StrEnum", "Enum"}:
+                frozen.add(node.name)
+    return frozenset(frozen)
+
+
+# ---- exceptions, environment, docstrings
+
+
+def bare_excepts(tree: Tree) -> list[str]:
+    return [
+        f"{path}:{node.lineno}: bare except"
+        for path, node in _nodes(tree)
+        if isinstance(node, ast.ExceptHandler) and node.type is None
+    ]
+
+
+def environment_reads(tree: Tree) -> list[str]:
+    found = []
+    for path, source in tree.items():
+        if path == "daskserve/settings.py" or path in ENVIRONMENT_EXCEPTIONS:
+            continue
+        parsed = ast.parse(source)
+        names = _imported_names(parsed)
+        for node in ast.walk(parsed):
+            if isinstance(node, ast.Name | ast.Attribute):
+                dotted = _dotted(node, names)
+                if dotted in ("os.environ", "os.environb", "os.getenv", "os.putenv"):
+                    found.append(f"{path}:{node.lineno}: {dotted} outside settings.py")
+    return found
+
+
+def missing_docstrings(tree: Tree) -> list[str]:
+    return [
+        f"{path}:{node.lineno}: {node.name} has no docstring"
+        for path, source in tree.items()
+        for node in _public_definitions(ast.parse(source))
+        if ast.get_docstring(node) is None
+    ]
+
+
+def _public_definitions(parent: ast.Module | ast.ClassDef) -> Iterator[ast.ClassDef | Function]:
+    for node in parent.body:
+        if not isinstance(node, ast.ClassDef | Function) or node.name.startswith("_"):
+            continue
+        decorators = {ast.unparse(decorator).rpartition(".")[2] for decorator in node.decorator_list}
+        if decorators & {"overload", "setter", "deleter"}:
+            continue
+        yield node
+        if isinstance(node, ast.ClassDef):
+            yield from _public_definitions(node)
+
+
+# ---- the real tree
+
+
+@pytest.fixture(scope="module")
+def tree() -> Tree:
+    return read_sources()
+
+
+def _library(tree: Tree) -> Tree:
+    return {path: text for path, text in tree.items() if path.startswith(("daskserve/", "proxies/"))}
+
+
+def test_files_classes_and_functions_keep_their_size_budgets(tree: Tree) -> None:
+    assert oversized(tree) == []
+
+
+def test_time_and_chance_are_arguments(tree: Tree) -> None:
+    assert ambient_time_and_chance(tree) == []
+
+
+def test_modules_hold_no_state(tree: Tree) -> None:
+    assert module_state(_library(tree)) == []
+
+
+def test_no_except_is_bare(tree: Tree) -> None:
+    assert bare_excepts(tree) == []
+
+
+def test_the_environment_is_read_in_one_place(tree: Tree) -> None:
+    assert environment_reads(_library(tree)) == []
+
+
+@pytest.mark.parametrize("path", DOCUMENTED)
+def test_what_users_call_has_docstrings(tree: Tree, path: str) -> None:
+    assert path in tree, f"{path} is gone"
+    assert missing_docstrings({path: tree[path]}) == []
+
+
+# ---- each rule can fail, and names the place
+
+LONG = "def f():\n" + "    pass\n" * FUNCTION_LINES
+MANY = "class A:\n" + "".join(f"    def m{i}(self): ...\n" for i in range(CLASS_METHODS + 1))
+WIDE = "class A:\n    def m(self):\n" + "".join(
+    f"        self.x{i} = 1\n" for i in range(CLASS_ATTRIBUTES + 1)
+)
+
+
+@pytest.mark.parametrize(
+    ("rule", "source", "line"),
+    [
+        (oversized, "\n" * (FILE_LINES + 1), 1),
+        (oversized, "\n" + LONG, 2),
+        (oversized, MANY, 1),
+        (oversized, WIDE, 1),
+        (ambient_time_and_chance, "import time\nnow = time.monotonic()", 2),
+        (ambient_time_and_chance, "import time as t\ndef f(clock=t.perf_counter): ...", 2),
+        (ambient_time_and_chance, "from time import time\ndef f():\n    return time()", 3),
+        (ambient_time_and_chance, "import asyncio\nasync def f():\n    await asyncio.sleep(1)", 3),
+        (ambient_time_and_chance, "import random\ndef f():\n    return random.Random(1)", 3),
+        (ambient_time_and_chance, "from random import choice\ndef f():\n    return choice([1])", 3),
+        (ambient_time_and_chance, "import datetime\nx = datetime.datetime.now", 2),
+        (module_state, "x: int = 1\ncache = {}", 2),
+        (module_state, "CACHE: dict[str, int] = {}", 1),
+        (module_state, "CACHE = []", 1),
+        (module_state, "cache: Mapping[str, int] = {}", 1),
+        (module_state, "import threading\nLOCK = threading.Lock()", 2),
+        (module_state, "try:\n    X = set_up()\nexcept ValueError:\n    X = None", 2),
+        (module_state, "X = None\ndef f():\n    global X\n    X = 1", 3),
+        (bare_excepts, "try:\n    f()\nexcept:\n    raise", 3),
+        (environment_reads, "import os\nx = os.environ['A']", 2),
+        (environment_reads, "from os import getenv\nx = 1\ny = getenv('A')", 3),
+        (missing_docstrings, "def f(): ...", 1),
+        (missing_docstrings, "class A:\n    'Doc.'\n    @property\n    def x(self): ...", 4),
+    ],
+)
+def test_each_rule_finds_what_breaks_it(rule: Callable[[Tree], list[str]], source: str, line: int) -> None:
+    found = rule({"daskserve/made_up.py": source})
+    assert len(found) == 1
+    assert found[0].startswith(f"daskserve/made_up.py:{line}: ")
+
+
+ORDERLY = '''
+import logging, random, time
+from collections.abc import Mapping
+
+__all__ = ["f"]
+logger = logging.getLogger("daskserve.made_up")
+NAMES: Mapping[str, str] = {"a": "b"}
+PAIR = ("a", 1)
+
+@dataclass(frozen=True)
+class Load:
+    """A figure."""
+
+IDLE = Load()
+
+def f(rng: random.Random, clock: Clock, at: time.struct_time) -> random.Random:
+    """Draw and stamp from what was handed in."""
+    cache = {}
+    cache[rng.random()] = clock.now()
+    try:
+        return rng
+    except ValueError:
+        raise
+
+def _g(): ...
+'''
+
+
+def test_an_orderly_file_breaks_no_rule() -> None:
+    rules = (oversized, ambient_time_and_chance, module_state, bare_excepts, environment_reads)
+    tree = {"daskserve/made_up.py": ORDERLY}
+    assert [line for rule in (*rules, missing_docstrings) for line in rule(tree)] == []
+
+
+def test_every_exception_to_a_rule_is_still_needed(tree: Tree) -> None:
+    for name in (*SIZE_EXCEPTIONS, *STATE_EXCEPTIONS, *ENVIRONMENT_EXCEPTIONS):
+        assert name.partition(":")[0] in tree, f"{name} is gone"
+
+
+# ---- errors cross processes
+
+SAMPLES: Mapping[str, Any] = {"int": 7, "float": 2.5, "str": "some text", "bool": None}
+
+
+def _keyword_fields(error_class: type[BaseException]) -> dict[str, Any]:
+    """Return a value other than the default for every keyword field of an error class."""
+    parameters = inspect.signature(error_class).parameters.values()
+    fields = {}
+    for each in parameters:
+        if each.kind is inspect.Parameter.KEYWORD_ONLY:
+            type_name = type(each.default).__name__
+            fields[each.name] = not each.default if type_name == "bool" else SAMPLES[type_name]
+    return fields
+
+
+def assert_survives_pickling(error: BaseException) -> None:
+    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+        for dumps in (pickle.dumps, cloudpickle.dumps):
+            copy = pickle.loads(dumps(error, protocol=protocol))
+            assert type(copy) is type(error)
+            assert (copy.args, str(copy), vars(copy)) == (error.args, str(error), vars(error))
+
+
+ERROR_CLASSES = [*errors.subclasses(), errors.RemoteTraceback]
+
+
+@pytest.mark.parametrize("error_class", ERROR_CLASSES, ids=lambda each: each.__name__)
+def test_every_error_round_trips_through_pickle(error_class: type[BaseException]) -> None:
+    assert_survives_pickling(error_class())
+    assert_survives_pickling(error_class("what went wrong"))
+    assert_survives_pickling(error_class("what went wrong", **_keyword_fields(error_class)))
+
+
+def test_the_error_walk_sees_fields_and_leaves() -> None:
+    assert {errors.ReplicaBusyError, errors.PortInUseError} <= set(ERROR_CLASSES)
+    assert _keyword_fields(errors.ActorLostError) == {"begun": False}
+
+
+class Awkward(Exception):
+    """Built by keyword and with no message in its args: the shape that does not survive."""
+
+    def __init__(self, *, status: int) -> None:
+        super().__init__(f"status {status}")
+        self.status = status
+
+
+def test_the_pickle_check_can_fail() -> None:
+    with pytest.raises(TypeError):
+        assert_survives_pickling(Awkward(status=1))
