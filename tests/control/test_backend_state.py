@@ -123,11 +123,20 @@ def test_a_goal_is_done_only_when_all_replicas_run() -> None:
     assert bench.goal(goal).state is GoalState.DONE
 
 
-def test_a_controller_that_has_seen_nothing_asks_for_every_replica_and_changes_nothing() -> None:
+def test_a_controller_that_has_seen_nothing_changes_nothing_and_makes_no_running_replica_again() -> None:
     bench = running(num_replicas=2)
     bench.observed.ready.clear()
     step = bench.step()
-    assert kinds(step.actions) == [StartReplica, StartReplica]
+    assert step.actions == []
+    assert step.change == {}
+
+
+def test_a_controller_that_has_seen_nothing_asks_again_for_a_replica_that_was_starting() -> None:
+    bench = Bench()
+    bench.create(num_replicas=1)
+    assert kinds(bench.step().actions) == [StartReplica]
+    step = bench.step()
+    assert kinds(step.actions) == [StartReplica]
     assert step.change == {}
 
 

@@ -16,6 +16,7 @@ from daskserve.cluster.base import StoreChange
 from daskserve.config import HTTPOptions
 from daskserve.control.reconcile import RETRY_S, TICK_S
 from daskserve.control.records import BackendRecord, CodeRecord, ReplicaRecord, encode
+from daskserve.control.watch import MISSES
 from daskserve.errors import ActorLostError, BadRequestError, ReplicaStartError, UnavailableError
 from daskserve.testing import run_virtual
 from daskserve.types import Location, ReplicaState
@@ -362,20 +363,21 @@ def test_a_running_replica_that_cannot_be_reached_by_a_new_controller_stays_publ
     async def scenario(stage: Stage) -> None:
         await stage.create(num_replicas=2)
         before = await stage.published("backend/b")
-        create = stage.cluster.run_on
-        refused = 0
+        holders = {each.worker for each in stage.running_of("b")}
+        run_on = stage.cluster.run_on
+        refused = dict.fromkeys(holders, 0)
 
         async def broken(caller: Any, worker: str, work: Any) -> Any:
-            nonlocal refused
-            if caller is not stage.cluster.program and refused < 8 and "create" in work.__code__.co_names:
-                refused += 1
-                raise ActorLostError("cannot be reached", begun=False)
-            return await create(caller, worker, work)
+            if caller is not stage.cluster.program and "list_actors" in work.__code__.co_names:
+                if refused.get(worker, MISSES) < MISSES - 1:
+                    refused[worker] += 1
+                    raise ActorLostError("cannot be reached", begun=False)
+            return await run_on(caller, worker, work)
 
         stage.cluster.run_on = broken  # type: ignore[method-assign]
         await stage.crash_controller()
         await stage.clock.sleep(20)
-        assert refused == 8
+        assert refused == dict.fromkeys(holders, MISSES - 1)
         assert await stage.published("backend/b") == before
         assert len(stage.started) == 2
 
