@@ -5,7 +5,7 @@
 3. grow: adding one replica there, beside the same in an instance of 10 deployments; bound 1.5 times.
 4. create: the 1,000th backend beside the 10th, in SQLite: time (bound 1.5 times), records and bytes (equal).
 
-Run: ``python benchmarks/bench_control.py``; prints one line per figure, exits with 1 if a bound does not hold.
+Run: ``python benchmarks/bench_control.py``; prints a line per figure, exits with 1 if a bound does not hold.
 """
 
 from __future__ import annotations

@@ -102,9 +102,6 @@ def start(
     if link is None:
         link = _make_cluster(detached, dashboard)
     instance = name or (DEFAULT_INSTANCE if detached else _new_name(link))
-    if made_here and detached:
-        link.owning_instances.add(instance)
-    link.instance_started(instance)
     start_id = uuid.uuid4().hex
     message = {
         "owner": None if detached else link.owner_id,
@@ -113,6 +110,9 @@ def start(
         "start_id": start_id,
     }
     try:
+        if made_here and detached:
+            link.owning_instances.add(instance)
+        link.instance_started(instance)
         link.sync(_start(link, instance, options, message))
         return Client(link, instance, is_owner=not detached)
     except BaseException as error:

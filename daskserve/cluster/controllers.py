@@ -44,6 +44,10 @@ class Instance:
     controller: ActorAddress | None = None
     controller_up: asyncio.Event = field(default_factory=asyncio.Event)
     starting: asyncio.Lock = field(default_factory=asyncio.Lock)
+    #: Waits for the workers' Hosts at the start.
+    awaiting_hosts: asyncio.Task[None] | None = None
+    #: Set when the first start is over, however it went.
+    has_begun: asyncio.Event = field(default_factory=asyncio.Event)
     is_ending: bool = False
     ending: asyncio.Task[None] | None = None
     grace: asyncio.TimerHandle | None = None
@@ -119,6 +123,8 @@ class ControllerKeeper:
                 entry.controller = address
                 entry.controller_up.set()
                 self._tell(entry.name, {"kind": CONTROLLER, **plain(address)})
+            elif entry.is_ending:
+                await self._end(address)  # whoever ends the instance waits for this
             else:
                 self._spawn(self._end(address))
 

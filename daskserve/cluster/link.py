@@ -13,7 +13,7 @@ import signal
 import threading
 from collections.abc import Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from distributed import Client, Security, Worker, get_worker
 from distributed.client import _get_global_client
@@ -38,6 +38,30 @@ KNOCK_MARGIN_S = 0.2
 
 async def _refuse(name: str, incarnation: int, envelope: Envelope, receive: Receive, send: Send) -> Load:
     raise InstanceError("This process is a client and holds no actors.")
+
+
+class _Call(Generic[T]):
+    """A coroutine that another thread waits for, and may give up at any moment.
+
+    Ctrl-C may come when the loop has been told of the coroutine, and its caller has no future yet to cancel.
+    """
+
+    def __init__(self, coroutine: Coroutine[Any, Any, T]) -> None:
+        self._coroutine = coroutine
+        self._task: asyncio.Task[Any] | None = None
+        self.is_given_up = False
+
+    async def run(self) -> T:
+        if self.is_given_up:
+            self._coroutine.close()
+            raise asyncio.CancelledError
+        self._task = asyncio.current_task()
+        return await self._coroutine
+
+    def cancel(self) -> None:
+        """Call on the loop only."""
+        if self._task is not None:
+            self._task.cancel()
 
 
 class Link:
@@ -150,11 +174,13 @@ class Link:
                 f"The Dask client of {self.scheduler_address} is closed, and with it the connection that "
                 "daskserve used; make a new distributed.Client and start or connect with that."
             )
-        future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        call = _Call(coroutine)
         try:
-            return future.result(timeout_s)
+            return asyncio.run_coroutine_threadsafe(call.run(), self.loop).result(timeout_s)
         except BaseException:
-            future.cancel()  # also on Ctrl-C: nothing half-done goes on behind the caller's back
+            # Also on Ctrl-C: nothing half-done goes on behind the caller's back.
+            call.is_given_up = True
+            self.loop.call_soon_threadsafe(call.cancel)
             raise
 
     def runs_here(self) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -19,7 +20,7 @@ from distributed.core import Status
 from daskserve._version import __version__
 from daskserve.cluster.base import StoreChange
 from daskserve.cluster.capacity import Capacity
-from daskserve.cluster.controllers import ControllerKeeper, Instance, plain
+from daskserve.cluster.controllers import START_TIMEOUT_S, ControllerKeeper, Instance, plain
 from daskserve.cluster.dask import SUPERVISOR_OP, topic_of
 from daskserve.cluster.hosts import HostRegistry
 from daskserve.cluster.long_poll import ENDED, WORKERS
@@ -42,8 +43,10 @@ logger = logging.getLogger("daskserve.supervisor")
 PLUGIN_NAME = "daskserve-supervisor"
 #: A client that unsubscribes late makes Dask create the topic again, empty; it is dropped once more.
 SECOND_SWEEP_S = 1.0
-#: A supervisor without any instance leaves after that long; one that starts an instance then registers another.
+#: A supervisor without any instance leaves after that long; who starts one then registers another.
 UNUSED_S = 2.0
+#: So many interrupted starts are remembered; each is of interest for milliseconds.
+GIVEN_UP = 100
 #: How long a worker that is to leave waits for its actors to be replaced elsewhere.
 EVACUATION_S = 60.0
 
@@ -69,6 +72,8 @@ class Supervisor(SchedulerPlugin):
         self._watching: asyncio.Task[Any] | None = None
         self._lock = asyncio.Lock()
         self._reported = asyncio.Event()
+        #: Calls of ``serve.start()`` that were interrupted before they got here.
+        self._given_up: deque[str] = deque(maxlen=GIVEN_UP)
         self._is_closed = False
         self._verbs: dict[str, Callable[..., Awaitable[Any]]] = {
             "start_instance": self._start_instance,
@@ -152,6 +157,8 @@ class Supervisor(SchedulerPlugin):
     ) -> dict[str, Any]:
         if self._is_closed:
             raise NotRunningError("The supervisor has just left with its last instance; register it again.")
+        if start_id in self._given_up:
+            raise InstanceError(f"The start of {instance!r} was given up before it began.")
         if instance in self._instances:
             if instance == DEFAULT_INSTANCE:
                 raise AlreadyRunningError(
@@ -167,9 +174,12 @@ class Supervisor(SchedulerPlugin):
         entry = Instance(instance, owner, owns_cluster, grace_s, payload, opened, start_id)
         self._instances[instance] = entry
         try:
-            await entry.store.open()
-            await self._hosts_ready(timeout_s)
-            await self._controllers.start(entry)
+            try:
+                await entry.store.open()
+                await self._hosts_ready(entry, timeout_s)
+                await self._controllers.start(entry)
+            finally:
+                entry.has_begun.set()
             if entry.controller is None:
                 raise InstanceError(f"The controller of {instance!r} could not be started on any worker.")
         except BaseException:
@@ -183,6 +193,9 @@ class Supervisor(SchedulerPlugin):
         Returns whether there is none any more.
         """
         entry = self._instances.get(instance)
+        if start_id is not None and (entry is None or start_id != entry.start_id):
+            # The call that is to be undone may still be on its way: this one can have overtaken it.
+            self._given_up.append(start_id)
         if entry is None:
             # Who was interrupted between registering the supervisor and starting an instance ends up here.
             await self._leave_if_unused()
@@ -199,7 +212,17 @@ class Supervisor(SchedulerPlugin):
         if entry.grace is not None:
             entry.grace.cancel()
         self._tell(entry.name, {"kind": ENDED})
+        if entry.awaiting_hosts is not None:
+            entry.awaiting_hosts.cancel()
         await self._hosts.end_instance(entry.name)
+        # Whoever is just starting it, or a controller for it, sees that it ends, and has left nothing then.
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                await entry.has_begun.wait()
+                async with entry.starting:
+                    pass
+        except TimeoutError:
+            logger.warning("Instance %s ends while its store or a worker hangs", entry.name)
         self._drop_topic(entry.name)
         loop = asyncio.get_running_loop()
         loop.call_later(SECOND_SWEEP_S, self._drop_topic, entry.name)
@@ -260,7 +283,7 @@ class Supervisor(SchedulerPlugin):
 
     # Acting
 
-    async def _hosts_ready(self, timeout_s: float) -> None:
+    async def _hosts_ready(self, entry: Instance, timeout_s: float) -> None:
         async with self._lock:
             if self._client is None:
                 self._client = Client(
@@ -275,7 +298,12 @@ class Supervisor(SchedulerPlugin):
                 self._hosts.open(self._client)
                 self._capacity.install()
                 self._watching = self._tasks.spawn(self._controllers.watch())
-        await self._hosts.ready(timeout_s)
+        if not entry.is_ending:
+            waiting = entry.awaiting_hosts = asyncio.create_task(self._hosts.ready(timeout_s))
+            await asyncio.wait({waiting})
+            if not entry.is_ending:
+                return await waiting
+        raise InstanceError(f"Instance {entry.name!r} was ended while it was being started.")
 
     async def _admit(self, worker: WorkerAddress) -> None:
         if self._client is None or self._client.status != "running":

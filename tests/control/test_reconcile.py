@@ -368,10 +368,10 @@ def test_a_running_replica_that_cannot_be_reached_by_a_new_controller_stays_publ
         refused = dict.fromkeys(holders, 0)
 
         async def broken(caller: Any, worker: str, work: Any) -> Any:
-            if caller is not stage.cluster.program and "list_actors" in work.__code__.co_names:
-                if refused.get(worker, MISSES) < MISSES - 1:
-                    refused[worker] += 1
-                    raise ActorLostError("cannot be reached", begun=False)
+            is_look = caller is not stage.cluster.program and "list_actors" in work.__code__.co_names
+            if is_look and refused.get(worker, MISSES) < MISSES - 1:
+                refused[worker] += 1
+                raise ActorLostError("cannot be reached", begun=False)
             return await run_on(caller, worker, work)
 
         stage.cluster.run_on = broken  # type: ignore[method-assign]

@@ -1159,7 +1159,7 @@ class StillBorn:
 def test_a_replica_whose_first_health_check_fails_does_not_start() -> None:
     async def main() -> None:
         replica = make(StillBorn)
-        with pytest.raises(ReplicaStartError, match="failed its first health check: .*feverish"):
+        with pytest.raises(ReplicaStartError, match=r"failed its first health check: .*feverish"):
             await replica.start()
 
     asyncio.run(main())

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dask_processes import ExternalCluster, dask_scheduler, dask_worker
+from dask_processes import PATIENCE_S, ExternalCluster, dask_scheduler, dask_worker
 from distributed import Client
 
 import daskserve as serve
@@ -55,14 +55,18 @@ def dask_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExternalC
 def clean_cluster(dask_cluster: ExternalCluster) -> Iterator[ExternalCluster]:
     """The external cluster, on which nothing at all may be left after the last test of a module."""
     yield dask_cluster
-    dask_cluster.assert_clean()
+    dask_cluster.assert_clean(PATIENCE_S)
 
 
 @pytest.fixture
 def external(clean_cluster: ExternalCluster) -> Iterator[ExternalCluster]:
     """A cluster that others started, on which nothing of daskserve may be left after the test."""
     yield clean_cluster
-    clean_cluster.assert_clean(topics=False)
+    try:
+        clean_cluster.assert_clean(PATIENCE_S, topics=False)
+    except BaseException:
+        clean_cluster.sweep()  # what one test left is not to fail those after it
+        raise
 
 
 @pytest.fixture

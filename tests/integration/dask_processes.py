@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,10 @@ from urllib.parse import urlsplit
 
 import psutil
 from distributed import Client, Scheduler
+
+from daskserve.calls import end_instance
+from daskserve.cluster.link import link_of
+from daskserve.errors import NotRunningError
 
 HERE = Path(__file__).parent
 
@@ -353,6 +357,13 @@ class ExternalCluster:
             return [each for each in self.leftovers() if topics or ": topics " not in each]
 
         poll_for(lambda: not left(), timeout_s, what=lambda: "left: " + "; ".join(left()), every_s=0.05)
+
+    def sweep(self) -> None:
+        """End every instance that is left."""
+        link = link_of(self.client)
+        with suppress(NotRunningError):
+            for instance in link.sync(link.ask("instances"), timeout_s=PATIENCE_S):
+                end_instance(link, instance)
 
     def run_program(self, source: str, *arguments: str, **variables: str) -> Program:
         """Start a Python program; it finds the scheduler's address in ``sys.argv[1]``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
@@ -11,9 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dask_processes import ExternalCluster, Program, poll_for, wait_until_gone
+from dask_processes import PATIENCE_S, ExternalCluster, Program, poll_for, wait_until_gone
 
 import daskserve as serve
+from daskserve.cluster.link import Link, link_of
+from daskserve.errors import InstanceError
+from daskserve.starts import ControllerStart
 
 
 @contextmanager
@@ -151,3 +155,73 @@ def test_start_of_a_cluster_of_its_own(arguments: str, processes: int, tmp_path:
         wait_until_gone(started, 5)
     finally:
         program.kill()
+
+
+def test_a_start_that_arrives_after_its_end(external: ExternalCluster) -> None:
+    """Both travel over connections of their own: the message that undoes the start may get there first."""
+    link = link_of(external.client)
+    with serve.start(http_options={"port": 0}, dask_client=external.client) as client:
+        assert link.sync(link.ask("end_instance", instance="late", start_id="given up")) is True
+        with pytest.raises(InstanceError, match="given up before it began"):
+            link.sync(start_late(link))
+        assert list(link.sync(link.ask("instances"))) == [client.instance_name]
+
+
+def test_an_end_while_the_instance_is_being_started(external: ExternalCluster) -> None:
+    """The end waits for the start, which fails; neither leaves anything."""
+    link = link_of(external.client)
+    with serve.start(http_options={"port": 0}, dask_client=external.client) as client:
+
+        async def both() -> Any:
+            starting = asyncio.ensure_future(start_late(link))
+            async with asyncio.timeout(10):
+                while "late" not in await link.ask("instances"):
+                    await asyncio.sleep(0)
+                await link.ask("end_instance", instance="late", start_id="given up")
+            return await asyncio.gather(starting, return_exceptions=True)
+
+        (outcome,) = link.sync(both())
+        assert outcome is None or isinstance(outcome, InstanceError)
+        assert list(link.sync(link.ask("instances"))) == [client.instance_name]
+        poll_for(lambda: not [each for each in external.leftovers() if "late" in each], 5)
+
+
+async def start_late(link: Link) -> None:
+    await link.ask(
+        "start_instance",
+        instance="late",
+        owner=None,
+        owns_cluster=False,
+        grace_s=0.0,
+        payload=ControllerStart(http={"location": "NoServer"}, middlewares=None, settings={}).encode(),
+        store="memory://",
+        timeout_s=10.0,
+        start_id="given up",
+    )
+
+
+def test_ctrl_c_before_the_caller_knows_that_the_call_began(
+    external: ExternalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = link_of(external.client)
+    begun, ended = threading.Event(), threading.Event()
+
+    async def never() -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    hand_over = asyncio.run_coroutine_threadsafe
+
+    def interrupted(*arguments: Any) -> Any:
+        hand_over(*arguments)
+        begun.wait(PATIENCE_S)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("asyncio.run_coroutine_threadsafe", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            link.sync(never())
+    assert ended.wait(PATIENCE_S)

@@ -133,10 +133,10 @@ def deploy(wanted: Wanted, wish: Mapping[str, Any], route: str | None, **_: Any)
     tag = wish["tag"]
     existing, endpoint = wanted.live(tag), wanted.endpoints.get(tag)
     is_repeated = existing is not None and existing.request_id == wish["request_id"]
-    if wish["prev_version"] is not None and not is_repeated:
-        # In the simulation a deployment always has a version, a classic backend never.
-        if existing is None or not existing.is_deployment or existing.version != wish["prev_version"]:
-            raise Rejected
+    # In the simulation a deployment always has a version, a classic backend never.
+    found = existing.version if existing is not None and existing.is_deployment else None
+    if wish["prev_version"] not in (None, found) and not is_repeated:
+        raise Rejected
     if existing is not None and not is_repeated and not existing.is_deployment:
         raise Rejected
     if any(each.route == route for name, each in wanted.endpoints.items() if name != tag and route):

@@ -334,7 +334,7 @@ class Simulation:
             self._inside(lambda: self._harm(controller.worker, kind))
 
     def harm_controller_after(self, commits: int, kind: str) -> None:
-        """Harm the controller when it has written so many changes more: before it acts on the last of them."""
+        """Harm the controller when it has written so many more changes: before it acts on the last."""
 
         def happen(epoch: int) -> None:
             for address in self.cluster.actors():
@@ -360,7 +360,9 @@ class Simulation:
         self.seen.clear()
         self.run(self._open(workers))
 
-    def ask_old_controller(self, index: int, verb: str, message: Mapping[str, Any], *, seconds: float) -> None:
+    def ask_old_controller(
+        self, index: int, verb: str, message: Mapping[str, Any], *, seconds: float
+    ) -> None:
         """Let a client that has not heard of the newest controller ask an older one."""
         old = [
             each

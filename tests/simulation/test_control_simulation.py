@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from control_machine import ControlMachine
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 

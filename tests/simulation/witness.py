@@ -283,12 +283,12 @@ class Witness:
             current = before.backends.get(tag)
             if backend == current:
                 continue
-            fallback = self.fallbacks[tag] if tag in self.fallbacks else current
+            fallback = self.fallbacks.get(tag, current)
             is_leaving = current is not None and current.is_deleting
             self.fallbacks[tag] = None if is_leaving else fallback
 
     def _check_withdrawn(self, tag: str, before: Wanted, new: Wanted) -> None:
-        """Whether a failed goal was taken back to the last state that had come about, and failed for a reason."""
+        """Whether a failed goal was taken back to what had come about last, and failed for a reason."""
         fallback = self.fallbacks.get(tag)
         backend, endpoint = before.backends[tag], before.endpoints.get(tag)
         if fallback is not None:
@@ -328,7 +328,7 @@ class Witness:
             serving = [each for each in self.replicas(tag) if each.state is ReplicaState.RUNNING]
             if len(serving) < backend.num_replicas:
                 self.wrong(
-                    f"{replicas} left service for no reason; {backend.num_replicas} are wanted, {serving} left"
+                    f"{replicas} left for no reason; {backend.num_replicas} are wanted, {serving} stay"
                 )
 
     def _check_references(self, changed: Mapping[str, Record | None]) -> None:
