@@ -123,8 +123,6 @@ class ControllerKeeper:
                 entry.controller = address
                 entry.controller_up.set()
                 self._tell(entry.name, {"kind": CONTROLLER, **plain(address)})
-            elif entry.is_ending:
-                await self._end(address)  # whoever ends the instance waits for this
             else:
                 self._spawn(self._end(address))
 

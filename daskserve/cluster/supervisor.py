@@ -215,14 +215,16 @@ class Supervisor(SchedulerPlugin):
         if entry.awaiting_hosts is not None:
             entry.awaiting_hosts.cancel()
         await self._hosts.end_instance(entry.name)
-        # Whoever is just starting it, or a controller for it, sees that it ends, and has left nothing then.
-        try:
-            async with asyncio.timeout(START_TIMEOUT_S):
-                await entry.has_begun.wait()
-                async with entry.starting:
-                    pass
-        except TimeoutError:
-            logger.warning("Instance %s ends while its store or a worker hangs", entry.name)
+        if entry.starting.locked() or not entry.has_begun.is_set():
+            # Whoever is just starting it, or a controller for it, sees now that it ends.
+            try:
+                async with asyncio.timeout(START_TIMEOUT_S):
+                    await entry.has_begun.wait()
+                    async with entry.starting:
+                        pass
+            except TimeoutError:
+                logger.warning("Instance %s ends while its store or a worker hangs", entry.name)
+            await self._hosts.end_instance(entry.name)
         self._drop_topic(entry.name)
         loop = asyncio.get_running_loop()
         loop.call_later(SECOND_SWEEP_S, self._drop_topic, entry.name)

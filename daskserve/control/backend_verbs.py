@@ -156,7 +156,7 @@ def _check_version(wish: Wish, existing: BackendRecord | None) -> None:
         raise BadRequestError(f"Version {wish.user_version!r} is reserved; name another one.")
     if wish.prev_version is None:
         return
-    if existing is not None and existing.request_id == wish.request_id:
+    if existing is not None and existing.request_id == wish.request_id and not existing.is_deleting:
         return  # the retry of a call that succeeded
     present = None if existing is None or existing.is_deleting else existing.user_version
     if present is None:

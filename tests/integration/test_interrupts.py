@@ -175,7 +175,7 @@ def test_an_end_while_the_instance_is_being_started(external: ExternalCluster) -
         async def both() -> Any:
             starting = asyncio.ensure_future(start_late(link))
             async with asyncio.timeout(10):
-                while "late" not in await link.ask("instances"):
+                while "late" not in await link.ask("instances"):  # noqa: ASYNC110 (nothing tells of it)
                     await asyncio.sleep(0)
                 await link.ask("end_instance", instance="late", start_id="given up")
             return await asyncio.gather(starting, return_exceptions=True)
