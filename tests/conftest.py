@@ -11,6 +11,8 @@ HERE = Path(__file__).parent
 
 # The same examples in every run, and no deadline: a busy machine is not a failure.
 settings.register_profile("daskserve", deadline=None, derandomize=True)
+# Other examples in every run, and many: pytest --hypothesis-profile=nightly tests/simulation
+settings.register_profile("nightly", deadline=None, max_examples=10_000, print_blob=True)
 settings.load_profile("daskserve")
 
 

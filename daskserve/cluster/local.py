@@ -425,7 +425,7 @@ class LocalCluster:
             return await work(self._hosts[worker])
         await self.clock.sleep(self._latency_s())
         host = self._hosts.get(worker)
-        if host is None:
+        if host is None or not host.process.is_alive:
             raise ActorLostError(f"Worker {worker} cannot be reached.", begun=False)
         try:
             result = await host.carry(lambda: work(host), caller)

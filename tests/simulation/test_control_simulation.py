@@ -6,15 +6,17 @@ from control_machine import ControlMachine
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+#: In every run of the suite; the profile ``nightly`` plays more, and others every time.
+SCHEDULES = 500
+STEPS = 30
+
 
 def test_whatever_happens_what_was_acknowledged_holds_and_what_is_wanted_comes_about() -> None:
     run_state_machine_as_test(
         ControlMachine,
         settings=settings(
-            max_examples=20,
-            stateful_step_count=30,
+            max_examples=max(SCHEDULES, settings().max_examples),
+            stateful_step_count=STEPS,
             suppress_health_check=list(HealthCheck),
-            deadline=None,
-            derandomize=True,
         ),
     )
