@@ -257,12 +257,19 @@ def dask_command(kind: str, *arguments: str, prelude: str = "") -> list[str]:
 
 @contextmanager
 def dask_worker(
-    address: str, folder: Path, *, threads: int = 2, prelude: str = "", name: str = ""
+    address: str,
+    folder: Path,
+    *,
+    threads: int = 2,
+    prelude: str = "",
+    name: str = "",
+    extra: Sequence[str] = (),
 ) -> Iterator[Program]:
     """Run a worker process; it is killed at the end."""
     arguments = [address, "--no-nanny", "--no-dashboard", "--host", "127.0.0.1", "--nthreads", str(threads)]
     if name:
         arguments += ["--name", name]
+    arguments += extra
     program = Program(dask_command("worker", *arguments, prelude=prelude), folder, keeps_stdin=True)
     try:
         yield program

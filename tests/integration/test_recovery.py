@@ -20,7 +20,7 @@ from clusters import (
     serve_pids,
     worker_of,
 )
-from dask_processes import fetch, poll_for
+from dask_processes import dask_worker, fetch, poll_for
 
 import daskserve as serve
 
@@ -149,38 +149,24 @@ def test_retiring_the_controllers_worker_moves_the_controller() -> None:
         assert load.failures == []
 
 
-def test_a_workers_lifetime_ends_without_a_failed_request() -> None:
-    with nannied_cluster(3, lifetime="4 seconds") as dask:
-        with nannied_free_workers(dask):
-            with serve.start(dask_client=dask, **EPHEMERAL) as client:
-                client.create_backend("b", pid_of_replica, config={"num_replicas": 1})
-                client.create_endpoint("e", backend="b")
-                handle = client.get_handle("e")
-                before = running(client, "b")
-                seen = set()
-                deadline = time.monotonic() + 28
-                while before[0] in dask.scheduler_info(n_workers=-1)["workers"]:
-                    seen.add(handle.remote().result(10))
-                    assert time.monotonic() < deadline
-                assert handle.remote().result(10)
+def test_a_workers_lifetime_ends_without_a_failed_request(tmp_path: Path) -> None:
+    def workers() -> dict[str, Any]:
+        return dict(dask.scheduler_info(n_workers=-1)["workers"])
 
+    def grown() -> list[str]:
+        client.update_backend_config("b", {"num_replicas": len(running(client, "b")) + 1})
+        return running(client, "b")
 
-def nannied_free_workers(dask: Any) -> Any:
-    """Add workers without a lifetime, to which everything can move."""
-    from contextlib import contextmanager
-
-    from dask_processes import dask_worker
-
-    @contextmanager
-    def added() -> Any:
-        import tempfile
-
-        with tempfile.TemporaryDirectory() as folder:
-            with dask_worker(dask.scheduler.address, Path(folder), name="steady"):
-                dask.wait_for_workers(4, timeout=30)
-                yield
-
-    return added()
+    with nannied_cluster(2) as dask, serve.start(dask_client=dask, **EPHEMERAL) as client:
+        url = serve_pids(client, num_replicas=1)
+        with dask_worker(dask.scheduler.address, tmp_path, name="mortal", extra=("--lifetime", "8 seconds")):
+            mortal = poll_for(lambda: [key for key, each in workers().items() if each["name"] == "mortal"])[0]
+            poll_for(lambda: mortal in grown())
+            with Load(url) as load:
+                poll_for(lambda: mortal not in workers(), 30)
+                load.more()
+        assert load.failures == []
+        assert mortal not in running(client, "b")
 
 
 def test_adaptive_scaling_down_keeps_what_serves() -> None:
