@@ -161,7 +161,8 @@ class Program:
     @property
     def complaints(self) -> str:
         """The errors, without Dask's own of a heartbeat that was on its way when its cluster was closed."""
-        records = re.split(r"^(?=\d{4}-\d\d-\d\d )", self.errors, flags=re.MULTILINE)
+        # Not only at the start of a line: a REPL's prompt may stand before it.
+        records = re.split(r"(?=\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ - )", self.errors)
         return "".join(each for each in records if "during heartbeat" not in each)
 
     def told(self) -> str:
