@@ -18,7 +18,7 @@ from daskserve.client import Client
 from daskserve.client_deployments import python_methods
 from daskserve.cluster.install import start_instance
 from daskserve.cluster.launch import start_detached_cluster, start_local_cluster
-from daskserve.cluster.link import Link, default_client, dial, link_of, worker_link
+from daskserve.cluster.link import Link, dial, link_of, present_link
 from daskserve.config import HTTPOptions, parse_options
 from daskserve.context import current_replica
 from daskserve.data.handle import Handle
@@ -196,15 +196,7 @@ def _find_link(dask_client: Any, address: str | None) -> Link | None:
         return link_of(dask_client)
     if address is not None:
         return link_of(dial(address, settings.timeouts().connect_s))
-    replica = current_replica.get()
-    if replica is not None:
-        found: Link = replica.cluster.link
-        return found
-    inside = worker_link()
-    if inside is not None:
-        return inside
-    client = default_client()
-    return None if client is None else link_of(client)
+    return present_link()
 
 
 def connect(*, dask_client: Any = None, address: str | None = None) -> Client:

@@ -24,6 +24,7 @@ from daskserve.clock import LoopClock, system_rng
 from daskserve.cluster.channel import ChannelPool, Dispatch
 from daskserve.cluster.dask import DaskCluster, ask_supervisor
 from daskserve.cluster.probe import mismatch, version_probe
+from daskserve.context import current_replica
 from daskserve.errors import ClusterUnreachableError, InstanceError, VersionMismatchError
 from daskserve.types import Envelope, InstanceName, Load, Receive, Send
 
@@ -358,6 +359,19 @@ def default_client() -> Client | None:
     """Return Dask's default client of this process, if there is a running one."""
     client = _get_global_client()
     return client if client is not None and client.status == "running" else None
+
+
+def present_link() -> Link | None:
+    """Return the link of the code that calls: of its replica, its Dask task's worker, or its Dask client."""
+    replica = current_replica.get()
+    if replica is not None:
+        link: Link = replica.cluster.link
+        return link
+    found = worker_link()
+    if found is not None:
+        return found
+    client = default_client()
+    return None if client is None else link_of(client)
 
 
 def worker_link() -> Link | None:

@@ -376,7 +376,6 @@ class _Stepper:
         if goal is None or goal.state is not GoalState.PENDING or not self.is_at_rest():
             return
         self.step.change[goal.key] = goals.finish(goal)
-        self.world.observed.deadlines.pop(goal.goal_id, None)
         self.set_backend(replace(self.backend, goal=None))
 
     def is_at_rest(self) -> bool:

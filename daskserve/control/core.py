@@ -20,7 +20,7 @@ from daskserve.control import backend_state, checkpoint, endpoint_state
 from daskserve.control.acting import Acting
 from daskserve.control.observed import Observed
 from daskserve.control.reconcile import Reconciler
-from daskserve.control.records import Change, ProxyRecord
+from daskserve.control.records import Change, GoalRecord, GoalState, ProxyRecord
 from daskserve.control.state import State
 from daskserve.control.watch import WorkerWatch
 from daskserve.control.writing import Writer
@@ -203,6 +203,8 @@ class ControllerCore:
         for key, record in change.items():
             if record is None and key.startswith("replica/"):
                 self._observed.forget_replica(key.removeprefix("replica/"))
+            elif isinstance(record, GoalRecord) and record.state is not GoalState.PENDING:
+                self._observed.deadlines.pop(record.goal_id, None)
         self._notify(self._keys_touched(change))
         if any(key.startswith("goal/") for key in change):
             ended, self._goal_ended = self._goal_ended, asyncio.Event()

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from daskserve.cluster.base import Cluster
-from daskserve.cluster.link import Link, default_client, link_of, worker_link
-from daskserve.context import current_replica, current_request
+from daskserve.cluster.link import Link, present_link
+from daskserve.context import current_request
 from daskserve.data.router import Routers
 from daskserve.errors import ClosedError, InstanceError, RequestTimeoutError, ServeError
 from daskserve.payload import PackedError, dump, load, load_error
@@ -24,27 +24,20 @@ from daskserve.types import Envelope, EnvelopeKind, Message, Payload
 
 
 def find_link() -> Link:
-    """Return the link of the code that calls: of its replica, its Dask task's worker, or its Dask client.
+    """Return the link of the code that calls.
 
     Raises
     ------
     InstanceError
         There is none: the process is not connected to a Dask cluster.
     """
-    replica = current_replica.get()
-    if replica is not None:
-        link: Link = replica.cluster.link
-        return link
-    found = worker_link()
-    if found is not None:
-        return found
-    client = default_client()
-    if client is None:
+    link = present_link()
+    if link is None:
         raise InstanceError(
             "This process is not connected to a Dask cluster; make a distributed.Client, or call "
             "serve.connect()."
         )
-    return link_of(client)
+    return link
 
 
 async def routers_of(cluster: Any) -> Routers:

@@ -57,10 +57,7 @@ NEVER_S = 1e9
 class IsolatedReplica:
     """The `daskserve.cluster.base.Hosted` whose user code runs in a child process.
 
-    Attributes
-    ----------
-    on_lost : callable or None
-        ``on_lost(reason)`` is called once, on the worker's loop, if the child ends unasked.
+    A child that ends unasked shows in `health`, which whoever watches the worker reads every second.
     """
 
     verbs: ClassVar[frozenset[str]] = Replica.verbs
@@ -73,7 +70,6 @@ class IsolatedReplica:
         self._is_open = False
         #: Why the replica cannot serve any more, if its child ended unasked.
         self._loss = ""
-        self.on_lost: Callable[[str], None] | None = None
         self._ongoing = self._queued = 0
         self._handled = self._refused = 0
         self._idle = asyncio.Event()
@@ -262,8 +258,6 @@ class IsolatedReplica:
         self._is_open = False
         self._loss = f"Replica {self._start.replica_tag!r} is lost: its process {self._child.fate}."
         logger.error("%s", self._loss)
-        if self.on_lost is not None:
-            self.on_lost(self._loss)
 
     # ---- stop
 
