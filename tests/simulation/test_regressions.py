@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 from control_machine import ControlMachine
 
 
@@ -50,3 +51,52 @@ def test_a_call_on_its_way_to_a_stopped_controller_fails_when_its_cluster_is_gon
         state.harm_controller("suspend", seconds=5.0)
         state.ask_old_controller(index=5, traffic={"d": 1.0}, seconds=0.002)
         state.start_anew()
+
+
+def test_a_replaced_controller_does_not_answer_from_memory() -> None:
+    """What it is asked for was so when it was stopped, and is not any more."""
+    with played(stock="ad") as state:
+        state.rest()
+        state.harm_controller("suspend", seconds=5.0)
+        state.set_traffic("e", {"d": 1.0}, seconds=0.1)
+        state.ask_old_controller(index=0, traffic={"a": 1.0}, seconds=0.1)
+        state.resume_worker(index=0, seconds=0.1)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_new_controller_waits_for_proxies_that_it_has_not_heard_of_yet(seed: int) -> None:
+    with played(stock="a", location="EveryWorker", latency_s=0.004, seed=seed) as state:
+        state.rest()
+        state.deliver("late")
+        state.harm_controller("kill", seconds=0.0)
+        state.create_endpoint("d", "/x", "a", seconds=0.0)
+        state.wait(7.0)
+
+
+@pytest.mark.parametrize("stopped", range(3))
+def test_a_stopped_proxy_does_not_keep_callers_waiting_for_ever(stopped: int) -> None:
+    with played(stock="a", location="EveryWorker", has_nannies=False) as state:
+        state.rest()
+        state.harm_worker(stopped, "suspend", seconds=0.0)
+        state.delete_endpoint("e", seconds=0.0)
+        state.wait(45.0)
+
+
+@pytest.mark.parametrize("vanished", range(2))
+def test_a_replica_that_runs_as_far_as_routers_know_is_not_made_again(vanished: int) -> None:
+    """A new controller finds it gone; another one with its name could be one too many."""
+    with played(stock="a") as state:
+        state.rest()
+        state.spoil_actor(vanished, "vanish")
+        state.harm_controller("kill", seconds=2.0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_config_that_was_sent_and_not_confirmed_is_not_taken_for_the_old_one(seed: int) -> None:
+    """Going back to the old config must reach replicas that may have the new one by now."""
+    with played(stock="a", latency_s=0.004, seed=seed) as state:
+        state.rest()
+        state.script_lives("a", ["late", "late"], "well")
+        state.reconfigure("a", "two", seconds=0.1)
+        state.harm_controller("kill", seconds=0.0)
+        state.reconfigure("a", "one", seconds=2.0)
