@@ -23,10 +23,6 @@ from urllib.parse import urlsplit
 import psutil
 from distributed import Client, Scheduler
 
-from daskserve.calls import end_instance
-from daskserve.cluster.link import link_of
-from daskserve.errors import NotRunningError
-
 HERE = Path(__file__).parent
 
 #: How long the machine may take for anything that has no limit of its own.
@@ -368,6 +364,11 @@ class ExternalCluster:
 
     def sweep(self) -> None:
         """End every instance that is left."""
+        # Here, because schedulers and workers import this module too, and some of them have no daskserve.
+        from daskserve.calls import end_instance
+        from daskserve.cluster.link import link_of
+        from daskserve.errors import NotRunningError
+
         link = link_of(self.client)
         with suppress(NotRunningError):
             for instance in link.sync(link.ask("instances"), timeout_s=PATIENCE_S):
