@@ -39,6 +39,17 @@ def limit() -> Iterator[None]:
         signal.signal(signal.SIGALRM, previous)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _ctrl_c() -> Iterator[None]:
+    """Let Ctrl-C do here, and in the programs that tests start, what it does in a terminal.
+
+    A shell's background jobs, as a test run may be, have SIGINT ignored.
+    """
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, previous)
+
+
 @pytest.fixture(scope="session")
 def dask_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExternalCluster]:
     folder: Path = tmp_path_factory.mktemp("external")
