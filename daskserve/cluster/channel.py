@@ -12,10 +12,11 @@ Frames (tuples; the first two fields are the kind and the stream's number, chose
     (END,    n, ongoing, queued)                          the handler is done; carries the actor's load
     (ERROR,  n, pickled error)                            the handler raised
     (CANCEL, n)                                           the opener went away
-    (CREDIT, n, count)                                    the handler takes so many more messages
+    (CREDIT, n, size)                                     the other side may send so many more bytes
 
-The opener sends one message of a request ahead and further ones only on credit, which the handler gives as
-it reads. So a body is not piled up at a slow reader, and a replica that refuses a request has not swallowed
+Either way messages go on credit, which is given as they are read, so that a body is not piled up at a slow
+reader: a handler may be `WINDOW_BYTES` ahead of the opener; the opener sends one message of a request ahead,
+and as much more once the handler has begun to read. So a replica that refuses a request has not swallowed
 more of its body than the router keeps to give again.
 
 Streams opened by the dialling side have even numbers, by the accepting side odd ones. Frame kinds that a
@@ -50,8 +51,11 @@ logger = logging.getLogger("daskserve.channel")
 
 OPEN, DATA, END, ERROR, CANCEL, CREDIT = range(6)
 
-#: How many messages of a body may be on their way once the handler has begun to read it.
-WINDOW = 16
+#: How much of a body may be on its way at a time. Credit for half of it is given at once, so that streams of
+#: small messages need no frames for it.
+WINDOW_BYTES = 1024 * 1024
+#: What a message counts for besides its body, so that many small ones fill the window too.
+MESSAGE_BYTES = 256
 
 #: Bytes values from this size on leave the msgpack part of a write, so that they are not copied into it.
 OUT_OF_BAND_BYTES = 32 * 1024
@@ -95,6 +99,45 @@ def _unwire_message(message: Message) -> Message:
     return message
 
 
+def _size_of(message: Message) -> int:
+    """Return what a message takes of its stream's window."""
+    body = message.get("body")
+    if body is not None:
+        return MESSAGE_BYTES + len(body)
+    payload = message.get("payload")
+    if payload is not None:
+        return MESSAGE_BYTES + int(payload.nbytes)
+    return MESSAGE_BYTES
+
+
+class _Window:
+    """How much may be sent yet in one direction of a stream; the sender's side."""
+
+    __slots__ = ("_left_bytes", "_room")
+
+    def __init__(self, size_bytes: int) -> None:
+        self._left_bytes = size_bytes
+        self._room: asyncio.Event | None = None  # few streams ever fill their window
+
+    def take(self, size_bytes: int) -> bool:
+        """Note that so much was sent; return whether there is room for more."""
+        self._left_bytes -= size_bytes
+        return self._left_bytes > 0
+
+    def give(self, size_bytes: int) -> None:
+        self._left_bytes += size_bytes
+        if self._room is not None and self._left_bytes > 0:
+            self._room.set()
+
+    async def wait(self) -> None:
+        """Return when there is room."""
+        while self._left_bytes <= 0:
+            if self._room is None:
+                self._room = asyncio.Event()
+            self._room.clear()
+            await self._room.wait()
+
+
 class Channel:
     """One connection. Make it with `dial` or `accept`; `serve` runs until it ends."""
 
@@ -106,7 +149,8 @@ class Channel:
         self._outbox_filled = asyncio.Event()
         self._opened: dict[int, asyncio.Queue[Message | Load | BaseException]] = {}
         self._inboxes: dict[int, asyncio.Queue[Message]] = {}
-        self._credits: dict[int, asyncio.Semaphore] = {}
+        #: What this side may send: of a request on the streams it opened, of a response on the others.
+        self._windows: dict[int, _Window] = {}
         self._handlers: dict[int, asyncio.Task[None]] = {}
         self._is_closed = False
 
@@ -163,8 +207,9 @@ class Channel:
             )
         )
         pump = None
+        taken_bytes = 0
         if envelope.kind is EnvelopeKind.HTTP:
-            self._credits[stream] = asyncio.Semaphore(1)
+            self._windows[stream] = _Window(1)  # a single message, however large
             pump = asyncio.create_task(self._pump(stream, receive), name="daskserve-channel-pump")
         try:
             while True:
@@ -174,25 +219,30 @@ class Channel:
                 if isinstance(item, BaseException):
                     raise item
                 await send(item)
+                taken_bytes += _size_of(item)
+                if taken_bytes >= WINDOW_BYTES // 2:
+                    self._post((CREDIT, stream, taken_bytes))
+                    taken_bytes = 0
         except BaseException:
             if stream in self._opened and not self._is_closed:
                 self._post((CANCEL, stream))
             raise
         finally:
             self._opened.pop(stream, None)
-            self._credits.pop(stream, None)
+            self._windows.pop(stream, None)
             if pump is not None:
                 pump.cancel()
 
     async def _pump(self, stream: int, receive: Receive) -> None:
-        credit = self._credits[stream]
+        window = self._windows[stream]
         while stream in self._opened:
-            await credit.acquire()
             message = await receive()
             self._post((DATA, stream, _wire_message(message)))
             if message["type"] == "http.disconnect" or not message.get("more_body", False):
                 # A disconnect after the body reaches us as the cancellation of the whole request.
                 return
+            if not window.take(_size_of(message)):
+                await window.wait()
 
     def _post(self, frame: Any) -> None:
         self._outbox.append(frame)
@@ -262,34 +312,42 @@ class Channel:
             self._accept_stream(stream, *frame[2:])
         elif kind == CANCEL and stream in self._handlers:
             self._handlers[stream].cancel()
-        elif kind == CREDIT and stream in self._credits:
-            for _ in range(frame[2]):
-                self._credits[stream].release()
+        elif kind == CREDIT and stream in self._windows:
+            self._windows[stream].give(frame[2])
 
     def _accept_stream(
         self, stream: int, name: str, incarnation: int, kind: str, head: Mapping[str, Any], payload: Any
     ) -> None:
         envelope = Envelope(EnvelopeKind(kind), head, _unwire_payload(payload))
         self._inboxes[stream] = asyncio.Queue()
-        self._handlers[stream] = asyncio.create_task(
+        self._windows[stream] = _Window(WINDOW_BYTES)
+        task = self._handlers[stream] = asyncio.create_task(
             self._handle(stream, name, incarnation, envelope), name="daskserve-channel-handle"
         )
+        # Not in the task itself: one that is cancelled before its first step never gets there.
+        task.add_done_callback(lambda _: self._forget(stream))
+
+    def _forget(self, stream: int) -> None:
+        for known in (self._inboxes, self._windows, self._handlers):
+            known.pop(stream, None)
 
     async def _handle(self, stream: int, name: str, incarnation: int, envelope: Envelope) -> None:
-        inbox = self._inboxes[stream]
-        credit = WINDOW - 1
+        inbox, window = self._inboxes[stream], self._windows[stream]
+        taken_bytes = WINDOW_BYTES  # whoever begins to read a body wants more than its first message
 
         async def receive() -> Message:
-            nonlocal credit
+            nonlocal taken_bytes
             message = await inbox.get()
-            credit += 1
-            if message.get("more_body", False) and credit >= WINDOW // 2:
-                self._post((CREDIT, stream, credit))
-                credit = 0
+            taken_bytes += _size_of(message)
+            if message.get("more_body", False) and taken_bytes >= WINDOW_BYTES // 2:
+                self._post((CREDIT, stream, taken_bytes))
+                taken_bytes = 0
             return message
 
         async def send(message: Message) -> None:
             self._post((DATA, stream, _wire_message(message)))
+            if not window.take(_size_of(message)):
+                await window.wait()
 
         try:
             load = await self._dispatch(name, incarnation, envelope, receive, send)
@@ -302,9 +360,6 @@ class Channel:
         except Exception as error:
             # The opener gets every error of the handler; nothing is lost here.
             self._post((ERROR, stream, dump_error(error)))
-        finally:
-            self._inboxes.pop(stream, None)
-            self._handlers.pop(stream, None)
 
     def _finish(self) -> None:
         self._is_closed = True

@@ -1,0 +1,341 @@
+"""Channels over a comm of two queues: streams, flow control, ends of every kind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from daskserve.cluster.channel import MESSAGE_BYTES, WINDOW_BYTES, Channel
+from daskserve.errors import ActorLostError, BadRequestError
+from daskserve.testing import run_virtual
+from daskserve.types import ActorAddress, Envelope, EnvelopeKind, Load, Message, Payload, Receive, Send
+
+ADDRESS = ActorAddress("local/replica/b#AAAAAA", "there", 1)
+HTTP = Envelope(EnvelopeKind.HTTP, {"type": "http"})
+Handler = Callable[[Receive, Send], Awaitable[None]]
+
+
+class QueueComm:
+    """One end of a connection in memory, with what channels use of Dask's comms."""
+
+    def __init__(self, incoming: asyncio.Queue[Any], outgoing: asyncio.Queue[Any]) -> None:
+        self._incoming, self._outgoing = incoming, outgoing
+        self.peer_address = "there"
+        self.written: list[Any] = []
+
+    async def write(self, frames: list[Any]) -> None:
+        arriving = [_plain(frame) for frame in frames]
+        self.written += frames
+        self._outgoing.put_nowait(arriving)
+
+    async def read(self) -> Any:
+        frames = await self._incoming.get()
+        if frames is None:
+            raise OSError("closed")
+        return frames
+
+    def abort(self) -> None:
+        self._outgoing.put_nowait(None)
+        self._incoming.put_nowait(None)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as it comes out of the other end: copied, and without Dask's marks."""
+    if isinstance(value, set):
+        raise TypeError("can not serialize 'set' object")
+    if isinstance(value, (list, tuple)):
+        return type(value)(_plain(each) for each in value)
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    return getattr(value, "data", value) if type(value).__name__ == "Serialize" else value
+
+
+class Pair:
+    """Two channels that are connected; ``there`` answers by a handler."""
+
+    def __init__(self, handler: Handler) -> None:
+        forth: asyncio.Queue[Any] = asyncio.Queue()
+        back: asyncio.Queue[Any] = asyncio.Queue()
+
+        async def dispatch(
+            name: str, incarnation: int, envelope: Envelope, receive: Receive, send: Send
+        ) -> Load:
+            assert (name, incarnation) == (ADDRESS.name, ADDRESS.incarnation)
+            await handler(receive, send)
+            return Load(3, 4)
+
+        self.comms = QueueComm(back, forth), QueueComm(forth, back)
+        self.here = Channel(self.comms[0], dispatch, first_stream=0)
+        self.there = Channel(self.comms[1], dispatch, first_stream=1)
+
+    def remembered(self) -> list[Any]:
+        """Return what either side still keeps of streams."""
+        return [
+            each
+            for side in (self.here, self.there)
+            for known in (side._opened, side._inboxes, side._windows, side._handlers)
+            for each in known
+        ]
+
+
+@asynccontextmanager
+async def connected(handler: Handler) -> AsyncIterator[Pair]:
+    """Yield a pair of channels; at the end nothing may be left of any stream."""
+    pair = Pair(handler)
+    serving = [asyncio.create_task(side.serve()) for side in (pair.here, pair.there)]
+    yield pair
+    await asyncio.sleep(1)
+    assert pair.remembered() == []
+    pair.here.close()
+    pair.there.close()
+    await asyncio.gather(*serving)
+
+
+def body(data: bytes, *, more: bool) -> Message:
+    return {"type": "http.response.body", "body": data, "more_body": more}
+
+
+async def nothing() -> Message:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+class Client:
+    """Sends some messages as a request's body, and keeps what is answered."""
+
+    def __init__(self, *chunks: bytes) -> None:
+        self.left = list(chunks)
+        self.given = 0
+        self.answers: list[Message] = []
+        self.may_read = asyncio.Event()
+        self.may_read.set()
+
+    async def receive(self) -> Message:
+        if not self.left:
+            return await nothing()
+        self.given += 1
+        chunk = self.left.pop(0)
+        return {"type": "http.request", "body": chunk, "more_body": bool(self.left)}
+
+    async def send(self, message: Message) -> None:
+        await self.may_read.wait()
+        self.answers.append(message)
+
+
+def play(scenario: Callable[[], Awaitable[None]]) -> None:
+    async def main() -> None:
+        await scenario()
+
+    run_virtual(main)
+
+
+def test_a_request_is_carried_there_and_its_answer_back() -> None:
+    async def echo(receive: Receive, send: Send) -> None:
+        message = await receive()
+        await send(body(message["body"].upper(), more=False))
+
+    async def scenario() -> None:
+        client = Client(b"hello")
+        async with connected(echo) as pair:
+            load = await pair.here.request(ADDRESS, HTTP, client.receive, client.send)
+        assert load == Load(3, 4)
+        assert client.answers == [body(b"HELLO", more=False)]
+
+    play(scenario)
+
+
+def test_a_small_exchange_costs_three_frames_forth_and_back() -> None:
+    async def echo(receive: Receive, send: Send) -> None:
+        await send(body((await receive())["body"], more=False))
+
+    async def scenario() -> None:
+        client = Client(b"x" * 1000)
+        async with connected(echo) as pair:
+            await pair.here.request(ADDRESS, HTTP, client.receive, client.send)
+            assert [len(comm.written) for comm in pair.comms] == [2, 2]
+
+    play(scenario)
+
+
+def test_a_body_goes_one_message_ahead_of_a_handler_that_does_not_read() -> None:
+    async def refuse(receive: Receive, send: Send) -> None:
+        await asyncio.sleep(5)
+        raise BadRequestError("no")
+
+    async def scenario() -> None:
+        client = Client(*[b"x" * 1000] * 50)
+        async with connected(refuse) as pair:
+            with pytest.raises(BadRequestError):
+                await pair.here.request(ADDRESS, HTTP, client.receive, client.send)
+        assert client.given == 1
+
+    play(scenario)
+
+
+def test_an_upload_is_a_window_ahead_of_its_slow_reader() -> None:
+    read = 0
+    chunk = b"x" * 65536
+
+    async def slow(receive: Receive, send: Send) -> None:
+        nonlocal read
+        more = True
+        while more:
+            more = (await receive())["more_body"]
+            read += 1
+            ahead = (client.given - read) * (len(chunk) + MESSAGE_BYTES)
+            assert ahead <= WINDOW_BYTES * 1.6
+            await asyncio.sleep(1)
+
+    client = Client()
+
+    async def scenario() -> None:
+        client.left = [chunk] * 200
+        async with connected(slow) as pair:
+            await pair.here.request(ADDRESS, HTTP, client.receive, client.send)
+        assert read == client.given == 200
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("size", [1, 1000, 65536, 3 * WINDOW_BYTES])
+def test_a_download_is_a_window_ahead_of_its_slow_reader(size: int) -> None:
+    count = max(20, 4 * WINDOW_BYTES // (size + MESSAGE_BYTES))
+    sent = 0
+
+    async def stream(receive: Receive, send: Send) -> None:
+        nonlocal sent
+        for number in range(count):
+            await send(body(bytes([number % 256]) * size, more=number < count - 1))
+            sent += 1
+
+    async def scenario() -> None:
+        client = Client(b"")
+        client.may_read.clear()
+        async with connected(stream) as pair:
+            request = asyncio.create_task(pair.here.request(ADDRESS, HTTP, client.receive, client.send))
+            await asyncio.sleep(60)
+            assert sent < count
+            assert (sent - 1) * (size + MESSAGE_BYTES) < WINDOW_BYTES
+            client.may_read.set()
+            await request
+        assert [each["body"][:1] for each in client.answers] == [bytes([n % 256]) for n in range(count)]
+
+    play(scenario)
+
+
+def test_python_values_fill_the_window_too() -> None:
+    sent = 0
+    value = Payload(b"pickle", (bytearray(300_000),))
+
+    async def stream(receive: Receive, send: Send) -> None:
+        nonlocal sent
+        for _ in range(20):
+            await send({"type": "call.item", "payload": value})
+            sent += 1
+
+    async def scenario() -> None:
+        client = Client()
+        client.may_read.clear()
+        envelope = Envelope(EnvelopeKind.CALL, {}, value)
+        async with connected(stream) as pair:
+            request = asyncio.create_task(pair.here.request(ADDRESS, envelope, client.receive, client.send))
+            await asyncio.sleep(60)
+            assert sent <= 4
+            client.may_read.set()
+            await request
+        assert len(client.answers) == 20
+        assert bytes(client.answers[0]["payload"].buffers[0]) == bytes(300_000)
+
+    play(scenario)
+
+
+def test_who_gives_up_while_the_window_is_full_ends_the_handler() -> None:
+    ended: list[type[BaseException]] = []
+
+    async def stream(receive: Receive, send: Send) -> None:
+        try:
+            while True:
+                await send(body(b"x" * 65536, more=True))
+        except BaseException as error:
+            ended.append(type(error))
+            raise
+
+    async def scenario() -> None:
+        client = Client(b"")
+        client.may_read.clear()
+        async with connected(stream) as pair:
+            request = asyncio.create_task(pair.here.request(ADDRESS, HTTP, client.receive, client.send))
+            await asyncio.sleep(1)
+            request.cancel()
+            await asyncio.wait([request])
+        assert ended == [asyncio.CancelledError]
+
+    play(scenario)
+
+
+def test_a_handler_that_is_cancelled_before_its_first_step_leaves_nothing() -> None:
+    async def never(receive: Receive, send: Send) -> None:
+        raise AssertionError("it was cancelled")
+
+    async def scenario() -> None:
+        async with connected(never) as pair:
+            await asyncio.sleep(1)
+            open_frame = (0, 0, ADDRESS.name, ADDRESS.incarnation, "call", {}, None)
+            pair.there._receive_frame(open_frame)
+            pair.there._receive_frame((4, 0))
+
+    play(scenario)
+
+
+def test_a_lost_connection_ends_both_sides_of_a_stream() -> None:
+    ended = 0
+
+    async def stream(receive: Receive, send: Send) -> None:
+        nonlocal ended
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended += 1
+
+    async def scenario() -> None:
+        client = Client(b"")
+        async with connected(stream) as pair:
+            request = asyncio.create_task(pair.here.request(ADDRESS, HTTP, client.receive, client.send))
+            await asyncio.sleep(1)
+            pair.comms[0].abort()
+            with pytest.raises(ActorLostError) as caught:
+                await request
+            assert caught.value.begun
+            await asyncio.sleep(1)
+            assert ended == 1
+            with pytest.raises(ActorLostError) as caught:
+                await pair.here.request(ADDRESS, HTTP, client.receive, client.send)
+            assert not caught.value.begun
+
+    play(scenario)
+
+
+def test_a_message_that_cannot_be_packed_fails_its_stream_alone() -> None:
+    async def answer(receive: Receive, send: Send) -> None:
+        message = await receive()
+        if message["body"] == b"bad":
+            await send({"type": "call.result", "value": {1}})
+            await asyncio.Event().wait()
+        await send(body(b"fine", more=False))
+
+    async def scenario() -> None:
+        good, bad = Client(b"good"), Client(b"bad")
+        async with connected(answer) as pair:
+            outcomes = await asyncio.gather(
+                *(pair.here.request(ADDRESS, HTTP, each.receive, each.send) for each in (bad, good)),
+                return_exceptions=True,
+            )
+        assert isinstance(outcomes[0], TypeError)
+        assert outcomes[1] == Load(3, 4)
+        assert good.answers == [body(b"fine", more=False)]
+
+    play(scenario)
