@@ -38,6 +38,25 @@ class ActorSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class UseReport:
+    """What a controller tells the scheduler of its instance.
+
+    Attributes
+    ----------
+    in_use : frozenset
+        The workers that hold replicas or proxies, or are about to.
+    retiring : frozenset
+        The workers that it knows are to leave, and so puts nothing new on.
+    waiting_cpus : float
+        The CPUs of replicas that found no room.
+    """
+
+    in_use: frozenset[WorkerAddress] = frozenset()
+    retiring: frozenset[WorkerAddress] = frozenset()
+    waiting_cpus: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class ActorContext:
     """What an actor's factory gets: its spec and its process's seam to everything else."""
 
@@ -162,8 +181,8 @@ class Cluster(Protocol):
         Raises `ActorLostError` if the worker is gone, and never returns if its process is stopped.
         """
 
-    async def report(self, epoch: int, in_use: Sequence[WorkerAddress], waiting_cpus: float) -> None:
-        """Tell the scheduler which workers hold actors, and the CPUs of replicas that found no room."""
+    async def report(self, epoch: int, report: UseReport) -> None:
+        """Tell the scheduler what the instance uses; one of an older controller is ignored."""
 
     async def restart_worker(self, worker: WorkerAddress) -> None:
         """Have a worker that does not answer killed and started anew; returns before that is done."""

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from distributed import Scheduler
 
+from daskserve.cluster.base import UseReport
 from daskserve.types import InstanceName, WorkerAddress
 
 logger = logging.getLogger("daskserve.supervisor")
@@ -34,8 +35,7 @@ class Capacity:
     def __init__(self, scheduler: Scheduler, evacuate: Evacuate) -> None:
         self._scheduler: Any = scheduler
         self._evacuate = evacuate
-        self._in_use: dict[InstanceName, frozenset[WorkerAddress]] = {}
-        self._waiting_cpus: dict[InstanceName, float] = {}
+        self._reports: dict[InstanceName, UseReport] = {}
         self._idle_timeout: float | None = None
         self._originals: dict[str, Any] = {}
 
@@ -67,23 +67,29 @@ class Capacity:
             scheduler.idle_timeout = self._idle_timeout
         self._originals = {}
 
-    def report(self, instance: InstanceName, in_use: Iterable[WorkerAddress], waiting_cpus: float) -> None:
-        """Take note of the workers an instance uses, and of the CPUs its waiting replicas need."""
-        self._in_use[instance] = frozenset(in_use)
-        self._waiting_cpus[instance] = waiting_cpus
+    def report(self, instance: InstanceName, report: UseReport) -> None:
+        """Take note of what an instance uses."""
+        self._reports[instance] = report
 
     def forget(self, instance: InstanceName) -> None:
         """Drop what an instance reported."""
-        self._in_use.pop(instance, None)
-        self._waiting_cpus.pop(instance, None)
+        self._reports.pop(instance, None)
 
     def in_use(self) -> set[WorkerAddress]:
         """Return the workers that hold actors of any instance."""
-        return set().union(*self._in_use.values())
+        return {worker for report in self._reports.values() for worker in report.in_use}
+
+    def has_left(self, instance: InstanceName, leaving: set[WorkerAddress]) -> bool:
+        """Whether an instance knows that these workers leave, and has nothing there.
+
+        Without the first the second says little: it may be about to put something there.
+        """
+        report = self._reports.get(instance, UseReport())
+        return leaving <= report.retiring and leaving.isdisjoint(report.in_use)
 
     def workers_wanted(self) -> int:
         """Return how many more workers the replicas that found no room would fill."""
-        cpus = sum(self._waiting_cpus.values())
+        cpus = sum(report.waiting_cpus for report in self._reports.values())
         if cpus <= 0:
             return 0
         workers = self._scheduler.workers.values()

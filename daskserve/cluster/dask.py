@@ -17,7 +17,7 @@ from distributed.worker import _worker_cvar  # the public get_worker() only read
 
 from daskserve._version import __version__
 from daskserve.clock import Clock
-from daskserve.cluster.base import ActorSpec, StoreChange, TopicHandler
+from daskserve.cluster.base import ActorSpec, StoreChange, TopicHandler, UseReport
 from daskserve.cluster.channel import ChannelPool, Dispatch
 from daskserve.cluster.long_poll import LongPollClient
 from daskserve.errors import ActorLostError, InstanceError, NotRunningError
@@ -215,14 +215,15 @@ class DaskCluster:
         )
         return actors
 
-    async def report(self, epoch: int, in_use: Sequence[WorkerAddress], waiting_cpus: float) -> None:
+    async def report(self, epoch: int, report: UseReport) -> None:
         await ask_supervisor(
             self._client,
             "report",
             instance=self.instance,
             epoch=epoch,
-            in_use=list(in_use),
-            waiting_cpus=waiting_cpus,
+            in_use=sorted(report.in_use),
+            retiring=sorted(report.retiring),
+            waiting_cpus=report.waiting_cpus,
         )
 
     async def restart_worker(self, worker: WorkerAddress) -> None:

@@ -27,7 +27,15 @@ from dataclasses import asdict, replace
 from typing import Any, Self, TypeVar
 
 from daskserve.clock import Clock, LoopClock
-from daskserve.cluster.base import ActorContext, ActorFactory, ActorSpec, Hosted, InstanceStore, TopicHandler
+from daskserve.cluster.base import (
+    ActorContext,
+    ActorFactory,
+    ActorSpec,
+    Hosted,
+    InstanceStore,
+    TopicHandler,
+    UseReport,
+)
 from daskserve.cluster.local_process import LocalHost, LocalProcess, plain_copy
 from daskserve.cluster.long_poll import CONTROLLER, ENDED, WORKERS
 from daskserve.cluster.store import MemoryStore
@@ -125,8 +133,8 @@ class LocalCluster:
         The view of a program outside the workers, such as a test.
     topic : LocalTopic
         What the listeners hear; set ``topic.deliver`` to change how from then on.
-    reported : tuple
-        What the controller told the scheduler last: the workers in use, and the CPUs that wait for room.
+    reported : UseReport
+        What the controller told the scheduler last.
     epoch : int
         That of the newest controller, running or being started.
     refused : dict
@@ -167,8 +175,7 @@ class LocalCluster:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._payload: bytes | None = None
         self.epoch = 0
-        #: What the controller reported last: the workers that hold actors, the CPUs that wait for room.
-        self.reported: tuple[frozenset[WorkerAddress], float] = (frozenset(), 0.0)
+        self.reported = UseReport()
         self._controller: ActorAddress | None = None
         self._controller_up = asyncio.Event()
         self._replacing: asyncio.Task[None] | None = None

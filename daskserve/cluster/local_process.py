@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgpack
 
 from daskserve.clock import Clock
-from daskserve.cluster.base import ActorSpec, Hosted, Store, StoreChange, TopicHandler
+from daskserve.cluster.base import ActorSpec, Hosted, Store, StoreChange, TopicHandler, UseReport
 from daskserve.cluster.local_link import LocalLink
 from daskserve.cluster.long_poll import LongPollClient
 from daskserve.errors import (
@@ -369,10 +369,10 @@ class LocalProcess:
         )
         return actors
 
-    async def report(self, epoch: int, in_use: Sequence[WorkerAddress], waiting_cpus: float) -> None:
+    async def report(self, epoch: int, report: UseReport) -> None:
         await self.breathe()
         if epoch == self._cluster.epoch:
-            self._cluster.reported = (frozenset(in_use), waiting_cpus)
+            self._cluster.reported = report
 
     async def restart_worker(self, worker: WorkerAddress) -> None:
         await self.breathe()

@@ -18,7 +18,7 @@ from distributed import Client, Scheduler, SchedulerPlugin
 from distributed.core import Status
 
 from daskserve._version import __version__
-from daskserve.cluster.base import StoreChange
+from daskserve.cluster.base import StoreChange, UseReport
 from daskserve.cluster.capacity import Capacity
 from daskserve.cluster.controllers import START_TIMEOUT_S, ControllerKeeper, Instance, plain
 from daskserve.cluster.dask import SUPERVISOR_OP, topic_of
@@ -268,11 +268,17 @@ class Supervisor(SchedulerPlugin):
         await entry.store.commit(epoch, StoreChange(records))
 
     async def _report(
-        self, instance: InstanceName, epoch: int, in_use: list[WorkerAddress], waiting_cpus: float
+        self,
+        instance: InstanceName,
+        epoch: int,
+        in_use: list[WorkerAddress],
+        retiring: list[WorkerAddress],
+        waiting_cpus: float,
     ) -> None:
         entry = self._known(instance)
         if epoch == entry.epoch:
-            self._capacity.report(instance, in_use, waiting_cpus)
+            report = UseReport(frozenset(in_use), frozenset(retiring), waiting_cpus)
+            self._capacity.report(instance, report)
             self._reported.set()
 
     def _known(self, instance: InstanceName) -> Instance:
@@ -330,13 +336,23 @@ class Supervisor(SchedulerPlugin):
                 await self._controllers.replace(entry, leaving)
         try:
             async with asyncio.timeout(EVACUATION_S):
-                while leaving & self._capacity.in_use():
+                while not self._is_free(leaving):
                     self._reported.clear()
                     await self._reported.wait()
         except TimeoutError:
             logger.warning("Workers %s leave with actors of daskserve: there is no room elsewhere", leaving)
         for worker in leaving:
             await self._hosts.release(worker)
+
+    def _is_free(self, leaving: set[WorkerAddress]) -> bool:
+        """Whether no instance has, or will put, anything on workers that leave."""
+        can_have_controllers = self._hosts.best_for_controller(leaving) is not None
+        return leaving.isdisjoint(self._capacity.in_use()) and all(
+            entry.is_ending
+            or self._capacity.has_left(entry.name, leaving)
+            or (entry.controller is None and not can_have_controllers)
+            for entry in self._instances.values()
+        )
 
     def _tell(self, instance: InstanceName, message: Mapping[str, Any]) -> None:
         self._scheduler.log_event(topic_of(instance), dict(message))

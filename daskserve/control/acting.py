@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import Any, TypeAlias
 
 from daskserve.clock import Clock
-from daskserve.cluster.base import ActorSpec, Cluster
+from daskserve.cluster.base import ActorSpec, Cluster, UseReport
 from daskserve.control.backend_state import ReconfigureReplica, StartReplica, StopReplica
 from daskserve.control.http_state import StartProxy, StopProxy
 from daskserve.control.observed import Observed
@@ -22,7 +22,7 @@ from daskserve.control.records import Change, ProxyRecord, ReplicaRecord
 from daskserve.control.state import State
 from daskserve.errors import ActorLostError, InstanceError, RequestTimeoutError, ServeError, UnavailableError
 from daskserve.starts import ProxyStart, ReplicaStart
-from daskserve.types import ActorKind, WorkerAddress
+from daskserve.types import ActorKind
 
 logger = logging.getLogger("daskserve.controller")
 
@@ -77,13 +77,21 @@ class Acting:
         self._debug = debug
         self._start_timeout_s = start_timeout_s
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._told: UseReport | None = None
 
-    def tell_scheduler(self, epoch: int, in_use: Sequence[WorkerAddress], waiting_cpus: float) -> bool:
-        """Report what the instance uses and wants; False if the last report is still under way."""
-        if ("report", "") in self._tasks:
-            return False
-        self._spawn("report", "", self._cluster.report(epoch, in_use, waiting_cpus), "")
-        return True
+    def tell_scheduler(self, epoch: int, report: UseReport) -> None:
+        """Report what the instance uses, unless that is known already; what fails is tried again."""
+        if report != self._told:
+            self._spawn("report", "", self._tell_scheduler(epoch, report), "")
+
+    async def _tell_scheduler(self, epoch: int, report: UseReport) -> None:
+        try:
+            await self._cluster.report(epoch, report)
+        except (ServeError, OSError) as error:
+            logger.warning("The scheduler could not be told what is in use, trying again: %s", error)
+            await self._clock.sleep(RETRY_S)
+        else:
+            self._told = report
 
     def act(self, action: StartReplica | StopReplica | ReconfigureReplica) -> None:
         """Begin an action on a replica."""

@@ -15,6 +15,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from daskserve.clock import Clock
+from daskserve.cluster.base import UseReport
 from daskserve.control import backend_state, http_state
 from daskserve.control.acting import RETRY_S, Acting, Commit
 from daskserve.control.observed import Observed
@@ -75,7 +76,6 @@ class Reconciler:
         # Incarnations grow over all epochs: 2**32 actors per controller are enough.
         self._incarnation = epoch << 32
         self._epoch = epoch
-        self._reported: tuple[tuple[WorkerAddress, ...], float] | None = None
         self._dirty: set[str] = set()
         self._dirty_all = True
         self._to_tick: list[str] = []
@@ -159,16 +159,17 @@ class Reconciler:
         self._wake_at[tag] = self._clock.now() + RETRY_S
 
     def _report(self) -> None:
-        """Tell the scheduler which workers hold actors and what waits for room, if that has changed."""
+        """Tell the scheduler what the instance uses, if that has changed."""
         waiting_cpus = sum(
             replica.demand.get("CPU", 0.0) or 1.0
             for tag in self._observed.waiting
             for replica in self._state.replicas_of(tag)
             if replica.state is ReplicaState.SHOULD_START
         )
-        report = (tuple(sorted(self._state.workers_in_use())), waiting_cpus)
-        if report != self._reported and self._acting.tell_scheduler(self._epoch, *report):
-            self._reported = report
+        in_use, retiring = self._state.workers_in_use(), self._observed.retiring()
+        self._acting.tell_scheduler(
+            self._epoch, UseReport(frozenset(in_use), frozenset(retiring), waiting_cpus)
+        )
 
     async def _step_backend(self, tag: str) -> None:
         async with self._lock:

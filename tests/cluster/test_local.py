@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from daskserve.cluster.base import ActorContext, ActorSpec, Cluster, StoreChange
+from daskserve.cluster.base import ActorContext, ActorSpec, Cluster, StoreChange, UseReport
 from daskserve.cluster.local import LocalCluster, deliver_at_once
 from daskserve.cluster.store import MemoryStore
 from daskserve.errors import (
@@ -769,9 +769,9 @@ def test_the_actors_of_a_worker_can_be_looked_at() -> None:
 def test_only_the_newest_controller_is_listened_to() -> None:
     async def scenario(cluster: LocalCluster) -> None:
         await cluster.start(b"")
-        await cluster.process(W1).report(1, [W1], 2.5)
-        await cluster.process(W2).report(0, [], 0.0)
-        assert cluster.reported == (frozenset({W1}), 2.5)
+        await cluster.process(W1).report(1, UseReport(frozenset({W1}), waiting_cpus=2.5))
+        await cluster.process(W2).report(0, UseReport())
+        assert cluster.reported == UseReport(frozenset({W1}), waiting_cpus=2.5)
 
     run(scenario)
 

@@ -153,7 +153,7 @@ def test_what_a_retiring_worker_holds_moves_before_it_goes() -> None:
         assert fewest == 3
         assert all(each.worker != leaving for each in stage.running.values())
         assert {each.worker for each in stage.cluster.actors()}.isdisjoint({leaving})
-        assert leaving not in stage.cluster.reported[0]
+        assert leaving not in stage.cluster.reported.in_use
         stage.cluster.remove_worker(leaving)
         await stage.clock.sleep(10)
         assert len(stage.running_of("b")) == 3

@@ -245,7 +245,10 @@ class SimulatedCluster(LocalCluster):
         if self.entry.controller is not None and self.entry.controller.worker == worker:
             await self.keeper.replace(self.entry, {worker})
         deadline = self.clock.now() + EVACUATION_S
-        while worker in self.reported[0] and self.clock.now() < deadline:
+        # As the supervisor: an instance has left when it knows of the leaving, and has nothing there.
+        while self.clock.now() < deadline and (
+            worker in self.reported.in_use or worker not in self.reported.retiring
+        ):
             await self.clock.sleep(0.25)
         if self.has(worker) and not self._is_ended:
             self.remove_worker(worker)

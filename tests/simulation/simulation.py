@@ -18,7 +18,7 @@ from simulated_cluster import LATE_S, SimulatedCluster, SimulatedStore, delivery
 from witness import Call, Witness, listing
 
 from daskserve.calls import ControllerCalls
-from daskserve.cluster.base import ActorContext
+from daskserve.cluster.base import ActorContext, UseReport
 from daskserve.cluster.link import Link
 from daskserve.config import HTTPOptions
 from daskserve.control.controller import Controller
@@ -579,7 +579,7 @@ class Simulation:
         if {each.name for each in proxies} != slots:
             yield f"there are the proxies {proxies}, wanted are {slots}"
         in_use = {each.worker for each in (*self.witness.of(ReplicaRecord), *proxies)}
-        if self.cluster.reported != (frozenset(in_use), 0.0):
+        if self.cluster.reported != UseReport(frozenset(in_use)):
             yield f"the scheduler was told {self.cluster.reported}, in use are {in_use}"
 
     def _wrong_news(self) -> Iterator[str]:
