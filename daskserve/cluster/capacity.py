@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 from distributed import Scheduler
@@ -79,13 +79,15 @@ class Capacity:
         """Return the workers that hold actors of any instance."""
         return {worker for report in self._reports.values() for worker in report.in_use}
 
-    def has_left(self, instance: InstanceName, leaving: set[WorkerAddress]) -> bool:
-        """Whether an instance knows that these workers leave, and has nothing there.
+    def is_free(self, leaving: set[WorkerAddress], instances: Iterable[InstanceName]) -> bool:
+        """Whether nothing of ours is on workers that leave, and these instances will put nothing there.
 
-        Without the first the second says little: it may be about to put something there.
+        For that each must have said that it knows: a report from before may be older than a replica that
+        was just being placed.
         """
-        report = self._reports.get(instance, UseReport())
-        return leaving <= report.retiring and leaving.isdisjoint(report.in_use)
+        reports = [self._reports.get(instance, UseReport()) for instance in instances]
+        is_known = all(leaving <= report.retiring for report in reports)
+        return is_known and leaving.isdisjoint(self.in_use())
 
     def workers_wanted(self) -> int:
         """Return how many more workers the replicas that found no room would fill."""

@@ -139,6 +139,15 @@ class ControllerKeeper:
         entry.controller_up.clear()
         return old
 
+    def expected(self, leaving: set[WorkerAddress]) -> list[InstanceName]:
+        """Return the instances that have a controller, or will have one that is not on these workers."""
+        has_room = self._hosts.best_for_controller(leaving) is not None
+        return [
+            entry.name
+            for entry in self._instances.values()
+            if not entry.is_ending and (has_room or entry.controller is not None)
+        ]
+
     async def watch(self) -> None:
         """Replace controllers that do not answer, until cancelled."""
         misses: dict[int, int] = {}

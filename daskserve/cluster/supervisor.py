@@ -336,23 +336,13 @@ class Supervisor(SchedulerPlugin):
                 await self._controllers.replace(entry, leaving)
         try:
             async with asyncio.timeout(EVACUATION_S):
-                while not self._is_free(leaving):
+                while not self._capacity.is_free(leaving, self._controllers.expected(leaving)):
                     self._reported.clear()
                     await self._reported.wait()
         except TimeoutError:
             logger.warning("Workers %s leave with actors of daskserve: there is no room elsewhere", leaving)
         for worker in leaving:
             await self._hosts.release(worker)
-
-    def _is_free(self, leaving: set[WorkerAddress]) -> bool:
-        """Whether no instance has, or will put, anything on workers that leave."""
-        can_have_controllers = self._hosts.best_for_controller(leaving) is not None
-        return leaving.isdisjoint(self._capacity.in_use()) and all(
-            entry.is_ending
-            or self._capacity.has_left(entry.name, leaving)
-            or (entry.controller is None and not can_have_controllers)
-            for entry in self._instances.values()
-        )
 
     def _tell(self, instance: InstanceName, message: Mapping[str, Any]) -> None:
         self._scheduler.log_event(topic_of(instance), dict(message))

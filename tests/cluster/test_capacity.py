@@ -30,18 +30,25 @@ def capacity() -> Capacity:
     return capacity
 
 
-def test_an_instance_has_left_a_worker_once_it_knows_of_the_leaving_and_has_nothing_there(
+def test_a_worker_is_free_once_every_instance_knows_that_it_leaves_and_has_nothing_there(
     capacity: Capacity,
 ) -> None:
     """A report from before it knew may be followed by a replica that it was just placing."""
-    assert not capacity.has_left("a", {W1})
+    assert not capacity.is_free({W1}, ["a"])
     capacity.report("a", UseReport(in_use=frozenset({W2})))
-    assert not capacity.has_left("a", {W1})
+    assert not capacity.is_free({W1}, ["a"])
     capacity.report("a", UseReport(in_use=frozenset({W1, W2}), retiring=frozenset({W1})))
-    assert not capacity.has_left("a", {W1})
+    assert not capacity.is_free({W1}, ["a"])
     capacity.report("a", UseReport(in_use=frozenset({W2}), retiring=frozenset({W1})))
-    assert capacity.has_left("a", {W1})
-    assert not capacity.has_left("a", {W1, W2})
+    assert capacity.is_free({W1}, ["a"])
+    assert not capacity.is_free({W1}, ["a", "b"])
+    assert not capacity.is_free({W1, W2}, ["a"])
+
+
+def test_what_an_instance_without_a_controller_has_still_counts(capacity: Capacity) -> None:
+    capacity.report("a", UseReport(in_use=frozenset({W1})))
+    assert not capacity.is_free({W1}, [])
+    assert capacity.is_free({W2}, [])
 
 
 def test_workers_of_any_instance_count_and_waiting_replicas_add_to_the_target(capacity: Capacity) -> None:
