@@ -84,6 +84,7 @@ class ProxyActor:
             reuse_port=self._start.reuse_port,
             claims_port=self._start.claims_port,
             max_body_bytes=options.get("max_body_bytes", 1 << 30),
+            max_message_bytes=options.get("max_websocket_message_bytes", 16 << 20),
             keep_alive_timeout_s=options.get("keep_alive_timeout_s", 90.0),
             public_host=self._start.public_host,
             clock=self._context.clock,

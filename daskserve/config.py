@@ -51,6 +51,11 @@ class HTTPOptions(Options):
     max_body_bytes: int = Field(
         1 << 30, ge=0, description="A request body larger than this is answered with 413."
     )
+    max_websocket_message_bytes: int = Field(
+        16 << 20,
+        gt=0,
+        description="A WebSocket whose client sends a larger message is closed with code 1009.",
+    )
     keep_alive_timeout_s: float = Field(
         90.0, gt=0, description="Close a connection that was idle for this long."
     )

@@ -32,6 +32,9 @@ SHARD_KEY = b"x-serve-shard-key"
 HOST = b"host"
 _HEADERS_READ = frozenset((REQUEST_ID, REQUEST_TIMEOUT, SHARD_KEY, HOST))
 
+#: The extension of ASGI by which a handshake is answered with a whole response.
+DENIAL = "websocket.http.response"
+
 NOT_POPULATED = "Route table is not populated yet."
 DRAINING = "This node is being drained."
 
@@ -49,6 +52,7 @@ _SCOPE_KEYS = (
     "headers",
     "client",
     "server",
+    "subprotocols",
 )
 #: Belongs to the process that made it, even where its value looks plain.
 _SCOPE_KEYS_KEPT_HERE = frozenset(("app", "state", "extensions"))
@@ -161,6 +165,27 @@ class _Exchange:
         self._start = None
 
 
+class _SocketExchange(_Exchange):
+    """A WebSocket as the ingress follows it; what would be a response of its own denies the handshake."""
+
+    __slots__ = ()
+
+    async def send(self, message: Message) -> None:
+        """Pass a message on to the server."""
+        kind = message["type"]
+        if kind.startswith("http.response."):
+            kind = f"websocket.{kind}"
+            message = {**message, "type": kind}
+        if not self.status:
+            answers = {"websocket.accept": 101, "websocket.close": 403}
+            self.status = answers.get(kind) or message.get("status", 0)
+        try:
+            await self._send(message)
+        except OSError:
+            self.is_gone = True
+            raise
+
+
 class IngressApp:
     """The ASGI application in front of all endpoints.
 
@@ -206,11 +231,9 @@ class IngressApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         kind = scope["type"]
         if kind == "http":
-            await self._serve_http(scope, receive, send)
+            await self._serve(_Exchange(scope["headers"], send), scope, receive)
         elif kind == "websocket":
-            await receive()
-            # Before the connection was accepted this makes the server answer the handshake with 403.
-            await send({"type": "websocket.close", "code": 1008, "reason": "WebSockets are not served."})
+            await self._serve(_SocketExchange(scope["headers"], send), scope, receive)
         elif kind == "lifespan":
             await _serve_lifespan(receive, send)
         else:
@@ -234,8 +257,7 @@ class IngressApp:
         state = "draining" if self._is_draining else "open"
         return f"<IngressApp {state}, {self._ongoing} ongoing, {sum(self._responses)} answered>"
 
-    async def _serve_http(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = _Exchange(scope["headers"], send)
+    async def _serve(self, exchange: _Exchange, scope: Scope, receive: Receive) -> None:
         if not exchange.request_id:
             exchange.request_id = new_request_id(self._rng)
         started = self._clock.now()
@@ -260,8 +282,10 @@ class IngressApp:
                 own_path = path[len(root) :] or "/"
             else:
                 path = root + path
+        # A WebSocket's handshake is a GET, and its scope does not say so.
+        method = scope.get("method", "GET")
         if own_path.startswith("/-/") and own_path in ("/-/healthz", "/-/routes"):
-            await self._answer_system(exchange, own_path, scope["method"])
+            await self._answer_system(exchange, own_path, method)
             return
         table = self._routes()
         if table is None:
@@ -276,8 +300,8 @@ class IngressApp:
                 f"Path '{path}' not found. Ping http://{host}{root}/-/routes for available routes.",
             )
             return
-        if scope["method"] not in route.methods:
-            await self._refuse_method(exchange, scope["method"], route.methods)
+        if method not in route.methods:
+            await self._refuse_method(exchange, method, route.methods)
             return
         head = self._head(exchange, scope, path, route)
         await self._call(exchange, route.endpoint, Envelope(EnvelopeKind.HTTP, head), receive)
@@ -317,11 +341,15 @@ class IngressApp:
                 "route": route.route,
             }
         }
+        if DENIAL in (scope.get("extensions") or ()):
+            head["extensions"][DENIAL] = {}
         return head
 
     async def _call(self, exchange: _Exchange, endpoint: str, envelope: Envelope, receive: Receive) -> None:
-        timeout_s = self._timeout_s
-        if exchange.timeout is not None:
+        # A WebSocket is no request that could be late.
+        is_socket = isinstance(exchange, _SocketExchange)
+        timeout_s = None if is_socket else self._timeout_s
+        if exchange.timeout is not None and not is_socket:
             timeout_s = parse_timeout(exchange.timeout, default_s=timeout_s)
         try:
             if timeout_s is None:

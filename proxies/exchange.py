@@ -33,6 +33,7 @@ from daskserve.proxies.asgi import ASGIApp, Scope
 from daskserve.proxies.http1 import Buffer, ResponseWriter, plain_text
 from daskserve.proxies.idle import IdleWatch
 from daskserve.proxies.request_body import RequestBody
+from daskserve.proxies.websocket import WebSocketSession
 from daskserve.types import Message
 
 log = logging.getLogger("daskserve.proxies")
@@ -55,16 +56,28 @@ class Carrier:
     tasks : set
         The tasks of all requests whose application is still running.
     links : set
-        The open connections.
+        The open connections that carry HTTP.
+    sockets : set
+        The open WebSockets.
     is_draining : bool
         Whether each response is the last on its connection.
     """
 
-    def __init__(self, app: ASGIApp, *, max_body_bytes: int, idle_timeout_s: float, clock: Clock) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        max_body_bytes: int,
+        idle_timeout_s: float,
+        clock: Clock,
+        max_message_bytes: int = 16 << 20,
+    ) -> None:
         self.app = app
         self.max_body_bytes = max_body_bytes
+        self.max_message_bytes = max_message_bytes
         self.tasks: set[asyncio.Task[None]] = set()
         self.links: set[Link] = set()
+        self.sockets: set[WebSocketSession] = set()
         self.is_draining = False
         self.watch = IdleWatch(idle_timeout_s, Link.close)
         self._clock = clock
@@ -154,8 +167,12 @@ class Exchange(httputil.HTTPMessageDelegate):
         if length is not None and length > self._carrier.max_body_bytes:
             self._refuse_body(is_coming="Expect" not in framing)
             return
-        self._connection.set_close_callback(self.on_connection_close)
         scope = self._scope(str(target), str(version), pairs)
+        # Only if it could be one does it cost anything to find out.
+        if "upgrade" in framing.get("Connection", "").lower() and self._is_handshake(headers):
+            self._open_socket(scope)
+            return
+        self._connection.set_close_callback(self.on_connection_close)
         self._task = asyncio.get_running_loop().create_task(self._run(scope))
         self._carrier.tasks.add(self._task)
         self._task.add_done_callback(self._carrier.tasks.discard)
@@ -280,6 +297,35 @@ class Exchange(httputil.HTTPMessageDelegate):
             "client": self._link.client,
             "server": self._link.server,
         }
+
+    def _is_handshake(self, headers: httputil.HTTPHeaders) -> bool:
+        is_wanted = "websocket" in headers.get("Upgrade", "").lower()
+        return is_wanted and self._method == "GET" and self._is_http11
+
+    def _open_socket(self, scope: dict[str, Any]) -> None:
+        """Hand the connection over to a WebSocket's session, unless the handshake is not one."""
+        del scope["method"]
+        scope |= {"type": "websocket", "scheme": "ws", "extensions": {"websocket.http.response": {}}}
+        carrier = self._carrier
+        try:
+            session = WebSocketSession(
+                carrier.app,
+                scope,
+                self._stream,
+                max_message_bytes=carrier.max_message_bytes,
+                on_end=carrier.sockets.discard,
+            )
+        except ValueError as error:
+            self._closes = True
+            self._answer(400, str(error))
+            return
+        self._is_over = True
+        carrier.watch.unwatch(self._link)
+        self._connection.detach()
+        carrier.sockets.add(session)
+        task = session.start()
+        carrier.tasks.add(task)
+        task.add_done_callback(carrier.tasks.discard)
 
     def _write(self, body: Buffer, more_body: bool) -> asyncio.Future[None] | None:
         writer = self._writer

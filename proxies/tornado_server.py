@@ -52,6 +52,8 @@ class TornadoServer:
         instance on a host.
     max_body_bytes : int
         A larger request body is answered with 413.
+    max_message_bytes : int
+        A WebSocket whose client sends a larger message is closed with code 1009.
     keep_alive_timeout_s : float
         Close a connection on which for so long no request, or nothing of an unanswered one's body, came in.
     public_host : str
@@ -67,6 +69,7 @@ class TornadoServer:
         reuse_port: bool = False,
         claims_port: bool = True,
         max_body_bytes: int = 1 << 30,
+        max_message_bytes: int = 16 << 20,
         keep_alive_timeout_s: float = 90.0,
         public_host: str = "127.0.0.1",
         clock: Clock | None = None,
@@ -80,6 +83,7 @@ class TornadoServer:
         self._carrier = Carrier(
             app,
             max_body_bytes=max_body_bytes,
+            max_message_bytes=max_message_bytes,
             idle_timeout_s=keep_alive_timeout_s,
             clock=self._clock,
         )
@@ -132,7 +136,9 @@ class TornadoServer:
             while self._clock.now() < deadline and _has_backlog(self._sockets):
                 await self._clock.sleep(0)
         self._close_sockets()
-        while (left_s := deadline - self._clock.now()) > 0 and self._carrier.links:
+        for session in list(self._carrier.sockets):
+            session.leave()
+        while (left_s := deadline - self._clock.now()) > 0 and (self._carrier.links or self._carrier.sockets):
             if self._carrier.tasks:
                 await asyncio.wait(self._carrier.tasks, timeout=left_s)
             else:
@@ -149,6 +155,8 @@ class TornadoServer:
         tasks = set(self._carrier.tasks)
         for link in list(self._carrier.links):
             link.close()
+        for session in list(self._carrier.sockets):
+            session.abort()
         for task in tasks:
             cancel_once(task)
         if tasks:

@@ -107,7 +107,15 @@ def _size_of(message: Message) -> int:
     payload = message.get("payload")
     if payload is not None:
         return MESSAGE_BYTES + int(payload.nbytes)
-    return MESSAGE_BYTES
+    return MESSAGE_BYTES + len(message.get("bytes") or message.get("text") or b"")
+
+
+def _is_last(message: Message) -> bool:
+    """Whether nothing follows of what a client sends: its body is whole, or it has gone."""
+    kind = message["type"]
+    if kind.startswith("websocket."):
+        return bool(kind == "websocket.disconnect")
+    return kind == "http.disconnect" or not message.get("more_body", False)
 
 
 class _Window:
@@ -238,7 +246,7 @@ class Channel:
         while stream in self._opened:
             message = await receive()
             self._post((DATA, stream, _wire_message(message)))
-            if message["type"] == "http.disconnect" or not message.get("more_body", False):
+            if _is_last(message):
                 # A disconnect after the body reaches us as the cancellation of the whole request.
                 return
             if not window.take(_size_of(message)):
@@ -339,7 +347,7 @@ class Channel:
             nonlocal taken_bytes
             message = await inbox.get()
             taken_bytes += _size_of(message)
-            if message.get("more_body", False) and taken_bytes >= WINDOW_BYTES // 2:
+            if taken_bytes >= WINDOW_BYTES // 2 and not _is_last(message):
                 self._post((CREDIT, stream, taken_bytes))
                 taken_bytes = 0
             return message

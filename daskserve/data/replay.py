@@ -61,7 +61,9 @@ class Replay:
 
     async def send(self, message: Message) -> None:
         """Hand a message on to the caller."""
-        self.is_started = True
+        if not self.is_started:
+            self.is_started = True
+            self._kept = None  # of no use any more, and a WebSocket may go on for days
         await self._send(message)
 
     def rewind(self, *, begun: bool) -> bool:
@@ -86,4 +88,4 @@ def replay_of(envelope: Envelope, receive: Receive, send: Send) -> Replay | None
     """Return what an HTTP request is to be sent through; None for calls, which have no messages to repeat."""
     if envelope.kind is not EnvelopeKind.HTTP:
         return None
-    return Replay(receive, send, is_idempotent=envelope.head["method"] in IDEMPOTENT_METHODS)
+    return Replay(receive, send, is_idempotent=envelope.head.get("method") in IDEMPOTENT_METHODS)

@@ -31,7 +31,7 @@ from daskserve.data.callables import (
 )
 from daskserve.data.conversion import Answer, Unfinished, finish, finish_in_thread, user_traceback
 from daskserve.data.health import HealthWatch, probe_liveness
-from daskserve.data.requests import Slot, open_exchange, read_body, request_context
+from daskserve.data.requests import Exchange, Slot, open_exchange, read_body, request_context
 from daskserve.data.wall import Call, Wall
 from daskserve.errors import (
     ActorLostError,
@@ -62,6 +62,7 @@ class Replica:
         self._batch_wait_s = self._start.batch_wait_timeout_s
         self._wall: Wall | None = None
         self._servable: Servable | None = None
+        self._sockets: set[Exchange] = set()
         self._queues: dict[str, BatchQueue[tuple[BatchItem, Slot], Outcome]] = {}
         self._is_open = False
         self._ongoing = 0
@@ -105,7 +106,7 @@ class Replica:
         try:
             load = partial(load_definition, backend_tag=start.backend_tag, is_debug=start.debug)
             servable = self._servable = await self._wall.run_sync(load, start.code)
-            _check_batching(servable, self._max_batch_size)
+            servable.check_batching(self._max_batch_size)
             step = "failed in its constructor"
             await self._construct(self._wall, servable)
             self._set_current_replica(servable.target)
@@ -231,6 +232,8 @@ class Replica:
                 return  # the client left
         context = self._request_context(wall, request_context(scope))
         exchange = open_exchange(wall, scope, receive, send, first)
+        if scope["type"] == "websocket":
+            self._sockets.add(exchange)
         run = partial(self._begin, wall, slot, context)
         answer: Answer | Unfinished
         try:
@@ -255,6 +258,7 @@ class Replica:
                 answer = await exchange.carry(rest)
         finally:
             exchange.close()
+            self._sockets.discard(exchange)
         self._failed += answer.is_failure
         for message in answer.messages:
             await send(message)
@@ -361,7 +365,7 @@ class Replica:
         """
         wall, servable = self._running()
         async with self._reconfiguring:
-            _check_batching(servable, max_batch_size)
+            servable.check_batching(max_batch_size)
             failure: ReplicaStartError | None = None
             if user_config is not None:
                 servable.hook("reconfigure")
@@ -443,6 +447,8 @@ class Replica:
     async def stop(self, grace_s: float) -> None:
         """End: refuse requests, let the running ones finish for ``grace_s``, cancel the rest, destruct."""
         self._is_open = False
+        for exchange in list(self._sockets):
+            exchange.leave()
         await self._health.stop()
         try:
             await self._context.clock.wait_for(self._idle.wait(), grace_s)
@@ -485,11 +491,3 @@ async def _destruct(wall: Wall, servable: Servable) -> None:
 def _threads(concurrency: int) -> int:
     # One more than there are slots, so that reconfigure() and the destructor need not wait for requests.
     return concurrency + 1
-
-
-def _check_batching(servable: Servable, max_batch_size: int) -> None:
-    if max_batch_size > 1 and not servable.facts.accepts_batches:
-        raise BadRequestError(
-            f"max_batch_size is {max_batch_size}, but the callable does not take batches: mark it with "
-            "@accept_batch, or leave max_batch_size unset."
-        )

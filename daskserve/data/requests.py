@@ -305,6 +305,11 @@ class Exchange:
             self.close()
             raise
 
+    def leave(self) -> None:
+        """Send away the client of a WebSocket that is open; user code gets its disconnect in return."""
+        if self._kind == "websocket" and self.is_started:
+            self._arrive({"type": "websocket.close", "code": 1001, "reason": "going away"})
+
     def close(self) -> None:
         """Let go of the client: user code that still runs sends into the void and receives a disconnect."""
         if self._is_closed:

@@ -253,6 +253,35 @@ def test_python_values_fill_the_window_too() -> None:
     play(scenario)
 
 
+def test_a_websocket_is_carried_until_its_client_disconnects() -> None:
+    count = 4 * WINDOW_BYTES // 100_000
+    seen: list[Message] = []
+
+    async def echo(receive: Receive, send: Send) -> None:
+        while not seen or seen[-1]["type"] != "websocket.disconnect":
+            seen.append(await receive())
+            await asyncio.sleep(0.01)
+
+    async def scenario() -> None:
+        given = 0
+
+        async def receive() -> Message:
+            nonlocal given
+            given += 1
+            if given == 1:
+                return {"type": "websocket.connect"}
+            if given == count:
+                return {"type": "websocket.disconnect", "code": 1000}
+            assert given - len(seen) <= 2 * WINDOW_BYTES // 100_000
+            return {"type": "websocket.receive", "bytes": bytes(100_000), "text": None}
+
+        async with connected(echo) as pair:
+            await pair.here.request(ADDRESS, HTTP, receive, Client().send)
+        assert len(seen) == given == count
+
+    play(scenario)
+
+
 def test_who_gives_up_while_the_window_is_full_ends_the_handler() -> None:
     ended: list[type[BaseException]] = []
 

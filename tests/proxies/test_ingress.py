@@ -517,9 +517,61 @@ def scripted(app: ASGIApp, scope: Scope, *incoming: str) -> list[Message]:
     return sent
 
 
-def test_websockets_are_refused() -> None:
-    sent = scripted(make_ingress(Routers()), make_scope("/a", type="websocket"), "websocket.connect")
-    assert [message["type"] for message in sent] == ["websocket.close"]
+def make_socket_scope(path: str, *headers: tuple[bytes, bytes]) -> Scope:
+    extensions = {"websocket.http.response": {}}
+    scope = make_scope(path, "GET", *headers, type="websocket", subprotocols=["v1"], extensions=extensions)
+    del scope["method"]
+    return scope
+
+
+def test_websockets_go_to_their_endpoint() -> None:
+    async def answer(receive: Receive, send: Send) -> None:
+        assert await receive() == {"type": "websocket.connect"}
+        await send({"type": "websocket.accept"})
+        await send({"type": "websocket.send", "text": "hi"})
+
+    routers = Routers(answer)
+    # A deadline is for requests; this one lives as long as it likes.
+    ingress = make_ingress(routers, request_timeout_s=1e-9)
+    sent = scripted(ingress, make_socket_scope("/a/b", (b"x-serve-shard-key", b"k")), "websocket.connect")
+    assert sent == [{"type": "websocket.accept"}, {"type": "websocket.send", "text": "hi"}]
+    head = routers.head
+    assert (head["type"], head["path"], head["root_path"]) == ("websocket", "/a/b", "/a/b")
+    assert head["subprotocols"] == ["v1"]
+    assert head["extensions"]["websocket.http.response"] == {}
+    assert head["extensions"]["daskserve"]["shard_key"] == "k"
+    assert ingress.statistics().responses == {"1xx": 1}
+
+
+@pytest.mark.parametrize(
+    ("path", "error", "status", "text"),
+    [
+        ("/x", None, 404, b"Path '/x' not found"),
+        ("/a", BackPressureError("too many wait"), 503, b"too many wait"),
+        ("/a", RuntimeError("secret"), 500, b"Internal Server Error"),
+    ],
+)
+def test_websockets_are_refused_as_requests_are(
+    path: str, error: Exception | None, status: int, text: bytes
+) -> None:
+    async def fail(receive: Receive, send: Send) -> None:
+        if error is not None:
+            raise error
+
+    ingress = make_ingress(Routers(fail))
+    start, body = scripted(ingress, make_socket_scope(path))
+    assert (start["type"], start["status"]) == ("websocket.http.response.start", status)
+    assert body["type"] == "websocket.http.response.body"
+    assert text in body["body"]
+
+
+def test_an_open_websocket_that_fails_is_closed_by_the_server() -> None:
+    async def fail(receive: Receive, send: Send) -> None:
+        await send({"type": "websocket.accept"})
+        raise ActorLostError("the replica is gone", begun=True)
+
+    with pytest.raises(ActorLostError):
+        scripted(make_ingress(Routers(fail)), make_socket_scope("/a"))
 
 
 def test_lifespan_is_completed() -> None:

@@ -1,0 +1,178 @@
+"""WebSockets over a real socket, across processes, to applications that know nothing of daskserve."""
+
+from __future__ import annotations
+
+import base64
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from dask_processes import ExternalCluster, fetch, poll_for
+from wsproto import ConnectionType, WSConnection
+from wsproto.events import (
+    AcceptConnection,
+    BytesMessage,
+    CloseConnection,
+    Message,
+    RejectConnection,
+    RejectData,
+    Request,
+    TextMessage,
+)
+
+import daskserve as serve
+
+
+class Talk:
+    """A blocking client of one WebSocket."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._protocol = WSConnection(ConnectionType.CLIENT)
+        self._events: list[Any] = []
+
+    def send(self, event: Any) -> None:
+        self._sock.sendall(self._protocol.send(event))
+
+    def event(self) -> Any:
+        while not self._events:
+            data = self._sock.recv(1 << 20)
+            self._protocol.receive_data(data or None)
+            self._events += self._protocol.events()
+            if not data:
+                return None
+        return self._events.pop(0)
+
+    def message(self) -> Any:
+        parts = []
+        while True:
+            event = self.event()
+            assert isinstance(event, (TextMessage, BytesMessage)), event
+            parts.append(event.data)
+            if event.message_finished:
+                return type(parts[0])().join(parts)
+
+    def ask(self, data: Any) -> Any:
+        self.send(Message(data=data))
+        return self.message()
+
+    def closed(self) -> int:
+        event = self.event()
+        assert isinstance(event, CloseConnection), event
+        self.send(event.response())
+        return int(event.code)
+
+
+@contextmanager
+def talk(url: str) -> Iterator[Talk]:
+    parts = urlsplit(url)
+    with socket.create_connection((parts.hostname, parts.port), timeout=20) as sock:
+        client = Talk(sock)
+        client.send(Request(host="test", target=parts.path))
+        yield client
+
+
+def application() -> Any:
+    """Return a Starlette application that echoes, tells its process, and notes who left."""
+    from starlette.applications import Starlette
+    from starlette.responses import JSONResponse
+    from starlette.routing import Route, WebSocketRoute
+    from starlette.websockets import WebSocket, WebSocketDisconnect
+
+    left: list[int] = []
+
+    async def echo(socket: WebSocket) -> None:
+        await socket.accept()
+        try:
+            while True:
+                message = await socket.receive()
+                if message["type"] == "websocket.disconnect":
+                    raise WebSocketDisconnect(message["code"])
+                if message.get("text") == "who":
+                    await socket.send_text(str(os.getpid()))
+                elif message.get("text") == "bye":
+                    await socket.close(4001)
+                elif message.get("text") is not None:
+                    await socket.send_text(message["text"])
+                else:
+                    await socket.send_bytes(message["bytes"])
+        except WebSocketDisconnect as error:
+            left.append(error.code)
+
+    async def who_left(request: Any) -> JSONResponse:
+        return JSONResponse(left)
+
+    return Starlette(routes=[WebSocketRoute("/echo", echo), Route("/left", who_left)])
+
+
+@pytest.fixture(params=["HeadOnly", "EveryWorker"])
+def served(request: pytest.FixtureRequest, external: ExternalCluster) -> Iterator[tuple[serve.Client, str]]:
+    """An instance that serves the application at ``/app``; a single proxy is not where the replica is."""
+    options = {"port": 0, "location": request.param, "max_websocket_message_bytes": 4_000_000}
+    with serve.start(http_options=options, dask_client=external.client) as client:
+        client.create_backend("app", application())
+        client.create_endpoint("app", backend="app", route="/app", methods=["GET"])
+        yield client, client.http_urls()[0]
+
+
+def test_messages_of_any_size_go_both_ways(served: tuple[serve.Client, str]) -> None:
+    _, url = served
+    with talk(f"{url}/app/echo") as client:
+        assert isinstance(client.event(), AcceptConnection)
+        for data in ("hello", "", "ü" * 1000, b"\x00\x01", os.urandom(3_000_000)):
+            assert client.ask(data) == data
+        text = base64.b64encode(os.urandom(600_000)).decode()
+        for _ in range(5):
+            assert client.ask(text) == text
+        client.send(Message(data="bye"))
+        assert client.closed() == 4001
+
+
+def test_the_application_learns_how_its_clients_leave(served: tuple[serve.Client, str]) -> None:
+    _, url = served
+    with talk(f"{url}/app/echo") as client:
+        client.event()
+        client.send(CloseConnection(code=4002))
+        assert isinstance(client.event(), CloseConnection)
+    with talk(f"{url}/app/echo") as client:
+        client.event()
+    left = f"{url}/app/left"
+    poll_for(lambda: sorted(fetch(left).json) == [1006, 4002], what=lambda: fetch(left).json)
+
+
+def test_what_is_not_there_is_a_404_and_what_takes_none_a_403(served: tuple[serve.Client, str]) -> None:
+    client, url = served
+    client.create_backend("plain", "served.echo")
+    client.create_endpoint("plain", backend="plain", route="/plain")
+    for path, status, told in (("/nowhere", 404, b"Path '/nowhere' not found"), ("/plain", 403, b"")):
+        with talk(url + path) as socket:
+            answer = socket.event()
+            assert isinstance(answer, RejectConnection)
+            assert answer.status_code == status
+            body = b""
+            while isinstance(event := socket.event(), RejectData):
+                body += event.data
+            assert told in body
+
+
+def test_a_replica_that_goes_sends_its_clients_away(served: tuple[serve.Client, str]) -> None:
+    client, url = served
+    with talk(f"{url}/app/echo") as socket:
+        socket.event()
+        assert socket.ask("x") == "x"
+        client.delete_endpoint("app")
+        client.delete_backend("app", blocking=False)
+        assert socket.closed() == 1001
+
+
+def test_a_proxy_that_goes_sends_its_clients_away(served: tuple[serve.Client, str]) -> None:
+    client, url = served
+    with talk(f"{url}/app/echo") as socket:
+        socket.event()
+        client.shutdown()
+        event = socket.event()
+        assert event is None or (isinstance(event, CloseConnection) and event.code == 1001)
