@@ -19,6 +19,7 @@ from daskserve.cluster.base import Cluster
 from daskserve.cluster.long_poll import LongPollClient
 from daskserve.data.replay import Replay, replay_of
 from daskserve.data.routing import TrafficPolicy, choose, shard_draw
+from daskserve.data.shadow import Shadow
 from daskserve.errors import (
     ActorLostError,
     BackPressureError,
@@ -301,15 +302,14 @@ class Router:
         async def receive_and_copy() -> Message:
             message = await receive()
             for copy in copies:
-                copy.put_nowait(message)
+                copy.put(message)
             return message
 
         try:
             await self._routers.replica_set(backend).send(envelope, receive_and_copy, send)
         finally:
-            # The original may end without having read its body; nobody would ever read the rest.
             for copy in copies:
-                copy.put_nowait({"type": "http.disconnect"})
+                copy.end()
 
 
 class Routers:
@@ -347,24 +347,12 @@ class Routers:
             self._stop_watching.append(self._listener.watch(f"backend/{backend}", found.update))
         return found
 
-    def send_shadow(self, backend: BackendTag, envelope: Envelope) -> asyncio.Queue[Message]:
-        """Send a copy of a request whose answer is dropped; return what its messages are to be put in."""
-        copies: asyncio.Queue[Message] = asyncio.Queue()
-
-        async def drop(message: Message) -> None:
-            pass
-
-        async def run() -> None:
-            try:
-                await self.replica_set(backend).send(envelope, copies.get, drop)
-            except Exception as error:
-                # A shadow must never be felt by the caller.
-                logger.debug("A shadow request to %s failed: %r", backend, error)
-
-        task = asyncio.create_task(run(), name=f"daskserve-shadow-{backend}")
-        self._shadows.add(task)
-        task.add_done_callback(self._shadows.discard)
-        return copies
+    def send_shadow(self, backend: BackendTag, envelope: Envelope) -> Shadow:
+        """Send a copy of a request whose answer is dropped; its messages are to be put into it."""
+        shadow = Shadow(backend, envelope, self.replica_set(backend).send)
+        self._shadows.add(shadow.task)
+        shadow.task.add_done_callback(self._shadows.discard)
+        return shadow
 
     def _forget_worker(self, worker: str) -> None:
         for each in self._sets.values():

@@ -653,6 +653,48 @@ def test_the_caller_feels_nothing_of_a_shadows_trouble(trouble: str) -> None:
     run(scenario)
 
 
+@pytest.mark.parametrize("is_stuck", [False, True])
+def test_a_shadow_that_falls_behind_is_dropped(is_stuck: bool) -> None:
+    """One that keeps up gets it all, however large."""
+    read = {"r1": 0, "shadow": 0}
+    part = bytes(100_000)
+
+    async def scenario(stage: Stage) -> None:
+        router = stage.endpoint({"b": 1.0}, {"s": 1.0})
+        stage.publish("r1")
+        stage.publish("shadow", backend="s")
+
+        async def answer(tag: str, envelope: Envelope, receive: Receive, send: Send) -> Load:
+            more = True
+            while more:
+                message = await receive()
+                read[tag] += len(message["body"])
+                more = message["more_body"]
+                if is_stuck and tag == "shadow":
+                    await asyncio.Event().wait()
+            return Load()
+
+        stage.replicas.handler = answer
+        left = 100
+
+        async def receive() -> Message:
+            nonlocal left
+            left -= 1
+            await asyncio.sleep(0.01)
+            return {"type": "http.request", "body": part, "more_body": left > 0}
+
+        async def drop(message: Message) -> None:
+            raise AssertionError("nothing was answered")
+
+        await router.send(POST, receive, drop)
+        await asyncio.sleep(1)
+        assert stage.replicas.running["shadow"] == 0
+
+    run(scenario)
+    assert read["r1"] == 100 * len(part)
+    assert read["shadow"] == (len(part) if is_stuck else 100 * len(part))
+
+
 # ---- one set per process
 
 
