@@ -14,6 +14,7 @@ from daskserve.data.replica import Replica
 from daskserve.errors import BadRequestError, ServeError
 from daskserve.payload import load_bytes
 from daskserve.proxies.app import IngressApp, build_app
+from daskserve.proxies.forwarded import ForwardedHeaders
 from daskserve.proxies.routes import RouteTable
 from daskserve.proxies.tornado_server import TornadoServer
 from daskserve.starts import ProxyStart, ReplicaStart
@@ -77,8 +78,11 @@ class ProxyActor:
             rng=self._context.rng,
         )
         middlewares = load_bytes(self._start.middlewares) if self._start.middlewares else []
+        app = build_app(self._ingress, middlewares)
+        if options.get("trusted_forwarders"):
+            app = ForwardedHeaders(app, options["trusted_forwarders"])
         self._server = TornadoServer(
-            build_app(self._ingress, middlewares),
+            app,
             host=options.get("host", "127.0.0.1"),
             port=options.get("port", 8000),
             reuse_port=self._start.reuse_port,

@@ -7,6 +7,7 @@ configuration (`daskserve.settings`). Pydantic stays off the request path.
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
@@ -59,9 +60,21 @@ class HTTPOptions(Options):
     keep_alive_timeout_s: float = Field(
         90.0, gt=0, description="Close a connection that was idle for this long."
     )
+    trusted_forwarders: list[str] = Field(
+        default_factory=list,
+        description="Addresses and networks of reverse proxies whose ``X-Forwarded-For`` and "
+        "``X-Forwarded-Proto`` are believed.",
+    )
     debug: bool = Field(
         False, description="Answer errors of user code with their traceback. Never on an open port."
     )
+
+    @field_validator("trusted_forwarders")
+    @classmethod
+    def _are_networks(cls, names: list[str]) -> list[str]:
+        for name in names:
+            ipaddress.ip_network(name, strict=False)
+        return names
 
     @property
     def has_proxies(self) -> bool:

@@ -273,3 +273,15 @@ def test_shutdown_through_another_client(external: ExternalCluster) -> None:
     first.shutdown()
     with pytest.raises(serve.ServeError, match="already been shut down"):
         first.list_backends()
+
+
+@pytest.mark.parametrize(("trusted", "client_host"), [([], "127.0.0.1"), (["127.0.0.0/8"], "192.0.2.9")])
+def test_forwarded_headers_are_believed_from_those_who_are_named(
+    trusted: list[str], client_host: str, external: ExternalCluster
+) -> None:
+    options = {"port": 0, "trusted_forwarders": trusted}
+    with serve.start(http_options=options, dask_client=external.client) as client:
+        client.create_backend("who", lambda request: request.client.host)
+        client.create_endpoint("who", backend="who", route="/who")
+        reply = fetch(f"{client.http_urls()[0]}/who", headers={"X-Forwarded-For": "192.0.2.9"})
+        assert reply.text == client_host
