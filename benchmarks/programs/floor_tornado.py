@@ -1,0 +1,30 @@
+"""The floor of every HTTP figure: Tornado's ``HTTPServer`` with a callback, in one process."""
+
+from __future__ import annotations
+
+import asyncio
+
+from tornado.httpserver import HTTPServer
+from tornado.httputil import HTTPHeaders, HTTPServerRequest, ResponseStartLine
+from tornado.netutil import bind_sockets
+
+BODY = b"ok"
+
+
+def answer(request: HTTPServerRequest) -> None:
+    connection = request.connection
+    assert connection is not None
+    headers = HTTPHeaders({"Content-Length": str(len(BODY)), "Content-Type": "text/plain"})
+    connection.write_headers(ResponseStartLine("HTTP/1.1", 200, "OK"), headers, BODY)
+    connection.finish()
+
+
+async def main() -> None:
+    sockets = bind_sockets(0, "127.0.0.1")
+    HTTPServer(answer).add_sockets(sockets)
+    print(f"http://127.0.0.1:{sockets[0].getsockname()[1]}/", flush=True)
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
