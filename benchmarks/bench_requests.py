@@ -1,7 +1,7 @@
 """Requests per second over HTTP, each case beside its floor in the same run.
 
-The floor is Tornado's ``HTTPServer`` with a callback in one process, on the same event loop. Every case answers
-two bytes to ``wrk -t1 -c32``; floor and case take turns, and the ratio is the median of the rounds' ratios.
+The floor is Tornado's ``HTTPServer`` with a callback in one process, on the same event loop. Every case
+answers two bytes to ``wrk -t1 -c32``; floor and case take turns, and the ratio is the median of the ratios.
 
 1. one hop: the proxy in one worker, the replica in another, default options.
 2. zero hop: one worker with proxy and replica; once with the wall of threads (the default), once with

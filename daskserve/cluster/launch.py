@@ -127,6 +127,8 @@ def _worker_options(size: LocalClusterSize, has_dashboard: bool) -> dict[str, An
         "silence_logs": logging.WARNING,
         "memory_limit": parse_memory_limit("auto", 1, size.n_workers, logger=logger),
         **_dashboard(has_dashboard),
+        # The scheduler's pages show every worker; a second set in each of them takes 0.4 s to load.
+        "dashboard": False,
     }
 
 
