@@ -176,14 +176,16 @@ class _SocketExchange(_Exchange):
         if kind.startswith("http.response."):
             kind = f"websocket.{kind}"
             message = {**message, "type": kind}
-        if not self.status:
-            answers = {"websocket.accept": 101, "websocket.close": 403}
-            self.status = answers.get(kind) or message.get("status", 0)
         try:
             await self._send(message)
         except OSError:
             self.is_gone = True
-            raise
+            if self.status != 101:
+                raise
+            return  # its disconnect is on its way to the application, which may have to clean up then
+        if not self.status:
+            answers = {"websocket.accept": 101, "websocket.close": 403}
+            self.status = answers.get(kind) or message.get("status", 0)
 
 
 class IngressApp:

@@ -29,11 +29,11 @@ from tornado.iostream import IOStream, StreamClosedError
 
 from daskserve.clock import Clock
 from daskserve.errors import http_status_of
-from daskserve.proxies.asgi import ASGIApp, Scope
+from daskserve.proxies.asgi import ASGIApp, Headers, Scope
 from daskserve.proxies.http1 import Buffer, ResponseWriter, plain_text
 from daskserve.proxies.idle import IdleWatch
 from daskserve.proxies.request_body import RequestBody
-from daskserve.proxies.websocket import WebSocketSession
+from daskserve.proxies.websocket import BadHandshakeError, WebSocketSession
 from daskserve.types import Message
 
 log = logging.getLogger("daskserve.proxies")
@@ -80,15 +80,15 @@ class Carrier:
         self.sockets: set[WebSocketSession] = set()
         self.is_draining = False
         self.watch = IdleWatch(idle_timeout_s, Link.close)
-        self._clock = clock
+        self.clock = clock
         self._date = b""
         self._date_until = 0.0
 
     def date(self) -> bytes:
         """Return the ``date`` header of this second."""
-        now = self._clock.now()
+        now = self.clock.now()
         if now >= self._date_until:
-            wall = self._clock.wall()
+            wall = self.clock.wall()
             self._date = b"date: " + email.utils.formatdate(wall, usegmt=True).encode("ascii")
             self._date_until = now + 1.0 - wall % 1.0
         return self._date
@@ -241,7 +241,8 @@ class Exchange(httputil.HTTPMessageDelegate):
         try:
             flushed = self._write(as_buffer(message.get("body", b"")), more_body)
             if flushed is not None and not flushed.done():
-                await flushed
+                # Shielded: Tornado looks at how its future ended, and a cancellation it does not expect.
+                await asyncio.shield(flushed)
         except StreamClosedError as error:
             self._is_gone = True
             raise ConnectionResetError("the client has gone away") from error
@@ -313,16 +314,19 @@ class Exchange(httputil.HTTPMessageDelegate):
                 scope,
                 self._stream,
                 max_message_bytes=carrier.max_message_bytes,
+                clock=carrier.clock,
                 on_end=carrier.sockets.discard,
             )
-        except ValueError as error:
+        except BadHandshakeError as error:
             self._closes = True
-            self._answer(400, str(error))
+            self._answer(error.status, str(error), headers=error.headers)
             return
         self._is_over = True
         carrier.watch.unwatch(self._link)
         self._connection.detach()
         carrier.sockets.add(session)
+        if carrier.is_draining:
+            session.leave()
         task = session.start()
         carrier.tasks.add(task)
         task.add_done_callback(carrier.tasks.discard)
@@ -395,9 +399,10 @@ class Exchange(httputil.HTTPMessageDelegate):
         else:
             self._cut()
 
-    def _answer(self, status: int, text: str, *, is_coming: bool = True) -> None:
+    def _answer(self, status: int, text: str, *, is_coming: bool = True, headers: Headers = ()) -> None:
         # A response of our own, in place of the application's.
         self._start, body = plain_text(status, text)
+        self._start["headers"] += headers
         if self._stream.closed():
             return
         flushed = self._write(body, False)

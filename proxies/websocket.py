@@ -39,7 +39,8 @@ from wsproto.events import (
 )
 from wsproto.utilities import LocalProtocolError, RemoteProtocolError
 
-from daskserve.proxies.asgi import ASGIApp, Scope
+from daskserve.clock import Clock
+from daskserve.proxies.asgi import ASGIApp, Headers, Scope
 from daskserve.types import Message
 
 log = logging.getLogger("daskserve.proxies")
@@ -52,7 +53,83 @@ CLOSE_S = 2.0
 INBOX_BYTES = 1024 * 1024
 #: How often a silent client is asked whether it is there, and how long it may take to say so.
 PING_S = 20.0
-_READ_BYTES = 64 * 1024
+#: So little is read at a time that its parsing holds up nobody else.
+_READ_BYTES = 16 * 1024
+#: So many answers to pings may wait for a client that does not read.
+MAX_PONGS = 64
+#: What a message, or a part of one, counts for besides its data.
+_PART_BYTES = 256
+#: A message may come in this many bytes' worth of parts beyond its size.
+_MANY_BYTES = 1024 * 1024
+
+
+class BadHandshakeError(ValueError):
+    """A request is no proper handshake; it carries the response to it."""
+
+    def __init__(self, message: str, status: int = 400, headers: Headers = ()) -> None:
+        super().__init__(message)
+        self.status = status
+        self.headers = headers
+
+
+class _Inbox:
+    """What a client has sent and the application has not taken yet; in the end its farewell, for ever."""
+
+    def __init__(self) -> None:
+        self._messages: deque[tuple[Message, int]] = deque()
+        self._held_bytes = 0
+        self._changed = asyncio.Event()
+        self._parts: list[Any] = []
+        self._parts_bytes = 0
+        self.farewell: Message | None = None
+
+    @property
+    def is_full(self) -> bool:
+        return self._held_bytes > INBOX_BYTES and self.farewell is None
+
+    def put(self, message: Message, size_bytes: int) -> None:
+        self._messages.append((message, size_bytes))
+        self._held_bytes += size_bytes
+        self._changed.set()
+
+    def add_part(self, event: TextMessage | BytesMessage, max_bytes: int) -> bool:
+        """Take a message, or a part of one; False if it is too large."""
+        self._parts.append(event.data)
+        self._parts_bytes += len(event.data)
+        # Many small parts are large too.
+        overhead_bytes = _PART_BYTES * len(self._parts)
+        if self._parts_bytes > max_bytes or self._parts_bytes + overhead_bytes > max_bytes + _MANY_BYTES:
+            return False
+        if event.message_finished:
+            message: Message = {"type": "websocket.receive", "text": None, "bytes": None}
+            if isinstance(event, TextMessage):
+                message["text"] = "".join(self._parts)
+            else:
+                message["bytes"] = b"".join(bytes(part) for part in self._parts)
+            self.put(message, self._parts_bytes + _PART_BYTES)
+            self._parts, self._parts_bytes = [], 0
+        return True
+
+    def end(self, farewell: Message) -> None:
+        self.farewell = farewell
+        self._changed.set()
+
+    async def take(self) -> Message:
+        while not self._messages:
+            if self.farewell is not None:
+                return self.farewell
+            self._changed.clear()
+            await self._changed.wait()
+        message, size_bytes = self._messages.popleft()
+        self._held_bytes -= size_bytes
+        self._changed.set()
+        return message
+
+    async def wait_for_room(self) -> None:
+        while self.is_full:
+            self._changed.clear()
+            await self._changed.wait()
+
 
 OnEnd: TypeAlias = Callable[["WebSocketSession"], None]
 
@@ -67,32 +144,38 @@ class WebSocketSession:
     max_message_bytes : int
         A client that sends a larger message is sent away with code 1009.
     on_end : callable
-        ``on_end(session)`` is called once, when the application has ended.
+        ``on_end(session)`` is called once, when the application has ended and the connection is closed.
 
     Raises
     ------
-    ValueError
+    BadHandshakeError
         The request is no proper handshake.
     """
 
     def __init__(
-        self, app: ASGIApp, scope: Scope, stream: IOStream, *, max_message_bytes: int, on_end: OnEnd
+        self,
+        app: ASGIApp,
+        scope: Scope,
+        stream: IOStream,
+        *,
+        max_message_bytes: int,
+        clock: Clock,
+        on_end: OnEnd,
     ) -> None:
         self._app = app
         self._scope = scope
         self._stream = stream
         self._max_message_bytes = max_message_bytes
+        self._clock = clock
         self._on_end = on_end
         self._protocol = WSConnection(ConnectionType.SERVER)
-        self._inbox: deque[tuple[Message, int]] = deque([({"type": "websocket.connect"}, 0)])
-        self._inbox_bytes = 0
-        self._changed = asyncio.Event()  # something was put into the inbox, or taken out of it
-        self._farewell: Message | None = None  # what `receive` returns when the inbox is empty
-        self._parts: list[Any] = []
-        self._parts_bytes = 0
+        self._inbox = _Inbox()
+        self._inbox.put({"type": "websocket.connect"}, 0)
+        self._pongs = 0
         self._denial: Message | None = None
-        self._is_accepted = self._is_closing = self._is_gone = False
+        self._is_accepted = self._is_closing = self._is_leaving = self._is_gone = False
         self._is_heard = True
+        self._waiting_from: int | None = None
         self._task: asyncio.Task[None] | None = None
         self._reading: asyncio.Task[None] | None = None
         self._timers: list[asyncio.TimerHandle] = []
@@ -100,7 +183,9 @@ class WebSocketSession:
             self._protocol.initiate_upgrade_connection(scope["headers"], scope["raw_path"].decode("latin-1"))
             request = next(self._protocol.events())
         except RemoteProtocolError as error:
-            raise ValueError(f"This is not a WebSocket handshake: {error}.") from error
+            hint = error.event_hint
+            told = (hint.status_code, hint.headers) if isinstance(hint, RejectConnection) else (400, ())
+            raise BadHandshakeError(f"This is not a WebSocket handshake: {error}.", *told) from error
         assert isinstance(request, Request)
         scope["subprotocols"] = list(request.subprotocols)
 
@@ -116,23 +201,15 @@ class WebSocketSession:
         return self._task
 
     def leave(self, code: int = 1001, reason: str = "going away") -> None:
-        """Close an open connection; one that is still being opened goes on. Idempotent."""
-        if self._is_accepted:
-            self._close(code, reason)
+        """Close the connection as soon as it is open. Idempotent."""
+        self._is_leaving = True
+        self._close(code, reason)
 
     # ---- the application's side
 
     async def receive(self) -> Message:
         """Return the client's next message; once it is gone, that, however often it is asked for."""
-        while not self._inbox:
-            if self._farewell is not None:
-                return self._farewell
-            self._changed.clear()
-            await self._changed.wait()
-        message, size = self._inbox.popleft()
-        self._inbox_bytes -= size
-        self._changed.set()
-        return message
+        return await self._inbox.take()
 
     async def send(self, message: Message) -> None:
         """Send one ASGI message, as fast as the client reads.
@@ -146,10 +223,13 @@ class WebSocketSession:
         """
         kind = message["type"]
         if self._is_gone or (self._is_closing and kind != "websocket.http.response.body"):
+            # An application that sends on and on must not keep the loop from telling it.
+            await self._clock.sleep(0)
             raise ConnectionResetError("the WebSocket is closed")
         if kind == "websocket.send" and self._is_accepted:
             data = message.get("bytes")
-            await self._write(DataMessage(data=message["text"] if data is None else bytes(data)))
+            frame = DataMessage(data=message["text"] if data is None else bytes(data))
+            await self._write(self._packed(frame))
         elif kind == "websocket.close" and self._is_accepted:
             self._close(message.get("code") or 1000, message.get("reason") or "")
         elif self._is_accepted:
@@ -161,11 +241,14 @@ class WebSocketSession:
         kind = message["type"]
         if kind == "websocket.accept" and self._denial is None:
             headers = [(bytes(name), bytes(value)) for name, value in message.get("headers", ())]
+            accept = AcceptConnection(subprotocol=message.get("subprotocol"), extra_headers=headers)
+            data = self._packed(accept)
             self._is_accepted = True
             self._reading = asyncio.get_running_loop().create_task(self._read())
             self._arm_ping()
-            accept = AcceptConnection(subprotocol=message.get("subprotocol"), extra_headers=headers)
-            await self._write(accept)
+            await self._write(data)
+            if self._is_leaving:
+                self.leave()
         elif kind == "websocket.close" and self._denial is None:
             await self._deny({"status": 403, "headers": ()}, b"", more_body=False)
         elif kind == "websocket.http.response.start" and self._denial is None:
@@ -178,12 +261,13 @@ class WebSocketSession:
 
     async def _deny(self, start: Any, body: bytes, *, more_body: bool) -> None:
         if not self._is_closing:
-            self._is_closing = True
             headers = [(bytes(name), bytes(value)) for name, value in start.get("headers", ())]
             if not any(name.lower() in (b"content-length", b"transfer-encoding") for name, _ in headers):
                 headers.append((b"connection", b"close"))  # the end of the body is the end of the connection
-            await self._write(RejectConnection(status_code=start["status"], headers=headers, has_body=True))
-        await self._write(RejectData(data=body, body_finished=not more_body))
+            data = self._packed(RejectConnection(status_code=start["status"], headers=headers, has_body=True))
+            self._is_closing = True
+            await self._write(data)
+        await self._write(self._packed(RejectData(data=body, body_finished=not more_body)))
         if not more_body:
             self._end_stream()
 
@@ -192,10 +276,10 @@ class WebSocketSession:
     async def _read(self) -> None:
         try:
             while True:
-                while self._inbox_bytes > INBOX_BYTES and self._farewell is None:
-                    self._changed.clear()
-                    await self._changed.wait()
+                await self._inbox.wait_for_room()
                 data = await self._stream.read_bytes(_READ_BYTES, partial=True)
+                # Of what has come in already Tornado gives without waiting, and others want their turn.
+                await self._clock.sleep(0)
                 self._is_heard = True
                 self._protocol.receive_data(data)
                 for event in self._protocol.events():
@@ -207,9 +291,12 @@ class WebSocketSession:
     def _take(self, event: Event) -> bool:
         """Take in what the client sent; False if that was the last."""
         if isinstance(event, (TextMessage, BytesMessage)):
-            return self._take_part(event)
-        if isinstance(event, Ping):
-            self._post(event.response())
+            self._take_part(event)
+        elif isinstance(event, Ping):
+            # Before a client that asks and asks and does not read, answers must not pile up.
+            self._pongs = self._pongs + 1 if self._stream.writing() else 0
+            if self._pongs <= MAX_PONGS:
+                self._post(event.response())
         elif isinstance(event, CloseConnection):
             if self._protocol.state is ConnectionState.REMOTE_CLOSING:
                 self._post(event.response())
@@ -221,27 +308,11 @@ class WebSocketSession:
             return False
         return True
 
-    def _take_part(self, event: TextMessage | BytesMessage) -> bool:
+    def _take_part(self, event: TextMessage | BytesMessage) -> None:
         if self._is_closing:
-            return True  # it comes too late, but the client's closing may still follow
-        self._parts.append(event.data)
-        self._parts_bytes += len(event.data)
-        if self._parts_bytes > self._max_message_bytes:
+            return  # it comes too late, but the client's closing may still follow
+        if not self._inbox.add_part(event, self._max_message_bytes):
             self._close(1009, f"a message may have {self._max_message_bytes} bytes")
-            return True
-        if event.message_finished:
-            is_text = isinstance(event, TextMessage)
-            parts, self._parts = self._parts, []
-            message: Message = {"type": "websocket.receive", "text": None, "bytes": None}
-            if is_text:
-                message["text"] = "".join(parts)
-            else:
-                message["bytes"] = b"".join(bytes(part) for part in parts)
-            self._inbox.append((message, self._parts_bytes))
-            self._inbox_bytes += self._parts_bytes
-            self._parts_bytes = 0
-            self._changed.set()
-        return True
 
     def _arm_ping(self) -> None:
         self._timers = [asyncio.get_running_loop().call_later(PING_S, self._ping)]
@@ -249,11 +320,15 @@ class WebSocketSession:
     def _ping(self) -> None:
         if self._is_gone or self._is_closing:
             return
-        is_reading_on = self._inbox_bytes <= INBOX_BYTES
-        if not self._is_heard and is_reading_on:
+        # A client that takes in what waited for it, however slowly, is there as much as one that sends. (Only
+        # this index of Tornado's own tells of progress within a message.)
+        written_bytes = self._stream._total_write_done_index
+        is_reading = self._waiting_from is not None and written_bytes > self._waiting_from
+        if not self._is_heard and not is_reading and not self._inbox.is_full:
             self._close(1011, "nothing was heard for too long")
             return
         self._is_heard = False
+        self._waiting_from = written_bytes if self._stream.writing() else None
         self._post(Ping())
         self._arm_ping()
 
@@ -263,10 +338,9 @@ class WebSocketSession:
         self._say_farewell(1006, "")
 
     def _say_farewell(self, code: int, reason: str) -> None:
-        if self._farewell is not None:
+        if self._inbox.farewell is not None:
             return
-        self._farewell = {"type": "websocket.disconnect", "code": code, "reason": reason}
-        self._changed.set()
+        self._inbox.end({"type": "websocket.disconnect", "code": code, "reason": reason})
         if self._task is not None:
             self._timers.append(asyncio.get_running_loop().call_later(LEAVE_S, self._task.cancel))
 
@@ -307,17 +381,19 @@ class WebSocketSession:
         self._task = None
         for timer in self._timers:
             timer.cancel()
-        if not self._is_accepted:
+        if self._stream.closed():
+            self._on_end(self)
+            return
+        # The client gets some time to read what is left for it, and to answer the closing.
+        limit = asyncio.get_running_loop().call_later(CLOSE_S, self._stream.close)
+
+        def closed() -> None:
+            limit.cancel()
+            self._on_end(self)
+
+        self._stream.set_close_callback(closed)
+        if self._reading is None or self._reading.done():
             self._end_stream()
-        else:
-            # The reader goes on until the client has answered the closing, or has had its time for that.
-            loop = asyncio.get_running_loop()
-            if self._reading is not None and not self._reading.done() and not self._stream.closed():
-                limit = loop.call_later(CLOSE_S, self._stream.close)
-                self._reading.add_done_callback(lambda _: limit.cancel())
-            else:
-                self._end_stream()
-        self._on_end(self)
 
     def abort(self) -> None:
         """End the connection at once."""
@@ -339,11 +415,17 @@ class WebSocketSession:
         except (StreamClosedError, LocalProtocolError) as error:
             log.debug("A WebSocket was closed already: %r", error)
 
-    async def _write(self, event: Event) -> None:
+    def _packed(self, event: Event) -> bytes:
         try:
-            flushed = self._stream.write(self._protocol.send(event))
+            return self._protocol.send(event)
+        except LocalProtocolError as error:
+            raise RuntimeError(f"the WebSocket cannot send that: {error}") from error
+
+    async def _write(self, data: bytes) -> None:
+        try:
+            flushed = self._stream.write(data)
             if not flushed.done():
-                await flushed
+                await asyncio.shield(flushed)
         except StreamClosedError as error:
             self._note_lost()
             raise ConnectionResetError("the client has gone away") from error

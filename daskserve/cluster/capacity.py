@@ -122,5 +122,6 @@ class Capacity:
             return dict(await self._originals["retire_workers"](workers, names=names, **passed_on))
         if not leaving:
             return {}
+        retire = self._originals["retire_workers"]  # before the last instance, and this, may go
         await self._evacuate(leaving)
-        return dict(await self._originals["retire_workers"](workers=leaving, **passed_on))
+        return dict(await retire(workers=leaving, **passed_on))

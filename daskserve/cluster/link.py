@@ -13,6 +13,7 @@ import signal
 import threading
 from collections.abc import Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 from distributed import Client, Security, Worker, get_worker
@@ -181,7 +182,8 @@ class Link:
         except BaseException:
             # Also on Ctrl-C: nothing half-done goes on behind the caller's back.
             call.is_given_up = True
-            self.loop.call_soon_threadsafe(call.cancel)
+            with suppress(RuntimeError):  # the loop was closed meanwhile, and the call with it
+                self.loop.call_soon_threadsafe(call.cancel)
             raise
 
     def runs_here(self) -> bool:

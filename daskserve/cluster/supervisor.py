@@ -113,6 +113,7 @@ class Supervisor(SchedulerPlugin):
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
         self._hosts.forget(worker)
+        self._reported.set()
         for instance in list(self._instances.values()):
             self._tell(instance.name, {"kind": WORKERS, "joined": [], "left": [worker]})
             if instance.controller is not None and instance.controller.worker == worker:
@@ -134,12 +135,15 @@ class Supervisor(SchedulerPlugin):
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
         loop = asyncio.get_running_loop()
         for instance in self._instances.values():
-            if instance.owner == client and instance.grace is None:
+            if instance.owner == client and instance.grace is None and not instance.is_ending:
                 logger.info(
                     "Owner of instance %s went away; it ends in %s s", instance.name, instance.grace_s
                 )
                 instance.grace = loop.call_later(
-                    instance.grace_s, lambda name: self._tasks.spawn(self._end_instance(name)), instance.name
+                    instance.grace_s,
+                    lambda name, start_id: self._tasks.spawn(self._end_instance(name, start_id)),
+                    instance.name,
+                    instance.start_id,
                 )
 
     # Verbs
@@ -183,7 +187,8 @@ class Supervisor(SchedulerPlugin):
             if entry.controller is None:
                 raise InstanceError(f"The controller of {instance!r} could not be started on any worker.")
         except BaseException:
-            await self._end_instance(instance)
+            # By its id: another instance may have its name by now.
+            await self._end_instance(instance, start_id)
             raise
         return {"controller": plain(entry.controller)}
 
@@ -229,6 +234,7 @@ class Supervisor(SchedulerPlugin):
         loop = asyncio.get_running_loop()
         loop.call_later(SECOND_SWEEP_S, self._drop_topic, entry.name)
         self._capacity.forget(entry.name)
+        self._reported.set()
         await entry.store.close()
         async with self._lock:
             self._instances.pop(entry.name, None)
@@ -336,13 +342,17 @@ class Supervisor(SchedulerPlugin):
                 await self._controllers.replace(entry, leaving)
         try:
             async with asyncio.timeout(EVACUATION_S):
-                while not self._capacity.is_free(leaving, self._controllers.expected(leaving)):
+                # Of those that have left already, in order or not, nobody reports any more.
+                while not self._is_closed and (here := {each for each in leaving if self._hosts.has(each)}):
+                    if self._capacity.is_free(here, self._controllers.expected(here)):
+                        break
                     self._reported.clear()
                     await self._reported.wait()
         except TimeoutError:
             logger.warning("Workers %s leave with actors of daskserve: there is no room elsewhere", leaving)
         for worker in leaving:
             await self._hosts.release(worker)
+        self._reported.set()
 
     def _tell(self, instance: InstanceName, message: Mapping[str, Any]) -> None:
         self._scheduler.log_event(topic_of(instance), dict(message))
@@ -365,6 +375,7 @@ class Supervisor(SchedulerPlugin):
     async def close(self) -> None:
         """Leave nothing in the scheduler: the reverse of `start` and `_hosts_ready`."""
         self._is_closed = True
+        self._reported.set()
         self._unused.cancel()
         self._capacity.uninstall()
         if self._watching is not None:

@@ -266,13 +266,22 @@ class IsolatedReplica:
 
         When this returns, the child and all that it started have ended.
         """
+        child = self._child if self._is_open and grace_s > 0 else None
         self._is_open = False
         await self._health.stop()
+        if child is not None:
+            await self._send_away(child)
         try:
             await self._context.clock.wait_for(self._idle.wait(), grace_s)
         except TimeoutError:
             logger.info("%r cancels what still runs after %s s", self, grace_s)
         await self._end()
+
+    async def _send_away(self, child: ChildProcess) -> None:
+        try:
+            await self._context.clock.wait_for(child.call("send_away"), CLOSE_GRACE_S)
+        except (ActorLostError, TimeoutError):
+            pass  # it has ended already, or has other troubles
 
     async def _end(self) -> None:
         # One task whoever asks, so that a stop() that is cancelled leaves no process behind.

@@ -444,11 +444,15 @@ class Replica:
 
     # ---- stop
 
+    async def send_away(self) -> None:
+        """Close the WebSockets, which would never end by themselves, with code 1001."""
+        for exchange in list(self._sockets):
+            exchange.leave()
+
     async def stop(self, grace_s: float) -> None:
         """End: refuse requests, let the running ones finish for ``grace_s``, cancel the rest, destruct."""
         self._is_open = False
-        for exchange in list(self._sockets):
-            exchange.leave()
+        await self.send_away()
         await self._health.stop()
         try:
             await self._context.clock.wait_for(self._idle.wait(), grace_s)

@@ -209,7 +209,7 @@ class Exchange:
         self._kind = scope["type"]
         self._receive = receive
         self._send = send
-        self._is_closed = False
+        self._is_closed = self._is_leaving = False
         # Outgoing. The user's side counts `_sent`, the worker's side `_passed`; nobody else writes them.
         self._call: Call[Any] | None = None
         self._outbox: deque[Message] = deque()
@@ -306,9 +306,10 @@ class Exchange:
             raise
 
     def leave(self) -> None:
-        """Send away the client of a WebSocket that is open; user code gets its disconnect in return."""
-        if self._kind == "websocket" and self.is_started:
-            self._arrive({"type": "websocket.close", "code": 1001, "reason": "going away"})
+        """Send away a WebSocket's client as soon as it is open; user code gets its disconnect in return."""
+        self._is_leaving = True
+        if self.is_started:
+            self._arrive(_going_away())
 
     def close(self) -> None:
         """Let go of the client: user code that still runs sends into the void and receives a disconnect."""
@@ -323,6 +324,8 @@ class Exchange:
 
     def _arrive(self, message: Message) -> None:
         self._outbox.append(message)
+        if self._is_leaving and message["type"] == "websocket.accept":
+            self._outbox.append(_going_away())
         if self._call is not None:
             self._call.notify()
 
@@ -363,6 +366,8 @@ class DirectExchange(Exchange):
     async def send(self, message: Message) -> None:
         self.is_started = True
         await self._send(message)
+        if self._is_leaving and message["type"] == "websocket.accept":
+            await self._send(_going_away())
 
 
 def open_exchange(
@@ -371,6 +376,10 @@ def open_exchange(
     """Return the exchange that fits how the wall runs async code."""
     kind = DirectExchange if wall.is_on_worker_loop else Exchange
     return kind(wall, scope, receive, send, first)
+
+
+def _going_away() -> Message:
+    return {"type": "websocket.close", "code": 1001, "reason": "going away"}
 
 
 def _wake(future: asyncio.Future[None]) -> None:

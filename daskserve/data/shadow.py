@@ -17,6 +17,9 @@ logger = logging.getLogger("daskserve.router")
 #: A shadow may be so many bytes behind its original.
 BEHIND_BYTES = 1024 * 1024
 
+#: What a message counts for besides its body.
+MESSAGE_BYTES = 256
+
 SendTo = Callable[[Envelope, Receive, Send], Awaitable[None]]
 
 
@@ -33,6 +36,7 @@ class Shadow:
         self._backend = backend
         self._messages: asyncio.Queue[Message] = asyncio.Queue()
         self._behind_bytes = 0
+        self._kind = "websocket" if envelope.head.get("type") == "websocket" else "http"
         self.task = asyncio.create_task(self._run(envelope, send_to), name=f"daskserve-shadow-{backend}")
 
     def put(self, message: Message) -> None:
@@ -48,7 +52,7 @@ class Shadow:
 
     def end(self) -> None:
         """Tell the copy that the original has ended; it may have done so without having read its body."""
-        self.put({"type": "http.disconnect"})
+        self.put({"type": f"{self._kind}.disconnect"})
 
     async def _receive(self) -> Message:
         message = await self._messages.get()
@@ -68,4 +72,4 @@ async def _drop(message: Message) -> None:
 
 
 def _size_of(message: Message) -> int:
-    return len(message.get("body") or message.get("bytes") or message.get("text") or b"")
+    return MESSAGE_BYTES + len(message.get("body") or message.get("bytes") or message.get("text") or b"")

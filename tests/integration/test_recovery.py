@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import signal
@@ -136,6 +137,24 @@ def test_a_retired_worker_hands_its_replicas_over_first() -> None:
             assert victim not in running(client, "b")
             load.more()
         assert load.failures == []
+
+
+def test_a_worker_that_dies_while_it_is_being_retired_holds_up_nobody() -> None:
+    with nannied_cluster(4) as dask, serve.start(dask_client=dask, **EPHEMERAL) as client:
+        serve_pids(client)
+        others = {worker_of(client, "proxy"), worker_of(client, "controller")}
+        leaving = [each for each in pids(dask) if each not in others]
+        victim = pids(dask)[leaving[0]]
+        retiring = dask.sync(_retire_and_kill, dask, leaving, victim, asynchronous=False)
+        assert leaving[1] in retiring
+        assert set(running(client, "b")).isdisjoint(leaving)
+
+
+async def _retire_and_kill(dask: Any, workers: list[str], victim: int) -> Any:
+    retiring = asyncio.ensure_future(dask.scheduler.retire_workers(workers=workers))
+    os.kill(victim, signal.SIGKILL)
+    async with asyncio.timeout(30):
+        return await retiring
 
 
 def test_retiring_the_controllers_worker_moves_the_controller() -> None:

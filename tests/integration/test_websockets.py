@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from dask_processes import ExternalCluster, fetch, poll_for
+from dask_processes import ExternalCluster, fetch, poll_for, within
 from wsproto import ConnectionType, WSConnection
 from wsproto.events import (
     AcceptConnection,
@@ -167,6 +167,21 @@ def test_a_replica_that_goes_sends_its_clients_away(served: tuple[serve.Client, 
         client.delete_endpoint("app")
         client.delete_backend("app", blocking=False)
         assert socket.closed() == 1001
+
+
+def test_a_replica_in_a_process_of_its_own_sends_its_clients_away_too(
+    served: tuple[serve.Client, str],
+) -> None:
+    client, url = served
+    client.create_backend("apart", application(), config={"isolation": "process"})
+    client.create_endpoint("apart", backend="apart", route="/apart", methods=["GET"])
+    with talk(f"{url}/apart/echo") as socket:
+        socket.event()
+        assert socket.ask("x") == "x"
+        client.delete_endpoint("apart")
+        with within(10):  # and not when its grace of 20 s is over
+            client.delete_backend("apart", blocking=False)
+            assert socket.closed() == 1001
 
 
 def test_a_proxy_that_goes_sends_its_clients_away(served: tuple[serve.Client, str]) -> None:

@@ -574,6 +574,28 @@ def test_an_open_websocket_that_fails_is_closed_by_the_server() -> None:
         scripted(make_ingress(Routers(fail)), make_socket_scope("/a"))
 
 
+def test_an_application_that_sends_to_a_client_that_has_gone_still_learns_of_the_disconnect() -> None:
+    told: list[Message] = []
+
+    async def answer(receive: Receive, send: Send) -> None:
+        await send({"type": "websocket.accept"})
+        await send({"type": "websocket.send", "text": "are you there?"})
+        told.append(await receive())
+
+    async def test() -> None:
+        async def receive() -> Message:
+            return {"type": "websocket.disconnect", "code": 1006}
+
+        async def send(message: Message) -> None:
+            if message["type"] == "websocket.send":
+                raise ConnectionResetError("gone")
+
+        await make_ingress(Routers(answer))(make_socket_scope("/a"), receive, send)
+
+    run(test)
+    assert told == [{"type": "websocket.disconnect", "code": 1006}]
+
+
 def test_lifespan_is_completed() -> None:
     sent = scripted(make_ingress(Routers()), {"type": "lifespan"}, "lifespan.startup", "lifespan.shutdown")
     assert [message["type"] for message in sent] == [

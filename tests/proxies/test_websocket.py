@@ -344,10 +344,10 @@ def test_a_client_that_sends_faster_than_the_application_reads_has_to_wait() -> 
             for _ in range(400):
                 client._writer.write(frame)
             session = next(iter(server._carrier.sockets))
-            await poll_for(lambda: session._inbox_bytes > INBOX_BYTES)
+            await poll_for(lambda: session._inbox.is_full)
             for _ in range(200):
                 await asyncio.sleep(0)
-            assert session._inbox_bytes < 3 * INBOX_BYTES
+            assert session._inbox._held_bytes < 2 * INBOX_BYTES
             may_read.set()
             await poll_for(lambda: len(seen) == 400)
 
@@ -402,19 +402,21 @@ def test_a_server_that_stops_ends_sessions_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "headers",
+    ("headers", "status"),
     [
-        "Upgrade: websocket\r\nConnection: Upgrade",
-        "Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==",
-        "Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 8",
+        ("Upgrade: websocket\r\nConnection: Upgrade", 400),
+        ("Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13", 400),
+        ("Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 8", 426),
     ],
 )
-def test_what_is_no_proper_handshake_is_a_bad_request(headers: str) -> None:
+def test_what_is_no_proper_handshake_is_refused(headers: str, status: int) -> None:
     async def test() -> None:
         async with serving(Echo()) as server:
             reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
             writer.write(f"GET / HTTP/1.1\r\nHost: test\r\n{headers}\r\n\r\n".encode())
-            assert (await reader.readline()).startswith(b"HTTP/1.1 400")
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 %d" % status)
+            assert status == 400 or b"sec-websocket-version: 13" in head.lower()
             writer.close()
 
     run(test)
@@ -433,5 +435,90 @@ def test_other_upgrades_are_ignored(headers: str) -> None:
             writer.write(f"GET / HTTP/1.1\r\nHost: test\r\n{headers}\r\n\r\n".encode())
             assert (await reader.readline()).startswith(b"HTTP/1.1 200")
             writer.close()
+
+    run(test)
+
+
+def test_a_flood_of_empty_messages_is_bounded_and_holds_up_nobody() -> None:
+    async def test() -> None:
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            await receive()
+            await send({"type": "websocket.accept"})
+            await asyncio.Event().wait()
+
+        async with serving(app) as server, client_of(server) as client:
+            await client.open()
+            client._writer.write(client._protocol.send(DataMessage(data=b"")) * 100_000)
+            session = next(iter(server._carrier.sockets))
+            turns = 0
+            while not session._inbox.is_full:
+                await asyncio.sleep(0)
+                turns += 1
+            assert turns >= 2
+            assert session._inbox._held_bytes < 2 * INBOX_BYTES
+
+    run(test)
+
+
+def test_an_answer_that_cannot_be_sent_is_an_error_of_the_application(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        await send({"type": "websocket.accept", "subprotocol": "not offered"})
+
+    async def test() -> None:
+        async with serving(app) as server, client_of(server) as client:
+            answer = await client.open()
+            assert isinstance(answer, RejectConnection)
+            assert answer.status_code == 500
+
+    run(test)
+    assert "not offered" in caplog.text
+
+
+def test_a_handshake_during_draining_is_answered_and_then_sent_away() -> None:
+    async def test() -> None:
+        may_accept = asyncio.Event()
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            await receive()
+            await may_accept.wait()
+            await send({"type": "websocket.accept"})
+            assert await receive() == disconnect(1001, "going away")
+
+        async with serving(app) as server, client_of(server) as client:
+            opening = asyncio.create_task(client.open())
+            await poll_for(lambda: server._carrier.sockets)
+            draining = asyncio.create_task(server.drain(5))
+            await asyncio.sleep(0)
+            may_accept.set()
+            assert isinstance(await opening, AcceptConnection)
+            assert await client.closed() == (1001, "going away")
+            await draining
+
+    run(test)
+
+
+def test_a_client_that_closes_and_does_not_read_is_not_waited_for() -> None:
+    async def test() -> None:
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            await receive()
+            await send({"type": "websocket.accept"})
+            with contextlib.suppress(OSError):
+                while True:
+                    await send({"type": "websocket.send", "bytes": bytes(1_000_000)})
+
+        async with serving(app) as server, client_of(server) as client:
+            await client.open()
+            (session,) = server._carrier.sockets
+            await poll_for(session._stream.writing)
+            client._writer.write(client._protocol.send(CloseConnection(code=1000)))
+            await poll_for(lambda: session._inbox.farewell is not None)
+            advance(5.5)  # the application is cancelled
+            await poll_for(lambda: session._task is None)
+            advance(2.5)  # and the connection given up
+            await poll_for(lambda: not server._carrier.sockets)
+            assert session._stream.closed()
 
     run(test)
