@@ -80,9 +80,11 @@ def step(
     kept: dict[str, ProxyRecord] = {}
     for proxy in state.proxies.values():
         if proxy.worker in observed.lost_workers or proxy.worker not in observed.workers:
-            result.change[proxy.key] = None
             observed.proxies_ready.pop(proxy.name, None)
             observed.proxies_failed.pop(proxy.name, None)
+            # While there is no worker at all, as in a restart of the cluster, the record keeps the port.
+            if observed.usable_workers():
+                result.change[proxy.key] = None
         elif proxy.name not in slots or proxy.worker not in usable_addresses:
             result.change[proxy.key] = None
             result.actions.append(StopProxy(proxy))

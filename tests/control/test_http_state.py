@@ -165,6 +165,23 @@ def test_its_replacement_on_the_same_host_keeps_the_port(location: Location, por
     assert before.name not in proxies.observed.proxies_ready
 
 
+@pytest.mark.parametrize("location", [Location.HEAD_ONLY, Location.EVERY_NODE, Location.EVERY_WORKER])
+def test_the_port_outlives_the_loss_of_all_workers(location: Location) -> None:
+    """As in a restart of the cluster; it was found free once, and clients know it."""
+    proxies = Proxies(location, [HEAD_1], port=0)
+    proxies.settle()
+    (before,) = proxies.state.proxies.values()
+    proxies.lose("w1")
+    assert proxies.step() == HttpStep()
+    assert proxies.step() == HttpStep()
+    assert proxies.observed.proxies_ready == {}
+    proxies.observed.workers["w2"] = HEAD_2
+    (start,) = starts(proxies.step())
+    assert (start.worker, start.port) == ("w2", before.port)
+    assert proxies.workers == ["w2"]
+    assert proxies.observed.lost_workers == set()
+
+
 def test_its_replacement_on_another_host_takes_the_port_that_was_asked_for() -> None:
     proxies = Proxies(Location.HEAD_ONLY, [HEAD_1, FAR_3], port=0)
     proxies.settle()

@@ -64,7 +64,7 @@ def test_a_killed_controller_is_replaced_while_all_goes_on(is_busy: bool) -> Non
                 dask.cancel(sleeping)
         assert load.failures == []
         assert client.status().epoch == 2
-        assert took_s < 1.0  # 0.5 s on a quiet machine
+        assert took_s < 3.0  # 0.5 s on a quiet machine; probes that find nothing take longer than 3 s
 
 
 def test_a_stopped_controller_is_replaced_and_does_no_harm_when_it_wakes_up() -> None:
