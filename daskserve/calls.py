@@ -133,9 +133,8 @@ def end_instance(link: Link, instance: InstanceName, *, start_id: str | None = N
         if start_id is None:
             await link.drop_cluster(instance)
         try:
-            has_ended = await asyncio.wait_for(
-                link.ask("end_instance", instance=instance, **message), SHUTDOWN_S
-            )
+            async with asyncio.timeout(SHUTDOWN_S):
+                has_ended = await link.ask("end_instance", instance=instance, **message)
         except NotRunningError:
             pass
         except (OSError, TimeoutError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from daskserve.cluster.link import Link
@@ -23,6 +24,11 @@ async def start_instance(link: Link, instance: InstanceName, *, timeout_s: float
     while True:
         if not await link.check_scheduler(timeout_s):
             await link.client.register_plugin(Supervisor())
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            # Somewhere on the way, perhaps in Dask's own wait_for, a cancellation was swallowed. Whoever gave
+            # the start up may have told the scheduler so before there was anybody to remember it.
+            raise asyncio.CancelledError
         try:
             await link.ask("start_instance", instance=instance, timeout_s=timeout_s, **message)
             return

@@ -206,9 +206,9 @@ class Link:
             The scheduler has no daskserve, or another version.
         """
         try:
-            found: Mapping[str, Any] = await asyncio.wait_for(
-                self.client.run_on_scheduler(version_probe()), timeout_s
-            )
+            # Not by wait_for: up to Python 3.11 that swallows a cancellation now and then.
+            async with asyncio.timeout(timeout_s):
+                found: Mapping[str, Any] = await self.client.run_on_scheduler(version_probe())
         except (OSError, TimeoutError) as error:
             raise ClusterUnreachableError(
                 f"The Dask scheduler at {self.scheduler_address} did not answer: {error!r}"
