@@ -66,8 +66,14 @@ def served(workers: int, config: dict[str, Any]) -> Iterator[str]:
     cluster, dask = start_local_cluster(LocalClusterSize(workers, 2), has_dashboard=False)
     try:
         with serve.start(http_options={"port": 0}, dask_client=dask) as client:
-            client.create_backend("answer", answer, config=config)
+            # Where there are two workers, the replica must be where the proxy is not.
+            (proxy,) = {each.worker for each in client.status().actors if each.kind == "proxy"}
+            others = [each for each in dask.scheduler_info()["workers"] if each != proxy]
+            options = {"workers": others} if others else {}
+            client.create_backend("answer", answer, config=config, actor_options=options)
             client.create_endpoint("answer", backend="answer", route="/answer")
+            (replica,) = {each.worker for each in client.status().replicas("answer")}
+            assert (replica == proxy) == (workers == 1)
             yield f"{client.http_urls()[0]}/answer"
     finally:
         dask.close()
