@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import os
+import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from clusters import nannied_cluster, pids, worker_of
 from dask_processes import ExternalCluster, fetch, poll_for, within
 from wsproto import ConnectionType, WSConnection
 from wsproto.events import (
@@ -189,5 +191,17 @@ def test_a_proxy_that_goes_sends_its_clients_away(served: tuple[serve.Client, st
     with talk(f"{url}/app/echo") as socket:
         socket.event()
         client.shutdown()
-        event = socket.event()
-        assert event is None or (isinstance(event, CloseConnection) and event.code == 1001)
+        assert socket.closed() == 1001
+
+
+def test_a_websocket_whose_replica_dies_is_closed_as_failed() -> None:
+    with nannied_cluster(3) as dask, serve.start(dask_client=dask, http_options={"port": 0}) as client:
+        workers = pids(dask)
+        (victim,) = set(workers) - {worker_of(client, "proxy"), worker_of(client, "controller")}
+        client.create_backend("b", application(), actor_options={"workers": [victim]})
+        client.create_endpoint("e", backend="b", route="/e", methods=["GET"])
+        with talk(f"{client.http_urls()[0]}/e/echo") as socket:
+            socket.event()
+            assert socket.ask("x") == "x"
+            os.kill(workers[victim], signal.SIGKILL)
+            assert socket.closed() == 1011
