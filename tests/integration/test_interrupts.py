@@ -183,7 +183,19 @@ def test_an_end_while_the_instance_is_being_started(external: ExternalCluster) -
         (outcome,) = link.sync(both())
         assert outcome is None or isinstance(outcome, InstanceError)
         assert list(link.sync(link.ask("instances"))) == [client.instance_name]
-        poll_for(lambda: not [each for each in external.leftovers() if "late" in each], 5)
+        assert any(name.startswith(f"{client.instance_name}/") for name in actors_of(external))
+        poll_for(lambda: not [name for name in actors_of(external) if name.startswith("late/")], 5)
+
+
+def actors_of(external: ExternalCluster) -> list[str]:
+    """Return the names of all actors on the cluster's workers."""
+
+    def look(dask_worker: Any) -> list[str]:
+        hosts = [each for each in dask_worker.state.actors.values() if type(each).__name__ == "Host"]
+        return [name for host in hosts for name in host._entries]
+
+    found = external.client.run(look)
+    return [name for names in found.values() for name in names]
 
 
 async def start_late(link: Link) -> None:

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from http_harness import advance, poll_for, run, serving
+from http_harness import advance, connected, poll_for, run, serving
 from wsproto import ConnectionType, WSConnection
 from wsproto.events import (
     AcceptConnection,
@@ -89,11 +89,9 @@ class SocketClient:
 
 @contextlib.asynccontextmanager
 async def client_of(server: TornadoServer) -> AsyncIterator[SocketClient]:
-    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-    try:
-        yield SocketClient(reader, writer)
-    finally:
-        writer.transport.abort()
+    async with connected(server) as client:
+        yield SocketClient(client.reader, client.writer)
+        client.writer.transport.abort()  # what it has not read is nobody's error
 
 
 class Echo:
@@ -395,6 +393,9 @@ def test_a_server_that_stops_ends_sessions_at_once() -> None:
         async with serving(app) as server, client_of(server) as client:
             await client.open()
             await server.stop()
+            goodbye = await client.event()
+            assert isinstance(goodbye, CloseConnection)
+            assert goodbye.code == 1001
             assert await client.event() is None
             assert len(app.ended) == 1
 
@@ -411,13 +412,14 @@ def test_a_server_that_stops_ends_sessions_at_once() -> None:
 )
 def test_what_is_no_proper_handshake_is_refused(headers: str, status: int) -> None:
     async def test() -> None:
-        async with serving(Echo()) as server:
-            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-            writer.write(f"GET / HTTP/1.1\r\nHost: test\r\n{headers}\r\n\r\n".encode())
-            head = await reader.readuntil(b"\r\n\r\n")
-            assert head.startswith(b"HTTP/1.1 %d" % status)
-            assert status == 400 or b"sec-websocket-version: 13" in head.lower()
-            writer.close()
+        async with serving(Echo()) as server, connected(server) as client:
+            await client.send(f"GET / HTTP/1.1\r\nHost: test\r\n{headers}\r\n\r\n".encode())
+            found, told = await client.head()
+            assert found == status
+            assert (
+                status == 400
+                or {name.lower(): each for name, each in told.items()}["sec-websocket-version"] == "13"
+            )
 
     run(test)
 
@@ -430,16 +432,14 @@ def test_other_upgrades_are_ignored(headers: str) -> None:
         await send({"type": "http.response.body", "body": b"plain"})
 
     async def test() -> None:
-        async with serving(app) as server:
-            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-            writer.write(f"GET / HTTP/1.1\r\nHost: test\r\n{headers}\r\n\r\n".encode())
-            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
-            writer.close()
+        async with serving(app) as server, connected(server) as client:
+            await client.send(f"GET / HTTP/1.1\r\nHost: test\r\n{headers}\r\n\r\n".encode())
+            assert (await client.head())[0] == 200
 
     run(test)
 
 
-def test_a_flood_of_empty_messages_is_bounded_and_holds_up_nobody() -> None:
+def test_a_flood_of_empty_messages_is_bounded() -> None:
     async def test() -> None:
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
             await receive()
@@ -450,12 +450,42 @@ def test_a_flood_of_empty_messages_is_bounded_and_holds_up_nobody() -> None:
             await client.open()
             client._writer.write(client._protocol.send(DataMessage(data=b"")) * 100_000)
             session = next(iter(server._carrier.sockets))
-            turns = 0
-            while not session._inbox.is_full:
-                await asyncio.sleep(0)
-                turns += 1
-            assert turns >= 2
+            await poll_for(lambda: session._inbox.is_full)
             assert session._inbox._held_bytes < 2 * INBOX_BYTES
+
+    run(test)
+
+
+def test_what_has_come_in_already_is_read_in_turn_with_everything_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Tornado gives it without waiting: a client that sends on and on would have the loop to itself."""
+    parts = 100
+
+    async def test() -> None:
+        async with serving(Echo()) as server, client_of(server) as client:
+            await client.open()
+            (session,) = server._carrier.sockets
+            ping = client._protocol.send(Ping())
+            read = 0
+
+            def read_bytes(*_: Any, **__: Any) -> asyncio.Future[bytes]:
+                nonlocal read
+                future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+                if read < parts:
+                    read += 1
+                    future.set_result(ping)
+                return future
+
+            with monkeypatch.context() as patch:
+                patch.setattr(session._stream, "read_bytes", read_bytes)
+                reading = asyncio.create_task(session._read())
+                turns = 0
+                while read < parts:
+                    await asyncio.sleep(0)
+                    turns += 1
+                reading.cancel()
+            assert turns >= parts
 
     run(test)
 
