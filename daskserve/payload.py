@@ -17,9 +17,24 @@ from typing import Any
 import msgpack
 
 from daskserve.errors import RemoteTraceback, ServeError, UserCodeError
-from daskserve.types import Payload
+from daskserve.types import Message, Payload
 
 OUT_OF_BAND_BYTES = 4096
+
+
+#: What a message counts for besides what it carries, so that many small ones are large too.
+MESSAGE_BYTES = 256
+
+
+def message_bytes(message: Message) -> int:
+    """Return how much a message of a request counts for where messages are held back or kept."""
+    body = message.get("body")
+    if body is not None:
+        return MESSAGE_BYTES + len(body)
+    payload: Payload | None = message.get("payload")
+    if payload is not None:
+        return MESSAGE_BYTES + payload.nbytes
+    return MESSAGE_BYTES + len(message.get("bytes") or message.get("text") or b"")
 
 
 def _dump_with(pickler: Callable[..., Any], value: Any) -> Payload:

@@ -396,7 +396,8 @@ class WebSocketSession:
             self._end_stream()
 
     def abort(self) -> None:
-        """End the connection at once."""
+        """End the connection at once; an open one with 1001, if that can be sent without waiting."""
+        self.leave()
         self._note_lost()
         self._stream.close()
 

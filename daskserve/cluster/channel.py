@@ -34,7 +34,7 @@ from distributed.comm import connect
 from distributed.protocol import to_serialize
 
 from daskserve.errors import ActorLostError
-from daskserve.payload import dump_error, load_error
+from daskserve.payload import dump_error, load_error, message_bytes
 from daskserve.types import (
     ActorAddress,
     Envelope,
@@ -54,8 +54,6 @@ OPEN, DATA, END, ERROR, CANCEL, CREDIT = range(6)
 #: How much of a body may be on its way at a time. Credit for half of it is given at once, so that streams of
 #: small messages need no frames for it.
 WINDOW_BYTES = 1024 * 1024
-#: What a message counts for besides its body, so that many small ones fill the window too.
-MESSAGE_BYTES = 256
 
 #: Bytes values from this size on leave the msgpack part of a write, so that they are not copied into it.
 OUT_OF_BAND_BYTES = 32 * 1024
@@ -97,17 +95,6 @@ def _unwire_message(message: Message) -> Message:
     if "payload" in message:
         message["payload"] = _unwire_payload(message["payload"])
     return message
-
-
-def _size_of(message: Message) -> int:
-    """Return what a message takes of its stream's window."""
-    body = message.get("body")
-    if body is not None:
-        return MESSAGE_BYTES + len(body)
-    payload = message.get("payload")
-    if payload is not None:
-        return MESSAGE_BYTES + int(payload.nbytes)
-    return MESSAGE_BYTES + len(message.get("bytes") or message.get("text") or b"")
 
 
 def _is_last(message: Message) -> bool:
@@ -227,7 +214,7 @@ class Channel:
                 if isinstance(item, BaseException):
                     raise item
                 await send(item)
-                taken_bytes += _size_of(item)
+                taken_bytes += message_bytes(item)
                 if taken_bytes >= WINDOW_BYTES // 2:
                     self._post((CREDIT, stream, taken_bytes))
                     taken_bytes = 0
@@ -249,7 +236,7 @@ class Channel:
             if _is_last(message):
                 # A disconnect after the body reaches us as the cancellation of the whole request.
                 return
-            if not window.take(_size_of(message)):
+            if not window.take(message_bytes(message)):
                 await window.wait()
 
     def _post(self, frame: Any) -> None:
@@ -299,8 +286,15 @@ class Channel:
                 frames = await self._comm.read()
             except OSError:
                 return
-            for frame in frames:
-                self._receive_frame(frame)
+            try:
+                for frame in frames:
+                    self._receive_frame(frame)
+            except (TypeError, ValueError, LookupError, AttributeError):
+                # What is no frame comes from something that is no channel: nothing more of it can be trusted.
+                logger.exception(
+                    "%s sent what is no frame; the connection is given up", self._comm.peer_address
+                )
+                return
 
     def _receive_frame(self, frame: Any) -> None:
         kind, stream = frame[0], frame[1]
@@ -346,7 +340,7 @@ class Channel:
         async def receive() -> Message:
             nonlocal taken_bytes
             message = await inbox.get()
-            taken_bytes += _size_of(message)
+            taken_bytes += message_bytes(message)
             if taken_bytes >= WINDOW_BYTES // 2 and not _is_last(message):
                 self._post((CREDIT, stream, taken_bytes))
                 taken_bytes = 0
@@ -354,7 +348,7 @@ class Channel:
 
         async def send(message: Message) -> None:
             self._post((DATA, stream, _wire_message(message)))
-            if not window.take(_size_of(message)):
+            if not window.take(message_bytes(message)):
                 await window.wait()
 
         try:

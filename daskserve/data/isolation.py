@@ -164,8 +164,6 @@ class IsolatedReplica:
         self._handled += 1
         self._idle.clear()
         number = self._handled
-        if envelope.kind is EnvelopeKind.HTTP and envelope.head["type"] == "websocket":
-            receive = _endless(receive)
         passage = _Passage(send)
         try:
             load = await child.request(number, envelope, receive, passage.send)
@@ -325,18 +323,6 @@ class _Passage:
         except BaseException:
             self.is_broken = True
             raise
-
-
-def _endless(receive: Receive) -> Receive:
-    """Have a channel read on: to it, a message that does not say ``more_body`` is the last one."""
-
-    async def read() -> Message:
-        message = await receive()
-        if message["type"] != "websocket.disconnect":
-            message = {**message, "more_body": True}
-        return message
-
-    return read
 
 
 # ---- in the child

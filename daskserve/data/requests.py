@@ -209,7 +209,7 @@ class Exchange:
         self._kind = scope["type"]
         self._receive = receive
         self._send = send
-        self._is_closed = self._is_leaving = False
+        self._is_closed = self._is_accepted = self._is_leaving = False
         # Outgoing. The user's side counts `_sent`, the worker's side `_passed`; nobody else writes them.
         self._call: Call[Any] | None = None
         self._outbox: deque[Message] = deque()
@@ -308,7 +308,8 @@ class Exchange:
     def leave(self) -> None:
         """Send away a WebSocket's client as soon as it is open; user code gets its disconnect in return."""
         self._is_leaving = True
-        if self.is_started:
+        # Not `is_started`: user code may have accepted it, and its message be on its way across.
+        if self._is_accepted:
             self._arrive(_going_away())
 
     def close(self) -> None:
@@ -324,8 +325,10 @@ class Exchange:
 
     def _arrive(self, message: Message) -> None:
         self._outbox.append(message)
-        if self._is_leaving and message["type"] == "websocket.accept":
-            self._outbox.append(_going_away())
+        if message["type"] == "websocket.accept":
+            self._is_accepted = True
+            if self._is_leaving:
+                self._outbox.append(_going_away())
         if self._call is not None:
             self._call.notify()
 
@@ -366,8 +369,10 @@ class DirectExchange(Exchange):
     async def send(self, message: Message) -> None:
         self.is_started = True
         await self._send(message)
-        if self._is_leaving and message["type"] == "websocket.accept":
-            await self._send(_going_away())
+        if message["type"] == "websocket.accept":
+            self._is_accepted = True
+            if self._is_leaving:
+                await self._send(_going_away())
 
 
 def open_exchange(

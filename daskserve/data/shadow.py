@@ -10,15 +10,13 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
+from daskserve.payload import message_bytes
 from daskserve.types import BackendTag, Envelope, Message, Receive, Send
 
 logger = logging.getLogger("daskserve.router")
 
 #: A shadow may be so many bytes behind its original.
 BEHIND_BYTES = 1024 * 1024
-
-#: What a message counts for besides its body.
-MESSAGE_BYTES = 256
 
 SendTo = Callable[[Envelope, Receive, Send], Awaitable[None]]
 
@@ -43,7 +41,7 @@ class Shadow:
         """Give the copy what the original has read."""
         if self.task.done():
             return
-        self._behind_bytes += _size_of(message)
+        self._behind_bytes += message_bytes(message)
         if self._behind_bytes > BEHIND_BYTES:
             logger.debug("A shadow request to %s is too slow and is dropped", self._backend)
             self.task.cancel()
@@ -56,7 +54,7 @@ class Shadow:
 
     async def _receive(self) -> Message:
         message = await self._messages.get()
-        self._behind_bytes -= _size_of(message)
+        self._behind_bytes -= message_bytes(message)
         return message
 
     async def _run(self, envelope: Envelope, send_to: SendTo) -> None:
@@ -69,7 +67,3 @@ class Shadow:
 
 async def _drop(message: Message) -> None:
     pass
-
-
-def _size_of(message: Message) -> int:
-    return MESSAGE_BYTES + len(message.get("body") or message.get("bytes") or message.get("text") or b"")

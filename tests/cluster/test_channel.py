@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from daskserve.cluster.channel import MESSAGE_BYTES, WINDOW_BYTES, Channel
+from daskserve.cluster.channel import WINDOW_BYTES, Channel
 from daskserve.errors import ActorLostError, BadRequestError
+from daskserve.payload import MESSAGE_BYTES
 from daskserve.testing import run_virtual
 from daskserve.types import ActorAddress, Envelope, EnvelopeKind, Load, Message, Payload, Receive, Send
 
@@ -366,5 +367,46 @@ def test_a_message_that_cannot_be_packed_fails_its_stream_alone() -> None:
         assert isinstance(outcomes[0], TypeError)
         assert outcomes[1] == Load(3, 4)
         assert good.answers == [body(b"fine", more=False)]
+
+    play(scenario)
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [7, "text", [7], [()], [(1,)], [(0, 2, "name")], [(0, 2, "n", 1, "no kind", {}, None)], [[1, 0]]],
+)
+def test_what_is_no_frame_ends_the_connection_and_what_was_open_on_it(
+    garbage: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def stream(receive: Receive, send: Send) -> None:
+        await asyncio.Event().wait()
+
+    async def scenario() -> None:
+        client = Client(b"")
+        async with connected(stream) as pair:
+            request = asyncio.create_task(pair.here.request(ADDRESS, HTTP, client.receive, client.send))
+            await asyncio.sleep(1)
+            # Past the serializer, as another program's bytes would be.
+            pair.comms[1]._outgoing.put_nowait(garbage)
+            with pytest.raises(ActorLostError) as caught:
+                await request
+            assert caught.value.begun
+            assert pair.here.is_closed
+
+    play(scenario)
+    assert "is no frame" in caplog.text
+
+
+def test_frames_of_kinds_and_streams_that_are_not_known_are_ignored() -> None:
+    async def echo(receive: Receive, send: Send) -> None:
+        await send(body((await receive())["body"], more=False))
+
+    async def scenario() -> None:
+        client = Client(b"fine")
+        async with connected(echo) as pair:
+            unknown = [(99, 0), (1, 77, {"type": "x"}), (2, 77, 0, 0), (3, 77, b""), (4, 77), (5, 77, 10)]
+            pair.comms[0]._outgoing.put_nowait(unknown)
+            pair.comms[1]._outgoing.put_nowait(unknown)
+            assert await pair.here.request(ADDRESS, HTTP, client.receive, client.send) == Load(3, 4)
 
     play(scenario)
