@@ -50,6 +50,7 @@ from daskserve.cluster.channel import Channel
 from daskserve.cluster.link import Link, default_client, link_of
 from daskserve.environment import Interpreter
 from daskserve.errors import ClusterUnreachableError, InstanceError, VersionMismatchError
+from daskserve.loops import new_event_loop
 from daskserve.payload import dump_bytes, load_bytes
 from daskserve.types import (
     ActorAddress,
@@ -421,7 +422,8 @@ def _run(factory: Callable[[], Served], pair: socket.socket, lifeline: int) -> N
     switch_interval_s = settings.process().switch_interval_s
     if switch_interval_s is not None:
         sys.setswitchinterval(switch_interval_s)  # as its worker does, lest user code hold up the channel
-    asyncio.run(_serve(factory, pair))
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        runner.run(_serve(factory, pair))
     # Taking the interpreter down would take a tenth of a second more, and wait for threads of user code.
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

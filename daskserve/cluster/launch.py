@@ -27,11 +27,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
+import dask.config
 from distributed import Client, Scheduler, SpecCluster
 from distributed.deploy.spec import ProcessInterface
 from distributed.worker_memory import parse_memory_limit
 
 from daskserve.errors import InstanceError
+from daskserve.loops import uses_uvloop
 from daskserve.settings import LocalClusterSize
 
 logger = logging.getLogger("daskserve.launch")
@@ -42,6 +44,7 @@ T = TypeVar("T")
 #: would; ``-c`` programs have no main module that a nanny's child could run again.
 _MAIN = (
     "import json, sys; options = json.loads(sys.argv.pop()); sys.path[:] = options['path']; "
+    "import dask.config; dask.config.set(options['config']); "
     "from distributed.cli.dask_spec import main; main(options['arguments'])"
 )
 #: What it runs before that if it must not outlive its caller, even one killed before there was a scheduler:
@@ -64,9 +67,16 @@ def command(cls: str, options: dict[str, Any], *addresses: str, prelude: str = "
     here = os.getcwd()
     message = {
         "path": [entry or here for entry in sys.path],
+        "config": {"distributed.admin.event-loop": _event_loop()},
         "arguments": [*addresses, "--spec", json.dumps({"cls": cls, "opts": options})],
     }
     return [sys.executable, "-c", prelude + _MAIN, json.dumps(message)]
+
+
+def _event_loop() -> str:
+    configured = str(dask.config.get("distributed.admin.event-loop"))
+    # "tornado" is Dask's default, and another word for "asyncio".
+    return "uvloop" if configured == "tornado" and uses_uvloop() else configured
 
 
 class WorkerProcess(ProcessInterface):

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from daskserve.data.wall import Hop, Wall
+from daskserve.data.user_threads import Hop
+from daskserve.data.wall import Wall
 from daskserve.errors import ClosedError, UserCodeError
 
 DEADLINE_S = 10.0
