@@ -46,6 +46,9 @@ class ProcessSettings:
     #: Python's own default is 0.005, None leaves it. A request waits that long, several times, behind batch
     #: work in the same process; see ``benchmarks/bench_start.py``.
     switch_interval_s: float | None = 0.001
+    #: Whether to keep the garbage collector from walking over everything that is there once replicas have
+    #: started, over and over; without it, one request in a hundred waits 40 ms for that.
+    gc_freeze: bool = True
     #: Whether event loops that daskserve makes (those of replicas, and of the workers that it starts itself)
     #: are uvloop's where that is installed: 10 to 15% more requests. The loops of workers that others start
     #: go by Dask's own ``distributed.admin.event-loop``.

@@ -15,7 +15,6 @@ import asyncio
 import importlib
 import logging
 import os
-import sys
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,11 +22,11 @@ from typing import Any
 from distributed import Client, get_worker
 from distributed.core import Status
 
-from daskserve import settings
 from daskserve._version import __version__
 from daskserve.cluster.base import ActorContext, ActorFactory, ActorSpec, Hosted
 from daskserve.cluster.channel import HANDLER
 from daskserve.cluster.dask import HOST_ACTOR, current_worker_context
+from daskserve.cluster.interpreter import InterpreterTuning
 from daskserve.cluster.link import Link
 from daskserve.errors import ActorLostError, BadRequestError, UnavailableError
 from daskserve.payload import dump_error
@@ -76,7 +75,7 @@ class Host:
 
     def __init__(self) -> None:
         self._worker = get_worker()
-        self._old_switch_interval_s = sys.getswitchinterval()
+        self._tuning = InterpreterTuning()
         #: The link of this worker's process; None until `open`.
         self.link: Link | None = None
         self._entries: dict[str, _Entry] = {}
@@ -102,10 +101,7 @@ class Host:
             self.link = Link(client, role="worker", worker=self._worker, dispatch=self.dispatch)
             # All that `close` takes back is done before the first wait, during which it may be called.
             self._worker.handlers[HANDLER] = self._accept
-            self._old_switch_interval_s = sys.getswitchinterval()
-            switch_interval_s = settings.process().switch_interval_s
-            if switch_interval_s is not None:
-                sys.setswitchinterval(switch_interval_s)
+            self._tuning.open()
             await client
         return {"pid": os.getpid(), "version": __version__}
 
@@ -137,7 +133,7 @@ class Host:
         for instance in {entry.spec.instance for entry in self._entries.values()}:
             await self._end_instance(instance=instance)
         self._worker.handlers.pop(HANDLER, None)
-        sys.setswitchinterval(self._old_switch_interval_s)
+        self._tuning.close()
         if self.link is not None:
             link, self.link = self.link, None
             await link.close()
@@ -192,7 +188,10 @@ class Host:
         return entry
 
     async def _start(self, actor: Hosted) -> Mapping[str, Any]:
-        return {**await actor.start(), "pid": os.getpid()}
+        try:
+            return {**await actor.start(), "pid": os.getpid()}
+        finally:
+            self._tuning.objects_changed()
 
     async def _destroy(self, name: str, incarnation: int, grace_s: float) -> None:
         entry = self._entries.get(name)
@@ -207,6 +206,7 @@ class Host:
         finally:
             if self._entries.get(entry.spec.name) is entry:
                 del self._entries[entry.spec.name]
+            self._tuning.objects_changed()
 
     async def _list_actors(self, instance: InstanceName) -> list[dict[str, Any]]:
         return [
