@@ -2,8 +2,8 @@
 
 Problem: an actor call costs 0.4 ms and one message each way; requests need streaming both ways,
 cancellation and tens of thousands of calls a second. Choice: take over one Dask comm per pair of
-processes (so TLS and the other transports come with it) and send lists of small frames both ways, all
-frames of one event-loop turn in one write. Large bytes go out of band, uncopied.
+processes (so TLS and the other transports come with it; see `daskserve.cluster.transport`) and send lists of
+small frames both ways, all frames of one event-loop turn in one write. Large bytes go out of band, uncopied.
 
 Frames (tuples; the first two fields are the kind and the stream's number, chosen by the side that opens)::
 
@@ -33,6 +33,7 @@ from typing import Any
 from distributed.comm import connect
 from distributed.protocol import to_serialize
 
+from daskserve.cluster.transport import Frames, Transport, take_over
 from daskserve.errors import ActorLostError
 from daskserve.payload import dump_error, load_error, message_bytes
 from daskserve.types import (
@@ -60,6 +61,8 @@ OUT_OF_BAND_BYTES = 32 * 1024
 
 #: The worker handler that a dialling side names in its first message.
 HANDLER = "daskserve_channel"
+#: What the accepting side says before both go over to frames.
+READY = "ready"
 
 #: Answers one stream: (actor name, incarnation, envelope, receive, send) -> load of the actor.
 Dispatch = Callable[[str, int, Envelope, Receive, Send], Awaitable[Load]]
@@ -134,14 +137,13 @@ class _Window:
 
 
 class Channel:
-    """One connection. Make it with `dial` or `accept`; `serve` runs until it ends."""
+    """The streams of one connection; `serve` runs until it ends."""
 
-    def __init__(self, comm: Any, dispatch: Dispatch, *, first_stream: int) -> None:
-        self._comm = comm
+    def __init__(self, transport: Transport, dispatch: Dispatch, *, first_stream: int) -> None:
+        self._transport = transport
+        self._post = transport.post
         self._dispatch = dispatch
         self._next_stream = first_stream
-        self._outbox: list[Any] = []
-        self._outbox_filled = asyncio.Event()
         self._opened: dict[int, asyncio.Queue[Message | Load | BaseException]] = {}
         self._inboxes: dict[int, asyncio.Queue[Message]] = {}
         #: What this side may send: of a request on the streams it opened, of a response on the others.
@@ -152,7 +154,7 @@ class Channel:
     def __repr__(self) -> str:
         state = "closed" if self._is_closed else "open"
         return (
-            f"<Channel to {self._comm.peer_address} {state} opened={len(self._opened)} "
+            f"<Channel to {self._transport.peer_address} {state} opened={len(self._opened)} "
             f"handling={len(self._handlers)}>"
         )
 
@@ -161,18 +163,16 @@ class Channel:
         return self._is_closed
 
     async def serve(self) -> None:
-        """Read and write until either side closes; every open stream then ends with an error."""
-        writer = asyncio.create_task(self._write(), name="daskserve-channel-write")
+        """Carry streams until either side closes; every open one then ends with an error."""
         try:
-            await self._read()
+            await self._transport.run(self._receive, self._refuse)
         finally:
-            writer.cancel()
             self._finish()
 
     def close(self) -> None:
         """End the connection at once."""
         if not self._is_closed:
-            self._comm.abort()  # wakes the reader, which finishes
+            self._transport.abort()
 
     async def request(self, address: ActorAddress, envelope: Envelope, receive: Receive, send: Send) -> Load:
         """Open a stream to an actor of the other side and carry it to its end.
@@ -190,6 +190,12 @@ class Channel:
         self._next_stream += 2
         inbox: asyncio.Queue[Message | Load | BaseException] = asyncio.Queue()
         self._opened[stream] = inbox
+        pump = None
+        taken_bytes = 0
+        if envelope.kind is EnvelopeKind.HTTP:
+            self._windows[stream] = _Window(1)  # a single message, however large
+            # Made before anything is posted: what it posts at once then leaves in one piece with that.
+            pump = asyncio.create_task(self._pump(stream, receive), name="daskserve-channel-pump")
         self._post(
             (
                 OPEN,
@@ -201,11 +207,6 @@ class Channel:
                 _wire_payload(envelope.payload),
             )
         )
-        pump = None
-        taken_bytes = 0
-        if envelope.kind is EnvelopeKind.HTTP:
-            self._windows[stream] = _Window(1)  # a single message, however large
-            pump = asyncio.create_task(self._pump(stream, receive), name="daskserve-channel-pump")
         try:
             while True:
                 item = await inbox.get()
@@ -239,40 +240,8 @@ class Channel:
             if not window.take(message_bytes(message)):
                 await window.wait()
 
-    def _post(self, frame: Any) -> None:
-        self._outbox.append(frame)
-        self._outbox_filled.set()
-
-    async def _write(self) -> None:
-        while True:
-            await self._outbox_filled.wait()
-            self._outbox_filled.clear()
-            frames, self._outbox = self._outbox, []
-            try:
-                await self._comm.write(frames)
-            except OSError:
-                self._comm.abort()
-                return
-            except (TypeError, ValueError):
-                # One frame that cannot be packed must not take its neighbours along.
-                await self._write_one_by_one(frames)
-            except Exception:
-                # Whatever else a transport comes up with: without a writer nobody would ever be answered.
-                logger.exception("Writing to %s failed; the connection is given up", self._comm.peer_address)
-                self._comm.abort()
-                return
-
-    async def _write_one_by_one(self, frames: list[Any]) -> None:
-        for frame in frames:
-            try:
-                await self._comm.write([frame])
-            except (TypeError, ValueError) as error:
-                self._fail_frame(frame, error)
-            except OSError:
-                self._comm.abort()
-                return
-
-    def _fail_frame(self, frame: Any, error: Exception) -> None:
+    def _refuse(self, frame: Any, error: Exception) -> None:
+        """End the stream of a frame that cannot be sent."""
         logger.error("A message of stream %s cannot be sent: %s", frame[1], error)
         problem = TypeError(f"A message holds a value that cannot be sent: {error}")
         if frame[1] in self._opened:
@@ -280,21 +249,9 @@ class Channel:
         else:
             self._post((ERROR, frame[1], dump_error(problem)))
 
-    async def _read(self) -> None:
-        while True:
-            try:
-                frames = await self._comm.read()
-            except OSError:
-                return
-            try:
-                for frame in frames:
-                    self._receive_frame(frame)
-            except (TypeError, ValueError, LookupError, AttributeError):
-                # What is no frame comes from something that is no channel: nothing more of it can be trusted.
-                logger.exception(
-                    "%s sent what is no frame; the connection is given up", self._comm.peer_address
-                )
-                return
+    def _receive(self, frames: Frames) -> None:
+        for frame in frames:
+            self._receive_frame(frame)
 
     def _receive_frame(self, frame: Any) -> None:
         kind, stream = frame[0], frame[1]
@@ -365,10 +322,10 @@ class Channel:
 
     def _finish(self) -> None:
         self._is_closed = True
-        self._comm.abort()
+        self._transport.abort()
         for inbox in self._opened.values():
             inbox.put_nowait(
-                ActorLostError(f"The connection to {self._comm.peer_address} was lost.", begun=True)
+                ActorLostError(f"The connection to {self._transport.peer_address} was lost.", begun=True)
             )
         for task in list(self._handlers.values()):
             task.cancel()
@@ -388,7 +345,9 @@ class ChannelPool:
 
     async def accept(self, comm: Any) -> None:
         """Serve a connection that the other side opened; returns when it ends."""
-        channel = Channel(comm, self._dispatch, first_stream=1)
+        # Once the other side has read this, and before it has sent anything, neither uses the comm any more.
+        await comm.write(READY)
+        channel = Channel(take_over(comm), self._dispatch, first_stream=1)
         task = asyncio.current_task()
         assert task is not None
         self._serving[channel] = task
@@ -445,8 +404,15 @@ class ChannelPool:
     async def _dial(self, worker: WorkerAddress) -> Channel:
         comm = await connect(worker, timeout=self._connect_timeout_s, **self._connection_args)
         comm.name = "daskserve channel"
-        await comm.write({"op": HANDLER, "reply": False})
-        channel = Channel(comm, self._dispatch, first_stream=0)
+        try:
+            await comm.write({"op": HANDLER, "reply": False})
+            answer = await comm.read()
+            if answer != READY:
+                raise OSError(f"{worker} does not take channels: {answer!r}")
+        except BaseException:
+            comm.abort()
+            raise
+        channel = Channel(take_over(comm), self._dispatch, first_stream=0)
         task = asyncio.create_task(self._serve_dialled(worker, channel), name="daskserve-channel")
         self._serving[channel] = task
         return channel

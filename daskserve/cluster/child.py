@@ -41,13 +41,12 @@ from typing import Any, Protocol
 
 import dask.config
 from distributed import Client
-from distributed.comm.tcp import MAX_BUFFER_SIZE, TCP
-from tornado.iostream import IOStream
 
 from daskserve import settings
 from daskserve._version import __version__
 from daskserve.cluster.channel import Channel
 from daskserve.cluster.link import Link, default_client, link_of
+from daskserve.cluster.transport import SocketTransport, Transport
 from daskserve.environment import Interpreter
 from daskserve.errors import ClusterUnreachableError, InstanceError, VersionMismatchError
 from daskserve.loops import new_event_loop
@@ -98,36 +97,22 @@ if main is not None: main(pair, int(sys.argv[2]))
 """
 
 
-# ---- both sides
-
-
-class _PairSocket(socket.socket):
-    """One end of a socket pair, deaf to the TCP options that Dask sets on every connection."""
-
-    def setsockopt(self, level: int, *option: Any) -> None:
-        if level != socket.SOL_TCP:
-            super().setsockopt(level, *option)
-
-
-def _open_comm(end: socket.socket, here: str, there: str) -> TCP:
-    stream = IOStream(_PairSocket(fileno=end.detach()), max_buffer_size=MAX_BUFFER_SIZE)
-    return TCP(stream, here, there)
-
-
 # ---- the parent's side
 
 
 class ChildProcess:
     """A running child. Make it with `start`; it is over when `ended` is set, whatever ended it."""
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process, comm: TCP, lifeline: int) -> None:
+    def __init__(
+        self, name: str, process: asyncio.subprocess.Process, transport: Transport, lifeline: int
+    ) -> None:
         self.name = name
         self.ended = asyncio.Event()
         #: Called once, on this loop, when the process has ended.
         self.on_end: Callable[[], None] | None = None
         self._process = process
         self._lifeline = lifeline
-        self._channel = Channel(comm, _refuse, first_stream=0)
+        self._channel = Channel(transport, _refuse, first_stream=0)
         self._serving = asyncio.create_task(self._channel.serve(), name=f"daskserve-child-{name}")
         self._watching = asyncio.create_task(self._watch(), name=f"daskserve-child-watch-{name}")
 
@@ -177,12 +162,11 @@ class ChildProcess:
                 _kill_group(process.pid)
                 await process.wait()
                 raise
-            comm = _open_comm(ours, f"parent://{name}", f"child://{name}")
         except BaseException:
             ours.close()
             os.close(lifeline)
             raise
-        return cls(name, process, comm, lifeline)
+        return cls(name, process, SocketTransport(ours, f"child://{name}"), lifeline)
 
     @property
     def pid(self) -> int:
@@ -433,8 +417,8 @@ def _run(factory: Callable[[], Served], pair: socket.socket, lifeline: int) -> N
 
 
 async def _serve(factory: Callable[[], Served], pair: socket.socket) -> None:
-    comm = _open_comm(pair, f"child://{os.getpid()}", f"parent://{os.getppid()}")
-    await Channel(comm, factory().dispatch, first_stream=1).serve()
+    transport = SocketTransport(pair, f"parent://{os.getppid()}")
+    await Channel(transport, factory().dispatch, first_stream=1).serve()
 
 
 def _end_with_parent(lifeline: int) -> None:

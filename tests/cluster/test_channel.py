@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from daskserve.cluster.channel import WINDOW_BYTES, Channel
+from daskserve.cluster.transport import CommTransport
 from daskserve.errors import ActorLostError, BadRequestError
 from daskserve.payload import MESSAGE_BYTES
 from daskserve.testing import run_virtual
@@ -70,8 +71,8 @@ class Pair:
             return Load(3, 4)
 
         self.comms = QueueComm(back, forth), QueueComm(forth, back)
-        self.here = Channel(self.comms[0], dispatch, first_stream=0)
-        self.there = Channel(self.comms[1], dispatch, first_stream=1)
+        self.here = Channel(CommTransport(self.comms[0]), dispatch, first_stream=0)
+        self.there = Channel(CommTransport(self.comms[1]), dispatch, first_stream=1)
 
     def remembered(self) -> list[Any]:
         """Return what either side still keeps of streams."""

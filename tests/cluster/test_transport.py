@@ -1,0 +1,184 @@
+"""Frames over a pair of sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from distributed.protocol import to_serialize
+
+from daskserve.cluster.parts import LARGE_BYTES
+from daskserve.cluster.transport import HIGH_WATER_BYTES, PIECE_BYTES, SocketTransport
+from daskserve.loops import new_event_loop
+
+DEADLINE_S = 10.0
+
+
+class End:
+    """One end: its transport, what it has received and what it could not send."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.transport = SocketTransport(sock, "there")
+        self.frames: list[Any] = []
+        self.sizes: list[int] = []
+        self.refused: list[Any] = []
+        self.news = asyncio.Event()
+        self.fails = False
+        self.running = asyncio.create_task(self.transport.run(self.receive, self.refuse))
+
+    def receive(self, frames: Any) -> None:
+        if self.fails:
+            raise ValueError("bad frame")
+        self.sizes.append(len(frames))
+        self.frames += frames
+        self.news.set()
+
+    def refuse(self, frame: Any, error: Exception) -> None:
+        self.refused.append((frame, str(error)))
+
+    async def until(self, count: int) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while len(self.frames) < count:
+                self.news.clear()
+                await self.news.wait()
+
+
+@asynccontextmanager
+async def pair() -> AsyncIterator[tuple[End, End]]:
+    """Yield two connected ends; both must come to their end when one is aborted."""
+    here, there = map(End, socket.socketpair())
+    try:
+        yield here, there
+    finally:
+        here.transport.abort()
+        here.transport.abort()
+        async with asyncio.timeout(DEADLINE_S):
+            await asyncio.gather(here.running, there.running)
+
+
+@pytest.fixture(params=["uvloop", "asyncio"])
+def runner(request: pytest.FixtureRequest) -> Any:
+    with asyncio.Runner(loop_factory=new_event_loop if request.param == "uvloop" else None) as runner:
+        yield runner
+
+
+def test_frames_come_out_as_they_went_in(runner: asyncio.Runner) -> None:
+    async def main() -> None:
+        async with pair() as (here, there):
+            frames = [
+                (1, 2, {"type": "http", "headers": ((b"a", b"b"),), 3: None}),
+                ("text", b"bytes", 1.5, -(2**40), True, [1, (2, 3)]),
+            ]
+            for frame in frames:
+                here.transport.post(frame)
+            await there.until(2)
+            assert there.frames == [frames[0], ("text", b"bytes", 1.5, -(2**40), True, (1, (2, 3)))]
+            assert there.sizes == [2], "what is posted in one turn leaves together"
+            there.transport.post("answer")
+            await here.until(1)
+            assert here.frames == ["answer"]
+
+    runner.run(main())
+
+
+@pytest.mark.parametrize("size", [0, 5, LARGE_BYTES - 1, LARGE_BYTES, PIECE_BYTES + 1, 3 * HIGH_WATER_BYTES])
+def test_bytes_stay_bytes_and_buffers_can_be_written_to(runner: asyncio.Runner, size: int) -> None:
+    async def main() -> None:
+        async with pair() as (here, there):
+            data = bytes(range(256)) * (size // 256 + 1)
+            data = data[:size]
+            here.transport.post((to_serialize(data), to_serialize(memoryview(bytearray(data))), data))
+            await there.until(1)
+            ((first, second, third),) = there.frames
+            assert bytes(first) == bytes(second) == third == data
+            assert type(third) is bytes
+            assert not isinstance(second, bytes)
+            if size:
+                second[0] = 77
+                assert second[0] == 77
+            if size >= LARGE_BYTES:
+                assert type(first) is bytes
+
+    runner.run(main())
+
+
+def test_a_frame_that_cannot_be_packed_takes_no_other_along(runner: asyncio.Runner) -> None:
+    async def main() -> None:
+        async with pair() as (here, there):
+            here.transport.post("before")
+            here.transport.post(("bad", object()))
+            here.transport.post(("too large", 2**70))
+            here.transport.post("after")
+            await there.until(2)
+            assert there.frames == ["before", "after"]
+            assert [frame[0] for frame, _ in here.refused] == ["bad", "too large"]
+            assert "object" in here.refused[0][1]
+
+    runner.run(main())
+
+
+def test_what_is_no_channel_is_hung_up_on(runner: asyncio.Runner, caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            end = End(ours)
+            theirs.setblocking(False)
+            theirs.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            async with asyncio.timeout(DEADLINE_S):
+                await end.running
+                assert await asyncio.get_running_loop().sock_recv(theirs, 100) == b""
+
+    runner.run(main())
+    assert "is no frame" in caplog.text
+
+
+def test_a_receiver_that_fails_ends_the_connection(runner: asyncio.Runner) -> None:
+    async def main() -> None:
+        async with pair() as (here, there):
+            there.fails = True
+            here.transport.post("frame")
+            async with asyncio.timeout(DEADLINE_S):
+                await asyncio.gather(here.running, there.running)
+
+    runner.run(main())
+
+
+def test_a_slow_reader_does_not_fill_the_event_loops_buffer(runner: asyncio.Runner) -> None:
+    async def main() -> None:
+        ours, theirs = socket.socketpair()
+        end = End(ours)
+        with theirs:
+            theirs.setblocking(False)
+            frame = to_serialize(bytes(32 * HIGH_WATER_BYTES))
+            end.transport.post(frame)
+            async with asyncio.timeout(DEADLINE_S):
+                for _ in range(1000):
+                    await asyncio.sleep(0)
+                assert end.transport._is_full
+                inner = end.transport._transport
+                assert inner is not None
+                assert inner.get_write_buffer_size() <= HIGH_WATER_BYTES + PIECE_BYTES
+                loop, received = asyncio.get_running_loop(), 0
+                while received < 32 * HIGH_WATER_BYTES:
+                    received += len(await loop.sock_recv(theirs, 1 << 20))
+            end.transport.abort()
+            await end.running
+
+    runner.run(main())
+
+
+def test_aborted_before_it_ran() -> None:
+    async def main() -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            transport = SocketTransport(ours, "there")
+            transport.abort()
+            async with asyncio.timeout(DEADLINE_S):
+                await transport.run(lambda frames: None, lambda frame, error: None)
+            assert theirs.recv(1) == b""
+
+    asyncio.run(main())
