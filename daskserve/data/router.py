@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +18,8 @@ from daskserve.clock import Clock
 from daskserve.cluster.base import Cluster
 from daskserve.cluster.long_poll import LongPollClient
 from daskserve.data.replay import Replay, replay_of
-from daskserve.data.routing import TrafficPolicy, choose, shard_draw
+from daskserve.data.roster import ReplicaEntry, Roster
+from daskserve.data.routing import TrafficPolicy, shard_draw
 from daskserve.data.shadow import Shadow
 from daskserve.errors import (
     ActorLostError,
@@ -28,7 +29,7 @@ from daskserve.errors import (
     RequestTimeoutError,
     UnavailableError,
 )
-from daskserve.types import ActorAddress, BackendTag, EndpointTag, Envelope, Load, Message, Receive, Send
+from daskserve.types import BackendTag, EndpointTag, Envelope, Load, Message, Receive, Send
 
 logger = logging.getLogger("daskserve.router")
 
@@ -36,35 +37,8 @@ logger = logging.getLogger("daskserve.router")
 BUSY_S = 0.005
 #: A replica that could not be reached is left alone for this long, unless it is published anew.
 EJECTED_S = 1.0
-#: Reports older than this say nothing any more.
-REPORT_S = 1.0
 #: How long a process waits to learn of an endpoint that somebody uses.
 KNOWN_S = 10.0
-
-
-class _Replica:
-    __slots__ = ("address", "concurrency", "in_flight", "not_before", "reported", "reported_at", "tag")
-
-    def __init__(self, tag: str, address: ActorAddress, concurrency: int) -> None:
-        self.tag = tag
-        self.address = address
-        self.concurrency = concurrency
-        self.in_flight = 0
-        self.reported = 0
-        self.reported_at = -REPORT_S
-        self.not_before = 0.0
-
-    def score(self, now: float) -> float:
-        if now - self.reported_at < REPORT_S and self.reported > self.in_flight:
-            return self.reported
-        return self.in_flight
-
-    def has_room(self, now: float) -> bool:
-        return self.in_flight < self.concurrency and now >= self.not_before
-
-    def report(self, load: Load, now: float) -> None:
-        self.reported = load.ongoing + load.queued
-        self.reported_at = now
 
 
 class ReplicaSet:
@@ -75,43 +49,46 @@ class ReplicaSet:
         self._cluster = cluster
         self._clock = clock
         self._rng = rng
-        self._replicas: list[_Replica] = []
-        self._waiting: deque[asyncio.Future[_Replica]] = deque()
+        self._roster = Roster(cluster.is_local)
+        # Ordered, because whoever gives up leaves from anywhere in the line.
+        self._waiting: OrderedDict[asyncio.Future[ReplicaEntry], None] = OrderedDict()
         self._max_queued = 1000
         self._is_known = False
         self._is_deleted = False
         self._timer: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
-        loads = " ".join(f"{each.tag}={each.in_flight}/{each.concurrency}" for each in self._replicas)
-        return f"<ReplicaSet {self.tag} waiting={len(self._waiting)} {loads}>"
+        return f"<ReplicaSet {self.tag} waiting={self.waiting} {self._roster!r}>"
+
+    @property
+    def waiting(self) -> int:
+        """How many requests wait for a replica."""
+        return len(self._waiting)
+
+    @property
+    def in_flight(self) -> int:
+        """How many requests of this process its replicas have."""
+        return self._roster.in_flight
 
     def update(self, value: Any) -> None:
         """Take over what the controller published of the backend."""
         self._is_known = True
         self._is_deleted = value is None
-        published = (
-            {} if value is None else {tag: (worker, number) for tag, worker, number in value["replicas"]}
-        )
-        concurrency = 1 if value is None else value["concurrency"]
-        known = {each.tag: each for each in self._replicas}
-        self._replicas = []
-        for tag, (worker, incarnation) in published.items():
-            address = ActorAddress(f"{self._cluster.instance}/replica/{tag}", worker, incarnation)
-            replica = known.get(tag)
-            if replica is None or replica.address != address:
-                replica = _Replica(tag, address, concurrency)
-            replica.concurrency = concurrency
-            self._replicas.append(replica)
-        if value is not None:
-            self._max_queued = value["max_queued"]
-            self._serve_waiting()
-        else:
+        if value is None:
+            self._roster.update({}, 1, self._name_of)
             self._fail_waiting()
+            return
+        published = {tag: (worker, incarnation) for tag, worker, incarnation in value["replicas"]}
+        self._roster.update(published, value["concurrency"], self._name_of)
+        self._max_queued = value["max_queued"]
+        self._serve_waiting()
+
+    def _name_of(self, tag: str) -> str:
+        return f"{self._cluster.instance}/replica/{tag}"
 
     def forget_worker(self, worker: str) -> None:
         """Stop using the replicas of a worker that left the cluster."""
-        self._replicas = [each for each in self._replicas if each.address.worker != worker]
+        self._roster.forget_worker(worker)
 
     async def send(self, envelope: Envelope, receive: Receive, send: Send) -> None:
         """Carry a request to a replica, waiting for one with room if need be.
@@ -128,26 +105,33 @@ class ReplicaSet:
         replay = replay_of(envelope, receive, send)
         if replay is not None:
             receive, send = replay.receive, replay.send
+        roster = self._roster
         is_rejected = False
         while True:
-            replica = await self._acquire(is_rejected)
+            replica = None
+            if is_rejected or not self._waiting:  # else those that wait already go first
+                replica = roster.take(self._clock.now(), self._rng)
+            if replica is None:
+                replica = await self._wait_in_line(is_rejected)
             try:
                 load = await self._cluster.request(replica.address, envelope, receive, send)
             except ReplicaBusyError as error:
                 now = self._clock.now()
                 replica.report(Load(error.ongoing), now)
-                replica.not_before = now + BUSY_S
+                roster.set_aside(replica, now + BUSY_S)
                 self._rewind(replay, error)
                 is_rejected = True
             except ActorLostError as error:
-                replica.not_before = self._clock.now() + EJECTED_S
+                roster.set_aside(replica, self._clock.now() + EJECTED_S)
                 self._rewind(replay, error)
                 is_rejected = True
             else:
                 replica.report(load, self._clock.now())
                 return
             finally:
-                self._release(replica)
+                roster.give_back(replica)
+                if self._waiting:
+                    self._serve_waiting()
 
     @staticmethod
     def _rewind(replay: Replay | None, error: ReplicaBusyError | ActorLostError) -> None:
@@ -157,13 +141,8 @@ class ReplicaSet:
         if not may_go_on:
             raise error
 
-    async def _acquire(self, is_rejected: bool) -> _Replica:
-        """Return a replica with one more request in flight; those that wait already go first."""
-        if not self._waiting or is_rejected:
-            replica = choose(self._replicas, self._clock.now(), self._rng)
-            if replica is not None:
-                replica.in_flight += 1
-                return replica
+    async def _wait_in_line(self, is_rejected: bool) -> ReplicaEntry:
+        """Return a replica with one more request in flight, when it is this one's turn."""
         if self._is_deleted:
             raise self._deleted()
         # One that a replica has just refused has had its turn in the queue already.
@@ -174,43 +153,38 @@ class ReplicaSet:
                 num_queued_requests=len(self._waiting),
                 max_queued_requests=self._max_queued,
             )
-        return await self._wait_in_line(is_rejected)
-
-    async def _wait_in_line(self, is_rejected: bool) -> _Replica:
-        waiter: asyncio.Future[_Replica] = asyncio.get_running_loop().create_future()
-        (self._waiting.appendleft if is_rejected else self._waiting.append)(waiter)
+        waiter: asyncio.Future[ReplicaEntry] = asyncio.get_running_loop().create_future()
+        self._waiting[waiter] = None
+        if is_rejected:
+            self._waiting.move_to_end(waiter, last=False)
         self._arm_timer()
         try:
             return await waiter
         except asyncio.CancelledError:
             if waiter in self._waiting:
-                self._waiting.remove(waiter)
+                del self._waiting[waiter]
             elif waiter.done() and not waiter.cancelled() and waiter.exception() is None:
-                self._release(waiter.result())  # the turn that came to us goes to the next
+                self._roster.give_back(waiter.result())
+                self._serve_waiting()  # the turn that came to us goes to the next
             raise
-
-    def _release(self, replica: _Replica) -> None:
-        replica.in_flight -= 1
-        self._serve_waiting()
 
     def _serve_waiting(self) -> None:
         """Give those that wait whatever is free, in their order."""
-        if not self._waiting:
-            return
         now = self._clock.now()
         while self._waiting:
-            replica = choose(self._replicas, now, self._rng)
+            replica = self._roster.take(now, self._rng)
             if replica is None:
                 self._arm_timer()
                 return
-            waiter = self._waiting.popleft()
-            if not waiter.done():
-                replica.in_flight += 1
+            waiter, _ = self._waiting.popitem(last=False)
+            if waiter.done():
+                self._roster.give_back(replica)
+            else:
                 waiter.set_result(replica)
 
     def _fail_waiting(self) -> None:
         while self._waiting:
-            waiter = self._waiting.popleft()
+            waiter, _ = self._waiting.popitem(last=False)
             if not waiter.done():
                 waiter.set_exception(self._deleted())
 
@@ -219,8 +193,7 @@ class ReplicaSet:
 
     def _arm_timer(self) -> None:
         """Look again when the first replica that is only set aside may be used again."""
-        now = self._clock.now()
-        at = min((each.not_before for each in self._replicas if each.not_before > now), default=None)
+        at = self._roster.next_return()
         if at is None:
             return
         if self._timer is not None:
@@ -236,7 +209,7 @@ class ReplicaSet:
     def close(self) -> None:
         """Fail whatever still waits."""
         self._is_deleted = True
-        self._replicas = []
+        self._roster.update({}, 1, self._name_of)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -53,32 +53,19 @@ class Candidate(Protocol):
     def score(self, now: float) -> float:
         """Return how much it has to do; less is better."""
 
-    def has_room(self, now: float) -> bool:
-        """Whether it may get one more request."""
-
 
 C = TypeVar("C", bound=Candidate)
 
 
-def choose(candidates: Sequence[C], now: float, rng: random.Random) -> C | None:
-    """Return the less loaded of two random candidates that have room, or None if none has.
+def choose(candidates: Sequence[C], now: float, rng: random.Random) -> C:
+    """Return the less loaded of two random candidates, of which there must be one at least.
 
-    Power of two choices: close to the best of all, at a cost that does not grow with their number. Only
-    when both draws are full are the others looked at.
+    Power of two choices: close to the best of all, at a cost that does not grow with their number.
     """
     count = len(candidates)
-    if count == 0:
-        return None
-    first = candidates[int(rng.random() * count)] if count > 1 else candidates[0]
     if count == 1:
-        return first if first.has_room(now) else None
-    second = candidates[int(rng.random() * count)]
-    if first is second:
-        second = candidates[(candidates.index(first) + 1) % count]
-    if not first.has_room(now):
-        if second.has_room(now):
-            return second
-        return next((each for each in candidates if each.has_room(now)), None)
-    if second.has_room(now) and second.score(now) < first.score(now):
-        return second
-    return first
+        return candidates[0]
+    place = int(rng.random() * count)
+    other = int(rng.random() * (count - 1))
+    first, second = candidates[place], candidates[other + (other >= place)]
+    return second if second.score(now) < first.score(now) else first

@@ -13,7 +13,8 @@ import pytest
 from daskserve.clock import LoopClock
 from daskserve.cluster.base import Cluster
 from daskserve.cluster.long_poll import LongPollClient
-from daskserve.data.router import BUSY_S, EJECTED_S, KNOWN_S, REPORT_S, ReplicaSet, Router, Routers
+from daskserve.data.roster import REPORT_S
+from daskserve.data.router import BUSY_S, EJECTED_S, KNOWN_S, ReplicaSet, Router, Routers
 from daskserve.errors import (
     ActorLostError,
     BackPressureError,
@@ -43,9 +44,14 @@ class Replicas:
         self.running: Counter[str] = Counter()
         self.most: Counter[str] = Counter()
         self.cancelled: list[str] = []
+        #: The worker whose replicas live in the router's own process.
+        self.here = ""
         #: What a request to a replica does; default: wait until `finish` is called for that replica.
         self.handler: Handler | None = None
         self._waiting: dict[str, list[asyncio.Future[Load]]] = {}
+
+    def is_local(self, address: ActorAddress) -> bool:
+        return address.worker == self.here
 
     async def request(self, address: ActorAddress, envelope: Envelope, receive: Receive, send: Send) -> Load:
         tag = address.name.rpartition("/")[2]
@@ -349,6 +355,43 @@ def test_if_all_are_busy_they_are_asked_again_soon() -> None:
         await stage.send(backend, POST)
         assert stage.replicas.asked == ["r1"] * 4
         assert now() - began == pytest.approx(3 * BUSY_S)
+
+    run(scenario)
+
+
+def test_a_replica_of_this_process_is_asked_first() -> None:
+    async def scenario(stage: Stage) -> None:
+        stage.replicas.here = "worker-of-r2"
+        backend = stage.backend("r1", "r2", "r3", concurrency=3)
+        for _ in range(3):
+            stage.send(backend)
+        await quiet()
+        assert stage.replicas.asked == ["r2"] * 3
+        stage.send(backend)
+        await quiet()
+        assert stage.replicas.asked[3] in ("r1", "r3"), "the near one has no room any more"
+
+    run(scenario)
+
+
+def test_new_replicas_get_what_waits_at_once_and_what_comes_next() -> None:
+    async def scenario(stage: Stage) -> None:
+        old = [f"r{number}" for number in range(50)]
+        backend = stage.backend(*old, concurrency=2)
+        sent = [stage.send(backend) for _ in range(103)]
+        await quiet()
+        began = now()
+        stage.publish(*old, "new", concurrency=2)
+        await quiet()
+        assert stage.replicas.asked[100:] == ["new", "new"]
+        for tag in old:
+            stage.replicas.finish(tag)
+        await quiet()
+        stage.publish(*old, "new", "newer", concurrency=2)
+        sent.append(stage.send(backend))
+        await quiet()
+        assert stage.replicas.asked[-1] == "newer", "though fifty others have room, too"
+        assert now() == began
 
     run(scenario)
 

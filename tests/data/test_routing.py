@@ -18,13 +18,9 @@ from daskserve.data.routing import TrafficPolicy, choose, shard_draw
 class Replica:
     name: str
     load: float = 0
-    room: bool = True
 
     def score(self, now: float) -> float:
         return self.load
-
-    def has_room(self, now: float) -> bool:
-        return self.room
 
 
 def three_sigma(count: int, share: float) -> float:
@@ -138,26 +134,9 @@ def test_the_busiest_of_many_is_never_chosen() -> None:
     """Whatever the other draw is, it has less to do."""
     replicas = [Replica(str(number), load=number) for number in range(5)]
     rng = random.Random(1)
-    chosen = Counter(choose(replicas, 0, rng).name for _ in range(1000))  # type: ignore[union-attr]
+    chosen = Counter(choose(replicas, 0, rng).name for _ in range(1000))
     assert "4" not in chosen
     assert [name for name, _ in chosen.most_common()] == ["0", "1", "2", "3"]
-
-
-def test_full_ones_are_passed_over_even_if_they_seem_idle() -> None:
-    full, open_ = Replica("full", load=0, room=False), Replica("open", load=9)
-    rng = random.Random(1)
-    assert {choose([full, open_], 0, rng) is open_ for _ in range(50)} == {True}
-
-
-@given(st.lists(st.booleans(), max_size=12), st.integers(0, 2**32))
-def test_one_with_room_is_found_if_there_is_one(rooms: list[bool], seed: int) -> None:
-    replicas = [Replica(str(number), room=room) for number, room in enumerate(rooms)]
-    chosen = choose(replicas, 0, random.Random(seed))
-    if any(rooms):
-        assert chosen is not None
-        assert chosen.room
-    else:
-        assert chosen is None
 
 
 def test_the_only_one_costs_no_draw() -> None:
@@ -167,4 +146,3 @@ def test_the_only_one_costs_no_draw() -> None:
 
     only = Replica("only")
     assert choose([only], 0, NoChance()) is only
-    assert choose([], 0, NoChance()) is None

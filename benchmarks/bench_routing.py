@@ -1,0 +1,88 @@
+"""What it costs to assign a request: with 1,000 replicas as with 10.
+
+Pure: no cluster, no sockets, no event loop; process time. Each case takes a replica and gives it back, as a
+router does for one request. Ratio bound: 1.3.
+
+Run: ``python benchmarks/bench_routing.py``; exits with 1 if a case is beyond the bound.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+from daskserve.data.roster import ReplicaEntry, Roster
+
+FEW, MANY = 10, 1000
+REQUESTS = 20_000
+ROUNDS = 9
+BOUND = 1.3
+NOW = 0.5
+
+
+def idle(size: int, concurrency: int = 4) -> Roster:
+    roster = Roster(lambda address: False)
+    roster.update({str(number): (f"tcp://{number}", 1) for number in range(size)}, concurrency, str)
+    return roster
+
+
+def fill(roster: Roster) -> list[ReplicaEntry]:
+    rng = random.Random(0)
+    taken = []
+    while (entry := roster.take(NOW, rng)) is not None:
+        taken.append(entry)
+    return taken
+
+
+def all_full_but_one(size: int) -> Roster:
+    roster = idle(size, 1)
+    roster.give_back(fill(roster)[size // 2])
+    return roster
+
+
+def half_set_aside(size: int) -> Roster:
+    roster = idle(size, 1)
+    taken = fill(roster)
+    for entry in taken[: size // 2]:
+        roster.set_aside(entry, NOW + 1)
+    for entry in taken:
+        roster.give_back(entry)
+    return roster
+
+
+def seconds(roster: Roster) -> float:
+    rng = random.Random(1)
+    began = time.process_time()
+    for _ in range(REQUESTS):
+        entry = roster.take(NOW, rng)
+        assert entry is not None
+        roster.give_back(entry)
+    return time.process_time() - began
+
+
+def main() -> int:
+    cases: dict[str, Callable[[int], Roster]] = {
+        "all idle": idle,
+        "all full but one": all_full_but_one,
+        "half of them set aside": half_set_aside,
+    }
+    is_good = True
+    for name, make in cases.items():
+        few, many = make(FEW), make(MANY)
+        # In turns, so that whatever else the machine does meets both.
+        pairs = [(seconds(few), seconds(many)) for _ in range(ROUNDS)]
+        few_s, many_s = (statistics.median(column) / REQUESTS for column in zip(*pairs, strict=True))
+        ratio = many_s / few_s
+        is_good = is_good and ratio <= BOUND
+        print(
+            f"{name:24} {FEW} replicas {few_s * 1e6:.2f} us   {MANY} replicas {many_s * 1e6:.2f} us   "
+            f"ratio {ratio:.2f}   bound {BOUND}"
+        )
+    return 0 if is_good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
