@@ -131,11 +131,15 @@ class EnvelopeKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """The opening message of one request to one actor."""
+    """The opening message of one request to one actor.
+
+    ``deadline`` is when it must have been answered, on the clock of this process's event loop.
+    """
 
     kind: EnvelopeKind
     head: Mapping[str, Any]
     payload: Payload | None = None
+    deadline: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,13 @@ import asyncio
 import json
 import logging
 import random
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from daskserve.clock import Clock
-from daskserve.errors import RequestTimeoutError
+from daskserve.deadlines import until
+from daskserve.errors import BadRequestError, RequestTimeoutError
 from daskserve.proxies.asgi import JSON, ASGIApp, Headers, Scope, send_whole
 from daskserve.proxies.errors import reply_to
 from daskserve.proxies.routes import Route, RouteTable, normalize_prefix
@@ -24,7 +25,7 @@ from daskserve.types import Envelope, EnvelopeKind, Message, Receive, Send
 
 log = logging.getLogger("daskserve.proxies")
 
-Dispatch = Callable[[str, Envelope, Receive, Send], Awaitable[None]]
+Dispatch = Callable[[str, Envelope, Receive, Send], Coroutine[Any, Any, None]]
 
 REQUEST_ID = b"x-request-id"
 REQUEST_TIMEOUT = b"x-request-timeout-seconds"
@@ -305,8 +306,7 @@ class IngressApp:
         if method not in route.methods:
             await self._refuse_method(exchange, method, route.methods)
             return
-        head = self._head(exchange, scope, path, route)
-        await self._call(exchange, route.endpoint, Envelope(EnvelopeKind.HTTP, head), receive)
+        await self._call(exchange, route.endpoint, self._head(exchange, scope, path, route), receive)
 
     async def _answer_system(self, exchange: _Exchange, path: str, method: str) -> None:
         if method not in ("GET", "HEAD"):
@@ -347,37 +347,37 @@ class IngressApp:
             head["extensions"][DENIAL] = {}
         return head
 
-    async def _call(self, exchange: _Exchange, endpoint: str, envelope: Envelope, receive: Receive) -> None:
+    async def _call(self, exchange: _Exchange, endpoint: str, head: dict[str, Any], receive: Receive) -> None:
         # A WebSocket is no request that could be late.
         is_socket = isinstance(exchange, _SocketExchange)
         timeout_s = None if is_socket else self._timeout_s
-        if exchange.timeout is not None and not is_socket:
-            timeout_s = parse_timeout(exchange.timeout, default_s=timeout_s)
         try:
+            if exchange.timeout is not None and not is_socket:
+                timeout_s = parse_timeout(exchange.timeout)
             if timeout_s is None:
-                await self._dispatch(endpoint, envelope, receive, exchange.send)
+                await self._dispatch(endpoint, Envelope(EnvelopeKind.HTTP, head), receive, exchange.send)
             else:
-                await self._call_until(exchange, endpoint, envelope, receive, timeout_s)
+                await self._call_until(exchange, endpoint, head, receive, timeout_s)
         except Exception as error:
             if exchange.is_gone:
                 raise
             await self._answer_error(exchange, error)
 
     async def _call_until(
-        self, exchange: _Exchange, endpoint: str, envelope: Envelope, receive: Receive, timeout_s: float
+        self, exchange: _Exchange, endpoint: str, head: dict[str, Any], receive: Receive, timeout_s: float
     ) -> None:
-        # Not `Clock.wait_for`: a TimeoutError of user code must not pass for our deadline. Like the clock,
-        # `asyncio.timeout` goes by the loop's time.
-        limit = asyncio.timeout(timeout_s)
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        envelope = Envelope(EnvelopeKind.HTTP, head, deadline=deadline)
+        request_id = exchange.request_id.decode("latin-1")
         try:
-            async with limit:
-                await self._dispatch(endpoint, envelope, receive, exchange.send)
-        except TimeoutError as error:
-            if not limit.expired():
-                raise
-            self._timed_out += 1
-            request_id = exchange.request_id.decode("latin-1")
-            raise RequestTimeoutError(f"Request {request_id} timed out after {timeout_s:g}s.") from error
+            await until(
+                deadline,
+                self._dispatch(endpoint, envelope, receive, exchange.send),
+                f"Request {request_id} timed out after {timeout_s:g}s.",
+            )
+        except RequestTimeoutError:
+            self._timed_out += asyncio.get_running_loop().time() >= deadline
+            raise
 
     async def _answer_error(self, exchange: _Exchange, error: Exception) -> None:
         request_id = exchange.request_id.decode("latin-1")
@@ -423,14 +423,22 @@ def new_request_id(rng: random.Random) -> bytes:
     return f"{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}".encode()
 
 
-def parse_timeout(value: bytes, *, default_s: float | None) -> float | None:
-    """Return the seconds a header asks for: None (no limit) if not positive, the default if unreadable."""
+def parse_timeout(value: bytes) -> float | None:
+    """Return the seconds a header asks for, None (no limit) if it is not positive.
+
+    Raises
+    ------
+    BadRequestError
+        It is no number.
+    """
     try:
         seconds = float(value)
+        if seconds != seconds:  # "nan" is a float, but no time
+            raise ValueError
     except ValueError:
-        return default_s
-    if seconds != seconds:  # "nan" is a float, but no time
-        return default_s
+        raise BadRequestError(
+            f"X-Request-Timeout-Seconds must be a number of seconds, not {value.decode('latin-1')!r}."
+        ) from None
     return seconds if 0 < seconds < float("inf") else None
 
 

@@ -7,7 +7,8 @@ small frames both ways, all frames of one event-loop turn in one write. Large by
 
 Frames (tuples; the first two fields are the kind and the stream's number, chosen by the side that opens)::
 
-    (OPEN,   n, name, incarnation, kind, head, payload)   open a stream to an actor of the other side
+    (OPEN,   n, name, incarnation, kind, head, payload)   open a stream to an actor of the other side;
+                                                          then the seconds left of its deadline, if it has one
     (DATA,   n, message)                                  one ASGI (or ``call.*``) message, either way
     (END,    n, ongoing, queued)                          the handler is done; carries the actor's load
     (ERROR,  n, pickled error)                            the handler raised
@@ -34,6 +35,7 @@ from distributed.comm import connect
 from distributed.protocol import to_serialize
 
 from daskserve.cluster.transport import Frames, Transport, take_over
+from daskserve.deadlines import until
 from daskserve.errors import ActorLostError
 from daskserve.payload import dump_error, load_error, message_bytes
 from daskserve.types import (
@@ -190,23 +192,23 @@ class Channel:
         self._next_stream += 2
         inbox: asyncio.Queue[Message | Load | BaseException] = asyncio.Queue()
         self._opened[stream] = inbox
+        frame = (
+            OPEN,
+            stream,
+            address.name,
+            address.incarnation,
+            envelope.kind.value,
+            envelope.head,
+            _wire_payload(envelope.payload),
+        )
+        deadline = envelope.deadline
         pump = None
         taken_bytes = 0
         if envelope.kind is EnvelopeKind.HTTP:
             self._windows[stream] = _Window(1)  # a single message, however large
             # Made before anything is posted: what it posts at once then leaves in one piece with that.
             pump = asyncio.create_task(self._pump(stream, receive), name="daskserve-channel-pump")
-        self._post(
-            (
-                OPEN,
-                stream,
-                address.name,
-                address.incarnation,
-                envelope.kind.value,
-                envelope.head,
-                _wire_payload(envelope.payload),
-            )
-        )
+        self._post(frame if deadline is None else (*frame, deadline - asyncio.get_running_loop().time()))
         try:
             while True:
                 item = await inbox.get()
@@ -275,9 +277,17 @@ class Channel:
             self._windows[stream].give(frame[2])
 
     def _accept_stream(
-        self, stream: int, name: str, incarnation: int, kind: str, head: Mapping[str, Any], payload: Any
+        self,
+        stream: int,
+        name: str,
+        incarnation: int,
+        kind: str,
+        head: Mapping[str, Any],
+        payload: Any,
+        left_s: float | None = None,
     ) -> None:
-        envelope = Envelope(EnvelopeKind(kind), head, _unwire_payload(payload))
+        deadline = None if left_s is None else asyncio.get_running_loop().time() + left_s
+        envelope = Envelope(EnvelopeKind(kind), head, _unwire_payload(payload), deadline)
         self._inboxes[stream] = asyncio.Queue()
         self._windows[stream] = _Window(WINDOW_BYTES)
         task = self._handlers[stream] = asyncio.create_task(
@@ -309,7 +319,10 @@ class Channel:
                 await window.wait()
 
         try:
-            load = await self._dispatch(name, incarnation, envelope, receive, send)
+            answering: Any = self._dispatch(name, incarnation, envelope, receive, send)
+            if envelope.deadline is not None:
+                answering = until(envelope.deadline, answering, f"The time for a request to {name} is over.")
+            load = await answering
             self._post((END, stream, load.ongoing, load.queued))
         except asyncio.CancelledError:
             # By its opener, who does not listen any more, or because the actor was stopped under it.

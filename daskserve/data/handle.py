@@ -18,7 +18,8 @@ from daskserve.cluster.base import Cluster
 from daskserve.cluster.link import Link, present_link
 from daskserve.context import current_request
 from daskserve.data.router import Routers
-from daskserve.errors import ClosedError, InstanceError, RequestTimeoutError, ServeError
+from daskserve.deadlines import earliest, until
+from daskserve.errors import BadRequestError, ClosedError, InstanceError, RequestTimeoutError, ServeError
 from daskserve.payload import PackedError, dump, load, load_error
 from daskserve.types import Envelope, EnvelopeKind, Message, Payload
 
@@ -62,12 +63,20 @@ class CallOptions:
         Calls with the same key go to the same backend until the traffic policy changes.
     http_method, http_headers
         What a classic backend finds in its request object.
+    timeout_s : float or None
+        Give the call up after so many seconds, wherever it is then, with a `RequestTimeoutError`. A call made
+        for a request ends with the time of that request in any case.
     """
 
     method_name: str = "__call__"
     shard_key: str = ""
     http_method: str = "GET"
     http_headers: Mapping[str, str] = field(default_factory=dict)
+    timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise BadRequestError(f"timeout_s must be more than 0, or None, not {self.timeout_s!r}.")
 
 
 class Response:
@@ -202,11 +211,20 @@ class Handle:
         link: Link = self._cluster.link
         current = current_request.get()
         request_id = current.request_id if current is not None and current.request_id else uuid.uuid4().hex
-        payload = dump((args, kwargs))
-        future = asyncio.run_coroutine_threadsafe(self._call(payload, request_id), link.loop)
+        own_s = self._options.timeout_s
+        deadline = earliest(
+            None if current is None else current.deadline,
+            None if own_s is None else link.loop.time() + own_s,
+        )
+        call = self._call(dump((args, kwargs)), request_id, deadline)
+        if deadline is not None:
+            call = until(deadline, call, f"Request {request_id} was not answered in time.")
+        future = asyncio.run_coroutine_threadsafe(call, link.loop)
+        if current is not None:
+            current.calls.add(future)
         return Response(future, link, request_id)
 
-    async def _call(self, payload: Payload, request_id: str) -> Payload:
+    async def _call(self, payload: Payload, request_id: str, deadline: float | None) -> Payload:
         cluster: Cluster = self._cluster
         if cluster.is_ended:
             raise ClosedError(f"Instance {self._instance!r} has been shut down; its handles are of no use.")
@@ -225,7 +243,7 @@ class Handle:
         async def keep(message: Message) -> None:
             answers.append(message["payload"])
 
-        envelope = Envelope(EnvelopeKind.CALL, head, payload)
+        envelope = Envelope(EnvelopeKind.CALL, head, payload, deadline)
         try:
             await router.send(envelope, _nothing_to_receive, keep, shard_key=options.shard_key)
         except PackedError as packed:

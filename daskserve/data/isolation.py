@@ -34,6 +34,7 @@ from daskserve.errors import (
     BadRequestError,
     ReplicaBusyError,
     ReplicaStartError,
+    RequestTimeoutError,
     ServeError,
     UnavailableError,
 )
@@ -171,7 +172,8 @@ class IsolatedReplica:
             self._free_slot()
             raise await self._lost(child, error) from None
         except BaseException as error:
-            if passage.is_broken or isinstance(error, asyncio.CancelledError):
+            # A request that the child gave up at its deadline may have left code that runs on, too.
+            if passage.is_broken or isinstance(error, (asyncio.CancelledError, RequestTimeoutError)):
                 self._free_slot_later(child, number)
             else:
                 self._free_slot()

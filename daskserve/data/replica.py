@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from daskserve.cluster.base import ActorContext
-from daskserve.context import ReplicaContext, RequestContext, current_replica, current_request
+from daskserve.context import ReplicaContext, current_replica, current_request
 from daskserve.data.batching import BatchItem, BatchQueue, Outcome, answer_batch, answer_batch_in_thread
 from daskserve.data.callables import (
     CALL,
@@ -191,7 +191,7 @@ class Replica:
         slot = Slot(self._free_slot)
         try:
             if envelope.kind is EnvelopeKind.HTTP:
-                await self._handle_http(wall, servable, dict(envelope.head), receive, send, slot)
+                await self._handle_http(wall, servable, envelope, receive, send, slot)
             elif envelope.kind is EnvelopeKind.CALL:
                 await self._handle_call(wall, servable, envelope, send, slot)
             else:
@@ -216,8 +216,9 @@ class Replica:
             self._idle.set()
 
     async def _handle_http(
-        self, wall: Wall, servable: Servable, scope: dict[str, Any], receive: Receive, send: Send, slot: Slot
+        self, wall: Wall, servable: Servable, envelope: Envelope, receive: Receive, send: Send, slot: Slot
     ) -> None:
+        scope = dict(envelope.head)
         method = servable.methods[CALL]
         if scope["type"] == "websocket" and not method.is_asgi:
             await receive()
@@ -230,7 +231,7 @@ class Replica:
             body = await read_body(receive, first)
             if body is None:
                 return  # the client left
-        context = self._request_context(wall, request_context(scope))
+        context = self._request_context(wall, envelope)
         exchange = open_exchange(wall, scope, receive, send, first)
         if scope["type"] == "websocket":
             self._sockets.add(exchange)
@@ -273,7 +274,7 @@ class Replica:
             if isinstance(result, Exception):
                 raise result
         else:
-            context = self._request_context(wall, RequestContext(head.get("request_id") or ""))
+            context = self._request_context(wall, envelope)
             answer: Callable[..., Any] = (
                 servable.answer_call if method.is_async else servable.answer_call_in_thread
             )
@@ -288,9 +289,9 @@ class Replica:
                 result = await call.wait()
         await send({"type": "call.result", "payload": result})
 
-    def _request_context(self, wall: Wall, request: RequestContext) -> contextvars.Context:
+    def _request_context(self, wall: Wall, envelope: Envelope) -> contextvars.Context:
         context = wall.context.copy()
-        context.run(current_request.set, request)
+        context.run(current_request.set, request_context(envelope))
         return context
 
     def _begin(

@@ -25,7 +25,7 @@ from starlette.requests import Request
 from daskserve.context import RequestContext
 from daskserve.data.wall import Call, Wall
 from daskserve.errors import ServeError
-from daskserve.types import Message, Receive, Send
+from daskserve.types import Envelope, EnvelopeKind, Message, Receive, Send
 
 T = TypeVar("T")
 
@@ -151,10 +151,13 @@ def legacy_argument(head: Mapping[str, Any], args: Sequence[Any], kwargs: Mappin
     )
 
 
-def request_context(scope: Mapping[str, Any]) -> RequestContext:
-    """Return what ``scope["extensions"]["daskserve"]``, set by the ingress, says of an HTTP request."""
-    ours = (scope.get("extensions") or {}).get("daskserve") or {}
-    return RequestContext(str(ours.get("request_id", "")), str(ours.get("route", "")))
+def request_context(envelope: Envelope) -> RequestContext:
+    """Return what user code may know of its request, from what the ingress or the handle says of it."""
+    head = envelope.head
+    if envelope.kind is EnvelopeKind.HTTP:
+        ours = (head.get("extensions") or {}).get("daskserve") or {}
+        return RequestContext(str(ours.get("request_id", "")), str(ours.get("route", "")), envelope.deadline)
+    return RequestContext(head.get("request_id") or "", deadline=envelope.deadline)
 
 
 class Slot:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
+from daskserve.deadlines import until
 from daskserve.payload import message_bytes
 from daskserve.types import BackendTag, Envelope, Message, Receive, Send
 
@@ -18,7 +20,7 @@ logger = logging.getLogger("daskserve.router")
 #: A shadow may be so many bytes behind its original.
 BEHIND_BYTES = 1024 * 1024
 
-SendTo = Callable[[Envelope, Receive, Send], Awaitable[None]]
+SendTo = Callable[[Envelope, Receive, Send], Coroutine[Any, Any, None]]
 
 
 class Shadow:
@@ -59,7 +61,10 @@ class Shadow:
 
     async def _run(self, envelope: Envelope, send_to: SendTo) -> None:
         try:
-            await send_to(envelope, self._receive, _drop)
+            sending = send_to(envelope, self._receive, _drop)
+            if envelope.deadline is not None:
+                sending = until(envelope.deadline, sending, "The time for the request is over.")
+            await sending
         except Exception as error:
             # A shadow must never be felt by the caller.
             logger.debug("A shadow request to %s failed: %r", self._backend, error)

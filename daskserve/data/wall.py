@@ -21,6 +21,7 @@ from contextvars import Context
 from types import FrameType
 from typing import Any, Generic, TypeVar
 
+from daskserve.context import current_request
 from daskserve.data.user_threads import Hop, UserLoop, UserThreads
 from daskserve.errors import ClosedError, UserCodeError
 
@@ -101,7 +102,16 @@ class Call(Generic[T]):
             self.notify()
 
     def cancel(self) -> None:
-        """Ask the code to end; does nothing once it has."""
+        """Ask the code to end, and with it the calls it waits for; does nothing once it has ended."""
+        if not self.is_ended and not self.is_cancelled:
+            self.is_cancelled = True
+            self._stop()
+            # After the code itself: async code that awaits one of them is to be cancelled once, not twice.
+            request = self._context.get(current_request)
+            if request is not None:
+                request.calls.cancel()
+
+    def _stop(self) -> None:
         raise NotImplementedError
 
     def _end(self, value: Any, error: BaseException | None) -> None:
@@ -127,10 +137,8 @@ class LoopCall(Call[T]):
         self._task: asyncio.Task[None] | None = None
         to_user(self._begin)
 
-    def cancel(self) -> None:
-        if not self.is_ended and not self.is_cancelled:
-            self.is_cancelled = True
-            self._to_user(self._cancel)
+    def _stop(self) -> None:
+        self._to_user(self._cancel)
 
     # ---- on the user's loop
 
@@ -168,10 +176,7 @@ class ThreadCall(Call[T]):
         self._is_abandoned = False
         threads.put(self._run)
 
-    def cancel(self) -> None:
-        if self.is_ended or self.is_cancelled:
-            return
-        self.is_cancelled = True
+    def _stop(self) -> None:
         if self._claim.acquire(blocking=False):
             self._end(None, None)
         else:

@@ -10,8 +10,12 @@ from typing import Any
 import pytest
 
 from daskserve.cluster.channel import WINDOW_BYTES, Channel
+<<<<<<< HEAD
 from daskserve.cluster.transport import CommTransport
 from daskserve.errors import ActorLostError, BadRequestError
+=======
+from daskserve.errors import ActorLostError, BadRequestError, RequestTimeoutError
+>>>>>>> b17b814 (Let a deadline go with each request, and cancel with a request whatever it calls)
 from daskserve.payload import MESSAGE_BYTES
 from daskserve.testing import run_virtual
 from daskserve.types import ActorAddress, Envelope, EnvelopeKind, Load, Message, Payload, Receive, Send
@@ -409,5 +413,72 @@ def test_frames_of_kinds_and_streams_that_are_not_known_are_ignored() -> None:
             pair.comms[0]._outgoing.put_nowait(unknown)
             pair.comms[1]._outgoing.put_nowait(unknown)
             assert await pair.here.request(ADDRESS, HTTP, client.receive, client.send) == Load(3, 4)
+
+    play(scenario)
+
+
+# ---- deadlines
+
+
+def test_what_is_left_of_a_deadline_travels_and_is_held_on_the_other_side() -> None:
+    """The caller here never cancels, as one whose process is stopped."""
+    cancelled_at = []
+
+    async def handler(receive: Receive, send: Send) -> None:
+        try:
+            await nothing()
+        except asyncio.CancelledError:
+            cancelled_at.append(asyncio.get_running_loop().time())
+            raise
+
+    async def scenario() -> None:
+        await asyncio.sleep(100)
+        async with connected(handler) as pair:
+            envelope = Envelope(EnvelopeKind.CALL, {}, deadline=105.0)
+            with pytest.raises(RequestTimeoutError, match="The time for a request"):
+                await pair.here.request(ADDRESS, envelope, nothing, nothing)
+            assert pair.comms[0].written[0][-1] == 5.0
+            assert cancelled_at == [105.0]
+
+    play(scenario)
+
+
+def test_the_handler_knows_its_deadline_by_its_own_clock() -> None:
+    async def scenario() -> None:
+        pair = Pair(lambda receive, send: nothing())
+        found = []
+
+        async def dispatch(_: str, __: int, envelope: Envelope, receive: Receive, send: Send) -> Load:
+            found.append(envelope.deadline)
+            return Load()
+
+        pair.there._dispatch = dispatch
+        serving = [asyncio.create_task(side.serve()) for side in (pair.here, pair.there)]
+        for deadline in (None, 7.0):
+            envelope = Envelope(EnvelopeKind.CALL, {}, deadline=deadline)
+            await pair.here.request(ADDRESS, envelope, nothing, nothing)
+        assert len(pair.comms[0].written[0]) + 1 == len(pair.comms[0].written[1])
+        await asyncio.sleep(1)
+        pair.there._receive_frame((*pair.comms[0].written[0][:1], 98, *pair.comms[0].written[0][2:], 2.5))
+        await asyncio.sleep(1)
+        assert found == [None, 7.0, 3.5]
+        pair.here.close()
+        pair.there.close()
+        await asyncio.gather(*serving)
+
+    play(scenario)
+
+
+def test_what_arrives_after_its_deadline_is_not_begun() -> None:
+    async def handler(receive: Receive, send: Send) -> None:
+        raise AssertionError("begun")
+
+    async def scenario() -> None:
+        async with connected(handler) as pair:
+            await asyncio.sleep(6)
+            with pytest.raises(RequestTimeoutError):
+                await pair.here.request(
+                    ADDRESS, Envelope(EnvelopeKind.CALL, {}, deadline=5.0), nothing, nothing
+                )
 
     play(scenario)

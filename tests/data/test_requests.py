@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
+from daskserve.context import RequestContext
 from daskserve.data.requests import (
     WINDOW,
     Exchange,
@@ -25,7 +26,7 @@ from daskserve.data.requests import (
 )
 from daskserve.data.wall import Wall
 from daskserve.errors import ServeError
-from daskserve.types import Message
+from daskserve.types import Envelope, EnvelopeKind, Message
 
 DEADLINE_S = 10.0
 SCOPE: dict[str, Any] = {
@@ -156,11 +157,15 @@ def test_the_argument_of_a_classic_backend() -> None:
     assert legacy_argument({}, (starlette,), {}) is starlette
 
 
-def test_the_request_context_comes_from_the_ingress_extension() -> None:
+def test_the_request_context_comes_from_the_ingress_or_the_handle() -> None:
     scope = {"extensions": {"daskserve": {"request_id": "id", "route": "/a"}}}
-    assert request_context(scope).request_id == "id"
-    assert request_context(scope).route == "/a"
-    assert request_context({}).request_id == ""
+    assert request_context(Envelope(EnvelopeKind.HTTP, scope, deadline=7.0)) == RequestContext(
+        "id", "/a", 7.0
+    )
+    assert request_context(Envelope(EnvelopeKind.HTTP, {})) == RequestContext()
+    call = Envelope(EnvelopeKind.CALL, {"request_id": "id"}, deadline=7.0)
+    assert request_context(call) == RequestContext("id", deadline=7.0)
+    assert request_context(Envelope(EnvelopeKind.CALL, {})) == RequestContext()
 
 
 def test_reading_a_whole_body() -> None:

@@ -1,0 +1,317 @@
+"""Deadlines, cancellations and departed clients, from the socket through handles to the last replica."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from daskserve.client import Client
+from daskserve.cluster.local import LocalCluster
+from daskserve.config import HTTPOptions
+from daskserve.context import current_request
+from daskserve.errors import BadRequestError, RequestTimeoutError
+from daskserve.testing import local_instance
+
+PATIENCE_S = 10.0
+
+
+class Gates:
+    """Where user code and test meet."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.notes: list[Any] = []
+
+
+GATES = Gates()
+
+
+@pytest.fixture(autouse=True)
+def _fresh_gates() -> Iterator[None]:
+    GATES.__init__()  # type: ignore[misc]
+    yield
+    GATES.go.set()
+
+
+@pytest.fixture
+def client() -> Iterator[Client]:
+    with local_instance(http_options=HTTPOptions(port=0)) as client:
+        yield client
+        GATES.go.set()
+
+
+def poll_for(condition: Callable[[], Any], what: Callable[[], Any] = lambda: "") -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {PATIENCE_S:g} s: {what()}"
+        time.sleep(0.002)
+
+
+def gauges(client: Client) -> dict[str, int]:
+    """Return all that counts up and down in the instance, of all its processes together."""
+    cluster: LocalCluster = client._link._cluster  # type: ignore[attr-defined]
+
+    async def count() -> dict[str, int]:
+        return gauges_of(cluster)  # on the loop, where nothing changes meanwhile
+
+    return client._link.sync(count())
+
+
+def gauges_of(cluster: LocalCluster) -> dict[str, int]:
+    found = dict.fromkeys(("ingress", "ongoing", "queued", "abandoned", "calls", "in_flight", "waiting"), 0)
+    for address in cluster.actors():
+        actor: Any = cluster.actor(address)
+        if "/replica/" in address.name:
+            found["ongoing"] += actor.load().ongoing
+            found["queued"] += actor.load().queued
+            found["abandoned"] += actor._wall.abandoned
+            found["calls"] += len(actor._wall.calls)
+        elif "/proxy/" in address.name:
+            found["ingress"] += actor._ingress.statistics().ongoing
+    for process in [cluster.program, *(cluster.process(info.address) for info in cluster.workers())]:
+        routers = process.shared.get("routers")
+        for backend in routers._sets.values() if routers else ():
+            found["in_flight"] += backend.in_flight
+            found["waiting"] += backend.waiting
+    return found
+
+
+def wait_until_idle(client: Client) -> None:
+    poll_for(lambda: not any(gauges(client).values()), lambda: gauges(client))
+
+
+def serve(client: Client, name: str, definition: Any, *args: Any, **config: Any) -> Any:
+    """Serve it under its name; return the handle."""
+    client.create_backend(name, definition, *args, config=config)
+    client.create_endpoint(name, backend=name, route=f"/{name}")
+    return client.get_handle(name)
+
+
+def get(client: Client, path: str, **headers: str) -> tuple[int, str]:
+    (url,) = client.http_urls()
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=PATIENCE_S)
+    try:
+        connection.request(
+            "GET", path, headers={name.replace("_", "-"): text for name, text in headers.items()}
+        )
+        response = connection.getresponse()
+        return response.status, response.read().decode()
+    finally:
+        connection.close()
+
+
+async def hang(request: Any) -> str:
+    GATES.notes.append("began")
+    try:
+        while not GATES.go.is_set():  # noqa: ASYNC110 - set by another thread
+            await asyncio.sleep(0.002)
+    except asyncio.CancelledError:
+        GATES.notes.append("cancelled")
+        raise
+    return "went on"
+
+
+def hang_in_thread(request: Any) -> str:
+    GATES.notes.append("began")
+    GATES.go.wait(PATIENCE_S)
+    return "went on"
+
+
+# ---- deadlines
+
+
+def test_an_async_handler_that_is_late_is_cancelled_and_its_slot_free(client: Client) -> None:
+    handle = serve(client, "b", hang, max_concurrent_queries=1)
+    status, text = get(client, "/b", X_Request_ID="7", X_Request_Timeout_Seconds="0.05")
+    assert (status, text) == (408, "Request 7 timed out after 0.05s.")
+    with pytest.raises(RequestTimeoutError, match="was not answered in time"):
+        handle.options(timeout_s=0.05).remote().result(PATIENCE_S)
+    poll_for(lambda: GATES.notes == ["began", "cancelled"] * 2, lambda: GATES.notes)
+    wait_until_idle(client)
+    GATES.go.set()
+    assert get(client, "/b") == (200, "went on")
+    assert handle.options(timeout_s=PATIENCE_S).remote().result() == "went on"
+
+
+def test_a_plain_handler_that_is_late_keeps_its_slot_until_it_returns(client: Client) -> None:
+    handle = serve(client, "b", hang_in_thread, max_concurrent_queries=1)
+    assert get(client, "/b", X_Request_Timeout_Seconds="0.05")[0] == 408
+    only = {"abandoned": 1, "calls": 1, "ongoing": 1}
+    poll_for(
+        lambda: {name: count for name, count in gauges(client).items() if count} == only,
+        lambda: gauges(client),
+    )
+    # The slot is taken, so this one is late in the queue.
+    with pytest.raises(RequestTimeoutError):
+        handle.options(timeout_s=0.05).remote().result(PATIENCE_S)
+    assert GATES.notes == ["began"]
+    GATES.go.set()
+    wait_until_idle(client)
+    assert get(client, "/b") == (200, "went on")
+
+
+def test_a_request_that_is_late_in_the_queue_leaves_it_and_is_never_run(client: Client) -> None:
+    handle = serve(client, "b", hang, max_concurrent_queries=1)
+    first = handle.remote()
+    poll_for(lambda: GATES.notes == ["began"])
+    assert get(client, "/b", X_Request_Timeout_Seconds="0.05")[0] == 408
+    poll_for(lambda: gauges(client)["waiting"] == 0)
+    GATES.go.set()
+    assert first.result(PATIENCE_S) == "went on"
+    assert GATES.notes == ["began"]
+
+
+def test_a_timeout_of_a_handle_is_a_positive_number(client: Client) -> None:
+    handle = serve(client, "b", hang)
+    for timeout_s in (0, -1.0, float("nan")):
+        with pytest.raises(BadRequestError, match="timeout_s must be more than 0"):
+            handle.options(timeout_s=timeout_s)
+
+
+async def tell_deadline(request: Any) -> float | None:
+    found = current_request.get()
+    assert found is not None
+    return found.deadline
+
+
+class Between:
+    """Calls another deployment and returns both deadlines."""
+
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
+
+    async def __call__(self, request: Any) -> list[float | None]:
+        return [await tell_deadline(request), await self.handle.remote()]
+
+
+def test_what_a_request_calls_has_no_more_time_than_the_request(client: Client) -> None:
+    inner = serve(client, "inner", tell_deadline)
+    serve(client, "same", Between, inner)
+    serve(client, "more", Between, inner.options(timeout_s=1000))
+    less = serve(client, "less", Between, inner.options(timeout_s=1))
+    assert get(client, "/same") == (200, "[null,null]")
+    for name, is_less in (("same", False), ("more", False), ("less", True)):
+        own, childs = json.loads(get(client, f"/{name}", X_Request_Timeout_Seconds="60")[1])
+        assert (childs < own - 50) if is_less else (childs == own), (own, childs)
+    own, childs = less.options(timeout_s=60).remote().result(PATIENCE_S)
+    assert childs < own - 50
+
+
+# ---- clients that leave
+
+
+class Calls:
+    """Calls another deployment from async code."""
+
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
+
+    async def __call__(self, request: Any) -> Any:
+        return await self.handle.remote()
+
+
+class CallsInThread(Calls):
+    """Calls another deployment from a plain function, which cannot be cancelled itself."""
+
+    def __call__(self, request: Any) -> Any:  # type: ignore[override]
+        return self.handle.remote().result(PATIENCE_S)
+
+
+class CallsAndDoesNotLook(Calls):
+    """Calls, and waits for something else."""
+
+    async def __call__(self, request: Any) -> Any:
+        response = self.handle.remote()
+        await asyncio.sleep(PATIENCE_S)
+        return await response
+
+
+class Forgets(Calls):
+    async def __call__(self, request: Any) -> Any:
+        self.response = self.handle.remote()
+        return "done"
+
+
+class CleansUp(Calls):
+    async def __call__(self, request: Any) -> Any:
+        try:
+            return await self.handle.remote()
+        finally:
+            GATES.go.set()
+            GATES.notes.append(await self.handle.remote())
+
+
+class RunsOn(Calls):
+    def __call__(self, request: Any) -> Any:  # type: ignore[override]
+        for _ in range(2):
+            try:
+                self.handle.remote().result(PATIENCE_S)
+            except Exception as error:
+                GATES.notes.append(type(error).__name__)
+
+
+def leave_during(client: Client, path: str) -> None:
+    """Send a request and close the connection once its code has begun at the far end."""
+    (url,) = client.http_urls()
+    parts = urlsplit(url)
+    with socket.create_connection((parts.hostname, parts.port), timeout=PATIENCE_S) as sock:
+        sock.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        poll_for(lambda: "began" in GATES.notes)
+
+
+@pytest.mark.parametrize(
+    ("front", "middle"),
+    [
+        (Calls, Calls),
+        (CallsInThread, Calls),
+        (Calls, CallsInThread),
+        (CallsInThread, CallsInThread),
+        (CallsAndDoesNotLook, CallsAndDoesNotLook),
+    ],
+)
+def test_a_client_that_leaves_cancels_its_request_two_levels_down(
+    client: Client, front: Any, middle: Any
+) -> None:
+    leaf = serve(client, "leaf", hang)
+    serve(client, "front", front, serve(client, "middle", middle, leaf))
+    leave_during(client, "/front")
+    poll_for(lambda: "cancelled" in GATES.notes)
+    wait_until_idle(client)
+    GATES.go.set()
+    assert get(client, "/leaf") == (200, "went on")
+
+
+def test_what_a_request_calls_goes_on_when_the_request_has_been_answered(client: Client) -> None:
+    leaf = serve(client, "leaf", hang)
+    serve(client, "front", Forgets, leaf)
+    assert get(client, "/front") == (200, "done")
+    poll_for(lambda: "began" in GATES.notes)
+    assert gauges(client)["ongoing"] == 1
+    GATES.go.set()
+    wait_until_idle(client)
+    assert GATES.notes == ["began"]
+
+
+def test_async_code_that_is_cancelled_may_call_to_clean_up_and_is_cancelled_once(client: Client) -> None:
+    leaf = serve(client, "leaf", hang)
+    serve(client, "front", CleansUp, leaf)
+    leave_during(client, "/front")
+    poll_for(lambda: "went on" in GATES.notes, lambda: GATES.notes)
+    wait_until_idle(client)
+
+
+def test_a_plain_function_that_runs_on_cannot_call_any_more(client: Client) -> None:
+    leaf = serve(client, "leaf", hang)
+    serve(client, "front", RunsOn, leaf)
+    leave_during(client, "/front")
+    poll_for(lambda: GATES.notes.count("CancelledError") == 2, lambda: GATES.notes)
+    wait_until_idle(client)
