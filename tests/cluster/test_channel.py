@@ -10,12 +10,8 @@ from typing import Any
 import pytest
 
 from daskserve.cluster.channel import WINDOW_BYTES, Channel
-<<<<<<< HEAD
 from daskserve.cluster.transport import CommTransport
-from daskserve.errors import ActorLostError, BadRequestError
-=======
 from daskserve.errors import ActorLostError, BadRequestError, RequestTimeoutError
->>>>>>> b17b814 (Let a deadline go with each request, and cancel with a request whatever it calls)
 from daskserve.payload import MESSAGE_BYTES
 from daskserve.testing import run_virtual
 from daskserve.types import ActorAddress, Envelope, EnvelopeKind, Load, Message, Payload, Receive, Send
