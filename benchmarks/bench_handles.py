@@ -1,0 +1,168 @@
+"""Python calls beside bare connections in the same run.
+
+1. A replica in one worker calls a replica in another, 100 bytes there and back: alone, and with 64 calls in
+   flight; with the wall of threads (the default) and with ``event_loop="worker"``. Floor: the bare channel
+   between two processes with an echo at its end.
+2. This program sends a replica an array of 1 MiB and gets it back. Floor: the same over a bare Dask comm.
+
+Run: ``python benchmarks/bench_handles.py [--runs N]``; a line per case, medians of the runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from distributed.comm import connect
+from distributed.protocol import to_serialize
+
+import daskserve as serve
+from daskserve.cluster.launch import start_local_cluster
+from daskserve.settings import LocalClusterSize
+
+ECHO = Path(__file__).parent / "programs" / "echo_process.py"
+CALLS = 2000
+IN_FLIGHT = 64
+ARRAY_CALLS = 100
+
+
+async def echo(value: Any) -> Any:
+    return value
+
+
+class Caller:
+    """Calls another deployment, and says how long that takes."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    async def _call(self, count: int, took: list[float]) -> None:
+        for _ in range(count):
+            began = time.perf_counter()
+            await self._handle.remote(bytes(100))
+            took.append(time.perf_counter() - began)
+
+    async def __call__(self) -> tuple[float, float]:
+        """Return the seconds one call takes alone, at the median, and calls per second with 64 in flight."""
+        await self._call(CALLS // 10, [])
+        alone: list[float] = []
+        await self._call(CALLS, alone)
+        began = time.perf_counter()
+        await asyncio.gather(*[self._call(CALLS // 16, []) for _ in range(IN_FLIGHT)])
+        return statistics.median(alone), IN_FLIGHT * (CALLS // 16) / (time.perf_counter() - began)
+
+
+@contextmanager
+def echo_process() -> Iterator[str]:
+    """Run the other end of the floors; yield its address."""
+    process = subprocess.Popen([sys.executable, str(ECHO)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield process.stdout.readline().strip()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def bare_channel(address: str) -> tuple[float, float]:
+    told = subprocess.run([sys.executable, str(ECHO), address], capture_output=True, text=True, check=True)
+    found = json.loads(told.stdout)
+    return found["alone_s"], found["rate"]
+
+
+async def bare_comm(address: str, array: Any) -> float:
+    """Return the seconds that an array takes there and back over a Dask comm, at the median."""
+    comm = await connect(address)
+    took = []
+    for _ in range(ARRAY_CALLS):
+        began = time.perf_counter()
+        await comm.write({"op": "array", "array": to_serialize(array)})
+        answer = await comm.read()
+        took.append(time.perf_counter() - began)
+        assert answer["array"].nbytes == array.nbytes
+    await comm.close()
+    return statistics.median(took)
+
+
+def array_calls(handle: Any, array: Any) -> float:
+    took = []
+    for _ in range(ARRAY_CALLS):
+        began = time.perf_counter()
+        answer = handle.remote(array).result()
+        took.append(time.perf_counter() - began)
+        assert answer.nbytes == array.nbytes
+    return statistics.median(took)
+
+
+@contextmanager
+def deployed(config: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """Yield the handles of the caller, in one worker, and of what it calls, in another."""
+    cluster, dask = start_local_cluster(LocalClusterSize(2, 2), has_dashboard=False)
+    try:
+        with serve.start(http_options={"location": "NoServer"}, dask_client=dask) as client:
+            one, other = dask.scheduler_info(n_workers=-1)["workers"]
+            called = serve.deployment(name="echo", config=config, actor_options={"workers": [other]})(echo)
+            caller = serve.deployment(name="caller", config=config, actor_options={"workers": [one]})(Caller)
+            handle = serve.run(called.bind(), route_prefix=None)
+            yield serve.run(caller.bind(handle), route_prefix=None), handle
+            assert {each.worker for each in client.status().replicas("echo")} == {other}
+    finally:
+        dask.close()
+        cluster.close()
+
+
+def measure_calls(runs: int, address: str) -> None:
+    for name, config in (("default", {}), ('event_loop="worker"', {"event_loop": "worker"})):
+        with deployed(config) as (caller, _):
+            alone, rates, floors = [], [], []
+            for _ in range(runs):
+                floor_s, floor_rate = bare_channel(address)
+                alone_s, rate = caller.remote().result()
+                alone.append(alone_s / floor_s)
+                rates.append(rate)
+                floors.append((floor_s, floor_rate))
+        floor_s, floor_rate = (statistics.median(each) for each in zip(*floors, strict=True))
+        print(
+            f"replica to replica, {name:22} alone {statistics.median(alone):.2f} x the bare channel's "
+            f"{floor_s * 1e6:.0f} us;  {IN_FLIGHT} in flight {statistics.median(rates):.0f}/s, "
+            f"bare {floor_rate:.0f}/s",
+            flush=True,
+        )
+
+
+def measure_arrays(runs: int, address: str) -> None:
+    array = np.arange(1 << 17, dtype=np.float64)
+    with deployed({}) as (_, handle):
+        ratios, floors = [], []
+        for _ in range(runs):
+            floor_s = asyncio.run(bare_comm(address, array))
+            ratios.append(array_calls(handle, array) / floor_s)
+            floors.append(floor_s)
+    print(
+        f"array of 1 MiB there and back: {statistics.median(ratios):.2f} x the bare comm's "
+        f"{statistics.median(floors) * 1e3:.2f} ms",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=3)
+    given = parser.parse_args()
+    with echo_process() as address:
+        measure_calls(given.runs, address)
+        measure_arrays(given.runs, address)
+
+
+if __name__ == "__main__":
+    main()
