@@ -133,13 +133,15 @@ class EnvelopeKind(enum.StrEnum):
 class Envelope:
     """The opening message of one request to one actor.
 
-    ``deadline`` is when it must have been answered, on the clock of this process's event loop.
+    ``deadline`` is when it must have been answered, on the clock of this process's event loop. ``has_body``
+    is whether messages of the caller follow; without it, one that says the body is empty is taken as read.
     """
 
     kind: EnvelopeKind
     head: Mapping[str, Any]
     payload: Payload | None = None
     deadline: float | None = None
+    has_body: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,9 @@ REQUEST_ID = b"x-request-id"
 REQUEST_TIMEOUT = b"x-request-timeout-seconds"
 SHARD_KEY = b"x-serve-shard-key"
 HOST = b"host"
-_HEADERS_READ = frozenset((REQUEST_ID, REQUEST_TIMEOUT, SHARD_KEY, HOST))
+CONTENT_LENGTH = b"content-length"
+TRANSFER_ENCODING = b"transfer-encoding"
+_HEADERS_READ = frozenset((REQUEST_ID, REQUEST_TIMEOUT, SHARD_KEY, HOST, CONTENT_LENGTH, TRANSFER_ENCODING))
 
 #: The extension of ASGI by which a handshake is answered with a whole response.
 DENIAL = "websocket.http.response"
@@ -110,7 +112,17 @@ class IngressStatistics:
 class _Exchange:
     """One request as the ingress follows it: what was read from its headers and how far its answer is."""
 
-    __slots__ = ("_send", "_start", "host", "is_gone", "request_id", "shard_key", "status", "timeout")
+    __slots__ = (
+        "_send",
+        "_start",
+        "has_body",
+        "host",
+        "is_gone",
+        "request_id",
+        "shard_key",
+        "status",
+        "timeout",
+    )
 
     def __init__(self, headers: Iterable[tuple[bytes, bytes]], send: Send) -> None:
         self._send = send
@@ -121,6 +133,7 @@ class _Exchange:
         self.host = b""
         self.status = 0
         self.is_gone = False
+        self.has_body = False
         for name, value in headers:
             if name in _HEADERS_READ:
                 if name == HOST:
@@ -129,8 +142,10 @@ class _Exchange:
                     self.request_id = self.request_id or value
                 elif name == SHARD_KEY:
                     self.shard_key = value
-                else:
+                elif name == REQUEST_TIMEOUT:
                     self.timeout = value
+                else:
+                    self.has_body = self.has_body or value != b"0"
 
     async def send(self, message: Message) -> None:
         """Pass a message on to the server; a response without a request id gets one.
@@ -350,12 +365,14 @@ class IngressApp:
     async def _call(self, exchange: _Exchange, endpoint: str, head: dict[str, Any], receive: Receive) -> None:
         # A WebSocket is no request that could be late.
         is_socket = isinstance(exchange, _SocketExchange)
+        has_body = exchange.has_body or is_socket
         timeout_s = None if is_socket else self._timeout_s
         try:
             if exchange.timeout is not None and not is_socket:
                 timeout_s = parse_timeout(exchange.timeout)
             if timeout_s is None:
-                await self._dispatch(endpoint, Envelope(EnvelopeKind.HTTP, head), receive, exchange.send)
+                envelope = Envelope(EnvelopeKind.HTTP, head, has_body=has_body)
+                await self._dispatch(endpoint, envelope, receive, exchange.send)
             else:
                 await self._call_until(exchange, endpoint, head, receive, timeout_s)
         except Exception as error:
@@ -367,7 +384,7 @@ class IngressApp:
         self, exchange: _Exchange, endpoint: str, head: dict[str, Any], receive: Receive, timeout_s: float
     ) -> None:
         deadline = asyncio.get_running_loop().time() + timeout_s
-        envelope = Envelope(EnvelopeKind.HTTP, head, deadline=deadline)
+        envelope = Envelope(EnvelopeKind.HTTP, head, deadline=deadline, has_body=exchange.has_body)
         request_id = exchange.request_id.decode("latin-1")
         try:
             await until(

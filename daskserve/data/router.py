@@ -271,11 +271,15 @@ class Router:
             await self._routers.replica_set(backend).send(envelope, receive, send)
             return
         copies = [self._routers.send_shadow(shadow, envelope) for shadow in shadows]
+        if not envelope.has_body:
+            for copy in copies:
+                copy.put({"type": "http.request", "body": b"", "more_body": False})
 
         async def receive_and_copy() -> Message:
             message = await receive()
-            for copy in copies:
-                copy.put(message)
+            if envelope.has_body:
+                for copy in copies:
+                    copy.put(message)
             return message
 
         try:

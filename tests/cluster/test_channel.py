@@ -79,7 +79,7 @@ class Pair:
         return [
             each
             for side in (self.here, self.there)
-            for known in (side._opened, side._inboxes, side._windows, side._handlers)
+            for known in (side._opened, side._accepted)
             for each in known
         ]
 
@@ -308,6 +308,33 @@ def test_who_gives_up_while_the_window_is_full_ends_the_handler() -> None:
     play(scenario)
 
 
+def test_a_request_without_a_body_sends_nothing_but_is_read_as_empty() -> None:
+    read: list[Message] = []
+
+    async def handler(receive: Receive, send: Send) -> None:
+        read.append(await receive())
+        await send(body(b"done", more=False))
+        await receive()
+
+    async def scenario() -> None:
+        async with connected(handler) as pair:
+            envelope = Envelope(EnvelopeKind.HTTP, {"type": "http"}, has_body=False)
+            answers: list[Message] = []
+
+            async def keep(message: Message) -> None:
+                answers.append(message)
+
+            request = asyncio.create_task(pair.here.request(ADDRESS, envelope, nothing, keep))
+            await asyncio.sleep(1)
+            assert read == [{"type": "http.request", "body": b"", "more_body": False}]
+            assert answers == [body(b"done", more=False)]
+            assert len(pair.comms[0].written) == 1
+            request.cancel()
+            await asyncio.wait([request])
+
+    play(scenario)
+
+
 def test_a_handler_that_is_cancelled_before_its_first_step_leaves_nothing() -> None:
     async def never(receive: Receive, send: Send) -> None:
         raise AssertionError("it was cancelled")
@@ -315,7 +342,7 @@ def test_a_handler_that_is_cancelled_before_its_first_step_leaves_nothing() -> N
     async def scenario() -> None:
         async with connected(never) as pair:
             await asyncio.sleep(1)
-            open_frame = (0, 0, ADDRESS.name, ADDRESS.incarnation, "call", {}, None)
+            open_frame = (0, 0, ADDRESS.name, ADDRESS.incarnation, "call", {}, None, True, None)
             pair.there._receive_frame(open_frame)
             pair.there._receive_frame((4, 0))
 
@@ -453,9 +480,10 @@ def test_the_handler_knows_its_deadline_by_its_own_clock() -> None:
         for deadline in (None, 7.0):
             envelope = Envelope(EnvelopeKind.CALL, {}, deadline=deadline)
             await pair.here.request(ADDRESS, envelope, nothing, nothing)
-        assert len(pair.comms[0].written[0]) + 1 == len(pair.comms[0].written[1])
+        frame = pair.comms[0].written[0]
+        assert frame[-1] is None
         await asyncio.sleep(1)
-        pair.there._receive_frame((*pair.comms[0].written[0][:1], 98, *pair.comms[0].written[0][2:], 2.5))
+        pair.there._receive_frame((frame[0], 98, *frame[2:-1], 2.5))
         await asyncio.sleep(1)
         assert found == [None, 7.0, 3.5]
         pair.here.close()

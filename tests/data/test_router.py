@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -667,6 +668,37 @@ def test_a_shadow_gets_a_copy_and_its_answer_is_dropped() -> None:
         assert [each["body"] for each in answers] == [b"r1"]
 
     run(scenario)
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_shadow_of_a_request_without_a_body_reads_an_empty_one(reads: bool) -> None:
+    """Once, whether or not the original does: over a channel it has no need to."""
+    read: list[Message] = []
+
+    async def scenario(stage: Stage) -> None:
+        router = stage.endpoint({"b": 1.0}, {"s": 1.0})
+        stage.publish("r1")
+        stage.publish("shadow", backend="s")
+
+        async def answer(tag: str, envelope: Envelope, receive: Receive, send: Send) -> Load:
+            if tag == "shadow":
+                read.extend([await receive(), await receive()])
+            elif reads:
+                await receive()
+            return Load()
+
+        stage.replicas.handler = answer
+        await router.send(replace(GET, has_body=False), an_empty_body, ignore)
+        await quiet()
+
+    async def an_empty_body() -> Message:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def ignore(message: Message) -> None:
+        raise AssertionError
+
+    run(scenario)
+    assert [each["type"] for each in read] == ["http.request", "http.disconnect"]
 
 
 @pytest.mark.parametrize("trouble", ["raises", "is lost", "is gone", "is full", "hangs"])

@@ -226,9 +226,7 @@ class Plant:
             "in threads": sum(wall.threads.unfinished for wall in walls),
             "abandoned": sum(wall.abandoned for wall in walls),
             "streams": sum(len(each._opened) for each in channels),
-            "inboxes": sum(len(each._inboxes) for each in channels),
-            "windows": sum(len(each._windows) for each in channels),
-            "handlers": sum(len(each._handlers) for each in channels),
+            "handlers": sum(len(each._accepted) for each in channels),
         }
 
 

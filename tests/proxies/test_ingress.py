@@ -166,6 +166,23 @@ def test_the_head_is_the_scope_as_plain_values() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("headers", "has_body"),
+    [
+        ([], False),
+        ([(b"content-length", b"0")], False),
+        ([(b"content-length", b"1")], True),
+        ([(b"transfer-encoding", b"chunked")], True),
+    ],
+)
+def test_the_headers_tell_whether_there_is_a_body(headers: list[tuple[bytes, bytes]], has_body: bool) -> None:
+    routers = Routers()
+    ingress = make_ingress(routers, request_timeout_s=5)
+    ask(ingress, "/a", "POST", *headers)
+    ask(ingress, "/a", "POST", *headers, (b"x-request-timeout-seconds", b"0"))
+    assert [envelope.has_body for _, envelope in routers.calls] == [has_body] * 2
+
+
 def test_a_scope_without_optional_keys_is_enough() -> None:
     routers = Routers()
     scope = {"type": "http", "method": "GET", "path": "/a", "headers": []}

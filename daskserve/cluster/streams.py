@@ -1,0 +1,120 @@
+"""What a channel keeps of each stream: on the side that opened it, and on the side that answers.
+
+All of this is made and dropped once per request, so it is small: no queue or event of asyncio's before
+somebody has to wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from daskserve.cluster.frames import CREDIT, DATA, is_last, wire_message
+from daskserve.payload import message_bytes
+from daskserve.types import Message
+
+#: How much of a body may be on its way at a time. Credit for half of it is given at once, so that streams of
+#: small messages need no frames for it.
+WINDOW_BYTES = 1024 * 1024
+
+Post = Callable[[Any], None]
+
+
+class Inbox:
+    """What has arrived and has not been taken yet; for one taker."""
+
+    __slots__ = ("_items", "_waiter")
+
+    def __init__(self) -> None:
+        self._items: deque[Any] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, item: Any) -> None:
+        self._items.append(item)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def get(self) -> Any:
+        """Return the next item when there is one."""
+        while not self._items:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        return self._items.popleft()
+
+
+class Window:
+    """How much may be sent yet in one direction of a stream; the sender's side."""
+
+    __slots__ = ("_left_bytes", "_room")
+
+    def __init__(self, size_bytes: int) -> None:
+        self._left_bytes = size_bytes
+        self._room: asyncio.Event | None = None  # few streams ever fill their window
+
+    def take(self, size_bytes: int) -> bool:
+        """Note that so much was sent; return whether there is room for more."""
+        self._left_bytes -= size_bytes
+        return self._left_bytes > 0
+
+    def give(self, size_bytes: int) -> None:
+        self._left_bytes += size_bytes
+        if self._room is not None and self._left_bytes > 0:
+            self._room.set()
+
+    async def wait(self) -> None:
+        """Return when there is room."""
+        while self._left_bytes <= 0:
+            if self._room is None:
+                self._room = asyncio.Event()
+            self._room.clear()
+            await self._room.wait()
+
+
+class Opened:
+    """A stream that this side has opened: the messages, the load or the error that come back."""
+
+    __slots__ = ("inbox", "window")
+
+    def __init__(self) -> None:
+        self.inbox = Inbox()
+        #: What may be sent of the request: a single message, however large, until more is asked for.
+        self.window = Window(1)
+
+
+class Accepted:
+    """A stream that the other side has opened, as its handler sees it."""
+
+    __slots__ = ("_number", "_post", "_taken_bytes", "inbox", "task", "window")
+
+    task: asyncio.Task[None]
+
+    def __init__(self, number: int, post: Post, *, has_body: bool) -> None:
+        self._number = number
+        self._post = post
+        # Whoever begins to read a body wants more than its first message.
+        self._taken_bytes = WINDOW_BYTES
+        self.inbox = Inbox()
+        #: What may be sent of the response.
+        self.window = Window(WINDOW_BYTES)
+        if not has_body:
+            self.inbox.put({"type": "http.request", "body": b"", "more_body": False})
+
+    async def receive(self) -> Message:
+        """Return the client's next message."""
+        message: Message = await self.inbox.get()
+        self._taken_bytes += message_bytes(message)
+        if self._taken_bytes >= WINDOW_BYTES // 2 and not is_last(message):
+            self._post((CREDIT, self._number, self._taken_bytes))
+            self._taken_bytes = 0
+        return message
+
+    async def send(self, message: Message) -> None:
+        """Send a message to the client, as fast as it reads."""
+        self._post((DATA, self._number, wire_message(message)))
+        if not self.window.take(message_bytes(message)):
+            await self.window.wait()
