@@ -31,12 +31,14 @@ from daskserve.clock import LoopClock
 from daskserve.cluster.base import ActorContext, ActorSpec, Hosted
 from daskserve.data.isolation import ChildReplica, IsolatedReplica
 from daskserve.data.replica import Replica
+from daskserve.deadlines import until as hold_until
 from daskserve.errors import (
     ActorLostError,
     BadRequestError,
     InstanceError,
     ReplicaBusyError,
     ReplicaStartError,
+    RequestTimeoutError,
     UserCodeError,
     VersionMismatchError,
 )
@@ -345,6 +347,33 @@ def test_a_cancelled_plain_request_keeps_its_slot_until_it_returns(model: Bench)
         assert model.replica.load().ongoing == 1
         assert (await model.replica.statistics())["abandoned"] == 1
         (model.folder / "abandoned-go").touch()
+        await until(lambda: model.replica.load().ongoing == 0)
+
+    model.run(scenario())
+
+
+def test_a_request_that_is_late_ends_in_the_child_and_keeps_its_slot_until_its_code_has(
+    model: Bench,
+) -> None:
+    """The child holds the deadline by itself; elsewhere whoever brings the request does."""
+
+    async def late(method: str, name: str) -> None:
+        deadline = asyncio.get_running_loop().time() + 0.2
+        head = {"method": method, "legacy": False, "request_id": "1"}
+        envelope = Envelope(EnvelopeKind.CALL, head, payload.dump(((name,), {})), deadline)
+        reply = Reply()
+        work = model.replica.handle(envelope, reply.receive, reply.send)
+        with pytest.raises(RequestTimeoutError):
+            await (work if model.kind == "process" else hold_until(deadline, work, "late"))
+
+    async def scenario() -> None:
+        await late("hold_async", "late-async")
+        await until((model.folder / "late-async-cancelled").exists)
+        await late("hold", "late")
+        for _ in range(3):
+            await call(model.replica, "pid")
+        assert model.replica.load().ongoing == 1
+        (model.folder / "late-go").touch()
         await until(lambda: model.replica.load().ongoing == 0)
 
     model.run(scenario())

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import http.client
+import json
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
-from dask_processes import poll_for
+from dask_processes import HERE, PATIENCE_S, poll_for
 from distributed import Client, LocalCluster
 
 import daskserve as serve
@@ -27,58 +29,50 @@ def nannied_cluster(n_workers: int = 3, **options: Any) -> Iterator[Client]:
 
 
 class Load:
-    """GET requests over keep-alive connections until it is ended; what fails is kept."""
+    """GET requests over kept connections, from another process, until it is ended; what fails is kept."""
 
-    def __init__(self, url: str, path: str = "/e", connections: int = 4, timeout_s: float = 15.0) -> None:
+    def __init__(self, url: str, path: str = "/e", connections: int = 4) -> None:
         self.answered = 0
         self.failures: list[str] = []
-        self._is_over = False
-        self._host, self._port = urlsplit(url).hostname, urlsplit(url).port
-        self._path = path
-        self._timeout_s = timeout_s
-        self._threads = [threading.Thread(target=self._run) for _ in range(connections)]
+        parts = urlsplit(url)
+        arguments = [parts.hostname or "", str(parts.port), path, str(connections)]
+        self._command = [sys.executable, str(HERE / "load_program.py"), *arguments]
 
     def __enter__(self) -> Load:
-        for thread in self._threads:
-            thread.start()
-        poll_for(lambda: self.answered >= 20, what=lambda: self.failures[:3])
+        self._program = subprocess.Popen(
+            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+        )
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+        try:
+            self.more(20)
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._is_over = True
-        for thread in self._threads:
-            thread.join()
+        assert self._program.stdin is not None
+        self._program.stdin.close()
+        try:
+            self._program.wait(PATIENCE_S)
+        finally:
+            self._program.kill()
+            self._thread.join()
+            self._program.wait()
 
     def more(self, count: int = 50) -> None:
         """Return after so many further answers."""
         until = self.answered + count
         poll_for(lambda: self.answered >= until, what=lambda: f"stalled; failed: {self.failures[:3]}")
 
-    def _run(self) -> None:
-        connection: http.client.HTTPConnection | None = None
-        while not self._is_over:
-            try:
-                if connection is None:
-                    connection = http.client.HTTPConnection(self._host or "", self._port, self._timeout_s)
-                connection.request("GET", self._path)
-                response = connection.getresponse()
-                text = response.read()
-                if response.status == 200:
-                    self.answered += 1
-                else:
-                    self.failures.append(f"{response.status} {text[:100]!r}")
-            except OSError as error:
-                self.failures.append(repr(error))
-                if connection is not None:
-                    connection.close()
-                connection = None
-            except http.client.HTTPException as error:
-                self.failures.append(repr(error))
-                if connection is not None:
-                    connection.close()
-                connection = None
-        if connection is not None:
-            connection.close()
+    def _read(self) -> None:
+        assert self._program.stdout is not None
+        with self._program.stdout as lines:
+            for line in lines:
+                answered, failures = json.loads(line)
+                self.answered += answered
+                self.failures += failures
 
 
 def pids(dask: Client) -> dict[str, int]:

@@ -34,7 +34,7 @@ def incarnations(client: serve.Client, backend: str = "b") -> set[str]:
 
 def test_a_killed_replica_is_replaced_and_no_get_fails() -> None:
     with nannied_cluster(4) as dask, serve.start(dask_client=dask, **EPHEMERAL) as client:
-        with Load(serve_pids(client)) as load:
+        with Load(serve_pids(client), connections=16) as load:
             victim = replica_without_proxy(client)
             os.kill(pids(dask)[victim], signal.SIGKILL)
             poll_for(lambda: len(running(client, "b")) == 2 and victim not in running(client, "b"))
@@ -137,6 +137,19 @@ def test_a_retired_worker_hands_its_replicas_over_first() -> None:
             assert victim not in running(client, "b")
             load.more()
         assert load.failures == []
+
+
+def test_one_of_several_proxies_on_a_port_goes_and_no_get_fails() -> None:
+    options = {"port": 0, "location": "EveryWorker"}
+    with nannied_cluster(3) as dask, serve.start(dask_client=dask, http_options=options) as client:
+        url = serve_pids(client)
+        with Load(url, connections=16) as load:
+            victim = next(each for each in pids(dask) if each != worker_of(client, "controller"))
+            assert victim in dask.retire_workers([victim])
+            assert {each.worker for each in client.status().actors if each.kind == "proxy"} == set(pids(dask))
+            load.more()
+        assert load.failures == []
+        assert set(client.http_urls()) == {url}
 
 
 def test_a_worker_that_dies_while_it_is_being_retired_holds_up_nobody() -> None:
