@@ -7,13 +7,15 @@ import contextvars
 import logging
 import sys
 import threading
+import time
+import types
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
 from daskserve.data.user_threads import Hop
-from daskserve.data.wall import Wall
+from daskserve.data.wall import BLOCKED_AFTER_S, LoopWatch, SharedLoopWatch, Wall
 from daskserve.errors import ClosedError, UserCodeError
 
 DEADLINE_S = 10.0
@@ -410,6 +412,79 @@ def test_code_that_blocks_its_own_loop_is_reported_once_with_its_place(
     assert "daskserve-b#AAAAAA" in messages[0]
     assert "test_wall.py:" in messages[0]
     assert "blocks_the_loop" in messages[0]
+
+
+def test_code_that_blocks_the_workers_loop_is_reported_afterwards(caplog: pytest.LogCaptureFixture) -> None:
+    async def blocks_the_loop() -> None:
+        time.sleep(3 * BLOCKED_AFTER_S)  # noqa: ASYNC251  # the fault that this is about
+
+    async def scenario(wall: Wall) -> None:
+        await wall.run_async(blocks_the_loop)
+        await until(lambda: wall.blocked_count > 0)
+
+    with caplog.at_level(logging.WARNING, "daskserve.replica"):
+        run(scenario, event_loop="worker")
+    assert "blocked for" in caplog.text
+    assert "b#AAAAAA" in caplog.text
+
+
+class WatchedLoop:
+    """The loop of a worker or of user code, as a watch sees it, in steps of a millisecond."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.timers: list[tuple[float, Callable[[], None]]] = []
+        self.posts: list[Callable[[], None]] = []
+        self.is_blocked = False
+        # Of a wall and of a user's loop.
+        self.loop = self.hop = self
+        self.calls = {"a call"}
+        self.is_closed = False
+        self.blocked_count = 0
+        self.thread = threading.current_thread()
+
+    def time(self) -> float:
+        return self.now
+
+    def post(self, function: Callable[[], None]) -> None:
+        self.posts.append(function)
+
+    def call_later(self, delay_s: float, callback: Callable[[], None]) -> Any:
+        when = self.now + delay_s
+        self.timers.append((when, callback))
+        return types.SimpleNamespace(when=lambda: when)
+
+    def step(self) -> None:
+        self.now += 0.001
+        if self.is_blocked:
+            return
+        posts, self.posts = self.posts, []
+        for post in posts:
+            post()
+        due = [each for each in self.timers if each[0] <= self.now]
+        self.timers = [each for each in self.timers if each not in due]
+        for _, callback in due:
+            callback()
+
+
+@pytest.mark.parametrize(("blocked_ms", "count"), [(90, 0), (135, 1), (20_000, 1)])
+@pytest.mark.parametrize("phase_ms", range(0, 60, 3))
+def test_a_loop_that_is_blocked_even_briefly_is_counted_once_whenever_that_begins(
+    phase_ms: int, blocked_ms: int, count: int
+) -> None:
+    worker, user = WatchedLoop(), WatchedLoop()
+    own: Any = LoopWatch(worker, user)  # type: ignore[arg-type]
+    both = WatchedLoop()
+    shared: Any = SharedLoopWatch(both, "b#AAAAAA")  # type: ignore[arg-type]
+    own.arm()
+    shared.arm()
+    blocked = range(100 + phase_ms, 100 + phase_ms + blocked_ms)
+    for now_ms in range(blocked.stop + 200):
+        user.is_blocked = both.is_blocked = now_ms in blocked
+        for loop in (worker, user, both):
+            loop.step()
+    assert worker.blocked_count == count
+    assert both.blocked_count == count
 
 
 # ---- the end

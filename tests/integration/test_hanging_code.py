@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from clusters import running
-from dask_processes import fetch, poll_for
+from dask_processes import ExternalCluster, fetch, poll_for
 
 import daskserve as serve
 
@@ -53,13 +53,30 @@ def provoke(url: str) -> None:
     threading.Thread(target=send, daemon=True).start()
 
 
-def test_a_blocked_loop_takes_its_replica_out_of_service(client: serve.Client, url: str) -> None:
+def test_a_blocked_loop_takes_its_replica_out_of_service_and_delays_nobody(
+    client: serve.Client, url: str, external: ExternalCluster
+) -> None:
+    workers = len(external.client.scheduler_info(n_workers=-1)["workers"])
     client.create_backend("b", BlocksItsLoop, config=QUICK)
     client.create_endpoint("e", backend="b", route="/e")
+    client.create_backend("other", BlocksItsLoop, config={"num_replicas": 2 * workers})
+    client.create_endpoint("other", backend="other", route="/other")
     before = names(client)
+    assert len(set(running(client, "other"))) == workers, "one of them is beside the one that blocks"
     provoke(f"{url}/e?block=1")
-    poll_for(lambda: names(client) and names(client).isdisjoint(before), 10)
+    waits: list[float] = []
+
+    def is_replaced() -> bool:
+        began = time.monotonic()
+        assert fetch(f"{url}/other").text == "fine"
+        external.client.run(os.getpid)  # as heartbeats, on the loops of the workers
+        waits.append(time.monotonic() - began)
+        return bool(names(client)) and names(client).isdisjoint(before)
+
+    poll_for(is_replaced, 10)
     assert fetch(f"{url}/e").text == "fine"
+    assert len(waits) > 10
+    assert max(waits) < 1.5, "well under the 5 s for which the loop is blocked"
 
 
 def test_without_liveness_a_blocked_loop_is_left_alone(client: serve.Client, url: str) -> None:
