@@ -206,6 +206,41 @@ def test_what_a_request_calls_has_no_more_time_than_the_request(client: Client) 
     assert childs < own - 50
 
 
+# ---- the queue
+
+
+def test_past_the_end_of_the_queue_a_request_is_told_when_to_come_again(client: Client) -> None:
+    serve(client, "b", hang, max_concurrent_queries=1, max_queued_requests=1)
+    told: list[int] = []
+    threads = [threading.Thread(target=lambda: told.append(get(client, "/b")[0])) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    poll_for(lambda: gauges(client)["waiting"] == 1)
+    (url,) = client.http_urls()
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=PATIENCE_S)
+    connection.request("GET", "/b")
+    response = connection.getresponse()
+    assert (response.status, response.getheader("Retry-After")) == (503, "1")
+    assert b"as many as max_queued_requests allows" in response.read()
+    connection.close()
+    GATES.go.set()
+    for thread in threads:
+        thread.join()
+    assert told == [200, 200]
+
+
+def test_more_replicas_relieve_a_queue_at_once(client: Client) -> None:
+    handle = serve(client, "b", hang, max_concurrent_queries=1)
+    responses = [handle.remote() for _ in range(4)]
+    poll_for(lambda: gauges(client)["waiting"] == 3)
+    client.update_backend_config("b", {"num_replicas": 4})
+    # It returns when this process acts on the change, which is when what waits has left the queue.
+    assert gauges(client)["waiting"] == 0
+    poll_for(lambda: GATES.notes == ["began"] * 4)
+    GATES.go.set()
+    assert [each.result(PATIENCE_S) for each in responses] == ["went on"] * 4
+
+
 # ---- clients that leave
 
 

@@ -14,6 +14,7 @@ import pytest
 from daskserve.clock import LoopClock
 from daskserve.cluster.base import Cluster
 from daskserve.cluster.long_poll import LongPollClient
+from daskserve.data.replay import KEPT_BYTES
 from daskserve.data.roster import REPORT_S
 from daskserve.data.router import BUSY_S, EJECTED_S, KNOWN_S, ReplicaSet, Router, Routers
 from daskserve.errors import (
@@ -437,6 +438,82 @@ def test_what_had_begun_and_may_not_be_repeated_fails(envelope: Envelope) -> Non
         with pytest.raises(ActorLostError, match="the worker died"):
             await stage.send(backend, envelope)
         assert len(stage.replicas.asked) == 1
+
+    run(scenario)
+
+
+class Caller:
+    """Sends a body in parts and keeps what is answered."""
+
+    def __init__(self, *parts: bytes) -> None:
+        self.parts = list(parts)
+        self.answers: list[Message] = []
+
+    async def receive(self) -> Message:
+        body = self.parts.pop(0)
+        return {"type": "http.request", "body": body, "more_body": bool(self.parts)}
+
+    async def send(self, message: Message) -> None:
+        self.answers.append(message)
+
+
+START: Message = {"type": "http.response.start", "status": 200, "headers": []}
+
+
+async def body_of(receive: Receive) -> bytes:
+    body = b""
+    while True:
+        message = await receive()
+        body += message["body"]
+        if not message["more_body"]:
+            return body
+
+
+def test_what_had_begun_and_may_be_repeated_is_answered_once_by_another_replica() -> None:
+    async def scenario(stage: Stage) -> None:
+        backend = stage.backend("r1", "r2")
+        bodies: list[bytes] = []
+
+        async def answer(tag: str, envelope: Envelope, receive: Receive, send: Send) -> Load:
+            bodies.append(await body_of(receive))
+            if len(bodies) == 1:
+                raise ActorLostError("the worker died", begun=True)
+            await send(START)
+            await send({"type": "http.response.body", "body": tag.encode()})
+            return Load()
+
+        stage.replicas.handler = answer
+        caller = Caller(b"one,", b"two")
+        put = Envelope(EnvelopeKind.HTTP, {"type": "http", "method": "PUT"})
+        await backend.send(put, caller.receive, caller.send)
+        first, second = stage.replicas.asked
+        assert first != second
+        assert bodies == [b"one,two"] * 2
+        assert caller.answers == [START, {"type": "http.response.body", "body": second.encode()}]
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("body", "is_answered"), [(b"", True), (b"x" * (KEPT_BYTES + 1), False)], ids=["answered", "large body"]
+)
+def test_what_was_answered_or_cannot_be_given_again_is_never_repeated(body: bytes, is_answered: bool) -> None:
+    async def scenario(stage: Stage) -> None:
+        backend = stage.backend("r1", "r2")
+
+        async def answer(tag: str, envelope: Envelope, receive: Receive, send: Send) -> Load:
+            await body_of(receive)
+            if is_answered:
+                await send(START)
+            raise ActorLostError("the worker died", begun=True)
+
+        stage.replicas.handler = answer
+        caller = Caller(body)
+        with pytest.raises(ActorLostError, match="the worker died") as info:
+            await backend.send(GET, caller.receive, caller.send)
+        assert info.value.http_status == 502
+        assert len(stage.replicas.asked) == 1
+        assert caller.answers == [START] * is_answered
 
     run(scenario)
 
