@@ -28,45 +28,36 @@ class ReplicaContext:
     cluster: Any = None
 
 
-class ChildCalls:
-    """The calls through handles that a request's code has made and that are not answered yet.
+@dataclass(slots=True)
+class RequestContext:
+    """The request that the current code answers, and the calls through handles that this code has made.
 
-    When the request is cancelled, so are they. Async code is told of its cancellation, and may make further
-    calls to clean up. A plain function is not told, and cannot be stopped; its later calls are cancelled too.
+    When the request is cancelled, so are those calls that are not answered yet. Async code is told of its
+    cancellation, and may make further calls to clean up. A plain function is not told, and cannot be stopped;
+    its later calls are cancelled too.
     """
 
-    __slots__ = ("_is_cancelled", "_pending")
-
-    def __init__(self) -> None:
-        self._pending: set[Future[Any]] | None = None  # most requests call nobody
-        self._is_cancelled = False
-
-    def add(self, future: Future[Any]) -> None:
-        """Take note of a call, from whatever thread it is made."""
-        if self._pending is None:
-            self._pending = set()
-        self._pending.add(future)
-        future.add_done_callback(self._pending.discard)
-        # Looked at last, as `cancel` looks at the calls last: one of the two sees the other.
-        if self._is_cancelled and asyncio._get_running_loop() is None:
-            future.cancel()
-
-    def cancel(self) -> None:
-        """Cancel what is not answered yet."""
-        self._is_cancelled = True
-        for future in list(self._pending or ()):
-            future.cancel()
-
-
-@dataclass(frozen=True, slots=True)
-class RequestContext:
-    """The request that the current code answers."""
-
+    # One is made for each request, so it is not frozen: that would cost twice as much.
     request_id: str = ""
     route: str = ""
     #: When it must have been answered, on the clock of the replica's event loop; None: whenever.
     deadline: float | None = None
-    calls: ChildCalls = field(default_factory=ChildCalls, compare=False, repr=False)
+    _calls: set[Future[Any]] = field(default_factory=set, init=False, repr=False, compare=False)
+    _is_cancelled: bool = field(default=False, init=False, repr=False, compare=False)
+
+    def add_call(self, call: Future[Any]) -> None:
+        """Take note of a call, from whatever thread it is made."""
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+        # Looked at last, as `cancel_calls` looks at the calls last: one of the two sees the other.
+        if self._is_cancelled and asyncio._get_running_loop() is None:
+            call.cancel()
+
+    def cancel_calls(self) -> None:
+        """Cancel what is not answered yet."""
+        self._is_cancelled = True
+        for call in list(self._calls):
+            call.cancel()
 
 
 current_replica: ContextVar[ReplicaContext | None] = ContextVar("daskserve_replica", default=None)

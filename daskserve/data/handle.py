@@ -221,7 +221,7 @@ class Handle:
             call = until(deadline, call, f"Request {request_id} was not answered in time.")
         future = asyncio.run_coroutine_threadsafe(call, link.loop)
         if current is not None:
-            current.calls.add(future)
+            current.add_call(future)
         return Response(future, link, request_id)
 
     async def _call(self, payload: Payload, request_id: str, deadline: float | None) -> Payload:

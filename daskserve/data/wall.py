@@ -109,7 +109,7 @@ class Call(Generic[T]):
             # After the code itself: async code that awaits one of them is to be cancelled once, not twice.
             request = self._context.get(current_request)
             if request is not None:
-                request.calls.cancel()
+                request.cancel_calls()
 
     def _stop(self) -> None:
         raise NotImplementedError
