@@ -31,8 +31,17 @@ from daskserve.clock import Clock
 from daskserve.errors import http_status_of
 from daskserve.proxies.asgi import ASGIApp, Headers, Scope
 from daskserve.proxies.http1 import Buffer, ResponseWriter, plain_text
+from daskserve.proxies.http1_connection import RequestReader
 from daskserve.proxies.idle import IdleWatch
 from daskserve.proxies.request_body import RequestBody
+from daskserve.proxies.request_head import (
+    FRAMING_HEADERS,
+    body_length,
+    check_host,
+    keeps_alive,
+    settle_expectation,
+    split_target,
+)
 from daskserve.proxies.websocket import BadHandshakeError, WebSocketSession
 from daskserve.types import Message
 
@@ -45,7 +54,6 @@ _JOIN_BYTES = 64 * 1024
 
 # 2.4: after a disconnect `send` raises an OSError, and an application need not listen for one.
 _ASGI: Mapping[str, str] = {"version": "3.0", "spec_version": "2.4"}
-_FRAMING_HEADERS = frozenset(("Host", "Connection", "Content-Length", "Transfer-Encoding", "Expect"))
 
 
 class Carrier:
@@ -115,7 +123,7 @@ class Link:
         return "{}:{}".format(*self.client) if self.client else "unknown client"
 
 
-class Exchange(httputil.HTTPMessageDelegate):
+class Exchange(RequestReader):
     """Reads one request, runs the application on it, and writes what the application sends."""
 
     _body: RequestBody  # there is none before the headers
@@ -148,16 +156,18 @@ class Exchange(httputil.HTTPMessageDelegate):
         """Start the application; it may answer before the body has come in."""
         method, target, version = start_line
         self._method = str(method).upper()
-        self._is_http11 = version == "HTTP/1.1"
+        self._is_http11 = version != "HTTP/1.0"
         pairs: list[tuple[bytes, bytes]] = []
         framing: dict[str, str] = {}
         for name, value in headers.get_all():
             pairs.append((name.lower().encode("latin-1"), value.encode("latin-1")))
-            if name in _FRAMING_HEADERS:
+            if name in FRAMING_HEADERS:
                 framing[name] = f"{framing[name]},{value}" if name in framing else value
-        self._closes = not keeps_alive(framing.get("Connection", ""), is_http11=self._is_http11)
+        self._closes = not keeps_alive(framing.get("Connection", ""), str(version))
         try:
-            length = body_length(framing, is_http11=self._is_http11)
+            check_host(framing, str(version))
+            length = body_length(framing, str(version))
+            path, query = split_target(str(method), str(target))
         except ValueError as error:
             self._body = RequestBody(is_ended=True)  # as far as we care: where it ends is what is unclear
             self._closes = True
@@ -167,7 +177,14 @@ class Exchange(httputil.HTTPMessageDelegate):
         if length is not None and length > self._carrier.max_body_bytes:
             self._refuse_body(is_coming="Expect" not in framing)
             return
-        scope = self._scope(str(target), str(version), pairs)
+        if "," in framing.get("Content-Length", ""):
+            # The same number several times: nobody behind us should have to wonder.
+            headers["Content-Length"] = str(length)
+            pairs = [pair for pair in pairs if pair[0] != b"content-length"]
+            pairs.append((b"content-length", b"%d" % length))
+        if "Expect" in framing:
+            settle_expectation(headers, is_http11=self._is_http11)
+        scope = self._scope(path, query, str(version), pairs)
         # Only if it could be one does it cost anything to find out.
         if "upgrade" in framing.get("Connection", "").lower() and self._is_handshake(headers):
             self._open_socket(scope)
@@ -190,7 +207,7 @@ class Exchange(httputil.HTTPMessageDelegate):
             # It is the application that is slow now, not the client.
             watch.unwatch(self._link)
             room.add_done_callback(self._expect_more)
-        elif self._writer is None:
+        else:
             watch.watch(self._link)
         return room
 
@@ -200,6 +217,14 @@ class Exchange(httputil.HTTPMessageDelegate):
         self._body.end()
         if self._is_whole:
             self._go_on()
+
+    def reject(self, reason: str) -> None:
+        """Take note that the body is malformed: 400, or a cut if a response has begun."""
+        log.info("Malformed request from %s: %s", self._link, reason)
+        if self._is_whole:
+            self._go_on()
+        else:
+            self._refuse(400, f"The request body is malformed: {reason}", is_coming=False)
 
     def on_connection_close(self) -> None:
         """Take note that the client is gone, in whatever state that is; idempotent."""
@@ -276,12 +301,10 @@ class Exchange(httputil.HTTPMessageDelegate):
         # Not the decoded path, which may hold line breaks.
         return f"{self._method} {scope['raw_path'].decode('latin-1')}"
 
-    def _scope(self, target: str, version: str, headers: list[tuple[bytes, bytes]]) -> dict[str, Any]:
-        raw_path, _, query = target.partition("?")
-        if raw_path[:1] != "/":
-            raw_path = path_of(raw_path)
-        raw = raw_path.encode("latin-1")
-        path = raw_path
+    def _scope(
+        self, path: str, query: str, version: str, headers: list[tuple[bytes, bytes]]
+    ) -> dict[str, Any]:
+        raw = path.encode("latin-1")
         if "%" in path or not path.isascii():
             path = unquote_to_bytes(raw).decode("utf-8", "replace")
         return {
@@ -347,11 +370,12 @@ class Exchange(httputil.HTTPMessageDelegate):
             if more_body:
                 # A stream's parts are small and wanted at once; Nagle's algorithm would hold them back.
                 self._stream.set_nodelay(True)
-            if not self._body.is_ended:
-                # A client may take its time over a body that is already being answered.
-                self._carrier.watch.unwatch(self._link)
         else:
             parts = writer.next(body, more_body)
+        if not self._body.is_ended and not self._body.is_full:
+            # A client may take its time over a body while it is being answered; if nothing moves either
+            # way, it is gone.
+            self._carrier.watch.watch(self._link)
         if not parts:
             return None
         if len(body) <= _JOIN_BYTES:
@@ -379,19 +403,24 @@ class Exchange(httputil.HTTPMessageDelegate):
             self._connection.close()
 
     def _expect_more(self, _: asyncio.Future[None]) -> None:
-        if not self._is_gone and not self._is_whole and self._writer is None and not self._body.is_ended:
+        if not self._is_gone and not self._is_whole and not self._body.is_ended:
             self._carrier.watch.watch(self._link)
 
     def _refuse_body(self, *, is_coming: bool) -> None:
-        self._carrier.watch.unwatch(self._link)
         limit = self._carrier.max_body_bytes
+        self._refuse(413, f"The request body is larger than the {limit} bytes allowed.", is_coming=is_coming)
+
+    def _refuse(self, status: int, text: str, *, is_coming: bool) -> None:
+        # What has come in must not pass for the whole body, not even with who cleans up.
+        self._body.close()
+        self._carrier.watch.unwatch(self._link)
         if self._task is not None:
             cancel_once(self._task)
         if self._writer is not None:
             self._cut()
             return
         self._closes = True
-        self._answer(413, f"The request body is larger than the {limit} bytes allowed.", is_coming=is_coming)
+        self._answer(status, text, is_coming=is_coming)
 
     def _fail(self) -> None:
         if self._writer is None:
@@ -426,49 +455,6 @@ def cancel_once(task: asyncio.Task[None]) -> None:
     """Cancel a task, unless it is busy cleaning up after an earlier cancellation."""
     if not task.cancelling():
         task.cancel()
-
-
-def body_length(framing: Mapping[str, str], *, is_http11: bool) -> int | None:
-    """Return the bytes of body a request announces; None if it comes in chunks.
-
-    Raises
-    ------
-    ValueError
-        Two readers of these headers could disagree about where the request ends, or for whom it is. Tornado
-        looks at some of this too, but only after the application has been started.
-    """
-    host = framing.get("Host")
-    if "," in (host or "") or (is_http11 and host is None):
-        raise ValueError("A request needs exactly one Host header.")
-    length = framing.get("Content-Length")
-    if "Transfer-Encoding" in framing:
-        if length is not None or framing["Transfer-Encoding"].lower() != "chunked":
-            raise ValueError("Transfer-Encoding must be chunked, and without a Content-Length.")
-        return None
-    if length is None:
-        return 0
-    lengths = {piece.strip(" \t") for piece in length.split(",")}
-    written = lengths.pop()
-    if lengths or not (written.isascii() and written.isdigit()):
-        raise ValueError("Content-Length must be one number.")
-    return int(written)
-
-
-def keeps_alive(connection: str, *, is_http11: bool) -> bool:
-    """Whether a request's ``Connection`` header lets the connection go on after the response."""
-    if not connection:
-        return is_http11
-    wishes = [wish.strip() for wish in connection.lower().split(",")]
-    return "close" not in wishes if is_http11 else "keep-alive" in wishes
-
-
-def path_of(target: str) -> str:
-    """Return the path of a request target that does not start with one."""
-    _, scheme_end, rest = target.partition("://")
-    if not scheme_end:
-        return target  # "*" of OPTIONS, or the authority of CONNECT
-    _, slash, path = rest.partition("/")
-    return slash + path or "/"
 
 
 def as_buffer(body: Any) -> Buffer:

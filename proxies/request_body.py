@@ -44,6 +44,11 @@ class RequestBody:
         self._news: asyncio.Event | None = None
         self._room: asyncio.Future[None] | None = None
 
+    @property
+    def is_full(self) -> bool:
+        """Whether it is the application that has to read before more can come in."""
+        return self._room is not None
+
     def feed(self, chunk: bytes) -> asyncio.Future[None] | None:
         """Take a part of the body; returns what to wait for before reading more."""
         self.received_bytes += len(chunk)

@@ -22,6 +22,7 @@ from tornado.tcpserver import TCPServer
 from daskserve.clock import Clock, LoopClock
 from daskserve.proxies.asgi import ASGIApp
 from daskserve.proxies.exchange import Carrier, Exchange, Link, cancel_once
+from daskserve.proxies.http1_connection import IngressConnection
 from daskserve.proxies.listen import bind_sockets
 
 log = logging.getLogger("daskserve.proxies")
@@ -55,7 +56,8 @@ class TornadoServer:
     max_message_bytes : int
         A WebSocket whose client sends a larger message is closed with code 1009.
     keep_alive_timeout_s : float
-        Close a connection on which for so long no request, or nothing of an unanswered one's body, came in.
+        Close a connection on which for so long no request came in, or nothing more of one that is not whole
+        while nothing was answered either.
     public_host : str
         Stands in `urls` for a host that means every address, such as ``0.0.0.0``.
     """
@@ -199,7 +201,7 @@ class _Listener(TCPServer):
     def handle_stream(self, stream: IOStream, address: tuple[Any, ...]) -> None:
         link = Link(stream)
         self._carrier.links.add(link)
-        connection = HTTP1ServerConnection(stream, self._params, link)
+        connection = IngressConnection(stream, self._params, link, self._carrier.clock)
         self._delegate.connections.add(connection)
         connection.start_serving(self._delegate)
 

@@ -27,7 +27,7 @@ from http_harness import (
 
 from daskserve.errors import ActorLostError
 from daskserve.proxies.asgi import Scope
-from daskserve.proxies.exchange import as_buffer, body_length, keeps_alive, path_of
+from daskserve.proxies.exchange import as_buffer
 from daskserve.types import Message, Receive, Send
 
 MIB = 1 << 20
@@ -165,7 +165,6 @@ def test_the_scope_is_as_asgi_has_it() -> None:
     [
         ("http://test/x/y?q", "/x/y"),
         ("http://test", "/"),
-        ("*", "*"),
         ("/%ff", "/\ufffd"),
         ("/\xc3\xa4", "/ä"),
         ("//x", "//x"),
@@ -180,10 +179,6 @@ def test_request_targets(target: str, path: str) -> None:
         assert scopes[0]["path"] == path
 
     run(test)
-
-
-def test_a_target_without_a_path() -> None:
-    assert path_of("host:443") == "host:443"
 
 
 # ---- request bodies
@@ -782,38 +777,3 @@ def test_a_chunk_that_is_none_ends_request_and_connection(caplog: pytest.LogCapt
 
     run(test)
     assert tracebacks(caplog) == []
-
-
-@pytest.mark.parametrize(
-    ("framing", "expected"),
-    [
-        ({}, 0),
-        ({"Content-Length": "5"}, 5),
-        ({"Content-Length": "5, 5"}, 5),
-        ({"Transfer-Encoding": "Chunked"}, None),
-    ],
-)
-def test_the_announced_length(framing: dict[str, str], expected: int | None) -> None:
-    assert body_length({"Host": "a", **framing}, is_http11=True) == expected
-
-
-@pytest.mark.parametrize("length", ["", "x", "+5", "5, 6", "٥", "0x5"])
-def test_lengths_that_are_none(length: str) -> None:
-    with pytest.raises(ValueError, match="Content-Length"):
-        body_length({"Host": "a", "Content-Length": length}, is_http11=True)
-
-
-@pytest.mark.parametrize(
-    ("connection", "is_http11", "expected"),
-    [
-        ("", True, True),
-        ("", False, False),
-        ("Keep-Alive", False, True),
-        ("close", True, False),
-        ("upgrade, Close", True, False),
-        ("upgrade", True, True),
-        ("closed", True, True),
-    ],
-)
-def test_whether_a_connection_goes_on(connection: str, is_http11: bool, expected: bool) -> None:
-    assert keeps_alive(connection, is_http11=is_http11) == expected

@@ -139,6 +139,10 @@ async def begin(receive: Receive, send: Send) -> None:
     await send({"type": "http.response.body", "body": b"part", "more_body": True})
 
 
+async def go_on(receive: Receive, send: Send) -> None:
+    await send({"type": "http.response.body", "body": b"part", "more_body": True})
+
+
 # ---- inactivity
 
 
@@ -175,16 +179,22 @@ async def test_each_part_of_a_body_buys_new_time() -> None:
 
 
 @bench_test
-async def test_a_client_that_is_being_answered_may_take_its_time() -> None:
+async def test_each_part_of_an_answer_buys_the_rest_of_its_request_new_time() -> None:
     bench = Bench(CHUNKED)
+    bench.carrier.watch.unwatch(bench.link)
     await bench.order(begin)
-    assert not bench.is_watched()
+    assert bench.is_watched()  # 1. the client may take its time, but not for ever
     room = bench.exchange.data_received(bytes(HIGH_WATER_BYTES + 1))
     assert not bench.is_watched()
+    await bench.order(go_on)
+    assert not bench.is_watched()  # 2. not while the application is the slow one
     await bench.order(take)
     assert room is not None
     assert room.done()
-    assert not bench.is_watched()
+    assert bench.is_watched()
+    bench.exchange.finish()
+    await bench.order(go_on)
+    assert not bench.is_watched()  # 3. not once the request is whole
 
 
 @bench_test

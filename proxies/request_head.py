@@ -1,0 +1,97 @@
+"""What the head of a request says about its end, its target and its connection.
+
+All of it is refused that two readers could understand differently: a proxy in front of this one may have
+taken for one request what would be two here (request smuggling), or for another host's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from tornado.httputil import HTTPHeaders
+
+#: The headers that are looked at here.
+FRAMING_HEADERS = frozenset(("Host", "Connection", "Content-Length", "Transfer-Encoding", "Expect"))
+
+_HOST = re.compile(r"(?:\[[0-9A-Fa-fvV.:]+\]|(?:[A-Za-z0-9\-._~!$&'()*+,;=]|%[0-9A-Fa-f]{2})*)(?::[0-9]*)?")
+_ABSOLUTE = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*://[^/?#]+(.*)")
+_AUTHORITY = re.compile(r"[^/?#@]+:[0-9]+")
+
+
+def check_host(framing: Mapping[str, str], version: str) -> None:
+    """See that a request says for whom it is, once and properly.
+
+    Raises
+    ------
+    ValueError
+        It does not.
+    """
+    host = framing.get("Host")
+    if host is None:
+        if version != "HTTP/1.0":
+            raise ValueError("A request needs a Host header.")
+    elif "," in host or _HOST.fullmatch(host) is None:
+        raise ValueError("Host must be one name or address, with or without a port.")
+
+
+def body_length(framing: Mapping[str, str], version: str) -> int | None:
+    """Return the bytes of body a request announces; None if it comes in chunks.
+
+    Raises
+    ------
+    ValueError
+        Two readers of these headers could disagree about where the request ends. Tornado looks at some of
+        this too, but only after the application has been started.
+    """
+    length = framing.get("Content-Length")
+    if "Transfer-Encoding" in framing:
+        if length is not None or framing["Transfer-Encoding"].lower() != "chunked" or version == "HTTP/1.0":
+            raise ValueError("Transfer-Encoding must be chunked, without a Content-Length, in HTTP/1.1.")
+        return None
+    if length is None:
+        return 0
+    lengths = {piece.strip(" \t") for piece in length.split(",")}
+    written = lengths.pop()
+    if lengths or not (written.isascii() and written.isdigit()):
+        raise ValueError("Content-Length must be one number.")
+    return int(written)
+
+
+def keeps_alive(connection: str, version: str) -> bool:
+    """Whether a request's ``Connection`` header lets the connection go on after the response."""
+    if not connection:
+        return version == "HTTP/1.1"
+    wishes = [wish.strip() for wish in connection.lower().split(",")]
+    if version == "HTTP/1.1":
+        return "close" not in wishes
+    return version == "HTTP/1.0" and "keep-alive" in wishes and "close" not in wishes
+
+
+def settle_expectation(headers: HTTPHeaders, *, is_http11: bool) -> None:
+    """Have Tornado answer ``Expect: 100-continue`` in any spelling, but not where 100 is unknown."""
+    if not is_http11:
+        del headers["Expect"]
+    elif headers["Expect"].lower() == "100-continue":
+        headers["Expect"] = "100-continue"
+
+
+def split_target(method: str, target: str) -> tuple[str, str]:
+    """Return path and query of a request's target.
+
+    Raises
+    ------
+    ValueError
+        A request of this method cannot have this target.
+    """
+    if method == "CONNECT":
+        if _AUTHORITY.fullmatch(target) is None:
+            raise ValueError("The target of CONNECT is a host and a port.")
+    elif target[:1] != "/":
+        absolute = _ABSOLUTE.fullmatch(target)
+        if absolute is not None:
+            target = absolute[1] if absolute[1][:1] == "/" else f"/{absolute[1]}"
+        elif target != "*" or method != "OPTIONS":
+            raise ValueError("The target of a request is a path or a URL.")
+    path, _, query = target.partition("?")
+    return path, query
