@@ -28,7 +28,7 @@ import daskserve as serve
 from daskserve.cluster.launch import start_local_cluster
 from daskserve.settings import LocalClusterSize
 
-FLOOR = Path(__file__).parent / "programs" / "floor_tornado.py"
+PROGRAMS = Path(__file__).parent / "programs"
 
 
 async def answer(request: Any) -> str:
@@ -49,9 +49,10 @@ def wrk(url: str, *, connections: int, seconds: float) -> tuple[float, float]:
 
 
 @contextmanager
-def floor() -> Iterator[str]:
-    """Run the floor; yield its address."""
-    process = subprocess.Popen([sys.executable, str(FLOOR)], stdout=subprocess.PIPE, text=True)
+def floor(name: str = "floor_tornado", *arguments: object) -> Iterator[str]:
+    """Run a floor, by the name of its program; yield its address."""
+    command = [sys.executable, str(PROGRAMS / f"{name}.py"), *map(str, arguments)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         yield process.stdout.readline().strip()
@@ -61,8 +62,8 @@ def floor() -> Iterator[str]:
 
 
 @contextmanager
-def served(workers: int, config: dict[str, Any]) -> Iterator[str]:
-    """Serve `answer` on a cluster of so many workers; yield its address."""
+def served(workers: int, config: dict[str, Any], function: Any = answer) -> Iterator[str]:
+    """Serve `answer`, or another function, on a cluster of so many workers; yield its address."""
     cluster, dask = start_local_cluster(LocalClusterSize(workers, 2), has_dashboard=False)
     try:
         with serve.start(http_options={"port": 0}, dask_client=dask) as client:
@@ -70,7 +71,7 @@ def served(workers: int, config: dict[str, Any]) -> Iterator[str]:
             (proxy,) = {each.worker for each in client.status().actors if each.kind == "proxy"}
             others = [each for each in dask.scheduler_info()["workers"] if each != proxy]
             options = {"workers": others} if others else {}
-            client.create_backend("answer", answer, config=config, actor_options=options)
+            client.create_backend("answer", function, config=config, actor_options=options)
             client.create_endpoint("answer", backend="answer", route="/answer")
             (replica,) = {each.worker for each in client.status().replicas("answer")}
             assert (replica == proxy) == (workers == 1)

@@ -153,21 +153,37 @@ class Exchange(RequestReader):
         start_line: httputil.RequestStartLine | httputil.ResponseStartLine,
         headers: httputil.HTTPHeaders,
     ) -> None:
-        """Start the application; it may answer before the body has come in."""
+        """Take the head as Tornado gives it."""
         method, target, version = start_line
-        self._method = str(method).upper()
-        self._is_http11 = version != "HTTP/1.0"
         pairs: list[tuple[bytes, bytes]] = []
         framing: dict[str, str] = {}
         for name, value in headers.get_all():
             pairs.append((name.lower().encode("latin-1"), value.encode("latin-1")))
             if name in FRAMING_HEADERS:
                 framing[name] = f"{framing[name]},{value}" if name in framing else value
-        self._closes = not keeps_alive(framing.get("Connection", ""), str(version))
+        if "Expect" in framing:
+            settle_expectation(headers, str(version))
+        if "," in framing.get("Content-Length", ""):
+            # If they are not all the same, the request is refused.
+            headers["Content-Length"] = framing["Content-Length"].partition(",")[0].strip()
+        self.begin(str(method), str(target), str(version), pairs, framing)
+
+    def begin(
+        self,
+        method: str,
+        target: str,
+        version: str,
+        headers: list[tuple[bytes, bytes]],
+        framing: Mapping[str, str],
+    ) -> None:
+        """Start the application; it may answer before the body has come in."""
+        self._method = method.upper()
+        self._is_http11 = version != "HTTP/1.0"
+        self._closes = not keeps_alive(framing.get("Connection", ""), version)
         try:
-            check_host(framing, str(version))
-            length = body_length(framing, str(version))
-            path, query = split_target(str(method), str(target))
+            check_host(framing, version)
+            length = body_length(framing, version)
+            path, query = split_target(method, target)
         except ValueError as error:
             self._body = RequestBody(is_ended=True)  # as far as we care: where it ends is what is unclear
             self._closes = True
@@ -179,15 +195,15 @@ class Exchange(RequestReader):
             return
         if "," in framing.get("Content-Length", ""):
             # The same number several times: nobody behind us should have to wonder.
-            headers["Content-Length"] = str(length)
-            pairs = [pair for pair in pairs if pair[0] != b"content-length"]
-            pairs.append((b"content-length", b"%d" % length))
-        if "Expect" in framing:
-            settle_expectation(headers, is_http11=self._is_http11)
-        scope = self._scope(path, query, str(version), pairs)
+            headers = [header for header in headers if header[0] != b"content-length"]
+            headers.append((b"content-length", b"%d" % length))
+        scope = self._scope(path, query, version, headers)
         # Only if it could be one does it cost anything to find out.
-        if "upgrade" in framing.get("Connection", "").lower() and self._is_handshake(headers):
-            self._open_socket(scope)
+        if "upgrade" in framing.get("Connection", "").lower() and self._is_handshake(framing):
+            if length == 0:
+                self._open_socket(scope)
+            else:
+                self._refuse(400, "The handshake of a WebSocket has no body.", is_coming=True)
             return
         self._connection.set_close_callback(self.on_connection_close)
         self._task = asyncio.get_running_loop().create_task(self._run(scope))
@@ -322,8 +338,8 @@ class Exchange(RequestReader):
             "server": self._link.server,
         }
 
-    def _is_handshake(self, headers: httputil.HTTPHeaders) -> bool:
-        is_wanted = "websocket" in headers.get("Upgrade", "").lower()
+    def _is_handshake(self, framing: Mapping[str, str]) -> bool:
+        is_wanted = "websocket" in framing.get("Upgrade", "").lower()
         return is_wanted and self._method == "GET" and self._is_http11
 
     def _open_socket(self, scope: dict[str, Any]) -> None:

@@ -94,7 +94,11 @@ class _Connection(HTTP1Connection):
         self, code: int, headers: httputil.HTTPHeaders, delegate: httputil.HTTPMessageDelegate
     ) -> Awaitable[None] | None:
         assert isinstance(delegate, RequestReader)
-        body = super()._read_body(code, headers, delegate)
+        try:
+            body = super()._read_body(code, headers, delegate)
+        except httputil.HTTPInputError as error:
+            delegate.reject(str(error))
+            return None
         return None if body is None else self._read_or_reject(body, delegate)
 
     async def _read_or_reject(self, body: Awaitable[None], reader: RequestReader) -> None:

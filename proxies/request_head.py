@@ -12,7 +12,9 @@ from collections.abc import Mapping
 from tornado.httputil import HTTPHeaders
 
 #: The headers that are looked at here.
-FRAMING_HEADERS = frozenset(("Host", "Connection", "Content-Length", "Transfer-Encoding", "Expect"))
+FRAMING_HEADERS = frozenset(
+    ("Host", "Connection", "Content-Length", "Transfer-Encoding", "Expect", "Upgrade")
+)
 
 _HOST = re.compile(r"(?:\[[0-9A-Fa-fvV.:]+\]|(?:[A-Za-z0-9\-._~!$&'()*+,;=]|%[0-9A-Fa-f]{2})*)(?::[0-9]*)?")
 _ABSOLUTE = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*://[^/?#]+(.*)")
@@ -68,9 +70,9 @@ def keeps_alive(connection: str, version: str) -> bool:
     return version == "HTTP/1.0" and "keep-alive" in wishes and "close" not in wishes
 
 
-def settle_expectation(headers: HTTPHeaders, *, is_http11: bool) -> None:
+def settle_expectation(headers: HTTPHeaders, version: str) -> None:
     """Have Tornado answer ``Expect: 100-continue`` in any spelling, but not where 100 is unknown."""
-    if not is_http11:
+    if version == "HTTP/1.0":
         del headers["Expect"]
     elif headers["Expect"].lower() == "100-continue":
         headers["Expect"] = "100-continue"

@@ -88,7 +88,7 @@ def read(data: bytes) -> list[Reading]:
     """Return the messages in the order in which they come, up to the first that is not whole."""
     readings = []
     position = 0
-    while position < len(data):
+    while data[position:] not in (b"", b"\r", b"\r\n"):  # one empty line is nothing
         reading = Reading()
         try:
             position = _read_message(reading, data, position)
@@ -97,8 +97,6 @@ def read(data: bytes) -> list[Reading]:
             pass
         except _Bad:
             reading.state = State.INVALID
-        if data[position:] in (b"\r", b"\r\n"):
-            return readings  # one empty line is nothing
         readings.append(reading)
         if reading.state is not State.WHOLE or reading.is_last:
             return readings
@@ -182,8 +180,9 @@ def _check_head(reading: Reading) -> None:
     _check_framing(reading, is_http10=is_http10)
     wishes = {wish.strip().lower() for value in reading.values(b"connection") for wish in value.split(b",")}
     reading.is_last = b"close" in wishes or (is_http10 and b"keep-alive" not in wishes)
-    if b"upgrade" in wishes or reading.method == b"CONNECT":
-        reading.is_optional = reading.is_last = True
+    protocols = b",".join(reading.values(b"upgrade")).lower()
+    if b"upgrade" in wishes and b"websocket" in protocols and reading.method == b"GET":
+        reading.is_optional = reading.is_last = True  # what follows is another protocol
     if any(value.lower() != b"100-continue" for value in reading.values(b"expect")):
         reading.is_optional = True
 

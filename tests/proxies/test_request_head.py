@@ -124,7 +124,7 @@ def test_targets_that_are_none(method: str, target: str) -> None:
 
 def test_100_continue_is_understood_in_any_spelling_but_not_by_http_1_0() -> None:
     headers = HTTPHeaders({"Expect": "100-Continue"})
-    settle_expectation(headers, is_http11=True)
+    settle_expectation(headers, "HTTP/1.1")
     assert headers["Expect"] == "100-continue"
-    settle_expectation(headers, is_http11=False)
+    settle_expectation(headers, "HTTP/1.0")
     assert "Expect" not in headers
