@@ -72,7 +72,7 @@ def served(workers: int, config: dict[str, Any], function: Any = answer) -> Iter
             others = [each for each in dask.scheduler_info()["workers"] if each != proxy]
             options = {"workers": others} if others else {}
             client.create_backend("answer", function, config=config, actor_options=options)
-            client.create_endpoint("answer", backend="answer", route="/answer")
+            client.create_endpoint("answer", backend="answer", route="/answer", methods=["GET", "POST"])
             (replica,) = {each.worker for each in client.status().replicas("answer")}
             assert (replica == proxy) == (workers == 1)
             yield f"{client.http_urls()[0]}/answer"

@@ -196,7 +196,7 @@ class Exchange(RequestReader):
         if "," in framing.get("Content-Length", ""):
             # The same number several times: nobody behind us should have to wonder.
             headers = [header for header in headers if header[0] != b"content-length"]
-            headers.append((b"content-length", b"%d" % length))
+            headers.append((b"content-length", str(length).encode()))
         scope = self._scope(path, query, version, headers)
         # Only if it could be one does it cost anything to find out.
         if "upgrade" in framing.get("Connection", "").lower() and self._is_handshake(framing):
@@ -253,6 +253,12 @@ class Exchange(RequestReader):
         self._body.close()
         if not self._is_whole:
             cancel_once(self._task)
+
+    @property
+    def unread(self) -> IOStream | None:
+        """The connection, if nothing is read from it now: a whole request is being answered."""
+        is_deaf = self._task is not None and not self._is_over and self._body.is_ended
+        return self._stream if is_deaf else None
 
     # ---- called by the application
 

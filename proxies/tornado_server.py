@@ -22,6 +22,7 @@ from tornado.tcpserver import TCPServer
 from daskserve.clock import Clock, LoopClock
 from daskserve.proxies.asgi import ASGIApp
 from daskserve.proxies.exchange import Carrier, Exchange, Link, cancel_once
+from daskserve.proxies.hangup import HangupWatch
 from daskserve.proxies.http1_connection import IngressConnection
 from daskserve.proxies.listen import bind_sockets
 
@@ -89,6 +90,7 @@ class TornadoServer:
             idle_timeout_s=keep_alive_timeout_s,
             clock=self._clock,
         )
+        self._hangups = HangupWatch(self._carrier)
         self._sockets: list[socket.socket] = []
         self._listener: _Listener | None = None
 
@@ -124,6 +126,7 @@ class TornadoServer:
         """Begin to accept connections."""
         self._listener = _Listener(self._carrier)
         self._listener.add_sockets(self._sockets)
+        self._hangups.start()
         log.info("Listening on %s", self.urls[0])
 
     async def drain(self, grace_s: float) -> None:
@@ -154,11 +157,12 @@ class TornadoServer:
         self._carrier.is_draining = True
         self._close_sockets()
         self._carrier.watch.stop()
+        self._hangups.stop()
         tasks = set(self._carrier.tasks)
         for link in list(self._carrier.links):
             link.close()
         for session in list(self._carrier.sockets):
-            session.abort()
+            session.close()
         for task in tasks:
             cancel_once(task)
         if tasks:

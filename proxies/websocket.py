@@ -193,6 +193,12 @@ class WebSocketSession:
         state = "gone" if self._is_gone else "open" if self._is_accepted else "opening"
         return f"<WebSocketSession {self._scope['path']} {state}>"
 
+    @property
+    def unread(self) -> IOStream | None:
+        """The connection, if nothing is read from it now: not yet, or not before the application has."""
+        is_deaf = not self._is_gone and (not self._is_accepted or self._inbox.is_full)
+        return self._stream if is_deaf else None
+
     def start(self) -> asyncio.Task[None]:
         """Start the application; the session ends with the returned task."""
         self._stream.set_nodelay(True)
@@ -395,7 +401,7 @@ class WebSocketSession:
         if self._reading is None or self._reading.done():
             self._end_stream()
 
-    def abort(self) -> None:
+    def close(self) -> None:
         """End the connection at once; an open one with 1001, if that can be sent without waiting."""
         self.leave()
         self._note_lost()
@@ -434,12 +440,13 @@ class WebSocketSession:
     def _end_stream(self) -> None:
         if self._stream.closed():
             return
-        if self._stream.writing():
-            self._stream.write(b"").add_done_callback(self._end_when_written)
-        else:
+        if not self._stream.writing():
+            self._stream.close()
+            return
+
+        def written(done: asyncio.Future[None]) -> None:
+            if not done.cancelled():
+                done.exception()  # looked at: whoever was to read it is gone
             self._stream.close()
 
-    def _end_when_written(self, done: asyncio.Future[None]) -> None:
-        if not done.cancelled():
-            done.exception()  # looked at: whoever was to read it is gone
-        self._stream.close()
+        self._stream.write(b"").add_done_callback(written)

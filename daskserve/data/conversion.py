@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from daskserve.context import current_replica, current_request
@@ -297,9 +298,13 @@ def _name(value: Any) -> str:
 def failure(error: Exception, *, is_debug: bool, is_started: bool = False) -> Answer:
     """Log an error of user code and return the response to it, which tells nothing of it unless ``is_debug``.
 
-    An ``HTTPException`` is an answer, not a failure. If a response ``is_started``, it can only be cut off:
-    then the error is raised again.
+    An ``HTTPException`` is an answer, not a failure, and a client that leaves is nobody's. If a response
+    ``is_started``, it can only be cut off: then the error is raised again.
     """
+    if isinstance(error, ClientDisconnect):
+        if is_started:
+            raise error
+        return _whole(400, _headers(TEXT, b""), b"")  # for nobody to read
     if isinstance(error, HTTPException) and not is_started:
         body = str(error.detail or "").encode()
         extra = [(k.lower().encode("latin-1"), v.encode("latin-1")) for k, v in (error.headers or {}).items()]

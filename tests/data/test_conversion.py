@@ -23,6 +23,7 @@ import pydantic
 import pytest
 from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from daskserve.context import ReplicaContext, RequestContext, current_replica, current_request
@@ -331,6 +332,16 @@ def test_debug_answers_with_the_traceback() -> None:
     body = head_and_body(failure(ValueError("secret"), is_debug=True))[2]
     assert body.startswith(b"Task Error. Traceback: ")
     assert b"ValueError: secret" in body
+
+
+def test_a_client_that_leaves_in_the_middle_of_its_upload_is_no_failure(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    answer = failure(ClientDisconnect(), is_debug=True)
+    assert not answer.is_failure
+    with pytest.raises(ClientDisconnect):
+        failure(ClientDisconnect(), is_debug=False, is_started=True)
+    assert caplog.text == ""
 
 
 def test_an_http_exception_is_an_answer_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
