@@ -11,7 +11,7 @@ from urllib.parse import unquote_to_bytes
 
 import pytest
 import reference_http
-from fuzz_requests import MAX_BODY_BYTES, SMUGGLED, Delivery, deliveries
+from fuzz_requests import IDLE_S, MAX_BODY_BYTES, SMUGGLED, Delivery, deliveries
 from fuzzed_server import FIXED, SERVER_KINDS, FuzzedServer, Outcome, Seen, fuzzed
 from hypothesis import HealthCheck, given, settings
 from reading_answers import Answer, read_answers
@@ -107,17 +107,181 @@ def check_answers(readings: list[Reading], seen: list[Seen], answers: list[Answe
         assert len(seen) > number
 
 
-# ---- cases by name
+# ---- cases by name: each was a fault once, or must never become one
+
+
+def head(target: bytes, *lines: bytes, method: bytes = b"POST", version: bytes = b"HTTP/1.1") -> bytes:
+    return b"\r\n".join([b" ".join((method, target, version)), b"Host: a", *lines, b"", b""])
+
+
+CHUNKED = b"Transfer-Encoding: chunked"
+
+
+def answers_to(server: FuzzedServer, data: bytes) -> list[Answer]:
+    """Return the answers; what else must hold is seen to."""
+    methods = [reading.method for reading in reference_http.read(data)]
+    return read_answers(check(server, Delivery(data)).answer, methods)
 
 
 @pytest.mark.parametrize(
-    ("lines", "is_seen"),
+    "line",
     [
-        (b"Content-Length: 5\r\nTransfer-Encoding: chunked", False),
-        (b"Transfer-Encoding: chunked\r\nContent-Length: 5", False),
+        b"Content-Length: 5\r\nTransfer-Encoding: chunked",
+        b"Transfer-Encoding: chunked\r\nContent-Length: 5",
+        b"Content-Length: 5\r\nContent-Length: 6",
+        b"Content-Length: 5, 6",
+        b"Content-Length: +5",
+        b"Content-Length : 5",
+        b"Content-Length: 0x5",
+        b"Content-Length: 5\x0b",
+        b"Transfer-Encoding: chunked, identity",
+        b"Transfer-Encoding: \x0bchunked",
+        b"Transfer-Encoding:\r\n chunked",
+        b"Transfer-Encoding: xchunked",
+        b"X: y\rTransfer-Encoding: chunked",
+        b"Host: b",
     ],
 )
-def test_smuggling_pairs(server: FuzzedServer, lines: bytes, is_seen: bool) -> None:
-    data = b"POST /echo HTTP/1.1\r\nHost: a\r\n" + lines + b"\r\n\r\n0\r\n\r\n" + SMUGGLED
+def test_where_readers_could_disagree_nobody_reads(server: FuzzedServer, line: bytes) -> None:
+    outcome = check(server, Delivery(head(b"/echo", line) + b"0\r\n\r\n" + SMUGGLED))
+    assert outcome.seen == []
+    assert outcome.answer.startswith(b"HTTP/1.1 400 ")
+
+
+def test_http_1_0_knows_no_chunks(server: FuzzedServer) -> None:
+    data = head(b"/echo", CHUNKED, b"Connection: keep-alive", version=b"HTTP/1.0")
+    outcome = check(server, Delivery(data + b"0\r\n\r\n" + SMUGGLED))
+    assert outcome.seen == []
+    assert outcome.answer.startswith(b"HTTP/1.1 400 ")
+
+
+@pytest.mark.parametrize("first", [head(b"/echo", b"Connection: close"), head(b"nowhere"), head(b"/", b"X")])
+def test_behind_the_last_request_nothing_is_served(server: FuzzedServer, first: bytes) -> None:
+    outcome = check(server, Delivery(first + SMUGGLED))
+    assert [seen.scope["path"] for seen in outcome.seen] in ([], ["/echo"])
+    assert outcome.answer.count(b"HTTP/1.1 ") == 1
+
+
+@pytest.mark.parametrize(
+    ("target", "status", "is_cut", "body"),
+    [
+        (b"/echo", 400, False, None),
+        (b"/early", 200, False, b"early"),
+        (b"/stream", 200, True, b"hi"),
+        (b"/fixed", 200, True, FIXED[:10]),
+    ],
+)
+def test_a_body_that_turns_out_to_be_malformed_brings_no_second_answer(
+    server: FuzzedServer, target: bytes, status: int, is_cut: bool, body: bytes | None
+) -> None:
+    sent = head(target, CHUNKED) + b"2\r\nhi\r\n"
+    outcome = check(server, Delivery(sent + b"zz\r\n", ((len(sent), 0.0),)))
+    (answer,) = read_answers(outcome.answer, [b"POST"])
+    assert (answer.status, answer.is_cut) == (status, is_cut)
+    assert body is None or answer.body == body
+
+
+def test_a_length_beyond_all_numbers_is_answered_once(server: FuzzedServer) -> None:
+    (answer,) = answers_to(server, head(b"/echo", b"Content-Length: 99999999999999999999"))
+    assert answer.status == 413
+
+
+def test_chunks_may_have_extensions_and_trailers(server: FuzzedServer) -> None:
+    chunks = b'2;a;b="c;d"\r\nhi\r\n00004 ;x\r\n you\r\n0;end\r\nX-Trailer: 1\r\nContent-Length: 7\r\n\r\n'
+    first, second = answers_to(server, head(b"/echo", CHUNKED) + chunks + head(b"/echo"))
+    assert (first.status, first.body) == (200, b"hi you")
+    assert second.status == 200
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        b"2;" + b"x" * 70_000 + b"\r\nhi\r\n0\r\n\r\n",
+        b"2;a\nb\r\nhi\r\n0\r\n\r\n",
+        b"2\nhi\n0\n\n",
+        b"2 \r\nhi\r\n0\r\n\r\n",
+        b"2\r\nhiX0\r\n\r\n",
+        b"-2\r\nhi\r\n0\r\n\r\n",
+        b"2_0\r\nhi\r\n0\r\n\r\n",
+        b"10000000000000002\r\nhi\r\n0\r\n\r\n",
+        b"0\r\nno colon\r\n\r\n",
+        b"0\r\nX: \0\r\n\r\n",
+        b"0\r\n" + b"X: y\r\n" * 20_000 + b"\r\n",
+    ],
+)
+def test_chunks_that_are_none(server: FuzzedServer, chunks: bytes) -> None:
+    outcome = check(server, Delivery(head(b"/echo", CHUNKED) + chunks + SMUGGLED))
+    assert outcome.answer == b"" or outcome.answer.startswith(b"HTTP/1.1 400 ")
+    assert not any(seen.is_complete or b"smuggled" in seen.scope["raw_path"] for seen in outcome.seen)
+
+
+@pytest.mark.parametrize("value", [b"100-continue", b"100-Continue"])
+def test_only_who_knows_100_is_told_to_go_on(server: FuzzedServer, value: bytes) -> None:
+    lines = (b"Expect: " + value, b"Content-Length: 2")
+    assert check(server, Delivery(head(b"/echo", *lines) + b"hi")).answer.startswith(b"HTTP/1.1 100 ")
+    outcome = check(server, Delivery(head(b"/echo", *lines, version=b"HTTP/1.0") + b"hi"))
+    assert outcome.answer.startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\r" + head(b"/echo"),
+        head(b"/echo", version=b"HTTP/1.1\r"),
+        head(b"echo"),
+        head(b"*"),
+        head(b"/echo", method=b"CONNECT"),
+        head(b"/echo").replace(b"Host: a", b"Host: a/b"),
+        head(b"/echo", version=b"HTTP/1.2").replace(b"Host: a\r\n", b""),
+    ],
+)
+def test_heads_that_are_none(server: FuzzedServer, data: bytes) -> None:
     outcome = check(server, Delivery(data))
-    assert bool(outcome.seen) == is_seen
+    assert outcome.seen == []
+    assert outcome.answer.startswith(b"HTTP/1.1 400 ")
+
+
+def test_a_length_that_is_said_twice_is_passed_on_once(server: FuzzedServer) -> None:
+    for lines in ((b"Content-Length: 2", b"Content-Length: 2"), (b"Content-Length: 2 , 2",)):
+        outcome = check(server, Delivery(head(b"/echo", *lines) + b"hi"))
+        (seen,) = outcome.seen
+        lengths = [value for name, value in seen.scope["headers"] if name == b"content-length"]
+        assert (lengths, bytes(seen.body)) == ([b"2"], b"hi")
+        assert outcome.answer.endswith(b"\r\n\r\nhi")
+
+
+@pytest.mark.parametrize("target", [b"/echo", b"/stream", b"/fixed"])
+def test_an_upload_that_stalls_is_given_up_also_while_it_is_being_answered(
+    server: FuzzedServer, target: bytes
+) -> None:
+    outcome = check(server, Delivery(head(target, b"Content-Length: 9") + b"hi"))
+    (seen,) = outcome.seen
+    assert not seen.is_complete
+
+
+def test_a_slow_upload_may_take_longer_in_all_than_it_may_stall(server: FuzzedServer) -> None:
+    for target in (b"/echo", b"/stream"):
+        start = head(target, b"Content-Length: 6")
+        stops = tuple((len(start) + number, 0.6 * IDLE_S) for number in range(6))
+        outcome = check(server, Delivery(start + b"sixsix", stops))
+        assert outcome.seen[0].is_complete
+
+
+def test_a_head_may_not_take_longer_than_a_connection_may_be_idle(server: FuzzedServer) -> None:
+    data = head(b"/echo", b"X: y")
+    stops = tuple((number, 0.3 * IDLE_S) for number in range(10, 40, 5))
+    outcome = check(server, Delivery(data, stops))
+    assert (outcome.seen, outcome.answer) == ([], b"")
+
+
+def test_the_handshake_of_a_websocket_has_no_body(server: FuzzedServer) -> None:
+    lines = (
+        b"Connection: Upgrade",
+        b"Upgrade: websocket",
+        b"Sec-WebSocket-Version: 13",
+        b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==",
+    )
+    for body in ((b"Content-Length: 2", b"hi"), (CHUNKED, b"2\r\nhi\r\n0\r\n\r\n")):
+        outcome = check(server, Delivery(head(b"/socket", *lines, body[0], method=b"GET") + body[1]))
+        assert outcome.seen == []
+        assert outcome.answer.startswith(b"HTTP/1.1 400 ")
