@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -44,6 +45,18 @@ from daskserve.proxies.asgi import ASGIApp, Headers, Scope
 from daskserve.types import Message
 
 log = logging.getLogger("daskserve.proxies")
+
+_HANDSHAKE_HEADERS = frozenset(
+    (
+        b"connection",
+        b"upgrade",
+        b"sec-websocket-key",
+        b"sec-websocket-version",
+        b"sec-websocket-protocol",
+        b"sec-websocket-extensions",
+    )
+)
+_KEY = re.compile(rb"[A-Za-z0-9+/]{22}==")
 
 #: How long an application may take to end once its client is gone, before it is cancelled.
 LEAVE_S = 5.0
@@ -131,6 +144,26 @@ class _Inbox:
             await self._changed.wait()
 
 
+def _shake_hands(protocol: WSConnection, headers: Headers) -> list[str]:
+    """Have wsproto look at a handshake; return the subprotocols that the client offers."""
+    # No more than it looks at. It takes paths, hosts and all else for ASCII or IDNA, which they need not be.
+    wanted = [header for header in headers if header[0] in _HANDSHAKE_HEADERS]
+    keys = [value for name, value in wanted if name == b"sec-websocket-key"]
+    try:
+        protocol.initiate_upgrade_connection([(b"host", b"here"), *wanted], "/")
+        request = next(protocol.events())
+    except RemoteProtocolError as error:
+        hint = error.event_hint
+        told = (hint.status_code, hint.headers) if isinstance(hint, RejectConnection) else (400, ())
+        raise BadHandshakeError(f"This is not a WebSocket handshake: {error}.", *told) from error
+    except UnicodeError as error:
+        raise BadHandshakeError("The headers of a WebSocket handshake are ASCII.") from error
+    if len(keys) != 1 or _KEY.fullmatch(keys[0]) is None:
+        raise BadHandshakeError("Sec-WebSocket-Key must be 16 bytes in base64, once.")
+    assert isinstance(request, Request)
+    return [offered for offered in request.subprotocols if offered]
+
+
 OnEnd: TypeAlias = Callable[["WebSocketSession"], None]
 
 
@@ -179,15 +212,7 @@ class WebSocketSession:
         self._task: asyncio.Task[None] | None = None
         self._reading: asyncio.Task[None] | None = None
         self._timers: list[asyncio.TimerHandle] = []
-        try:
-            self._protocol.initiate_upgrade_connection(scope["headers"], scope["raw_path"].decode("latin-1"))
-            request = next(self._protocol.events())
-        except RemoteProtocolError as error:
-            hint = error.event_hint
-            told = (hint.status_code, hint.headers) if isinstance(hint, RejectConnection) else (400, ())
-            raise BadHandshakeError(f"This is not a WebSocket handshake: {error}.", *told) from error
-        assert isinstance(request, Request)
-        scope["subprotocols"] = list(request.subprotocols)
+        scope["subprotocols"] = _shake_hands(self._protocol, scope["headers"])
 
     def __repr__(self) -> str:
         state = "gone" if self._is_gone else "open" if self._is_accepted else "opening"

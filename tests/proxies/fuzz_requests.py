@@ -272,12 +272,11 @@ class Delivery:
         return f"Delivery({shown}, {self.stops}, {self.ending!r})"
 
 
-# Most of what is drawn is in order, or no request would ever get beyond its first line.
+# Most of what is drawn is in order, or no request would ever get beyond its first line. What is drawn from
+# is made once: making a strategy takes longer than drawing from it.
 def _mostly(values: list[bytes], likely: int = 1, odds: int = 6) -> st.SearchStrategy[bytes]:
     """One of the first few values, or, one time in ``odds``, any of them."""
-    return st.integers(0, odds - 1).flatmap(
-        lambda drawn: st.sampled_from(values if drawn == odds - 1 else values[:likely])
-    )
+    return st.sampled_from(values[:likely] * (max(1, (odds - 1) * len(values) // likely)) + values)
 
 
 _METHODS, _TARGETS, _VERSIONS = _mostly(METHODS, 4, 8), _mostly(TARGETS, 7, 4), _mostly(VERSIONS, 1, 8)
@@ -291,21 +290,40 @@ _BODIES = st.one_of(
 )
 
 
+_LINE_ENDS = _mostly([b"\r\n", b"\n", b"\r", b"\r\r\n"], 1, 12)
+_FRAMINGS = st.sampled_from(["none", "length", "chunks"])
+_SLIPS = st.sampled_from([0, 0, 0, 0, 0, 1, -1])
+_SEVERAL_BODIES = st.lists(_BODIES, max_size=3)
+_TRAILERS = _mostly(TRAILERS, 1, 3)
+_YES_OR_NO = st.booleans()
+_DAMAGES = st.sampled_from([0, 0, 1, 1, 2, 3])
+_DAMAGE = st.tuples(
+    st.integers(0, 400),
+    st.integers(0, 12),
+    st.sampled_from(["insert", "drop", "double", "overwrite"]),
+    st.one_of(st.sampled_from(TOKENS), st.binary(min_size=1, max_size=3)),
+)
+_STRANGERS = st.one_of(st.sampled_from(OTHERS), st.binary())
+_ENDINGS = st.sampled_from(["wait", "wait", "wait", "wait", "close", "reset"])
+_PLACES = st.floats(0, 1)
+_STOPS = st.lists(st.tuples(_PLACES, st.sampled_from([0.0] * 9 + [0.5 * IDLE_S, 0.7 * IDLE_S])), max_size=4)
+
+
 @st.composite
 def requests(draw: Callable[..., object]) -> bytes:
     """One request, or something like it."""
     lines = [b" ".join((draw(_METHODS), draw(_TARGETS), draw(_VERSIONS))), draw(_HOSTS)]
-    framing = draw(st.sampled_from(["none", "length", "chunks"]))
-    headers = draw(_HEADERS) if draw(st.booleans()) else []
+    framing = draw(_FRAMINGS)
+    headers = draw(_HEADERS) if draw(_YES_OR_NO) else []
     body = b""
     if framing == "length":
         body = draw(_BODIES)
-        headers.append(b"Content-Length: %d" % (len(body) + draw(st.sampled_from([0, 0, 0, 0, 0, 1, -1]))))
+        headers.append(b"Content-Length: %d" % (len(body) + draw(_SLIPS)))
     elif framing == "chunks":
         headers.append(b"Transfer-Encoding: chunked")
         body = draw(chunks())
-    lines += draw(st.permutations(headers)) if len(headers) > 1 else headers
-    end = draw(_mostly([b"\r\n", b"\n", b"\r", b"\r\r\n"], 1, 12))
+    lines += headers if draw(_YES_OR_NO) else headers[::-1]
+    end = draw(_LINE_ENDS)
     return end.join([line for line in lines if line] + [b"", b""]) + body
 
 
@@ -313,51 +331,44 @@ def requests(draw: Callable[..., object]) -> bytes:
 def chunks(draw: Callable[..., object]) -> bytes:
     """A body in chunks, or something like it."""
     parts = []
-    for data in draw(st.lists(_BODIES, max_size=3)):
+    for data in draw(_SEVERAL_BODIES):
         if data:
             parts += [draw(_CHUNK_LINES).replace(b"%b", b"%x" % len(data)), data, draw(_CHUNK_ENDS)]
     last = draw(_CHUNK_LINES).replace(b"%b", b"0")
-    return b"".join([*parts, last, draw(_mostly(TRAILERS, 1, 3)), draw(_CHUNK_ENDS)])
+    return b"".join([*parts, last, draw(_TRAILERS), draw(_CHUNK_ENDS)])
 
 
 @st.composite
 def damaged(draw: Callable[..., object], data: bytes) -> bytes:
     """The same bytes with a few of them lost, doubled, changed or added."""
-    for _ in range(draw(st.sampled_from([0, 0, 1, 1, 2, 3]))):
-        # Long fillers are of no interest from within.
-        at = draw(st.integers(0, min(len(data), 400)))
-        until = at + draw(st.integers(0, 12))
-        how = draw(st.sampled_from(["insert", "drop", "double", "overwrite"]))
-        middle = data[at:until]
-        if how == "insert":
-            middle = draw(st.sampled_from(TOKENS)) + middle
-        elif how == "drop":
-            middle = b""
-        elif how == "double":
-            middle *= 2
-        else:
-            middle = draw(st.binary(min_size=1, max_size=3))
-        data = data[:at] + middle + data[until:]
+    for _ in range(draw(_DAMAGES)):
+        at, length, how, token = draw(_DAMAGE)  # from the start: long fillers are of no interest from within
+        middle = data[at : at + length]
+        changed = {"insert": token + middle, "drop": b"", "double": middle * 2, "overwrite": token}[how]
+        data = data[:at] + changed + data[at + length :]
     return data
 
 
 @st.composite
 def deliveries(draw: Callable[..., object]) -> Delivery:
     """One connection's worth of requests."""
-    parts = draw(st.lists(requests(), min_size=1, max_size=3))
-    if draw(st.integers(0, 9)) == 0:
-        parts.insert(draw(st.integers(0, len(parts))), draw(st.one_of(st.sampled_from(OTHERS), st.binary())))
+    parts = draw(_SEVERAL_REQUESTS)
+    if draw(_RARELY):
+        parts.insert(draw(_INDICES) % (len(parts) + 1), draw(_STRANGERS))
     data = draw(damaged(b"".join(parts)))
     return draw(delivered(data))
+
+
+_SEVERAL_REQUESTS = st.lists(requests(), min_size=1, max_size=3)
+_RARELY = st.sampled_from([False] * 9 + [True])
+_INDICES = st.integers(0, 3)
 
 
 @st.composite
 def delivered(draw: Callable[..., object], data: bytes) -> Delivery:
     """Bytes that come in pieces, with or without pauses, and perhaps not to their end."""
-    ending = draw(st.sampled_from(["wait", "wait", "wait", "wait", "close", "reset"]))
-    if ending != "wait" or draw(st.integers(0, 5)) == 0:
-        data = data[: draw(st.integers(0, len(data)))]
-    pauses = draw(st.sampled_from([(0.0,), (0.0,), (0.0,), (0.0, 0.5 * IDLE_S, 0.7 * IDLE_S)]))
-    at = st.integers(0, len(data))
-    stops = draw(st.lists(st.tuples(at, st.sampled_from(pauses)), max_size=4))
+    ending = draw(_ENDINGS)
+    if ending != "wait" or draw(_RARELY):
+        data = data[: int(draw(_PLACES) * len(data))]
+    stops = [(int(place * len(data)), pause_s) for place, pause_s in draw(_STOPS)]
     return Delivery(data, tuple(sorted(stops)), ending)

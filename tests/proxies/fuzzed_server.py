@@ -35,7 +35,7 @@ QUIET_TURNS = 25
 #: What `/fixed` answers: a little at once, the rest when the request is whole.
 FIXED = b"x" * 400
 #: So often may the idle limit pass before a connection that gets nothing must have been closed.
-PATIENCE = 4
+PATIENCE = 14
 
 OPTIONS: dict[str, Any] = {
     "host": "127.0.0.1",
@@ -154,6 +154,8 @@ class FuzzedServer:
 
     async def _deliver(self, delivery: Delivery) -> Outcome:
         self._seen.clear()
+        self._faults.records.clear()
+        self._lost.clear()
         with _Connection(self._server.port) as connection:
             sent = 0
             for at, pause_s in delivery.stops:

@@ -1,0 +1,165 @@
+"""Bad input over WebSockets: handshakes that are none, frames against the rules, and clients that just leave.
+
+What the application received, and what the server sent, is compared with what a strict reader of the same
+frames makes of them (`reference_websocket`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import reference_http
+from fuzz_requests import Delivery
+from fuzz_websockets import FIRST_LINES, HANDSHAKE, conversations, frame
+from fuzzed_server import MAX_MESSAGE_BYTES, SERVER_KINDS, FuzzedServer, Outcome, fuzzed
+from hypothesis import HealthCheck, given, settings
+from reading_answers import read_answers
+from reference_websocket import End, Frames, read_frames
+from test_bad_input import compare
+
+#: In every run of the suite; the profile ``nightly`` tries more, and others every time.
+CASES = 200
+
+OPENING = b"\r\n".join([FIRST_LINES[0], *HANDSHAKE, b"", b""])
+
+
+@pytest.fixture(params=sorted(SERVER_KINDS), scope="module")
+def server(request: pytest.FixtureRequest) -> Iterator[FuzzedServer]:
+    with fuzzed(request.param) as server:
+        yield server
+
+
+def test_whatever_comes_in_over_a_websocket_nobody_but_its_sender_is_hurt(server: FuzzedServer) -> None:
+    @settings(
+        max_examples=max(CASES, settings().max_examples),
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(conversations())
+    def test(delivery: Delivery) -> None:
+        check(server, delivery)
+
+    test()
+
+
+def check(server: FuzzedServer, delivery: Delivery) -> Outcome:
+    """Deliver it; compare what was received and sent with what is right."""
+    readings = reference_http.read(delivery.data)
+    outcome = server.deliver(delivery)
+    for seen, reading in zip(outcome.seen, readings, strict=False):
+        compare(seen, reading)
+    assert len(outcome.seen) <= len(readings)
+    if outcome.answer.startswith(b"HTTP/1.1 101 "):
+        check_frames(delivery, outcome)
+    else:
+        for answer in read_answers(outcome.answer, [reading.method for reading in readings]):
+            assert 200 <= answer.status < 500, answer
+    return outcome
+
+
+def check_frames(delivery: Delivery, outcome: Outcome) -> None:
+    sent = read_frames(after_head(delivery.data), is_masked=True, max_bytes=MAX_MESSAGE_BYTES)
+    told = read_frames(after_head(outcome.answer), is_masked=False, max_bytes=MAX_MESSAGE_BYTES)
+    (seen,) = outcome.seen
+    received = [
+        message["bytes"] if message["text"] is None else message["text"]
+        for message in seen.messages
+        if message["type"] == "websocket.receive"
+    ]
+    assert received == sent.messages[: len(received)]
+    assert told.messages == sent.messages[: len(told.messages)]
+    assert told.end in (End.OPEN, End.CLOSED), outcome.answer
+    if told.end is End.CLOSED:
+        assert told.rest == b"", f"something follows the closing: {told.rest!r}"
+    if delivery.is_patient:
+        check_closing(sent, told)
+
+
+def check_closing(sent: Frames, told: Frames) -> None:
+    assert told.end is End.CLOSED
+    if sent.end is End.OPEN:
+        assert told.messages == sent.messages
+        assert told.code in (1011, 1009, 1002, 1007)  # it never came to its end; some of that can be foreseen
+    elif sent.end is End.CLOSED:
+        assert told.code in (sent.code, 1009)
+    elif sent.end is End.TOO_LARGE:
+        assert told.code in (1009, 1007)
+    else:
+        assert told.code in (1002, 1007, 1009)
+
+
+def after_head(data: bytes) -> bytes:
+    return data.partition(b"\r\n\r\n")[2]
+
+
+# ---- cases by name
+
+
+@pytest.mark.parametrize(
+    ("frames", "code"),
+    [
+        (frame(1, b"hi", reserved=4), 1002),
+        (frame(3, b"hi"), 1002),
+        (frame(1, b"hi", mask=None), 1002),
+        (frame(0, b"hi"), 1002),
+        (frame(1, b"hi", is_final=False) + frame(1, b"hi"), 1002),
+        (frame(9, b"x" * 126), 1002),
+        (frame(9, is_final=False), 1002),
+        (frame(8, b"\x03"), 1002),
+        (frame(8, b"\x03\xee"), 1002),
+        (frame(1, b"hi", length="negative"), 1002),
+        (frame(1, b"\xff"), 1007),
+        (frame(1, b"\xf0\x9f", is_final=False) + frame(0, b"\xff"), 1007),
+        (frame(8, b"\x03\xe8\xff"), 1007),
+        (frame(2, b"x" * (MAX_MESSAGE_BYTES + 1)), 1009),
+        (frame(2, b"x" * 70_000, length="endless"), 1009),
+        (frame(2, b"x", is_final=False) + frame(0, is_final=False) * 10_000, 1009),
+    ],
+)
+def test_frames_against_the_rules(server: FuzzedServer, frames: bytes, code: int) -> None:
+    outcome = check(server, Delivery(OPENING + frames + frame(1, b"late")))
+    told = read_frames(after_head(outcome.answer), is_masked=False, max_bytes=MAX_MESSAGE_BYTES)
+    assert (told.code, told.messages) == (code, [])
+
+
+@pytest.mark.parametrize(
+    ("line", "status"),
+    [
+        (b"Sec-WebSocket-Protocol: a, \xff", 400),
+        (b"Sec-WebSocket-Extensions: \xff", 400),
+        (b"Connection: Upgrade, \xff", 400),
+        (b"Sec-WebSocket-Key: short", 400),
+        (b"Sec-WebSocket-Key: AQIDBAUGBwgJCgsMDQ4PEA==", 400),
+        (b"Sec-WebSocket-Version: 12", 426),
+    ],
+)
+def test_handshakes_that_are_none(server: FuzzedServer, line: bytes, status: int) -> None:
+    outcome = check(server, Delivery(b"\r\n".join([FIRST_LINES[0], *HANDSHAKE, line, b"", b""])))
+    assert outcome.seen == []
+    assert outcome.answer.startswith(b"HTTP/1.1 %d " % status)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b"/socket", b"/socket/\xc3\xa4?\xff"),
+        (b"Host: test", b"Host: a..b"),
+        (b"Host: test", b"Host: xn--a-\x7e"),
+        (b"Host: test", b"Host: " + b"a" * 100),
+        (b"Host: test", b"Host: test\r\nX-Latin: \xff"),
+        (b"Host: test", b"Host: test\r\nSec-WebSocket-Protocol: a,, ,b"),
+    ],
+)
+def test_handshakes_that_are_odd_but_good(server: FuzzedServer, old: bytes, new: bytes) -> None:
+    outcome = check(server, Delivery(OPENING.replace(old, new) + frame(8)))
+    assert outcome.answer.startswith(b"HTTP/1.1 101 ")
+    (seen,) = outcome.seen
+    assert "" not in seen.scope["subprotocols"]
+
+
+def test_good_frames_are_echoed(server: FuzzedServer) -> None:
+    frames = frame(1, b"a", is_final=False) + frame(9, b"?") + frame(0, b"b") + frame(2, b"\xff")
+    outcome = check(server, Delivery(OPENING + frames + frame(8), ((len(OPENING + frames), 0.0),)))
+    told = read_frames(after_head(outcome.answer), is_masked=False, max_bytes=MAX_MESSAGE_BYTES)
+    assert told.messages == ["ab", b"\xff"]
+    assert told.pongs == [b"?"]
