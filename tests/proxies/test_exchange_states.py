@@ -206,6 +206,32 @@ async def test_a_client_that_has_gone_is_not_watched() -> None:
     assert not bench.is_watched()
 
 
+# ---- bodies that turn out to be malformed
+
+
+@bench_test
+async def test_what_has_come_in_of_a_malformed_body_never_passes_for_the_whole() -> None:
+    cleaned_up: list[str] = []
+
+    async def cleaning_up(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cleaned_up.append((await receive())["type"])
+
+    bench = Bench(CHUNKED, app=cleaning_up)
+    await settle()
+    bench.exchange.data_received(b"half")
+    bench.stream.is_slow = True
+    bench.exchange.reject("a reason")
+    await settle()
+    bench.exchange.finish()  # as Tornado has it
+    await settle()
+    assert cleaned_up == ["http.disconnect"]
+    assert bench.stream.written[0].startswith(b"HTTP/1.1 400 ")
+    assert b"a reason" in bench.stream.written[0]
+
+
 # ---- the end of an exchange
 
 

@@ -8,14 +8,16 @@ import socket
 
 import httpx
 import pytest
-from http_harness import Hanging, connected, hello, poll_for, request, respond, run, serving
+from http_harness import Hanging, advance, connected, hello, poll_for, request, respond, run, serving
 
 from daskserve.clock import LoopClock
 from daskserve.config import HTTPOptions
 from daskserve.errors import BackPressureError, BadRequestError, PortInUseError
 from daskserve.proxies.app import IngressApp
+from daskserve.proxies.hangup import PERIOD_S
 from daskserve.proxies.routes import RouteTable
 from daskserve.proxies.tornado_server import TornadoServer
+from daskserve.proxies.websocket import LEAVE_S
 from daskserve.types import Envelope, Receive, Send
 
 
@@ -143,6 +145,51 @@ def test_a_connection_that_has_ended_is_not_watched() -> None:
                 assert await client.rest() == b""
             await poll_for(lambda: "0 links" in repr(server))
             assert len(server._carrier.watch) == 0
+
+    run(test)
+
+
+# ---- clients that hang up unheard
+
+
+@pytest.mark.parametrize("pieces", [(request() + b"GET /",), (request(), b"GET /"), (request() + request(),)])
+def test_a_client_that_sent_more_before_it_left_is_missed(pieces: tuple[bytes, ...]) -> None:
+    async def test() -> None:
+        app = Hanging()
+        async with serving(app) as server:
+            async with connected(server) as client:
+                await client.send(pieces[0])
+                await poll_for(lambda: app.running)
+                for piece in pieces[1:]:
+                    await client.send(piece)
+                advance(PERIOD_S)
+                await poll_for(lambda: server._carrier.links)
+                assert app.cancelled == 0  # 1. it is still there
+            advance(2 * PERIOD_S)
+            await poll_for(lambda: app.cancelled)  # 2. and now it is not
+            assert app.running == 0
+
+    run(test)
+
+
+def test_a_client_that_leaves_before_its_websocket_was_accepted_is_missed() -> None:
+    async def test() -> None:
+        app = Hanging()
+        handshake = request(
+            "/",
+            "Connection: Upgrade",
+            "Upgrade: websocket",
+            "Sec-WebSocket-Version: 13",
+            "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==",
+        )
+        async with serving(app) as server:
+            async with connected(server) as client:
+                await client.send(handshake + b"\x81\x82maskhi")
+                await poll_for(lambda: app.running)
+            advance(2 * PERIOD_S)
+            await poll_for(lambda: server._carrier.sockets and "gone" in repr(*server._carrier.sockets))
+            advance(LEAVE_S)
+            await poll_for(lambda: app.cancelled)
 
     run(test)
 
