@@ -19,10 +19,9 @@ from typing import Any, ClassVar
 
 from daskserve.cluster.base import ActorContext
 from daskserve.context import ReplicaContext, current_replica, current_request
-from daskserve.data.batching import BatchItem, BatchQueue, Outcome, answer_batch, answer_batch_in_thread
+from daskserve.data.batching import BatchItem
 from daskserve.data.callables import (
     CALL,
-    Method,
     Servable,
     is_async,
     load_definition,
@@ -31,6 +30,7 @@ from daskserve.data.callables import (
 )
 from daskserve.data.conversion import Answer, Unfinished, finish, finish_in_thread, user_traceback
 from daskserve.data.health import HealthWatch, probe_liveness
+from daskserve.data.replica_batches import ReplicaBatches
 from daskserve.data.requests import Exchange, Slot, open_exchange, read_body, request_context
 from daskserve.data.wall import Call, Wall
 from daskserve.errors import (
@@ -58,12 +58,12 @@ class Replica:
         self._context = context
         self._start = ReplicaStart.decode(context.spec.payload)
         self._concurrency = self._start.concurrency
-        self._max_batch_size = self._start.max_batch_size
-        self._batch_wait_s = self._start.batch_wait_timeout_s
         self._wall: Wall | None = None
         self._servable: Servable | None = None
         self._sockets: set[Exchange] = set()
-        self._queues: dict[str, BatchQueue[tuple[BatchItem, Slot], Outcome]] = {}
+        self._batches = ReplicaBatches(
+            self._parts, self._start.max_batch_size, self._start.batch_wait_timeout_s
+        )
         self._is_open = False
         self._ongoing = 0
         self._idle = asyncio.Event()
@@ -106,7 +106,7 @@ class Replica:
         try:
             load = partial(load_definition, backend_tag=start.backend_tag, is_debug=start.debug)
             servable = self._servable = await self._wall.run_sync(load, start.code)
-            servable.check_batching(self._max_batch_size)
+            servable.check_batching(start.max_batch_size)
             step = "failed in its constructor"
             await self._construct(self._wall, servable)
             self._set_current_replica(servable.target)
@@ -208,7 +208,7 @@ class Replica:
 
     def load(self) -> Load:
         """Return how many requests run, and how many of these wait for their batch."""
-        return Load(self._ongoing, sum(queue.queued for queue in self._queues.values()))
+        return Load(self._ongoing, self._batches.queued)
 
     def _free_slot(self) -> None:
         self._ongoing -= 1
@@ -239,7 +239,7 @@ class Replica:
         answer: Answer | Unfinished
         try:
             if method.accepts_batches and not method.is_asgi:
-                outcome = await self._submit(method, BatchItem(scope, scope, body or b""), slot)
+                outcome = await self._batches.submit(method, BatchItem(scope, scope, body or b""), slot)
                 assert isinstance(outcome, (Answer, Unfinished))
                 answer = outcome
             elif method.is_asgi:
@@ -270,7 +270,7 @@ class Replica:
         head = envelope.head
         method = servable.method(head.get("method") or CALL)
         if method.accepts_batches:
-            result = await self._submit(method, BatchItem(head, payload=envelope.payload), slot)
+            result = await self._batches.submit(method, BatchItem(head, payload=envelope.payload), slot)
             if isinstance(result, Exception):
                 raise result
         else:
@@ -308,44 +308,6 @@ class Replica:
         slot.hold()
         return call
 
-    # ---- batches
-
-    async def _submit(self, method: Method, item: BatchItem, slot: Slot) -> Outcome:
-        queue = self._queues.get(method.name)
-        if queue is None:
-            queue = self._queues[method.name] = BatchQueue(
-                partial(self._run_batch, method),
-                max_batch_size=max(1, self._max_batch_size),
-                wait_s=self._batch_wait_s,
-                is_serial=not method.is_async,
-            )
-        return await queue.submit((item, slot))
-
-    async def _run_batch(self, method: Method, entries: list[tuple[BatchItem, Slot]]) -> list[Outcome]:
-        wall, servable = self._wall, self._servable
-        if wall is None or servable is None:
-            raise ActorLostError(f"Replica {self._start.replica_tag!r} was stopped.", begun=False)
-        items = [item for item, _ in entries]
-        slots = [slot for _, slot in entries]
-
-        def release_all() -> None:
-            for slot in slots:
-                slot.release()
-
-        function, name = servable.bound(method), servable.describe(method)
-        call: Call[list[Outcome]]
-        if method.is_async:
-            call = wall.start_async(
-                answer_batch, function, name, items, servable.is_debug, on_end=release_all
-            )
-        else:
-            call = wall.start_sync(
-                answer_batch_in_thread, function, name, items, servable.is_debug, on_end=release_all
-            )
-        for slot in slots:
-            slot.hold()
-        return await call.wait()
-
     # ---- verbs
 
     async def reconfigure(
@@ -378,11 +340,7 @@ class Replica:
                 raise failure  # out here, as in start()
             self._concurrency = concurrency
             wall.threads.limit = _threads(concurrency)
-            self._max_batch_size = max_batch_size
-            self._batch_wait_s = batch_wait_timeout_s
-            for queue in self._queues.values():
-                queue.max_batch_size = max(1, max_batch_size)
-                queue.wait_s = batch_wait_timeout_s
+            self._batches.reconfigure(max_batch_size, batch_wait_timeout_s)
 
     async def statistics(self) -> dict[str, Any]:
         """Return the replica's figures; those that end in ``_total`` only grow."""
@@ -432,6 +390,11 @@ class Replica:
     def _running(self) -> tuple[Wall, Servable]:
         if not self._is_open or self._wall is None or self._servable is None:
             raise ActorLostError(f"Replica {self._start.replica_tag!r} is not running.", begun=False)
+        return self._wall, self._servable
+
+    def _parts(self) -> tuple[Wall, Servable]:
+        if self._wall is None or self._servable is None:
+            raise ActorLostError(f"Replica {self._start.replica_tag!r} was stopped.", begun=False)
         return self._wall, self._servable
 
     async def _run_hook(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,6 @@ from daskserve.data.batching import (
     MARK,
     Batch,
     BatchItem,
-    BatchQueue,
     accept_batch,
     answer_batch,
     answer_batch_in_thread,
@@ -21,226 +21,6 @@ from daskserve.data.conversion import Answer, Unfinished
 from daskserve.errors import ServeError, UserCodeError
 from daskserve.payload import dump, load
 from daskserve.types import Payload
-
-LONG_S = 60.0
-
-
-class Runner:
-    """Runs batches as told: records them, and holds each until it is let go."""
-
-    def __init__(self) -> None:
-        self.batches: list[list[Any]] = []
-        self.cancelled = 0
-        self.go = asyncio.Event()
-        self.go.set()
-        self.answer: Callable[[list[Any]], Sequence[Any]] = lambda items: [item * 10 for item in items]
-
-    async def __call__(self, items: list[Any]) -> Sequence[Any]:
-        self.batches.append(items)
-        try:
-            await self.go.wait()
-        except asyncio.CancelledError:
-            self.cancelled += 1
-            raise
-        return self.answer(items)
-
-
-def run(
-    scenario: Callable[[BatchQueue[Any, Any], Runner], Awaitable[None]],
-    *,
-    max_batch_size: int = 3,
-    wait_s: float = LONG_S,
-    is_serial: bool = True,
-) -> None:
-    async def main() -> None:
-        runner = Runner()
-        queue: BatchQueue[Any, Any] = BatchQueue(
-            runner, max_batch_size=max_batch_size, wait_s=wait_s, is_serial=is_serial
-        )
-        async with asyncio.timeout(10):
-            await scenario(queue, runner)
-
-    asyncio.run(main())
-
-
-def submit(queue: BatchQueue[Any, Any], *items: Any) -> list[asyncio.Task[Any]]:
-    return [asyncio.create_task(queue.submit(item)) for item in items]
-
-
-async def turns(count: int = 10) -> None:
-    for _ in range(count):
-        await asyncio.sleep(0)
-
-
-# ---- the queue
-
-
-def test_a_full_batch_runs_at_once() -> None:
-    async def scenario(queue: BatchQueue[Any, Any], runner: Runner) -> None:
-        assert await asyncio.gather(*submit(queue, 1, 2, 3)) == [10, 20, 30]
-        assert runner.batches == [[1, 2, 3]]
-
-    run(scenario)
-
-
-def test_a_batch_that_does_not_fill_runs_when_its_first_item_has_waited_long_enough() -> None:
-    async def scenario(queue: BatchQueue[Any, Any], runner: Runner) -> None:
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        tasks = submit(queue, 1, 2)
-        await turns()
-        assert runner.batches == []
-        assert queue.queued == 2
-        assert await asyncio.gather(*tasks) == [10, 20]
-        assert loop.time() - began >= 0.019
-        assert runner.batches == [[1, 2]]
-
-    run(scenario, wait_s=0.02)
-
-
-def test_without_a_wait_what_comes_in_one_turn_goes_together() -> None:
-    async def scenario(queue: BatchQueue[Any, Any], runner: Runner) -> None:
-        await asyncio.gather(*submit(queue, 1, 2))
-        assert await queue.submit(3) == 30
-        assert runner.batches == [[1, 2], [3]]
-
-    run(scenario, wait_s=0)
-
-
-def test_what_comes_during_a_serial_batch_gathers_for_the_next() -> None:
-    async def scenario(queue: BatchQueue[Any, Any], runner: Runner) -> None:
-        runner.go.clear()
-        tasks = submit(queue, 1)
-        await turns()
-        tasks += submit(queue, 2, 3, 4, 5)
-        await turns()
-        assert runner.batches == [[1]]
-        runner.go.set()
-        await asyncio.gather(*tasks)
-        assert runner.batches == [[1], [2, 3, 4], [5]]
-
-    run(scenario, wait_s=0)
-
-
-def test_batches_that_are_not_serial_overlap() -> None:
-    async def scenario(queue: BatchQueue[Any, Any], runner: Runner) -> None:
-        runner.go.clear()
-        tasks = submit(queue, 1, 2, 3, 4, 5, 6)
-        await turns()
-        assert runner.batches == [[1, 2, 3], [4, 5, 6]]
-        runner.go.set()
-        await asyncio.gather(*tasks)
-
-    run(scenario, is_serial=False)
-
-
-def test_a_cancelled_item_is_taken_out_before_its_batch_runs() -> None:
-    async def scenario(queue: BatchQueue[Any, Any], runner: Runner) -> None:
-        tasks = submit(queue, 1, 2)
-        await turns()
-        tasks[0].cancel()
-        await turns()
-        assert queue.queued == 1
-        tasks += submit(queue, 3, 4)
-        await asyncio.gather(*tasks[1:])
-        assert runner.batches == [[2, 3, 4]]
-
-    run(scenario)
-
-
-def test_a_running_batch_goes_on_for_the_items_that_are_still_wanted() -> None:
-    async def scenario(queue: BatchQueue[Any, Any], runner: Runner) -> None:
-        runner.go.clear()
-        tasks = submit(queue, 1, 2, 3)
-        await turns()
-        tasks[0].cancel()
-        await turns()
-        runner.go.set()
-        assert await asyncio.gather(*tasks[1:]) == [20, 30]
-        assert runner.cancelled == 0
-
-    run(scenario)
-
-
-def test_a_batch_that_nobody_wants_any_more_is_cancelled_and_the_next_one_runs() -> None:
-    async def scenario(queue: BatchQueue[Any, Any], runner: Runner) -> None:
-        runner.go.clear()
-        tasks = submit(queue, 1, 2, 3)
-        await turns()
-        for task in tasks:
-            task.cancel()
-        await turns()
-        assert runner.cancelled == 1
-        runner.go.set()
-        assert await asyncio.gather(*submit(queue, 4, 5, 6)) == [40, 50, 60]
-
-    run(scenario)
-
-
-def test_an_exception_goes_to_all_items_of_that_batch_and_to_no_other() -> None:
-    async def scenario(queue: BatchQueue[Any, Any], runner: Runner) -> None:
-        def fail(items: list[Any]) -> Sequence[Any]:
-            raise ValueError("broken")
-
-        answer, runner.answer = runner.answer, fail
-        results = await asyncio.gather(*submit(queue, 1, 2, 3), return_exceptions=True)
-        assert [str(result) for result in results] == ["broken"] * 3
-        runner.answer = answer
-        assert await asyncio.gather(*submit(queue, 4, 5, 6)) == [40, 50, 60]
-
-    run(scenario)
-
-
-def test_an_exception_among_the_results_is_raised_for_its_item_alone() -> None:
-    async def scenario(queue: BatchQueue[Any, Any], runner: Runner) -> None:
-        runner.answer = lambda items: [1, ValueError("second"), 3]
-        results = await asyncio.gather(*submit(queue, 1, 2, 3), return_exceptions=True)
-        assert [repr(result) for result in results] == ["1", "ValueError('second')", "3"]
-
-    run(scenario)
-
-
-def test_a_runner_that_loses_results_fails_the_batch() -> None:
-    async def scenario(queue: BatchQueue[Any, Any], runner: Runner) -> None:
-        runner.answer = lambda items: items[1:]
-        results = await asyncio.gather(*submit(queue, 1, 2, 3), return_exceptions=True)
-        assert all(isinstance(result, ServeError) for result in results)
-
-    run(scenario)
-
-
-def test_changed_limits_hold_for_what_is_submitted_next() -> None:
-    async def scenario(queue: BatchQueue[Any, Any], runner: Runner) -> None:
-        queue.max_batch_size = 2
-        await asyncio.gather(*submit(queue, 1, 2))
-        queue.max_batch_size, queue.wait_s = 9, 0
-        await queue.submit(3)
-        assert runner.batches == [[1, 2], [3]]
-
-    run(scenario)
-
-
-def test_a_queue_survives_a_storm_of_cancellations_and_errors() -> None:
-    async def scenario(queue: BatchQueue[Any, Any], runner: Runner) -> None:
-        def sometimes(items: list[Any]) -> Sequence[Any]:
-            if items[0] % 4 == 0:
-                raise ValueError("now and then")
-            return items
-
-        runner.answer = sometimes
-        for number in range(50):
-            tasks = submit(queue, *range(number, number + 5))
-            await turns(number % 4)
-            for task in tasks[:: 1 + number % 3]:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        assert queue.queued == 0
-        assert await queue.submit(7) == 7
-
-    run(scenario, wait_s=0)
-
-
-# ---- the user's side
 
 
 def test_the_mark_is_where_the_classic_system_had_it() -> None:
@@ -297,6 +77,8 @@ def test_http_requests_and_calls_share_a_batch() -> None:
         ("ab", "returned a str"),
         ({"a": 1, "b": 2}, "returned a dict"),
         ({1, 2}, "returned a set"),
+        (range(10**12), "returned 1000000000000"),
+        (itertools.count(), "doesn't preserve batch size"),
     ],
 )
 def test_anything_but_one_result_per_request_fails_all_of_them(results: Any, match: str) -> None:
