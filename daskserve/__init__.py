@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from daskserve.client import Client
     from daskserve.config import ActorOptions, BackendConfig, HTTPOptions
     from daskserve.context import get_current_backend_tag, get_current_replica_tag
+    from daskserve.data.batched import batch
     from daskserve.data.batching import accept_batch
     from daskserve.data.handle import Handle, Response
     from daskserve.data.requests import ServeRequest
@@ -46,6 +47,7 @@ _HOMES: Mapping[str, str] = {
     "Response": "data.handle",
     "ServeRequest": "data.requests",
     "accept_batch": "data.batching",
+    "batch": "data.batched",
     # inside a backend
     "get_current_backend_tag": "context",
     "get_current_replica_tag": "context",
@@ -69,6 +71,7 @@ __all__ = [
     "Status",
     "__version__",
     "accept_batch",
+    "batch",
     "connect",
     "deployment",
     "errors",

@@ -26,6 +26,8 @@ class ReplicaContext:
     servable_object: Any = None
     # The process's seam to the cluster, typed loosely because this module is below it.
     cluster: Any = None
+    #: How many requests the replica runs at a time; 0 if that is not known.
+    max_concurrent_queries: int = 0
 
 
 @dataclass(slots=True)

@@ -24,6 +24,7 @@ PUBLIC = {
     "Status",
     "__version__",
     "accept_batch",
+    "batch",
     "connect",
     "deployment",
     "errors",

@@ -112,6 +112,10 @@ class BatchQueue(Generic[ItemT, ResultT]):
         return sum(len(line.entries) for line in self._lines.values())
 
     @property
+    def is_idle(self) -> bool:
+        return not self._lines and not self._tasks
+
+    @property
     def running(self) -> dict[asyncio.Task[None], float]:
         """The tasks of the batches that run, each with the time of day at which it began."""
         return dict(self._tasks)
@@ -162,6 +166,9 @@ class BatchQueue(Generic[ItemT, ResultT]):
 
     def reconsider(self) -> None:
         """Start what may start; to be called when the limits have changed."""
+        if not self._lines and self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         if self._is_starting or not self._lines or self._is_busy():
             return
         if self._next_line() is not None:
@@ -177,14 +184,16 @@ class BatchQueue(Generic[ItemT, ResultT]):
     def _next_line(self) -> tuple[Hashable, int] | None:
         """Return the line whose batch may start, and how many go; of several the one that waited longest."""
         found: tuple[int, Hashable, int] | None = None
-        due_at = asyncio.get_running_loop().time() - self._limits.wait_s
+        now, wait_s = asyncio.get_running_loop().time(), self._limits.wait_s
         for key, line in list(self._lines.items()):
             count, is_full = self._count(line)
             if not line.entries:
                 del self._lines[key]  # none of it fits any more
                 continue
             first = line.entries[0]
-            if (is_full or first.entered_at <= due_at) and (found is None or first.number < found[0]):
+            # The timer's own sum, lest it be rounded to just not yet, again and again.
+            is_due = is_full or first.entered_at + wait_s <= now
+            if is_due and (found is None or first.number < found[0]):
                 found = (first.number, key, count)
         return None if found is None else found[1:]
 

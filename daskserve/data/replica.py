@@ -157,6 +157,7 @@ class Replica:
             self._start.replica_tag,
             servable_object,
             self._context.cluster,
+            self._concurrency,
         )
         self._wall.context.run(current_replica.set, replica)
 
@@ -340,6 +341,7 @@ class Replica:
                 raise failure  # out here, as in start()
             self._concurrency = concurrency
             wall.threads.limit = _threads(concurrency)
+            self._set_current_replica(servable.target)
             self._batches.reconfigure(max_batch_size, batch_wait_timeout_s)
 
     async def statistics(self) -> dict[str, Any]:
