@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from daskserve.data.batching import accept_batch
     from daskserve.data.handle import Handle, Response
     from daskserve.data.requests import ServeRequest
+    from daskserve.data.response_stream import ResponseGenerator
     from daskserve.deployments import Application, Deployment, deployment
     from daskserve.environment import CondaEnv
     from daskserve.errors import ServeError
@@ -45,6 +46,7 @@ _HOMES: Mapping[str, str] = {
     # calls
     "Handle": "data.handle",
     "Response": "data.handle",
+    "ResponseGenerator": "data.response_stream",
     "ServeRequest": "data.requests",
     "accept_batch": "data.batching",
     "batch": "data.batched",
@@ -66,6 +68,7 @@ __all__ = [
     "HTTPOptions",
     "Handle",
     "Response",
+    "ResponseGenerator",
     "ServeError",
     "ServeRequest",
     "Status",

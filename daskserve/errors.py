@@ -5,7 +5,8 @@
     ServeError                          500
     ├── BadRequestError        (ValueError)  400   fix the arguments
     │   ├── AlreadyRegisteredError
-    │   └── NotRegisteredError
+    │   ├── NotRegisteredError
+    │   └── StreamOptionError  (TypeError)         call it with stream=True, or without
     ├── NotFoundError          (KeyError)    404   the name does not exist
     ├── ClosedError                          500   make or connect to an instance first
     ├── InstanceError                        500   start, connect, version and cluster trouble
@@ -60,6 +61,10 @@ class AlreadyRegisteredError(BadRequestError):
 
 class NotRegisteredError(BadRequestError):
     """A change names a backend or endpoint that does not exist."""
+
+
+class StreamOptionError(BadRequestError, TypeError):
+    """A stream was asked of a method that gives none, or a single answer of a generator."""
 
 
 class NotFoundError(ServeError, KeyError):

@@ -19,6 +19,7 @@ PUBLIC = {
     "HTTPOptions",
     "Handle",
     "Response",
+    "ResponseGenerator",
     "ServeError",
     "ServeRequest",
     "Status",

@@ -416,20 +416,20 @@ class Servable:
     async def answer_call(self, method: Method, head: Mapping[str, Any], payload: Payload | None) -> Payload:
         """Let an async method answer a Python call."""
         try:
-            args, kwargs = _arguments(method, head, payload)
+            args, kwargs = call_arguments(method, head, payload)
             return await self.finish_call(method, self._bound[method.name](*args, **kwargs))
         except (ReplicaBusyError, ActorLostError) as error:
-            raise _as_own_trouble(error) from error
+            raise as_own_trouble(error) from error
 
     def answer_call_in_thread(
         self, method: Method, head: Mapping[str, Any], payload: Payload | None
     ) -> Payload | Unfinished:
         """Let a plain method answer a Python call."""
         try:
-            args, kwargs = _arguments(method, head, payload)
+            args, kwargs = call_arguments(method, head, payload)
             result = self._bound[method.name](*args, **kwargs)
         except (ReplicaBusyError, ActorLostError) as error:
-            raise _as_own_trouble(error) from error
+            raise as_own_trouble(error) from error
         return (
             Unfinished(result) if inspect.isawaitable(result) else dump_result(self.describe(method), result)
         )
@@ -441,18 +441,22 @@ class Servable:
         return dump_result(self.describe(method), result)
 
 
-def _arguments(
+def call_arguments(
     method: Method, head: Mapping[str, Any], payload: Payload | None
 ) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """Return what a method is to be called with."""
     args, kwargs = ((), {}) if payload is None else pickled.load(payload)
     if not head.get("legacy"):
         return args, kwargs
     return ((legacy_argument(head, args, kwargs),) if method.takes_argument else ()), {}
 
 
-def _as_own_trouble(error: Exception) -> UnavailableError:
-    # Raised as they are, they would tell the router that *this* replica is busy or gone, and that the
-    # request has not begun here.
+def as_own_trouble(error: Exception) -> UnavailableError:
+    """Return what to raise in the place of a `ReplicaBusyError` or `ActorLostError` that user code met.
+
+    Raised as they are, they would tell the router that *this* replica is busy or gone, and that the request
+    has not begun here.
+    """
     return UnavailableError(f"A call made by this backend failed: {error}")
 
 

@@ -36,7 +36,7 @@ from starlette.responses import Response
 
 from daskserve.context import current_replica, current_request
 from daskserve.data.requests import Exchange
-from daskserve.errors import UserCodeError
+from daskserve.errors import StreamOptionError, UserCodeError
 from daskserve.payload import dump
 from daskserve.types import Message, Payload
 
@@ -152,10 +152,16 @@ def dump_result(name: str, result: Any) -> Payload:
     ------
     UserCodeError
         It cannot be pickled; the message names its type.
+    StreamOptionError
+        It is a generator.
     """
     try:
         return dump(result)
     except Exception as error:
+        if isinstance(result, (Generator, AsyncGenerator)):
+            raise StreamOptionError(
+                f"{name} is a generator; call it with handle.options(stream=True)."
+            ) from None
         raise UserCodeError(
             f"{name} returned a {_name(result)}, which cannot be pickled for the caller: {error}"
         ) from error

@@ -12,16 +12,17 @@ import concurrent.futures
 import uuid
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal, overload
 
 from daskserve.cluster.base import Cluster
 from daskserve.cluster.link import Link, present_link
 from daskserve.context import current_request
+from daskserve.data.response_stream import Pipe, ResponseGenerator
 from daskserve.data.router import Routers
 from daskserve.deadlines import earliest, until
 from daskserve.errors import BadRequestError, ClosedError, InstanceError, RequestTimeoutError, ServeError
 from daskserve.payload import PackedError, dump, load, load_error
-from daskserve.types import Envelope, EnvelopeKind, Message, Payload
+from daskserve.types import Envelope, EnvelopeKind, Message, Payload, Send
 
 
 def find_link() -> Link:
@@ -66,6 +67,8 @@ class CallOptions:
     timeout_s : float or None
         Give the call up after so many seconds, wherever it is then, with a `RequestTimeoutError`. A call made
         for a request ends with the time of that request in any case.
+    stream : bool
+        The method is a generator: calls give a `ResponseGenerator` of what it yields.
     """
 
     method_name: str = "__call__"
@@ -73,6 +76,7 @@ class CallOptions:
     http_method: str = "GET"
     http_headers: Mapping[str, str] = field(default_factory=dict)
     timeout_s: float | None = None
+    stream: bool = False
 
     def __post_init__(self) -> None:
         if self.timeout_s is not None and not self.timeout_s > 0:
@@ -184,6 +188,12 @@ class Handle:
         known = ", ".join(self.__dict__.get("_python_methods", ())) or "none"
         raise AttributeError(f"Deployment {self._endpoint!r} has no method {name!r}; it has: {known}.")
 
+    @overload
+    def options(self, *, stream: Literal[True], **changes: Any) -> StreamHandle: ...
+
+    @overload
+    def options(self, **changes: Any) -> Handle: ...
+
     def options(self, **changes: Any) -> Handle:
         """Return a copy that calls with other `CallOptions`; those not named stay."""
         try:
@@ -192,7 +202,7 @@ class Handle:
             known = ", ".join(CallOptions.__dataclass_fields__)
             unknown = sorted(set(changes) - set(CallOptions.__dataclass_fields__))
             raise TypeError(f"A handle has no option {unknown[0]!r}; known options: {known}.") from None
-        return Handle(
+        return _kind_of(options)(
             self._instance,
             self._endpoint,
             is_legacy=self._is_legacy,
@@ -206,6 +216,12 @@ class Handle:
 
         The arguments are pickled before this returns, so later changes to them are not seen.
         """
+        return Response(*self._start(args, kwargs))
+
+    def _start(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], pipe: Pipe | None = None
+    ) -> tuple[concurrent.futures.Future[Any], Link, str]:
+        """Start a call, whose items go into the pipe if there is one; return its future, link and id."""
         if self._cluster is None:
             self._cluster = find_link().cluster(self._instance)
         link: Link = self._cluster.link
@@ -216,15 +232,18 @@ class Handle:
             None if current is None else current.deadline,
             None if own_s is None else link.loop.time() + own_s,
         )
-        call = self._call(dump((args, kwargs)), request_id, deadline)
+        put = None if pipe is None else pipe.put
+        call = self._call(dump((args, kwargs)), request_id, deadline, put)
         if deadline is not None:
             call = until(deadline, call, f"Request {request_id} was not answered in time.")
         future = asyncio.run_coroutine_threadsafe(call, link.loop)
         if current is not None:
             current.add_call(future)
-        return Response(future, link, request_id)
+        return future, link, request_id
 
-    async def _call(self, payload: Payload, request_id: str, deadline: float | None) -> Payload:
+    async def _call(
+        self, payload: Payload, request_id: str, deadline: float | None, put: Send | None
+    ) -> Any:
         cluster: Cluster = self._cluster
         if cluster.is_ended:
             raise ClosedError(f"Instance {self._instance!r} has been shut down; its handles are of no use.")
@@ -238,6 +257,8 @@ class Handle:
             "http_method": options.http_method,
             "http_headers": dict(options.http_headers),
         }
+        if put is not None:
+            head["stream"] = True
         answers: list[Payload] = []
 
         async def keep(message: Message) -> None:
@@ -245,13 +266,28 @@ class Handle:
 
         envelope = Envelope(EnvelopeKind.CALL, head, payload, deadline)
         try:
-            await router.send(envelope, _nothing_to_receive, keep, shard_key=options.shard_key)
+            await router.send(envelope, _nothing_to_receive, put or keep, shard_key=options.shard_key)
         except PackedError as packed:
             error = load_error(packed.data)
             raise error from error.__cause__  # the remote traceback
+        if put is not None:
+            return None
         if not answers:
             raise ServeError(f"The replica ended request {request_id} without an answer.")
         return answers[0]
+
+
+class StreamHandle(Handle):
+    """A handle that calls generators: what ``handle.options(stream=True)`` returns."""
+
+    def remote(self, *args: Any, **kwargs: Any) -> ResponseGenerator:  # type: ignore[override]
+        """Start a call and return a `ResponseGenerator` of what it yields; otherwise as `Handle.remote`."""
+        pipe = Pipe()
+        return ResponseGenerator(pipe, *self._start(args, kwargs, pipe))
+
+
+def _kind_of(options: CallOptions) -> type[Handle]:
+    return StreamHandle if options.stream else Handle
 
 
 async def _nothing_to_receive() -> Message:
@@ -261,4 +297,5 @@ async def _nothing_to_receive() -> Message:
 def _rebuild(
     instance: str, endpoint: str, is_legacy: bool, python_methods: tuple[str, ...], options: CallOptions
 ) -> Handle:
-    return Handle(instance, endpoint, is_legacy=is_legacy, python_methods=python_methods, options=options)
+    kind = _kind_of(options)
+    return kind(instance, endpoint, is_legacy=is_legacy, python_methods=python_methods, options=options)

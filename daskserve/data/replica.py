@@ -32,6 +32,7 @@ from daskserve.data.conversion import Answer, Unfinished, finish, finish_in_thre
 from daskserve.data.health import HealthWatch, probe_liveness
 from daskserve.data.replica_batches import ReplicaBatches
 from daskserve.data.requests import Exchange, Slot, open_exchange, read_body, request_context
+from daskserve.data.streaming import stream_call
 from daskserve.data.wall import Call, Wall
 from daskserve.errors import (
     ActorLostError,
@@ -270,6 +271,11 @@ class Replica:
     ) -> None:
         head = envelope.head
         method = servable.method(head.get("method") or CALL)
+        if "stream" in head:
+            context = self._request_context(wall, RequestContext(head.get("request_id") or ""))
+            begin = partial(self._begin, wall, slot)
+            await stream_call(wall, servable, method, envelope, send, begin, context)
+            return
         if method.accepts_batches:
             result = await self._batches.submit(method, BatchItem(head, payload=envelope.payload), slot)
             if isinstance(result, Exception):

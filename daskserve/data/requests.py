@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from starlette.datastructures import Headers
 from starlette.requests import Request
 
+from daskserve.clock import LoopClock
 from daskserve.context import RequestContext
 from daskserve.data.wall import Call, Wall
 from daskserve.errors import ServeError
@@ -249,7 +250,10 @@ class Exchange:
     async def send(self, message: Message) -> None:
         """Send a message to the client, waiting only while too many are under way."""
         self._post(message)
-        if self._sent - self._passed >= WINDOW and not self._is_closed:
+        if self._is_closed:
+            # The cancellation that is on its way would never reach code that waits for nothing else.
+            await LoopClock().sleep(0)
+        elif self._sent - self._passed >= WINDOW:
             room: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._block(partial(self._wall.user_loop.hop.post, _wake, room))
             await room

@@ -834,6 +834,12 @@ async def stream_for_ever(request: Any) -> AsyncIterator[str]:
         GATES.notes.append("closed")
 
 
+async def stream_without_a_pause(request: Any) -> AsyncIterator[str]:
+    while True:
+        GATES.began.release()
+        yield "more"
+
+
 def stream_for_ever_plain(request: Any) -> Iterator[str]:
     try:
         while True:
@@ -855,6 +861,20 @@ def test_a_cancelled_stream_is_closed(definition: Any) -> None:
         assert GATES.notes == ["closed"]
 
     run(scenario, definition)
+
+
+def test_a_stream_that_never_pauses_is_cancelled_at_any_moment() -> None:
+    """It goes on, unheard, while its cancellation is on its way to the loop that it occupies."""
+
+    async def scenario(replica: Replica) -> None:
+        for number in range(1, 40):
+            request = asyncio.create_task(http(replica))
+            await begun(number)
+            request.cancel()
+            await asyncio.wait([request])
+            await until(lambda: replica.load() == Load(0, 0))
+
+    run(scenario, stream_without_a_pause)
 
 
 def test_requests_cancelled_at_any_moment_leave_no_slot_taken() -> None:
