@@ -6,7 +6,16 @@ together is decided on the worker's loop (`daskserve.data.replica_batches`); a `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence, Sized
+from collections.abc import (
+    AsyncGenerator,
+    Callable,
+    Generator,
+    Iterable,
+    Mapping,
+    MutableMapping,
+    Sequence,
+    Sized,
+)
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeVar
@@ -14,7 +23,7 @@ from typing import Any, TypeVar
 from daskserve import payload as pickled
 from daskserve.data.conversion import Answer, Unfinished, dump_result, failure, to_answer
 from daskserve.data.requests import HTTPRequest, ServeRequest, legacy_argument
-from daskserve.errors import ServeError
+from daskserve.errors import ServeError, UserCodeError
 from daskserve.types import Payload, Receive
 
 CallableT = TypeVar("CallableT", bound=Callable[..., Any])
@@ -127,6 +136,11 @@ class Batch:
                 return self._failed(item, result)
             if item.scope is not None:
                 return to_answer(result)
+            if isinstance(result, (Generator, AsyncGenerator)):
+                raise UserCodeError(
+                    f"{self._name} gave a generator for a request of its batch; what takes batches "
+                    "gives each call a single result."
+                )
             return dump_result(self._name, result)
         except Exception as error:  # one result that cannot be written is one failure
             return self._failed(item, error)
