@@ -143,6 +143,11 @@ class BackendConfig(Options):
     health_check_threshold: int = Field(
         3, ge=1, description="So many failed probes in a row take a replica out of service."
     )
+    method_header: bool = Field(
+        False,
+        description="Let the header ``X-SERVE-CALL-METHOD`` of an HTTP request name the public method of the "
+        "class that answers it; ``reconfigure`` and ``check_health`` are never among them.",
+    )
     event_loop: Literal["own", "worker"] = Field(
         "own",
         description="Where async user code runs: on an event loop and thread of its own, or, faster but "

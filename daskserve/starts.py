@@ -41,6 +41,8 @@ class ReplicaStart(StartMessage):
         ``"own"`` or ``"worker"``, see `daskserve.config.BackendConfig`.
     has_liveness : bool
         Whether to probe that user code can run at all; the user's ``check_health`` is asked in any case.
+    method_header : bool
+        Whether HTTP requests may name the method that answers them.
     debug : bool
         Whether HTTP answers to failed requests show the user's traceback.
     isolation : str
@@ -59,6 +61,7 @@ class ReplicaStart(StartMessage):
     max_batch_size: int = 0
     batch_wait_timeout_s: float = 0.0
     wait_loop_s: float = 2.0
+    method_header: bool = False
     debug: bool = False
     has_liveness: bool = True
     health_period_s: float = 5.0

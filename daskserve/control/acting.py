@@ -190,6 +190,7 @@ class Acting:
                 max_batch_size=backend.config.get("max_batch_size") or 0,
                 batch_wait_timeout_s=float(backend.config.get("batch_wait_timeout", 0)),
                 wait_loop_s=float(backend.config.get("experimental_graceful_shutdown_wait_loop_s", 2)),
+                method_header=bool(backend.config.get("method_header", False)),
                 debug=self._debug,
                 has_liveness=backend.config.get("liveness", "default") is not None,
                 health_period_s=float(backend.config.get("health_check_period_s", 5)),
@@ -223,6 +224,7 @@ class Acting:
                 concurrency=backend.concurrency,
                 max_batch_size=backend.config.get("max_batch_size") or 0,
                 batch_wait_timeout_s=float(backend.config.get("batch_wait_timeout", 0)),
+                method_header=bool(backend.config.get("method_header", False)),
             )
             await self._clock.wait_for(call, self._start_timeout_s)
         except (ActorLostError, UnavailableError) as error:

@@ -388,26 +388,26 @@ class Servable:
         return SENT
 
     async def answer_http(
-        self, scope: MutableMapping[str, Any], exchange: Exchange, body: bytes | None
+        self, method: Method, scope: MutableMapping[str, Any], exchange: Exchange, body: bytes | None
     ) -> Answer | Unfinished:
         """Let an async callable answer; ``body`` is given if it is all there."""
         try:
-            if self.methods[CALL].takes_argument:
-                result = self._bound[CALL](HTTPRequest(scope, exchange.receive, body))
+            if method.takes_argument:
+                result = self._bound[method.name](HTTPRequest(scope, exchange.receive, body))
             else:
-                result = self._bound[CALL]()
+                result = self._bound[method.name]()
             return to_answer(await result if type(result) is CoroutineType else result)
         except Exception as error:  # the user's, and logged as such
             return failure(error, is_debug=self.is_debug)
 
     def answer_http_in_thread(
-        self, scope: MutableMapping[str, Any], exchange: Exchange, body: bytes
+        self, method: Method, scope: MutableMapping[str, Any], exchange: Exchange, body: bytes
     ) -> Answer | Unfinished:
         """Let a plain callable answer a request whose whole body is there."""
         try:
-            if self.methods[CALL].takes_argument:
-                return to_answer(self._bound[CALL](HTTPRequest(scope, exchange.receive, body)))
-            return to_answer(self._bound[CALL]())
+            if method.takes_argument:
+                return to_answer(self._bound[method.name](HTTPRequest(scope, exchange.receive, body)))
+            return to_answer(self._bound[method.name]())
         except Exception as error:  # the user's, and logged as such
             return failure(error, is_debug=self.is_debug)
 

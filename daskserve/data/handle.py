@@ -241,9 +241,7 @@ class Handle:
             current.add_call(future)
         return future, link, request_id
 
-    async def _call(
-        self, payload: Payload, request_id: str, deadline: float | None, put: Send | None
-    ) -> Any:
+    async def _call(self, payload: Payload, request_id: str, deadline: float | None, put: Send | None) -> Any:
         cluster: Cluster = self._cluster
         if cluster.is_ended:
             raise ClosedError(f"Instance {self._instance!r} has been shut down; its handles are of no use.")

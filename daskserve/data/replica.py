@@ -30,6 +30,7 @@ from daskserve.data.callables import (
 )
 from daskserve.data.conversion import Answer, Unfinished, finish, finish_in_thread, user_traceback
 from daskserve.data.health import HealthWatch, probe_liveness
+from daskserve.data.method_header import named_method
 from daskserve.data.replica_batches import ReplicaBatches
 from daskserve.data.requests import Exchange, Slot, open_exchange, read_body, request_context
 from daskserve.data.streaming import stream_call
@@ -59,6 +60,7 @@ class Replica:
         self._context = context
         self._start = ReplicaStart.decode(context.spec.payload)
         self._concurrency = self._start.concurrency
+        self._has_method_header = self._start.method_header
         self._wall: Wall | None = None
         self._servable: Servable | None = None
         self._sockets: set[Exchange] = set()
@@ -221,7 +223,7 @@ class Replica:
         self, wall: Wall, servable: Servable, envelope: Envelope, receive: Receive, send: Send, slot: Slot
     ) -> None:
         scope = dict(envelope.head)
-        method = servable.methods[CALL]
+        method = named_method(servable, scope) if self._has_method_header else servable.methods[CALL]
         if scope["type"] == "websocket" and not method.is_asgi:
             await receive()
             await send({"type": "websocket.close", "code": 1003, "reason": "not an ASGI application"})
@@ -247,9 +249,9 @@ class Replica:
             elif method.is_asgi:
                 answer = await exchange.carry(run(False, servable.answer_app, scope, exchange))
             elif method.is_async:
-                answer = await run(False, servable.answer_http, scope, exchange, body).wait()
+                answer = await run(False, servable.answer_http, method, scope, exchange, body).wait()
             else:
-                answer = await run(True, servable.answer_http_in_thread, scope, exchange, body).wait()
+                answer = await run(True, servable.answer_http_in_thread, method, scope, exchange, body).wait()
             while isinstance(answer, Unfinished):
                 # A copy, because the call before may not quite have left its context yet.
                 run = partial(self._begin, wall, slot, context.copy())
@@ -272,8 +274,8 @@ class Replica:
         head = envelope.head
         method = servable.method(head.get("method") or CALL)
         if "stream" in head:
-            context = self._request_context(wall, RequestContext(head.get("request_id") or ""))
             begin = partial(self._begin, wall, slot)
+            context = self._request_context(wall, envelope)
             await stream_call(wall, servable, method, envelope, send, begin, context)
             return
         if method.accepts_batches:
@@ -323,6 +325,7 @@ class Replica:
         concurrency: int,
         max_batch_size: int = 0,
         batch_wait_timeout_s: float = 0.0,
+        method_header: bool = False,
     ) -> None:
         """Take over changed options without a restart; a ``user_config`` goes to the user's ``reconfigure``.
 
@@ -349,6 +352,7 @@ class Replica:
             wall.threads.limit = _threads(concurrency)
             self._set_current_replica(servable.target)
             self._batches.reconfigure(max_batch_size, batch_wait_timeout_s)
+            self._has_method_header = method_header
 
     async def statistics(self) -> dict[str, Any]:
         """Return the replica's figures; those that end in ``_total`` only grow."""

@@ -492,6 +492,15 @@ def test_cancelling_wakes_whoever_waits(everywhere: Deployed) -> None:
     in_loop(scenario)
 
 
+@both
+def test_a_stream_ends_at_its_deadline(everywhere: Deployed, suffix: str) -> None:
+    handle = everywhere.handle.options(method_name=f"numbers{suffix}", stream=True, timeout_s=0.3)
+    stream = handle.remote(10**9)
+    with pytest.raises(RequestTimeoutError):
+        list(stream)
+    assert everywhere.wait_for_note("closed") == ["left", "closed"]
+
+
 def test_a_generator_that_refuses_to_end_does_not_hold_the_caller(client: serve.Client) -> None:
     deployed = Deployed(client, "one-more")
     stream = deployed.stream("stubborn")

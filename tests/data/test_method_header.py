@@ -1,0 +1,130 @@
+"""HTTP requests that name the method which is to answer them (feature CL30)."""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import daskserve as serve
+from daskserve.testing import local_instance
+
+DEADLINE_S = 10.0
+ON = {"method_header": True}
+
+
+class Model:
+    """Tells which method was called, and with what."""
+
+    def __call__(self, request: Any) -> str:
+        return f"call {type(request).__name__} {request.query_params.get('q')}"
+
+    def plain(self, request: Any) -> str:
+        return f"plain {type(request).__name__} {request.query_params.get('q')} {request.body_bytes.decode()}"
+
+    async def on_loop(self, request: Any) -> str:
+        return f"on_loop {type(request).__name__} {(await request.body()).decode()}"
+
+    def bare(self) -> str:
+        return "bare"
+
+    def stream(self, request: Any) -> Iterator[str]:
+        yield from ("a", "b")
+
+    @serve.batch(max_batch_size=1)
+    async def batched(self, requests: list[Any]) -> list[str]:
+        return [f"batched {type(request).__name__}" for request in requests]
+
+    @serve.accept_batch
+    def many(self, requests: list[Any]) -> list[str]:
+        return [f"many {type(request).__name__}" for request in requests]
+
+    async def app(self, scope: Any, receive: Any, send: Any) -> None: ...
+
+    def reconfigure(self, user_config: Any) -> None: ...
+
+    def check_health(self) -> None: ...
+
+    def _secret(self, request: Any) -> str:
+        return "secret"
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[serve.Client]:
+    with local_instance(http_options={"port": 0}) as client:
+        for name, config in (("off", {}), ("on", ON), ("isolated", {**ON, "isolation": "process"})):
+            client.create_backend(name, Model, config=config)
+            client.create_endpoint(name, backend=name, route=f"/{name}", methods=["GET", "POST"])
+        yield client
+
+
+def fetch(client: serve.Client, path: str, method: str | None, body: bytes | None = None) -> tuple[int, str]:
+    (url,) = client.http_urls()
+    headers = {} if method is None else {"X-Serve-Call-Method": method}
+    request = urllib.request.Request(f"{url}/{path}?q=1", body, headers)
+    try:
+        with urllib.request.urlopen(request, timeout=DEADLINE_S) as reply:
+            return reply.status, reply.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+@pytest.mark.parametrize("path", ["on", "isolated"])
+@pytest.mark.parametrize(
+    ("method", "text"),
+    [
+        (None, "call HTTPRequest 1"),
+        ("__call__", "call HTTPRequest 1"),
+        ("plain", "plain HTTPRequest 1 data"),
+        ("on_loop", "on_loop HTTPRequest data"),
+        ("bare", "bare"),
+        ("stream", "ab"),
+        ("batched", "batched HTTPRequest"),
+        ("many", "many HTTPRequest"),
+    ],
+)
+def test_the_header_picks_the_method_which_gets_the_same_request(
+    client: serve.Client, path: str, method: str | None, text: str
+) -> None:
+    assert fetch(client, path, method, b"data") == (200, text)
+
+
+def test_the_header_is_nothing_special_unless_asked_for(client: serve.Client) -> None:
+    for method in ("plain", "missing", "_secret"):
+        assert fetch(client, "off", method) == (200, "call HTTPRequest 1")
+
+
+@pytest.mark.parametrize(
+    "method", ["missing", "_secret", "__init__", "__del__", "reconfigure", "check_health", "app", "", "\xe9"]
+)
+def test_what_is_no_public_method_is_refused_with_those_that_there_are(
+    client: serve.Client, method: str
+) -> None:
+    status, text = fetch(client, "on", method)
+    assert status == 400
+    assert text.endswith("there are: __call__, bare, batched, many, on_loop, plain, stream.")
+
+
+def test_it_can_be_switched_while_it_runs(client: serve.Client) -> None:
+    client.create_backend("switched", Model)
+    client.create_endpoint("switched", backend="switched", route="/switched")
+    for is_on, text in ((True, "bare"), (False, "call HTTPRequest 1")):
+        client.update_backend_config("switched", {"method_header": is_on})
+        assert fetch(client, "switched", "bare") == (200, text)
+
+
+def test_functions_have_one_method_and_applications_none(client: serve.Client) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": dict(scope["headers"])[b"x-serve-call-method"]})
+
+    for name, definition in (("function", lambda: "answer"), ("application", app)):
+        client.create_backend(name, definition, config=ON)
+        client.create_endpoint(name, backend=name, route=f"/{name}")
+    assert fetch(client, "function", None) == (200, "answer")
+    status, text = fetch(client, "function", "other")
+    assert (status, text.rpartition(": ")[2]) == (400, "__call__.")
+    assert fetch(client, "application", "other") == (200, "other")
