@@ -12,7 +12,8 @@ import pytest
 
 from daskserve import loops
 from daskserve.cluster.launch import command
-from daskserve.data.user_threads import Hop, UserLoop
+from daskserve.data.user_threads import UserLoop
+from daskserve.hops import Hop
 
 uvloop = pytest.importorskip("uvloop")
 

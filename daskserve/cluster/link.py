@@ -27,6 +27,7 @@ from daskserve.cluster.dask import DaskCluster, ask_supervisor
 from daskserve.cluster.probe import mismatch, version_probe
 from daskserve.context import current_replica
 from daskserve.errors import ClusterUnreachableError, InstanceError, VersionMismatchError
+from daskserve.hops import Hops
 from daskserve.types import Envelope, InstanceName, Load, Receive, Send
 
 T = TypeVar("T")
@@ -86,6 +87,8 @@ class Link:
     ) -> None:
         self.client = client
         self.clock = LoopClock()
+        #: Ways onto event loops: this link's own, and those of its callers.
+        self.hops = Hops()
         self.rng = system_rng()
         self.channels = ChannelPool(
             dispatch or _refuse, connection_args=client.security.get_connection_args(role)
@@ -170,12 +173,9 @@ class Link:
                 "A blocking daskserve call was made on the event loop that would have to carry it out; call "
                 "it from another thread (asyncio.to_thread), or use the default event_loop='own'."
             )
-        if self.client.status in ("closing", "closed"):
+        if self.is_closed:
             coroutine.close()
-            raise ClusterUnreachableError(
-                f"The Dask client of {self.scheduler_address} is closed, and with it the connection that "
-                "daskserve used; make a new distributed.Client and start or connect with that."
-            )
+            raise self.closed_error()
         call = _Call(coroutine)
         try:
             return asyncio.run_coroutine_threadsafe(call.run(), self.loop).result(timeout_s)
@@ -185,6 +185,18 @@ class Link:
             with suppress(RuntimeError):  # the loop was closed meanwhile, and the call with it
                 self.loop.call_soon_threadsafe(call.cancel)
             raise
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the Dask client has been closed."""
+        return self.client.status in ("closing", "closed")
+
+    def closed_error(self) -> ClusterUnreachableError:
+        """Return what to raise if `is_closed`."""
+        return ClusterUnreachableError(
+            f"The Dask client of {self.scheduler_address} is closed, and with it the connection that "
+            "daskserve used; make a new distributed.Client and start or connect with that."
+        )
 
     def runs_here(self) -> bool:
         """Whether the caller is on the link's own loop."""

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from daskserve.errors import BadRequestError, NotRunningError
+from daskserve.errors import BadRequestError, ClusterUnreachableError, NotRunningError
+from daskserve.hops import Hops
 from daskserve.types import InstanceName
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ class LocalLink:
     def __init__(self, cluster: LocalCluster, process: LocalProcess) -> None:
         self.clock = cluster.clock
         self.rng = cluster.rng
+        self.hops = Hops()
         self._cluster = cluster
         self._process = process
 
@@ -38,6 +40,15 @@ class LocalLink:
     def is_open(self) -> bool:
         """Whether blocking calls can still be carried out."""
         return self.loop.is_running()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing can be carried out any more."""
+        return self.loop.is_closed()
+
+    def closed_error(self) -> ClusterUnreachableError:
+        """Return what to raise if `is_closed`."""
+        return ClusterUnreachableError("The local cluster has been closed.")
 
     def runs_here(self) -> bool:
         """Whether the caller is on the cluster's own loop."""

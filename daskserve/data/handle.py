@@ -7,7 +7,6 @@ of that process's link; callers may be on any thread or loop.
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import uuid
 from collections.abc import Generator, Mapping
@@ -17,6 +16,7 @@ from typing import Any, Literal, overload
 from daskserve.cluster.base import Cluster
 from daskserve.cluster.link import Link, present_link
 from daskserve.context import current_request
+from daskserve.data.pending import start_call, wait_for_call
 from daskserve.data.response_stream import Pipe, ResponseGenerator
 from daskserve.data.router import Routers
 from daskserve.deadlines import earliest, until
@@ -101,7 +101,7 @@ class Response:
         return self._wait().__await__()
 
     async def _wait(self) -> Any:
-        await asyncio.wrap_future(self._future)
+        await wait_for_call(self._link, self._future)
         return self._value()
 
     def _value(self) -> Any:
@@ -236,7 +236,7 @@ class Handle:
         call = self._call(dump((args, kwargs)), request_id, deadline, put)
         if deadline is not None:
             call = until(deadline, call, f"Request {request_id} was not answered in time.")
-        future = asyncio.run_coroutine_threadsafe(call, link.loop)
+        future = start_call(link, call)
         if current is not None:
             current.add_call(future)
         return future, link, request_id

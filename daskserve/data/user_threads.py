@@ -1,4 +1,4 @@
-"""The threads and event loops that user code runs on, and the way onto a loop from other threads.
+"""The threads and event loops that user code runs on.
 
 The pool of threads is our own: the interpreter joins threads of ``concurrent.futures`` when it exits, so one
 stuck handler would keep a process alive for ever. Ours are daemons.
@@ -10,45 +10,14 @@ import asyncio
 import logging
 import queue
 import threading
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from contextvars import Context
-from typing import Any
 
+from daskserve.hops import Hop
 from daskserve.loops import new_event_loop
 
 logger = logging.getLogger("daskserve.replica")
-
-
-class Hop:
-    """A way onto an event loop from other threads. N posts before the loop gets to them cost one wake-up."""
-
-    __slots__ = ("_is_armed", "_loop", "_posts")
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._posts: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
-        self._is_armed = False
-
-    def post(self, function: Callable[..., object], *args: Any) -> None:
-        """Run ``function(*args)`` on the loop, in the order of posts; a closed loop drops it."""
-        self._posts.append((function, args))
-        if not self._is_armed:
-            self._is_armed = True
-            with suppress(RuntimeError):  # what it raises for a closed loop
-                self._loop.call_soon_threadsafe(self._drain)
-
-    def _drain(self) -> None:
-        # Disarm first, count second: whoever posts after this line wakes the loop again, and whatever was
-        # posted before it is in the count.
-        self._is_armed = False
-        for _ in range(len(self._posts)):
-            function, args = self._posts.popleft()
-            try:
-                function(*args)
-            except Exception:
-                logger.exception("Internal error while crossing between threads in %r", function)
 
 
 class UserThreads:

@@ -4,8 +4,8 @@ Problem: user code blocks, and the worker's loop carries everybody's heartbeats,
 ``async def`` code of a replica runs on an event loop in a thread of its own, plain functions run in a pool
 of threads, and only small, quick functions cross over. Choices:
 
-- Crossing costs a system call and a change of threads, so a `daskserve.data.user_threads.Hop` takes along
-  all that was posted until the other side gets to it: under load many requests share one crossing.
+- Crossing costs a system call and a change of threads, so a `daskserve.hops.Hop` takes along all that
+  was posted until the other side gets to it: under load many requests share one crossing.
 - Nothing can stop a thread. A call that was given up and runs on is `Wall.abandoned` until it returns.
 - A blocked loop is noticed from outside (`LoopWatch`), while it is blocked, so that the place can be told.
 """
@@ -22,8 +22,9 @@ from types import FrameType
 from typing import Any, Generic, TypeVar
 
 from daskserve.context import current_request
-from daskserve.data.user_threads import Hop, UserLoop, UserThreads
+from daskserve.data.user_threads import UserLoop, UserThreads
 from daskserve.errors import ClosedError, UserCodeError
+from daskserve.hops import Hop
 
 T = TypeVar("T")
 Post = Callable[..., None]

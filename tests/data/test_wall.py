@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from daskserve.data.user_threads import Hop
 from daskserve.data.wall import BLOCKED_AFTER_S, LoopWatch, SharedLoopWatch, Wall
 from daskserve.errors import ClosedError, UserCodeError
+from daskserve.hops import Hop
 
 DEADLINE_S = 10.0
 
