@@ -284,6 +284,11 @@ class Router:
 
         try:
             await self._routers.replica_set(backend).send(envelope, receive_and_copy, send)
+        except asyncio.CancelledError:
+            # Nobody wants it any more; and a copy of a stream without an end would never end.
+            for copy in copies:
+                copy.task.cancel()
+            raise
         finally:
             for copy in copies:
                 copy.end()

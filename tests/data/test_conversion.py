@@ -11,6 +11,7 @@ import enum
 import json
 import logging
 import sys
+import threading
 import types
 import uuid
 from collections import OrderedDict
@@ -40,7 +41,7 @@ from daskserve.data.conversion import (
 )
 from daskserve.data.requests import open_exchange
 from daskserve.data.wall import Wall
-from daskserve.errors import UserCodeError
+from daskserve.errors import StreamOptionError, UserCodeError
 from daskserve.payload import load
 from daskserve.types import Message
 
@@ -175,7 +176,9 @@ def test_a_result_that_contains_itself_is_an_error() -> None:
 
 def test_the_result_of_a_call_is_pickled_or_named() -> None:
     assert load(dump_result("Method f", {"a": 1})) == {"a": 1}
-    with pytest.raises(UserCodeError, match=r"Method f returned a builtins\.generator"):
+    with pytest.raises(UserCodeError, match=r"Method f returned a _thread\.lock"):
+        dump_result("Method f", threading.Lock())
+    with pytest.raises(StreamOptionError, match=r"Method f is a generator; call it with .*stream=True"):
         dump_result("Method f", (n for n in range(3)))
 
 

@@ -21,7 +21,7 @@ import pytest
 
 import daskserve as serve
 from daskserve.data.batching import accept_batch
-from daskserve.errors import RequestTimeoutError, StreamOptionError
+from daskserve.errors import ReplicaBusyError, RequestTimeoutError, StreamOptionError, UnavailableError
 from daskserve.testing import local_instance
 
 DEADLINE_S = 20.0
@@ -141,6 +141,27 @@ class Streams:
         except GeneratorExit:
             self.notes.append("refused")
             yield 2
+
+    def endless(self, request: Any) -> Iterator[int]:
+        return self.numbers(10**9)
+
+    def told_by_classic(self, request: Any) -> Any:
+        return self.told()
+
+    def busy(self) -> Iterator[int]:
+        self.made += 1
+        yield from ()
+        raise ReplicaBusyError("full")
+
+    async def busy_async(self) -> AsyncIterator[int]:
+        self.made += 1
+        for item in ():
+            yield item
+        raise ReplicaBusyError("full")
+
+    def busy_at_once(self) -> Iterator[int]:
+        self.made += 1
+        raise ReplicaBusyError("full")
 
     def __call__(self, request: Any) -> Iterator[Any]:
         yield request.data
@@ -536,6 +557,33 @@ def test_a_stream_that_nobody_holds_any_more_is_given_up_even_in_a_cycle(deploye
     del stream, cycle
     gc.collect()
     assert deployed.wait_for_note("closed") == ["left", "closed"]
+
+
+def test_a_shadow_of_a_stream_ends_with_its_caller(client: serve.Client) -> None:
+    for tag in ("original", "shadow"):
+        client.create_backend(tag, Streams)
+        client.create_endpoint(tag, backend=tag)
+    client.shadow_traffic("original", "shadow", 1)
+    handle = client.get_handle("original").options(method_name="endless", stream=True)
+    told = client.get_handle("shadow").options(method_name="told_by_classic")
+    stream = handle.remote()
+    assert next(stream) == 0
+    while not told.remote().result(DEADLINE_S)[0]:
+        pass
+    stream.close()
+    deadline = time.monotonic() + DEADLINE_S
+    while told.remote().result(DEADLINE_S)[1] != ["left", "closed"]:
+        assert time.monotonic() < deadline
+
+
+@pytest.mark.parametrize("method", ["busy", "busy_async", "busy_at_once"])
+def test_trouble_of_calls_that_a_generator_makes_is_its_own(everywhere: Deployed, method: str) -> None:
+    """As it is, the error would have the router take this replica for busy and ask again."""
+    stream = everywhere.stream(method)
+    with pytest.raises(UnavailableError, match="A call made by this backend failed: full") as caught:
+        list(stream)
+    assert type(caught.value) is UnavailableError
+    assert everywhere.ask("told")[0] == 1
 
 
 def test_two_cannot_iterate_at_the_same_time(deployed: Deployed) -> None:
