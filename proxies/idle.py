@@ -18,9 +18,12 @@ class IdleWatch(Generic[T]):
         # All wait equally long, so the order of insertion is the order in which they are due.
         self._since: dict[T, float] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._is_stopped = False
 
     def watch(self, item: T) -> None:
-        """Give an item its full time from now."""
+        """Give an item its full time from now; after `stop` it does nothing."""
+        if self._is_stopped:
+            return
         loop = asyncio.get_running_loop()
         self._since.pop(item, None)
         self._since[item] = loop.time()
@@ -35,7 +38,8 @@ class IdleWatch(Generic[T]):
         return len(self._since)
 
     def stop(self) -> None:
-        """Forget everything."""
+        """Forget everything, for good: a connection may have a last request when its server has stopped."""
+        self._is_stopped = True
         self._since.clear()
         if self._timer is not None:
             self._timer.cancel()

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 
-from http_harness import advance, poll_for, run
+from http_harness import advance, poll_for, run, timers
 
 from daskserve.proxies.idle import IdleWatch
 
@@ -44,9 +44,12 @@ def test_the_watch_starts_again_after_it_was_empty() -> None:
 def test_nothing_is_reported_after_stop() -> None:
     async def test() -> None:
         found: list[str] = []
+        before = timers(asyncio.get_running_loop())
         watch = IdleWatch(2, found.append)
         watch.watch("a")
         watch.stop()
+        watch.watch("b")
+        assert timers(asyncio.get_running_loop()) == before
         advance(3)
         for _ in range(3):
             await asyncio.sleep(0)
