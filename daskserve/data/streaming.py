@@ -47,26 +47,15 @@ async def stream_call(
         raise StreamOptionError(f"{name} takes batches of requests and cannot be called with stream=True.")
     exchange = open_exchange(wall, {"type": "call"}, _nothing_to_receive, send)
     answer: Any = _answer if method.is_async else _answer_in_thread
-    try:
-        rest = await exchange.carry(
-            begin(
-                context,
-                not method.is_async,
-                answer,
-                servable,
-                method,
-                envelope.head,
-                envelope.payload,
-                exchange,
-            )
-        )
-        while rest is not None:
-            # Async code may return what only a thread should run, and the other way round.
-            in_thread = isinstance(rest, Iterator)
-            finish: Any = _finish_in_thread if in_thread else _finish
-            rest = await exchange.carry(begin(context.copy(), in_thread, finish, name, rest, exchange))
-    finally:
-        exchange.close()
+    call = begin(
+        context, not method.is_async, answer, servable, method, envelope.head, envelope.payload, exchange
+    )
+    rest = await exchange.carry(call)
+    while rest is not None:
+        # Async code may return what only a thread should run, and the other way round.
+        in_thread = isinstance(rest, Iterator)
+        finish: Any = _finish_in_thread if in_thread else _finish
+        rest = await exchange.carry(begin(context.copy(), in_thread, finish, name, rest, exchange))
 
 
 async def _nothing_to_receive() -> Message:

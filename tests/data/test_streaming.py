@@ -468,9 +468,10 @@ def test_a_caller_on_a_loop_that_leaves_has_the_generator_closed(deployed: Deplo
 
     async def is_cancelled() -> None:
         async def iterate() -> None:
-            async for _ in deployed.stream(f"gated{suffix}"):
+            async for _ in stream:
                 began.set()
 
+        stream = deployed.stream(f"gated{suffix}")
         began = asyncio.Event()
         task = asyncio.create_task(iterate())
         await began.wait()
@@ -478,6 +479,7 @@ def test_a_caller_on_a_loop_that_leaves_has_the_generator_closed(deployed: Deplo
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+        assert [item async for item in stream] == []
 
     async def closes() -> None:
         async with contextlib.aclosing(deployed.stream(f"numbers{suffix}", 10**9)) as stream:
