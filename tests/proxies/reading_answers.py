@@ -53,7 +53,11 @@ def _read_answer(data: bytes, start: int, method: bytes) -> tuple[Answer, int]:
         assert matched[1] not in answer.headers, f"{matched[1]!r} comes twice"
         answer.headers[matched[1].lower()] = matched[2]
     position = end + 4
-    if answer.status < 200 or answer.status in (204, 304) or method == b"HEAD":
+    # Who cannot read a request does not know either that it is a HEAD.
+    is_unread = answer.status >= 400 and answer.headers.get(b"connection") == b"close"
+    if answer.status < 200 or answer.status in (204, 304) or (method == b"HEAD" and not is_unread):
+        return answer, position
+    if method == b"HEAD" and position == len(data):
         return answer, position
     if answer.headers.get(b"transfer-encoding") == b"chunked":
         return answer, _read_chunks(answer, data, position)

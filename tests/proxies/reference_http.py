@@ -104,12 +104,9 @@ def read(data: bytes) -> list[Reading]:
 
 
 def _read_message(reading: Reading, data: bytes, start: int) -> int:
-    position = start
-    while data[position : position + 1] in (b"\r", b"\n"):  # empty lines before a message are forgiven
-        line, position = _line(reading, data, position)
-        if line:
-            raise _Bad
-        reading.is_optional |= position - start > 2
+    # An empty line before a message is forgiven; several of them, and what is almost one, may be.
+    position = len(data) - len(data[start:].lstrip(b"\r\n"))
+    reading.is_optional = data[start:position] not in (b"", b"\r\n")
     position = _read_head(reading, data, position)
     reading.is_optional |= position - start > LONG_HEAD_BYTES
     _check_head(reading)
