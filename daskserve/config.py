@@ -58,7 +58,10 @@ class HTTPOptions(Options):
         description="A WebSocket whose client sends a larger message is closed with code 1009.",
     )
     keep_alive_timeout_s: float = Field(
-        90.0, gt=0, description="Close a connection that was idle for this long."
+        90.0,
+        gt=0,
+        description="Close a connection on which nothing came in for this long, between requests or within "
+        "one that is not whole and is not being answered either.",
     )
     trusted_forwarders: list[str] = Field(
         default_factory=list,

@@ -90,6 +90,7 @@ HEADERS = [
     b"X-Request-Timeout-Seconds: nan",
     b"X-Request-Timeout-Seconds: 9" + b"9" * 400,
     b"X-Serve-Shard-Key: \xff",
+    b"X-SERVE-CALL-METHOD: \xff",
     b"X-Forwarded-For: \xff, 1.2.3.4:x, [::1",
     b"X-Forwarded-Proto: javascript",
     b"Connection: close",

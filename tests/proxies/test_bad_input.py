@@ -18,7 +18,7 @@ from reading_answers import Answer, read_answers
 from reference_http import Reading, State
 
 #: In every run of the suite; the profile ``nightly`` tries more, and others every time.
-CASES = 500
+CASES = 400
 
 KNOWN = {b"/echo", b"/early", b"/stream", b"/fixed"}
 

@@ -19,7 +19,7 @@ from reference_websocket import End, Frames, read_frames
 from test_bad_input import compare
 
 #: In every run of the suite; the profile ``nightly`` tries more, and others every time.
-CASES = 200
+CASES = 100
 
 OPENING = b"\r\n".join([FIRST_LINES[0], *HANDSHAKE, b"", b""])
 
