@@ -16,7 +16,8 @@ FRAMING_HEADERS = frozenset(
     ("Host", "Connection", "Content-Length", "Transfer-Encoding", "Expect", "Upgrade")
 )
 
-_HOST = re.compile(r"(?:\[[0-9A-Fa-fvV.:]+\]|(?:[A-Za-z0-9\-._~!$&'()*+,;=]|%[0-9A-Fa-f]{2})*)(?::[0-9]*)?")
+_HOST = re.compile(r"(?:\[[0-9A-Fa-fvV.:]+\]|[A-Za-z0-9\-._~!$&'()*+,;=%]*)(?::[0-9]*)?")
+_NO_ESCAPE = re.compile(r"%(?![0-9A-Fa-f]{2})")
 _ABSOLUTE = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*://[^/?#]+(.*)")
 _AUTHORITY = re.compile(r"[^/?#@]+:[0-9]+")
 
@@ -33,7 +34,7 @@ def check_host(framing: Mapping[str, str], version: str) -> None:
     if host is None:
         if version != "HTTP/1.0":
             raise ValueError("A request needs a Host header.")
-    elif "," in host or _HOST.fullmatch(host) is None:
+    elif "," in host or _HOST.fullmatch(host) is None or ("%" in host and _NO_ESCAPE.search(host)):
         raise ValueError("Host must be one name or address, with or without a port.")
 
 
