@@ -23,7 +23,7 @@ def read_long_description() -> str:
 
 
 EXAMPLES = ["scikit-learn>=1.6", "threadpoolctl>=3.1", "pillow>=10.3", "python-multipart>=0.0.18"]
-TEST = ["pytest>=8", "hypothesis>=6.100", "httpx>=0.27", "psutil>=5.9", "uvloop>=0.19"]
+TEST = ["pytest>=8", "hypothesis>=6.100", "httpx>=0.27", "psutil>=5.9", "uvloop>=0.19", "cryptography>=42"]
 
 setup(
     name="daskserve",

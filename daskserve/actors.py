@@ -16,6 +16,7 @@ from daskserve.payload import load_bytes
 from daskserve.proxies.app import IngressApp, build_app
 from daskserve.proxies.forwarded import ForwardedHeaders
 from daskserve.proxies.routes import RouteTable
+from daskserve.proxies.tls import server_context
 from daskserve.proxies.tornado_server import TornadoServer
 from daskserve.starts import ProxyStart, ReplicaStart
 from daskserve.types import Envelope, Load, Receive, Send
@@ -91,6 +92,9 @@ class ProxyActor:
             max_message_bytes=options.get("max_websocket_message_bytes", 16 << 20),
             keep_alive_timeout_s=options.get("keep_alive_timeout_s", 90.0),
             public_host=self._start.public_host,
+            tls=server_context(
+                options.get("ssl_certfile"), options.get("ssl_keyfile"), options.get("ssl_keyfile_password")
+            ),
             clock=self._context.clock,
         )
         self._server.bind()

@@ -11,7 +11,7 @@ import ipaddress
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from daskserve.types import Location
 
@@ -68,6 +68,17 @@ class HTTPOptions(Options):
         description="Addresses and networks of reverse proxies whose ``X-Forwarded-For`` and "
         "``X-Forwarded-Proto`` are believed.",
     )
+    ssl_certfile: str | None = Field(
+        None,
+        description="Certificate in PEM, with those that lead to its authority; the proxies then speak HTTPS "
+        "and nothing else. A path on the hosts of the proxies.",
+    )
+    ssl_keyfile: str | None = Field(
+        None, description="The certificate's private key in PEM. None: it is in ``ssl_certfile``."
+    )
+    ssl_keyfile_password: str | None = Field(
+        None, repr=False, description="Opens the private key, if it is encrypted."
+    )
     debug: bool = Field(
         False, description="Answer errors of user code with their traceback. Never on an open port."
     )
@@ -78,6 +89,12 @@ class HTTPOptions(Options):
         for name in names:
             ipaddress.ip_network(name, strict=False)
         return names
+
+    @model_validator(mode="after")
+    def _key_has_a_certificate(self) -> HTTPOptions:
+        if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_keyfile_password):
+            raise ValueError("ssl_keyfile and ssl_keyfile_password need an ssl_certfile")
+        return self
 
     @property
     def has_proxies(self) -> bool:

@@ -312,11 +312,8 @@ class IngressApp:
         route = table.match(own_path)
         if route is None:
             host = exchange.host.decode("latin-1") or _server_of(scope)
-            await self._refuse(
-                exchange,
-                404,
-                f"Path '{path}' not found. Ping http://{host}{root}/-/routes for available routes.",
-            )
+            url = f"{scope.get('scheme', 'http')}://{host}{root}/-/routes"
+            await self._refuse(exchange, 404, f"Path '{path}' not found. Ping {url} for available routes.")
             return
         if method not in route.methods:
             await self._refuse_method(exchange, method, route.methods)

@@ -19,6 +19,7 @@ import asyncio
 import email.utils
 import logging
 import socket
+import ssl
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote_to_bytes
@@ -79,8 +80,10 @@ class Carrier:
         idle_timeout_s: float,
         clock: Clock,
         max_message_bytes: int = 16 << 20,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self.app = app
+        self.tls = tls
         self.max_body_bytes = max_body_bytes
         self.max_message_bytes = max_message_bytes
         self.tasks: set[asyncio.Task[None]] = set()
@@ -334,7 +337,7 @@ class Exchange(RequestReader):
             "asgi": _ASGI,
             "http_version": version[5:],
             "method": self._method,
-            "scheme": "http",
+            "scheme": "http" if self._carrier.tls is None else "https",
             "path": path,
             "raw_path": raw,
             "query_string": query.encode("latin-1"),
@@ -351,7 +354,8 @@ class Exchange(RequestReader):
     def _open_socket(self, scope: dict[str, Any]) -> None:
         """Hand the connection over to a WebSocket's session, unless the handshake is not one."""
         del scope["method"]
-        scope |= {"type": "websocket", "scheme": "ws", "extensions": {"websocket.http.response": {}}}
+        scheme = "ws" if self._carrier.tls is None else "wss"
+        scope |= {"type": "websocket", "scheme": scheme, "extensions": {"websocket.http.response": {}}}
         carrier = self._carrier
         try:
             session = WebSocketSession(

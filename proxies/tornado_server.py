@@ -11,6 +11,7 @@ import asyncio
 import logging
 import selectors
 import socket
+import ssl
 import sys
 from typing import Any
 
@@ -61,6 +62,8 @@ class TornadoServer:
         while nothing was answered either.
     public_host : str
         Stands in `urls` for a host that means every address, such as ``0.0.0.0``.
+    tls : ssl.SSLContext, optional
+        Speak HTTPS, with this certificate.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class TornadoServer:
         max_message_bytes: int = 16 << 20,
         keep_alive_timeout_s: float = 90.0,
         public_host: str = "127.0.0.1",
+        tls: ssl.SSLContext | None = None,
         clock: Clock | None = None,
     ) -> None:
         self._host = host
@@ -89,6 +93,7 @@ class TornadoServer:
             max_message_bytes=max_message_bytes,
             idle_timeout_s=keep_alive_timeout_s,
             clock=self._clock,
+            tls=tls,
         )
         self._hangups = HangupWatch(self._carrier)
         self._sockets: list[socket.socket] = []
@@ -105,7 +110,8 @@ class TornadoServer:
         host = self._public_host if self._host in _WILDCARDS else self._host
         if ":" in host and not host.startswith("["):
             host = f"[{host}]"
-        return (f"http://{host}:{self._port}",)
+        scheme = "http" if self._carrier.tls is None else "https"
+        return (f"{scheme}://{host}:{self._port}",)
 
     def bind(self) -> None:
         """Take the port.
@@ -193,7 +199,7 @@ class _Listener(TCPServer):
     """Makes a `Link` of each accepted socket, and an `Exchange` of each request on it."""
 
     def __init__(self, carrier: Carrier) -> None:
-        super().__init__()
+        super().__init__(ssl_options=carrier.tls)
         self._carrier = carrier
         self._delegate = _ConnectionDelegate(carrier)
         # Bodies are limited by the exchange, and times by the watch: Tornado's own limits answer 400, and

@@ -34,7 +34,7 @@ from distributed.worker_memory import parse_memory_limit
 
 from daskserve.errors import InstanceError
 from daskserve.loops import uses_uvloop
-from daskserve.settings import LocalClusterSize
+from daskserve.settings import LocalClusterSize, process_variables
 
 logger = logging.getLogger("daskserve.launch")
 
@@ -79,6 +79,16 @@ def _event_loop() -> str:
     return "uvloop" if configured == "tornado" and uses_uvloop() else configured
 
 
+def _environment() -> dict[str, str]:
+    """Return the variables of a process of the cluster, with what `dask.config.set` changed in this one.
+
+    So a cluster can be given certificates, and its processes agree on all else too. Other sections than
+    these may hold objects, a pool of threads for instance, that stay where they are.
+    """
+    sections = {name: dask.config.get(name, default={}) for name in ("distributed", "daskserve")}
+    return {**process_variables(), "DASK_INTERNAL_INHERIT_CONFIG": dask.config.serialize(sections)}
+
+
 class WorkerProcess(ProcessInterface):
     """One Dask worker in a plain subprocess, in the shape that `distributed.SpecCluster` asks for."""
 
@@ -97,7 +107,7 @@ class WorkerProcess(ProcessInterface):
         stdin, self._lifeline = os.pipe()
         try:
             self._process = await asyncio.create_subprocess_exec(
-                *self._command, stdin=stdin, start_new_session=True
+                *self._command, stdin=stdin, env=_environment(), start_new_session=True
             )
         finally:
             os.close(stdin)
@@ -249,6 +259,7 @@ def _start_detached(size: LocalClusterSize, has_dashboard: bool, given_up: threa
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
+                env=_environment(),
                 start_new_session=True,
             )
         )

@@ -130,7 +130,7 @@ class Controller(ChangingVerbs):
     async def view(self, name: str) -> Any:
         """Return one of `daskserve.control.views.VIEWS`, or ``get_http_config``."""
         if name == "get_http_config":
-            return dict(self._start.http)
+            return {**self._start.http, "ssl_keyfile_password": None}
         if name not in views.VIEWS:
             raise NotFoundError(f"There is no view {name!r}; known: {', '.join(sorted(views.VIEWS))}.")
         return views.VIEWS[name](self._state, self._observed)
