@@ -159,13 +159,22 @@ class ReplicaBusyError(UnavailableError):
 
 
 class ActorLostError(UnavailableError):
-    """The actor or its worker is gone. ``begun`` is False only if user code cannot have seen the request."""
+    """The actor or its worker is gone, or the connection to it.
+
+    Attributes
+    ----------
+    begun : bool
+        False only if user code cannot have seen the request.
+    is_disconnected : bool
+        All that is known is that the connection broke: the actor may well live, and the next one reach it.
+    """
 
     http_status = 502
 
-    def __init__(self, message: str = "", *, begun: bool = True) -> None:
+    def __init__(self, message: str = "", *, begun: bool = True, is_disconnected: bool = False) -> None:
         super().__init__(message)
         self.begun = begun
+        self.is_disconnected = is_disconnected
 
 
 class StaleEpochError(UnavailableError):

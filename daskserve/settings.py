@@ -55,6 +55,30 @@ class ProcessSettings:
     uvloop: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class ChannelSettings:
+    """How a user program's requests get to the workers."""
+
+    #: ``direct``: each worker is dialled. ``scheduler``: all goes through the scheduler's own connection.
+    #: ``auto``: through the scheduler where a worker cannot be dialled.
+    route: str = "auto"
+    #: A worker that has not answered by then cannot be dialled.
+    direct_timeout_s: float = 1.5
+    #: After that long a host that could not be dialled is tried again, by new connections.
+    retry_direct_s: float = 300.0
+
+
+def channel() -> ChannelSettings:
+    """Return how to reach workers, from ``daskserve.channel.*``."""
+    found = ChannelSettings(**_known("daskserve.channel", ChannelSettings))
+    if found.route not in ("auto", "direct", "scheduler"):
+        raise ValueError(
+            f"Dask's configuration has daskserve.channel.route: {found.route!r}; it must be auto, direct or "
+            "scheduler."
+        )
+    return found
+
+
 def process() -> ProcessSettings:
     """Return what to change in a worker process, from ``daskserve.process.*``."""
     return ProcessSettings(**_known("daskserve.process", ProcessSettings))

@@ -447,7 +447,7 @@ def test_every_error_round_trips_through_pickle(error_class: type[BaseException]
 
 def test_the_error_walk_sees_fields_and_leaves() -> None:
     assert {errors.ReplicaBusyError, errors.PortInUseError} <= set(ERROR_CLASSES)
-    assert _keyword_fields(errors.ActorLostError) == {"begun": False}
+    assert _keyword_fields(errors.ActorLostError) == {"begun": False, "is_disconnected": True}
 
 
 class Awkward(Exception):

@@ -13,8 +13,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from distributed.comm import connect
-
+from daskserve.cluster.dialling import READY
 from daskserve.cluster.frames import (
     CANCEL,
     CREDIT,
@@ -45,13 +44,12 @@ from daskserve.types import (
 
 logger = logging.getLogger("daskserve.channel")
 
-#: The worker handler that a dialling side names in its first message.
-HANDLER = "daskserve_channel"
-#: What the accepting side says before both go over to frames.
-READY = "ready"
 
 #: Answers one stream: (actor name, incarnation, envelope, receive, send) -> load of the actor.
 Dispatch = Callable[[str, int, Envelope, Receive, Send], Awaitable[Load]]
+
+#: Returns a connection that a worker has taken over as a channel.
+Connect = Callable[[WorkerAddress], Awaitable[Transport]]
 
 
 class Channel:
@@ -100,7 +98,8 @@ class Channel:
             What the actor's handler raised.
         """
         if self._is_closed:
-            raise ActorLostError(f"The connection to {address.worker} is closed.", begun=False)
+            closed = f"The connection to {address.worker} is closed."
+            raise ActorLostError(closed, begun=False, is_disconnected=True)
         stream = self._next_stream
         self._next_stream += 2
         opened = self._opened[stream] = Opened()
@@ -229,10 +228,10 @@ class Channel:
     def _finish(self) -> None:
         self._is_closed = True
         self._transport.abort()
-        for opened in self._opened.values():
-            opened.inbox.put(
-                ActorLostError(f"The connection to {self._transport.peer_address} was lost.", begun=True)
-            )
+        unsent = {frame[1] for frame in self._transport.unsent if frame[0] == OPEN}
+        for number, opened in self._opened.items():
+            lost = f"The connection to {self._transport.peer_address} was lost."
+            opened.inbox.put(ActorLostError(lost, begun=number not in unsent, is_disconnected=True))
         for accepted in list(self._accepted.values()):
             accepted.task.cancel()
 
@@ -240,20 +239,17 @@ class Channel:
 class ChannelPool:
     """The channels of one process, one per other process, opened on first use."""
 
-    def __init__(
-        self, dispatch: Dispatch, *, connection_args: Mapping[str, Any], connect_timeout_s: float = 5.0
-    ) -> None:
+    def __init__(self, dispatch: Dispatch, connect: Connect) -> None:
         self._dispatch = dispatch
-        self._connection_args = connection_args
-        self._connect_timeout_s = connect_timeout_s
+        self._connect = connect
         self._dialled: dict[WorkerAddress, asyncio.Task[Channel]] = {}
         self._serving: dict[Channel, asyncio.Task[None]] = {}
 
-    async def accept(self, comm: Any) -> None:
-        """Serve a connection that the other side opened; returns when it ends."""
+    async def accept(self, comm: Any, *, by_socket: bool) -> None:
+        """Serve a connection that the other side opened; returns when it ends. See also `take_over`."""
         # Once the other side has read this, and before it has sent anything, neither uses the comm any more.
         await comm.write(READY)
-        channel = Channel(take_over(comm), self._dispatch, first_stream=1)
+        channel = Channel(take_over(comm, by_socket=by_socket), self._dispatch, first_stream=1)
         task = asyncio.current_task()
         assert task is not None
         self._serving[channel] = task
@@ -280,13 +276,17 @@ class ChannelPool:
         else:
             dialled.cancel()
 
-    async def close(self) -> None:
-        """Close every channel and wait until their tasks are gone."""
+    def abort(self) -> None:
+        """Close every channel at once, and give up those that are being opened."""
         for worker in list(self._dialled):
             self.drop(worker)
-        tasks = list(self._serving.values())
         for channel in list(self._serving):
             channel.close()
+
+    async def close(self) -> None:
+        """Close every channel and wait until their tasks are gone."""
+        tasks = list(self._serving.values())
+        self.abort()
         if tasks:
             await asyncio.wait(tasks, timeout=2)
 
@@ -308,17 +308,7 @@ class ChannelPool:
             raise
 
     async def _dial(self, worker: WorkerAddress) -> Channel:
-        comm = await connect(worker, timeout=self._connect_timeout_s, **self._connection_args)
-        comm.name = "daskserve channel"
-        try:
-            await comm.write({"op": HANDLER, "reply": False})
-            answer = await comm.read()
-            if answer != READY:
-                raise OSError(f"{worker} does not take channels: {answer!r}")
-        except BaseException:
-            comm.abort()
-            raise
-        channel = Channel(take_over(comm), self._dispatch, first_stream=0)
+        channel = Channel(await self._connect(worker), self._dispatch, first_stream=0)
         task = asyncio.create_task(self._serve_dialled(worker, channel), name="daskserve-channel")
         self._serving[channel] = task
         return channel

@@ -24,8 +24,8 @@ from distributed.core import Status
 
 from daskserve._version import __version__
 from daskserve.cluster.base import ActorContext, ActorFactory, ActorSpec, Hosted
-from daskserve.cluster.channel import HANDLER
 from daskserve.cluster.dask import HOST_ACTOR, current_worker_context
+from daskserve.cluster.dialling import CHANNEL_OP
 from daskserve.cluster.interpreter import InterpreterTuning
 from daskserve.cluster.link import Link
 from daskserve.errors import ActorLostError, BadRequestError, UnavailableError
@@ -100,13 +100,13 @@ class Host:
             )
             self.link = Link(client, role="worker", worker=self._worker, dispatch=self.dispatch)
             # All that `close` takes back is done before the first wait, during which it may be called.
-            self._worker.handlers[HANDLER] = self._accept
+            self._worker.handlers[CHANNEL_OP] = self._accept
             self._tuning.open()
             await client
         return {"pid": os.getpid(), "version": __version__}
 
-    async def _accept(self, comm: Any) -> Any:
-        await self._open_link.channels.accept(comm)
+    async def _accept(self, comm: Any, by_socket: bool) -> Any:
+        await self._open_link.channels.accept(comm, by_socket=by_socket)
         return Status.dont_reply
 
     @property
@@ -132,7 +132,7 @@ class Host:
         """Stop all actors and leave nothing of daskserve in the worker."""
         for instance in {entry.spec.instance for entry in self._entries.values()}:
             await self._end_instance(instance=instance)
-        self._worker.handlers.pop(HANDLER, None)
+        self._worker.handlers.pop(CHANNEL_OP, None)
         self._tuning.close()
         if self.link is not None:
             link, self.link = self.link, None

@@ -17,17 +17,20 @@ from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 from distributed import Client, Security, Worker, get_worker
-from distributed.client import _get_global_client
+from distributed.client import _get_global_client, _maybe_call_security_loader
 from distributed.comm import connect
 
+from daskserve import settings
 from daskserve._version import __version__
 from daskserve.clock import LoopClock, system_rng
 from daskserve.cluster.channel import ChannelPool, Dispatch
 from daskserve.cluster.dask import DaskCluster, ask_supervisor
+from daskserve.cluster.dialling import Dialler
 from daskserve.cluster.probe import mismatch, version_probe
 from daskserve.context import current_replica
 from daskserve.errors import ClusterUnreachableError, InstanceError, VersionMismatchError
 from daskserve.hops import Hops
+from daskserve.settings import ChannelSettings
 from daskserve.types import Envelope, InstanceName, Load, Receive, Send
 
 T = TypeVar("T")
@@ -90,9 +93,11 @@ class Link:
         #: Ways onto event loops: this link's own, and those of its callers.
         self.hops = Hops()
         self.rng = system_rng()
-        self.channels = ChannelPool(
-            dispatch or _refuse, connection_args=client.security.get_connection_args(role)
-        )
+        # Workers of one cluster reach each other, or Dask itself would not work.
+        channel = settings.channel() if worker is None else ChannelSettings("direct")
+        connection_args = client.security.get_connection_args(role)
+        dialler = Dialler(connection_args, self._find_scheduler, channel, self.clock)
+        self.channels = ChannelPool(dispatch or _refuse, dialler.dial)
         self._worker = worker
         self._dispatch = dispatch
         self._clusters: dict[InstanceName, DaskCluster] = {}
@@ -125,6 +130,10 @@ class Link:
         if scheduler is not None:  # as long as the Dask client is not closed
             self._address = str(scheduler.address)
         return self._address
+
+    def _find_scheduler(self) -> str | None:
+        scheduler = self.client.scheduler
+        return None if scheduler is None else str(scheduler.address)
 
     @property
     def dashboard_link(self) -> str | None:
@@ -298,6 +307,12 @@ class Link:
             self.sync(self.close())
             self.client.close()
 
+    def follow_client(self) -> None:
+        """Close the channels with the Dask client, whose loop others may go on using."""
+        # Its task that listens to the scheduler ends when it is closed, and only then.
+        listening: Any = self.client._handle_report_task
+        self.loop.call_soon_threadsafe(listening.add_done_callback, lambda _: self.channels.abort())
+
     async def close(self) -> None:
         """Close the channels and views; the Dask client stays."""
         for instance in list(self._clusters):
@@ -321,6 +336,7 @@ def link_of(client: Client) -> Link:
                 "the caller's own event loop."
             )
         link = Link(client)
+        link.follow_client()
         logger.debug("Dask client %s of %s is used by daskserve", client.id, link.scheduler_address)
         setattr(client, _ATTRIBUTE, link)
     return link
@@ -340,24 +356,31 @@ def dial(address: str, timeout_s: float) -> Client:
     ClusterUnreachableError
         Nothing that speaks Dask's protocol answers there.
     """
+    # As Dask's own client would find it.
+    security: Any = _maybe_call_security_loader(address) or Security()
     try:
         # In a thread of its own, because the caller may be on an event loop.
         with ThreadPoolExecutor(1, "daskserve-dial") as threads:
-            threads.submit(asyncio.run, _knock(address, timeout_s)).result()
-        return Client(address, timeout=timeout_s)
+            threads.submit(asyncio.run, _knock(address, timeout_s, security)).result()
+        return Client(address, timeout=timeout_s, security=security)
     except (OSError, ValueError, TypeError) as error:
+        needs_tls = address.startswith("tls:") and security.tls_client_cert is None
+        hint = (
+            " With TLS, set Dask's distributed.comm.tls.* or pass dask_client=distributed.Client(address, "
+            "security=...)."
+        )
         raise ClusterUnreachableError(
             f"No Dask scheduler answers at {address!r} ({error}); pass the address of a running one, such as "
-            "tcp://host:8786, or none to start a local cluster."
+            f"tcp://host:8786, or none to start a local cluster.{hint if needs_tls else ''}"
         ) from error
 
 
-async def _knock(address: str, timeout_s: float) -> None:
+async def _knock(address: str, timeout_s: float, security: Security) -> None:
     # Dask's own client waits for ever for a server that accepts the connection and then says nothing, and
     # stays behind, half made, when the one that answers is no scheduler.
     try:
         async with asyncio.timeout(timeout_s + KNOCK_MARGIN_S):
-            comm = await connect(address, timeout=timeout_s, **Security().get_connection_args("client"))
+            comm = await connect(address, timeout=timeout_s, **security.get_connection_args("client"))
             try:
                 await comm.write({"op": "identity", "n_workers": 0, "reply": True})
                 answer = await comm.read()

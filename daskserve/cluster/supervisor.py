@@ -22,8 +22,10 @@ from daskserve.cluster.base import StoreChange, UseReport
 from daskserve.cluster.capacity import Capacity
 from daskserve.cluster.controllers import START_TIMEOUT_S, ControllerKeeper, Instance, plain
 from daskserve.cluster.dask import SUPERVISOR_OP, topic_of
+from daskserve.cluster.dialling import SPLICE_OP
 from daskserve.cluster.hosts import HostRegistry
 from daskserve.cluster.long_poll import ENDED, WORKERS
+from daskserve.cluster.splice import Splices
 from daskserve.cluster.store import open_store
 from daskserve.cluster.tasks import TaskSet
 from daskserve.errors import (
@@ -65,6 +67,7 @@ class Supervisor(SchedulerPlugin):
         self._scheduler = scheduler
         self._client: Client | None = None
         self._hosts = HostRegistry(scheduler)
+        self._splices = Splices(scheduler, self._hosts)
         self._capacity = Capacity(scheduler, self._evacuate)
         self._controllers = ControllerKeeper(
             self._hosts, self._instances, tell=self._tell, spawn=self._tasks.spawn
@@ -87,6 +90,7 @@ class Supervisor(SchedulerPlugin):
             "restart_worker": self._hosts.restart,
         }
         scheduler.handlers[SUPERVISOR_OP] = self.handle
+        scheduler.handlers[SPLICE_OP] = self._splices.accept
         # Who registered it may be interrupted, or killed, before starting an instance.
         self._unused = asyncio.get_running_loop().call_later(
             UNUSED_S, lambda: self._tasks.spawn(self._leave_if_unused())
@@ -113,6 +117,7 @@ class Supervisor(SchedulerPlugin):
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
         self._hosts.forget(worker)
+        self._splices.drop(worker)
         self._reported.set()
         for instance in list(self._instances.values()):
             self._tell(instance.name, {"kind": WORKERS, "joined": [], "left": [worker]})
@@ -381,6 +386,8 @@ class Supervisor(SchedulerPlugin):
         if self._watching is not None:
             self._watching.cancel()
         self._scheduler.handlers.pop(SUPERVISOR_OP, None)
+        self._scheduler.handlers.pop(SPLICE_OP, None)
+        self._splices.close()
         if PLUGIN_NAME in self._scheduler.plugins:
             self._scheduler.remove_plugin(PLUGIN_NAME)
         if self._client is not None:

@@ -56,6 +56,10 @@ class Transport(Protocol):
     def peer_address(self) -> str:
         """Where the other end is."""
 
+    @property
+    def unsent(self) -> Frames:
+        """The frames that were posted and of which nothing has been written; they stay here at the end."""
+
     async def run(self, receive: Receiver, refuse: Refuser) -> None:
         """Read and write until either side closes."""
 
@@ -77,6 +81,10 @@ class CommTransport:
     @property
     def peer_address(self) -> str:
         return str(self._comm.peer_address)
+
+    @property
+    def unsent(self) -> Frames:
+        return self._outbox
 
     async def run(self, receive: Receiver, refuse: Refuser) -> None:
         writer = asyncio.create_task(self._write(refuse), name="daskserve-channel-write")
@@ -104,6 +112,8 @@ class CommTransport:
     async def _write(self, refuse: Refuser) -> None:
         while True:
             await self._outbox_filled.wait()
+            if self._comm.closed():
+                return
             self._outbox_filled.clear()
             frames, self._outbox = self._outbox, []
             try:
@@ -149,6 +159,10 @@ class SocketTransport(asyncio.BufferedProtocol):
     @property
     def peer_address(self) -> str:
         return self._peer_address
+
+    @property
+    def unsent(self) -> Frames:
+        return self._outbox
 
     async def run(self, receive: Receiver, refuse: Refuser) -> None:
         self._receive, self._refuse = receive, refuse
@@ -276,12 +290,14 @@ class SocketTransport(asyncio.BufferedProtocol):
             self._transport.write(self._pieces.popleft())
 
 
-def take_over(comm: Any) -> Transport:
+def take_over(comm: Any, *, by_socket: bool = True) -> Transport:
     """Return the transport that fits a comm, which must not be used any more.
 
-    Nothing may be on its way to this side: what the comm has read ahead already would be lost.
+    Nothing may be on its way to this side: what the comm has read ahead already would be lost. Both sides
+    must choose alike. They do if the comm connects them; if it ends at the scheduler, which carries its bytes
+    on, ``by_socket`` says whether what is there on the other side is plain TCP too.
     """
-    if not is_plain_tcp(comm):
+    if not (by_socket and is_plain_tcp(comm)):
         return CommTransport(comm)
     # A second descriptor of the same connection stays open when the comm closes its own.
     sock = comm.stream.socket.dup()

@@ -37,6 +37,8 @@ logger = logging.getLogger("daskserve.router")
 BUSY_S = 0.005
 #: A replica that could not be reached is left alone for this long, unless it is published anew.
 EJECTED_S = 1.0
+#: One whose connection broke is left alone until the scheduler has told of its end, if that is why.
+BROKEN_S = 0.05
 #: How long a process waits to learn of an endpoint that somebody uses.
 KNOWN_S = 10.0
 
@@ -122,7 +124,8 @@ class ReplicaSet:
                 self._rewind(replay, error)
                 is_rejected = True
             except ActorLostError as error:
-                roster.set_aside(replica, self._clock.now() + EJECTED_S)
+                patience_s = BROKEN_S if error.is_disconnected else EJECTED_S
+                roster.set_aside(replica, self._clock.now() + patience_s)
                 self._rewind(replay, error)
                 is_rejected = True
             else:

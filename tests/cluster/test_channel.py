@@ -28,6 +28,10 @@ class QueueComm:
         self._incoming, self._outgoing = incoming, outgoing
         self.peer_address = "there"
         self.written: list[Any] = []
+        self._is_closed = False
+
+    def closed(self) -> bool:
+        return self._is_closed
 
     async def write(self, frames: list[Any]) -> None:
         arriving = [_plain(frame) for frame in frames]
@@ -41,6 +45,7 @@ class QueueComm:
         return frames
 
     def abort(self) -> None:
+        self._is_closed = True
         self._outgoing.put_nowait(None)
         self._incoming.put_nowait(None)
 
@@ -373,6 +378,25 @@ def test_a_lost_connection_ends_both_sides_of_a_stream() -> None:
             with pytest.raises(ActorLostError) as caught:
                 await pair.here.request(ADDRESS, HTTP, client.receive, client.send)
             assert not caught.value.begun
+
+    play(scenario)
+
+
+def test_what_was_never_sent_over_a_lost_connection_had_not_begun() -> None:
+    async def stream(receive: Receive, send: Send) -> None:
+        await asyncio.Event().wait()
+
+    async def scenario() -> None:
+        async with connected(stream) as pair:
+            sent = asyncio.create_task(pair.here.request(ADDRESS, HTTP, nothing, Client().send))
+            await asyncio.sleep(1)
+            pair.comms[0].abort()  # nobody has noticed yet
+            unsent = asyncio.create_task(pair.here.request(ADDRESS, HTTP, nothing, Client().send))
+            for request, begun in ((sent, True), (unsent, False)):
+                with pytest.raises(ActorLostError) as caught:
+                    await request
+                assert caught.value.begun is begun
+                assert caught.value.is_disconnected
 
     play(scenario)
 

@@ -16,7 +16,7 @@ from daskserve.cluster.base import Cluster
 from daskserve.cluster.long_poll import LongPollClient
 from daskserve.data.replay import KEPT_BYTES
 from daskserve.data.roster import REPORT_S
-from daskserve.data.router import BUSY_S, EJECTED_S, KNOWN_S, ReplicaSet, Router, Routers
+from daskserve.data.router import BROKEN_S, BUSY_S, EJECTED_S, KNOWN_S, ReplicaSet, Router, Routers
 from daskserve.errors import (
     ActorLostError,
     BackPressureError,
@@ -514,6 +514,26 @@ def test_what_was_answered_or_cannot_be_given_again_is_never_repeated(body: byte
         assert info.value.http_status == 502
         assert len(stage.replicas.asked) == 1
         assert caller.answers == [START] * is_answered
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_broken_connection_does_not_keep_a_living_replica_out(begun: bool) -> None:
+    """Its worker may well be there, and the next connection work."""
+
+    async def scenario(stage: Stage) -> None:
+        backend = stage.backend("r1")
+
+        async def answer(*_: Any) -> Load:
+            if len(stage.replicas.asked) == 1:
+                raise ActorLostError("the connection was lost", begun=begun, is_disconnected=True)
+            return Load()
+
+        stage.replicas.handler = answer
+        await stage.send(backend, GET)
+        assert stage.replicas.asked == ["r1", "r1"]
+        assert now() == pytest.approx(BROKEN_S)
 
     run(scenario)
 

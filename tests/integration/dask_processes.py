@@ -311,6 +311,7 @@ def look(dask_worker: Any) -> dict[str, list[str]]:
             if each.status == psutil.CONN_LISTEN
         ),
     }
+    found["connections"] = [op for op in server._comms.values() if op and op.startswith("daskserve")]
     found["plugins"] = [name for name in server.plugins if "daskserve" in name]
     if isinstance(server, Scheduler):
         found["topics"] = [name for name in server._broker._topics if name.startswith("daskserve")]

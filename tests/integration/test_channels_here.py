@@ -1,0 +1,92 @@
+"""Channels of a scheduler, a worker and programs that are all in this process: what they store and leave."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import dask
+import numpy as np
+import pytest
+from dask_processes import poll_for
+from distributed import Client, Scheduler, Security, SpecCluster, Worker
+
+import daskserve as serve
+from daskserve.cluster.link import link_of
+
+MIB = 1 << 20
+ARRAY_BYTES = 16 * MIB
+#: What waits in event loops, a splice's buffers, messages, tasks.
+REST_BYTES = 6 * MIB
+
+
+class Echo:
+    def __call__(self, array: Any) -> Any:
+        return array
+
+
+@contextmanager
+def cluster_here(worker_protocol: str = "tcp", **security: Any) -> Iterator[tuple[SpecCluster, serve.Client]]:
+    """An instance on a cluster whose sockets are real, although both of their ends are here."""
+    options = {"host": "127.0.0.1", "dashboard_address": "127.0.0.1:0", **security}
+    cluster = SpecCluster(
+        workers={0: {"cls": Worker, "options": {**options, "nthreads": 1, "protocol": worker_protocol}}},
+        scheduler={"cls": Scheduler, "options": {**options, "port": 0, "protocol": "tcp"}},
+        **security,
+    )
+    with cluster, Client(cluster, set_as_default=False) as dask_client:
+        with serve.start(dask_client=dask_client, http_options={"location": "NoServer"}) as client:
+            yield cluster, client
+
+
+@pytest.mark.parametrize("route", ["direct", "scheduler"])
+def test_an_array_is_stored_once_where_it_arrives_and_nowhere_else(route: str) -> None:
+    array = np.arange(ARRAY_BYTES // 8)
+    with dask.config.set({"daskserve.channel.route": route}), cluster_here() as (_, client):
+        client.deploy("echo", Echo)
+        handle = client.get_handle("echo")
+        handle.remote(np.zeros(1)).result(20)
+        tracemalloc.start()
+        try:
+            answer = handle.remote(array).result(20)
+            kept_bytes, peak_bytes = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert (answer == array).all()
+    # What the replica received, and what came back.
+    assert 2 * ARRAY_BYTES <= peak_bytes < 2 * ARRAY_BYTES + REST_BYTES
+    assert kept_bytes < ARRAY_BYTES + REST_BYTES
+
+
+@pytest.mark.parametrize("route", ["direct", "scheduler"])
+def test_connections_end_with_their_dask_client_though_its_loop_goes_on(route: str) -> None:
+    with cluster_here() as (cluster, client):
+
+        def connections() -> list[str]:
+            servers = (cluster.scheduler, *cluster.workers.values())
+            return sorted(str(op) for each in servers for op in each._comms.values())
+
+        client.status()
+        before = connections()
+        assert "daskserve_channel" in before
+        with dask.config.set({"daskserve.channel.route": route}):
+            with Client(cluster, set_as_default=False) as other:
+                link = link_of(other)
+                view = link.cluster(client.instance_name)
+                link.sync(view.call(link.sync(view.controller()), "ping"))
+                assert connections().count("daskserve_channel") == before.count("daskserve_channel") + 1
+        ours = [each for each in before if "daskserve" in each]
+        poll_for(lambda: [each for each in connections() if "daskserve" in each] == ours, 5, what=connections)
+
+
+def test_a_splice_connects_what_is_encrypted_with_what_is_not() -> None:
+    """The worker's end could not be taken over below its encryption, so the caller's is not either."""
+    security = Security.temporary()
+    security.require_encryption = False
+    with dask.config.set({"daskserve.channel.route": "scheduler"}):
+        with cluster_here("tls", security=security) as (_, client):
+            client.deploy("echo", Echo)
+            array = np.arange(MIB)
+            assert (client.get_handle("echo").remote(array).result(20) == array).all()
