@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from typing import Any, TypeAlias
 
 from daskserve.types import Receive, Send
@@ -13,6 +13,9 @@ Headers: TypeAlias = Sequence[tuple[bytes, bytes]]
 
 TEXT = b"text/plain; charset=utf-8"
 JSON = b"application/json"
+
+# 2.4: after a disconnect `send` raises an OSError, and an application need not listen for one.
+ASGI_VERSIONS: Mapping[str, str] = {"version": "3.0", "spec_version": "2.4"}
 
 
 async def send_whole(

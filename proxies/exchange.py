@@ -30,7 +30,7 @@ from tornado.iostream import IOStream, StreamClosedError
 
 from daskserve.clock import Clock
 from daskserve.errors import http_status_of
-from daskserve.proxies.asgi import ASGIApp, Headers, Scope
+from daskserve.proxies.asgi import ASGI_VERSIONS, ASGIApp, Headers, Scope
 from daskserve.proxies.http1 import Buffer, ResponseWriter, plain_text
 from daskserve.proxies.http1_connection import RequestReader
 from daskserve.proxies.idle import IdleWatch
@@ -52,9 +52,6 @@ log = logging.getLogger("daskserve.proxies")
 LINGER_S = 2.0
 #: Parts of a response up to this size are joined into one write.
 _JOIN_BYTES = 64 * 1024
-
-# 2.4: after a disconnect `send` raises an OSError, and an application need not listen for one.
-_ASGI: Mapping[str, str] = {"version": "3.0", "spec_version": "2.4"}
 
 
 class Carrier:
@@ -334,7 +331,7 @@ class Exchange(RequestReader):
             path = unquote_to_bytes(raw).decode("utf-8", "replace")
         return {
             "type": "http",
-            "asgi": _ASGI,
+            "asgi": ASGI_VERSIONS,
             "http_version": version[5:],
             "method": self._method,
             "scheme": "http" if self._carrier.tls is None else "https",
@@ -354,8 +351,8 @@ class Exchange(RequestReader):
     def _open_socket(self, scope: dict[str, Any]) -> None:
         """Hand the connection over to a WebSocket's session, unless the handshake is not one."""
         del scope["method"]
-        scheme = "ws" if self._carrier.tls is None else "wss"
-        scope |= {"type": "websocket", "scheme": scheme, "extensions": {"websocket.http.response": {}}}
+        scope |= {"type": "websocket", "scheme": "ws" + scope["scheme"].removeprefix("http")}
+        scope["extensions"] = {"websocket.http.response": {}}
         carrier = self._carrier
         try:
             session = WebSocketSession(
