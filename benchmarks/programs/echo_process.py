@@ -19,6 +19,7 @@ from distributed.comm import CommClosedError, listen
 from distributed.protocol import to_serialize
 
 from daskserve.cluster.channel import ChannelPool
+from daskserve.cluster.dialling import dial_worker
 from daskserve.loops import new_event_loop
 from daskserve.payload import dump
 from daskserve.types import ActorAddress, Envelope, EnvelopeKind, Load, Message, Receive, Send
@@ -34,7 +35,7 @@ async def echo(name: str, incarnation: int, envelope: Envelope, receive: Receive
 
 
 async def serve() -> None:
-    pool = ChannelPool(echo, connection_args={})
+    pool = ChannelPool(echo, dial_worker)
 
     async def accept(comm: Any) -> None:
         first = await comm.read()
@@ -51,7 +52,7 @@ async def serve() -> None:
 
 
 async def measure(address: str) -> None:
-    pool = ChannelPool(echo, connection_args={})
+    pool = ChannelPool(echo, dial_worker)
     actor = ActorAddress("echo", address, 1)
     envelope = Envelope(EnvelopeKind.CALL, {"method": "__call__"}, dump(((PAYLOAD,), {})))
 

@@ -245,7 +245,7 @@ class ChannelPool:
         self._dialled: dict[WorkerAddress, asyncio.Task[Channel]] = {}
         self._serving: dict[Channel, asyncio.Task[None]] = {}
 
-    async def accept(self, comm: Any, *, by_socket: bool) -> None:
+    async def accept(self, comm: Any, *, by_socket: bool = True) -> None:
         """Serve a connection that the other side opened; returns when it ends. See also `take_over`."""
         # Once the other side has read this, and before it has sent anything, neither uses the comm any more.
         await comm.write(READY)

@@ -105,6 +105,20 @@ async def begin_channel(
         raise
 
 
+async def dial_worker(
+    worker: WorkerAddress,
+    timeout_s: float = ONLY_ROUTE_TIMEOUT_S,
+    *,
+    connect: Callable[..., Awaitable[Any]] = connect_once,
+    **connection_args: Any,
+) -> Transport:
+    """Return a connection to a worker that its Host has taken over as a channel; see `begin_channel`."""
+    comm = await connect(worker, timeout_s, **connection_args)
+    comm.name = "daskserve channel"
+    await begin_channel(comm, worker, timeout_s)
+    return take_over(comm)
+
+
 def handshake_of(info: Mapping[str, Any]) -> dict[str, Any]:
     """Return what one end said of itself, to be told to a third."""
     return {name: info[name] for name in HANDSHAKE_FIELDS if name in info}
@@ -191,10 +205,7 @@ class Dialler:
         return transport
 
     async def _dial_directly(self, worker: WorkerAddress, timeout_s: float) -> Transport:
-        comm = await self._connect(worker, timeout_s, **self._connection_args)
-        comm.name = "daskserve channel"
-        await begin_channel(comm, worker, timeout_s)
-        return take_over(comm)
+        return await dial_worker(worker, timeout_s, connect=self._connect, **self._connection_args)
 
     async def _dial_through_scheduler(self, worker: WorkerAddress) -> Transport:
         scheduler = self._find_scheduler()

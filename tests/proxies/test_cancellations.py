@@ -21,6 +21,7 @@ from distributed.comm import listen
 from daskserve.clock import LoopClock
 from daskserve.cluster.base import ActorContext, ActorSpec, Cluster
 from daskserve.cluster.channel import ChannelPool
+from daskserve.cluster.dialling import dial_worker
 from daskserve.cluster.long_poll import LongPollClient
 from daskserve.config import HTTPOptions
 from daskserve.data.replica import Replica
@@ -100,8 +101,8 @@ class Plant:
 
     def __init__(self) -> None:
         self.replicas: dict[tuple[str, str], Replica] = {}
-        self.near = ChannelPool(self._nobody, connection_args={})
-        self.far = ChannelPool(self._dispatch_far, connection_args={})
+        self.near = ChannelPool(self._nobody, dial_worker)
+        self.far = ChannelPool(self._dispatch_far, dial_worker)
         self.far_address = ""
         self.outcomes: Counter[int] = Counter()
 
