@@ -99,8 +99,7 @@ def gauges(dask_worker: Any) -> dict[str, int]:
             found["in flight"] += backend.in_flight
             found["waiting"] += backend.waiting
     for channel in host.link.channels._serving:
-        for known in (channel._opened, channel._inboxes, channel._windows, channel._handlers):
-            found["streams"] += len(known)
+        found["streams"] += len(channel._opened) + len(channel._accepted)
     return found
 
 
