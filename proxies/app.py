@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from daskserve.clock import Clock
 from daskserve.deadlines import until
-from daskserve.errors import BadRequestError, RequestTimeoutError
+from daskserve.errors import RequestTimeoutError
 from daskserve.proxies.asgi import JSON, ASGIApp, Headers, Scope, send_whole
 from daskserve.proxies.errors import reply_to
 from daskserve.proxies.routes import Route, RouteTable, normalize_prefix
@@ -366,7 +366,7 @@ class IngressApp:
         timeout_s = None if is_socket else self._timeout_s
         try:
             if exchange.timeout is not None and not is_socket:
-                timeout_s = parse_timeout(exchange.timeout)
+                timeout_s = parse_timeout(exchange.timeout, default_s=timeout_s)
             if timeout_s is None:
                 envelope = Envelope(EnvelopeKind.HTTP, head, has_body=has_body)
                 await self._dispatch(endpoint, envelope, receive, exchange.send)
@@ -437,22 +437,14 @@ def new_request_id(rng: random.Random) -> bytes:
     return f"{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}".encode()
 
 
-def parse_timeout(value: bytes) -> float | None:
-    """Return the seconds a header asks for, None (no limit) if it is not positive.
-
-    Raises
-    ------
-    BadRequestError
-        It is no number.
-    """
+def parse_timeout(value: bytes, *, default_s: float | None) -> float | None:
+    """Return the seconds a header asks for: None (no limit) if not positive, the default if unreadable."""
     try:
         seconds = float(value)
-        if seconds != seconds:  # "nan" is a float, but no time
-            raise ValueError
     except ValueError:
-        raise BadRequestError(
-            f"X-Request-Timeout-Seconds must be a number of seconds, not {value.decode('latin-1')!r}."
-        ) from None
+        return default_s
+    if seconds != seconds:  # "nan" is a float, but no time
+        return default_s
     return seconds if 0 < seconds < float("inf") else None
 
 
