@@ -7,12 +7,12 @@ replica sets them in a copy of its actor's context before user code runs.
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import Future
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
 from daskserve.errors import ServeError
+from daskserve.pending_call import PendingCall
 from daskserve.types import BackendTag, InstanceName, ReplicaTag
 
 
@@ -44,10 +44,10 @@ class RequestContext:
     route: str = ""
     #: When it must have been answered, on the clock of the replica's event loop; None: whenever.
     deadline: float | None = None
-    _calls: set[Future[Any]] = field(default_factory=set, init=False, repr=False, compare=False)
+    _calls: set[PendingCall[Any]] = field(default_factory=set, init=False, repr=False, compare=False)
     _is_cancelled: bool = field(default=False, init=False, repr=False, compare=False)
 
-    def add_call(self, call: Future[Any]) -> None:
+    def add_call(self, call: PendingCall[Any]) -> None:
         """Take note of a call, from whatever thread it is made."""
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)

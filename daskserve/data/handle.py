@@ -7,7 +7,6 @@ of that process's link; callers may be on any thread or loop.
 
 from __future__ import annotations
 
-import concurrent.futures
 import uuid
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field, replace
@@ -22,6 +21,7 @@ from daskserve.data.router import Routers
 from daskserve.deadlines import earliest, until
 from daskserve.errors import BadRequestError, ClosedError, InstanceError, RequestTimeoutError, ServeError
 from daskserve.payload import PackedError, dump, load, load_error
+from daskserve.pending_call import PendingCall
 from daskserve.types import Envelope, EnvelopeKind, Message, Payload, Send
 
 
@@ -86,7 +86,7 @@ class CallOptions:
 class Response:
     """The answer to one call, when it comes. Await it, or ask for `result` from a thread that may block."""
 
-    def __init__(self, future: concurrent.futures.Future[Payload], link: Link, request_id: str) -> None:
+    def __init__(self, future: PendingCall[Payload], link: Link, request_id: str) -> None:
         self._future = future
         self._link = link
         self._loaded: Any = None
@@ -129,7 +129,7 @@ class Response:
             )
         try:
             self._future.result(timeout_s)
-        except concurrent.futures.TimeoutError:
+        except TimeoutError:
             if self._future.done():
                 raise  # a TimeoutError of user code
             raise RequestTimeoutError(
@@ -220,7 +220,7 @@ class Handle:
 
     def _start(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], pipe: Pipe | None = None
-    ) -> tuple[concurrent.futures.Future[Any], Link, str]:
+    ) -> tuple[PendingCall[Any], Link, str]:
         """Start a call, whose items go into the pipe if there is one; return its future, link and id."""
         if self._cluster is None:
             self._cluster = find_link().cluster(self._instance)

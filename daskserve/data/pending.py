@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from concurrent.futures import Future
 from contextvars import Context
 from typing import Any, TypeVar
 
 from daskserve.cluster.link import Link
+from daskserve.pending_call import PendingCall
 
 T = TypeVar("T")
 
 
-def start_call(link: Link, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-    """Run a coroutine on the link's loop; cancelling the future cancels it.
+def start_call(link: Link, coroutine: Coroutine[Any, Any, T]) -> PendingCall[T]:
+    """Run a coroutine on the link's loop; cancelling what this returns cancels it.
 
     It does not see the caller's context variables.
 
@@ -30,64 +30,60 @@ def start_call(link: Link, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
     if link.is_closed:
         coroutine.close()
         raise link.closed_error()
-    future: Future[T] = Future()
+    call: PendingCall[T] = PendingCall()
     if link.runs_here():
-        _begin(link, coroutine, future)
+        _begin(link, coroutine, call)
     else:
-        link.hops.onto(link.loop).post(_begin, link, coroutine, future)
-    return future
+        link.hops.onto(link.loop).post(_begin, link, coroutine, call)
+    return call
 
 
-async def wait_for_call(link: Link, future: Future[Any]) -> None:
+async def wait_for_call(link: Link, call: PendingCall[Any]) -> None:
     """Return when a call has ended, with or without success; cancelling this cancels the call."""
-    if future.done():
+    if call.done():
         return
     loop = asyncio.get_running_loop()
     waiter: asyncio.Future[None] = loop.create_future()
 
-    def wake(_: Future[Any]) -> None:
+    def wake(_: PendingCall[Any]) -> None:
         # The call may be cancelled from any thread.
         if asyncio._get_running_loop() is loop:
             _settle(waiter)
         else:
             link.hops.onto(loop).post(_settle, waiter)
 
-    future.add_done_callback(wake)
+    call.add_done_callback(wake)
     try:
         await waiter
     except asyncio.CancelledError:
-        future.cancel()
+        call.cancel()
         raise
 
 
-def _begin(link: Link, coroutine: Coroutine[Any, Any, T], future: Future[T]) -> None:
-    if future.cancelled():
+def _begin(link: Link, coroutine: Coroutine[Any, Any, T], call: PendingCall[T]) -> None:
+    if call.cancelled():
         coroutine.close()
         return
-    task = link.loop.create_task(_carry(coroutine, future), context=Context())
+    task = link.loop.create_task(_carry(coroutine, call), context=Context())
 
-    def pass_on(_: Future[T]) -> None:
-        if future.cancelled() and not task.done():
+    def pass_on(_: PendingCall[T]) -> None:
+        if call.cancelled() and not task.done():
             link.hops.onto(link.loop).post(task.cancel)
 
-    future.add_done_callback(pass_on)
+    call.add_done_callback(pass_on)
 
 
-async def _carry(coroutine: Coroutine[Any, Any, T], future: Future[T]) -> None:
+async def _carry(coroutine: Coroutine[Any, Any, T], call: PendingCall[T]) -> None:
     try:
-        value = await coroutine
+        call.set_result(await coroutine)
     except asyncio.CancelledError:
-        future.cancel()
-        future.set_running_or_notify_cancel()
+        call.cancel()
         raise
+    except Exception as error:
+        call.set_error(error)
     except BaseException as error:
-        if future.set_running_or_notify_cancel():
-            future.set_exception(error)
-        if not isinstance(error, Exception):
-            raise
-    else:
-        if future.set_running_or_notify_cancel():
-            future.set_result(value)
+        call.set_error(error)
+        raise
 
 
 def _settle(waiter: asyncio.Future[None]) -> None:

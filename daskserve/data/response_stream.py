@@ -18,6 +18,7 @@ from typing import Any, NoReturn, Self
 
 from daskserve.cluster.link import Link
 from daskserve.payload import load, message_bytes
+from daskserve.pending_call import PendingCall
 from daskserve.types import Message, Payload
 
 #: How much may wait for whoever iterates; one item may, however large.
@@ -61,7 +62,7 @@ class Pipe:
 
     # ---- anywhere
 
-    def close_after(self, call: concurrent.futures.Future[None]) -> None:
+    def close_after(self, call: PendingCall[None]) -> None:
         """Close as a call has ended: with its error, if it has one."""
         if call.cancelled():
             self.close(_Cancelled("The call was cancelled."), at_once=True)
@@ -147,9 +148,7 @@ class ResponseGenerator:
     nobody holds this any more; in all but the first case the generator in the replica is closed.
     """
 
-    def __init__(
-        self, pipe: Pipe, future: concurrent.futures.Future[None], link: Link, request_id: str
-    ) -> None:
+    def __init__(self, pipe: Pipe, future: PendingCall[None], link: Link, request_id: str) -> None:
         self._future = future
         self._pipe = pipe
         self._link = link

@@ -1,0 +1,89 @@
+"""The future of one call: made on one thread, ended on another, waited for on a third.
+
+`concurrent.futures.Future` with what calls need and no more: a condition variable for each call, though
+nobody blocks a thread on it, costs as much as carrying the call across a process.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class PendingCall(Generic[T]):
+    """What a call comes to. Every method may be called from any thread; the first end counts."""
+
+    __slots__ = ("__weakref__", "_callbacks", "_error", "_is_done", "_lock", "_value")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_done = False
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self._callbacks: list[Callable[[PendingCall[Any]], object]] = []
+
+    def done(self) -> bool:
+        """Whether the call has ended, well or not."""
+        return self._is_done
+
+    def cancelled(self) -> bool:
+        """Whether it was cancelled before it ended otherwise."""
+        return self._is_done and type(self._error) is CancelledError
+
+    def cancel(self) -> bool:
+        """End it as cancelled; return whether that is, or was before, how it ended."""
+        return self._end(None, CancelledError()) or self.cancelled()
+
+    def set_result(self, value: T) -> None:
+        """End it with a value."""
+        self._end(value, None)
+
+    def set_error(self, error: BaseException) -> None:
+        """End it with an error."""
+        self._end(None, error)
+
+    def result(self, timeout_s: float | None = None) -> T:
+        """Return or raise what the call has come to, blocking this thread until then.
+
+        Raises
+        ------
+        TimeoutError
+            It has not ended within ``timeout_s``, or it ended with one.
+        concurrent.futures.CancelledError
+            It was cancelled.
+        """
+        if not self._is_done:
+            ended = threading.Event()
+            self.add_done_callback(lambda _: ended.set())
+            if not ended.wait(timeout_s):
+                raise TimeoutError
+        if self._error is not None:
+            raise self._error
+        return self._value  # type: ignore[no-any-return]
+
+    def exception(self) -> BaseException | None:
+        """Return the error of a call that has ended; None if it ended well, or has not ended."""
+        return self._error
+
+    def add_done_callback(self, callback: Callable[[PendingCall[Any]], object]) -> None:
+        """Call back once, when the call has ended: on the thread that ends it, or at once on this one."""
+        with self._lock:
+            if not self._is_done:
+                self._callbacks.append(callback)
+                return
+        callback(self)
+
+    def _end(self, value: Any, error: BaseException | None) -> bool:
+        with self._lock:
+            if self._is_done:
+                return False
+            self._value, self._error = value, error
+            self._is_done = True
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback(self)
+        return True
