@@ -10,7 +10,7 @@ import asyncio
 import json
 import pickle
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from pathlib import Path
@@ -96,10 +96,9 @@ class Model:
     async def counts(self) -> list[int]:
         return [self.waiting, self.cancelled]
 
-    async def worker(self) -> str:
-        from distributed import get_worker
-
-        return str(get_worker().address)
+    async def items(self, count: int) -> AsyncIterator[int]:
+        for number in range(count):
+            yield number
 
 
 async def endless(scope: Any, receive: Any, send: Any) -> None:
@@ -127,6 +126,10 @@ def call(state: State, name: str, value: int) -> Any:
 
 def ask_model(state: State, name: str, method: str) -> Any:
     return state.client.get_handle(name).options(method_name=method).remote().result(20)
+
+
+def items(state: State, name: str, count: int) -> list[int]:
+    return list(state.client.get_handle(name).options(method_name="items", stream=True).remote(count))
 
 
 def refused(state: State) -> list[str]:
@@ -195,6 +198,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     each.__name__: each
     for each in (
         deploy,
+        items,
         call,
         ask_model,
         refused,

@@ -48,6 +48,10 @@ def test_calls_pass_and_what_cannot_be_dialled_is_tried_once(caller: Caller) -> 
     assert len(caller.ask("refused")) == 1
 
 
+def test_what_a_generator_yields_passes_in_order(caller: Caller) -> None:
+    assert caller.ask("items", "m", 1000) == list(range(1000))
+
+
 def test_arrays_pass_unharmed(caller: Caller) -> None:
     assert caller.ask("arrays", "m", 16, 1) == 1
 
