@@ -137,9 +137,8 @@ def conversations(draw: Callable[..., object]) -> Delivery:
     handshake = b"\r\n".join([*lines, b"", b""])
     sent = b"".join(draw(_SEVERAL_FRAMES))
     if draw(_SOMETIMES):
-        sent = draw(damaged(sent))
-    delivery: Delivery = draw(delivered(handshake + sent))
-    return delivery
+        sent = damaged(draw, sent)
+    return delivered(draw, handshake + sent)
 
 
 _SOMETIMES = st.sampled_from([False, False, False, True])
