@@ -23,7 +23,8 @@ def read_long_description() -> str:
 
 
 EXAMPLES = ["scikit-learn>=1.6", "threadpoolctl>=3.1", "pillow>=10.3", "python-multipart>=0.0.18"]
-TEST = ["pytest>=8", "hypothesis>=6.100", "httpx>=0.27", "psutil>=5.9", "uvloop>=0.19", "cryptography>=42"]
+UVICORN = ["uvicorn>=0.30", "httptools>=0.6", "uvloop>=0.19; sys_platform != 'win32'"]
+TEST = ["pytest>=8", "hypothesis>=6.100", "httpx>=0.27", "psutil>=5.9", "cryptography>=42", *UVICORN]
 
 setup(
     name="daskserve",
@@ -56,7 +57,7 @@ setup(
     extras_require={
         "dashboard": ["bokeh>=3.1"],
         "uvloop": ["uvloop>=0.19; sys_platform != 'win32'"],
-        "uvicorn": ["uvicorn>=0.30", "httptools>=0.6", "uvloop>=0.19; sys_platform != 'win32'"],
+        "uvicorn": UVICORN,
         "examples": EXAMPLES,
         "test": TEST,
         "dev": [*TEST, *EXAMPLES, "ruff>=0.6", "mypy>=1.11"],

@@ -1,10 +1,12 @@
-"""One HTTP request under Tornado, and the ASGI application that answers it.
+"""One HTTP request under either server, and the ASGI application that answers it.
 
-Tornado reads: it calls the delegate as parts of the request come in, and waits while `data_received`'s
-future is pending. Writing goes straight to the stream (`daskserve.proxies.http1`); `HTTP1Connection.finish`
-then only tells Tornado to go on to the next request. How a request can end:
+The server reads: it calls the exchange as parts of the request come in, and waits while `data_received`'s
+future is pending. Writing goes straight to the stream (`daskserve.proxies.http1`); the connection's
+``finish`` then only tells the server to go on to the next request. Tornado's classes are the model for what
+a `Stream` and a `Connection` are: an exchange is a delegate of Tornado's, and uvicorn's connections
+(`daskserve.proxies.uvicorn_connection`) call it in the same way. How a request can end:
 
-1. The response is whole and so is the request: finish; Tornado keeps or closes the connection.
+1. The response is whole and so is the request: finish; the server keeps or closes the connection.
 2. The response is whole, the request is not: what still comes in is dropped for `LINGER_S`, because closing
    a socket with unread data resets the connection and may take the response with it.
 3. The client went away: the task is cancelled, and its sends raise `ConnectionResetError`.
@@ -25,13 +27,12 @@ from typing import Any
 from urllib.parse import unquote_to_bytes
 
 from tornado import httputil
-from tornado.http1connection import HTTP1Connection
-from tornado.iostream import IOStream, StreamClosedError
+from tornado.iostream import StreamClosedError
 
 from daskserve.clock import Clock
 from daskserve.errors import http_status_of
 from daskserve.proxies.asgi import ASGI_VERSIONS, ASGIApp, Headers, Scope
-from daskserve.proxies.http1 import Buffer, ResponseWriter, plain_text
+from daskserve.proxies.http1 import Buffer, ResponseWriter, as_buffer, plain_text
 from daskserve.proxies.http1_connection import RequestReader
 from daskserve.proxies.idle import IdleWatch
 from daskserve.proxies.request_body import RequestBody
@@ -43,6 +44,7 @@ from daskserve.proxies.request_head import (
     settle_expectation,
     split_target,
 )
+from daskserve.proxies.stream import Connection, Stream
 from daskserve.proxies.websocket import BadHandshakeError, WebSocketSession
 from daskserve.types import Message
 
@@ -81,6 +83,7 @@ class Carrier:
     ) -> None:
         self.app = app
         self.tls = tls
+        self.idle_timeout_s = idle_timeout_s
         self.max_body_bytes = max_body_bytes
         self.max_message_bytes = max_message_bytes
         self.tasks: set[asyncio.Task[None]] = set()
@@ -107,7 +110,7 @@ class Link:
 
     __slots__ = ("client", "exchange", "server", "stream")
 
-    def __init__(self, stream: IOStream) -> None:
+    def __init__(self, stream: Stream) -> None:
         self.stream = stream
         self.client, self.server = _addresses(stream.socket)
         self.exchange: Exchange | None = None
@@ -128,7 +131,7 @@ class Exchange(RequestReader):
 
     _body: RequestBody  # there is none before the headers
 
-    def __init__(self, carrier: Carrier, link: Link, connection: HTTP1Connection) -> None:
+    def __init__(self, carrier: Carrier, link: Link, connection: Connection) -> None:
         self._carrier = carrier
         self._link = link
         self._connection = connection
@@ -141,12 +144,12 @@ class Exchange(RequestReader):
         self._writer: ResponseWriter | None = None
         self._is_whole = False  # the response was written to its end
         self._is_gone = False  # nobody listens to the response any more
-        self._is_over = False  # Tornado has been told to go on
+        self._is_over = False  # the server has been told to go on
         self._linger: asyncio.TimerHandle | None = None
         link.exchange = self
         carrier.watch.watch(link)
 
-    # ---- called by Tornado, in this order
+    # ---- called by the server, in this order
 
     def headers_received(
         self,
@@ -211,7 +214,7 @@ class Exchange(RequestReader):
         self._task.add_done_callback(self._carrier.tasks.discard)
 
     def data_received(self, chunk: bytes) -> asyncio.Future[None] | None:
-        """Take a part of the body; Tornado waits for the returned future before it reads on."""
+        """Take a part of the body; the server waits for the returned future before it reads on."""
         watch = self._carrier.watch
         room = self._body.feed(chunk)
         if self._is_gone or self._is_whole:
@@ -255,7 +258,12 @@ class Exchange(RequestReader):
             cancel_once(self._task)
 
     @property
-    def unread(self) -> IOStream | None:
+    def wants_body(self) -> bool:
+        """Whether more of the body is to come, and someone is there to take it."""
+        return not (self._body.is_ended or self._is_gone or self._is_whole)
+
+    @property
+    def unread(self) -> Stream | None:
         """The connection, if nothing is read from it now: a whole request is being answered."""
         is_deaf = self._task is not None and not self._is_over and self._body.is_ended
         return self._stream if is_deaf else None
@@ -478,17 +486,6 @@ def cancel_once(task: asyncio.Task[None]) -> None:
     """Cancel a task, unless it is busy cleaning up after an earlier cancellation."""
     if not task.cancelling():
         task.cancel()
-
-
-def as_buffer(body: Any) -> Buffer:
-    """Return a body part in a form that can be written without another copy."""
-    if isinstance(body, bytes):
-        return body
-    if isinstance(body, memoryview):
-        return body if body.format == "B" and body.ndim == 1 else body.cast("B")
-    if isinstance(body, bytearray):
-        return bytes(body)  # the application may go on to change it
-    raise TypeError(f"a response body consists of bytes, not {type(body).__name__}")
 
 
 def _addresses(sock: socket.socket | None) -> tuple[tuple[str, int] | None, tuple[str, int | None] | None]:

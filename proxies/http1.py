@@ -135,6 +135,17 @@ class ResponseWriter:
         return length
 
 
+def as_buffer(body: Any) -> Buffer:
+    """Return a body part in a form that can be written without another copy."""
+    if isinstance(body, bytes):
+        return body
+    if isinstance(body, memoryview):
+        return body if body.format == "B" and body.ndim == 1 else body.cast("B")
+    if isinstance(body, bytearray):
+        return bytes(body)  # the application may go on to change it
+    raise TypeError(f"a response body consists of bytes, not {type(body).__name__}")
+
+
 def plain_text(status: int, text: str) -> tuple[dict[str, Any], bytes]:
     """Return the start message and the body of a response of the server itself."""
     start = {"type": "http.response.start", "status": status, "headers": [(b"content-type", TEXT)]}

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 
 from tornado.httputil import HTTPHeaders
 
+#: A request line with headers longer than this ends the connection.
+MAX_HEADER_BYTES = 64 * 1024
 #: The headers that are looked at here.
 FRAMING_HEADERS = frozenset(
     ("Host", "Connection", "Content-Length", "Transfer-Encoding", "Expect", "Upgrade")

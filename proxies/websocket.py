@@ -1,6 +1,6 @@
-"""One WebSocket under Tornado, and the ASGI application that it talks to.
+"""One WebSocket under either server, and the ASGI application that it talks to.
 
-Tornado hands over the connection once a request's headers ask for a WebSocket (RFC 6455); from then on
+The server hands over the connection once a request's headers ask for a WebSocket (RFC 6455); from then on
 wsproto speaks the protocol and this class carries its messages. A session ends in one of these ways:
 
 1. The application closes it: with the code it names, or 403 if it never accepted.
@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from tornado.iostream import IOStream, StreamClosedError
+from tornado.iostream import StreamClosedError
 from wsproto import ConnectionType, WSConnection
 from wsproto.connection import ConnectionState
 from wsproto.events import (
@@ -42,6 +42,7 @@ from wsproto.utilities import LocalProtocolError, RemoteProtocolError
 
 from daskserve.clock import Clock
 from daskserve.proxies.asgi import ASGIApp, Headers, Scope
+from daskserve.proxies.stream import Stream, sent_bytes
 from daskserve.types import Message
 
 log = logging.getLogger("daskserve.proxies")
@@ -189,7 +190,7 @@ class WebSocketSession:
         self,
         app: ASGIApp,
         scope: Scope,
-        stream: IOStream,
+        stream: Stream,
         *,
         max_message_bytes: int,
         clock: Clock,
@@ -219,7 +220,7 @@ class WebSocketSession:
         return f"<WebSocketSession {self._scope['path']} {state}>"
 
     @property
-    def unread(self) -> IOStream | None:
+    def unread(self) -> Stream | None:
         """The connection, if nothing is read from it now: not yet, or not before the application has."""
         is_deaf = not self._is_gone and (not self._is_accepted or self._inbox.is_full)
         return self._stream if is_deaf else None
@@ -351,9 +352,8 @@ class WebSocketSession:
     def _ping(self) -> None:
         if self._is_gone or self._is_closing:
             return
-        # A client that takes in what waited for it, however slowly, is there as much as one that sends. (Only
-        # this index of Tornado's own tells of progress within a message.)
-        written_bytes = self._stream._total_write_done_index
+        # A client that takes in what waited for it, however slowly, is there as much as one that sends.
+        written_bytes = sent_bytes(self._stream)
         is_reading = self._waiting_from is not None and written_bytes > self._waiting_from
         if not self._is_heard and not is_reading and not self._inbox.is_full:
             self._close(1011, "nothing was heard for too long")

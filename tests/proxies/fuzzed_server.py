@@ -26,7 +26,9 @@ from daskserve.config import HTTPOptions
 from daskserve.proxies.app import IngressApp
 from daskserve.proxies.asgi import ASGIApp, Scope
 from daskserve.proxies.routes import RouteTable
+from daskserve.proxies.server import HTTPServer
 from daskserve.proxies.tornado_server import TornadoServer
+from daskserve.proxies.uvicorn_server import UvicornServer
 from daskserve.types import ALL_HTTP_METHODS, Envelope, Message, Receive, Send
 
 MAX_MESSAGE_BYTES = 64 * 1024
@@ -58,7 +60,7 @@ class Server(Protocol):
 
 
 #: The servers that are tried; each is made as ``kind(app, host=..., port=..., ...)``.
-SERVER_KINDS: dict[str, Callable[..., Server]] = {"tornado": TornadoServer}
+SERVER_KINDS: dict[str, Callable[..., Server]] = {"tornado": TornadoServer, "uvicorn": UvicornServer}
 
 
 @dataclass
@@ -220,7 +222,7 @@ class FuzzedServer:
         begun: list[Any] = [*(asyncio.all_tasks() - self._base - {asyncio.current_task()})]
         if ongoing := self._ingress.statistics().ongoing:
             begun.append(f"{ongoing} ongoing requests")
-        if isinstance(self._server, TornadoServer):
+        if isinstance(self._server, HTTPServer):
             carrier = self._server._carrier
             begun += [*carrier.tasks, *carrier.links, *carrier.sockets]
             begun += [f"{len(carrier.watch)} watched"] if len(carrier.watch) else []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import logging
 import socket
 import struct
@@ -12,12 +13,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import uvloop
 
 from daskserve.proxies.asgi import ASGIApp, Scope
-from daskserve.proxies.tornado_server import TornadoServer
+from daskserve.proxies.server import HTTPServer
+from daskserve.proxies.servers import server_type
 from daskserve.types import Receive, Send
 
 DEADLINE_S = 10.0
+
+#: The server, and perhaps the event loop, that tests run on; the fixture ``carrier`` chooses.
+CARRIERS = ("tornado", "uvicorn", "uvicorn on uvloop")
+CARRIER: contextvars.ContextVar[str] = contextvars.ContextVar("CARRIER", default="tornado")
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -27,7 +34,13 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
         async with asyncio.timeout(DEADLINE_S):
             await test()
 
-    asyncio.run(bounded())
+    factory = uvloop.new_event_loop if CARRIER.get().endswith("uvloop") else None
+    with asyncio.Runner(loop_factory=factory) as runner:
+        runner.run(bounded())
+
+
+def make_server(app: ASGIApp, **options: Any) -> HTTPServer:
+    return server_type(CARRIER.get().partition(" ")[0])(app, **{"host": "127.0.0.1", "port": 0, **options})
 
 
 async def poll_for(condition: Callable[[], object]) -> None:
@@ -44,13 +57,13 @@ def advance(seconds: float) -> None:
 
 
 @contextlib.asynccontextmanager
-async def serving(app: ASGIApp, **options: Any) -> AsyncIterator[TornadoServer]:
+async def serving(app: ASGIApp, **options: Any) -> AsyncIterator[HTTPServer]:
     """Run a server around a block; afterwards nothing of it may be left, and nothing may have been lost."""
     loop = asyncio.get_running_loop()
     lost: list[dict[str, Any]] = []
     loop.set_exception_handler(lambda _, context: lost.append(context))
     before = asyncio.all_tasks(), timers(loop)
-    server = TornadoServer(app, **{"host": "127.0.0.1", "port": 0, **options})
+    server = make_server(app, **options)
     server.bind()
     server.start()
     try:
@@ -67,7 +80,7 @@ async def serving(app: ASGIApp, **options: Any) -> AsyncIterator[TornadoServer]:
 
 def timers(loop: asyncio.AbstractEventLoop) -> set[asyncio.TimerHandle]:
     """Return what the loop will still call later."""
-    scheduled: list[asyncio.TimerHandle] = loop._scheduled  # type: ignore[attr-defined]
+    scheduled: list[asyncio.TimerHandle] = getattr(loop, "_scheduled", [])  # uvloop does not tell
     return {handle for handle in scheduled if not handle.cancelled()}
 
 
@@ -138,7 +151,7 @@ class Client:
 
 
 @contextlib.asynccontextmanager
-async def connected(server: TornadoServer) -> AsyncIterator[Client]:
+async def connected(server: HTTPServer) -> AsyncIterator[Client]:
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     try:
         yield Client(reader, writer)

@@ -23,6 +23,8 @@ CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]+)((?:[ \t]*;.*)?)", re.DOTALL)
 
 #: Methods that no server may call unknown.
 METHODS = frozenset(b"GET HEAD POST PUT DELETE OPTIONS PATCH".split())
+#: What servers act on where it belongs.
+FRAMING = frozenset((b"host", b"connection", b"content-length", b"transfer-encoding", b"upgrade"))
 #: What a server may call too long, whatever it is: lines of chunks, heads.
 LONG_LINE_BYTES = 48
 LONG_HEAD_BYTES = 48 * 1024
@@ -135,7 +137,8 @@ def _line(reading: Reading, data: bytes, start: int) -> tuple[bytes, int]:
 
 def _read_head(reading: Reading, data: bytes, start: int) -> int:
     line, position = _line(reading, data, start)
-    parts = line.split(b" ")
+    parts = [part for part in line.split(b" ") if part]
+    reading.is_optional |= b" ".join(parts) != line  # more spaces than one may be forgiven
     # Even of a head that is not whole, a server may refuse what can no longer become one.
     if len(parts) != 3:
         raise _Bad
@@ -241,6 +244,8 @@ def _read_chunks(reading: Reading, data: bytes, start: int) -> int:
     trailers: list[tuple[bytes, bytes]] = []
     end = _read_fields(reading, trailers, data, position)
     reading.is_optional |= end - position > LONG_LINE_BYTES * 4
+    # What belongs into heads may be refused here.
+    reading.is_optional |= not {name for name, _ in trailers}.isdisjoint(FRAMING)
     return end
 
 

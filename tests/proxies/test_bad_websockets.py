@@ -143,6 +143,7 @@ def test_handshakes_that_are_none(server: FuzzedServer, line: bytes, status: int
 @pytest.mark.parametrize(
     ("old", "new"),
     [
+        (b"/socket", b"/socket/%c3%a4?%ff"),
         (b"Host: test", b"Host: a..b"),
         (b"Host: test", b"Host: xn--a-\x7e"),
         (b"Host: test", b"Host: " + b"a" * 100),

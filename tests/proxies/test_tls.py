@@ -67,6 +67,7 @@ def context_of(folder: Path) -> Any:
     return server_context(str(folder / "cert.pem"), str(folder / "key.pem"))
 
 
+@pytest.mark.usefixtures("carrier")
 def test_requests_pass_over_tls(folder: Path) -> None:
     """Two on one connection, with bodies larger than any buffer."""
 
@@ -86,6 +87,7 @@ def test_requests_pass_over_tls(folder: Path) -> None:
     run(test)
 
 
+@pytest.mark.usefixtures("carrier")
 def test_websockets_pass_over_tls(folder: Path) -> None:
     async def test() -> None:
         async with serving(tell_scheme, tls=context_of(folder)) as server:
@@ -103,6 +105,7 @@ def test_websockets_pass_over_tls(folder: Path) -> None:
     run(test)
 
 
+@pytest.mark.usefixtures("carrier")
 def test_plain_http_is_refused(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         async with serving(tell_scheme, tls=context_of(folder)) as server:
@@ -119,6 +122,7 @@ def test_plain_http_is_refused(folder: Path, caplog: pytest.LogCaptureFixture) -
     run(test)
 
 
+@pytest.mark.usefixtures("carrier")
 def test_who_never_shakes_hands_is_sent_away(folder: Path) -> None:
     async def test() -> None:
         async with serving(tell_scheme, tls=context_of(folder), keep_alive_timeout_s=0.05) as server:

@@ -1,4 +1,4 @@
-"""WebSockets under Tornado, seen by a client that speaks the protocol by itself."""
+"""WebSockets, seen by a client that speaks the protocol by itself."""
 
 from __future__ import annotations
 
@@ -27,9 +27,11 @@ from wsproto.events import (
 )
 
 from daskserve.proxies.asgi import Scope
-from daskserve.proxies.tornado_server import TornadoServer
+from daskserve.proxies.server import HTTPServer
 from daskserve.proxies.websocket import INBOX_BYTES
 from daskserve.types import Message, Receive, Send
+
+pytestmark = pytest.mark.usefixtures("carrier")
 
 
 class SocketClient:
@@ -88,7 +90,7 @@ class SocketClient:
 
 
 @contextlib.asynccontextmanager
-async def client_of(server: TornadoServer) -> AsyncIterator[SocketClient]:
+async def client_of(server: HTTPServer) -> AsyncIterator[SocketClient]:
     async with connected(server) as client:
         yield SocketClient(client.reader, client.writer)
         client.writer.transport.abort()  # what it has not read is nobody's error
@@ -168,6 +170,36 @@ def test_a_message_in_fragments_arrives_whole() -> None:
             await client.send(DataMessage(data="cd"))
             assert isinstance(await client.event(), Pong)
             assert await client.message() == "abcd"
+
+    run(test)
+
+
+@pytest.mark.parametrize("before", [b"", b"GET /x HTTP/1.1\r\nHost: test\r\n\r\n"])
+def test_a_client_need_not_wait_for_the_answer_to_its_handshake(before: bytes) -> None:
+    echo = Echo()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await echo(scope, receive, send)
+            return
+        await send({"type": "http.response.start", "status": 200})
+        await send({"type": "http.response.body", "body": b"first"})
+
+    async def test() -> None:
+        async with serving(app) as server, connected(server) as client:
+            both = WSConnection(ConnectionType.CLIENT)
+            handshake = both.send(Request(host="test", target="/"))
+            # The client's own half of the protocol takes no message before the answer.
+            frame = b"\x82\x83\x00\x00\x00\x00abc"
+            await client.send(before + handshake + frame * 10_000)
+            if before:
+                assert (await client.response()).body == b"first"
+            opened = SocketClient(client.reader, client.writer)
+            opened._protocol = both
+            assert isinstance(await opened.event(), AcceptConnection)
+            for _ in range(10_000):
+                assert await opened.message() == b"abc"
+            client.writer.transport.abort()
 
     run(test)
 
@@ -262,6 +294,49 @@ def test_a_client_that_vanishes_is_a_disconnect() -> None:
     run(test)
 
 
+def test_an_application_that_is_sending_hears_at_once_that_the_client_has_gone() -> None:
+    async def test() -> None:
+        ended: list[BaseException] = []
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            await receive()
+            await send({"type": "websocket.accept"})
+            try:
+                while True:
+                    await send({"type": "websocket.send", "bytes": bytes(1 << 20)})
+            except BaseException as error:
+                ended.append(error)
+                raise
+
+        async with serving(app) as server, client_of(server) as client:
+            await client.open()
+            (session,) = server._carrier.sockets
+            await poll_for(session._stream.writing)
+            client.vanish()
+            await poll_for(lambda: ended)
+        assert isinstance(ended[0], OSError)
+
+    run(test)
+
+
+def test_a_refusal_that_is_read_late_arrives_whole() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        headers = [(b"content-length", b"8000000")]
+        await send({"type": "websocket.http.response.start", "status": 404, "headers": headers})
+        await send({"type": "websocket.http.response.body", "body": bytes(8_000_000)})
+
+    async def test() -> None:
+        async with serving(app) as server, connected(server) as client:
+            handshake = WSConnection(ConnectionType.CLIENT).send(Request(host="test", target="/"))
+            await client.send(handshake)
+            assert (await client.head())[0] == 404
+            await asyncio.sleep(0.05)
+            assert await client.rest() == bytes(8_000_000)
+
+    run(test)
+
+
 def test_an_application_that_does_not_care_for_the_disconnect_is_cancelled() -> None:
     async def test() -> None:
         ended: list[BaseException] = []
@@ -346,6 +421,7 @@ def test_a_client_that_sends_faster_than_the_application_reads_has_to_wait() -> 
             for _ in range(200):
                 await asyncio.sleep(0)
             assert session._inbox._held_bytes < 2 * INBOX_BYTES
+            assert len(getattr(session._stream, "_unread", b"")) < INBOX_BYTES
             may_read.set()
             await poll_for(lambda: len(seen) == 400)
 

@@ -8,7 +8,18 @@ import socket
 
 import httpx
 import pytest
-from http_harness import Hanging, advance, connected, hello, poll_for, request, respond, run, serving
+from http_harness import (
+    Hanging,
+    advance,
+    connected,
+    hello,
+    make_server,
+    poll_for,
+    request,
+    respond,
+    run,
+    serving,
+)
 
 from daskserve.clock import LoopClock
 from daskserve.config import HTTPOptions
@@ -16,9 +27,10 @@ from daskserve.errors import BackPressureError, BadRequestError, PortInUseError
 from daskserve.proxies.app import IngressApp
 from daskserve.proxies.hangup import PERIOD_S
 from daskserve.proxies.routes import RouteTable
-from daskserve.proxies.tornado_server import TornadoServer
 from daskserve.proxies.websocket import LEAVE_S
 from daskserve.types import Envelope, Receive, Send
+
+pytestmark = pytest.mark.usefixtures("carrier")
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0", "::1", "[::1]"])
@@ -38,16 +50,16 @@ def test_urls_reach_the_server(host: str) -> None:
 
 
 def test_urls_name_the_public_host_for_a_wildcard() -> None:
-    assert TornadoServer(hello, host="0.0.0.0", port=80).urls == ("http://127.0.0.1:80",)
-    assert TornadoServer(hello, host="::", port=80, public_host="fe80::1").urls == ("http://[fe80::1]:80",)
-    assert TornadoServer(hello, host="10.0.0.1", port=80, public_host="x").urls == ("http://10.0.0.1:80",)
+    assert make_server(hello, host="0.0.0.0", port=80).urls == ("http://127.0.0.1:80",)
+    assert make_server(hello, host="::", port=80, public_host="fe80::1").urls == ("http://[fe80::1]:80",)
+    assert make_server(hello, host="10.0.0.1", port=80, public_host="x").urls == ("http://10.0.0.1:80",)
 
 
 @pytest.mark.parametrize("reuse_port", [False, True])
 def test_a_taken_port_is_refused_when_binding(reuse_port: bool) -> None:
     async def test() -> None:
         async with serving(hello, reuse_port=reuse_port) as server:
-            second = TornadoServer(hello, host="127.0.0.1", port=server.port, reuse_port=reuse_port)
+            second = make_server(hello, port=server.port, reuse_port=reuse_port)
             with pytest.raises(PortInUseError, match=str(server.port)):
                 second.bind()
             await second.stop()
@@ -58,9 +70,7 @@ def test_a_taken_port_is_refused_when_binding(reuse_port: bool) -> None:
 def test_servers_of_one_instance_share_their_port() -> None:
     async def test() -> None:
         async with serving(hello, reuse_port=True) as first:
-            second = TornadoServer(
-                hello, host="127.0.0.1", port=first.port, reuse_port=True, claims_port=False
-            )
+            second = make_server(hello, host="127.0.0.1", port=first.port, reuse_port=True, claims_port=False)
             second.bind()
             second.start()
             async with connected(first) as client:
@@ -72,18 +82,18 @@ def test_servers_of_one_instance_share_their_port() -> None:
 
 def test_a_host_that_is_not_ours_is_refused_when_binding() -> None:
     with pytest.raises(BadRequestError, match="no address of this machine"):
-        TornadoServer(hello, host="192.0.2.1", port=0).bind()
+        make_server(hello, host="192.0.2.1", port=0).bind()
 
 
 def test_a_server_that_was_only_bound_lets_its_port_go() -> None:
     async def test() -> None:
-        server = TornadoServer(hello, host="127.0.0.1", port=0)
+        server = make_server(hello)
         server.bind()
         with socket.create_connection(("127.0.0.1", server.port)):
             await server.drain(60)
         await server.stop()
         await server.stop()
-        again = TornadoServer(hello, host="127.0.0.1", port=server.port)
+        again = make_server(hello, port=server.port)
         again.bind()
         await again.stop()
 
@@ -110,7 +120,7 @@ def test_stop_cancels_what_runs_and_closes_what_is_open() -> None:
 def test_stop_does_not_wait_for_a_request_that_will_not_end(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("daskserve.proxies.tornado_server._CANCEL_S", 0.01)
+    monkeypatch.setattr("daskserve.proxies.server._CANCEL_S", 0.01)
 
     async def test() -> None:
         entered, released = asyncio.Event(), asyncio.Event()
@@ -123,7 +133,7 @@ def test_stop_does_not_wait_for_a_request_that_will_not_end(
                 await released.wait()
                 raise
 
-        server = TornadoServer(app, host="127.0.0.1", port=0)
+        server = make_server(app)
         server.bind()
         server.start()
         async with connected(server) as client:
@@ -145,6 +155,25 @@ def test_a_connection_that_has_ended_is_not_watched() -> None:
                 assert await client.rest() == b""
             await poll_for(lambda: "0 links" in repr(server))
             assert len(server._carrier.watch) == 0
+
+    run(test)
+
+
+def test_what_is_being_accepted_when_the_server_stops_is_closed() -> None:
+    async def test() -> None:
+        for turns in range(6):
+            async with serving(hello) as server:
+                clients = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(3)]
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                await server.stop()
+                for client in clients:
+                    with client:
+                        client.settimeout(5)
+                        try:
+                            assert client.recv(1) == b""
+                        except ConnectionResetError:
+                            pass  # it was still in the backlog
 
     run(test)
 
@@ -293,6 +322,37 @@ def test_draining_serves_what_was_connected_before() -> None:
             for client in clients:
                 with client:
                     assert (await loop.sock_recv(client, 1000)).startswith(b"HTTP/1.1 200")
+
+    run(test)
+
+
+def test_closing_one_of_several_servers_on_a_port_loses_no_request() -> None:
+    """Clients that connect all the time, each for one request, while servers come and go."""
+
+    async def test() -> None:
+        answers: list[bytes] = []
+        is_over = False
+
+        async def ask(port: int) -> None:
+            while not is_over:
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(request())
+                answers.append(await reader.readline())
+                writer.close()
+                await writer.wait_closed()
+
+        async with serving(hello, reuse_port=True) as first:
+            clients = [asyncio.create_task(ask(first.port)) for _ in range(4)]
+            for count in range(1, 11):
+                second = make_server(hello, port=first.port, reuse_port=True, claims_port=False)
+                second.bind()
+                second.start()
+                await poll_for(lambda least=20 * count: len(answers) >= least)  # type: ignore[misc]
+                await second.drain(5)
+                await second.stop()
+            is_over = True
+            await asyncio.gather(*clients)
+        assert set(answers) == {b"HTTP/1.1 200 OK\r\n"}
 
     run(test)
 

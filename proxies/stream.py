@@ -1,0 +1,187 @@
+"""What exchanges and WebSockets use of a connection; Tornado's ``IOStream`` is the model for its bytes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+from tornado.iostream import IOStream, StreamClosedError
+
+#: So much may wait for a reader; then the transport is not read any further.
+READ_AHEAD_BYTES = 64 * 1024
+
+
+class Stream(Protocol):
+    """The part of Tornado's ``IOStream`` that is used here."""
+
+    @property
+    def socket(self) -> Any:
+        """The socket, to be asked for its addresses."""
+
+    def write(self, data: bytes | memoryview, /) -> asyncio.Future[None]:
+        """Send; the future tells when there is room for more. Raises ``StreamClosedError``."""
+
+    def writing(self) -> bool:
+        """Whether something has not been sent yet."""
+
+    def read_bytes(self, num_bytes: int, *, partial: bool) -> Awaitable[bytes]:
+        """Return what comes in next. Raises ``StreamClosedError``."""
+
+    def set_nodelay(self, value: bool, /) -> None:
+        """Send small parts at once."""
+
+    def set_close_callback(self, callback: Callable[[], None] | None, /) -> None:
+        """Call back when the connection is no more."""
+
+    def closed(self) -> bool:
+        """Whether nothing can be sent any more."""
+
+    def close(self) -> None:
+        """Close the connection now."""
+
+
+class Connection(Protocol):
+    """What reads the requests of one connection; Tornado's ``HTTP1Connection`` is one."""
+
+    def set_close_callback(self, callback: Callable[[], None] | None, /) -> None:
+        """Call back when the client goes away."""
+
+    def finish(self) -> None:
+        """Go on to the next request; close the connection if this one was not read to its end."""
+
+    def close(self) -> None:
+        """Close the connection."""
+
+    def detach(self) -> Any:
+        """Leave the stream to someone else."""
+
+
+class TransportStream(asyncio.Protocol):
+    """A `Stream` over an asyncio transport.
+
+    Writes are for whoever holds the stream. Reads are for a WebSocket, which makes the stream the transport's
+    protocol (`take_over`); until then the protocol that reads reports what it hears of the transport. The
+    stream keeps itself in ``open_streams`` until the connection is no more.
+    """
+
+    def __init__(self, transport: asyncio.Transport, open_streams: set[TransportStream]) -> None:
+        self.socket = transport.get_extra_info("socket")
+        self._transport = transport
+        self._open_streams = open_streams
+        open_streams.add(self)
+        self._loop = asyncio.get_running_loop()
+        # One future for all writers: done as long as there is room.
+        self._room: asyncio.Future[None] = self._loop.create_future()
+        self._room.set_result(None)
+        self._is_lost = False
+        self._accepted_bytes = 0
+        self._unread = bytearray()
+        self._is_reading_paused = False
+        self._reading: tuple[int, asyncio.Future[bytes]] | None = None
+        self._on_close: Callable[[], None] | None = None
+
+    def write(self, data: bytes | memoryview, /) -> asyncio.Future[None]:
+        if self._transport.is_closing():
+            raise StreamClosedError
+        self._accepted_bytes += len(data)
+        self._transport.write(data)
+        return self._room
+
+    def writing(self) -> bool:
+        return not self._is_lost and self._transport.get_write_buffer_size() > 0
+
+    @property
+    def sent_bytes(self) -> int:
+        """How many bytes the operating system has taken."""
+        return self._accepted_bytes - (0 if self._is_lost else self._transport.get_write_buffer_size())
+
+    def set_nodelay(self, value: bool, /) -> None:
+        """Do nothing: asyncio's TCP transports never delay."""
+
+    def set_close_callback(self, callback: Callable[[], None] | None, /) -> None:
+        self._on_close = callback
+
+    def closed(self) -> bool:
+        return self._transport.is_closing()
+
+    def close(self) -> None:
+        self._unread.clear()
+        self._transport.close()
+        if self.writing() or self._transport.get_extra_info("ssl_object") is not None:
+            # uvloop writes at the end of the loop's turn; what the client does not take then is dropped. Nor
+            # is it waited for to answer TLS's goodbye.
+            self._loop.call_soon(self._transport.abort)
+
+    def take_over(self) -> None:
+        """Read from the transport from now on."""
+        # Room is when nothing waits: what a WebSocket's client has not read counts against pings and closing.
+        # (Not a limit of 0: TLS transports would then be at it even when they are empty.)
+        self._transport.set_write_buffer_limits(1, 0)
+        self._transport.set_protocol(self)
+
+    def read_bytes(self, num_bytes: int, *, partial: bool) -> asyncio.Future[bytes]:
+        """Return up to so many bytes as soon as there are any."""
+        future: asyncio.Future[bytes] = self._loop.create_future()
+        if not self._unread and self.closed():
+            raise StreamClosedError
+        self._reading = (num_bytes, future)
+        self._hand_over()
+        return future
+
+    # ---- called by the transport, or by the protocol that reads in our place
+
+    def data_received(self, data: bytes) -> None:
+        self._unread += data
+        self._hand_over()
+        if len(self._unread) > READ_AHEAD_BYTES and not self._is_reading_paused and not self.closed():
+            self._is_reading_paused = True
+            self._transport.pause_reading()
+
+    def pause_writing(self) -> None:
+        if self._room.done():
+            self._room = self._loop.create_future()
+
+    def resume_writing(self) -> None:
+        if not self._room.done():
+            self._room.set_result(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._is_lost = True
+        self._open_streams.discard(self)
+        if not self._room.done():
+            self._room.set_exception(StreamClosedError())
+            self._room.exception()  # looked at: perhaps nobody waits for it
+        if self._reading is not None:
+            _, future = self._reading
+            self._reading = None
+            if not future.done():
+                future.set_exception(StreamClosedError())
+        # Whoever is at what has come in last should see its end first.
+        self._loop.call_soon(self._tell)
+
+    def _hand_over(self) -> None:
+        if self._reading is None or not self._unread:
+            return
+        num_bytes, future = self._reading
+        self._reading = None
+        if future.done():
+            return  # cancelled
+        future.set_result(bytes(self._unread[:num_bytes]))
+        del self._unread[:num_bytes]
+        if self._is_reading_paused and len(self._unread) <= READ_AHEAD_BYTES // 2 and not self.closed():
+            self._is_reading_paused = False
+            self._transport.resume_reading()
+
+    def _tell(self) -> None:
+        callback, self._on_close = self._on_close, None
+        if callback is not None:
+            callback()
+
+
+def sent_bytes(stream: Stream) -> int:
+    """Return how many bytes the operating system has taken; it grows while a client reads a long message."""
+    if isinstance(stream, TransportStream):
+        return stream.sent_bytes
+    assert isinstance(stream, IOStream)
+    return stream._total_write_done_index  # nothing public tells of progress within a message

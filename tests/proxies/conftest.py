@@ -1,0 +1,30 @@
+"""Over which server the tests of this folder run that ask for one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+
+import pytest
+from http_harness import CARRIER, CARRIERS
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "carrier" in metafunc.fixturenames:
+        # The clock of uvloop cannot be moved.
+        needs_asyncio = "advance(" in inspect.getsource(metafunc.function)
+        only = getattr(metafunc.module, "SERVER", "")
+        carriers = [
+            each
+            for each in CARRIERS
+            if each.startswith(only) and not (needs_asyncio and each.endswith("uvloop"))
+        ]
+        metafunc.parametrize("carrier", carriers, indirect=True)
+
+
+@pytest.fixture
+def carrier(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Have `http_harness.serving` and `run` use one server, and one event loop, after the other."""
+    token = CARRIER.set(request.param)
+    yield request.param
+    CARRIER.reset(token)
