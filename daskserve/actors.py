@@ -16,8 +16,9 @@ from daskserve.payload import load_bytes
 from daskserve.proxies.app import IngressApp, build_app
 from daskserve.proxies.forwarded import ForwardedHeaders
 from daskserve.proxies.routes import RouteTable
+from daskserve.proxies.server import HTTPServer
+from daskserve.proxies.servers import server_type
 from daskserve.proxies.tls import server_context
-from daskserve.proxies.tornado_server import TornadoServer
 from daskserve.starts import ProxyStart, ReplicaStart
 from daskserve.types import Envelope, Load, Receive, Send
 
@@ -62,7 +63,7 @@ class ProxyActor:
         self._start = ProxyStart.decode(context.spec.payload)
         self._routes: RouteTable | None = None
         self._routes_known = asyncio.Event()
-        self._server: TornadoServer | None = None
+        self._server: HTTPServer | None = None
         self._ingress: IngressApp | None = None
         self._stop_watching: Any = None
 
@@ -82,7 +83,7 @@ class ProxyActor:
         app = build_app(self._ingress, middlewares)
         if options.get("trusted_forwarders"):
             app = ForwardedHeaders(app, options["trusted_forwarders"])
-        self._server = TornadoServer(
+        self._server = server_type(options.get("server", "tornado"))(
             app,
             host=options.get("host", "127.0.0.1"),
             port=options.get("port", 8000),

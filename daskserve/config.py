@@ -40,6 +40,11 @@ class HTTPOptions(Options):
         default_factory=list,
         description="Starlette ``Middleware`` objects wrapped around the ingress, first one outermost.",
     )
+    server: Literal["tornado", "uvicorn"] = Field(
+        "tornado",
+        description="What carries HTTP: Tornado, which is there in any case, or uvicorn, which is faster and "
+        "comes with ``daskserve[uvicorn]``; the workers need it.",
+    )
     location: Location | None = Field(
         Location.HEAD_ONLY, description="Which workers get a proxy. None: no proxies, as with NoServer."
     )

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from daskserve.clock import LoopClock
 from daskserve.config import HTTPOptions
-from daskserve.errors import ReplicaStartError
+from daskserve.errors import BadRequestError, ReplicaStartError
 from daskserve.testing import (
     DeadlockError,
     LivelockError,
@@ -217,12 +218,28 @@ def test_backends_of_a_local_instance_call_each_other() -> None:
         assert client.get_handle("outer").remote(20).result(5) == 41
 
 
-def test_a_local_instance_serves_http_if_asked_to() -> None:
+@pytest.mark.parametrize("server", ["tornado", "uvicorn"])
+def test_a_local_instance_serves_http_if_asked_to(server: Literal["tornado", "uvicorn"]) -> None:
     httpx = pytest.importorskip("httpx")
-    with local_instance(http_options=HTTPOptions(port=0)) as client:
+    with local_instance(http_options=HTTPOptions(port=0, server=server)) as client:
         client.create_backend("hello", lambda request: "hello")
         client.create_endpoint("hello", backend="hello", route="/hello")
         (url,) = client.http_urls()
         assert httpx.get(f"{url}/hello").text == "hello"
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url}/hello")
+
+
+def test_a_server_that_is_not_installed_is_refused_by_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("uvicorn_server", "uvicorn_connection"):
+        monkeypatch.delitem(sys.modules, f"daskserve.proxies.{name}", raising=False)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    with pytest.raises(BadRequestError, match=r"uvicorn.*pip install 'daskserve\[uvicorn\]'"):
+        with local_instance(http_options={"port": 0, "server": "uvicorn"}):
+            pass
+
+
+def test_a_server_that_there_is_not_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"server\n.*'tornado' or 'uvicorn'.*hypercorn"):
+        with local_instance(http_options={"port": 0, "server": "hypercorn"}):
+            pass
