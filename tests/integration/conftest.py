@@ -81,9 +81,15 @@ def external(clean_cluster: ExternalCluster) -> Iterator[ExternalCluster]:
 
 
 @pytest.fixture
-def client(external: ExternalCluster) -> Iterator[serve.Client]:
+def server(request: pytest.FixtureRequest) -> str:
+    """What carries HTTP, unless a test is parametrized (indirectly) to try both."""
+    return str(getattr(request, "param", "tornado"))
+
+
+@pytest.fixture
+def client(external: ExternalCluster, server: str) -> Iterator[serve.Client]:
     """An instance of its own on the external cluster, on a free port."""
-    with serve.start(dask_client=external.client, http_options={"port": 0}) as client:
+    with serve.start(dask_client=external.client, http_options={"port": 0, "server": server}) as client:
         yield client
 
 

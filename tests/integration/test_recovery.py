@@ -22,6 +22,7 @@ from clusters import (
     worker_of,
 )
 from dask_processes import dask_worker, fetch, poll_for
+from distributed import Client
 
 import daskserve as serve
 
@@ -33,13 +34,20 @@ def incarnations(client: serve.Client, backend: str = "b") -> set[str]:
 
 
 def test_a_killed_replica_is_replaced_and_no_get_fails() -> None:
-    with nannied_cluster(4) as dask, serve.start(dask_client=dask, **EPHEMERAL) as client:
+    with nannied_cluster(4) as dask:
+        for server in ("tornado", "uvicorn"):
+            dask.wait_for_workers(4, timeout=30)
+            kill_a_replica_under_load(dask, server)
+
+
+def kill_a_replica_under_load(dask: Client, server: str) -> None:
+    with serve.start(dask_client=dask, http_options={"port": 0, "server": server}) as client:
         with Load(serve_pids(client), connections=16) as load:
             victim = replica_without_proxy(client)
             os.kill(pids(dask)[victim], signal.SIGKILL)
             poll_for(lambda: len(running(client, "b")) == 2 and victim not in running(client, "b"))
             load.more()
-        assert load.failures == []
+        assert load.failures == [], server
 
 
 @pytest.mark.parametrize("is_busy", [False, True])

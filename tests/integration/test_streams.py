@@ -68,7 +68,17 @@ def bounded(processes: list[psutil.Process]) -> Iterator[None]:
     assert max(taken) * MIB < LIMIT_BYTES, f"MiB taken: {taken}"
 
 
-@pytest.mark.parametrize("kind", ["upload", "download", "download that is read late"])
+@pytest.mark.parametrize(
+    ("server", "kind"),
+    [
+        ("tornado", "upload"),
+        ("tornado", "download"),
+        ("tornado", "download that is read late"),
+        ("uvicorn", "upload"),
+        ("uvicorn", "download that is read late"),
+    ],
+    indirect=["server"],
+)
 def test_a_large_body_passes_in_little_memory(
     kind: str, client: serve.Client, url: str, external: ExternalCluster
 ) -> None:

@@ -111,10 +111,13 @@ def application() -> Any:
     return Starlette(routes=[WebSocketRoute("/echo", echo), Route("/left", who_left)])
 
 
-@pytest.fixture(params=["HeadOnly", "EveryWorker"])
+@pytest.fixture(
+    params=[("HeadOnly", "tornado"), ("EveryWorker", "tornado"), ("HeadOnly", "uvicorn")], ids=str
+)
 def served(request: pytest.FixtureRequest, external: ExternalCluster) -> Iterator[tuple[serve.Client, str]]:
     """An instance that serves the application at ``/app``; a single proxy is not where the replica is."""
-    options = {"port": 0, "location": request.param, "max_websocket_message_bytes": 4_000_000}
+    location, server = request.param
+    options = {"port": 0, "location": location, "server": server, "max_websocket_message_bytes": 4_000_000}
     with serve.start(http_options=options, dask_client=external.client) as client:
         client.create_backend("app", application())
         client.create_endpoint("app", backend="app", route="/app", methods=["GET"])
