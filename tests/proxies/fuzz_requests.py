@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from hypothesis import strategies as st
 
@@ -271,6 +272,9 @@ class Delivery:
     def __repr__(self) -> str:
         shown = repr(self.data) if len(self.data) < 3000 else f"{self.data[:1500]!r} ... {self.data[-500:]!r}"
         return f"Delivery({shown}, {self.stops}, {self.ending!r})"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(repr(self))  # or hypothesis would print all of the data
 
 
 # Most of what is drawn is in order, or no request would ever get beyond its first line. What is drawn from

@@ -21,6 +21,9 @@ from test_bad_input import compare
 #: In every run of the suite; the profile ``nightly`` tries more, and others every time.
 CASES = 100
 
+#: So much at a time is read by the server.
+READ_BYTES = 16 * 1024
+
 OPENING = b"\r\n".join([FIRST_LINES[0], *HANDSHAKE, b"", b""])
 
 
@@ -71,7 +74,9 @@ def check_frames(delivery: Delivery, outcome: Outcome) -> None:
     assert told.end in (End.OPEN, End.CLOSED), outcome.answer
     if told.end is End.CLOSED:
         assert told.rest == b"", f"something follows the closing: {told.rest!r}"
-    if delivery.is_patient:
+    # To close a connection with unread data resets it, which may take the closing's code along.
+    is_reset = sent.end is End.VIOLATION and told.end is End.OPEN and len(delivery.data) > READ_BYTES
+    if delivery.is_patient and not is_reset:
         check_closing(sent, told)
 
 
