@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -41,6 +42,7 @@ def read_frames(data: bytes, *, is_masked: bool, max_bytes: int) -> Frames:
     """Read the frames of a client (masked) or a server (not masked)."""
     frames = Frames()
     parts: list[bytes] = []
+    decoder = codecs.getincrementaldecoder("utf-8")()
     kind = size = 0
     while frames.end is End.OPEN:
         frame = None
@@ -60,6 +62,8 @@ def read_frames(data: bytes, *, is_masked: bool, max_bytes: int) -> Frames:
             size += len(payload)
             if size > max_bytes:
                 raise _TooLarge
+            if kind == TEXT:
+                decoder.decode(payload, is_final)  # a part can be wrong by itself
             if is_final:
                 whole = b"".join(parts)
                 frames.messages.append(whole.decode() if kind == TEXT else whole)

@@ -21,6 +21,7 @@ from test_bad_input import compare
 #: In every run of the suite; the profile ``nightly`` tries more, and others every time.
 CASES = 100
 
+LONGEST_HEAD_BYTES = 14
 #: So much at a time is read by the server.
 READ_BYTES = 16 * 1024
 
@@ -75,7 +76,8 @@ def check_frames(delivery: Delivery, outcome: Outcome) -> None:
     if told.end is End.CLOSED:
         assert told.rest == b"", f"something follows the closing: {told.rest!r}"
     # To close a connection with unread data resets it, which may take the closing's code along.
-    is_reset = sent.end is End.VIOLATION and told.end is End.OPEN and len(delivery.data) > READ_BYTES
+    is_over = sent.end is not End.OPEN
+    is_reset = is_over and told.end is End.OPEN and len(delivery.data) > READ_BYTES
     if delivery.is_patient and not is_reset:
         check_closing(sent, told)
 
@@ -91,7 +93,9 @@ def check_closing(sent: Frames, told: Frames) -> None:
     elif sent.end is End.TOO_LARGE:
         assert told.code in (1009, 1007)
     else:
-        assert told.code in (1002, 1007, 1009)
+        # A server may wait for the whole head of a frame before it looks at it.
+        is_cut = len(sent.rest) < LONGEST_HEAD_BYTES
+        assert told.code in (1002, 1007, 1009) or (is_cut and told.code == 1011)
 
 
 def after_head(data: bytes) -> bytes:
