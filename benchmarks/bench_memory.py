@@ -28,7 +28,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
-from bench_requests import served
+from http_load import served
 
 from daskserve.cluster.link import default_client
 from daskserve.loops import new_event_loop

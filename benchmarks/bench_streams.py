@@ -16,7 +16,7 @@ import time
 from typing import Any, cast
 from urllib.parse import urlsplit
 
-from bench_requests import floor, served
+from http_load import floor, served
 
 from daskserve.loops import new_event_loop
 

@@ -1,8 +1,9 @@
-"""The floor of every HTTP figure: Tornado's ``HTTPServer`` with a callback, in one process."""
+"""A floor: Tornado's ``HTTPServer`` with a callback. With a port as argument it shares that port."""
 
 from __future__ import annotations
 
 import asyncio
+import sys
 
 from tornado.httpserver import HTTPServer
 from tornado.httputil import HTTPHeaders, HTTPServerRequest, ResponseStartLine
@@ -22,7 +23,7 @@ def answer(request: HTTPServerRequest) -> None:
 
 
 async def main() -> None:
-    sockets = bind_sockets(0, "127.0.0.1")
+    sockets = bind_sockets(int(sys.argv[1]) if len(sys.argv) > 1 else 0, "127.0.0.1", reuse_port=True)
     HTTPServer(answer).add_sockets(sockets)
     print(f"http://127.0.0.1:{sockets[0].getsockname()[1]}/", flush=True)
     await asyncio.Event().wait()
