@@ -20,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import email.utils
 import logging
-import socket
 import ssl
 from collections.abc import Mapping
 from typing import Any
@@ -44,7 +43,7 @@ from daskserve.proxies.request_head import (
     settle_expectation,
     split_target,
 )
-from daskserve.proxies.stream import Connection, Stream
+from daskserve.proxies.stream import Connection, Stream, addresses_of
 from daskserve.proxies.websocket import BadHandshakeError, WebSocketSession
 from daskserve.types import Message
 
@@ -112,7 +111,7 @@ class Link:
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
-        self.client, self.server = _addresses(stream.socket)
+        self.client, self.server = addresses_of(stream.socket)
         self.exchange: Exchange | None = None
 
     def close(self) -> None:
@@ -148,6 +147,10 @@ class Exchange(RequestReader):
         self._linger: asyncio.TimerHandle | None = None
         link.exchange = self
         carrier.watch.watch(link)
+
+    @property
+    def has_task(self) -> bool:
+        return self._task is not None
 
     # ---- called by the server, in this order
 
@@ -486,12 +489,3 @@ def cancel_once(task: asyncio.Task[None]) -> None:
     """Cancel a task, unless it is busy cleaning up after an earlier cancellation."""
     if not task.cancelling():
         task.cancel()
-
-
-def _addresses(sock: socket.socket | None) -> tuple[tuple[str, int] | None, tuple[str, int | None] | None]:
-    try:
-        if sock is None or sock.family not in (socket.AF_INET, socket.AF_INET6):
-            return None, None
-        return sock.getpeername()[:2], sock.getsockname()[:2]
-    except OSError:  # reset before it was looked at
-        return None, None

@@ -7,6 +7,9 @@
    response has begun, or behind the one that the request has got already.
 
 Chunks are joined before they are handed on, or a client could make each byte cost a message of its own.
+
+With `RequestStream` the next head is waited for as soon as a response is whole, not some turns of the event
+loop later: if it comes in between, Tornado stops watching the socket and has to begin anew.
 """
 
 from __future__ import annotations
@@ -15,12 +18,14 @@ import asyncio
 import logging
 import re
 from collections.abc import Awaitable
+from contextlib import suppress
 
 from tornado import httputil
 from tornado.http1connection import HTTP1Connection, HTTP1ConnectionParameters, HTTP1ServerConnection
 from tornado.iostream import IOStream, StreamClosedError, UnsatisfiableReadError
 
 from daskserve.clock import Clock
+from daskserve.proxies.request_head import MAX_HEADER_BYTES
 
 log = logging.getLogger("daskserve.proxies")
 
@@ -34,11 +39,41 @@ _CHUNK_COST_BYTES = 1024
 #: Chunks are joined up to this size.
 _JOIN_BYTES = 64 * 1024
 
+#: Where a head ends, as Tornado has it.
+HEAD_END = b"\r?\n\r?\n"
 _CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:[ \t]*;[\t \x21-\x7e\x80-\xff]*)?\r\n")
+
+
+class RequestStream(IOStream):
+    """A connection that reads the head of the next request ahead, and never holds back small writes."""
+
+    _ahead: Awaitable[bytes] | None = None
+    _has_nodelay = False
+
+    def read_ahead(self, max_bytes: int) -> None:
+        """Begin to read a head; what asks for one next gets it."""
+        if self._ahead is None and not self.closed():
+            with suppress(OSError):  # it closes the stream, which whoever reads next will see
+                self._ahead = super().read_until_regex(HEAD_END, max_bytes=max_bytes)
+
+    def read_until_regex(self, regex: bytes, max_bytes: int | None = None) -> Awaitable[bytes]:
+        ahead, self._ahead = self._ahead, None
+        return super().read_until_regex(regex, max_bytes) if ahead is None else ahead
+
+    def set_nodelay(self, value: bool) -> None:
+        """Switch delays off, for good: a response is written whole, or in parts that are wanted at once."""
+        if value and not self._has_nodelay:
+            self._has_nodelay = True
+            super().set_nodelay(True)
 
 
 class RequestReader(httputil.HTTPMessageDelegate):
     """What an `IngressConnection` makes of each request; see `start_request` of its delegate."""
+
+    @property
+    def has_task(self) -> bool:
+        """Whether the request was answered by a task of its own."""
+        raise NotImplementedError
 
     def reject(self, reason: str) -> None:
         """Take note that the body is malformed, so that nothing more can be read from this connection."""
@@ -60,9 +95,11 @@ class IngressConnection(HTTP1ServerConnection):
             while is_open:
                 connection = _Connection(self.stream, self.params, self.context, self._clock)
                 reader = delegate.start_request(self, connection)
+                assert isinstance(reader, RequestReader)
                 is_open = await connection.read_response(reader)
-                # Requests that have come in already must not keep everybody else waiting.
-                await self._clock.sleep(0)
+                if not reader.has_task:
+                    # Requests that have come in already must not keep everybody else waiting.
+                    await self._clock.sleep(0)
                 # Of a stream that is closed Tornado still reads what it holds: they are not to be served.
                 is_open = is_open and not self.stream.closed()
         except (StreamClosedError, UnsatisfiableReadError):
@@ -83,6 +120,11 @@ class _Connection(HTTP1Connection):
     ) -> None:
         super().__init__(stream, False, params, context)
         self._clock = clock
+
+    def finish(self) -> None:
+        super().finish()
+        if isinstance(self.stream, RequestStream):
+            self.stream.read_ahead(self.params.max_header_size or MAX_HEADER_BYTES)
 
     def _parse_headers(self, data: bytes) -> tuple[str, httputil.HTTPHeaders]:
         # Tornado strips what it finds around the first line.

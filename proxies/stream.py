@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
@@ -185,3 +186,15 @@ def sent_bytes(stream: Stream) -> int:
         return stream.sent_bytes
     assert isinstance(stream, IOStream)
     return stream._total_write_done_index  # nothing public tells of progress within a message
+
+
+def addresses_of(
+    sock: socket.socket | None,
+) -> tuple[tuple[str, int] | None, tuple[str, int | None] | None]:
+    """Return the addresses of a connection's client and of its server; None for what has none."""
+    try:
+        if sock is None or sock.family not in (socket.AF_INET, socket.AF_INET6):
+            return None, None
+        return sock.getpeername()[:2], sock.getsockname()[:2]
+    except OSError:  # reset before it was looked at
+        return None, None

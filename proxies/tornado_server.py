@@ -18,7 +18,7 @@ from tornado.iostream import IOStream
 from tornado.tcpserver import TCPServer
 
 from daskserve.proxies.exchange import Carrier, Exchange, Link
-from daskserve.proxies.http1_connection import IngressConnection
+from daskserve.proxies.http1_connection import IngressConnection, RequestStream
 from daskserve.proxies.request_head import MAX_HEADER_BYTES
 from daskserve.proxies.server import HTTPServer, Listener
 
@@ -61,6 +61,12 @@ class _Server(TCPServer):
         self._params = HTTP1ConnectionParameters(
             max_header_size=MAX_HEADER_BYTES, max_body_size=sys.maxsize, header_timeout=None
         )
+
+    def _handle_connection(self, connection: socket.socket, address: Any) -> None:
+        if self.ssl_options is None:
+            self.handle_stream(RequestStream(connection), address)
+        else:
+            super()._handle_connection(connection, address)
 
     def handle_stream(self, stream: IOStream, address: tuple[Any, ...]) -> None:
         link = Link(stream)

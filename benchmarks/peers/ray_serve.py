@@ -12,8 +12,8 @@ if "haproxy" in sys.argv:
     os.environ.update(RAY_SERVE_ENABLE_HA_PROXY="1", RAY_SERVE_THROUGHPUT_OPTIMIZED="1")
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 
-import ray  # noqa: E402
-from ray import serve  # noqa: E402
+import ray
+from ray import serve
 
 
 @serve.deployment(num_replicas=1, max_ongoing_requests=100)
