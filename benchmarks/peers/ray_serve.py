@@ -1,4 +1,4 @@
-"""Ray Serve with one replica per CPU of two. With ``haproxy`` as argument in its fastest setting."""
+"""Ray Serve with one replica. With ``haproxy`` as argument in its fastest setting."""
 
 from __future__ import annotations
 

@@ -1,0 +1,63 @@
+"""Requests per second of daskserve beside other serving systems, in the same run.
+
+Each system answers two bytes to ``wrk -t1 -c32``; mosec, which takes only POST, is asked by POST, and so is
+daskserve beside it. daskserve runs in two workers with ``event_loop="worker"``, under Tornado and under
+uvicorn; what the peers do is in ``peers/``. Systems take turns, and a ratio is the median of the ratios.
+
+The peers need an environment of their own: ``python -m venv DIR``, then
+``DIR/bin/pip install "ray[serve]" mosec fastapi uvicorn httptools uvloop`` (Ray's fastest setting needs the
+program ``haproxy`` too). Run: ``python benchmarks/bench_peers.py --python DIR/bin/python [--only WORD]``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from pathlib import Path
+
+from http_load import Place, need_wrk, program, serving, wrk
+
+PEERS = Path(__file__).parent / "peers"
+PEER_PROGRAMS = {
+    "FastAPI on two uvicorn workers": ("fastapi_uvicorn.py", (), False),
+    "mosec": ("mosec_worker.py", (), True),
+    "Ray Serve": ("ray_serve.py", (), False),
+    "Ray Serve with HAProxy": ("ray_serve.py", ("haproxy",), False),
+}
+
+
+def measure(name: str, server: str, python: str, *, runs: int, seconds: float) -> None:
+    file, arguments, posts = PEER_PROGRAMS[name]
+    place = Place(workers=2, server=server, config={"event_loop": "worker"})
+    with serving(place) as url, program(PEERS / file, *arguments, python=python) as peer_url:
+        ratios, rates = [], []
+        for number in range(runs + 1):
+            ours, theirs = (
+                wrk(each, connections=32, seconds=seconds, posts=posts).rate for each in (url, peer_url)
+            )
+            if number:  # the first one warms up
+                ratios.append(ours / theirs)
+                rates.append(theirs)
+    print(
+        f"{name:32} {statistics.median(rates):7.0f}/s; daskserve under {server:8} "
+        f"{statistics.median(ratios):5.1f} times ({min(ratios):.1f} to {max(ratios):.1f})",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--python", required=True, help="the interpreter that has the peers installed")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--only", default="", help="measure only the peers whose name holds this")
+    given = parser.parse_args()
+    need_wrk()
+    for name in PEER_PROGRAMS:
+        for server in ("tornado", "uvicorn"):
+            if given.only in name:
+                measure(name, server, given.python, runs=given.runs, seconds=given.seconds)
+
+
+if __name__ == "__main__":
+    main()
