@@ -244,11 +244,15 @@ class ChannelPool:
         self._connect = connect
         self._dialled: dict[WorkerAddress, asyncio.Task[Channel]] = {}
         self._serving: dict[Channel, asyncio.Task[None]] = {}
+        self._is_closed = False
 
     async def accept(self, comm: Any, *, by_socket: bool = True) -> None:
         """Serve a connection that the other side opened; returns when it ends. See also `take_over`."""
         # Once the other side has read this, and before it has sent anything, neither uses the comm any more.
         await comm.write(READY)
+        if self._is_closed:
+            comm.abort()  # nobody would ever end it
+            return
         channel = Channel(take_over(comm, by_socket=by_socket), self._dispatch, first_stream=1)
         task = asyncio.current_task()
         assert task is not None
@@ -284,7 +288,8 @@ class ChannelPool:
             channel.close()
 
     async def close(self) -> None:
-        """Close every channel and wait until their tasks are gone."""
+        """Close every channel and wait until their tasks are gone; accept no more."""
+        self._is_closed = True
         tasks = list(self._serving.values())
         self.abort()
         if tasks:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from daskserve.cluster.channel import WINDOW_BYTES, Channel
+from daskserve.cluster.channel import WINDOW_BYTES, Channel, ChannelPool
+from daskserve.cluster.dialling import READY
 from daskserve.cluster.transport import CommTransport
 from daskserve.errors import ActorLostError, BadRequestError, RequestTimeoutError
 from daskserve.payload import MESSAGE_BYTES
@@ -528,5 +529,32 @@ def test_what_arrives_after_its_deadline_is_not_begun() -> None:
                 await pair.here.request(
                     ADDRESS, Envelope(EnvelopeKind.CALL, {}, deadline=5.0), nothing, nothing
                 )
+
+    play(scenario)
+
+
+def test_a_connection_that_is_accepted_while_the_process_closes_is_hung_up() -> None:
+    """It would be left on both sides for as long as the other side lives."""
+
+    class SlowComm(QueueComm):
+        async def write(self, frames: Any) -> None:
+            self.written.append(frames)
+            await asyncio.sleep(1)
+
+    async def nobody(*_: Any) -> Load:
+        raise AssertionError
+
+    async def nowhere(worker: str) -> Any:
+        raise AssertionError
+
+    async def scenario() -> None:
+        pool = ChannelPool(nobody, nowhere)
+        comm = SlowComm(asyncio.Queue(), asyncio.Queue())
+        accepting = asyncio.create_task(pool.accept(comm, by_socket=False))
+        await asyncio.sleep(0.5)
+        await pool.close()
+        await asyncio.wait_for(accepting, 1)
+        assert comm.written == [READY]
+        assert comm.closed()
 
     play(scenario)
