@@ -1,7 +1,8 @@
 """Calls under way on the loop of a process's link, for callers on any thread or loop.
 
-What `asyncio.run_coroutine_threadsafe` and `asyncio.wrap_future` do, at a third of the price: the two loops
-wake each other once for all the calls that have come meanwhile, and not at all where they are the same.
+What `asyncio.run_coroutine_threadsafe` and `asyncio.wrap_future` do, at less than half the price for 64 calls
+at a time, and a third of it where both loops are the same: loops wake each other once for all the calls that
+have come meanwhile, or not at all.
 """
 
 from __future__ import annotations
@@ -70,20 +71,21 @@ def _begin(link: Link, coroutine: Coroutine[Any, Any, T], call: PendingCall[T]) 
         if call.cancelled() and not task.done():
             link.hops.onto(link.loop).post(task.cancel)
 
+    def note_end(_: asyncio.Task[None]) -> None:
+        # Not in the task: one that its loop cancels before its first step never gets there.
+        if task.cancelled():
+            coroutine.close()
+            call.cancel()
+
+    task.add_done_callback(note_end)
     call.add_done_callback(pass_on)
 
 
 async def _carry(coroutine: Coroutine[Any, Any, T], call: PendingCall[T]) -> None:
     try:
         call.set_result(await coroutine)
-    except asyncio.CancelledError:
-        call.cancel()
-        raise
     except Exception as error:
         call.set_error(error)
-    except BaseException as error:
-        call.set_error(error)
-        raise
 
 
 def _settle(waiter: asyncio.Future[None]) -> None:
