@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from distributed.protocol import to_serialize
 
-from daskserve.cluster.parts import LARGE_BYTES
-from daskserve.cluster.transport import HIGH_WATER_BYTES, PIECE_BYTES, SocketTransport
+from daskserve.cluster.parts import HEAD, LARGE_BYTES, SIZE
+from daskserve.cluster.transport import HIGH_WATER_BYTES, MAGIC, PIECE_BYTES, SocketTransport
 from daskserve.loops import new_event_loop
 
 DEADLINE_S = 10.0
@@ -121,13 +121,24 @@ def test_a_frame_that_cannot_be_packed_takes_no_other_along(runner: asyncio.Runn
     runner.run(main())
 
 
-def test_what_is_no_channel_is_hung_up_on(runner: asyncio.Runner, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        HEAD.pack(MAGIC, 1) + SIZE.pack(1) + b"\xc1",  # which msgpack never uses
+        HEAD.pack(MAGIC, 1) + SIZE.pack(2**62),  # more than there is memory
+        HEAD.pack(MAGIC, 1) + SIZE.pack(2**64 - 1),
+    ],
+)
+def test_what_is_no_channel_is_hung_up_on(
+    runner: asyncio.Runner, caplog: pytest.LogCaptureFixture, garbage: bytes
+) -> None:
     async def main() -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             end = End(ours)
             theirs.setblocking(False)
-            theirs.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            theirs.sendall(garbage)
             async with asyncio.timeout(DEADLINE_S):
                 await end.running
                 assert await asyncio.get_running_loop().sock_recv(theirs, 100) == b""
@@ -182,3 +193,16 @@ def test_aborted_before_it_ran() -> None:
             assert theirs.recv(1) == b""
 
     asyncio.run(main())
+
+
+def test_an_end_in_the_middle_of_a_message_delivers_nothing_of_it(runner: asyncio.Runner) -> None:
+    async def main() -> None:
+        ours, theirs = socket.socketpair()
+        end = End(ours)
+        with theirs:
+            theirs.sendall(HEAD.pack(MAGIC, 2) + SIZE.pack(3) + SIZE.pack(LARGE_BYTES) + b"abc" + b"half")
+        async with asyncio.timeout(DEADLINE_S):
+            await end.running
+        assert end.frames == []
+
+    runner.run(main())
