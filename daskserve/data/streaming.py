@@ -68,23 +68,21 @@ async def _nothing_to_receive() -> Message:
 async def _answer(
     servable: Servable, method: Method, head: Mapping[str, Any], payload: Payload | None, exchange: Exchange
 ) -> Any:
-    try:
-        args, kwargs = call_arguments(method, head, payload)
-        result = servable.bound(method)(*args, **kwargs)
-    except (ReplicaBusyError, ActorLostError) as error:
-        raise as_own_trouble(error) from error
-    return await _finish(servable.describe(method), result, exchange)
+    return await _finish(servable.describe(method), _call(servable, method, head, payload), exchange)
 
 
 def _answer_in_thread(
     servable: Servable, method: Method, head: Mapping[str, Any], payload: Payload | None, exchange: Exchange
 ) -> Any:
+    return _finish_in_thread(servable.describe(method), _call(servable, method, head, payload), exchange)
+
+
+def _call(servable: Servable, method: Method, head: Mapping[str, Any], payload: Payload | None) -> Any:
     try:
         args, kwargs = call_arguments(method, head, payload)
-        result = servable.bound(method)(*args, **kwargs)
+        return servable.bound(method)(*args, **kwargs)
     except (ReplicaBusyError, ActorLostError) as error:
         raise as_own_trouble(error) from error
-    return _finish_in_thread(servable.describe(method), result, exchange)
 
 
 async def _finish(name: str, result: Any, exchange: Exchange) -> Any:
