@@ -50,8 +50,8 @@ class ProcessSettings:
     #: started, over and over; without it, one request in a hundred waits 40 ms for that.
     gc_freeze: bool = True
     #: Whether event loops that daskserve makes (those of replicas, and of the workers that it starts itself)
-    #: are uvloop's where that is installed: 10 to 15% more requests. The loops of workers that others start
-    #: go by Dask's own ``distributed.admin.event-loop``.
+    #: are uvloop's where that is installed, for more requests per second. The loops of workers that others
+    #: start go by Dask's own ``distributed.admin.event-loop``.
     uvloop: bool = True
 
 

@@ -2,7 +2,8 @@
 
 Writing and reading one message of a Dask comm takes 0.1 ms of CPU time, most of it spent on what requests
 have no use for. So where a comm is plain TCP its socket is taken over, by `SocketTransport`, which takes an
-eighth of that. Everything else that Dask connects by (TLS, UCX, WebSockets) is left as it is, in `CommTransport`.
+eighth of that. Everything else that Dask connects by (TLS, UCX, WebSockets) is left as it is, in
+`CommTransport`.
 
 Either way all frames that are posted in one turn of the event loop go out together. Over a socket they are
 one message::
