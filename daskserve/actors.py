@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from typing import Any
 
 from daskserve.cluster.base import ActorContext
@@ -141,11 +141,11 @@ class ProxyActor:
             self._routers.router(fields["endpoint"])
         self._routes_known.set()
 
-    async def _dispatch(self, endpoint: str, envelope: Envelope, receive: Receive, send: Send) -> None:
-        router = self._routers.router(endpoint)
-        await router.send(
-            envelope, receive, send, shard_key=envelope.head["extensions"]["daskserve"]["shard_key"] or ""
-        )
+    def _dispatch(
+        self, endpoint: str, envelope: Envelope, receive: Receive, send: Send
+    ) -> Coroutine[Any, Any, None]:
+        shard_key = envelope.head["extensions"]["daskserve"]["shard_key"]
+        return self._routers.router(endpoint).send(envelope, receive, send, shard_key=shard_key or "")
 
 
 __all__ = ["ProxyActor", "make_controller", "make_replica"]

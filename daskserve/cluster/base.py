@@ -7,7 +7,7 @@ one event loop. Nothing above this layer knows which.
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -76,7 +76,7 @@ class Hosted(Protocol):
     async def start(self) -> Mapping[str, Any]:
         """Get ready and return plain facts about it; raise to say that it cannot."""
 
-    async def handle(self, envelope: Envelope, receive: Receive, send: Send) -> Load:
+    def handle(self, envelope: Envelope, receive: Receive, send: Send) -> Coroutine[Any, Any, Load]:
         """Answer one request stream; cancelled when the caller goes away."""
 
     async def stop(self, grace_s: float) -> None:
@@ -171,7 +171,9 @@ class Cluster(Protocol):
     async def call(self, address: ActorAddress, verb: str, **message: Any) -> Any:
         """Call one of an actor's verbs with plain values and return a plain value."""
 
-    async def request(self, address: ActorAddress, envelope: Envelope, receive: Receive, send: Send) -> Load:
+    def request(
+        self, address: ActorAddress, envelope: Envelope, receive: Receive, send: Send
+    ) -> Coroutine[Any, Any, Load]:
         """Carry one request stream to an actor, directly if it lives in this process."""
 
     async def inspect(self, worker: WorkerAddress) -> Sequence[Mapping[str, Any]]:

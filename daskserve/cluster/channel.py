@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
 from daskserve.cluster.dialling import READY
@@ -46,7 +46,7 @@ logger = logging.getLogger("daskserve.channel")
 
 
 #: Answers one stream: (actor name, incarnation, envelope, receive, send) -> load of the actor.
-Dispatch = Callable[[str, int, Envelope, Receive, Send], Awaitable[Load]]
+Dispatch = Callable[[str, int, Envelope, Receive, Send], Coroutine[Any, Any, Load]]
 
 #: Returns a connection that a worker has taken over as a channel.
 Connect = Callable[[WorkerAddress], Awaitable[Transport]]

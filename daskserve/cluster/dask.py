@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any
 
 from distributed import Client
@@ -239,11 +239,12 @@ class DaskCluster:
         await self.request(address, envelope, _nothing_to_receive, keep)
         return answer[0]["value"]
 
-    async def request(self, address: ActorAddress, envelope: Envelope, receive: Receive, send: Send) -> Load:
-        if self.is_local(address):
-            assert self._dispatch is not None
-            return await self._dispatch(address.name, address.incarnation, envelope, receive, send)
-        return await self._channels.request(address, envelope, receive, send)
+    def request(
+        self, address: ActorAddress, envelope: Envelope, receive: Receive, send: Send
+    ) -> Coroutine[Any, Any, Load]:
+        if self._dispatch is not None and self.is_local(address):
+            return self._dispatch(address.name, address.incarnation, envelope, receive, send)
+        return self._channels.request(address, envelope, receive, send)
 
     async def controller(self) -> ActorAddress:
         if self._is_ended:

@@ -15,7 +15,7 @@ import asyncio
 import importlib
 import logging
 import os
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -139,19 +139,22 @@ class Host:
             await link.close()
             await link.client.close()
 
-    async def dispatch(
+    def dispatch(
         self, name: str, incarnation: int, envelope: Envelope, receive: Receive, send: Send
-    ) -> Load:
+    ) -> Coroutine[Any, Any, Load]:
         """Answer one request stream: of the Host itself, a control call, or a request to an actor."""
         if envelope.kind is EnvelopeKind.CONTROL:
-            verb, message = envelope.head["verb"], dict(envelope.head["message"])
-            if name == HOST_ACTOR:
-                value = await self._verbs[verb](**message)
-            else:
-                value = await self._call(name, incarnation, verb, message)
-            await send({"type": "control.result", "value": value})
-            return Load()
-        return await self._ready_actor(name, incarnation).handle(envelope, receive, send)
+            return self._control(name, incarnation, envelope, send)
+        return self._ready_actor(name, incarnation).handle(envelope, receive, send)
+
+    async def _control(self, name: str, incarnation: int, envelope: Envelope, send: Send) -> Load:
+        verb, message = envelope.head["verb"], dict(envelope.head["message"])
+        if name == HOST_ACTOR:
+            value = await self._verbs[verb](**message)
+        else:
+            value = await self._call(name, incarnation, verb, message)
+        await send({"type": "control.result", "value": value})
+        return Load()
 
     async def _create(self, spec: dict[str, Any]) -> dict[str, Any]:
         wanted = ActorSpec(**{**spec, "kind": ActorKind(spec["kind"])})

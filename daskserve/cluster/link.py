@@ -22,7 +22,7 @@ from distributed.comm import connect
 
 from daskserve import settings
 from daskserve._version import __version__
-from daskserve.clock import LoopClock, system_rng
+from daskserve.clock import OneLoopClock, system_rng
 from daskserve.cluster.channel import ChannelPool, Dispatch
 from daskserve.cluster.dask import DaskCluster, ask_supervisor
 from daskserve.cluster.dialling import Dialler
@@ -89,7 +89,7 @@ class Link:
         dispatch: Dispatch | None = None,
     ) -> None:
         self.client = client
-        self.clock = LoopClock()
+        self.clock = OneLoopClock(self.loop)
         #: Ways onto event loops: this link's own, and those of its callers.
         self.hops = Hops()
         self.rng = system_rng()

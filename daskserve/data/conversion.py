@@ -28,7 +28,7 @@ import uuid
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Generator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -48,8 +48,7 @@ EMPTY = b"text/plain"
 JSON = b"application/json"
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(NamedTuple):
     """A whole response, ready to be sent; empty if it has been sent already."""
 
     messages: Sequence[Message] = ()
@@ -86,7 +85,9 @@ def to_answer(result: Any) -> Answer | Unfinished:
     """
     if type(result) in _SIMPLE:
         content_type, body = encode(result)
-        return _whole(200, _headers(content_type, body), body)
+        headers = [(b"content-type", content_type), (b"content-length", b"%d" % len(body))]
+        start = {"type": "http.response.start", "status": 200, "headers": headers}
+        return Answer((start, {"type": "http.response.body", "body": body, "more_body": False}))
     if isinstance(result, Response):
         # Subclasses that only render differently are as good as whole; all others send themselves.
         if type(result).__call__ is not Response.__call__ or result.background is not None:

@@ -11,6 +11,7 @@ ahead, so that has to be given again too.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Awaitable
 
 from daskserve.types import Envelope, EnvelopeKind, Message, Receive, Send
 
@@ -59,12 +60,12 @@ class Replay:
                 self._kept.append(message)
         return message
 
-    async def send(self, message: Message) -> None:
+    def send(self, message: Message) -> Awaitable[None]:
         """Hand a message on to the caller."""
         if not self.is_started:
             self.is_started = True
             self._kept = None  # of no use any more, and a WebSocket may go on for days
-        await self._send(message)
+        return self._send(message)
 
     def rewind(self, *, begun: bool) -> bool:
         """Get ready for another replica; False if the request must not, or cannot, be sent again.

@@ -43,7 +43,7 @@ from daskserve.errors import (
     UserCodeError,
 )
 from daskserve.starts import ReplicaStart
-from daskserve.types import Envelope, EnvelopeKind, Load, Payload, Receive, Send
+from daskserve.types import Envelope, EnvelopeKind, Load, Message, Receive, Send
 
 logger = logging.getLogger("daskserve.replica")
 
@@ -69,8 +69,7 @@ class Replica:
         )
         self._is_open = False
         self._ongoing = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._idle: asyncio.Event | None = None  # made for whoever waits until no request is left
         self._reconfiguring = asyncio.Lock()
         self._ending: asyncio.Task[None] | None = None
         self._health = HealthWatch(
@@ -191,7 +190,6 @@ class Replica:
             )
         self._ongoing += 1
         self._handled += 1
-        self._idle.clear()
         slot = Slot(self._free_slot)
         try:
             if envelope.kind is EnvelopeKind.HTTP:
@@ -216,8 +214,14 @@ class Replica:
 
     def _free_slot(self) -> None:
         self._ongoing -= 1
-        if not self._ongoing:
+        if not self._ongoing and self._idle is not None:
             self._idle.set()
+
+    async def _wait_until_idle(self) -> None:
+        if self._ongoing:
+            if self._idle is None:
+                self._idle = asyncio.Event()
+            await self._idle.wait()
 
     async def _handle_http(
         self, wall: Wall, servable: Servable, envelope: Envelope, receive: Receive, send: Send, slot: Slot
@@ -228,7 +232,7 @@ class Replica:
             await receive()
             await send({"type": "websocket.close", "code": 1003, "reason": "not an ASGI application"})
             return
-        first = await receive()
+        first = await receive() if envelope.has_body else _no_body()
         is_whole = first["type"] == "http.request" and not first.get("more_body", False)
         body = first.get("body", b"") if is_whole else None
         if body is None and not method.is_asgi and (not method.is_async or method.accepts_batches):
@@ -239,7 +243,9 @@ class Replica:
         exchange = open_exchange(wall, scope, receive, send, first)
         if scope["type"] == "websocket":
             self._sockets.add(exchange)
-        run = partial(self._begin, wall, slot, context)
+        # Nobody has to be told in time that it is over: there is no deadline, and no socket to close.
+        in_place = envelope.deadline is None and scope["type"] == "http" and wall.is_on_worker_loop
+        run = partial(self._begin, wall, slot, in_place, context)
         answer: Answer | Unfinished
         try:
             if method.accepts_batches and not method.is_asgi:
@@ -248,13 +254,17 @@ class Replica:
                 answer = outcome
             elif method.is_asgi:
                 answer = await exchange.carry(run(False, servable.answer_app, scope, exchange))
+            elif method.is_async and in_place:
+                answer = await wall.start_in_place(
+                    servable.answer_http, method, scope, exchange, body, context=context
+                )
             elif method.is_async:
                 answer = await run(False, servable.answer_http, method, scope, exchange, body).wait()
             else:
                 answer = await run(True, servable.answer_http_in_thread, method, scope, exchange, body).wait()
             while isinstance(answer, Unfinished):
                 # A copy, because the call before may not quite have left its context yet.
-                run = partial(self._begin, wall, slot, context.copy())
+                run = partial(self._begin, wall, slot, in_place, context.copy())
                 debug = servable.is_debug
                 if answer.needs_thread:
                     rest = run(True, partial(finish_in_thread, is_debug=debug), answer.result, exchange)
@@ -263,7 +273,8 @@ class Replica:
                 answer = await exchange.carry(rest)
         finally:
             exchange.close()
-            self._sockets.discard(exchange)
+            if self._sockets:
+                self._sockets.discard(exchange)
         self._failed += answer.is_failure
         for message in answer.messages:
             await send(message)
@@ -274,7 +285,7 @@ class Replica:
         head = envelope.head
         method = servable.method(head.get("method") or CALL)
         if "stream" in head:
-            begin = partial(self._begin, wall, slot)
+            begin = partial(self._begin, wall, slot, False)
             context = self._request_context(wall, envelope)
             await stream_call(wall, servable, method, envelope, send, begin, context)
             return
@@ -287,15 +298,11 @@ class Replica:
             answer: Callable[..., Any] = (
                 servable.answer_call if method.is_async else servable.answer_call_in_thread
             )
-            call: Call[Payload | Unfinished] = self._begin(
-                wall, slot, context, not method.is_async, answer, method, head, envelope.payload
-            )
-            result = await call.wait()
+            in_place = envelope.deadline is None and wall.is_on_worker_loop
+            run = partial(self._begin, wall, slot, in_place)
+            result = await run(context, not method.is_async, answer, method, head, envelope.payload).wait()
             if isinstance(result, Unfinished):
-                call = self._begin(
-                    wall, slot, context.copy(), False, servable.finish_call, method, result.result
-                )
-                result = await call.wait()
+                result = await run(context.copy(), False, servable.finish_call, method, result.result).wait()
         await send({"type": "call.result", "payload": result})
 
     def _request_context(self, wall: Wall, envelope: Envelope) -> contextvars.Context:
@@ -307,12 +314,16 @@ class Replica:
         self,
         wall: Wall,
         slot: Slot,
+        in_place: bool,
         context: contextvars.Context,
         in_thread: bool,
         function: Callable[..., Any],
         *args: Any,
     ) -> Call[Any]:
-        start = wall.start_sync if in_thread else wall.start_async
+        if in_thread:
+            start: Callable[..., Call[Any]] = wall.start_sync
+        else:
+            start = wall.start_in_place if in_place else wall.start_async
         call = start(function, *args, context=context, on_end=slot.release)
         slot.hold()
         return call
@@ -431,7 +442,7 @@ class Replica:
         await self.send_away()
         await self._health.stop()
         try:
-            await self._context.clock.wait_for(self._idle.wait(), grace_s)
+            await self._context.clock.wait_for(self._wait_until_idle(), grace_s)
         except TimeoutError:
             logger.info("%r cancels what still runs after %s s", self, grace_s)
         await self._end()
@@ -449,7 +460,7 @@ class Replica:
             self._set_current_replica(None)
             wait_for = self._context.clock.wait_for
             try:
-                await wait_for(self._idle.wait(), CLOSE_GRACE_S)  # what was cancelled may clean up
+                await wait_for(self._wait_until_idle(), CLOSE_GRACE_S)  # what was cancelled may clean up
                 if servable is not None:
                     await wait_for(_destruct(wall, servable), CLOSE_GRACE_S)
             except TimeoutError:
@@ -458,7 +469,8 @@ class Replica:
                 logger.exception("The destructor of %r failed", self)
             await wall.close(CLOSE_GRACE_S)
         self._servable = None
-        self._idle.set()
+        if self._idle is not None:
+            self._idle.set()
 
 
 async def _destruct(wall: Wall, servable: Servable) -> None:
@@ -471,3 +483,7 @@ async def _destruct(wall: Wall, servable: Servable) -> None:
 def _threads(concurrency: int) -> int:
     # One more than there are slots, so that reconfigure() and the destructor need not wait for requests.
     return concurrency + 1
+
+
+def _no_body() -> Message:
+    return {"type": "http.request", "body": b"", "more_body": False}

@@ -207,24 +207,25 @@ class Exchange:
     def __init__(
         self, wall: Wall, scope: Mapping[str, Any], receive: Receive, send: Send, first: Message | None = None
     ) -> None:
-        #: Whether user code has begun its response.
-        self.is_started = False
         self._wall = wall
         self._kind = scope["type"]
         self._receive = receive
         self._send = send
-        self._is_closed = self._is_accepted = self._is_leaving = False
-        # Outgoing. The user's side counts `_sent`, the worker's side `_passed`; nobody else writes them.
-        self._call: Call[Any] | None = None
         self._outbox: deque[Message] = deque()
-        self._sent = 0
-        self._passed = 0
         self._blocked: deque[Callable[[], None]] = deque()
-        # Incoming. The worker's side counts `_arrived`, the user's side `_taken`.
         self._inbox: deque[Message | Exception] = deque() if first is None else deque((first,))
-        self._arrived = self._taken = 0
         self._readers: list[asyncio.Future[None]] = []
-        self._reading: asyncio.Task[None] | None = None
+
+    # Most requests never change any of these, and one is made for each.
+    #: Whether user code has begun its response.
+    is_started = False
+    _is_closed = _is_accepted = _is_leaving = False
+    # Outgoing. The user's side counts `_sent`, the worker's side `_passed`; nobody else writes them.
+    _call: Call[Any] | None = None
+    _sent = _passed = 0
+    # Incoming. The worker's side counts `_arrived`, the user's side `_taken`.
+    _arrived = _taken = 0
+    _reading: asyncio.Task[None] | None = None
 
     # ---- on the user's side
 
@@ -324,7 +325,8 @@ class Exchange:
         if self._is_closed:
             return
         self._is_closed = True
-        self._release()
+        if self._blocked:
+            self._release()
         if self._reading is not None:
             self._reading.cancel()
         if self._readers:
@@ -366,6 +368,21 @@ class Exchange:
 
 class DirectExchange(Exchange):
     """An exchange for user code that runs on the worker's loop: there is nothing to cross."""
+
+    def close(self) -> None:
+        if self._blocked or self._reading or self._readers:
+            super().close()
+        else:
+            self._is_closed = True
+
+    async def carry(self, call: Call[T]) -> T:
+        if not call.is_in_place:
+            return await super().carry(call)
+        try:
+            return await call.wait()
+        except BaseException:
+            self.close()
+            raise
 
     async def receive(self) -> Message:
         message = self._inbox.popleft() if self._inbox else await self._receive()

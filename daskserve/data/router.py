@@ -11,7 +11,7 @@ import asyncio
 import logging
 import random
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from daskserve.clock import Clock
@@ -259,20 +259,33 @@ class Router:
         if self._is_deleted:
             raise NotFoundError(f"Endpoint '{self.endpoint}' does not exist.")
 
-    async def send(self, envelope: Envelope, receive: Receive, send: Send, *, shard_key: str = "") -> None:
+    def send(
+        self, envelope: Envelope, receive: Receive, send: Send, *, shard_key: str = ""
+    ) -> Coroutine[Any, Any, None]:
         """Carry a request to a replica of one of the endpoint's backends."""
-        if self._policy is None or self._is_deleted:
-            await self.wait_until_known()
         policy = self._policy
-        assert policy is not None
+        if policy is None or self._is_deleted:
+            return self._send_when_known(envelope, receive, send, shard_key)
+        backend = policy.only
         rng = self._routers.rng
-        backend = policy.draw(shard_draw(shard_key) if shard_key else rng.random())
         if backend is None:
-            raise UnavailableError(f"Endpoint '{self.endpoint}' has no backend with traffic.")
-        shadows = policy.shadows(rng)
-        if not shadows:
-            await self._routers.replica_set(backend).send(envelope, receive, send)
-            return
+            backend = policy.draw(shard_draw(shard_key) if shard_key else rng.random())
+            if backend is None:
+                raise UnavailableError(f"Endpoint '{self.endpoint}' has no backend with traffic.")
+        shadows = policy.shadows(rng) if policy.has_shadows else None
+        if shadows:
+            return self._send_with_copies(backend, shadows, envelope, receive, send)
+        return self._routers.replica_set(backend).send(envelope, receive, send)
+
+    async def _send_when_known(
+        self, envelope: Envelope, receive: Receive, send: Send, shard_key: str
+    ) -> None:
+        await self.wait_until_known()
+        await self.send(envelope, receive, send, shard_key=shard_key)
+
+    async def _send_with_copies(
+        self, backend: BackendTag, shadows: list[BackendTag], envelope: Envelope, receive: Receive, send: Send
+    ) -> None:
         copies = [self._routers.send_shadow(shadow, envelope) for shadow in shadows]
         if not envelope.has_body:
             for copy in copies:

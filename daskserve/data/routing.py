@@ -34,6 +34,9 @@ class TrafficPolicy:
         self._bounds = list(itertools.accumulate(weight for _, weight in weighted))
         self._shadows = sorted(shadows.items())
         self.backends = frozenset({*traffic, *shadows})
+        #: The backend that every draw gives; None if there are several, or none.
+        self.only = self._backends[0] if len(self._backends) == 1 else None
+        self.has_shadows = bool(self._shadows)
 
     def draw(self, number: float) -> BackendTag | None:
         """Return the backend for a number in [0, 1); None if no backend has any weight."""

@@ -8,20 +8,22 @@ of threads, and only small, quick functions cross over. Choices:
   was posted until the other side gets to it: under load many requests share one crossing.
 - Nothing can stop a thread. A call that was given up and runs on is `Wall.abandoned` until it returns.
 - A blocked loop is noticed from outside (`LoopWatch`), while it is blocked, so that the place can be told.
+- On the worker's loop a task for each piece of user code costs as much as all that the router does for a
+  request. It is there for code that does not heed its cancellation: whoever asked can go on without it. Where
+  nobody would, because the request has no deadline to be told of, the code runs within the request's own
+  task (`InPlaceCall`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import sys
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Generator
 from contextvars import Context
-from types import FrameType
 from typing import Any, Generic, TypeVar
 
 from daskserve.context import current_request
+from daskserve.data.loop_watch import LoopWatch, SharedLoopWatch
 from daskserve.data.user_threads import UserLoop, UserThreads
 from daskserve.errors import ClosedError, UserCodeError
 from daskserve.hops import Hop
@@ -30,12 +32,6 @@ T = TypeVar("T")
 Post = Callable[..., None]
 OnEnd = Callable[[], None] | None
 AsyncFunction = Callable[..., Awaitable[T]]
-
-logger = logging.getLogger("daskserve.replica")
-
-#: How often a loop that runs user code is asked for a sign of life, and what is too long for an answer.
-WATCH_INTERVAL_S = 0.03
-BLOCKED_AFTER_S = 0.1
 
 
 class Call(Generic[T]):
@@ -53,15 +49,22 @@ class Call(Generic[T]):
         self._args = args
         self._context = context
         self._on_end = on_end
-        self._waiter: asyncio.Future[None] | None = None
-        self._value: Any = None
-        self._error: BaseException | None = None
-        self._abort_error: BaseException | None = None
-        self.is_cancelled = False
-        self.is_ended = False
 
-    async def wait(self) -> T:
+    # Most calls never have any of these, and one is made per request.
+    _waiter: asyncio.Future[None] | None = None
+    _value: Any = None
+    _error: BaseException | None = None
+    _abort_error: BaseException | None = None
+    is_cancelled = False
+    is_ended = False
+    #: Whether it only runs while it is awaited.
+    is_in_place = False
+
+    def wait(self) -> Awaitable[T]:
         """Return what the code returned or raise what it raised; cancelling this cancels the code."""
+        return self._wait()
+
+    async def _wait(self) -> T:
         while not self.is_ended:
             await self.changed()
         return self.result()
@@ -119,13 +122,16 @@ class Call(Generic[T]):
         if self.is_ended:
             return
         self.is_ended = True
-        self._value = value
-        self._error = error
+        if error is None:
+            self._value = value
+        else:
+            self._error = error
         self._args = ()
         self._wall.calls.discard(self)
         if self._on_end is not None:
             self._on_end()
-        self.notify()
+        if self._waiter is not None:
+            self.notify()
 
 
 class LoopCall(Call[T]):
@@ -159,12 +165,72 @@ class LoopCall(Call[T]):
         try:
             value = await self._function(*self._args)
         except BaseException as error:
-            self._to_worker(self._end, None, _reportable(error))
+            self._to_worker(self._end, None, reportable(error))
             # A sys.exit() in a handler ends that request, not the loop that all the others run on.
             if not isinstance(error, (Exception, SystemExit, KeyboardInterrupt)):
                 raise
         else:
             self._to_worker(self._end, value, None)
+
+
+class InPlaceCall(Call[T]):
+    """A coroutine function on the worker's loop, run by and within the task that awaits `wait`.
+
+    A client that leaves cancels that task, and `abort` what the code waits for. Code that goes on in spite of
+    that keeps its slot, as it would anywhere else, and whoever awaits it waits on.
+    """
+
+    is_in_place = True
+    _waits_for: asyncio.Future[Any] | None = None
+    _must_throw = False
+
+    def wait(self) -> InPlaceCall[T]:
+        return self
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        run = self._context.run
+        code = self._function(*self._args)
+        try:
+            waits_for = run(code.send, None)
+            while True:
+                self._waits_for = waits_for
+                try:
+                    answer = yield waits_for
+                    if self._must_throw:
+                        self._must_throw = False
+                        raise asyncio.CancelledError
+                except BaseException as thrown:  # it is for the code
+                    try:
+                        waits_for = run(code.throw, thrown)
+                    finally:
+                        self._cancel_calls(thrown)
+                else:
+                    waits_for = run(code.send, answer)
+        except StopIteration as end:
+            self._end(end.value, None)
+            if self._abort_error is None:
+                return end.value  # type: ignore[no-any-return]
+        except asyncio.CancelledError as error:
+            self._end(None, reportable(error))
+            if self._abort_error is None and is_cancelling():
+                raise
+        except GeneratorExit:
+            self._end(None, None)
+            raise
+        except BaseException as error:
+            self._end(None, reportable(error))
+        return self.result()
+
+    def _cancel_calls(self, thrown: BaseException) -> None:
+        # After the code itself: if it awaits one of them, it is to be cancelled once, not twice.
+        request = self._context.get(current_request)
+        if request is not None and isinstance(thrown, asyncio.CancelledError):
+            request.cancel_calls()
+
+    def _stop(self) -> None:
+        # As `Task.cancel` does it, but the task is not ours.
+        if self._waits_for is None or not self._waits_for.cancel():
+            self._must_throw = True
 
 
 class ThreadCall(Call[T]):
@@ -198,111 +264,24 @@ class ThreadCall(Call[T]):
         try:
             value = self._context.run(self._function, *self._args)
         except BaseException as error:  # the caller's, all of them: this thread serves others after it
-            post(self._end, None, _reportable(error))
+            post(self._end, None, reportable(error))
         else:
             post(self._end, value, None)
 
 
-def _reportable(error: BaseException) -> Exception:
+def is_cancelling() -> bool:
+    """Whether the present task has been cancelled."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def reportable(error: BaseException) -> Exception:
     """Return the error, or a stand-in for one that would end the caller's task or loop if raised there."""
     if isinstance(error, Exception):
         return error
     stand_in = UserCodeError(f"The user's code raised {type(error).__name__}: {error}")
     stand_in.__cause__ = error
     return stand_in
-
-
-class LoopWatch:
-    """Logs and counts, from the worker's loop and while calls run, that a user's loop does not answer.
-
-    One that is blocked for half as long again as `BLOCKED_AFTER_S` was asked early enough to be seen, even if
-    that is over by the time that somebody looks.
-    """
-
-    def __init__(self, wall: Wall, user_loop: UserLoop) -> None:
-        self._wall = wall
-        self._user_loop = user_loop
-        self._timer: asyncio.TimerHandle | None = None
-        self._asked_at = self._took_s = 0.0
-        self._is_answered = self._is_reported = True
-        self._place = ""
-
-    def arm(self) -> None:
-        if self._timer is None and not self._wall.is_closed:
-            self._timer = self._wall.loop.call_later(WATCH_INTERVAL_S, self._tick)
-
-    def _tick(self) -> None:
-        self._timer = None
-        now = self._wall.loop.time()
-        if not self._is_reported:
-            is_answered = self._is_answered
-            if not is_answered:  # by the time it is late enough it may be over
-                frame = sys._current_frames().get(self._user_loop.thread.ident or 0)
-                self._place = describe_stack(frame)
-            if (self._took_s if is_answered else now - self._asked_at) >= BLOCKED_AFTER_S:
-                self._report()
-        if self._is_answered:
-            if not self._wall.calls:
-                return
-            self._is_answered = self._is_reported = False
-            self._asked_at = now
-            self._user_loop.hop.post(self._answer)
-        self.arm()
-
-    def _answer(self) -> None:
-        self._took_s = self._user_loop.loop.time() - self._asked_at
-        self._is_answered = True
-
-    def _report(self) -> None:
-        self._is_reported = True
-        self._wall.blocked_count += 1
-        logger.warning(
-            "User code blocks the event loop of %s for more than %d ms, at %s; its other requests wait. "
-            "Make it a plain function, or move what blocks to a thread.",
-            self._user_loop.thread.name,
-            BLOCKED_AFTER_S * 1000,
-            self._place or "an unknown place",
-        )
-
-
-class SharedLoopWatch:
-    """Logs and counts, while calls run on the worker's own loop, that this loop was blocked.
-
-    Nobody can look while that is so; a timer that comes late tells afterwards. It cannot tell the place.
-    """
-
-    def __init__(self, wall: Wall, name: str) -> None:
-        self._wall = wall
-        self._name = name
-        self._timer: asyncio.TimerHandle | None = None
-
-    def arm(self) -> None:
-        if self._timer is None and not self._wall.is_closed:
-            self._timer = self._wall.loop.call_later(WATCH_INTERVAL_S, self._tick)
-
-    def _tick(self) -> None:
-        assert self._timer is not None
-        late_s = self._wall.loop.time() - self._timer.when()
-        self._timer = None
-        if late_s >= BLOCKED_AFTER_S:
-            self._wall.blocked_count += 1
-            logger.warning(
-                "The worker's event loop was blocked for %d ms while code of %s ran on it; everything in the "
-                "process waited. With event_loop='own' it would hold up its own replica only.",
-                late_s * 1000,
-                self._name,
-            )
-        if self._wall.calls:
-            self.arm()
-
-
-def describe_stack(frame: FrameType | None) -> str:
-    """Return the innermost places of a stack as ``file:line function``, up to this module's own frames."""
-    places: list[str] = []
-    while frame is not None and len(places) < 5 and frame.f_code.co_filename != __file__:
-        places.append(f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}")
-        frame = frame.f_back
-    return " < ".join(places) or "an unknown place"
 
 
 class Wall:
@@ -362,8 +341,16 @@ class Wall:
         else:
             user_loop = self.user_loop
             call.begin(user_loop.loop, user_loop.hop.post, self.to_worker.post)
-        if self._watch is not None and self.is_watched:
-            self._watch.arm()
+        self._arm_watch()
+        return call
+
+    def start_in_place(
+        self, function: AsyncFunction[T], *args: Any, context: Context, on_end: OnEnd = None
+    ) -> InPlaceCall[T]:
+        """Prepare a coroutine function to run where it is awaited, which is on the worker's loop."""
+        call: InPlaceCall[T] = InPlaceCall(self, function, args, context, on_end)
+        self._admit(call)
+        self._arm_watch()
         return call
 
     def start_sync(
@@ -404,6 +391,10 @@ class Wall:
         if self._user_loop is not None:
             closing.append(self._user_loop.close(grace_s))
         return all(await asyncio.gather(*closing))
+
+    def _arm_watch(self) -> None:
+        if self._watch is not None and self.is_watched:
+            self._watch.arm()
 
     def _admit(self, call: Call[Any]) -> None:
         if self.is_closed:

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from daskserve.data.wall import BLOCKED_AFTER_S, LoopWatch, SharedLoopWatch, Wall
+from daskserve.data.loop_watch import BLOCKED_AFTER_S, LoopWatch, SharedLoopWatch
+from daskserve.data.wall import Wall
 from daskserve.errors import ClosedError, UserCodeError
 from daskserve.hops import Hop
 
