@@ -50,11 +50,14 @@ class _Entry:
     actor: Hosted
     starting: asyncio.Task[Mapping[str, Any]]
     ongoing: set[asyncio.Task[Any]] = field(default_factory=set)
+    _was_ready: bool = False
 
     @property
     def is_ready(self) -> bool:
-        done = self.starting.done() and not self.starting.cancelled()
-        return done and self.starting.exception() is None
+        if not self._was_ready:  # asked for each request
+            done = self.starting.done() and not self.starting.cancelled()
+            self._was_ready = done and self.starting.exception() is None
+        return self._was_ready
 
     def health(self) -> dict[str, Any]:
         """Return what the actor says of its health; one that has nothing to say of it is healthy."""

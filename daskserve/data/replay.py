@@ -25,39 +25,31 @@ MAX_REPEATS = 3
 class Replay:
     """Stands between a caller and the replicas that its request is sent to, one after the other."""
 
-    __slots__ = (
-        "_ahead",
-        "_is_idempotent",
-        "_kept",
-        "_kept_bytes",
-        "_receive",
-        "_repeats",
-        "_send",
-        "is_started",
-    )
-
-    def __init__(self, receive: Receive, send: Send, *, is_idempotent: bool) -> None:
+    def __init__(self, envelope: Envelope, receive: Receive, send: Send) -> None:
+        self._envelope = envelope
         self._receive = receive
         self._send = send
-        self._is_idempotent = is_idempotent
-        self._kept: list[Message] | None = []
-        self._kept_bytes = 0
-        self._ahead: deque[Message] = deque()
-        self._repeats = 0
-        #: Whether the caller has got something of the response.
-        self.is_started = False
+
+    # Most requests never change any of these, and one is made for each.
+    #: Whether the caller has got something of the response.
+    is_started = False
+    _kept: list[Message] | None = None
+    _kept_bytes = 0
+    _ahead: deque[Message] | None = None
+    _repeats = 0
 
     async def receive(self) -> Message:
         """Return the caller's next message, or what the replica before was given already."""
         if self._ahead:
             return self._ahead.popleft()
         message = await self._receive()
-        if self._kept is not None:
+        if not self.is_started and self._kept_bytes <= KEPT_BYTES:
             self._kept_bytes += len(message.get("body", b""))
+            if self._kept is None:
+                self._kept = []
+            self._kept.append(message)
             if self._kept_bytes > KEPT_BYTES:
-                self._kept = None
-            else:
-                self._kept.append(message)
+                self._kept.clear()
         return message
 
     def send(self, message: Message) -> Awaitable[None]:
@@ -75,13 +67,14 @@ class Replay:
         begun : bool
             Whether user code may have seen the request. If not, only what was read ahead must be given again.
         """
-        if self.is_started or self._kept is None:
+        if self.is_started or self._kept_bytes > KEPT_BYTES:
             return False
         if begun:
-            if not self._is_idempotent or self._repeats >= MAX_REPEATS:
+            is_idempotent = self._envelope.head.get("method") in IDEMPOTENT_METHODS
+            if not is_idempotent or self._repeats >= MAX_REPEATS:
                 return False
             self._repeats += 1
-        self._ahead = deque(self._kept)
+        self._ahead = deque(self._kept or ())
         return True
 
 
@@ -89,4 +82,4 @@ def replay_of(envelope: Envelope, receive: Receive, send: Send) -> Replay | None
     """Return what an HTTP request is to be sent through; None for calls, which have no messages to repeat."""
     if envelope.kind is not EnvelopeKind.HTTP:
         return None
-    return Replay(receive, send, is_idempotent=envelope.head.get("method") in IDEMPOTENT_METHODS)
+    return Replay(envelope, receive, send)

@@ -26,7 +26,8 @@ def replay_over(messages: Sequence[Message], *, is_idempotent: bool = True) -> t
     async def send(message: Message) -> None:
         sent.append(message)
 
-    return Replay(receive, send, is_idempotent=is_idempotent), sent
+    envelope = Envelope(EnvelopeKind.HTTP, {"method": "GET" if is_idempotent else "POST"})
+    return Replay(envelope, receive, send), sent
 
 
 def test_the_next_replica_gets_what_the_lost_one_got_and_then_the_rest() -> None:
