@@ -181,9 +181,7 @@ class Replica:
         ActorLostError
             The replica is stopping: not begun, or begun and cancelled as the grace period ended.
         """
-        wall, servable = self._wall, self._servable
-        if wall is None or servable is None or not self._is_open:
-            raise self._not_running()
+        wall, servable = self._running()
         if self._ongoing >= self._concurrency:
             self._refused += 1
             raise ReplicaBusyError(
@@ -414,11 +412,8 @@ class Replica:
 
     def _running(self) -> tuple[Wall, Servable]:
         if not self._is_open or self._wall is None or self._servable is None:
-            raise self._not_running()
+            raise ActorLostError(f"Replica {self._start.replica_tag!r} is not running.", begun=False)
         return self._wall, self._servable
-
-    def _not_running(self) -> ActorLostError:
-        return ActorLostError(f"Replica {self._start.replica_tag!r} is not running.", begun=False)
 
     def _parts(self) -> tuple[Wall, Servable]:
         if self._wall is None or self._servable is None:
