@@ -15,6 +15,7 @@ from typing import Any
 
 from daskserve.cluster.dialling import READY
 from daskserve.cluster.frames import (
+    ANSWER,
     CANCEL,
     CREDIT,
     DATA,
@@ -47,6 +48,8 @@ logger = logging.getLogger("daskserve.channel")
 
 #: Answers one stream: (actor name, incarnation, envelope, receive, send) -> load of the actor.
 Dispatch = Callable[[str, int, Envelope, Receive, Send], Coroutine[Any, Any, Load]]
+
+_KINDS: Mapping[str, EnvelopeKind] = {kind.value: kind for kind in EnvelopeKind}
 
 #: Returns a connection that a worker has taken over as a channel.
 Connect = Callable[[WorkerAddress], Awaitable[Transport]]
@@ -124,16 +127,17 @@ class Channel:
         )
         try:
             while True:
-                item = await opened.inbox.get()
-                if isinstance(item, Load):
-                    return item
-                if isinstance(item, BaseException):
-                    raise item
-                await send(item)
-                taken_bytes += message_bytes(item)
-                if taken_bytes >= WINDOW_BYTES // 2:
-                    self._post((CREDIT, stream, taken_bytes))
-                    taken_bytes = 0
+                for item in await opened.inbox.get_all():
+                    if type(item) is dict:
+                        await send(item)
+                        taken_bytes += message_bytes(item)
+                        if taken_bytes >= WINDOW_BYTES // 2:
+                            self._post((CREDIT, stream, taken_bytes))
+                            taken_bytes = 0
+                    elif isinstance(item, Load):
+                        return item
+                    else:
+                        raise item
         except BaseException:
             if stream in self._opened and not self._is_closed:
                 self._post((CANCEL, stream))
@@ -146,7 +150,7 @@ class Channel:
     async def _pump(self, stream: int, opened: Opened, receive: Receive) -> None:
         while stream in self._opened:
             message = await receive()
-            self._post((DATA, stream, wire_message(message)))
+            self._post((DATA, stream, (wire_message(message),)))
             if is_last(message):
                 # A disconnect after the body reaches us as the cancellation of the whole request.
                 return
@@ -176,12 +180,14 @@ class Channel:
         if stream is None:
             return
         if kind == DATA:
-            stream.inbox.put(unwire_message(frame[2]))
+            stream.inbox.put(*map(unwire_message, frame[2]))
         elif kind == CREDIT:
             stream.window.give(frame[2])
         elif isinstance(stream, Accepted):
             if kind == CANCEL:
                 stream.task.cancel()
+        elif kind == ANSWER:
+            stream.inbox.put(*map(unwire_message, frame[2]), Load(frame[3], frame[4]))
         elif kind == END:
             stream.inbox.put(Load(frame[2], frame[3]))
         elif kind == ERROR:
@@ -199,8 +205,8 @@ class Channel:
         left_s: float | None,
     ) -> None:
         deadline = None if left_s is None else asyncio.get_running_loop().time() + left_s
-        envelope = Envelope(EnvelopeKind(kind), head, unwire_payload(payload), deadline, has_body)
-        stream = self._accepted[number] = Accepted(number, self._post, has_body=has_body)
+        envelope = Envelope(_KINDS[kind], head, unwire_payload(payload), deadline, has_body)
+        stream = self._accepted[number] = Accepted(number, self._transport, has_body=has_body)
         stream.task = asyncio.create_task(
             self._handle(number, name, incarnation, envelope, stream), name="daskserve-channel-handle"
         )
@@ -215,7 +221,7 @@ class Channel:
             if envelope.deadline is not None:
                 answering = until(envelope.deadline, answering, f"The time for a request to {name} is over.")
             load = await answering
-            self._post((END, number, load.ongoing, load.queued))
+            stream.end(load)
         except asyncio.CancelledError:
             # By its opener, who does not listen any more, or because the actor was stopped under it.
             stopped = ActorLostError(f"{name} was stopped.", begun=True)

@@ -4,8 +4,9 @@ Frames (tuples; the first two fields are the kind and the stream's number, chose
 
     (OPEN,   n, name, incarnation,                        open a stream to an actor over there, with the
         kind, head, payload, has_body, left_s)            seconds left of its deadline, None if it has none
-    (DATA,   n, message)                                  one ASGI (or ``call.*``) message, either way
+    (DATA,   n, messages)                                 ASGI (or ``call.*``) messages, either way
     (END,    n, ongoing, queued)                          the handler is done; carries the actor's load
+    (ANSWER, n, messages, ongoing, queued)                its last messages, and that it is done
     (ERROR,  n, pickled error)                            the handler raised
     (CANCEL, n)                                           the opener went away
     (CREDIT, n, size)                                     the other side may send so many more bytes
@@ -27,7 +28,7 @@ from distributed.protocol import to_serialize
 
 from daskserve.types import Message, Payload
 
-OPEN, DATA, END, ERROR, CANCEL, CREDIT = range(6)
+OPEN, DATA, END, ERROR, CANCEL, CREDIT, ANSWER = range(7)
 
 #: Bytes values from this size on leave the msgpack part of a write, so that they are not copied into it.
 OUT_OF_BAND_BYTES = 32 * 1024

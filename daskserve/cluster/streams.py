@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
-from daskserve.cluster.frames import CREDIT, DATA, is_last, wire_message
+from daskserve.cluster.frames import ANSWER, CREDIT, DATA, END, is_last, wire_message
 from daskserve.payload import message_bytes
-from daskserve.types import Message
+from daskserve.types import Load, Message
 
 #: How much of a body may be on its way at a time. Credit for half of it is given at once, so that streams of
 #: small messages need no frames for it.
 WINDOW_BYTES = 1024 * 1024
-
-Post = Callable[[Any], None]
 
 
 class Inbox:
@@ -31,20 +28,30 @@ class Inbox:
         self._items: deque[Any] = deque()
         self._waiter: asyncio.Future[None] | None = None
 
-    def put(self, item: Any) -> None:
-        self._items.append(item)
+    def put(self, *items: Any) -> None:
+        self._items += items
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def get(self) -> Any:
         """Return the next item when there is one."""
         while not self._items:
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
+            await self._wait()
         return self._items.popleft()
+
+    async def get_all(self) -> deque[Any]:
+        """Return all items there are when there is one."""
+        while not self._items:
+            await self._wait()
+        items, self._items = self._items, deque()
+        return items
+
+    async def _wait(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
 
 
 class Window:
@@ -86,16 +93,30 @@ class Opened:
         self.window = Window(1)
 
 
-class Accepted:
-    """A stream that the other side has opened, as its handler sees it."""
+class Outlet(Protocol):
+    """The part of a `daskserve.cluster.transport.Transport` that streams send through."""
 
-    __slots__ = ("_number", "_post", "_taken_bytes", "inbox", "task", "window")
+    @property
+    def turn(self) -> int: ...
+    def post(self, frame: Any) -> None: ...
+
+
+class Accepted:
+    """A stream that the other side has opened, as its handler sees it.
+
+    Most handlers answer at once, with the start of a response, its body, and their end: in one frame.
+    """
+
+    __slots__ = ("_frame", "_number", "_outlet", "_taken_bytes", "_turn", "inbox", "task", "window")
 
     task: asyncio.Task[None]
 
-    def __init__(self, number: int, post: Post, *, has_body: bool) -> None:
+    def __init__(self, number: int, outlet: Outlet, *, has_body: bool) -> None:
         self._number = number
-        self._post = post
+        self._outlet = outlet
+        # The last frame, which may be added to for as long as it has not left.
+        self._frame: list[Any] = []
+        self._turn = -1
         # Whoever begins to read a body wants more than its first message.
         self._taken_bytes = WINDOW_BYTES
         self.inbox = Inbox()
@@ -109,12 +130,26 @@ class Accepted:
         message: Message = await self.inbox.get()
         self._taken_bytes += message_bytes(message)
         if self._taken_bytes >= WINDOW_BYTES // 2 and not is_last(message):
-            self._post((CREDIT, self._number, self._taken_bytes))
+            self._outlet.post((CREDIT, self._number, self._taken_bytes))
             self._taken_bytes = 0
         return message
 
     async def send(self, message: Message) -> None:
         """Send a message to the client, as fast as it reads."""
-        self._post((DATA, self._number, wire_message(message)))
+        if self._turn == self._outlet.turn:
+            self._frame[2].append(wire_message(message))
+        else:
+            self._turn = self._outlet.turn
+            self._frame = [DATA, self._number, [wire_message(message)]]
+            self._outlet.post(self._frame)
         if not self.window.take(message_bytes(message)):
             await self.window.wait()
+
+    def end(self, load: Load) -> None:
+        """Tell the client that nothing more comes."""
+        if self._turn == self._outlet.turn:
+            self._frame[0] = ANSWER
+            self._frame += (load.ongoing, load.queued)
+            self._turn = -1
+        else:
+            self._outlet.post((END, self._number, load.ongoing, load.queued))

@@ -61,6 +61,10 @@ class Transport(Protocol):
     def unsent(self) -> Frames:
         """The frames that were posted and of which nothing has been written; they stay here at the end."""
 
+    @property
+    def turn(self) -> int:
+        """How often frames have left: a frame that was posted in the present turn may still be changed."""
+
     async def run(self, receive: Receiver, refuse: Refuser) -> None:
         """Read and write until either side closes."""
 
@@ -78,6 +82,7 @@ class CommTransport:
         self._comm = comm
         self._outbox: list[Any] = []
         self._outbox_filled = asyncio.Event()
+        self.turn = 0
 
     @property
     def peer_address(self) -> str:
@@ -117,6 +122,7 @@ class CommTransport:
                 return
             self._outbox_filled.clear()
             frames, self._outbox = self._outbox, []
+            self.turn += 1
             try:
                 await self._comm.write(frames)
             except OSError:
@@ -150,6 +156,7 @@ class SocketTransport(asyncio.BufferedProtocol):
         self._peer_address = peer_address
         self._outbox: list[Any] = []
         self._pieces: deque[Buffer] = deque()
+        self.turn = 0
         self._is_flushing = self._is_full = self._is_aborted = False
         self._transport: asyncio.Transport | None = None
         self._lost: asyncio.Future[None] | None = None
@@ -247,6 +254,7 @@ class SocketTransport(asyncio.BufferedProtocol):
         if self._transport is None or self._is_aborted:
             return  # not connected yet: then all goes out at once
         frames, self._outbox = self._outbox, []
+        self.turn += 1
         try:
             self._queue(frames)
         except (TypeError, ValueError, OverflowError):

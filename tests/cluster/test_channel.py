@@ -156,7 +156,7 @@ def test_a_request_is_carried_there_and_its_answer_back() -> None:
     play(scenario)
 
 
-def test_a_small_exchange_costs_three_frames_forth_and_back() -> None:
+def test_a_small_exchange_costs_two_frames_forth_and_one_back() -> None:
     async def echo(receive: Receive, send: Send) -> None:
         await send(body((await receive())["body"], more=False))
 
@@ -164,7 +164,42 @@ def test_a_small_exchange_costs_three_frames_forth_and_back() -> None:
         client = Client(b"x" * 1000)
         async with connected(echo) as pair:
             await pair.here.request(ADDRESS, HTTP, client.receive, client.send)
-            assert [len(comm.written) for comm in pair.comms] == [2, 2]
+            assert [len(comm.written) for comm in pair.comms] == [2, 1]
+
+    play(scenario)
+
+
+def test_messages_of_one_turn_share_a_frame_and_those_of_the_next_have_their_own() -> None:
+    async def chunks(receive: Receive, send: Send) -> None:
+        for _ in range(3):
+            await send(body(b"a", more=True))
+            await send(body(b"b", more=True))
+            await asyncio.sleep(1)
+        await send(body(b"c", more=False))
+
+    async def scenario() -> None:
+        client = Client()
+        async with connected(chunks) as pair:
+            load = await pair.here.request(ADDRESS, HTTP, client.receive, client.send)
+            assert load == Load(3, 4)
+            assert [len(comm.written) for comm in pair.comms][1] == 4
+        assert b"".join(answer["body"] for answer in client.answers) == b"abababc"
+
+    play(scenario)
+
+
+def test_a_whole_answer_arrives_though_its_handler_goes_on() -> None:
+    async def lingering(receive: Receive, send: Send) -> None:
+        await send(body(b"all there is", more=False))
+        await asyncio.sleep(60)
+
+    async def scenario() -> None:
+        client = Client()
+        async with connected(lingering) as pair:
+            request = asyncio.create_task(pair.here.request(ADDRESS, HTTP, client.receive, client.send))
+            await asyncio.sleep(1)
+            assert client.answers == [body(b"all there is", more=False)]
+            assert await request == Load(3, 4)
 
     play(scenario)
 
