@@ -8,7 +8,6 @@ them.
 
 from __future__ import annotations
 
-import io
 import pickle
 import traceback
 from collections.abc import Callable
@@ -37,7 +36,7 @@ def message_bytes(message: Message) -> int:
     return MESSAGE_BYTES + len(message.get("bytes") or message.get("text") or b"")
 
 
-def _dump_with(pickler: Callable[..., Any], value: Any) -> Payload:
+def _dump_with(dumps: Callable[..., bytes], value: Any) -> Payload:
     buffers: list[Any] = []
 
     def keep_in_band(buffer: pickle.PickleBuffer) -> bool:
@@ -47,9 +46,8 @@ def _dump_with(pickler: Callable[..., Any], value: Any) -> Payload:
         buffers.append(raw)
         return False
 
-    stream = io.BytesIO()
-    pickler(stream, protocol=5, buffer_callback=keep_in_band).dump(value)
-    return Payload(stream.getvalue(), tuple(buffers))
+    data = dumps(value, protocol=5, buffer_callback=keep_in_band)
+    return Payload(data, tuple(buffers))
 
 
 def _mentions_main(data: bytes) -> bool:
@@ -67,14 +65,14 @@ def dump(value: Any) -> Payload:
         Whatever the picklers raise for a value that cannot be pickled.
     """
     try:
-        payload = _dump_with(pickle.Pickler, value)
+        payload = _dump_with(pickle.dumps, value)
         if not _mentions_main(payload.data):
             return payload
     except (pickle.PicklingError, TypeError, AttributeError, ImportError):
         pass
     import cloudpickle  # 20 ms that most processes never need
 
-    return _dump_with(cloudpickle.Pickler, value)
+    return _dump_with(cloudpickle.dumps, value)
 
 
 def load(payload: Payload) -> Any:

@@ -1,8 +1,8 @@
 """The nouns every layer shares: tags, states, addresses and the messages of one request.
 
 This module imports nothing of daskserve. Messages are slotted dataclasses: they are made per request, so they
-must be cheap, and they cross threads, so nobody changes them. `Envelope` and `Load` are not frozen, because
-making a frozen one takes three times as long.
+must be cheap, and they cross threads, so nobody changes them. Those of which each request makes several are
+not frozen, because making a frozen one takes three times as long.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class WorkerInfo:
     is_retiring: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Payload:
     """A pickled Python value: the pickle and its out-of-band buffers (pickle protocol 5)."""
 
@@ -112,6 +112,8 @@ class Payload:
 
     @property
     def nbytes(self) -> int:
+        if not self.buffers:
+            return len(self.data)
         return len(self.data) + sum(memoryview(b).nbytes for b in self.buffers)
 
 

@@ -21,6 +21,7 @@ from daskserve.errors import RequestTimeoutError
 from daskserve.proxies.asgi import JSON, ASGIApp, Headers, Scope, send_whole
 from daskserve.proxies.errors import reply_to
 from daskserve.proxies.routes import Route, RouteTable, normalize_prefix
+from daskserve.request_ids import RequestIds
 from daskserve.types import Envelope, EnvelopeKind, Message, Receive, Send
 
 log = logging.getLogger("daskserve.proxies")
@@ -278,7 +279,7 @@ class IngressApp:
 
     async def _serve(self, exchange: _Exchange, scope: Scope, receive: Receive) -> None:
         if not exchange.request_id:
-            exchange.request_id = self._request_ids.next()
+            exchange.request_id = self._request_ids.next().encode()
         started = self._clock.now()
         self._ongoing += 1
         try:
@@ -426,28 +427,6 @@ async def _serve_lifespan(receive: Receive, send: Send) -> None:
 def _server_of(scope: Scope) -> str:
     host, port = scope.get("server") or ("localhost", None)
     return f"{host}:{port}" if port else str(host)
-
-
-class RequestIds:
-    """Makes the ids of requests that bring none: UUIDs (version 4), no two alike.
-
-    The first digits are drawn once. The last are a count in disguise: times an odd number, modulo a power of
-    two, so that none comes twice. That takes a fifth of the time of `uuid.uuid4`.
-    """
-
-    _BITS = 48
-
-    def __init__(self, rng: random.Random) -> None:
-        bits = rng.getrandbits(128) & ~(0xF << 76 | 0x3 << 62) | (0x4 << 76 | 0x2 << 62)
-        digits = f"{bits >> self._BITS:020x}"
-        self._first = f"{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:]}-".encode()
-        self._last = bits & ((1 << self._BITS) - 1)
-        self._step = rng.getrandbits(self._BITS) | 1
-
-    def next(self) -> bytes:
-        """Return a new id."""
-        self._last = (self._last + self._step) & 0xFFFF_FFFF_FFFF
-        return b"%b%012x" % (self._first, self._last)
 
 
 def parse_timeout(value: bytes, *, default_s: float | None) -> float | None:

@@ -44,6 +44,8 @@ def wire_payload(payload: Payload | None) -> Any:
     """Return a payload as a frame carries it."""
     if payload is None:
         return None
+    if not payload.buffers:
+        return (_wire(payload.data), ())
     return (_wire(payload.data), tuple(to_serialize(buffer) for buffer in payload.buffers))
 
 

@@ -30,6 +30,7 @@ from daskserve.cluster.probe import mismatch, version_probe
 from daskserve.context import current_replica
 from daskserve.errors import ClusterUnreachableError, InstanceError, VersionMismatchError
 from daskserve.hops import Hops
+from daskserve.request_ids import RequestIds
 from daskserve.settings import ChannelSettings
 from daskserve.types import Envelope, InstanceName, Load, Receive, Send
 
@@ -89,10 +90,15 @@ class Link:
         dispatch: Dispatch | None = None,
     ) -> None:
         self.client = client
+        # Tornado's IOLoop class does not tell that every IOLoop there is wraps an asyncio loop.
+        io_loop: Any = client.loop
+        #: The event loop that everything of this link runs on.
+        self.loop: asyncio.AbstractEventLoop = io_loop.asyncio_loop
         self.clock = OneLoopClock(self.loop)
         #: Ways onto event loops: this link's own, and those of its callers.
         self.hops = Hops()
         self.rng = system_rng()
+        self.request_ids = RequestIds(self.rng)
         # Workers of one cluster reach each other, or Dask itself would not work.
         channel = settings.channel() if worker is None else ChannelSettings("direct")
         connection_args = client.security.get_connection_args(role)
@@ -110,14 +116,6 @@ class Link:
         #: The `daskserve.client.Client` that `serve.run` reuses, if there is one.
         self.default_instance: Any = None
         self._address = "an unknown scheduler"
-
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        """The event loop that everything of this link runs on."""
-        # Tornado's IOLoop class does not tell that every IOLoop there is wraps an asyncio loop.
-        io_loop: Any = self.client.loop
-        loop: asyncio.AbstractEventLoop = io_loop.asyncio_loop
-        return loop
 
     @property
     def owner_id(self) -> str:

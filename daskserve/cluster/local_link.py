@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from daskserve.errors import BadRequestError, ClusterUnreachableError, NotRunningError
 from daskserve.hops import Hops
+from daskserve.request_ids import RequestIds
 from daskserve.types import InstanceName
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ class LocalLink:
     def __init__(self, cluster: LocalCluster, process: LocalProcess) -> None:
         self.clock = cluster.clock
         self.rng = cluster.rng
+        self.request_ids = RequestIds(self.rng)
         self.hops = Hops()
         self._cluster = cluster
         self._process = process

@@ -139,6 +139,11 @@ class LongPollClient:
         """The newest change that this process has applied."""
         return self._seen
 
+    @property
+    def is_started(self) -> bool:
+        """Whether `start` has returned already."""
+        return self._unsubscribe is not None
+
     async def start(self) -> None:
         """Subscribe; idempotent. When it returns, no later change is missed."""
         if self._starting is None or _has_failed(self._starting):

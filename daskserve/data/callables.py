@@ -417,7 +417,10 @@ class Servable:
         """Let an async method answer a Python call."""
         try:
             args, kwargs = call_arguments(method, head, payload)
-            return await self.finish_call(method, self._bound[method.name](*args, **kwargs))
+            result = self._bound[method.name](*args, **kwargs)
+            if type(result) is not CoroutineType:
+                return await self.finish_call(method, result)
+            return dump_result(self.describe(method), await result)
         except (ReplicaBusyError, ActorLostError) as error:
             raise as_own_trouble(error) from error
 

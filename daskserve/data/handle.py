@@ -7,7 +7,6 @@ of that process's link; callers may be on any thread or loop.
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, overload
@@ -48,7 +47,8 @@ async def routers_of(cluster: Any) -> Routers:
     if routers is None:
         routers = Routers(cluster, cluster.listener, cluster.clock, cluster.link.rng)
         cluster.shared["routers"] = routers
-    await routers.start()
+    if not cluster.listener.is_started:
+        await routers.start()
     return routers  # type: ignore[no-any-return]
 
 
@@ -226,12 +226,11 @@ class Handle:
             self._cluster = find_link().cluster(self._instance)
         link: Link = self._cluster.link
         current = current_request.get()
-        request_id = current.request_id if current is not None and current.request_id else uuid.uuid4().hex
+        request_id = (current.request_id if current is not None else "") or link.request_ids.next()
         own_s = self._options.timeout_s
-        deadline = earliest(
-            None if current is None else current.deadline,
-            None if own_s is None else link.loop.time() + own_s,
-        )
+        deadline = None if current is None else current.deadline
+        if own_s is not None:
+            deadline = earliest(deadline, link.loop.time() + own_s)
         put = None if pipe is None else pipe.put
         call = self._call(dump((args, kwargs)), request_id, deadline, put)
         if deadline is not None:
@@ -246,15 +245,16 @@ class Handle:
         if cluster.is_ended:
             raise ClosedError(f"Instance {self._instance!r} has been shut down; its handles are of no use.")
         router = (await routers_of(cluster)).router(self._endpoint)
-        await router.wait_until_known()
+        if not router.is_known:
+            await router.wait_until_known()
         options = self._options
-        head = {
-            "method": options.method_name,
-            "legacy": router.is_legacy,
-            "request_id": request_id,
-            "http_method": options.http_method,
-            "http_headers": dict(options.http_headers),
-        }
+        head: dict[str, Any] = {"method": options.method_name, "request_id": request_id}
+        if router.is_legacy:
+            head |= {
+                "legacy": True,
+                "http_method": options.http_method,
+                "http_headers": dict(options.http_headers),
+            }
         if put is not None:
             head["stream"] = True
         answers: list[Payload] = []

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine
 from contextvars import Context
+from functools import partial
 from typing import Any, TypeVar
 
 from daskserve.cluster.link import Link
@@ -71,13 +72,8 @@ def _begin(link: Link, coroutine: Coroutine[Any, Any, T], call: PendingCall[T]) 
         if call.cancelled() and not task.done():
             link.hops.onto(link.loop).post(task.cancel)
 
-    def note_end(_: asyncio.Task[None]) -> None:
-        # Not in the task: one that its loop cancels before its first step never gets there.
-        if task.cancelled():
-            coroutine.close()
-            call.cancel()
-
-    task.add_done_callback(note_end)
+    # Not in the task: one that its loop cancels before its first step never gets there.
+    task.add_done_callback(partial(_note_end, coroutine, call))
     call.add_done_callback(pass_on)
 
 
@@ -86,6 +82,12 @@ async def _carry(coroutine: Coroutine[Any, Any, T], call: PendingCall[T]) -> Non
         call.set_result(await coroutine)
     except Exception as error:
         call.set_error(error)
+
+
+def _note_end(coroutine: Coroutine[Any, Any, T], call: PendingCall[T], task: asyncio.Task[None]) -> None:
+    if task.cancelled():
+        coroutine.close()
+        call.cancel()
 
 
 def _settle(waiter: asyncio.Future[None]) -> None:

@@ -299,10 +299,12 @@ class Replica:
                 servable.answer_call if method.is_async else servable.answer_call_in_thread
             )
             in_place = envelope.deadline is None and wall.is_on_worker_loop
-            run = partial(self._begin, wall, slot, in_place)
-            result = await run(context, not method.is_async, answer, method, head, envelope.payload).wait()
+            result = await self._begin(
+                wall, slot, in_place, context, not method.is_async, answer, method, head, envelope.payload
+            ).wait()
             if isinstance(result, Unfinished):
-                result = await run(context.copy(), False, servable.finish_call, method, result.result).wait()
+                finish = (servable.finish_call, method, result.result)
+                result = await self._begin(wall, slot, in_place, context.copy(), False, *finish).wait()
         await send({"type": "call.result", "payload": result})
 
     def _request_context(self, wall: Wall, envelope: Envelope) -> contextvars.Context:

@@ -235,6 +235,11 @@ class Router:
         """Whether the endpoint's backends get one ``ServeRequest`` instead of the caller's arguments."""
         return self._is_legacy
 
+    @property
+    def is_known(self) -> bool:
+        """Whether requests can be sent at once."""
+        return self._policy is not None and not self._is_deleted
+
     def update(self, value: Any) -> None:
         """Take over what the controller published of the endpoint."""
         self._is_deleted = value is None
