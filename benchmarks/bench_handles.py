@@ -4,6 +4,8 @@
    flight; with the wall of threads (the default) and with ``event_loop="worker"``. Floor: the bare channel
    between two processes with an echo at its end.
 2. This program sends a replica an array of 1 MiB and gets it back. Floor: the same over a bare Dask comm.
+3. With ``--python DIR/bin/python``, an environment that has Ray Serve (see ``bench_peers.py``): its handle at
+   64 calls in flight beside ours, in turns.
 
 Run: ``python benchmarks/bench_handles.py [--runs N]``; a line per case, medians of the runs.
 """
@@ -31,6 +33,7 @@ from daskserve.cluster.launch import start_local_cluster
 from daskserve.settings import LocalClusterSize
 
 ECHO = Path(__file__).parent / "programs" / "echo_process.py"
+RAY_HANDLE = Path(__file__).parent / "peers" / "ray_handle.py"
 CALLS = 2000
 IN_FLIGHT = 64
 ARRAY_CALLS = 100
@@ -140,6 +143,29 @@ def measure_calls(runs: int, address: str) -> None:
         )
 
 
+def measure_peer(runs: int, python: str) -> None:
+    command = [python, str(RAY_HANDLE)]
+    peer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert peer.stdin is not None
+    assert peer.stdout is not None
+    with peer, deployed({}) as (caller, _):
+        assert peer.stdout.readline().strip() == "ready"
+        ratios, rates = [], []
+        for _ in range(runs):
+            peer.stdin.write("measure\n")
+            peer.stdin.flush()
+            theirs = float(peer.stdout.readline().split()[0])
+            ours = caller.remote().result()[1]
+            ratios.append(ours / theirs)
+            rates.append(theirs)
+        peer.stdin.close()
+    print(
+        f"{IN_FLIGHT} in flight beside Ray Serve's handle, {statistics.median(rates):.0f}/s: "
+        f"{statistics.median(ratios):.1f} times ({min(ratios):.1f} to {max(ratios):.1f})",
+        flush=True,
+    )
+
+
 def measure_arrays(runs: int, address: str) -> None:
     array = np.arange(1 << 17, dtype=np.float64)
     with deployed({}) as (_, handle):
@@ -158,7 +184,10 @@ def measure_arrays(runs: int, address: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--python", default="", help="the interpreter that has Ray Serve installed")
     given = parser.parse_args()
+    if given.python:
+        measure_peer(given.runs, given.python)
     with echo_process() as address:
         measure_calls(given.runs, address)
         measure_arrays(given.runs, address)
