@@ -38,7 +38,14 @@ setup(
     # The folder proxies/ is imported as daskserve.proxies, which keeps the name `proxies` out of the users'
     # import namespace.
     package_dir={"daskserve": "daskserve", "daskserve.proxies": "proxies"},
-    packages=["daskserve", "daskserve.cluster", "daskserve.control", "daskserve.data", "daskserve.proxies"],
+    packages=[
+        "daskserve",
+        "daskserve.cluster",
+        "daskserve.control",
+        "daskserve.control.autoscaling",
+        "daskserve.data",
+        "daskserve.proxies",
+    ],
     package_data={"daskserve": ["py.typed"], "daskserve.proxies": ["py.typed"]},
     zip_safe=False,  # a type checker must find py.typed on disk
     install_requires=[

@@ -6,22 +6,18 @@ returned the last time. The same function therefore runs in the controller, in t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
-
-from pydantic import BaseModel, ConfigDict, Field
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from daskserve.types import BackendTag, ReplicaTag
 
+if TYPE_CHECKING:
+    from daskserve.autoscaling_config import AutoscalingConfig
 
-class AutoscalingConfig(BaseModel):
-    """Between which bounds a backend's replicas are scaled, and by what."""
-
-    model_config = ConfigDict(extra="forbid", validate_assignment=True, populate_by_name=True)
-
-    min_replicas: int = Field(1, ge=0, description="Never fewer; 0 lets an idle backend have none.")
-    max_replicas: int = Field(1, ge=1, description="Never more.")
+#: Sums of floats are off by their last digits; that must not be a replica more.
+ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +35,8 @@ class Sample:
     rate : float
         Requests per second that have ended since the sample before.
     latency_counts : sequence of int
-        How many of these took how long, by the buckets of `daskserve.figures.LATENCY_BUCKETS_S`.
+        How many of these took how long, by the buckets of `AutoscalingContext.latency_bounds_s`: not
+        cumulative, and one more than there are bounds.
     """
 
     at: float
@@ -47,6 +44,11 @@ class Sample:
     queued: float
     rate: float = 0.0
     latency_counts: Sequence[int] = ()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing ran, waited or ended: short requests show in the rate alone."""
+        return self.ongoing <= 0 and self.queued <= 0 and self.rate <= 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,8 @@ class AutoscalingContext:
         Oldest first, over the look-back period, cut at the last change of the wanted number.
     replica_ongoing : mapping
         What each running replica was running at the last sample.
+    custom : mapping
+        The newest values of the backend's own metrics, by name.
     queries : mapping
         The newest values of the config's PromQL expressions, by name; one that is too old is left out.
     state : mapping
@@ -73,6 +77,8 @@ class AutoscalingContext:
         When the wanted number changed last, on the clock of ``current_time``.
     idle_since : float or None
         Since when nothing runs and nothing waits; None if something does.
+    latency_bounds_s : sequence of float
+        The upper bounds of the buckets in which samples count latencies.
     """
 
     name: BackendTag
@@ -89,15 +95,76 @@ class AutoscalingContext:
     last_scale_up_time: float | None = None
     last_scale_down_time: float | None = None
     idle_since: float | None = None
+    latency_bounds_s: Sequence[float] = ()
+
+    @property
+    def total_running_requests(self) -> float:
+        """Requests that run, on average over the samples."""
+        return math.fsum(each.ongoing for each in self.samples) / (len(self.samples) or 1)
+
+    @property
+    def total_queued_requests(self) -> float:
+        """Requests that wait, on average over the samples."""
+        return math.fsum(each.queued for each in self.samples) / (len(self.samples) or 1)
+
+    @property
+    def total_num_requests(self) -> float:
+        """Requests that run or wait, on average over the samples."""
+        return self.total_running_requests + self.total_queued_requests
+
+    @property
+    def min_replicas(self) -> int:
+        """The fewest replicas that the config allows."""
+        return self.config.min_replicas
+
+    @property
+    def max_replicas(self) -> int:
+        """The most replicas that the config allows."""
+        return self.config.max_replicas
+
+    def whole_replicas(self, load: float, *, hysteresis: float | None = None) -> int:
+        """Return ``load``, in replicas, as the number to have; the one there is if that is nearly right.
+
+        Loads that waver about a whole number would otherwise ask for one more and one less in turn. The
+        config's factors are applied as well: how much of a change to make at a time.
+
+        Parameters
+        ----------
+        load : float
+            How many replicas the load would keep exactly as busy as they should be.
+        hysteresis : float, optional
+            The share by which the load may pass the number there is, either way; None for the config's.
+        """
+        now = self.target_num_replicas
+        if now <= 0:
+            return math.ceil(load - ROUNDING)
+        band = 1 + (self.config.hysteresis if hysteresis is None else hysteresis)
+        if load > now:
+            if load <= now * band + ROUNDING:
+                return now
+            return math.ceil(now + self.config.up_factor * (load - now) - ROUNDING)
+        if math.ceil(load * band - ROUNDING) >= now:
+            return now
+        fewer = math.ceil(now + self.config.down_factor * (load - now) - ROUNDING)
+        return max(0, min(fewer, now - 1))  # a factor above 1 may go below nothing
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """How many replicas a policy wants, before the bounds are applied, and why, for people to read."""
+    """How many replicas a policy wants, before the bounds are applied, and why, for people to read.
+
+    Attributes
+    ----------
+    is_urgent : bool
+        Go up without waiting for ``upscale_delay_s``.
+    """
 
     replicas: int
     reason: str
     state: Mapping[str, Any] = field(default_factory=dict)
+    is_urgent: bool = False
 
 
 Policy: TypeAlias = Callable[[AutoscalingContext], Decision]
+#: What users may write: a number of replicas, with the new state or without, or a whole `Decision`.
+CustomPolicy: TypeAlias = Callable[..., Any] | Callable[..., Awaitable[Any]]
