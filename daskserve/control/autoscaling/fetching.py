@@ -1,0 +1,45 @@
+"""GET by Tornado's client, for `prometheus`. The only I/O of autoscaling."""
+
+from __future__ import annotations
+
+from tornado.httpclient import AsyncHTTPClient, HTTPError
+from tornado.simple_httpclient import SimpleAsyncHTTPClient
+
+#: The answer to a query of one value is some hundred bytes.
+MOST_BYTES = 1 << 20
+
+
+class HTTPFetcher:
+    """Gets URLs. To be made and closed on the event loop that uses it."""
+
+    def __init__(self, *, timeout_s: float = 5.0) -> None:
+        self._timeout_s = timeout_s
+        # A client of its own: the shared one of a process may be configured by others, and outlives us.
+        self._client: AsyncHTTPClient = SimpleAsyncHTTPClient(force_instance=True, max_body_size=MOST_BYTES)
+
+    async def __call__(self, url: str) -> bytes:
+        """Return the body, that of a refusal in JSON too.
+
+        Raises
+        ------
+        OSError
+            Nobody answered, or with an error.
+        """
+        try:
+            found = await self._client.fetch(
+                url,
+                raise_error=False,
+                connect_timeout=self._timeout_s,
+                request_timeout=self._timeout_s,
+                headers={"Accept": "application/json"},
+            )
+        except HTTPError as error:
+            raise OSError(str(error)) from error
+        is_json = "json" in found.headers.get("Content-Type", "")
+        if found.code >= 400 and not is_json:
+            raise OSError(f"HTTP {found.code}: {found.reason}")
+        return found.body
+
+    def close(self) -> None:
+        """Close the client."""
+        self._client.close()
