@@ -45,7 +45,9 @@ setup(
         "daskserve.control.autoscaling",
         "daskserve.data",
         "daskserve.proxies",
+        "daskserve.simulation",
     ],
+    entry_points={"console_scripts": ["daskserve = daskserve.cli:main"]},
     package_data={"daskserve": ["py.typed"], "daskserve.proxies": ["py.typed"]},
     zip_safe=False,  # a type checker must find py.typed on disk
     install_requires=[
@@ -60,6 +62,7 @@ setup(
         "click>=8.1",
         "fsspec>=2024.2",
         "msgpack>=1.0.2",
+        "pyyaml>=6",
     ],
     extras_require={
         "dashboard": ["bokeh>=3.1"],

@@ -57,6 +57,11 @@ class OneLoopClock(LoopClock):
         self.now = loop.time  # type: ignore[method-assign]
 
 
+def seeded_rng(seed: int) -> random.Random:
+    """Return a generator that draws the same in every run, for simulations."""
+    return random.Random(seed)
+
+
 def system_rng() -> random.Random:
     """Return a generator seeded by the operating system."""
     return random.Random(random.SystemRandom().getrandbits(64))

@@ -19,14 +19,24 @@ ROOT = Path(__file__).parent.parent
 
 #: A module may import its own layer and those with a smaller number. control and data share a number and
 #: are kept apart by a rule of their own.
-LAYERS: Mapping[str, int] = {"values": 0, "cluster": 1, "control": 2, "data": 2, "proxies": 3, "edge": 4}
-SUBPACKAGES = frozenset({"cluster", "control", "data", "proxies"})
+LAYERS: Mapping[str, int] = {
+    "values": 0,
+    "cluster": 1,
+    "control": 2,
+    "data": 2,
+    "proxies": 3,
+    "simulation": 3,
+    "edge": 4,
+}
+SUBPACKAGES = frozenset({"cluster", "control", "data", "proxies", "simulation"})
 EDGE_MODULES = frozenset(
     {
+        "__main__",
         "actors",
         "api",
         "calls",
         "cli",
+        "cli_simulate",
         "client",
         "client_backends",
         "client_base",

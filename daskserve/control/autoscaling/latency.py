@@ -20,7 +20,7 @@ COMFORT = 0.7
 MARGIN = 0.9
 #: One step up at most multiplies the replicas by this: latencies of a queue say nothing of its end.
 MOST_AT_ONCE = 2.0
-#: The share of the replicas given up in a try.
+#: The share of the replicas given up in a try, while it is not known what is too much.
 TRIED = 0.1
 #: Code and callers change: what was learned holds for so long.
 MEMORY_S = 3600.0
@@ -115,9 +115,11 @@ def _fewer(context: AutoscalingContext, text: str, known: Mapping[str, Any]) -> 
     good = max([carried, *(pair[0] for name, pair in known.items() if name == "good")])
     state = {**known, "good": (good, context.current_time)}
     wanted = math.ceil(rate / good - ROUNDING)
-    if wanted >= present:
-        wanted = present - max(1, math.floor(TRIED * present))
     if "bad" in known:
-        wanted = max(wanted, math.ceil(rate / (MARGIN * known["bad"][0]) - ROUNDING))
+        # Half way between what is carried and what was too much, as ratios go.
+        most = MARGIN * known["bad"][0]
+        wanted = max(min(wanted, math.ceil(rate / math.sqrt(carried * most))), math.ceil(rate / most - ROUNDING))
+    elif wanted >= present:
+        wanted = present - max(1, math.floor(TRIED * present))
     wanted = max(1, min(present, wanted))
     return Decision(wanted, f"{text}: {wanted}", state)

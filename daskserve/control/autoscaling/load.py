@@ -9,6 +9,8 @@ queue is a load beside it, to be worked off in ``drain_period_s``.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -56,17 +58,21 @@ def _target_ongoing(context: AutoscalingContext) -> Decision:
         return _no_figures(context)
     if context.target_num_replicas == 0:
         samples = samples[-1:]  # what waited earlier was nobody's to answer: only the backlog counts
-    load = _load(context, samples)
+    each_runs = _each_runs(context)
+    state = {"each_runs": each_runs} if each_runs > 0 else {}
+    load = _load(context, samples, each_runs)
     wanted = context.whole_replicas(load.replicas)
     burst_s = context.config.burst_s
     if burst_s > 0 and context.target_num_replicas > 0:
         recent = _since(samples, context.current_time - burst_s)
         if len(recent) >= ENOUGH_SAMPLES and _may_burst(context, recent):
-            burst = _load(context, recent)
+            burst = _load(context, recent, each_runs)
             if burst.replicas >= context.config.burst_factor * context.target_num_replicas - ROUNDING:
                 most = max(wanted, context.whole_replicas(burst.replicas))
-                return Decision(most, _reason(context, burst.requests, most, burst.flow, burst_s), {}, True)
-    return Decision(wanted, _reason(context, load.requests, wanted, load.flow))
+                return Decision(
+                    most, _reason(context, burst.requests, most, burst.flow, burst_s), state, True
+                )
+    return Decision(wanted, _reason(context, load.requests, wanted, load.flow), state)
 
 
 def _may_burst(context: AutoscalingContext, recent: Sequence[Sample]) -> bool:
@@ -76,35 +82,63 @@ def _may_burst(context: AutoscalingContext, recent: Sequence[Sample]) -> bool:
     return newest.ongoing + newest.queued >= enough - ROUNDING
 
 
-def _load(context: AutoscalingContext, samples: Sequence[Sample]) -> Load:
+def _load(context: AutoscalingContext, samples: Sequence[Sample], each_runs: float) -> Load:
     config = context.config
     combine = _COMBINE[config.aggregation_function]
     total = combine([each.ongoing + each.queued for each in samples])
     plain = Load(total, total / config.target_ongoing_requests)
-    if samples[-1].queued <= 0:
+    if not any(each.queued > 0 for each in samples):
         return plain
-    flow = _flow(context, samples)
+    flow = _flow(context, samples, each_runs)
     return flow if flow is not None and flow.replicas < plain.replicas else plain
 
 
-def _flow(context: AutoscalingContext, samples: Sequence[Sample]) -> Load | None:
+def _flow(context: AutoscalingContext, samples: Sequence[Sample], each_runs: float) -> Load | None:
     """Return the load by Little's law; None if too little has ended to tell how long requests take."""
     first, last = samples[0], samples[-1]
     span_s = last.at - first.at
-    if span_s <= 0:
+    duration_s = _duration_s(samples)
+    if span_s <= 0 or duration_s is None or each_runs <= 0:
         return None
-    rate = sum(each.rate for each in samples) / len(samples)
-    ongoing = sum(each.ongoing for each in samples) / len(samples)
-    if rate * span_s < ENOUGH_ENDED or ongoing <= 0 or context.current_num_replicas <= 0:
-        return None
-    duration_s = ongoing / rate
+    rate = sum(each.rate for each in samples[1:]) / (len(samples) - 1)
     growth = (last.ongoing + last.queued - first.ongoing - first.queued) / span_s
     arriving = max(0.0, rate + growth)
     requests = arriving * duration_s + last.queued * duration_s / context.config.drain_period_s
-    # Replicas that leave a queue standing cannot run more than they do, whatever the target says.
-    each_runs = min(context.config.target_ongoing_requests, ongoing / context.current_num_replicas)
     text = f"{last.queued:.1f} queued and {arriving:.1f} more per s, of {duration_s:.3g} s each: "
-    return Load(requests, requests / each_runs, text)
+    return Load(requests, requests / min(context.config.target_ongoing_requests, each_runs), text)
+
+
+def _duration_s(samples: Sequence[Sample]) -> float | None:
+    """Return how long requests run: what ran, by what ended; None if too few have ended.
+
+    When replicas begin, much more runs at once, and nothing of it has ended yet. Such a second says nothing,
+    so it is the middle one of all the seconds that counts, if it is less than the mean.
+    """
+    ran = ended = 0.0
+    ratios = []
+    for before, after in itertools.pairwise(samples):
+        span_s = after.at - before.at
+        ongoing = (before.ongoing + after.ongoing) / 2
+        ran += ongoing * span_s
+        ended += after.rate * span_s
+        ratios.append(ongoing / after.rate if after.rate > 0 else math.inf)
+    if ended < ENOUGH_ENDED or ran <= 0:
+        return None
+    ratios.sort()
+    return min(ran / ended, ratios[(len(ratios) - 1) // 2]) or None
+
+
+def _each_runs(context: AutoscalingContext) -> float:
+    """Return the most that one replica was seen to run while others waited; 0 if that is not known.
+
+    Replicas that leave a queue standing cannot run more than they do, whatever the target says. Those that
+    have only just begun run less, so the most there ever was is kept as the policy's state.
+    """
+    known: float = context.state.get("each_runs", 0.0)
+    newest = context.samples[-1]
+    if newest.queued <= 0 or context.current_num_replicas <= 0:
+        return known
+    return max(known, newest.ongoing / context.current_num_replicas)
 
 
 def _since(samples: Sequence[Sample], at: float) -> Sequence[Sample]:

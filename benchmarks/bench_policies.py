@@ -1,0 +1,139 @@
+"""Autoscaling policies beside each other, on loads made for it, in the simulator's virtual time.
+
+Ours against the classic policy (Ray Serve's, with its defaults) and Knative's (a stable window of 60 s, panic
+over 6 s), with the same target and bounds; all three see figures once a second. Run it by
+``python benchmarks/bench_policies.py``; the figures are the same on every machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from daskserve.autoscaling_config import AutoscalingConfig
+from daskserve.simulation.fleet import Outcome, Service, simulate
+from daskserve.simulation.peers import knative_autoscaler
+from daskserve.simulation.trace import Trace
+
+TARGET, MOST = 2, 400
+POLICIES = ("daskserve", "classic", "Knative")
+#: When the load changes for the first time, in seconds.
+BEGIN = 600
+
+
+def poisson(mean: float, rng: random.Random) -> int:
+    """Return a number with that mean and spread; near enough above 10, where it is used."""
+    return max(0, round(rng.gauss(mean, math.sqrt(mean)))) if mean > 0 else 0
+
+
+def made(seconds: int, rate: Callable[[int], float], seed: int = 1) -> Trace:
+    """Return a trace with Poisson arrivals at a rate."""
+    rng = random.Random(seed)
+    return Trace([poisson(rate(second), rng) for second in range(seconds)])
+
+
+def step(second: int) -> float:
+    return 50 if second < BEGIN else 500
+
+
+def ramp(second: int) -> float:
+    return 50 + 450 * min(1.0, max(0.0, (second - BEGIN) / 600))
+
+
+def spikes(second: int) -> float:
+    return 400 if second >= BEGIN and second % 300 < 20 else 50
+
+
+def diurnal(second: int) -> float:
+    return 250 - 200 * math.cos(2 * math.pi * second / 86_400)
+
+
+def constant(second: int) -> float:
+    return 100
+
+
+LOADS: Mapping[str, tuple[int, Callable[[int], float]]] = {
+    "step x10": (1200, step),
+    "ramp x10 in 10 min": (1800, ramp),
+    "spikes x8 of 20 s": (3600, spikes),
+    "a day": (86_400, diurnal),
+    "constant, on a boundary": (3600, constant),
+}
+
+
+def run(policy: str, trace: Trace, service: Service, first: int) -> Outcome:
+    """Return what a policy makes of a trace, beginning with as many replicas as its first load wants."""
+    options = {"max_replicas": MOST, "initial_replicas": first, "target_ongoing_requests": TARGET}
+    if policy == "Knative":
+        config = AutoscalingConfig(**options)  # type: ignore[arg-type]
+        return simulate(trace, config, service, name=policy, make=knative_autoscaler)
+    if policy == "classic":
+        config = AutoscalingConfig(policy="classic", **options)  # type: ignore[arg-type]
+    else:
+        config = AutoscalingConfig(**options)  # type: ignore[arg-type]
+    return simulate(trace, config, service, name=policy)
+
+
+def figures(outcome: Outcome, rate: Callable[[int], float]) -> list[str]:
+    """Return the row of one outcome."""
+    history, service = outcome.history, outcome.service
+    seconds = range(len(history.target))
+    needed = [max(1, math.ceil(rate(second) * service.duration_s / TARGET - 1e-9)) for second in seconds]
+    overshoot = max(history.target) / max(needed)
+    short = [
+        second
+        for second in seconds
+        if history.running[second] * service.concurrency < rate(second) * service.duration_s
+    ]
+    waiting = [second for second in seconds if history.queued[second] > 50]
+    return [
+        f"{overshoot:.2f}",
+        f"{len(short)}",
+        f"{len(waiting)}",
+        f"{outcome.wait_quantile_s(0.99):.2f}",
+        f"{outcome.replica_hours:.1f}",
+        f"{len(history.changes)}",
+    ]
+
+
+HEADS = (
+    "load",
+    "policy",
+    "most replicas / needed",
+    "s too few",
+    "s of queue",
+    "p99 wait, s",
+    "replica-hours",
+    "changes",
+)
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows as a table of Markdown."""
+    lines = [HEADS, tuple("---" for _ in HEADS), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--start-up-s", type=float, default=10.0)
+    parser.add_argument("--loads", nargs="*", choices=list(LOADS), default=list(LOADS))
+    arguments = parser.parse_args()
+    service = Service(concurrency=5, duration_s=0.1, start_up_s=arguments.start_up_s)
+    rows = []
+    begin = time.perf_counter()
+    for name in arguments.loads:
+        seconds, rate = LOADS[name]
+        trace = made(seconds, rate)
+        first = max(1, math.ceil(rate(0) * service.duration_s / TARGET - 1e-9))
+        for policy in POLICIES:
+            rows.append([name, policy, *figures(run(policy, trace, service, first), rate)])
+    print(table(rows))
+    print(f"\n{time.perf_counter() - begin:.1f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,8 @@
+"""``python -m daskserve``."""
+
+from __future__ import annotations
+
+from daskserve.cli import main
+
+if __name__ == "__main__":
+    main(prog_name="daskserve")

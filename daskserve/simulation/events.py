@@ -1,0 +1,79 @@
+"""The same queue request by request: exact for what it models, in a time that grows with the requests."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections import deque
+
+from daskserve.simulation.queueing import Limits, Tally
+
+
+def drawn_duration_s(mean_s: float, cv: float, rng: random.Random) -> float:
+    """Return a duration: constant without spread, else from a gamma distribution (exponential at 1)."""
+    if cv <= 0:
+        return mean_s
+    shape = 1 / cv**2
+    return rng.gammavariate(shape, mean_s / shape)
+
+
+class EventQueue:
+    """Requests one by one. Those of a tick come at random times within it."""
+
+    def __init__(self, limits: Limits, rng: random.Random, *, duration_cv: float = 1.0) -> None:
+        self.tally = Tally()
+        self._limits = limits
+        self._rng = rng
+        self._cv = duration_cv
+        self._ends: list[float] = []
+        self._arrived: deque[float] = deque()
+        self._fraction = 0.0
+
+    @property
+    def ongoing(self) -> float:
+        return float(len(self._ends))
+
+    @property
+    def queued(self) -> float:
+        return float(len(self._arrived))
+
+    def advance(self, now: float, tick_s: float, arrivals: float, slots: int, duration_s: float) -> None:
+        """Let a tick that begins at ``now`` pass."""
+        self._fraction += arrivals
+        count = math.floor(self._fraction)
+        self._fraction -= count
+        times = sorted(now + tick_s * self._rng.random() for _ in range(count))
+        times.append(now + tick_s)
+        before = self.tally.completed
+        self._fill(now, slots, duration_s)
+        for at in times:
+            while self._ends and self._ends[0] <= at:
+                ended = heapq.heappop(self._ends)
+                self.tally.completed += 1
+                self._fill(ended, slots, duration_s)
+            if at < now + tick_s:
+                self._come(at, slots, duration_s)
+        self._expire(now + tick_s)
+        if self.tally.completed == before and not self._arrived:
+            self.tally.last_wait_s = 0.0
+
+    def _come(self, at: float, slots: int, duration_s: float) -> None:
+        if len(self._ends) >= slots and len(self._arrived) >= self._limits.max_queued:
+            self.tally.rejected += 1
+            return
+        self._arrived.append(at)
+        self._fill(at, slots, duration_s)
+
+    def _fill(self, now: float, slots: int, duration_s: float) -> None:
+        self._expire(now)
+        while self._arrived and len(self._ends) < slots:
+            wait_s = now - self._arrived.popleft()
+            self.tally.began(wait_s, 1.0)
+            self.tally.last_wait_s = wait_s
+            heapq.heappush(self._ends, now + drawn_duration_s(duration_s, self._cv, self._rng))
+
+    def _expire(self, now: float) -> None:
+        while self._arrived and now - self._arrived[0] > self._limits.deadline_s:
+            self._arrived.popleft()
+            self.tally.expired += 1

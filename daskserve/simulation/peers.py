@@ -1,0 +1,49 @@
+"""Knative's autoscaler, to compare with: a stable window of 60 s and one of 6 s for panic.
+
+By its documentation: the mean of what runs and waits over the stable window, by the target, is the number.
+While the same over 6 s is twice what the ready ones should carry, that counts instead, and none goes until a
+stable window has passed without. A step is at most 1,000 times up and half down.
+"""
+
+from __future__ import annotations
+
+import math
+
+from daskserve.autoscaling import ROUNDING, AutoscalingContext, Decision
+from daskserve.autoscaling_config import AutoscalingConfig
+from daskserve.control.autoscaling.autoscaler import Autoscaler
+from daskserve.control.autoscaling.damping import Damping
+
+STABLE_S, PANIC_S, PANIC_THRESHOLD = 60.0, 6.0, 2.0
+MAX_UP, MAX_DOWN = 1000.0, 2.0
+ZERO_GRACE_S = 30.0
+
+
+def knative(context: AutoscalingContext) -> Decision:
+    """Decide as Knative does."""
+    samples, target = context.samples, context.config.target_ongoing_requests
+    if not samples:
+        return Decision(context.target_num_replicas, "no figures yet")
+    now, ready = context.current_time, max(1, context.current_num_replicas)
+    stable = sum(each.ongoing + each.queued for each in samples) / len(samples)
+    recent = [each for each in samples if each.at > now - PANIC_S] or samples[-1:]
+    panic = sum(each.ongoing + each.queued for each in recent) / len(recent)
+    least, most = math.floor(ready / MAX_DOWN), math.ceil(ready * MAX_UP)
+    want_stable = min(most, max(least, math.ceil(stable / target - ROUNDING)))
+    want_panic = min(most, max(least, math.ceil(panic / target - ROUNDING)))
+    since = context.state.get("panic_since")
+    if panic / target >= PANIC_THRESHOLD * ready:
+        since = now
+    elif since is not None and now - since >= STABLE_S:
+        since = None
+    if since is None:
+        return Decision(want_stable, f"{stable:.1f} over {STABLE_S:g} s: {want_stable}")
+    wanted = max(want_panic, context.target_num_replicas)
+    return Decision(wanted, f"panic, {panic:.1f} over {PANIC_S:g} s: {wanted}", {"panic_since": since})
+
+
+def knative_autoscaler(config: AutoscalingConfig) -> Autoscaler:
+    """Return an autoscaler that does as Knative's, with the bounds and the target of ``config``."""
+    own = config.model_copy(update={"look_back_period_s": STABLE_S})
+    damping = Damping(0.0, 0.0, ZERO_GRACE_S, STABLE_S, cuts_look_back=False, settles=False)
+    return Autoscaler("simulated", own, policy=knative, damping=damping)
