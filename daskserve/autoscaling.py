@@ -122,7 +122,9 @@ class AutoscalingContext:
         """The most replicas that the config allows."""
         return self.config.max_replicas
 
-    def whole_replicas(self, load: float, *, hysteresis: float | None = None) -> int:
+    def whole_replicas(
+        self, load: float, *, hysteresis: float | None = None, uncertainty: float = 0.0
+    ) -> int:
         """Return ``load``, in replicas, as the number to have; the one there is if that is nearly right.
 
         Loads that waver about a whole number would otherwise ask for one more and one less in turn. The
@@ -134,16 +136,18 @@ class AutoscalingContext:
             How many replicas the load would keep exactly as busy as they should be.
         hysteresis : float, optional
             The share by which the load may pass the number there is, either way; None for the config's.
+        uncertainty : float
+            By how many replicas the load may be wrong; it may pass the number by so much more.
         """
         now = self.target_num_replicas
         if now <= 0:
             return math.ceil(load - ROUNDING)
         band = 1 + (self.config.hysteresis if hysteresis is None else hysteresis)
         if load > now:
-            if load <= now * band + ROUNDING:
+            if load <= now * band + uncertainty + ROUNDING:
                 return now
             return math.ceil(now + self.config.up_factor * (load - now) - ROUNDING)
-        if math.ceil(load * band - ROUNDING) >= now:
+        if math.ceil(load * band + uncertainty - ROUNDING) >= now:
             return now
         fewer = math.ceil(now + self.config.down_factor * (load - now) - ROUNDING)
         return max(0, min(fewer, now - 1))  # a factor above 1 may go below nothing

@@ -59,7 +59,7 @@ class EventQueue:
             self.tally.last_wait_s = 0.0
 
     def _come(self, at: float, slots: int, duration_s: float) -> None:
-        if len(self._ends) >= slots and len(self._arrived) >= self._limits.max_queued:
+        if len(self._ends) >= slots and len(self._arrived) + 1 > self._limits.max_queued:
             self.tally.rejected += 1
             return
         self._arrived.append(at)

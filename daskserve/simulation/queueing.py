@@ -19,7 +19,11 @@ from typing import Protocol
 #: The wait of those who wait by chance is exponential; here are the means of its fifths, by its mean.
 CHANCES = (0.107, 0.360, 0.708, 1.217, 2.609)
 #: Waits by chance build up over some seconds: they go by the load of so long.
-CHANCE_PERIOD_S = 10.0
+CHANCE_PERIOD_S = 30.0
+#: In so many parts begins what begins in one tick.
+PIECES = 4
+#: Fewer requests than that are none.
+LEAST = 1e-12
 #: A chance below this is none.
 LEAST_CHANCE = 1e-3
 
@@ -86,8 +90,8 @@ class FluidQueue:
         self._waiting = 0.0
         #: The load of the last seconds, in slots; -1 before the first.
         self._level = -1.0
-        #: Who waits: when they came, on average, and how many; the longest first.
-        self._cohorts: deque[tuple[float, float]] = deque()
+        #: Who waits: from when to when they came, evenly, and how many; the longest first.
+        self._cohorts: deque[tuple[float, float, float]] = deque()
 
     @property
     def ongoing(self) -> float:
@@ -108,34 +112,37 @@ class FluidQueue:
             self._level += min(1.0, tick_s / CHANCE_PERIOD_S) * (arrivals / tick_s * duration_s - self._level)
         eased = level + (self._running - level) * math.exp(-tick_s / duration_s)
         if eased <= slots:
-            ended = self._running + inflow - eased
+            self.tally.completed += self._running + inflow - eased
             self._began_all(now, tick_s, arrivals, slots, duration_s)
             self._running = eased
-        else:
-            ended, began = self._saturated(tick_s, inflow, slots, duration_s)
-            if arrivals > 0:
-                self._cohorts.append((now + tick_s / 2, arrivals))
-            self._waiting = inflow
-            self._begin(now, tick_s, began)
-            self._running += began - ended
+            return
+        ended, began = self._saturated(tick_s, inflow, slots, duration_s)
+        if arrivals > 0:
+            self._cohorts.append((now, now + tick_s, arrivals))
+        self._waiting = inflow
+        self._running += self._begin(now, tick_s, began, self._limits.deadline_s) - ended
         self.tally.completed += ended
-        if self._waiting > 0:
-            self._drop(now + tick_s)
+        self._expire(now + tick_s - self._limits.deadline_s)
+        self._refuse()
 
     def _saturated(self, tick_s: float, inflow: float, slots: int, duration_s: float) -> tuple[float, float]:
-        """Return how many end and begin while there are more than slots."""
-        busy = max(self._running, float(slots))
-        ended = min(self._running + inflow, busy * tick_s / duration_s)
-        if self._running > slots:  # slots that were given up are still being emptied
-            ended = self._running * (1 - math.exp(-tick_s / duration_s))
-        began = min(inflow, max(0.0, ended + slots - self._running))
-        return ended, began
+        """Return how many end and may begin while there are more than slots."""
+        given_up = max(0.0, self._running - slots)  # slots that are still being emptied
+        ended = slots * tick_s / duration_s + given_up * (1 - math.exp(-tick_s / duration_s))
+        ended = min(self._running + inflow, ended)
+        return ended, min(inflow, max(0.0, ended + slots - self._running))
 
     def _began_all(self, now: float, tick_s: float, arrivals: float, slots: int, duration_s: float) -> None:
-        tally = self.tally
-        backlog, tally.last_wait_s = self._waiting, 0.0
+        """Let everybody begin: first who waits, as fast as slots get free, then who comes."""
+        tally, backlog = self.tally, self._waiting
+        tally.last_wait_s = 0.0
         if backlog > 0:
-            self._begin(now, tick_s, backlog)
+            pace = slots / duration_s
+            self._begin(now, min(tick_s, backlog / pace), backlog, math.inf)
+            rest = max(pace - arrivals / tick_s, 1e-9)
+            behind = arrivals * min(1.0, backlog / rest / tick_s)
+            tally.began(min(tick_s, backlog / pace / 2), behind)
+            arrivals -= behind
         if arrivals <= 0:
             return
         use = min(self._level / slots, 0.98) if slots else 0.0
@@ -150,39 +157,50 @@ class FluidQueue:
             tally.began(part * mean_s, arrivals * chance / len(CHANCES))
         tally.last_wait_s = max(tally.last_wait_s, chance * mean_s)
 
-    def _begin(self, now: float, tick_s: float, count: float) -> None:
-        """Let so many of those who wait begin, evenly over the tick, the longest first."""
-        left, place = count, 0.0
-        waited = 0.0
-        while left > 1e-12 and self._cohorts:
-            came, size = self._cohorts[0]
-            taken = min(size, left)
-            middle = now + tick_s * (place + taken / 2) / count
-            wait_s = max(0.0, middle - came)
+    def _begin(self, now: float, span_s: float, count: float, deadline_s: float) -> float:
+        """Let so many of those who wait begin, evenly over a time, the longest first; return how many did."""
+        begun = waited = 0.0
+        while count - begun > LEAST and self._cohorts:
+            at = now + span_s * begun / count
+            self._expire(at - deadline_s)
+            if not self._cohorts:
+                break
+            since, until, size = self._cohorts[0]
+            taken = min(size, count - begun, max(count / PIECES, LEAST))
+            came = since + (until - since) * taken / size
+            wait_s = max(0.0, at + span_s * taken / count / 2 - (since + came) / 2)
             self.tally.began(wait_s, taken)
             waited += wait_s * taken
-            left -= taken
-            place += taken
-            if taken >= size - 1e-12:
+            begun += taken
+            if taken >= size - LEAST:
                 self._cohorts.popleft()
             else:
-                self._cohorts[0] = (came, size - taken)
-        self.tally.last_wait_s = waited / count if count > 0 else 0.0
-        self._waiting = max(0.0, self._waiting - count) if self._cohorts else 0.0
+                self._cohorts[0] = (came, until, size - taken)
+        self.tally.last_wait_s = waited / begun if begun > 0 else 0.0
+        self._waiting = max(0.0, self._waiting - begun) if self._cohorts else 0.0
+        return begun
 
-    def _drop(self, now: float) -> None:
-        """Give up who waited too long, and refuse who came last to a queue that was full."""
-        cohorts, limits = self._cohorts, self._limits
-        while cohorts and now - cohorts[0][0] > limits.deadline_s:
-            size = cohorts.popleft()[1]
-            self.tally.expired += size
-            self._waiting -= size
-        while cohorts and self._waiting > limits.max_queued:
-            came, size = cohorts.pop()
-            refused = min(size, self._waiting - limits.max_queued)
+    def _expire(self, oldest: float) -> None:
+        """Give up who came before ``oldest``."""
+        cohorts = self._cohorts
+        while cohorts and cohorts[0][0] < oldest:
+            since, until, size = cohorts.popleft()
+            late = size * min(1.0, (oldest - since) / (until - since)) if until > since else size
+            self.tally.expired += late
+            self._waiting = max(0.0, self._waiting - late)
+            if until > oldest:
+                cohorts.appendleft((oldest, until, size - late))
+        if not cohorts:
+            self._waiting = 0.0
+
+    def _refuse(self) -> None:
+        """Refuse who came last to a queue that was full."""
+        while self._cohorts and self._waiting > self._limits.max_queued:
+            since, until, size = self._cohorts.pop()
+            refused = min(size, self._waiting - self._limits.max_queued)
             self.tally.rejected += refused
             self._waiting -= refused
             if refused < size:
-                cohorts.append((came, size - refused))
-        if not cohorts:
+                self._cohorts.append((since, until, size - refused))
+        if not self._cohorts:
             self._waiting = 0.0

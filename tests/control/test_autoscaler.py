@@ -140,8 +140,7 @@ def test_the_last_replica_goes_after_a_time_without_requests() -> None:
     bench = Bench(target=3, min_replicas=0, max_replicas=9, downscale_delay_s=5, look_back_period_s=2)
     bench.run(5, ongoing=3)
     bench.run(30)
-    assert [number for _, number in bench.changes] == [2, 1, 0]
-    assert all(before - after == 1 or after == 1 for before, after in zip([3, 2, 1], [2, 1, 0], strict=True))
+    assert [number for _, number in bench.changes] == [1, 0]
 
 
 def test_short_requests_that_no_look_ever_catches_keep_the_last_replica() -> None:

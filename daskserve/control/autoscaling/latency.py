@@ -118,7 +118,9 @@ def _fewer(context: AutoscalingContext, text: str, known: Mapping[str, Any]) -> 
     if "bad" in known:
         # Half way between what is carried and what was too much, as ratios go.
         most = MARGIN * known["bad"][0]
-        wanted = max(min(wanted, math.ceil(rate / math.sqrt(carried * most))), math.ceil(rate / most - ROUNDING))
+        wanted = max(
+            min(wanted, math.ceil(rate / math.sqrt(carried * most))), math.ceil(rate / most - ROUNDING)
+        )
     elif wanted >= present:
         wanted = present - max(1, math.floor(TRIED * present))
     wanted = max(1, min(present, wanted))

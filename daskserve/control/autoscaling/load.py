@@ -18,6 +18,10 @@ from daskserve.autoscaling import ROUNDING, AutoscalingContext, Decision, Policy
 
 #: So many requests must have ended for their mean duration to mean anything.
 ENOUGH_ENDED = 10.0
+#: A mean may be wrong by so many of its standard deviations.
+DEVIATIONS = 2.0
+#: The same for bursts, which would be found by chance more often, as each look counts.
+BURST_DEVIATIONS = 3.0
 #: So many samples make a burst, or one late message would.
 ENOUGH_SAMPLES = 3
 
@@ -62,17 +66,35 @@ def _target_ongoing(context: AutoscalingContext) -> Decision:
     state = {"each_runs": each_runs} if each_runs > 0 else {}
     load = _load(context, samples, each_runs)
     wanted = context.whole_replicas(load.replicas)
+    if wanted != context.target_num_replicas and not load.flow:
+        wanted = context.whole_replicas(load.replicas, uncertainty=_uncertainty(context, samples))
     burst_s = context.config.burst_s
     if burst_s > 0 and context.target_num_replicas > 0:
         recent = _since(samples, context.current_time - burst_s)
         if len(recent) >= ENOUGH_SAMPLES and _may_burst(context, recent):
             burst = _load(context, recent, each_runs)
-            if burst.replicas >= context.config.burst_factor * context.target_num_replicas - ROUNDING:
+            # Of requests that come by chance, as many more or fewer run as the root of their number.
+            chance = BURST_DEVIATIONS * math.sqrt(burst.requests / len(recent))
+            sure = burst.replicas - chance / context.config.target_ongoing_requests
+            if sure >= context.config.burst_factor * context.target_num_replicas - ROUNDING:
                 most = max(wanted, context.whole_replicas(burst.replicas))
                 return Decision(
                     most, _reason(context, burst.requests, most, burst.flow, burst_s), state, True
                 )
     return Decision(wanted, _reason(context, load.requests, wanted, load.flow), state)
+
+
+def _uncertainty(context: AutoscalingContext, samples: Sequence[Sample]) -> float:
+    """Return by how many replicas the mean load may well be wrong, as what runs wavers.
+
+    It goes by how one look differs from the next: a load that has changed for good is not one that wavers.
+    """
+    totals = [each.ongoing + each.queued for each in samples]
+    if len(totals) < 2:
+        return 0.0
+    squares = sum((after - before) ** 2 for before, after in itertools.pairwise(totals))
+    variance = squares / (2 * (len(totals) - 1))
+    return DEVIATIONS * math.sqrt(variance / len(totals)) / context.config.target_ongoing_requests
 
 
 def _may_burst(context: AutoscalingContext, recent: Sequence[Sample]) -> bool:
