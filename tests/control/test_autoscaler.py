@@ -161,7 +161,7 @@ def test_zero_has_a_delay_of_its_own() -> None:
 
 def test_never_to_zero_while_nothing_is_heard() -> None:
     """Figures that stopped coming say nothing of the present."""
-    bench = Bench(min_replicas=0, max_replicas=2, downscale_delay_s=30)
+    bench = Bench(policy=wants(0), min_replicas=0, max_replicas=2, downscale_delay_s=30)
     bench.run(5)
     bench.now += 500
     assert bench.look().replicas == 1

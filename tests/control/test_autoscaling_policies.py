@@ -118,6 +118,20 @@ def test_a_queue_counts_as_what_it_takes_to_work_it_off() -> None:
     assert ask(*queue, target=10, drain_period_s=2).replicas == 80
 
 
+def test_a_queue_that_has_gone_is_no_load() -> None:
+    gone = [*(Sample(990.0 + at, 50, 900 - 100 * at, 600) for at in range(10)), Sample(1000.0, 50, 0, 550)]
+    assert ask(*gone, target=10).replicas == 22
+    assert ask(*gone, target=10, policy="classic").replicas == 230
+
+
+def test_replicas_that_have_only_just_begun_are_not_taken_for_slow_ones() -> None:
+    queue = [Sample(990.0 + at, 15, 100 * at, 150) for at in range(11)]
+    before = ask(*queue, target=30, current=3)
+    assert before.state == {"each_runs": 5}
+    assert ask(*queue, target=30, current=30, state=before.state) == before
+    assert ask(*queue, target=30, current=30).replicas > 2 * before.replicas
+
+
 def test_replicas_that_cannot_run_as_many_as_the_target_are_counted_as_they_are() -> None:
     queue = [Sample(990.0 + at, 40, 100 * at, 400) for at in range(11)]
     # 500/s of 0.1 s and 1,000 of 0.1 s in 10 s, 60 at a time, by replicas that run 4.

@@ -112,6 +112,19 @@ def test_no_request_is_lost_or_made(
     assert sum(queue.tally.waits_ms.values()) == pytest.approx(began, abs=1e-6 * (1 + came))
 
 
+def test_slots_that_were_given_up_finish_what_they_run() -> None:
+    fluid, exact = FluidQueue(Limits()), EventQueue(Limits(), seeded_rng(3))
+    for second in range(120):
+        slots = 40 if second < 60 else 10
+        for queue in (fluid, exact):
+            queue.advance(float(second), 1.0, 3.0, slots, 20.0)
+        if second == 59:
+            assert fluid.ongoing == pytest.approx(40, abs=1)
+        if second in (70, 90, 119):
+            assert fluid.ongoing == pytest.approx(exact.ongoing, abs=6)
+    assert fluid.tally.completed == pytest.approx(exact.tally.completed, rel=0.1)
+
+
 def test_durations_have_the_mean_and_the_spread_asked_for() -> None:
     for cv in (0.0, 0.5, 1.0):
         parts = duration_parts_s(0.2, cv)
@@ -175,6 +188,16 @@ def test_a_burst_is_answered_within_seconds_and_not_by_ten_times_too_many() -> N
         trace, AutoscalingConfig(max_replicas=400, initial_replicas=3, policy="classic"), Service(5, 0.1)
     )
     assert max(classic.history.target) == 400
+
+
+def test_a_latency_objective_is_kept_without_a_target() -> None:
+    trace = load(3600, lambda second: 200 if second >= 600 else 50)
+    config = AutoscalingConfig(
+        max_replicas=100, initial_replicas=2, policy="latency", policy_kwargs={"objective_s": 0.6}
+    )
+    outcome = simulate(trace, config, Service(5, 0.1))
+    assert 4 < outcome.history.running[-1] < 25
+    assert max(outcome.history.wait_s[900:]) < 0.6
 
 
 def test_knatives_policy_panics_and_comes_back() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from daskserve.autoscaling import ROUNDING, AutoscalingContext, Decision, Policy
 
 #: Below this share of the objective there is something to give away.
-COMFORT = 0.7
+COMFORT = 0.8
 #: So near to a load that was too much is near enough.
 MARGIN = 0.9
 #: One step up at most multiplies the replicas by this: latencies of a queue say nothing of its end.

@@ -157,10 +157,10 @@ def _each_runs(context: AutoscalingContext) -> float:
     have only just begun run less, so the most there ever was is kept as the policy's state.
     """
     known: float = context.state.get("each_runs", 0.0)
-    newest = context.samples[-1]
-    if newest.queued <= 0 or context.current_num_replicas <= 0:
+    most = max((each.ongoing for each in context.samples if each.queued > 0), default=0.0)
+    if most <= 0 or context.current_num_replicas <= 0:
         return known
-    return max(known, newest.ongoing / context.current_num_replicas)
+    return max(known, most / context.current_num_replicas)
 
 
 def _since(samples: Sequence[Sample], at: float) -> Sequence[Sample]:
