@@ -149,7 +149,10 @@ def policy_command(
     except (TraceError, ValueError) as error:
         raise click.ClickException(str(error)) from error
     if plot_path is not None:
-        Path(plot_path).write_text(plot(outcomes), encoding="utf-8")
+        try:
+            Path(plot_path).write_text(plot(outcomes), encoding="utf-8")
+        except OSError as error:
+            raise click.ClickException(f"--plot cannot be written: {error}") from error
     if is_json:
         click.echo(json.dumps([as_dict(outcome, price) for outcome in outcomes], indent=2))
     else:

@@ -87,6 +87,7 @@ def always(context: object, number: int) -> int:
         (["--concurrency", "0"], "concurrency is 0"),
         (["--start-up-s", "-1"], "start_up_s is -1"),
         (["--plot", "out.png"], "give out.svg, not out.png"),
+        (["--plot", "/nowhere/at/all/out.svg"], "--plot cannot be written"),
         (["--starts-at", "noon"], "write it as 2024-03-08T06:00+01:00"),
         (["--policy", "latency"], "does not take policy_kwargs"),
     ],

@@ -62,7 +62,8 @@ def _target_ongoing(context: AutoscalingContext) -> Decision:
         return _no_figures(context)
     if context.target_num_replicas == 0:
         samples = samples[-1:]  # what waited earlier was nobody's to answer: only the backlog counts
-    each_runs = _each_runs(context)
+    queueing = [each for each in context.samples if each.queued > 0]
+    each_runs = _each_runs(context, queueing)
     state = {"each_runs": each_runs} if each_runs > 0 else {}
     load = _load(context, samples, each_runs)
     wanted = context.whole_replicas(load.replicas)
@@ -109,7 +110,7 @@ def _load(context: AutoscalingContext, samples: Sequence[Sample], each_runs: flo
     combine = _COMBINE[config.aggregation_function]
     total = combine([each.ongoing + each.queued for each in samples])
     plain = Load(total, total / config.target_ongoing_requests)
-    if not any(each.queued > 0 for each in samples):
+    if each_runs <= 0 or not any(each.queued > 0 for each in samples):
         return plain
     flow = _flow(context, samples, each_runs)
     return flow if flow is not None and flow.replicas < plain.replicas else plain
@@ -120,7 +121,7 @@ def _flow(context: AutoscalingContext, samples: Sequence[Sample], each_runs: flo
     first, last = samples[0], samples[-1]
     span_s = last.at - first.at
     duration_s = _duration_s(samples)
-    if span_s <= 0 or duration_s is None or each_runs <= 0:
+    if span_s <= 0 or duration_s is None:
         return None
     rate = sum(each.rate for each in samples[1:]) / (len(samples) - 1)
     growth = (last.ongoing + last.queued - first.ongoing - first.queued) / span_s
@@ -150,17 +151,16 @@ def _duration_s(samples: Sequence[Sample]) -> float | None:
     return min(ran / ended, ratios[(len(ratios) - 1) // 2]) or None
 
 
-def _each_runs(context: AutoscalingContext) -> float:
+def _each_runs(context: AutoscalingContext, queueing: Sequence[Sample]) -> float:
     """Return the most that one replica was seen to run while others waited; 0 if that is not known.
 
     Replicas that leave a queue standing cannot run more than they do, whatever the target says. Those that
     have only just begun run less, so the most there ever was is kept as the policy's state.
     """
     known: float = context.state.get("each_runs", 0.0)
-    most = max((each.ongoing for each in context.samples if each.queued > 0), default=0.0)
-    if most <= 0 or context.current_num_replicas <= 0:
+    if not queueing or context.current_num_replicas <= 0:
         return known
-    return max(known, most / context.current_num_replicas)
+    return max(known, max(each.ongoing for each in queueing) / context.current_num_replicas)
 
 
 def _since(samples: Sequence[Sample], at: float) -> Sequence[Sample]:
