@@ -3,6 +3,10 @@
 Ours against the classic policy (Ray Serve's, with its defaults) and Knative's (a stable window of 60 s, panic
 over 6 s), with the same target and bounds; all three see figures once a second. Run it by
 ``python benchmarks/bench_policies.py``; the figures are the same on every machine.
+
+The policy was made while looking at these loads. ``--drawn N`` tries N others, drawn by ``--seed``: steps,
+ramps, bursts and waves of random size and length, with services that take from 20 ms to 2 s and from 2 s to a
+minute to start.
 """
 
 from __future__ import annotations
@@ -64,9 +68,9 @@ LOADS: Mapping[str, tuple[int, Callable[[int], float]]] = {
 }
 
 
-def run(policy: str, trace: Trace, service: Service, first: int) -> Outcome:
+def run(policy: str, trace: Trace, service: Service, first: int, target: float = TARGET) -> Outcome:
     """Return what a policy makes of a trace, beginning with as many replicas as its first load wants."""
-    options = {"max_replicas": MOST, "initial_replicas": first, "target_ongoing_requests": TARGET}
+    options = {"max_replicas": MOST, "initial_replicas": first, "target_ongoing_requests": target}
     if policy == "Knative":
         config = AutoscalingConfig(**options)  # type: ignore[arg-type]
         return simulate(trace, config, service, name=policy, make=knative_autoscaler)
@@ -99,6 +103,75 @@ def figures(outcome: Outcome, rate: Callable[[int], float]) -> list[str]:
     ]
 
 
+def drawn(rng: random.Random) -> tuple[int, Callable[[int], float], Service]:
+    """Return a load and a service nobody has looked at."""
+    seconds = 2400
+    base = 10 ** rng.uniform(0.7, 2.0)
+    parts: list[tuple[str, int, int, float]] = []
+    for _ in range(rng.randint(1, 4)):
+        kind = rng.choice(("step", "ramp", "burst", "wave"))
+        at, length = rng.randrange(300, seconds - 300), round(10 ** rng.uniform(0.7, 2.8))
+        parts.append((kind, at, length, base * 10 ** rng.uniform(-0.3, 1.0)))
+
+    def rate(second: int) -> float:
+        total = base
+        for kind, at, length, size in parts:
+            since = second - at
+            if kind == "wave":
+                total += size * (1 - math.cos(2 * math.pi * second / (length + 60))) / 2
+            elif kind == "burst":
+                total += size if 0 <= since < length else 0
+            elif since >= 0:
+                total += size if kind == "step" else size * min(1.0, since / length)
+        return total
+
+    service = Service(
+        concurrency=rng.randint(1, 16),
+        duration_s=10 ** rng.uniform(-1.7, 0.3),
+        start_up_s=10 ** rng.uniform(0.3, 1.8),
+    )
+    return seconds, rate, service
+
+
+def compare_on_drawn(count: int, seed: int) -> None:
+    """Print, by policy, medians and worst tenths over loads that were drawn."""
+    rng = random.Random(seed)
+    waits: dict[str, list[float]] = {policy: [] for policy in POLICIES}
+    costs: dict[str, list[float]] = {policy: [] for policy in POLICIES}
+    changes: dict[str, list[float]] = {policy: [] for policy in POLICIES}
+    for number in range(count):
+        seconds, rate, service = drawn(rng)
+        target = max(1, service.concurrency // 2)
+        trace = made(seconds, rate, seed=seed + number)
+        needed = [
+            max(1, math.ceil(rate(each) * service.duration_s / target - 1e-9)) for each in range(seconds)
+        ]
+        ideal_hours = sum(needed) / 3600
+        for policy in POLICIES:
+            outcome = run(policy, trace, service, needed[0], target=target)
+            waits[policy].append(outcome.wait_quantile_s(0.99))
+            costs[policy].append(outcome.replica_hours / ideal_hours)
+            changes[policy].append(len(outcome.history.changes))
+    ours = waits["daskserve"]
+    print(
+        "| policy | p99 wait, s: median, worst tenth | replica-hours / needed | changes | waits less, more than ours |"
+    )
+    print("| --- | --- | --- | --- | --- |")
+    for policy in POLICIES:
+        cells = [
+            f"{quantile(found[policy], 0.5):.2f}, {quantile(found[policy], 0.9):.2f}"
+            for found in (waits, costs, changes)
+        ]
+        less = sum(theirs < mine - 0.05 for theirs, mine in zip(waits[policy], ours, strict=True))
+        more = sum(theirs > mine + 0.05 for theirs, mine in zip(waits[policy], ours, strict=True))
+        print(f"| {policy} | {' | '.join(cells)} | {less}, {more} of {count} |")
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """Return the value that so large a share of them does not exceed."""
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
 HEADS = (
     "load",
     "policy",
@@ -121,7 +194,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--start-up-s", type=float, default=10.0)
     parser.add_argument("--loads", nargs="*", choices=list(LOADS), default=list(LOADS))
+    parser.add_argument("--drawn", type=int, default=0, metavar="N", help="try N drawn loads instead")
+    parser.add_argument("--seed", type=int, default=2026)
     arguments = parser.parse_args()
+    if arguments.drawn:
+        compare_on_drawn(arguments.drawn, arguments.seed)
+        return
     service = Service(concurrency=5, duration_s=0.1, start_up_s=arguments.start_up_s)
     rows = []
     begin = time.perf_counter()
