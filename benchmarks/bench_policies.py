@@ -153,10 +153,8 @@ def compare_on_drawn(count: int, seed: int) -> None:
             costs[policy].append(outcome.replica_hours / ideal_hours)
             changes[policy].append(len(outcome.history.changes))
     ours = waits["daskserve"]
-    print(
-        "| policy | p99 wait, s: median, worst tenth | replica-hours / needed | changes | waits less, more than ours |"
-    )
-    print("| --- | --- | --- | --- | --- |")
+    heads = ("policy", "p99 wait, s", "replica-hours / needed", "changes", "waits less, more than ours")
+    print(f"| {' | '.join(heads)} |\n|{' --- |' * len(heads)}")
     for policy in POLICIES:
         cells = [
             f"{quantile(found[policy], 0.5):.2f}, {quantile(found[policy], 0.9):.2f}"
