@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from daskserve._version import __version__
 
 if TYPE_CHECKING:
-    from daskserve import errors
+    from daskserve import errors, metrics
     from daskserve.api import connect, run, shutdown, start, status
     from daskserve.client import Client
     from daskserve.config import ActorOptions, BackendConfig, HTTPOptions
@@ -53,6 +53,7 @@ _HOMES: Mapping[str, str] = {
     # inside a backend
     "get_current_backend_tag": "context",
     "get_current_replica_tag": "context",
+    "metrics": "",
     # errors
     "ServeError": "errors",
     "errors": "",
@@ -80,6 +81,7 @@ __all__ = [
     "errors",
     "get_current_backend_tag",
     "get_current_replica_tag",
+    "metrics",
     "run",
     "shutdown",
     "start",

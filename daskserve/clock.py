@@ -16,6 +16,10 @@ from typing import Protocol, TypeVar
 
 T = TypeVar("T")
 
+#: Seconds from an arbitrary start, for figures: how long something took, which nothing is decided by. An
+#: event loop's own clock will not do for that, because uvloop's counts whole milliseconds.
+stopwatch = time.perf_counter
+
 
 class Clock(Protocol):
     """What daskserve asks of time."""

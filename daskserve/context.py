@@ -13,6 +13,7 @@ from typing import Any
 
 from daskserve.errors import ServeError
 from daskserve.pending_call import PendingCall
+from daskserve.replica_figures import ReplicaFigures
 from daskserve.types import BackendTag, InstanceName, ReplicaTag
 
 
@@ -28,6 +29,8 @@ class ReplicaContext:
     cluster: Any = None
     #: How many requests the replica runs at a time; 0 if that is not known.
     max_concurrent_queries: int = 0
+    #: What the replica counts; None in what only pretends to be one.
+    figures: ReplicaFigures | None = None
 
 
 @dataclass(slots=True)

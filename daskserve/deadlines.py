@@ -44,3 +44,8 @@ async def until(deadline: float, work: Coroutine[Any, Any, T], message: str) -> 
 def earliest(*deadlines: float | None) -> float | None:
     """Return the first of some deadlines; None stands for having none."""
     return min((each for each in deadlines if each is not None), default=None)
+
+
+def is_over(deadline: float | None, now: float) -> bool:
+    """Whether a deadline, if there is one, has passed."""
+    return deadline is not None and now >= deadline

@@ -31,6 +31,7 @@ PUBLIC = {
     "errors",
     "get_current_backend_tag",
     "get_current_replica_tag",
+    "metrics",
     "run",
     "shutdown",
     "start",
@@ -79,4 +80,4 @@ def test_no_public_name_is_hidden_by_a_module_of_the_same_name() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
-    assert done.stdout.strip() == "['errors']"
+    assert done.stdout.strip() == "['errors', 'metrics']"

@@ -1,0 +1,191 @@
+"""Metrics of user code: what may be declared, where values go, and what labels they get."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Callable
+from contextvars import copy_context
+from typing import Any
+
+import cloudpickle
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+import daskserve as serve
+from daskserve import metrics
+from daskserve.collectors import ProcessMetrics
+from daskserve.context import ReplicaContext, RequestContext, current_replica, current_request
+from daskserve.replica_figures import ReplicaFigures
+from daskserve.user_figures import UserSample
+
+
+@pytest.fixture(autouse=True)
+def process(monkeypatch: pytest.MonkeyPatch) -> ProcessMetrics:
+    fresh = ProcessMetrics(CollectorRegistry())
+    monkeypatch.setattr(metrics, "PROCESS", fresh)
+    return fresh
+
+
+def exported(process: ProcessMetrics) -> list[str]:
+    text = generate_latest(process._registry).decode()
+    return [line for line in text.splitlines() if not line.startswith(("#", "daskserve_build_info"))]
+
+
+def in_replica(function: Callable[[], Any], figures: ReplicaFigures, request: Any = None) -> Any:
+    """Run something as user code of a replica would run."""
+
+    def run() -> Any:
+        current_replica.set(ReplicaContext("i", "d", "d#1", figures=figures))
+        current_request.set(request)
+        return function()
+
+    return copy_context().run(run)
+
+
+def values(figures: ReplicaFigures) -> dict[str, float]:
+    found = {}
+    for sample in figures.user_samples(("i", "d", "d#1")):
+        assert isinstance(sample.value, float)
+        found[" ".join(f"{key}={value}" for key, value in sample.labels)] = sample.value
+    return found
+
+
+def test_they_are_found_where_users_look() -> None:
+    assert serve.metrics.Counter is metrics.Counter
+    assert serve.metrics.__all__ == ["Counter", "Gauge", "Histogram"]
+
+
+def test_in_a_replica_values_get_its_labels_and_stay_with_it(process: ProcessMetrics) -> None:
+    figures = ReplicaFigures()
+    hits = metrics.Counter("hits", "Hits.", tag_keys=("model",))
+    in_replica(lambda: hits.inc(tags={"model": "a"}), figures)
+    in_replica(lambda: hits.inc(2, tags={"model": "a"}), figures)
+    assert values(figures) == {"serve_instance=i deployment=d replica=d#1 model=a": 3.0}
+    assert exported(process) == []
+
+
+def test_outside_of_replicas_values_have_their_own_tags_only(process: ProcessMetrics) -> None:
+    depth = metrics.Gauge("depth", "How deep.", ("tank",))
+    depth.set(2, {"tank": "a"})
+    depth.set(1, {"tank": "a"})
+    metrics.Counter("dives_total").inc()
+    assert exported(process) == ['depth{tank="a"} 1.0', "dives_total 1.0"]
+
+
+def test_a_histogram_counts_in_its_own_buckets(process: ProcessMetrics) -> None:
+    sizes = metrics.Histogram("sizes", "Sizes.", boundaries=[1, 10], tag_keys=("kind",))
+    for value in (1, 5, 50):
+        sizes.observe(value, {"kind": "a"})
+    assert exported(process) == [
+        'sizes_bucket{kind="a",le="1.0"} 1.0',
+        'sizes_bucket{kind="a",le="10.0"} 2.0',
+        'sizes_bucket{kind="a",le="+Inf"} 3.0',
+        'sizes_count{kind="a"} 3.0',
+        'sizes_sum{kind="a"} 56.0',
+    ]
+
+
+def test_default_tags_hold_unless_a_call_says_otherwise(process: ProcessMetrics) -> None:
+    hits = metrics.Counter("hits", tag_keys=("model", "zone")).set_default_tags({"zone": "eu"})
+    hits.inc(tags={"model": "a"})
+    hits.inc(tags={"model": "a", "zone": "us"})
+    assert len(exported(process)) == 2
+    assert hits.info["default_tags"] == {"zone": "eu"}
+
+
+def test_a_declared_route_is_that_of_the_request() -> None:
+    figures = ReplicaFigures()
+    hits = metrics.Counter("hits", tag_keys=("route",))
+    in_replica(hits.inc, figures, RequestContext("r", "/a"))
+    in_replica(hits.inc, figures)
+    assert set(values(figures)) == {
+        "serve_instance=i deployment=d replica=d#1 route=/a",
+        "serve_instance=i deployment=d replica=d#1 route=",
+    }
+
+
+def test_a_thread_of_the_users_own_measures_for_the_replica_that_made_the_metric() -> None:
+    figures = ReplicaFigures()
+    hits: metrics.Counter = in_replica(lambda: metrics.Counter("hits"), figures)
+    thread = threading.Thread(target=hits.inc)
+    thread.start()
+    thread.join()
+    assert list(values(figures).values()) == [1.0]
+
+
+def test_threads_lose_no_counts() -> None:
+    figures = ReplicaFigures()
+    hits = metrics.Counter("hits")
+
+    def count() -> None:
+        for _ in range(2000):
+            in_replica(hits.inc, figures)
+
+    threads = [threading.Thread(target=count) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert list(values(figures).values()) == [8000.0]
+
+
+@pytest.mark.parametrize("dumps", [pickle.dumps, cloudpickle.dumps])
+def test_a_metric_that_was_pickled_measures_where_it_arrives(dumps: Callable[[Any], bytes]) -> None:
+    figures = ReplicaFigures()
+    sizes = metrics.Histogram("sizes", "Sizes.", [1.0], ("kind",)).set_default_tags({"kind": "a"})
+    copy = pickle.loads(dumps(sizes))
+    assert copy.info == sizes.info
+    in_replica(lambda: copy.observe(2), figures)
+    (sample,) = figures.user_samples(("i", "d", "d#1"))
+    assert UserSample.from_plain(sample.plain()).plain() == sample.plain()
+    assert sample.plain()[-1] == [[0, 1], 2.0]
+
+
+@pytest.mark.parametrize("tag_keys", [["a"], "a", {"a": 1}, ("a", 1)])
+def test_tag_keys_are_a_tuple_of_strings(tag_keys: Any) -> None:
+    with pytest.raises(TypeError, match="tag_keys must be a tuple of strings"):
+        metrics.Counter("hits", tag_keys=tag_keys)
+
+
+@pytest.mark.parametrize("key", ["deployment", "replica", "application", "serve_instance", "instance", "le"])
+def test_reserved_tags_are_refused_wherever_they_are_set(key: str) -> None:
+    with pytest.raises(ValueError, match="reserved"):
+        metrics.Counter("hits", tag_keys=(key,))
+    hits = metrics.Counter("hits", tag_keys=("model",))
+    with pytest.raises(ValueError, match="reserved"):
+        hits.set_default_tags({key: "x"})
+    with pytest.raises(ValueError, match="reserved"):
+        hits.inc(tags={"model": "a", key: "x"})
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (lambda: metrics.Counter("1hits"), "consists of letters"),
+        (lambda: metrics.Counter(""), "consists of letters"),
+        (lambda: metrics.Counter("hits\n"), "consists of letters"),
+        (lambda: metrics.Gauge("daskserve_depth"), "exported by others"),
+        (lambda: metrics.Gauge("process_depth"), "exported by others"),
+        (lambda: metrics.Counter("hits", tag_keys=("a-b",)), "tag's name"),
+        (lambda: metrics.Counter("hits", tag_keys=("a", "a")), "twice"),
+        (lambda: metrics.Counter("hits").inc(0), "only grows"),
+        (lambda: metrics.Counter("hits").inc(-1), "only grows"),
+        (lambda: metrics.Counter("hits").inc(float("nan")), "only grows"),
+        (lambda: metrics.Counter("hits", tag_keys=("a",)).inc(), "needs a value for: a"),
+        (lambda: metrics.Counter("hits").inc(tags={"a": "b"}), "has no tag 'a'"),
+        (lambda: metrics.Histogram("sizes"), "boundaries"),
+        (lambda: metrics.Histogram("sizes", boundaries=[]), "boundaries"),
+        (lambda: metrics.Histogram("sizes", boundaries=[0]), "boundaries"),
+        (lambda: metrics.Histogram("sizes", boundaries=[2, 1]), "ascend"),
+        (lambda: metrics.Histogram("sizes", boundaries=[1, float("inf")]), "boundaries"),
+    ],
+)
+def test_what_cannot_be_a_metric_is_refused(use: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        use()
+
+
+def test_a_tags_value_is_text() -> None:
+    with pytest.raises(TypeError, match="must be a string"):
+        metrics.Counter("hits", tag_keys=("a",)).inc(tags={"a": 1})  # type: ignore[dict-item]
