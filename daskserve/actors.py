@@ -12,6 +12,7 @@ from daskserve.data.handle import routers_of
 from daskserve.data.isolation import IsolatedReplica
 from daskserve.data.replica import Replica
 from daskserve.errors import BadRequestError, ServeError
+from daskserve.metric_table import Sample
 from daskserve.payload import load_bytes
 from daskserve.proxies.app import IngressApp, build_app
 from daskserve.proxies.forwarded import ForwardedHeaders
@@ -76,7 +77,6 @@ class ProxyActor:
             options=IngressOptions(options),
             routes=lambda: self._routes,
             dispatch=self._dispatch,
-            clock=self._context.clock,
             rng=self._context.rng,
         )
         middlewares = load_bytes(self._start.middlewares) if self._start.middlewares else []
@@ -130,12 +130,34 @@ class ProxyActor:
         if self._ingress is None:
             raise ServeError("The proxy is still starting.")
         counts = self._ingress.statistics()
-        return {"ongoing": counts.ongoing, "responses": dict(counts.responses)}
+        latency = self._ingress.figures.latency
+        return {
+            "ongoing": counts.ongoing,
+            "responses": dict(counts.responses),
+            "handled_total": latency.count,
+            "latency_counts": list(latency.counts),
+            "latency_sum_s": latency.sum,
+        }
+
+    def samples(self) -> list[Sample]:
+        """Return the figures as metrics; see `daskserve.collectors.Source`."""
+        if self._ingress is None:
+            return []
+        instance = self._context.spec.instance
+        counts = self._ingress.statistics()
+        return [
+            ("http_ongoing_requests", (instance,), counts.ongoing),
+            ("http_timeouts", (instance,), counts.timed_out),
+            ("http_cancellations", (instance,), counts.unanswered),
+            *self._ingress.figures.samples(instance),
+        ]
 
     def _update_routes(self, value: Any) -> None:
         if value is None:
             return
         self._routes = RouteTable(value)
+        if self._ingress is not None:
+            self._ingress.figures.keep(self._routes.endpoints())
         # Known before their first request: a new route's first request then waits for nothing.
         for fields in value.values():
             self._routers.router(fields["endpoint"])

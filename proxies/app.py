@@ -15,11 +15,13 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from daskserve.clock import Clock
+from daskserve.clock import stopwatch
 from daskserve.deadlines import until
 from daskserve.errors import RequestTimeoutError
+from daskserve.figures import cause_of
 from daskserve.proxies.asgi import JSON, ASGIApp, Headers, Scope, send_whole
 from daskserve.proxies.errors import reply_to
+from daskserve.proxies.ingress_figures import NO_ROUTE, SYSTEM_ROUTES, IngressFigures
 from daskserve.proxies.routes import Route, RouteTable, normalize_prefix
 from daskserve.request_ids import RequestIds
 from daskserve.types import Envelope, EnvelopeKind, Message, Receive, Send
@@ -118,10 +120,12 @@ class _Exchange:
     __slots__ = (
         "_send",
         "_start",
+        "cause",
         "has_body",
         "host",
         "is_gone",
         "request_id",
+        "route",
         "shard_key",
         "status",
         "timeout",
@@ -137,6 +141,9 @@ class _Exchange:
         self.status = 0
         self.is_gone = False
         self.has_body = False
+        #: For the figures: what answered, and what went wrong, in a word of theirs.
+        self.route = NO_ROUTE
+        self.cause = ""
         for name, value in headers:
             if name in _HEADERS_READ:
                 if name == HOST:
@@ -219,8 +226,6 @@ class IngressApp:
     dispatch : callable
         ``await dispatch(endpoint, envelope, receive, send)`` has the request answered. The envelope's head
         is the ASGI scope with ``extensions["daskserve"]`` of ``request_id``, ``shard_key`` and ``route``.
-    clock : Clock
-        Times the requests.
     rng : random.Random
         Draws the ids of requests that bring none.
     """
@@ -231,7 +236,6 @@ class IngressApp:
         options: IngressOptions,
         routes: Callable[[], RouteTable | None],
         dispatch: Dispatch,
-        clock: Clock,
         rng: random.Random,
     ) -> None:
         self._root = normalize_prefix(options.root_path)
@@ -240,7 +244,6 @@ class IngressApp:
         self._debug = options.debug
         self._routes = routes
         self._dispatch = dispatch
-        self._clock = clock
         self._request_ids = RequestIds(rng)
         self._is_draining = False
         self._ongoing = 0
@@ -248,6 +251,7 @@ class IngressApp:
         self._unanswered = 0
         self._timed_out = 0
         self._busy_s = 0.0
+        self.figures = IngressFigures()
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         kind = scope["type"]
@@ -280,7 +284,7 @@ class IngressApp:
     async def _serve(self, exchange: _Exchange, scope: Scope, receive: Receive) -> None:
         if not exchange.request_id:
             exchange.request_id = self._request_ids.next().encode()
-        started = self._clock.now()
+        started = stopwatch()
         self._ongoing += 1
         try:
             await self._answer(exchange, scope, receive)
@@ -290,7 +294,10 @@ class IngressApp:
             await self._answer_error(exchange, error)
         finally:
             self._ongoing -= 1
-            self._busy_s += self._clock.now() - started
+            seconds = stopwatch() - started
+            self._busy_s += seconds
+            method = "WEBSOCKET" if scope["type"] == "websocket" else scope["method"]
+            self.figures.observe(exchange.route, method, exchange.status, seconds, exchange.cause)
             if exchange.status:
                 self._responses[exchange.status // 100 % 10] += 1
             else:
@@ -309,17 +316,22 @@ class IngressApp:
                 path = root + path
         # A WebSocket's handshake is a GET, and its scope does not say so.
         method = scope.get("method", "GET")
-        if own_path.startswith("/-/") and own_path in ("/-/healthz", "/-/routes"):
+        if own_path.startswith("/-/") and own_path in SYSTEM_ROUTES:
+            exchange.route = SYSTEM_ROUTES[own_path]
             return self._answer_system(exchange, own_path, method)
         table = self._routes()
         if table is None:
+            exchange.cause = "no_routes_yet"
             return self._refuse(exchange, 503, NOT_POPULATED, ((b"retry-after", b"1"),))
         route = table.match(own_path)
         if route is None:
+            exchange.cause = "no_route"
             host = exchange.host.decode("latin-1") or _server_of(scope)
             url = f"{scope.get('scheme', 'http')}://{host}{root}/-/routes"
             return self._refuse(exchange, 404, f"Path '{path}' not found. Ping {url} for available routes.")
+        exchange.route = route
         if method not in route.methods:
+            exchange.cause = "method_not_allowed"
             return self._refuse_method(exchange, method, route.methods)
         return self._call(exchange, route.endpoint, self._head(exchange, scope, path, route), receive)
 
@@ -392,6 +404,7 @@ class IngressApp:
             raise
 
     async def _answer_error(self, exchange: _Exchange, error: Exception) -> None:
+        exchange.cause = cause_of(error)
         request_id = exchange.request_id.decode("latin-1")
         if exchange.status:
             # Headers are out; only a cut connection still tells the client that this is not the whole answer.

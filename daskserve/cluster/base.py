@@ -7,11 +7,12 @@ one event loop. Nothing above this layer knows which.
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from daskserve.clock import Clock
+from daskserve.metric_table import Sample
 from daskserve.types import (
     ActorAddress,
     ActorKind,
@@ -81,6 +82,9 @@ class Hosted(Protocol):
 
     async def stop(self, grace_s: float) -> None:
         """End, letting running requests finish for up to ``grace_s``; idempotent."""
+
+    def samples(self) -> Iterable[Sample]:
+        """Return its figures as metrics; see `daskserve.collectors.Source`."""
 
 
 ActorFactory = Callable[[ActorContext], Hosted]

@@ -29,9 +29,10 @@ from daskserve.cluster.frames import (
     wire_payload,
 )
 from daskserve.cluster.streams import WINDOW_BYTES, Accepted, Opened
-from daskserve.cluster.transport import Frames, Transport, take_over
+from daskserve.cluster.transport import Frames, Traffic, Transport, take_over
 from daskserve.deadlines import until
 from daskserve.errors import ActorLostError
+from daskserve.metric_table import Sample
 from daskserve.payload import dump_error, load_error, message_bytes
 from daskserve.types import (
     ActorAddress,
@@ -251,6 +252,10 @@ class ChannelPool:
         self._dialled: dict[WorkerAddress, asyncio.Task[Channel]] = {}
         self._serving: dict[Channel, asyncio.Task[None]] = {}
         self._is_closed = False
+        # Figures.
+        self._traffic = Traffic()
+        self._opened = self._reopened = self._failed = 0
+        self._reached: set[WorkerAddress] = set()
 
     async def accept(self, comm: Any, *, by_socket: bool = True) -> None:
         """Serve a connection that the other side opened; returns when it ends. See also `take_over`."""
@@ -259,7 +264,7 @@ class ChannelPool:
         if self._is_closed:
             comm.abort()  # nobody would ever end it
             return
-        channel = Channel(take_over(comm, by_socket=by_socket), self._dispatch, first_stream=1)
+        channel = self._open(take_over(comm, by_socket=by_socket), first_stream=1)
         task = asyncio.current_task()
         assert task is not None
         self._serving[channel] = task
@@ -277,6 +282,7 @@ class ChannelPool:
 
     def drop(self, worker: WorkerAddress) -> None:
         """Close the channel to a worker that is known to be gone, so that its requests fail at once."""
+        self._reached.discard(worker)
         dialled = self._dialled.pop(worker, None)
         if dialled is None:
             return
@@ -319,10 +325,33 @@ class ChannelPool:
             raise
 
     async def _dial(self, worker: WorkerAddress) -> Channel:
-        channel = Channel(await self._connect(worker), self._dispatch, first_stream=0)
+        try:
+            transport = await self._connect(worker)
+        except Exception:
+            self._failed += 1
+            raise
+        channel = self._open(transport, first_stream=0)
+        self._reopened += worker in self._reached
+        self._reached.add(worker)
         task = asyncio.create_task(self._serve_dialled(worker, channel), name="daskserve-channel")
         self._serving[channel] = task
         return channel
+
+    def _open(self, transport: Transport, *, first_stream: int) -> Channel:
+        self._opened += 1
+        transport.traffic = self._traffic
+        return Channel(transport, self._dispatch, first_stream=first_stream)
+
+    def samples(self) -> list[Sample]:
+        """Return the figures as metrics; see `daskserve.collectors.Source`."""
+        return [
+            ("channels", (), len(self._serving)),
+            ("channel_connections", (), self._opened),
+            ("channel_reconnects", (), self._reopened),
+            ("channel_dial_failures", (), self._failed),
+            ("channel_sent_bytes", (), self._traffic.sent_bytes),
+            ("channel_received_bytes", (), self._traffic.received_bytes),
+        ]
 
     async def _serve_dialled(self, worker: WorkerAddress, channel: Channel) -> None:
         try:

@@ -20,6 +20,7 @@ from daskserve.clock import Clock
 from daskserve.cluster.base import ActorSpec, StoreChange, TopicHandler, UseReport
 from daskserve.cluster.channel import ChannelPool, Dispatch
 from daskserve.cluster.long_poll import LongPollClient
+from daskserve.collectors import PROCESS
 from daskserve.errors import ActorLostError, InstanceError, NotRunningError
 from daskserve.payload import load_error
 from daskserve.types import (
@@ -174,9 +175,14 @@ class DaskCluster:
 
     async def close(self) -> None:
         """Stop listening. The Dask client and the channels belong to whoever made this object."""
+        has_ended = self._is_ended
         self._mark_ended()
         if self._listener is not None:
             await self._listener.stop()
+        for each in self.shared.values():
+            PROCESS.remove(each)
+        if has_ended:
+            PROCESS.forget(self.instance)
 
     async def workers(self) -> Sequence[WorkerInfo]:
         answer = await ask_supervisor(self._client, "workers")

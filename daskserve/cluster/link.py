@@ -27,6 +27,7 @@ from daskserve.cluster.channel import ChannelPool, Dispatch
 from daskserve.cluster.dask import DaskCluster, ask_supervisor
 from daskserve.cluster.dialling import Dialler
 from daskserve.cluster.probe import mismatch, version_probe
+from daskserve.collectors import PROCESS
 from daskserve.context import current_replica
 from daskserve.errors import ClusterUnreachableError, InstanceError, VersionMismatchError
 from daskserve.hops import Hops
@@ -104,6 +105,7 @@ class Link:
         connection_args = client.security.get_connection_args(role)
         dialler = Dialler(connection_args, self._find_scheduler, channel, self.clock)
         self.channels = ChannelPool(dispatch or _refuse, dialler.dial)
+        PROCESS.add(self.channels)
         self._worker = worker
         self._dispatch = dispatch
         self._clusters: dict[InstanceName, DaskCluster] = {}
@@ -309,13 +311,18 @@ class Link:
         """Close the channels with the Dask client, whose loop others may go on using."""
         # Its task that listens to the scheduler ends when it is closed, and only then.
         listening: Any = self.client._handle_report_task
-        self.loop.call_soon_threadsafe(listening.add_done_callback, lambda _: self.channels.abort())
+        self.loop.call_soon_threadsafe(listening.add_done_callback, lambda _: self._let_go())
+
+    def _let_go(self) -> None:
+        self.channels.abort()
+        PROCESS.remove(self.channels)
 
     async def close(self) -> None:
         """Close the channels and views; the Dask client stays."""
         for instance in list(self._clusters):
             await self.drop_cluster(instance)
         await self.channels.close()
+        PROCESS.remove(self.channels)
 
 
 def link_of(client: Client) -> Link:

@@ -20,7 +20,10 @@ import msgpack
 
 from daskserve.clock import Clock
 from daskserve.cluster.base import Cluster
+from daskserve.collectors import PROCESS
 from daskserve.errors import NotRunningError, ServeError, UnavailableError
+from daskserve.figures import LatencyHistogram
+from daskserve.metric_table import Sample
 from daskserve.types import SnapshotId
 
 logger = logging.getLogger("daskserve.long_poll")
@@ -72,7 +75,15 @@ class LongPollHost:
                 self._values[key] = (self._counter, value)
             is_inline = len(msgpack.packb(value)) <= INLINE_BYTES
             changes.append((key, is_inline, value if is_inline else None))
-        self._publish({"kind": NEWS, "epoch": self._epoch, "counter": self._counter, "changes": changes})
+        self._publish(
+            {
+                "kind": NEWS,
+                "epoch": self._epoch,
+                "counter": self._counter,
+                "changes": changes,
+                "at": self._clock.wall(),
+            }
+        )
         waiters, self._changed = self._changed, asyncio.Event()
         waiters.set()
         return self.snapshot_id
@@ -133,6 +144,19 @@ class LongPollClient:
         self._tasks: list[asyncio.Task[None]] = []
         self._starting: asyncio.Task[None] | None = None
         self._unsubscribe: Callable[[], Awaitable[None]] | None = None
+        # Figures.
+        self._published_at: float | None = None
+        self._delays = LatencyHistogram()
+        self._fetches = self._fetch_failures = 0
+
+    def samples(self) -> list[Sample]:
+        """Return the figures as metrics; see `daskserve.collectors.Source`."""
+        labels = (self._cluster.instance,)
+        return [
+            ("long_poll_delay_seconds", labels, self._delays),
+            ("long_poll_fetches", labels, self._fetches),
+            ("long_poll_fetch_failures", labels, self._fetch_failures),
+        ]
 
     @property
     def snapshot_id(self) -> SnapshotId:
@@ -153,9 +177,11 @@ class LongPollClient:
     async def _start(self) -> None:
         self._unsubscribe = await self._cluster.subscribe(self._hear)
         self._tasks.append(asyncio.create_task(self._keep_fetching(), name="daskserve-long-poll"))
+        PROCESS.add(self)
 
     async def stop(self) -> None:
         """Unsubscribe and forget everything; idempotent."""
+        PROCESS.remove(self)
         if self._starting is not None and not self._starting.done():
             self._starting.cancel()
         for task in self._tasks:
@@ -220,6 +246,7 @@ class LongPollClient:
         if epoch < self._epoch or (epoch, counter) <= self._seen:
             return
         self._epoch = epoch
+        self._published_at = message.get("at")
         if (epoch, counter) != (self._seen[0], self._seen[1] + 1):
             # A hole, or a controller we have not heard of: what we hold may be old.
             if epoch != self._seen[0]:
@@ -241,6 +268,10 @@ class LongPollClient:
 
     def _advance(self, snapshot_id: SnapshotId) -> None:
         self._seen = snapshot_id
+        if self._published_at is not None:
+            # By two hosts' clocks, which may differ a little.
+            self._delays.observe(max(0.0, self._clock.wall() - self._published_at))
+            self._published_at = None
         waiters, self._advanced = self._advanced, asyncio.Event()
         waiters.set()
 
@@ -264,12 +295,14 @@ class LongPollClient:
             except TimeoutError:
                 pass
             self._fetch_wanted.clear()
+            self._fetches += 1
             try:
                 await self._fetch()
                 delay_s = 0.01
             except (ServeError, OSError, TimeoutError) as error:
                 # The controller is being replaced, or busy: what we hold stays good meanwhile.
                 level = logging.DEBUG if isinstance(error, NotRunningError) else logging.INFO
+                self._fetch_failures += 1
                 self._cluster.forget_controller()
                 logger.log(level, "Fetching from the controller failed, trying again: %s", error)
                 self._fetch_wanted.set()

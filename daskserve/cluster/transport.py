@@ -50,8 +50,20 @@ PIECE_BYTES = 256 * 1024
 HIGH_WATER_BYTES = 1024 * 1024
 
 
+class Traffic:
+    """Counts the bytes of several connections."""
+
+    __slots__ = ("received_bytes", "sent_bytes")
+
+    def __init__(self) -> None:
+        self.sent_bytes = self.received_bytes = 0
+
+
 class Transport(Protocol):
     """One connection, as a channel uses it."""
+
+    #: Where its bytes are counted.
+    traffic: Traffic
 
     @property
     def peer_address(self) -> str:
@@ -80,6 +92,8 @@ class CommTransport:
 
     def __init__(self, comm: Any) -> None:
         self._comm = comm
+        #: Of a Dask comm nobody tells how much was read.
+        self.traffic = Traffic()
         self._outbox: list[Any] = []
         self._outbox_filled = asyncio.Event()
         self.turn = 0
@@ -124,7 +138,7 @@ class CommTransport:
             frames, self._outbox = self._outbox, []
             self.turn += 1
             try:
-                await self._comm.write(frames)
+                self.traffic.sent_bytes += _written(await self._comm.write(frames))
             except OSError:
                 self._comm.abort()
                 return
@@ -140,7 +154,7 @@ class CommTransport:
     async def _write_one_by_one(self, frames: list[Any], refuse: Refuser) -> None:
         for frame in frames:
             try:
-                await self._comm.write([frame])
+                self.traffic.sent_bytes += _written(await self._comm.write([frame]))
             except (TypeError, ValueError) as error:
                 refuse(frame, error)
             except OSError:
@@ -148,11 +162,17 @@ class CommTransport:
                 return
 
 
+def _written(found: Any) -> int:
+    # TCP and TLS tell how much they wrote, the others need not.
+    return found if isinstance(found, int) else 0
+
+
 class SocketTransport(asyncio.BufferedProtocol):
     """A connected stream socket, which is closed at the end."""
 
     def __init__(self, sock: socket.socket, peer_address: str) -> None:
         self._socket = sock
+        self.traffic = Traffic()
         self._peer_address = peer_address
         self._outbox: list[Any] = []
         self._pieces: deque[Buffer] = deque()
@@ -216,6 +236,7 @@ class SocketTransport(asyncio.BufferedProtocol):
         return self._parts.room()
 
     def buffer_updated(self, nbytes: int) -> None:
+        self.traffic.received_bytes += nbytes
         try:
             self._parts.filled(nbytes)
         except Exception:
@@ -296,7 +317,9 @@ class SocketTransport(asyncio.BufferedProtocol):
     def _write_pieces(self) -> None:
         assert self._transport is not None
         while self._pieces and not self._is_full:
-            self._transport.write(self._pieces.popleft())
+            piece = self._pieces.popleft()
+            self.traffic.sent_bytes += len(piece)
+            self._transport.write(piece)
 
 
 def take_over(comm: Any, *, by_socket: bool = True) -> Transport:

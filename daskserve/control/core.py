@@ -25,6 +25,7 @@ from daskserve.control.state import State
 from daskserve.control.watch import WorkerWatch
 from daskserve.control.writing import Writer
 from daskserve.errors import InstanceError, ServeError, StaleEpochError
+from daskserve.metric_table import Sample
 from daskserve.starts import ControllerStart, ProxyStart
 from daskserve.types import Location, SnapshotId, WorkerInfo
 
@@ -109,7 +110,19 @@ class ControllerCore:
             asyncio.create_task(self._reconciler.run(), name="daskserve-reconcile"),
             asyncio.create_task(self._keep_refreshing(), name="daskserve-refresh"),
         ]
+        self._reconciler.figures.started_at = self._clock.wall()
         return {"epoch": self._epoch}
+
+    def samples(self) -> list[Sample]:
+        """Return the figures as metrics; see `daskserve.collectors.Source`."""
+        if self._reconciler is None:
+            return []
+        figures = self._reconciler.figures
+        counts = figures.counts(self._cluster.instance)
+        # One that has ended, or has been replaced, knows nothing of the present.
+        if not self._tasks or any(task.done() for task in self._tasks):
+            return counts
+        return counts + figures.states(self._cluster.instance, self._epoch, self._state, self._observed)
 
     async def stop(self, grace_s: float) -> None:
         """End the loop. What it started goes on: actors are ended by their Hosts."""
@@ -204,6 +217,7 @@ class ControllerCore:
             if record is None and key.startswith("replica/"):
                 self._observed.forget_replica(key.removeprefix("replica/"))
             elif isinstance(record, GoalRecord) and record.state is not GoalState.PENDING:
+                self._loop.figures.goals[record.state] += 1
                 self._observed.deadlines.pop(record.goal_id, None)
         self._notify(self._keys_touched(change))
         if any(key.startswith("goal/") for key in change):

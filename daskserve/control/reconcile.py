@@ -14,10 +14,11 @@ from collections.abc import Iterable
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-from daskserve.clock import Clock
+from daskserve.clock import Clock, stopwatch
 from daskserve.cluster.base import UseReport
 from daskserve.control import backend_state, http_state
 from daskserve.control.acting import RETRY_S, Acting, Commit
+from daskserve.control.control_figures import ControlFigures
 from daskserve.control.observed import Observed
 from daskserve.control.state import State
 from daskserve.errors import (
@@ -82,6 +83,7 @@ class Reconciler:
         self._wake = asyncio.Event()
         self._wake_at: dict[str, float] = {}
         self._steps = 0
+        self.figures = ControlFigures()
 
     @property
     def steps(self) -> int:
@@ -99,8 +101,10 @@ class Reconciler:
     async def run(self) -> None:
         """Go round until cancelled; a step that fails is logged and tried again."""
         while True:
+            began = stopwatch()
             try:
                 await self.step()
+                self.figures.rounds.observe(stopwatch() - began)
                 pause_s = self._pause_s()
             except StaleEpochError:
                 logger.warning("A newer controller has taken over; this one ends")
@@ -108,6 +112,7 @@ class Reconciler:
             except Exception:
                 # The named top loop: one poisoned backend or an unreachable store must not end it.
                 logger.exception("A control step failed; trying again in %s s", RETRY_S)
+                self.figures.failures += 1
                 self._dirty_all = True
                 self._wake.set()
                 await self._clock.sleep(RETRY_S)
@@ -152,6 +157,7 @@ class Reconciler:
         self._report()
 
     def _failed_step(self, tag: str, error: Exception) -> None:
+        self.figures.failures += 1
         what = "the proxies" if tag == PROXIES else f"backend {tag}"
         is_expected = isinstance(error, (ServeError, OSError))
         text = "A control step of %s failed; trying again in %s s: %r"

@@ -10,7 +10,7 @@ from typing import Any
 
 from daskserve.control import backend_state, backend_verbs, endpoint_state
 from daskserve.control.observed import Observed
-from daskserve.control.records import BackendRecord, GoalState
+from daskserve.control.records import BackendRecord, GoalState, ProxyRecord
 from daskserve.control.state import State
 from daskserve.errors import NotFoundError
 from daskserve.types import ActorKind, ReplicaState
@@ -23,21 +23,28 @@ def backend_status(state: State, observed: Observed, backend: BackendRecord) -> 
     replicas = state.replicas_of(backend.tag)
     running = sum(each.state is ReplicaState.RUNNING for each in replicas)
     message = observed.waiting.get(backend.tag, "") or backend.last_error
-    if backend.is_deleting:
-        word = "DELETING"
-    elif running >= backend.num_replicas and backend.goal is None:
-        word = "HEALTHY"
-    elif backend.goal is not None:
-        word = "UPDATING"
-    else:
-        word = "UNHEALTHY"
     return {
-        "status": word,
+        "status": status_word(backend, running),
         "wanted": backend.num_replicas,
         "running": running,
         "version": backend.user_version or UNVERSIONED,
         "message": message,
     }
+
+
+def status_word(backend: BackendRecord, running: int) -> str:
+    """Return in a word how far a backend is of which so many replicas run."""
+    if backend.is_deleting:
+        return "DELETING"
+    if running >= backend.num_replicas and backend.goal is None:
+        return "HEALTHY"
+    return "UPDATING" if backend.goal is not None else "UNHEALTHY"
+
+
+def proxy_state(proxy: ProxyRecord, observed: Observed) -> str:
+    """Return in a word how far a proxy is."""
+    facts = observed.proxies_ready.get(proxy.name)
+    return "RUNNING" if facts is not None and facts["incarnation"] == proxy.incarnation else "STARTING"
 
 
 def actors(state: State, observed: Observed, instance: str, controller: Mapping[str, Any]) -> list[Any]:
@@ -58,14 +65,14 @@ def actors(state: State, observed: Observed, instance: str, controller: Mapping[
     ]
     for proxy in state.proxies.values():
         facts = observed.proxies_ready.get(proxy.name)
-        is_ready = facts is not None and facts["incarnation"] == proxy.incarnation
+        word = proxy_state(proxy, observed)
         found.append(
             {
                 "kind": ActorKind.PROXY.value,
                 "name": proxy.name,
-                "state": "RUNNING" if is_ready else "STARTING",
+                "state": word,
                 **where(proxy.worker),
-                "pid": facts.get("pid") if facts is not None and is_ready else None,
+                "pid": facts.get("pid") if facts is not None and word == "RUNNING" else None,
                 "message": str(observed.proxies_failed.get(proxy.name, "")),
             }
         )

@@ -82,6 +82,8 @@ class BatchQueue(Generic[ItemT, ResultT]):
         How many batches may run at a time; while so many do, items gather.
     size_of : callable, optional
         Takes a list of items and returns how large they are together; default: as large as they are many.
+    on_batch : callable, optional
+        Gets of each batch that starts how many seconds each of its items has waited.
     """
 
     def __init__(
@@ -91,11 +93,13 @@ class BatchQueue(Generic[ItemT, ResultT]):
         *,
         max_running: int | None = None,
         size_of: Callable[[list[ItemT]], float] | None = None,
+        on_batch: Callable[[list[float]], None] | None = None,
     ) -> None:
         self._run = run
         self._limits = limits
         self._max_running = max_running
         self._size_of = size_of
+        self._on_batch = on_batch
         self._lines: dict[Hashable, _Line[ItemT, ResultT]] = {}
         self._numbers = itertools.count()
         self._timer: asyncio.TimerHandle | None = None
@@ -109,7 +113,7 @@ class BatchQueue(Generic[ItemT, ResultT]):
     @property
     def queued(self) -> int:
         """How many items wait for their batch to run."""
-        return sum(len(line.entries) for line in self._lines.values())
+        return sum(len(line.entries) for line in list(self._lines.values()))
 
     @property
     def is_idle(self) -> bool:
@@ -256,7 +260,11 @@ class BatchQueue(Generic[ItemT, ResultT]):
             batch, line.entries = line.entries[:count], line.entries[count:]
             line.forget(self._limits.max_batch_size)
             self._drop_if_empty(key, line)
-            task = asyncio.get_running_loop().create_task(self._run_batch(batch))
+            loop = asyncio.get_running_loop()
+            if self._on_batch is not None:
+                now = loop.time()
+                self._on_batch([now - entry.entered_at for entry in batch])
+            task = loop.create_task(self._run_batch(batch))
             self._tasks[task] = LoopClock().wall()
             task.add_done_callback(self._note_end)
             _cancel_when_unwanted(task, batch)

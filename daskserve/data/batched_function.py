@@ -265,7 +265,15 @@ class BatchedFunction(_Settings):
             limits,
             max_running=self._max_concurrent_batches,
             size_of=None if self._batch_size_fn is None else self._size_of,
+            on_batch=self._observer(),
         )
+
+    def _observer(self) -> Callable[[list[float]], None] | None:
+        """Return what counts the batches of a queue that is made for the current replica."""
+        replica = current_replica.get()
+        if replica is None or replica.figures is None:
+            return None
+        return replica.figures.batches_of(self.__name__).observe
 
     def _size_of(self, items: list[_Item]) -> float:
         assert self._batch_size_fn is not None

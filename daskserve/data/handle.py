@@ -11,13 +11,14 @@ from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, overload
 
-from daskserve.cluster.base import Cluster
+from daskserve.clock import stopwatch
 from daskserve.cluster.link import Link, present_link
+from daskserve.collectors import PROCESS
 from daskserve.context import current_request
 from daskserve.data.pending import start_call, wait_for_call
 from daskserve.data.response_stream import Pipe, ResponseGenerator
 from daskserve.data.router import Routers
-from daskserve.deadlines import earliest, until
+from daskserve.deadlines import earliest, is_over, until
 from daskserve.errors import BadRequestError, ClosedError, InstanceError, RequestTimeoutError, ServeError
 from daskserve.payload import PackedError, dump, load, load_error
 from daskserve.pending_call import PendingCall
@@ -47,6 +48,7 @@ async def routers_of(cluster: Any) -> Routers:
     if routers is None:
         routers = Routers(cluster, cluster.listener, cluster.clock, cluster.link.rng)
         cluster.shared["routers"] = routers
+        PROCESS.add(routers)
     if not cluster.listener.is_started:
         await routers.start()
     return routers  # type: ignore[no-any-return]
@@ -241,7 +243,7 @@ class Handle:
         return future, link, request_id
 
     async def _call(self, payload: Payload, request_id: str, deadline: float | None, put: Send | None) -> Any:
-        cluster: Cluster = self._cluster
+        cluster: Any = self._cluster
         if cluster.is_ended:
             raise ClosedError(f"Instance {self._instance!r} has been shut down; its handles are of no use.")
         router = (await routers_of(cluster)).router(self._endpoint)
@@ -263,11 +265,20 @@ class Handle:
             answers.append(message["payload"])
 
         envelope = Envelope(EnvelopeKind.CALL, head, payload, deadline)
+        figures = router.calls
+        figures.begun += 1
+        began = stopwatch()
         try:
             await router.send(envelope, _nothing_to_receive, put or keep, shard_key=options.shard_key)
         except PackedError as packed:
             error = load_error(packed.data)
+            figures.fail(error)
             raise error from error.__cause__  # the remote traceback
+        except BaseException as error:
+            figures.fail(error, is_late=is_over(deadline, cluster.clock.now()))
+            raise
+        finally:
+            figures.latency.observe(stopwatch() - began)
         if put is not None:
             return None
         if not answers:

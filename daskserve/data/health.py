@@ -48,6 +48,8 @@ class HealthWatch:
         self._timeout_s = timeout_s
         self._threshold = threshold
         self._failures = 0
+        #: How many probes have failed at all.
+        self.failures_total = 0
         self._detail = ""
         self._task: asyncio.Task[None] | None = None
 
@@ -92,6 +94,7 @@ class HealthWatch:
 
     def _fail(self, detail: str) -> None:
         self._failures += 1
+        self.failures_total += 1
         self._detail = detail
         level = logging.WARNING if self._failures == self._threshold else logging.INFO
         logger.log(level, "Health probe %d of %s failed: %s", self._failures, self._name, detail)

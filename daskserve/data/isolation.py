@@ -23,9 +23,10 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from daskserve import settings
-from daskserve.clock import LoopClock, system_rng
+from daskserve.clock import LoopClock, stopwatch, system_rng
 from daskserve.cluster.base import ActorContext, ActorSpec
 from daskserve.cluster.child import ChildProcess, ChildView, dump_access
+from daskserve.data.child_figures import FIGURES_S, Told, tell
 from daskserve.data.health import HealthWatch
 from daskserve.data.replica import CLOSE_GRACE_S, Replica
 from daskserve.environment import find_interpreter
@@ -38,9 +39,12 @@ from daskserve.errors import (
     ServeError,
     UnavailableError,
 )
+from daskserve.metric_table import Sample
 from daskserve.payload import PackedError, dump_error
+from daskserve.replica_figures import ReplicaFigures
 from daskserve.starts import ReplicaStart
 from daskserve.types import ActorKind, Envelope, EnvelopeKind, Load, Message, Payload, Receive, Send
+from daskserve.user_figures import UserSample
 
 logger = logging.getLogger("daskserve.replica")
 
@@ -72,7 +76,12 @@ class IsolatedReplica:
         #: Why the replica cannot serve any more, if its child ended unasked.
         self._loss = ""
         self._ongoing = self._queued = 0
-        self._handled = self._refused = 0
+        self._handled = 0
+        self._figures = ReplicaFigures()
+        self._labels = (context.spec.instance, start.backend_tag, start.replica_tag)
+        #: What the child said of its figures last, and what keeps asking it.
+        self._told = Told()
+        self._asking: asyncio.Task[None] | None = None
         self._idle = asyncio.Event()
         self._idle.set()
         self._settling: set[asyncio.Task[None]] = set()
@@ -106,17 +115,21 @@ class IsolatedReplica:
             The user's code failed, with the traceback, or ended its process.
         """
         start = self._start
+        began = stopwatch()
         interpreter = find_interpreter(start.environment, settings.process_variables())
         try:
             child = await ChildProcess.start(start.replica_tag, interpreter, FACTORY)
             self._child = child
             child.on_end = self._note_end
             facts = await self._start_child(child)
-        except BaseException:
+        except BaseException as error:
+            self._figures.start_failures += isinstance(error, Exception)
             await self._end()
             raise
         self._is_open = True
         self._health.start()
+        self._figures.note_start(stopwatch() - began, self._context.clock.wall())
+        self._asking = asyncio.create_task(self._keep_asking(), name=f"daskserve-figures-{start.replica_tag}")
         return {**facts, "child_pid": child.pid}
 
     async def _start_child(self, child: ChildProcess) -> Mapping[str, Any]:
@@ -156,7 +169,7 @@ class IsolatedReplica:
         if envelope.kind is EnvelopeKind.CONTROL:
             raise BadRequestError(f"A replica takes no requests of kind {envelope.kind!r}.")
         if self._ongoing >= self._concurrency:
-            self._refused += 1
+            self._figures.refused += 1
             raise ReplicaBusyError(
                 f"Replica {self._start.replica_tag!r} runs {self._ongoing} requests already.",
                 ongoing=self._ongoing,
@@ -223,9 +236,48 @@ class IsolatedReplica:
 
     async def statistics(self) -> dict[str, Any]:
         """Return the replica's figures; those that end in ``_total`` only grow."""
-        found: dict[str, Any] = await self._call("statistics")
+        found = await self._ask(self._running())
         own = {"ongoing": self._ongoing, "concurrency": self._concurrency}
-        return {**found, **own, "refused_total": found["refused_total"] + self._refused}
+        return {**found, **own, "refused_total": found["refused_total"] + self._figures.refused}
+
+    async def _ask(self, child: ChildProcess) -> dict[str, Any]:
+        """Return what the child counts, and keep the rest of what it tells."""
+        try:
+            found: dict[str, Any] = await child.call("statistics")
+        except ActorLostError as error:
+            raise await self._lost(child, error) from None
+        self._told = Told(found.pop("samples"), found.pop("user_samples"))
+        return found
+
+    async def _keep_asking(self) -> None:
+        # So that a scrape, which must not wait for the child, finds figures that are hardly older.
+        while True:
+            await self._context.clock.sleep(FIGURES_S)
+            try:
+                await self._context.clock.wait_for(self.statistics(), FIGURES_S)
+            except ActorLostError:
+                return
+            except TimeoutError:
+                pass  # it is busy; its health is somebody else's matter
+
+    def samples(self) -> list[Sample]:
+        """Return the replica's figures as metrics, those of the child as it told them last."""
+        own = self._figures.samples(self._labels) + self._figures.states(
+            self._labels,
+            load=self.load(),
+            concurrency=self._concurrency,
+            abandoned=0,
+            loop_blocks=0,
+            probe_failures=self._health.failures_total,
+            is_healthy=self._health.is_healthy and not self._loss,
+        )
+        childs = self._told.samples()
+        known = {(name, labels) for name, labels, _ in childs} - {("deployment_rejections", self._labels[:2])}
+        return childs + [sample for sample in own if sample[:2] not in known]
+
+    def user_samples(self) -> list[UserSample]:
+        """Return what user code measures, as the child told it last; see `daskserve.metrics`."""
+        return self._told.user_samples()
 
     async def probe(self) -> None:
         """Return if user code can run and does not object; see `daskserve.data.replica.Replica.probe`.
@@ -268,6 +320,9 @@ class IsolatedReplica:
         """
         child = self._child if self._is_open and grace_s > 0 else None
         self._is_open = False
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.wait([self._asking])
         await self._health.stop()
         if child is not None:
             await self._send_away(child)
@@ -275,6 +330,11 @@ class IsolatedReplica:
             await self._context.clock.wait_for(self._idle.wait(), grace_s)
         except TimeoutError:
             logger.info("%r cancels what still runs after %s s", self, grace_s)
+        if child is not None and child.is_open:
+            try:
+                await self._context.clock.wait_for(self._ask(child), CLOSE_GRACE_S)
+            except (ActorLostError, TimeoutError):
+                pass  # what it counted in its last second is lost with it
         await self._end()
 
     async def _send_away(self, child: ChildProcess) -> None:
@@ -347,6 +407,10 @@ class ChildReplica(Replica):
         finally:
             self._inside.pop(number).set_result(None)
             self._release()
+
+    async def statistics(self) -> dict[str, Any]:
+        """Return the replica's figures, and all that a scrape of this process would find."""
+        return {**await super().statistics(), **tell(self.samples(), self.user_samples())}
 
     async def ended(self, number: int) -> None:
         """Return when a cancelled request holds no slot any more, or never held one."""

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar
 
+from daskserve.clock import stopwatch
 from daskserve.cluster.base import ActorContext
 from daskserve.context import ReplicaContext, current_replica, current_request
 from daskserve.data.batching import BatchItem
@@ -28,6 +29,7 @@ from daskserve.data.callables import (
     run_hook,
     run_hook_in_thread,
 )
+from daskserve.data.construction import construct, destruct
 from daskserve.data.conversion import Answer, Unfinished, finish, finish_in_thread, user_traceback
 from daskserve.data.health import HealthWatch, probe_liveness
 from daskserve.data.method_header import named_method
@@ -35,6 +37,7 @@ from daskserve.data.replica_batches import ReplicaBatches
 from daskserve.data.requests import Exchange, Slot, open_exchange, read_body, request_context
 from daskserve.data.streaming import stream_call
 from daskserve.data.wall import Call, Wall
+from daskserve.deadlines import is_over
 from daskserve.errors import (
     ActorLostError,
     BadRequestError,
@@ -42,6 +45,8 @@ from daskserve.errors import (
     ReplicaStartError,
     UserCodeError,
 )
+from daskserve.metric_table import Sample
+from daskserve.replica_figures import ReplicaFigures
 from daskserve.starts import ReplicaStart
 from daskserve.types import Envelope, EnvelopeKind, Load, Message, Receive, Send
 
@@ -64,8 +69,12 @@ class Replica:
         self._wall: Wall | None = None
         self._servable: Servable | None = None
         self._sockets: set[Exchange] = set()
+        self._figures = ReplicaFigures()
+        self._labels = (context.spec.instance, self._start.backend_tag, self._start.replica_tag)
+        #: Returns what user code measures, see `daskserve.metrics`.
+        self.user_samples = partial(self._figures.user_samples, self._labels)
         self._batches = ReplicaBatches(
-            self._parts, self._start.max_batch_size, self._start.batch_wait_timeout_s
+            self._parts, self._start.max_batch_size, self._start.batch_wait_timeout_s, self._figures
         )
         self._is_open = False
         self._ongoing = 0
@@ -80,7 +89,6 @@ class Replica:
             timeout_s=self._start.health_timeout_s,
             threshold=self._start.health_threshold,
         )
-        self._handled = self._failed = self._refused = self._cancelled = 0
 
     def __repr__(self) -> str:
         state = "open" if self._is_open else "closed"
@@ -97,6 +105,7 @@ class Replica:
             The user's code failed; it carries the traceback.
         """
         start = self._start
+        began = stopwatch()
         context = contextvars.copy_context()
         self._wall = Wall(
             start.replica_tag, context, threads=_threads(start.concurrency), event_loop=start.event_loop
@@ -110,7 +119,7 @@ class Replica:
             servable = self._servable = await self._wall.run_sync(load, start.code)
             servable.check_batching(start.max_batch_size)
             step = "failed in its constructor"
-            await self._construct(self._wall, servable)
+            await construct(self._wall, servable)
             self._set_current_replica(servable.target)
             if start.user_config is not None:
                 step = "failed in reconfigure()"
@@ -122,6 +131,7 @@ class Replica:
             failure = self._user_error(step, error)
         if failure is not None:
             # Out here the user's error is gone, and with its traceback the last hold on the user's object.
+            self._figures.start_failures += 1
             await self._end()
             raise failure
         self._is_open = self._wall.is_watched = True
@@ -129,9 +139,11 @@ class Replica:
             await self._health.check()
         except Exception as error:
             self._is_open = False
+            self._figures.start_failures += 1
             await self._end()
             raise self._user_error("failed its first health check", error) from error
         self._health.start()
+        self._figures.note_start(stopwatch() - began, self._context.clock.wall())
         facts = servable.facts
         return {
             "is_blocking": facts.is_blocking,
@@ -139,16 +151,6 @@ class Replica:
             "accepts_batches": facts.accepts_batches,
             "methods": sorted(facts.methods),
         }
-
-    async def _construct(self, wall: Wall, servable: Servable) -> None:
-        # On the loop if it has async code, which may want to make tasks there; on the worker's loop only
-        # what cannot run elsewhere.
-        if servable.must_be_made_on_loop or (servable.is_async_at_all and not wall.is_on_worker_loop):
-            await wall.run_async(servable.construct)
-        else:
-            await wall.run_sync(servable.construct_in_thread)
-        if servable.facts.is_asgi_app:
-            await wall.run_async(servable.open)
 
     def _set_current_replica(self, servable_object: Any) -> None:
         assert self._wall is not None
@@ -160,6 +162,7 @@ class Replica:
             servable_object,
             self._context.cluster,
             self._concurrency,
+            self._figures,
         )
         self._wall.context.run(current_replica.set, replica)
 
@@ -182,14 +185,16 @@ class Replica:
             The replica is stopping: not begun, or begun and cancelled as the grace period ended.
         """
         wall, servable = self._running()
+        figures = self._figures
         if self._ongoing >= self._concurrency:
-            self._refused += 1
+            figures.refused += 1
             raise ReplicaBusyError(
                 f"Replica {self._start.replica_tag!r} runs {self._ongoing} requests already.",
                 ongoing=self._ongoing,
             )
         self._ongoing += 1
-        self._handled += 1
+        figures.handled += 1
+        began = stopwatch()
         slot = Slot(self._free_slot)
         try:
             if envelope.kind is EnvelopeKind.HTTP:
@@ -199,12 +204,13 @@ class Replica:
             else:
                 raise BadRequestError(f"A replica takes no requests of kind {envelope.kind!r}.")
         except asyncio.CancelledError:
-            self._cancelled += 1
+            figures.give_up(is_late=is_over(envelope.deadline, wall.loop.time()))
             raise
         except Exception:
-            self._failed += 1
+            figures.failed += 1
             raise
         finally:
+            figures.latency.observe(stopwatch() - began)
             slot.release()
         return self.load()
 
@@ -275,7 +281,7 @@ class Replica:
             exchange.close()
             if self._sockets:
                 self._sockets.discard(exchange)
-        self._failed += answer.is_failure
+        self._figures.failed += answer.is_failure
         for message in answer.messages:
             await send(message)
 
@@ -377,12 +383,22 @@ class Replica:
             "concurrency": self._concurrency,
             "abandoned": wall.abandoned if wall else 0,
             "threads": len(wall.threads) if wall else 0,
-            "handled_total": self._handled,
-            "failed_total": self._failed,
-            "refused_total": self._refused,
-            "cancelled_total": self._cancelled,
+            **self._figures.plain(),
             "blocked_loop_total": wall.blocked_count if wall else 0,
         }
+
+    def samples(self) -> list[Sample]:
+        """Return the replica's figures as metrics; see `daskserve.collectors.Source`."""
+        wall = self._wall
+        return self._figures.samples(self._labels) + self._figures.states(
+            self._labels,
+            load=self.load(),
+            concurrency=self._concurrency,
+            abandoned=wall.abandoned if wall else 0,
+            loop_blocks=wall.blocked_count if wall else 0,
+            probe_failures=self._health.failures_total,
+            is_healthy=self._health.is_healthy,
+        )
 
     async def probe(self) -> None:
         """Return if user code can run where it runs, and the user's ``check_health`` does not object.
@@ -464,7 +480,7 @@ class Replica:
             try:
                 await wait_for(self._wait_until_idle(), CLOSE_GRACE_S)  # what was cancelled may clean up
                 if servable is not None:
-                    await wait_for(_destruct(wall, servable), CLOSE_GRACE_S)
+                    await wait_for(destruct(wall, servable), CLOSE_GRACE_S)
             except TimeoutError:
                 logger.warning("%r leaves its user code behind: it does not end", self)
             except Exception:
@@ -473,13 +489,6 @@ class Replica:
         self._servable = None
         if self._idle is not None:
             self._idle.set()
-
-
-async def _destruct(wall: Wall, servable: Servable) -> None:
-    if servable.must_be_closed_on_loop or (servable.is_async_at_all and not wall.is_on_worker_loop):
-        await wall.run_async(servable.close)
-    else:
-        await wall.run_sync(servable.close_in_thread)
 
 
 def _threads(concurrency: int) -> int:

@@ -11,6 +11,7 @@ from daskserve.data.batching import BatchItem, Outcome, answer_batch, answer_bat
 from daskserve.data.callables import Method, Servable
 from daskserve.data.requests import Slot
 from daskserve.data.wall import Call, Wall
+from daskserve.replica_figures import ReplicaFigures
 
 
 class ReplicaBatches:
@@ -23,16 +24,21 @@ class ReplicaBatches:
     """
 
     def __init__(
-        self, running: Callable[[], tuple[Wall, Servable]], max_batch_size: int, wait_s: float
+        self,
+        running: Callable[[], tuple[Wall, Servable]],
+        max_batch_size: int,
+        wait_s: float,
+        figures: ReplicaFigures,
     ) -> None:
         self._running = running
+        self._figures = figures
         self._limits = Limits(max(1, max_batch_size), wait_s)
         self._queues: dict[str, BatchQueue[tuple[BatchItem, Slot], Outcome]] = {}
 
     @property
     def queued(self) -> int:
         """How many requests wait for their batch to run."""
-        return sum(queue.queued for queue in self._queues.values()) if self._queues else 0
+        return sum(queue.queued for queue in list(self._queues.values())) if self._queues else 0
 
     def reconfigure(self, max_batch_size: int, wait_s: float) -> None:
         """Change the limits, for what waits already, too."""
@@ -47,7 +53,10 @@ class ReplicaBatches:
         if queue is None:
             # A plain function runs one batch at a time; what comes meanwhile gathers.
             queue = self._queues[method.name] = BatchQueue(
-                partial(self._run, method), self._limits, max_running=None if method.is_async else 1
+                partial(self._run, method),
+                self._limits,
+                max_running=None if method.is_async else 1,
+                on_batch=self._figures.batches_of(method.name).observe,
             )
         return await queue.submit((item, slot))
 

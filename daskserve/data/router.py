@@ -14,11 +14,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from daskserve.clock import Clock
+from daskserve.clock import Clock, stopwatch
 from daskserve.cluster.base import Cluster
 from daskserve.cluster.long_poll import LongPollClient
 from daskserve.data.replay import Replay, replay_of
 from daskserve.data.roster import ReplicaEntry, Roster
+from daskserve.data.router_figures import BUSY, LOST, CallFigures, SetFigures
 from daskserve.data.routing import TrafficPolicy, shard_draw
 from daskserve.data.shadow import Shadow
 from daskserve.errors import (
@@ -29,6 +30,7 @@ from daskserve.errors import (
     RequestTimeoutError,
     UnavailableError,
 )
+from daskserve.metric_table import Sample
 from daskserve.types import BackendTag, EndpointTag, Envelope, Load, Message, Receive, Send
 
 logger = logging.getLogger("daskserve.router")
@@ -58,6 +60,7 @@ class ReplicaSet:
         self._is_known = False
         self._is_deleted = False
         self._timer: asyncio.TimerHandle | None = None
+        self._figures = SetFigures()
 
     def __repr__(self) -> str:
         return f"<ReplicaSet {self.tag} waiting={self.waiting} {self._roster!r}>"
@@ -71,6 +74,14 @@ class ReplicaSet:
     def in_flight(self) -> int:
         """How many requests of this process its replicas have."""
         return self._roster.in_flight
+
+    def samples(self) -> list[Sample]:
+        """Return the figures as metrics; nothing once the backend is deleted."""
+        if self._is_deleted and not (self.waiting or self.in_flight):
+            return []
+        return self._figures.samples(
+            self._cluster.instance, self.tag, waiting=self.waiting, in_flight=self.in_flight
+        )
 
     def update(self, value: Any) -> None:
         """Take over what the controller published of the backend."""
@@ -108,6 +119,8 @@ class ReplicaSet:
         if replay is not None:
             receive, send = replay.receive, replay.send
         roster = self._roster
+        figures = self._figures
+        figures.sent += 1
         is_rejected = False
         while True:
             replica = None
@@ -122,11 +135,13 @@ class ReplicaSet:
                 replica.report(Load(error.ongoing), now)
                 roster.set_aside(replica, now + BUSY_S)
                 self._rewind(replay, error)
+                figures.retries[BUSY] += 1
                 is_rejected = True
             except ActorLostError as error:
                 patience_s = BROKEN_S if error.is_disconnected else EJECTED_S
                 roster.set_aside(replica, self._clock.now() + patience_s)
                 self._rewind(replay, error)
+                figures.retries[LOST] += 1
                 is_rejected = True
             else:
                 replica.report(load, self._clock.now())
@@ -150,6 +165,7 @@ class ReplicaSet:
             raise self._deleted()
         # One that a replica has just refused has had its turn in the queue already.
         if not is_rejected and 0 <= self._max_queued <= len(self._waiting) and self._is_known:
+            self._figures.rejected += 1
             raise BackPressureError(
                 f"{len(self._waiting)} requests wait for backend '{self.tag}' already, as many as "
                 "max_queued_requests allows; try again later.",
@@ -161,6 +177,7 @@ class ReplicaSet:
         if is_rejected:
             self._waiting.move_to_end(waiter, last=False)
         self._arm_timer()
+        began = stopwatch()
         try:
             return await waiter
         except asyncio.CancelledError:
@@ -170,6 +187,8 @@ class ReplicaSet:
                 self._roster.give_back(waiter.result())
                 self._serve_waiting()  # the turn that came to us goes to the next
             raise
+        finally:
+            self._figures.waits.observe(stopwatch() - began)
 
     def _serve_waiting(self) -> None:
         """Give those that wait whatever is free, in their order."""
@@ -229,6 +248,8 @@ class Router:
         self._is_legacy = True
         self._changed = asyncio.Event()
         self._is_deleted = False
+        #: What is counted of the calls by handle.
+        self.calls = CallFigures()
 
     @property
     def is_legacy(self) -> bool:
@@ -239,6 +260,11 @@ class Router:
     def is_known(self) -> bool:
         """Whether requests can be sent at once."""
         return self._policy is not None and not self._is_deleted
+
+    @property
+    def is_deleted(self) -> bool:
+        """Whether the endpoint is known not to exist."""
+        return self._is_deleted
 
     def update(self, value: Any) -> None:
         """Take over what the controller published of the endpoint."""
@@ -348,6 +374,15 @@ class Routers:
         if found is None:
             found = self._sets[backend] = ReplicaSet(backend, self._cluster, self.clock, self.rng)
             self._stop_watching.append(self._listener.watch(f"backend/{backend}", found.update))
+        return found
+
+    def samples(self) -> list[Sample]:
+        """Return the figures of all routers as metrics; see `daskserve.collectors.Source`."""
+        instance = self._cluster.instance
+        found = [sample for each in list(self._sets.values()) for sample in each.samples()]
+        for router in list(self._routers.values()):
+            if not router.is_deleted:
+                found += router.calls.samples(instance, router.endpoint)
         return found
 
     def send_shadow(self, backend: BackendTag, envelope: Envelope) -> Shadow:

@@ -35,6 +35,8 @@ LARGE = "x" * (INLINE_BYTES + 1)
 class Wire:
     """A cluster of one host and one client, with everything between them in the test's hand."""
 
+    instance = "i"
+
     def __init__(self) -> None:
         self.hosts: dict[int, LongPollHost] = {}
         self.epoch = 0
@@ -136,6 +138,7 @@ def test_a_change_has_a_number_and_is_told_once() -> None:
     async def scenario(wire: Wire) -> None:
         assert wire.host.snapshot_id == (1, 0)
         assert wire.host.notify({"a": 1, "b": [2]}) == (1, 1)
+        assert [each.pop("at") > 0 for each in wire.news] == [True]
         assert wire.news == [
             {"kind": NEWS, "epoch": 1, "counter": 1, "changes": (("a", True, 1), ("b", True, (2,)))}
         ]
@@ -671,3 +674,40 @@ def test_whatever_happens_to_the_news_the_listener_ends_up_right(
         assert snapshots == sorted(snapshots)
 
     run_virtual(main)
+
+
+# ---- metrics
+
+
+def test_the_time_until_a_change_is_used_is_counted_fetched_or_not() -> None:
+    async def scenario(wire: Wire) -> None:
+        client, _ = await started(wire, "a")
+        before = counts(client)
+        wire.host.notify({"a": 1})
+        wire.news[0]["at"] -= 20.0
+        wire.deliver()
+        await quiet()
+        assert (delays(client)[-3], sum(delays(client))) == (1, 1)  # from 10 to 30 s
+        wire.host.notify({"a": LARGE})
+        wire.news[0]["at"] += 1000.0  # of a host whose clock is ahead
+        wire.deliver()
+        await quiet()
+        assert (delays(client)[0], sum(delays(client))) == (1, 2)
+        assert counts(client)["long_poll_fetches"] == before["long_poll_fetches"] + 1
+        wire.fetch_errors.append(UnavailableError("being replaced"))
+        wire.host.notify({"a": LARGE + "x"})
+        wire.deliver()
+        await asyncio.sleep(1)
+        assert counts(client)["long_poll_fetch_failures"] == 1
+        assert counts(client)["long_poll_fetches"] == before["long_poll_fetches"] + 3
+        await client.stop()
+
+    run(scenario)
+
+
+def counts(client: LongPollClient) -> dict[str, Any]:
+    return {name: value for name, labels, value in client.samples() if labels == ("i",)}
+
+
+def delays(client: LongPollClient) -> list[int]:
+    return list(counts(client)["long_poll_delay_seconds"].counts)

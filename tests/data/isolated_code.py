@@ -24,7 +24,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket
 
-from daskserve import context
+from daskserve import context, metrics
 from daskserve.data.batching import accept_batch
 
 PATIENCE_S = 10.0
@@ -49,6 +49,22 @@ class Folder:
 
     def has(self, name: str) -> bool:
         return (self.path / name).exists()
+
+
+class Measuring:
+    """Measures by itself, in its replica and outside of it."""
+
+    def __init__(self) -> None:
+        self.calls = metrics.Counter("calls", "Calls.", tag_keys=("kind",))
+        self.sizes = metrics.Histogram("sizes", "Sizes.", boundaries=[1.0, 10.0])
+
+    def __call__(self, request: Any) -> int:
+        return os.getpid()
+
+    def count(self, kind: str, size: float) -> int:
+        self.calls.inc(tags={"kind": kind})
+        self.sizes.observe(size)
+        return os.getpid()
 
 
 class Model:

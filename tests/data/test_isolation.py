@@ -29,6 +29,7 @@ from daskserve import payload
 from daskserve._version import __version__
 from daskserve.clock import LoopClock
 from daskserve.cluster.base import ActorContext, ActorSpec, Hosted
+from daskserve.data.child_figures import Told
 from daskserve.data.isolation import ChildReplica, IsolatedReplica
 from daskserve.data.replica import Replica
 from daskserve.deadlines import until as hold_until
@@ -42,6 +43,7 @@ from daskserve.errors import (
     UserCodeError,
     VersionMismatchError,
 )
+from daskserve.figures import Histogram
 from daskserve.payload import PackedError
 from daskserve.starts import ReplicaStart
 from daskserve.types import ActorKind, Envelope, EnvelopeKind, Load, Message
@@ -783,3 +785,54 @@ def test_an_interpreter_that_does_not_run_is_named(tmp_path: Path) -> None:
     folder = script(tmp_path / "broken", "")
     (folder / "bin" / "python").write_bytes(b"\x7fELF nonsense")
     assert "cannot be run" in str(start_error(folder))
+
+
+# ---- metrics
+
+
+def series(replica: Any) -> dict[tuple[str, ...], float]:
+    """Return the samples of the replica by name and by the labels that are neither instance nor backend."""
+    return {
+        (name, *labels[2:]): value.count if isinstance(value, Histogram) else value
+        for name, labels, value in replica.samples()
+        if labels[:2] == ("an-instance", "b")
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_figures_are_the_same_wherever_the_code_runs(kind: str, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        replica = bench.replica
+        for size in (0.5, 5, 50):
+            await call(replica, "count", "a", size)
+        await until(lambda: series(replica)[("deployment_requests",)] == 3)
+        found = series(replica)
+        me = "b#AAAAAA"
+        assert found[("deployment_request_duration_seconds",)] == 3
+        assert found[("deployment_replica_starts",)] == 1
+        assert (found[("replica_requests", me)], found[("replica_healthy", me)]) == (3, 1)
+        assert found[("replica_max_ongoing_requests", me)] == 4
+        assert found[("replica_startup_duration_seconds", me)] > 0
+        await until(lambda: len(replica.user_samples()) == 2)
+        calls, sizes = replica.user_samples()
+        own = (("serve_instance", "an-instance"), ("deployment", "b"), ("replica", me))
+        assert (calls.labels, calls.value) == ((*own, ("kind", "a")), 3)
+        assert isinstance(sizes.value, Histogram)
+        assert (sizes.value.counts, sizes.value.sum) == ([1, 1, 1], 55.5)
+        figures = await replica.statistics()
+        assert (figures["handled_total"], sum(figures["latency_counts"])) == (3, 3)
+        assert "samples" not in figures
+
+    with Bench(kind, code.Measuring, tmp_path) as bench:
+        bench.run(scenario())
+        bench.run(call(bench.replica, "count", "a", 1))
+        bench.run(bench.replica.stop(1))
+    assert series(bench.replica)[("deployment_requests",)] == 4
+
+
+def test_a_replica_that_refuses_says_so_in_one_figure() -> None:
+    replica = make("process", code.Model, "nowhere")
+    replica._figures.refused = 2  # type: ignore[union-attr]
+    replica._told = Told([["deployment_rejections", ["an-instance", "b"], 3]])  # type: ignore[union-attr]
+    rejections = [value for name, _, value in replica.samples() if name == "deployment_rejections"]
+    assert sum(rejections) == 5  # type: ignore[arg-type]

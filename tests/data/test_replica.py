@@ -19,9 +19,10 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket
 
 from daskserve import context as serve_context
-from daskserve import payload
+from daskserve import metrics, payload
 from daskserve.clock import LoopClock
 from daskserve.cluster.base import ActorContext, ActorSpec
+from daskserve.data.batched import batch
 from daskserve.data.batching import accept_batch
 from daskserve.data.replica import Replica
 from daskserve.errors import (
@@ -33,6 +34,7 @@ from daskserve.errors import (
     UnavailableError,
     UserCodeError,
 )
+from daskserve.figures import Histogram
 from daskserve.starts import ReplicaStart
 from daskserve.types import ActorKind, Envelope, EnvelopeKind, Load, Message, Payload
 
@@ -1313,3 +1315,131 @@ def test_a_replica_that_was_never_started_can_be_stopped() -> None:
             await replica.probe()
 
     asyncio.run(main())
+
+
+# ---- metrics
+
+
+def series(replica: Replica) -> dict[tuple[str, ...], float]:
+    """Return the samples by name and by the labels that are neither instance nor backend."""
+    found = {}
+    for name, labels, value in replica.samples():
+        assert labels[:2] == ("an-instance", "b")
+        found[(name, *labels[2:])] = value.count if isinstance(value, Histogram) else value
+    return found
+
+
+def test_what_a_replica_does_is_counted() -> None:
+    async def scenario(replica: Replica) -> None:
+        await http(replica)
+        with pytest.raises(KeyError):
+            await call(replica, boom=True)
+        found = series(replica)
+        assert found[("deployment_requests",)] == 2
+        assert found[("deployment_errors",)] == 1
+        assert found[("deployment_request_duration_seconds",)] == 2
+        assert found[("deployment_replica_starts",)] == 1
+        assert found[("deployment_replica_start_failures",)] == 0
+        me = "b#AAAAAA"
+        assert found[("replica_requests", me)] == 2
+        assert found[("replica_ongoing_requests", me)] == 0
+        assert found[("replica_max_ongoing_requests", me)] == 4
+        assert found[("replica_healthy", me)] == 1
+        assert found[("replica_start_time_seconds", me)] > 1e9
+        assert 0 < found[("replica_startup_duration_seconds", me)] < DEADLINE_S
+
+    def answer(request: Any) -> str:
+        if "boom" in request.query_params:
+            raise KeyError("boom")
+        return "well"
+
+    run(scenario, answer)
+
+
+def test_a_replica_that_does_not_start_is_counted_and_has_no_state() -> None:
+    class Broken:
+        def __init__(self) -> None:
+            raise RuntimeError("no")
+
+    replica = make(Broken)
+    with pytest.raises(ReplicaStartError):
+        asyncio.run(replica.start())
+    found = series(replica)
+    assert found[("deployment_replica_start_failures",)] == 1
+    assert found[("deployment_replica_starts",)] == 0
+    assert [key for key in found if key[0].startswith("replica_")] == []
+
+
+def test_requests_that_are_cancelled_are_counted_and_late_ones_twice() -> None:
+    async def forever(request: Any) -> None:
+        await asyncio.Event().wait()
+
+    async def give_up(replica: Replica, deadline: float | None) -> None:
+        reply = Reply()
+        envelope = Envelope(EnvelopeKind.HTTP, scope(), deadline=deadline)
+        task = asyncio.create_task(replica.handle(envelope, reply.receive, reply.send))
+        await until(lambda: bool(replica.load().ongoing))
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await until(lambda: not replica.load().ongoing)
+
+    async def scenario(replica: Replica) -> None:
+        now = asyncio.get_running_loop().time()
+        await give_up(replica, None)
+        await give_up(replica, now + 1000)
+        await give_up(replica, now)
+        found = series(replica)
+        assert (found[("deployment_cancellations",)], found[("deployment_timeouts",)]) == (3, 1)
+
+    run(scenario, forever)
+
+
+def test_batches_of_both_kinds_are_counted_by_method() -> None:
+    class Batches:
+        @batch(max_batch_size=2, batch_wait_timeout_s=60.0)
+        async def double(self, numbers: list[int]) -> list[int]:
+            return [2 * number for number in numbers]
+
+        @accept_batch
+        async def __call__(self, requests: list[Any]) -> list[int]:
+            return await asyncio.gather(*(self.double(number) for number in range(len(requests))))
+
+    async def scenario(replica: Replica) -> None:
+        await asyncio.gather(http(replica), http(replica))
+        found = series(replica)
+        for method in ("double", "__call__"):
+            assert found[("batch_size", method)] == 1
+            assert found[("batch_wait_seconds", method)] == 2
+
+    run(scenario, Batches, max_batch_size=2, batch_wait_timeout_s=60.0)
+
+
+def test_user_code_of_all_kinds_measures_for_its_replica() -> None:
+    class Model:
+        def __init__(self) -> None:
+            self.calls = metrics.Counter("calls", tag_keys=("kind", "route"))
+            self.calls.inc(tags={"kind": "constructor"})
+
+        async def __call__(self, request: Any) -> None:
+            self.calls.inc(tags={"kind": "async"})
+            await asyncio.to_thread(self.calls.inc, tags={"kind": "thread"})
+
+        def plain(self) -> None:
+            self.calls.inc(tags={"kind": "plain"})
+
+    async def scenario(replica: Replica) -> None:
+        await http(replica)
+        await call(replica, head=modern("plain"))
+        found = {sample.labels[3:]: sample.value for sample in replica.user_samples()}
+        assert found == {
+            (("kind", kind), ("route", route)): 1.0
+            for kind, route in (("constructor", ""), ("async", "/r"), ("thread", "/r"), ("plain", ""))
+        }
+        assert replica.user_samples()[0].labels[:3] == (
+            ("serve_instance", "an-instance"),
+            ("deployment", "b"),
+            ("replica", "b#AAAAAA"),
+        )
+
+    run(scenario, Model)

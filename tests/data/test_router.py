@@ -25,6 +25,7 @@ from daskserve.errors import (
     RequestTimeoutError,
     UnavailableError,
 )
+from daskserve.figures import Histogram
 from daskserve.testing import run_virtual
 from daskserve.types import ActorAddress, Envelope, EnvelopeKind, Load, Message, Receive, Send
 
@@ -986,5 +987,55 @@ def test_a_shadow_ends_with_its_original() -> None:
             await stage.send(router, POST)
         await asyncio.sleep(60)
         assert stage.replicas.running["shadow"] == 0
+
+    run(scenario)
+
+
+# ---- metrics
+
+
+def series(stage: Stage) -> dict[tuple[str, ...], float]:
+    return {
+        (name, *labels[2:]): value.count if isinstance(value, Histogram) else value
+        for name, labels, value in stage.routers.samples()
+        if labels[:2] == ("i", "b")
+    }
+
+
+def test_what_becomes_of_requests_is_counted() -> None:
+    async def scenario(stage: Stage) -> None:
+        backend = stage.backend("r1", max_queued=1)
+        sent = [stage.send(backend), stage.send(backend), stage.send(backend)]
+        await quiet()
+        found = series(stage)
+        assert (found[("router_queued_requests",)], found[("router_ongoing_requests",)]) == (1, 1)
+        assert (found[("router_requests",)], found[("router_rejections",)]) == (3, 1)
+        stage.replicas.finish("r1", ReplicaBusyError("busy", ongoing=1))
+        await asyncio.sleep(2 * BUSY_S)
+        stage.replicas.finish("r1", ActorLostError("lost", begun=False))
+        await asyncio.sleep(2 * EJECTED_S)
+        while not all(each.done() for each in sent):
+            stage.replicas.finish("r1")
+            await quiet()
+        found = series(stage)
+        assert (found[("router_retries", "busy")], found[("router_retries", "lost")]) == (1, 1)
+        assert (found[("router_queued_requests",)], found[("router_ongoing_requests",)]) == (0, 0)
+        assert found[("router_requests",)] == 3
+        assert found[("router_queue_wait_seconds",)] >= 1
+
+    run(scenario)
+
+
+def test_series_of_a_deleted_backend_vanish_and_come_back_with_their_totals() -> None:
+    async def scenario(stage: Stage) -> None:
+        backend = stage.backend("r1")
+        stage.send(backend)
+        await quiet()
+        stage.replicas.finish("r1")
+        await quiet()
+        stage.listener.tell("backend/b", None)
+        assert series(stage) == {}
+        stage.publish("r2")
+        assert series(stage)[("router_requests",)] == 1
 
     run(scenario)

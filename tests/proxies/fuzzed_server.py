@@ -21,7 +21,6 @@ from typing import Any, Protocol
 from fuzz_requests import IDLE_S, MAX_BODY_BYTES, Delivery
 from http_harness import read_body, respond, timers
 
-from daskserve.clock import LoopClock
 from daskserve.config import HTTPOptions
 from daskserve.proxies.app import IngressApp
 from daskserve.proxies.asgi import ASGIApp, Scope
@@ -104,7 +103,6 @@ class FuzzedServer:
             options=HTTPOptions(),
             routes=lambda: table,
             dispatch=_dispatch,
-            clock=LoopClock(),
             rng=random.Random(1),
         )
         self.run(self._start(kind))

@@ -129,7 +129,6 @@ class Plant:
             options=HTTPOptions(),
             routes=lambda: table,
             dispatch=self._dispatch,
-            clock=LoopClock(),
             rng=random.Random(3),
         )
 

@@ -13,7 +13,6 @@ import pytest
 from http_harness import poll_for, read_body, respond, run, tracebacks
 from starlette.middleware import Middleware
 
-from daskserve.clock import LoopClock
 from daskserve.config import HTTPOptions
 from daskserve.errors import ActorLostError, BackPressureError, BadRequestError
 from daskserve.proxies.app import IngressApp, build_app, is_plain, parse_timeout
@@ -58,7 +57,6 @@ def make_ingress(routers: Routers, table: RouteTable | None = TABLE, **options: 
         options=HTTPOptions(**options),
         routes=lambda: table,
         dispatch=routers,
-        clock=LoopClock(),
         rng=random.Random(1),
     )
 

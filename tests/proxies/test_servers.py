@@ -381,7 +381,6 @@ def test_the_ingress_over_http() -> None:
             options=HTTPOptions(),
             routes=lambda: table,
             dispatch=dispatch,
-            clock=LoopClock(),
             rng=random.Random(1),
         )
         async with serving(ingress) as server:

@@ -1,0 +1,102 @@
+"""What a controller counts, and what it knows of its instance, as metrics.
+
+Only the state that holds is exported, not a zero for each of the others: an instance may have thousands of
+deployments.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+
+from daskserve.control import views
+from daskserve.control.observed import Observed
+from daskserve.control.records import GoalState
+from daskserve.control.state import State
+from daskserve.figures import LatencyHistogram
+from daskserve.metric_table import Sample
+from daskserve.types import BackendTag, ReplicaState
+
+#: Reasons of the autoscaler are for people: their numbers would make a new series each time.
+_NUMBER = re.compile(r"\d+(\.\d+)?")
+MAX_REASON = 80
+
+
+class ControlFigures:
+    """The counts of one controller."""
+
+    def __init__(self) -> None:
+        self.rounds = LatencyHistogram()
+        self.failures = 0
+        #: Goals that have ended, by how.
+        self.goals: Counter[GoalState] = Counter()
+        self.started_at = 0.0
+        self._autoscaling: dict[BackendTag, tuple[int, str]] = {}
+
+    def set_autoscaling(self, decisions: Mapping[BackendTag, tuple[int, str]]) -> None:
+        """Note what the autoscaler wants of each of its backends, and why; of others it wants nothing."""
+        self._autoscaling = dict(decisions)
+
+    def counts(self, instance: str) -> list[Sample]:
+        """Return what only grows."""
+        me = (instance,)
+        return [
+            ("control_loop_duration_seconds", me, self.rounds),
+            ("control_loop_failures", me, self.failures),
+            ("goals", (*me, "done"), self.goals[GoalState.DONE]),
+            ("goals", (*me, "failed"), self.goals[GoalState.FAILED]),
+        ]
+
+    def states(self, instance: str, epoch: int, state: State, observed: Observed) -> list[Sample]:
+        """Return how this controller, its deployments and its proxies are."""
+        me = (instance,)
+        pending = sum(goal.state is GoalState.PENDING for goal in list(state.goals.values()))
+        found: list[Sample] = [
+            ("controller_epoch", me, epoch),
+            ("controller_start_time_seconds", me, self.started_at),
+            ("goals_pending", me, pending),
+        ]
+        found += _deployments(instance, state, observed)
+        found += _proxies(instance, state, observed)
+        found += _workers(instance, observed)
+        for tag, (wanted, reason) in self._autoscaling.items():
+            found.append(("autoscaling_wanted_replicas", (instance, tag), wanted))
+            found.append(("autoscaling_reason", (instance, tag, bounded(reason)), 1))
+        return found
+
+
+def bounded(reason: str) -> str:
+    """Return a reason without what differs from one decision to the next."""
+    return _NUMBER.sub("N", reason)[:MAX_REASON]
+
+
+def _deployments(instance: str, state: State, observed: Observed) -> list[Sample]:
+    found: list[Sample] = []
+    by_state = Counter((each.backend, each.state) for each in list(state.replicas.values()))
+    for tag, backend in list(state.backends.items()):
+        labels = (instance, tag)
+        running = by_state.pop((tag, ReplicaState.RUNNING), 0)
+        found += [
+            ("deployment_wanted_replicas", labels, backend.num_replicas),
+            ("deployment_replicas", (*labels, ReplicaState.RUNNING.value), running),
+            ("deployment_status", (*labels, views.status_word(backend, running)), 1),
+        ]
+    for (tag, replica_state), count in by_state.items():
+        found.append(("deployment_replicas", (instance, tag, replica_state.value), count))
+    return found
+
+
+def _proxies(instance: str, state: State, observed: Observed) -> list[Sample]:
+    return [
+        ("proxy_status", (instance, proxy.name, views.proxy_state(proxy, observed)), 1)
+        for proxy in list(state.proxies.values())
+    ]
+
+
+def _workers(instance: str, observed: Observed) -> list[Sample]:
+    words = Counter(dict.fromkeys(("usable", "retiring", "unresponsive"), 0))
+    for address, info in list(observed.workers.items()):
+        is_hung = address in observed.unresponsive
+        words["unresponsive" if is_hung else "retiring" if info.is_retiring else "usable"] += 1
+    return [("workers", (instance, word), count) for word, count in words.items()]

@@ -1,0 +1,52 @@
+"""The figures of a child process, which nobody can scrape: what it tells its actor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from daskserve.collectors import PROCESS, plain_sample, sample_of
+from daskserve.metric_table import Sample
+from daskserve.user_figures import UserSample
+
+#: How often a child is asked for its figures.
+FIGURES_S = 1.0
+#: The metrics that the actor of a child gives by itself.
+ACTORS_OWN = frozenset(
+    {
+        "deployment_health_check_failures",
+        "deployment_replica_start_failures",
+        "deployment_replica_starts",
+        "replica_healthy",
+        "replica_max_ongoing_requests",
+        "replica_ongoing_requests",
+        "replica_start_time_seconds",
+        "replica_startup_duration_seconds",
+    }
+)
+
+
+def tell(samples: Iterable[Sample], user_samples: Iterable[UserSample]) -> dict[str, Any]:
+    """Return the figures of a child's replica, and all else that its process counts, in plain values."""
+    return {
+        "samples": [plain_sample(each) for each in (*samples, *PROCESS.samples())],
+        "user_samples": [each.plain() for each in (*user_samples, *PROCESS.user.samples())],
+    }
+
+
+class Told:
+    """What a child said of its figures, in plain values."""
+
+    __slots__ = ("_samples", "_user_samples")
+
+    def __init__(self, samples: Sequence[Any] = (), user_samples: Sequence[Any] = ()) -> None:
+        self._samples = samples
+        self._user_samples = user_samples
+
+    def samples(self) -> list[Sample]:
+        """Return its metrics but those that its actor knows better."""
+        return [sample_of(plain) for plain in self._samples if plain[0] not in ACTORS_OWN]
+
+    def user_samples(self) -> list[UserSample]:
+        """Return what user code measures there."""
+        return [UserSample.from_plain(plain) for plain in self._user_samples]
