@@ -11,6 +11,7 @@ from daskserve._version import __version__
 
 #: Where each group is found, and what the help says of it: ``name -> ("module:group", "help")``.
 GROUPS: Mapping[str, tuple[str, str]] = {
+    "metrics": ("daskserve.cli_metrics:metrics", "Bring Prometheus and daskserve together."),
     "simulate": ("daskserve.cli_simulate:simulate", "Try autoscaling policies on a recorded load."),
 }
 

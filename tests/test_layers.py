@@ -36,6 +36,7 @@ EDGE_MODULES = frozenset(
         "api",
         "calls",
         "cli",
+        "cli_metrics",
         "cli_simulate",
         "client",
         "client_backends",

@@ -41,6 +41,8 @@ class Instance:
     #: Which call of ``serve.start()`` made it.
     start_id: str = ""
     epoch: int = 0
+    #: How many controllers it has had.
+    starts: int = 0
     controller: ActorAddress | None = None
     controller_up: asyncio.Event = field(default_factory=asyncio.Event)
     starting: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -121,6 +123,7 @@ class ControllerKeeper:
                 continue
             if entry.epoch == epoch and self._hosts.has(worker) and not entry.is_ending:
                 entry.controller = address
+                entry.starts += 1
                 entry.controller_up.set()
                 self._tell(entry.name, {"kind": CONTROLLER, **plain(address)})
             else:

@@ -26,8 +26,10 @@ from daskserve._version import __version__
 from daskserve.cluster.base import ActorContext, ActorFactory, ActorSpec, Hosted
 from daskserve.cluster.dask import HOST_ACTOR, current_worker_context
 from daskserve.cluster.dialling import CHANNEL_OP
+from daskserve.cluster.discovery import facts_of_server
 from daskserve.cluster.interpreter import InterpreterTuning
 from daskserve.cluster.link import Link
+from daskserve.collectors import PROCESS
 from daskserve.errors import ActorLostError, BadRequestError, UnavailableError
 from daskserve.payload import dump_error
 from daskserve.types import (
@@ -106,7 +108,7 @@ class Host:
             self._worker.handlers[CHANNEL_OP] = self._accept
             self._tuning.open()
             await client
-        return {"pid": os.getpid(), "version": __version__}
+        return {"pid": os.getpid(), "version": __version__, **facts_of_server(self._worker)}
 
     async def _accept(self, comm: Any, by_socket: bool) -> Any:
         await self._open_link.channels.accept(comm, by_socket=by_socket)
@@ -191,6 +193,7 @@ class Host:
             starting = asyncio.create_task(self._start(actor), name=f"daskserve-start-{spec.name}")
         entry = _Entry(spec, actor, starting)
         self._entries[spec.name] = entry
+        PROCESS.add(actor)
         return entry
 
     async def _start(self, actor: Hosted) -> Mapping[str, Any]:
@@ -212,6 +215,7 @@ class Host:
         finally:
             if self._entries.get(entry.spec.name) is entry:
                 del self._entries[entry.spec.name]
+            PROCESS.remove(entry.actor)
             self._tuning.objects_changed()
 
     async def _list_actors(self, instance: InstanceName) -> list[dict[str, Any]]:
@@ -240,6 +244,7 @@ class Host:
                 # One actor that cannot stop must not keep the others alive.
                 logger.exception("Actor %s failed to stop", entry.spec.name)
         await self._open_link.drop_cluster(instance)
+        PROCESS.forget(instance)
 
     async def _call(self, name: str, incarnation: int, verb: str, message: dict[str, Any]) -> Any:
         actor = self._ready_actor(name, incarnation)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from distributed import Client, Future, Scheduler, wait
@@ -40,6 +40,8 @@ class _HostEntry:
     key: str
     future: Future[Host]
     is_open: bool = False
+    #: What it says of its process.
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 class HostRegistry:
@@ -64,6 +66,16 @@ class HostRegistry:
 
     def has(self, worker: WorkerAddress) -> bool:
         return worker in self._entries and self._entries[worker].is_open
+
+    @property
+    def count(self) -> int:
+        """How many workers have one."""
+        return sum(entry.is_open for entry in list(self._entries.values()))
+
+    def facts_of(self, worker: WorkerAddress) -> Mapping[str, Any]:
+        """Return what a worker's Host says of its process; nothing if there is none."""
+        entry = self._entries.get(worker)
+        return {} if entry is None else entry.facts
 
     def refused(self) -> dict[WorkerAddress, str]:
         """Return the workers without a fitting daskserve, each with what to do about it."""
@@ -179,7 +191,7 @@ class HostRegistry:
                 self._failed[worker] = f"worker {worker}: {await future.exception()!r}"
                 logger.error("A Host could not be started on %s", self._failed[worker])
             return False
-        await self._execute(worker, "open")
+        entry.facts = await self._execute(worker, "open")
         entry.is_open = self._entries.get(worker) is entry
         return entry.is_open
 

@@ -23,11 +23,14 @@ from daskserve.cluster.capacity import Capacity
 from daskserve.cluster.controllers import START_TIMEOUT_S, ControllerKeeper, Instance, plain
 from daskserve.cluster.dask import SUPERVISOR_OP, topic_of
 from daskserve.cluster.dialling import SPLICE_OP
+from daskserve.cluster.discovery import Targets
 from daskserve.cluster.hosts import HostRegistry
 from daskserve.cluster.long_poll import ENDED, WORKERS
 from daskserve.cluster.splice import Splices
 from daskserve.cluster.store import open_store
+from daskserve.cluster.supervisor_figures import SupervisorFigures
 from daskserve.cluster.tasks import TaskSet
+from daskserve.collectors import PROCESS
 from daskserve.errors import (
     AlreadyRunningError,
     InstanceError,
@@ -69,6 +72,7 @@ class Supervisor(SchedulerPlugin):
         self._hosts = HostRegistry(scheduler)
         self._splices = Splices(scheduler, self._hosts)
         self._capacity = Capacity(scheduler, self._evacuate)
+        self._targets = Targets(scheduler, self._hosts.facts_of)
         self._controllers = ControllerKeeper(
             self._hosts, self._instances, tell=self._tell, spawn=self._tasks.spawn
         )
@@ -88,7 +92,10 @@ class Supervisor(SchedulerPlugin):
             "commit_records": self._commit_records,
             "report": self._report,
             "restart_worker": self._hosts.restart,
+            "targets": self._targets.describe,
         }
+        self._figures = SupervisorFigures(self._instances, self._hosts)
+        PROCESS.add(self._figures)
         scheduler.handlers[SUPERVISOR_OP] = self.handle
         scheduler.handlers[SPLICE_OP] = self._splices.accept
         # Who registered it may be interrupted, or killed, before starting an instance.
@@ -316,6 +323,7 @@ class Supervisor(SchedulerPlugin):
                 await self._client
                 self._hosts.open(self._client)
                 self._capacity.install()
+                self._targets.install()
                 self._watching = self._tasks.spawn(self._controllers.watch())
         if not entry.is_ending:
             waiting = entry.awaiting_hosts = asyncio.create_task(self._hosts.ready(timeout_s))
@@ -380,9 +388,11 @@ class Supervisor(SchedulerPlugin):
     async def close(self) -> None:
         """Leave nothing in the scheduler: the reverse of `start` and `_hosts_ready`."""
         self._is_closed = True
+        PROCESS.remove(self._figures)
         self._reported.set()
         self._unused.cancel()
         self._capacity.uninstall()
+        self._targets.uninstall()
         if self._watching is not None:
             self._watching.cancel()
         self._scheduler.handlers.pop(SUPERVISOR_OP, None)
