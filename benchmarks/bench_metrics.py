@@ -1,0 +1,194 @@
+"""What metrics cost: each request, each measurement of user code, each scrape.
+
+Pure: no cluster, no sockets, no event loop; process time, the median of some rounds, the bare loop in the
+same rounds taken off. "A request" does all that the ingress, the router, a replica and two channels count of
+one HTTP request; "by prometheus_client" counts the same in that library's own objects, for comparison.
+
+Run: ``python benchmarks/bench_metrics.py``; exits with 1 if a case is beyond its bound.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+
+from daskserve import metrics
+from daskserve.clock import stopwatch
+from daskserve.cluster.transport import Traffic
+from daskserve.collectors import ProcessMetrics
+from daskserve.context import ReplicaContext, current_replica
+from daskserve.control.control_figures import ControlFigures
+from daskserve.control.observed import Observed
+from daskserve.control.records import BackendRecord, Change, ReplicaRecord
+from daskserve.control.state import State
+from daskserve.data.router_figures import SetFigures
+from daskserve.figures import LATENCY_BUCKETS_S
+from daskserve.metric_table import Sample
+from daskserve.proxies.ingress_figures import IngressFigures
+from daskserve.proxies.routes import Route
+from daskserve.replica_figures import ReplicaFigures
+from daskserve.types import Load, ReplicaState
+
+REQUESTS = 50_000
+ROUNDS = 9
+REQUEST_BOUND_US = 3.0
+DEPLOYMENTS, REPLICAS = 1000, 10
+
+
+def a_request() -> Callable[[], object]:
+    ingress, router, replica, traffic = IngressFigures(), SetFigures(), ReplicaFigures(), Traffic()
+    route = Route("/a", "e", frozenset(("GET",)))
+
+    def count() -> None:
+        started = stopwatch()
+        router.sent += 1
+        for _ in range(2):
+            traffic.sent_bytes += 100
+            traffic.received_bytes += 100
+        replica.handled += 1
+        began = stopwatch()
+        replica.latency.observe(stopwatch() - began)
+        ingress.observe(route, "GET", 200, stopwatch() - started, "")
+
+    return count
+
+
+def by_prometheus_client() -> Callable[[], object]:
+    registry = CollectorRegistry()
+    labels = ("deployment",)
+    counters = [Counter(f"c{number}", "", labels, registry=registry) for number in range(6)]
+    responses = Counter("responses", "", ("route", "method", "code"), registry=registry)
+    latencies = [
+        Histogram(f"h{number}", "", labels, registry=registry, buckets=LATENCY_BUCKETS_S)
+        for number in range(3)
+    ]
+
+    def count() -> None:
+        started = stopwatch()
+        for counter in counters:
+            counter.labels("d").inc()
+        responses.labels("/a", "GET", "200").inc()
+        for latency in latencies:
+            latency.labels("d").observe(stopwatch() - started)
+
+    return count
+
+
+def a_users_count() -> Callable[[], object]:
+    current_replica.set(ReplicaContext("i", "d", "d#1", figures=ReplicaFigures()))
+    hits = metrics.Counter("hits", tag_keys=("model",))
+    tags = {"model": "a"}
+    return lambda: hits.inc(tags=tags)
+
+
+class Worker:
+    """The figures of a worker with ten deployments, ten replicas of each, and a proxy with their routes."""
+
+    def __init__(self) -> None:
+        self._ingress = IngressFigures()
+        self._replicas = {
+            ("i", f"d{number}", f"d{number}#{other}"): ReplicaFigures()
+            for number in range(10)
+            for other in range(10)
+        }
+        for number in range(10):
+            for status in (200, 404, 500):
+                self._ingress.observe(Route(f"/{number}", "e", frozenset()), "GET", status, 0.01, "")
+        for figures in self._replicas.values():
+            figures.note_start(1.0, 1.0)
+
+    def samples(self) -> list[Sample]:
+        found = self._ingress.samples("i")
+        for labels, figures in self._replicas.items():
+            found += figures.samples(labels)
+            found += figures.states(
+                labels,
+                load=Load(),
+                concurrency=8,
+                abandoned=0,
+                loop_blocks=0,
+                probe_failures=0,
+                is_healthy=True,
+            )
+        return found
+
+
+class Controller:
+    """The figures of a controller of many deployments."""
+
+    def __init__(self) -> None:
+        self._state = State()
+        self._figures = ControlFigures()
+        for number in range(DEPLOYMENTS):
+            tag = f"d{number}"
+            backend = BackendRecord(
+                tag=tag,
+                version="1",
+                config={"num_replicas": REPLICAS},
+                config_id="1",
+                actor_options={},
+                code_key="",
+                concurrency=8,
+            )
+            change: Change = {backend.key: backend}
+            for other in range(REPLICAS):
+                replica = ReplicaRecord(
+                    tag=f"{tag}#{other}",
+                    backend=tag,
+                    version="1",
+                    config_id="1",
+                    state=ReplicaState.RUNNING,
+                    demand={},
+                )
+                change[replica.key] = replica
+            self._state.apply(change)
+
+    def samples(self) -> list[Sample]:
+        return self._figures.counts("i") + self._figures.states("i", 1, self._state, Observed())
+
+
+def seconds(function: Callable[[], object], times: int) -> float:
+    began = time.process_time()
+    for _ in range(times):
+        function()
+    return time.process_time() - began
+
+
+def cost_us(function: Callable[[], object], times: int) -> float:
+    """Return the microseconds of CPU time that a call takes, beyond that of calling nothing."""
+    rounds = []
+    for _ in range(ROUNDS):
+        bare = seconds(lambda: None, times)
+        rounds.append((seconds(function, times) - bare) / times * 1e6)
+    return statistics.median(rounds)
+
+
+def scrape_of(source: Worker | Controller) -> Callable[[], object]:
+    registry = CollectorRegistry()
+    process = ProcessMetrics(registry)
+    process.add(source)
+    return lambda: (generate_latest(registry), source, process)
+
+
+def main() -> int:
+    cases = (
+        ("a request", a_request(), REQUESTS, REQUEST_BOUND_US),
+        ("the same by prometheus_client", by_prometheus_client(), REQUESTS, None),
+        ("a count of user code", a_users_count(), REQUESTS, REQUEST_BOUND_US),
+        ("a scrape of a worker with 100 replicas", scrape_of(Worker()), 5, None),
+        (f"a scrape of a controller of {DEPLOYMENTS} deployments", scrape_of(Controller()), 3, None),
+    )
+    is_beyond = False
+    for name, function, times, bound in cases:
+        cost = cost_us(function, times)
+        is_beyond |= bound is not None and cost > bound
+        print(f"{name}: {cost:.2f} us{f', bound {bound:g}' if bound is not None else ''}")
+    return int(is_beyond)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

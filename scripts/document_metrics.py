@@ -1,0 +1,48 @@
+"""Write the tables of docs/metrics.md from the metrics' only definition.
+
+Run without arguments it rewrites the file; with ``--check`` it exits with 1 if the file is not up to date.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from daskserve.metric_table import SECTIONS, MetricSpec
+
+DOCUMENT = Path(__file__).parent.parent / "docs/metrics.md"
+BLOCK = re.compile(r"(<!-- metrics -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def row(spec: MetricSpec) -> str:
+    """Return the table row of one metric."""
+    labels = ", ".join(f"`{label}`" for label in spec.labels if label != "serve_instance")
+    return f"| `{spec.exported_name}` | {spec.kind.value} | {labels} | {spec.meaning} |"
+
+
+def tables() -> str:
+    """Return all metrics as Markdown, section by section."""
+    parts = []
+    for title, specs in SECTIONS.items():
+        head = f"### {title}\n\n| metric | kind | labels | meaning |\n| --- | --- | --- | --- |\n"
+        parts.append(head + "\n".join(map(row, specs)) + "\n")
+    return "\n" + "\n".join(parts) + "\n"
+
+
+def rendered(text: str) -> str:
+    """Return the text with the tables made anew."""
+    return BLOCK.sub(lambda match: match[1] + tables() + match[2], text)
+
+
+def main() -> int:
+    text = DOCUMENT.read_text()
+    new = rendered(text)
+    if "--check" in sys.argv:
+        return int(new != text)
+    DOCUMENT.write_text(new)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,271 @@
+"""Metrics of a real cluster, over its own HTTP servers: what is counted, by whom, and what survives."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clusters import nannied_cluster, pids, running, serve_pids, worker_of
+from dask_processes import ExternalCluster, dask_worker, fetch, poll_for
+from scraping import (
+    Figures,
+    assert_monotone,
+    dashboard,
+    needs_prometheus,
+    prometheus,
+    scrape,
+    scraping,
+    target_urls,
+)
+
+import daskserve as serve
+
+EPHEMERAL = {"http_options": {"port": 0}}
+
+
+class Model:
+    """Counts with a metric of its own, fails and dawdles when told to."""
+
+    def __init__(self) -> None:
+        self.calls = serve.metrics.Counter("my_calls", "Calls.", tag_keys=("kind",))
+
+    async def __call__(self, request: Any) -> str:
+        import asyncio
+
+        kind = request.query_params.get("kind", "good")
+        self.calls.inc(tags={"kind": kind})
+        if kind == "bad":
+            raise ValueError("as told")
+        if kind == "slow":
+            await asyncio.Event().wait()
+        return str(os.getpid())
+
+
+def serve_model(client: serve.Client, **config: Any) -> str:
+    client.create_backend("model", Model, config={"num_replicas": 2, **config})
+    client.create_endpoint("model", backend="model", route="/model")
+    return f"{client.http_urls()[0]}/model"
+
+
+@pytest.mark.parametrize("server", ["tornado", "uvicorn"], indirect=True)
+def test_what_happens_is_counted_wherever_it_happens(client: serve.Client, external: ExternalCluster) -> None:
+    url = serve_model(client)
+    me = {"serve_instance": client.instance_name}
+    for _ in range(8):
+        assert fetch(url).status == 200
+    assert fetch(f"{url}?kind=bad").status == 500
+    assert fetch(f"{url}?kind=slow", headers={"X-Request-Timeout-Seconds": "0.1"}).status == 408
+    assert fetch(url, "DELETE").status == 405
+    for number in range(20):
+        assert fetch(f"{url}x{number}/nothing").status == 404
+    assert client.get_handle("model").remote().result(5)
+
+    figures = Figures(external.client)
+    on_model = {**me, "route": "/model", "endpoint": "model"}
+    for code, count in (("200", 8), ("500", 1), ("408", 1), ("405", 1)):
+        assert figures.total("daskserve_http_requests_total", **on_model, code=code) == count
+    assert figures.values("daskserve_http_requests_total", **me, code="404") == [20]
+    assert figures.total("daskserve_http_request_duration_seconds_count", **on_model) == 11
+    assert figures.total("daskserve_http_errors_total", **on_model, cause="timeout") == 1
+    assert figures.total("daskserve_http_errors_total", **me, cause="no_route") == 20
+    assert figures.total("daskserve_http_timeouts_total", **me) == 1
+    deployment = {**me, "deployment": "model"}
+    assert figures.total("daskserve_deployment_requests_total", **deployment) == 11
+    assert figures.total("daskserve_deployment_errors_total", **deployment) == 1
+    poll_for(lambda: Figures(external.client).total("daskserve_deployment_timeouts_total", **deployment) == 1)
+    assert figures.values("daskserve_deployment_wanted_replicas", **deployment) == [2]
+    assert figures.values("daskserve_deployment_status", **deployment, status="HEALTHY") == [1]
+    assert figures.values("daskserve_replica_healthy", **deployment) == [1, 1]
+    assert figures.total("daskserve_deployment_replica_starts_total", **deployment) == 2
+    assert figures.values("daskserve_proxy_status", **me, status="RUNNING") == [1]
+    assert figures.values("daskserve_supervisor_controller_starts_total", **me) == [1]
+    assert figures.total("my_calls_total", **deployment, kind="good") == 9
+    replicas = {actor.name for actor in client.status().replicas("model")}
+    assert set(figures.labels("my_calls_total", "replica")) <= replicas
+    assert "instance" not in {
+        label for series in figures.by_target.values() for _, pairs in series for label, _ in pairs
+    }
+
+
+def test_a_client_that_leaves_is_counted(client: serve.Client, external: ExternalCluster) -> None:
+    url = serve_model(client)
+    with pytest.raises(TimeoutError):
+        fetch(f"{url}?kind=slow", timeout_s=0.3)
+    me = {"serve_instance": client.instance_name}
+    poll_for(lambda: Figures(external.client).total("daskserve_http_cancellations_total", **me) == 1)
+    figures = Figures(external.client)
+    assert figures.total("daskserve_http_requests_total", **me, code="499") == 1
+    poll_for(lambda: Figures(external.client).total("daskserve_deployment_cancellations_total", **me) == 1)
+
+
+def test_series_of_replicas_go_with_them_and_totals_stay(
+    client: serve.Client, external: ExternalCluster
+) -> None:
+    url = serve_model(client)
+    for _ in range(10):
+        fetch(url)
+    before = Figures(external.client)
+    client.update_backend_config("model", {"num_replicas": 1})
+    poll_for(lambda: len(client.status().replicas("model")) == 1)
+    poll_for(lambda: len(Figures(external.client).values("daskserve_replica_healthy")) == 1)
+    after = Figures(external.client)
+    assert len(after.values("my_calls_total")) == 1
+    assert after.total("daskserve_deployment_requests_total", deployment="model") == 10
+    assert_monotone(before.by_target, after)
+    client.update_backend_config("model", {"num_replicas": 3})
+    fetch(url)
+    last = Figures(external.client)
+    assert_monotone(after.by_target, last)
+    assert last.total("daskserve_deployment_replica_starts_total", deployment="model") == 4
+
+
+def test_isolated_replicas_are_counted_by_their_workers(
+    client: serve.Client, external: ExternalCluster
+) -> None:
+    url = serve_model(client, isolation="process", num_replicas=1)
+    for _ in range(5):
+        assert fetch(url).status == 200
+    fetch(f"{url}?kind=bad")
+    mine = {"serve_instance": client.instance_name, "deployment": "model"}
+    poll_for(lambda: Figures(external.client).total("my_calls_total", **mine, kind="good") == 5)
+    figures = Figures(external.client)
+    assert figures.total("my_calls_total", **mine, kind="bad") == 1
+    assert figures.total("daskserve_deployment_requests_total", **mine) == 6
+    assert figures.total("daskserve_deployment_errors_total", **mine) == 1
+    assert figures.total("daskserve_deployment_request_duration_seconds_count", **mine) == 6
+    assert figures.values("daskserve_replica_healthy", **mine) == [1]
+    before = figures.by_target
+    client.update_backend_config("model", {"num_replicas": 2})
+    client.update_backend_config("model", {"num_replicas": 1})
+    poll_for(lambda: len(Figures(external.client).values("daskserve_replica_healthy", **mine)) == 1)
+    assert_monotone(before, Figures(external.client))
+
+
+def test_counters_do_not_go_back_when_the_controller_dies() -> None:
+    with nannied_cluster(3) as dask, serve.start(dask_client=dask, **EPHEMERAL) as client:
+        url = serve_pids(client)
+        for _ in range(20):
+            assert fetch(f"{url}/e").status == 200
+        before = Figures(dask)
+        assert before.values("daskserve_controller_epoch") == [1]
+        os.kill(pids(dask)[worker_of(client, "controller")], signal.SIGKILL)
+        poll_for(lambda: client.status().epoch > 1)
+        poll_for(lambda: len(running(client, "b")) == 2)
+        for _ in range(20):
+            assert fetch(f"{url}/e").status == 200
+        after = Figures(dask)
+        (epoch,) = after.values("daskserve_controller_epoch")
+        assert epoch > 1
+        assert after.values("daskserve_supervisor_controller_starts_total") == [2]
+        assert after.values("daskserve_deployment_status", status="HEALTHY") == [1]
+        assert_monotone(before.by_target, after)
+
+
+def test_scrapes_are_answered_while_an_instance_starts_and_ends(external: ExternalCluster) -> None:
+    with serve.start(dask_client=external.client, **EPHEMERAL):
+        urls = target_urls(external.client)
+        assert len(urls) == 3
+    with scraping(urls) as statuses:
+        for _ in range(3):
+            with serve.start(dask_client=external.client, **EPHEMERAL) as client:
+                url = serve_model(client)
+                for _ in range(5):
+                    fetch(url)
+    assert set(statuses) == {200}
+    assert len(statuses) > 10
+    poll_for(lambda: all(scrape(url) == {} for url in urls))
+    assert fetch(f"{dashboard(external.client)}/daskserve/targets").status == 404
+
+
+def test_targets_follow_the_workers(client: serve.Client, external: ExternalCluster) -> None:
+    urls = target_urls(external.client)
+    assert len(urls) == 3
+    with dask_worker(external.address, external.folder, name="late"):
+        poll_for(lambda: len(target_urls(external.client)) == 4)
+        (late,) = set(target_urls(external.client)) - set(urls)
+        poll_for(lambda: scrape(late) != {})
+    poll_for(lambda: target_urls(external.client) == urls)
+
+
+def test_a_clusters_own_processes_are_all_reachable() -> None:
+    """The cluster that daskserve starts by itself: ports of chance, on loopback."""
+    program = """
+import json, urllib.request, daskserve as serve
+from distributed import default_client
+client = serve.start(http_options={"port": 0})
+port = default_client().scheduler_info()["services"]["dashboard"]
+for each in json.load(urllib.request.urlopen(f"http://127.0.0.1:{port}/daskserve/targets")):
+    url = "http://" + each["targets"][0] + each["labels"]["__metrics_path__"]
+    print(each["labels"]["dask_role"], b"daskserve_build_info" in urllib.request.urlopen(url).read())
+client.shutdown()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=50, check=True
+    )
+    assert sorted(done.stdout.splitlines()) == ["scheduler True", "worker True", "worker True"]
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "daskserve", "metrics", *arguments]
+
+
+@needs_prometheus
+def test_prometheus_finds_and_scrapes_everything(
+    client: serve.Client, external: ExternalCluster, tmp_path: Path
+) -> None:
+    url = serve_model(client)
+    for _ in range(7):
+        fetch(url)
+    configuration = subprocess.run(
+        command("scrape-config", dashboard(external.client), "--interval", "1"),
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+    ).stdout
+    with prometheus(configuration, tmp_path) as found:
+        found.wait_for('up{job="daskserve"} == 1', 3)
+        name = client.instance_name
+        (requests,) = found.wait_for(
+            f'daskserve_http_requests_total{{serve_instance="{name}",code="200"}}', 1
+        )
+        assert requests["value"][1] == "7"
+        assert requests["metric"]["dask_role"] == "worker"
+        assert "exported_instance" not in requests["metric"]
+        with dask_worker(external.address, external.folder, name="late"):
+            found.wait_for('up{job="daskserve"} == 1', 4)
+        found.wait_for('up{job="daskserve"}', 3)
+        assert found.query('up{job="daskserve"} == 0') == []
+
+
+@needs_prometheus
+def test_prometheus_follows_a_file_that_is_kept_by_the_scheduler_address(
+    client: serve.Client, external: ExternalCluster, tmp_path: Path
+) -> None:
+    file = tmp_path / "targets.json"
+    configuration = subprocess.run(
+        command("scrape-config", "--file", str(file), "--interval", "1"),
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+    ).stdout
+    follow = command("targets", external.address, "--file", str(file), "--follow", "--interval", "0.5")
+    follower = subprocess.Popen(follow, stderr=subprocess.DEVNULL)
+    try:
+        poll_for(file.exists)
+        with prometheus(configuration, tmp_path) as found:
+            found.wait_for('up{job="daskserve"} == 1', 3)
+            with dask_worker(external.address, external.folder, name="late"):
+                found.wait_for('up{job="daskserve"} == 1', 4)
+            found.wait_for('up{job="daskserve"}', 3)
+        follower.send_signal(signal.SIGINT)
+        assert follower.wait(20) == 0
+    finally:
+        follower.kill()
+        follower.wait()
