@@ -27,15 +27,15 @@ from daskserve.types import WorkerAddress
 #: Below the scheduler's own prefix, if it has one.
 PATH = "/daskserve/targets"
 METRICS_PATH = "/metrics"
-#: Addresses that say where a server listens, and not where others reach it.
-_UNTOLD = frozenset(("", "0.0.0.0", "::", "127.0.0.1", "::1"))
+#: Addresses that say where a server listens, and not where it is reached.
+_WILDCARDS = frozenset(("", "0.0.0.0", "::"))
 
 Target = dict[str, Any]
 
 
 def reachable(bound: str, host: str) -> str:
     """Return where an HTTP server is reached, by where it listens and which host Dask reaches."""
-    return host if bound in _UNTOLD else bound
+    return host if bound in _WILDCARDS else bound
 
 
 def target(address: str, port: int, *, role: str, name: str, path: str) -> Target:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from clusters import nannied_cluster, pids, running, serve_pids, worker_of
-from dask_processes import ExternalCluster, dask_worker, fetch, poll_for
+from dask_processes import HERE, ExternalCluster, dask_worker, fetch, poll_for
 from scraping import (
     Figures,
     assert_monotone,
@@ -208,6 +208,32 @@ client.shutdown()
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=50, check=True
     )
     assert sorted(done.stdout.splitlines()) == ["scheduler True", "worker True", "worker True"]
+
+
+def test_workers_that_share_a_process_are_one_target_and_counted_once() -> None:
+    program = """
+import urllib.request, daskserve as serve
+from distributed import Client, LocalCluster
+from scraping import Figures
+options = {"n_workers": 2, "processes": False, "dashboard_address": "127.0.0.1:0"}
+with LocalCluster(**options) as cluster, Client(cluster) as dask:
+    with serve.start(dask_client=dask, http_options={"port": 0}) as client:
+        client.create_backend("b", lambda request: "x", config={"num_replicas": 2})
+        client.create_endpoint("e", backend="b", route="/e")
+        for _ in range(6):
+            urllib.request.urlopen(client.http_urls()[0] + "/e").read()
+        found = Figures(dask)
+        counted = [found.total(f"daskserve_{name}_requests_total") for name in ("http", "deployment")]
+        print(len(found.by_target), *counted, found.values("daskserve_replica_healthy"))
+"""
+    variables = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")])),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=50, env=variables
+    )
+    assert done.stdout == "1 6.0 6.0 [1.0, 1.0]\n", done.stderr
 
 
 def command(*arguments: str) -> list[str]:
