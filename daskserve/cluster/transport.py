@@ -46,6 +46,8 @@ _BYTES, _BUFFER, _SMALL = 1, 2, 3
 
 #: Large parts are given to the socket in pieces, as it takes them.
 PIECE_BYTES = 256 * 1024
+#: So many frames are not kept waiting for more: the other side may as well begin with them.
+MAX_FRAMES = 16
 #: How much may wait in the event loop's own buffer.
 HIGH_WATER_BYTES = 1024 * 1024
 
@@ -209,7 +211,9 @@ class SocketTransport(asyncio.BufferedProtocol):
 
     def post(self, frame: Any) -> None:
         self._outbox.append(frame)
-        if not self._is_flushing:
+        if len(self._outbox) >= MAX_FRAMES:
+            self._flush()
+        elif not self._is_flushing:
             self._is_flushing = True
             asyncio.get_running_loop().call_soon(self._flush)
 
@@ -272,7 +276,7 @@ class SocketTransport(asyncio.BufferedProtocol):
 
     def _flush(self) -> None:
         self._is_flushing = False
-        if self._transport is None or self._is_aborted:
+        if self._transport is None or self._is_aborted or not self._outbox:
             return  # not connected yet: then all goes out at once
         frames, self._outbox = self._outbox, []
         self.turn += 1
