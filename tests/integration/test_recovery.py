@@ -148,15 +148,21 @@ def test_a_retired_worker_hands_its_replicas_over_first() -> None:
 
 
 def test_one_of_several_proxies_on_a_port_goes_and_no_get_fails() -> None:
-    options = {"port": 0, "location": "EveryWorker"}
-    with nannied_cluster(3) as dask, serve.start(dask_client=dask, http_options=options) as client:
+    with nannied_cluster(4) as dask:
+        for server in ("tornado", "uvicorn"):
+            retire_a_proxy_under_load(dask, server)
+
+
+def retire_a_proxy_under_load(dask: Client, server: str) -> None:
+    options = {"port": 0, "location": "EveryWorker", "server": server}
+    with serve.start(dask_client=dask, http_options=options) as client:
         url = serve_pids(client)
         with Load(url, connections=16) as load:
             victim = next(each for each in pids(dask) if each != worker_of(client, "controller"))
             assert victim in dask.retire_workers([victim])
             assert {each.worker for each in client.status().actors if each.kind == "proxy"} == set(pids(dask))
             load.more()
-        assert load.failures == []
+        assert load.failures == [], server
         assert set(client.http_urls()) == {url}
 
 
