@@ -20,8 +20,8 @@ from dask_processes import ExternalCluster
 import daskserve as serve
 
 MIB = 1 << 20
-#: Many times what may be on its way, and what a process may take for it.
-BODY_BYTES, LIMIT_BYTES = 384 * MIB, 64 * MIB
+#: The largest body that is allowed by default, and what a process may take for it.
+BODY_BYTES, LIMIT_BYTES = 1024 * MIB, 64 * MIB
 
 
 def application() -> Any:
@@ -72,7 +72,6 @@ def bounded(processes: list[psutil.Process]) -> Iterator[None]:
     ("server", "kind"),
     [
         ("tornado", "upload"),
-        ("tornado", "download"),
         ("tornado", "download that is read late"),
         ("uvicorn", "upload"),
         ("uvicorn", "download that is read late"),
