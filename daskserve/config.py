@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from daskserve.autoscaling_config import AutoscalingConfig
 from daskserve.types import Location
 
 #: Concurrency of a replica whose callable is a plain function, and of one that is ``async def``.
 SYNC_CONCURRENCY = 8
 ASYNC_CONCURRENCY = 100
+#: The most replicas that ``num_replicas="auto"`` makes, unless its ``autoscaling_config`` says otherwise.
+AUTO_MAX_REPLICAS = 100
 
 
 class Options(BaseModel):
@@ -122,7 +126,15 @@ class BackendMetadata(Options):
 class BackendConfig(Options):
     """How a backend runs. Only the fields that were set are merged by ``update_backend_config``."""
 
-    num_replicas: int = Field(1, ge=1, description="How many replicas run.")
+    num_replicas: int = Field(
+        1,
+        ge=1,
+        description='How many replicas run. ``"auto"``: as many as the load wants, from 1 to 100 or as '
+        "``autoscaling_config`` says.",
+    )
+    autoscaling_config: AutoscalingConfig | None = Field(
+        None, description="Let the load decide how many replicas run, see [Autoscaling](#autoscaling)."
+    )
     max_batch_size: int | None = Field(
         None, ge=1, description="Largest batch handed to a callable marked with ``accept_batch``."
     )
@@ -188,6 +200,37 @@ class BackendConfig(Options):
         default_factory=BackendMetadata, description="Set by daskserve; read-only for users."
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _other_spellings(cls, values: Any) -> Any:
+        """Accept ``num_replicas="auto"``, and the autoscaler's options where the classic system has them."""
+        if not isinstance(values, Mapping):
+            return values
+        found = dict(values)
+        metadata = found.get("internal_metadata")
+        classic = metadata.get if isinstance(metadata, Mapping) else partial(getattr, metadata)
+        options = found.get("autoscaling_config", classic("autoscaling_config", None))
+        if found.get("num_replicas") == "auto":
+            del found["num_replicas"]
+            options = {} if options is None else options
+            if isinstance(options, AutoscalingConfig):
+                options = options.model_dump(exclude_unset=True)
+            if isinstance(options, Mapping):
+                options = {"max_replicas": AUTO_MAX_REPLICAS, **options}
+        if options is not None:
+            found["autoscaling_config"] = options
+        return found
+
+    @model_validator(mode="after")
+    def _one_decides(self) -> BackendConfig:
+        config = self.autoscaling_config
+        if config is not None and "num_replicas" in self.model_fields_set and not config.dry_run:
+            raise ValueError(
+                f"num_replicas={self.num_replicas} is given together with autoscaling_config, which decides "
+                "how many replicas there are; leave one out, or set autoscaling_config=None to scale by hand"
+            )
+        return self
+
     def concurrency(self) -> int:
         """Return how many requests one replica may run, with the defaults filled in."""
         if self.max_concurrent_queries is not None:
@@ -202,6 +245,9 @@ class BackendConfig(Options):
         """Return a copy in which the fields that ``changes`` sets are replaced."""
         # Not model_copy: that skips validation.
         values = {name: getattr(self, name) for name in self.model_fields_set}
+        config = changes.autoscaling_config
+        if config is not None and not config.dry_run:
+            values.pop("num_replicas", None)  # it was so many until now
         values |= {name: getattr(changes, name) for name in changes.model_fields_set}
         values["internal_metadata"] = self.internal_metadata
         return BackendConfig(**values)

@@ -37,6 +37,10 @@ def check_route(route: Any) -> None:
 def split_config(config: BackendConfig) -> tuple[dict[str, Any], bytes | None]:
     """Return the options that were set as plain values, and the user_config pickled."""
     plain = config.model_dump(exclude_unset=True, exclude={"user_config", "internal_metadata"})
+    autoscaling = plain.get("autoscaling_config")
+    if autoscaling is not None and callable(autoscaling.get("policy")):
+        # Code of the user's, which only the controller may load.
+        autoscaling["policy"] = dump_bytes(autoscaling["policy"])
     return plain, None if config.user_config is None else dump_bytes(config.user_config)
 
 
@@ -48,6 +52,8 @@ def join_config(found: Mapping[str, Any]) -> BackendConfig:
     result = BackendConfig(**config)
     if result.max_concurrent_queries is None:
         result.max_concurrent_queries = result.concurrency()
+    if result.autoscaling_config is not None:
+        result.internal_metadata.autoscaling_config = result.autoscaling_config.model_dump()
     return result
 
 

@@ -48,13 +48,13 @@ class UseReport:
         The workers that hold replicas or proxies, or are about to.
     retiring : frozenset
         The workers that it knows are to leave, and so puts nothing new on.
-    waiting_cpus : float
-        The CPUs of replicas that found no room.
+    waiting_workers : int
+        How many more workers the replicas that found no room would fill.
     """
 
     in_use: frozenset[WorkerAddress] = frozenset()
     retiring: frozenset[WorkerAddress] = frozenset()
-    waiting_cpus: float = 0.0
+    waiting_workers: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,15 +180,21 @@ class Cluster(Protocol):
     ) -> Coroutine[Any, Any, Load]:
         """Carry one request stream to an actor, directly if it lives in this process."""
 
-    async def inspect(self, worker: WorkerAddress) -> Sequence[Mapping[str, Any]]:
+    async def inspect(
+        self, worker: WorkerAddress, *, has_figures: bool = False
+    ) -> Sequence[Mapping[str, Any]]:
         """Return the instance's actors on a worker, as they are there now.
 
-        Each as ``{"name", "kind", "incarnation", "is_ready", "is_healthy", "detail", "worker", "pid"}``.
+        Each as ``{"name", "kind", "incarnation", "is_ready", "is_healthy", "detail", "worker", "pid"}``, and,
+        if they are asked for and the actor has any, ``"figures"``.
         Raises `ActorLostError` if the worker is gone, and never returns if its process is stopped.
         """
 
-    async def report(self, epoch: int, report: UseReport) -> None:
-        """Tell the scheduler what the instance uses; one of an older controller is ignored."""
+    async def report(self, epoch: int, report: UseReport) -> bool:
+        """Tell the scheduler what the instance uses; one of an older controller is ignored.
+
+        Returns whether the cluster is adaptive: it grows for what waits, and takes back what is empty.
+        """
 
     async def restart_worker(self, worker: WorkerAddress) -> None:
         """Have a worker that does not answer killed and started anew; returns before that is done."""

@@ -14,6 +14,7 @@ the scheduler's decisions, and puts everything back afterwards:
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -26,15 +27,21 @@ from daskserve.types import InstanceName, WorkerAddress
 
 logger = logging.getLogger("daskserve.supervisor")
 
+#: What scales a cluster asks every second or so; one that has not asked for so long does not any more.
+ADAPTIVE_S = 60.0
+
 Evacuate = Callable[[list[WorkerAddress]], Awaitable[None]]
 
 
 class Capacity:
     """What the instances use and want, and the scheduler's decisions in view of it."""
 
-    def __init__(self, scheduler: Scheduler, evacuate: Evacuate) -> None:
+    def __init__(self, scheduler: Scheduler, evacuate: Evacuate, became_adaptive: Callable[[], None]) -> None:
         self._scheduler: Any = scheduler
         self._evacuate = evacuate
+        self._became_adaptive = became_adaptive
+        #: When a cluster that scales itself asked last how many workers it should have.
+        self._asked_at = -math.inf
         self._reports: dict[InstanceName, UseReport] = {}
         self._idle_timeout: float | None = None
         self._originals: dict[str, Any] = {}
@@ -50,12 +57,9 @@ class Capacity:
                 "The scheduler's idle timeout of %s s is suspended while daskserve runs", self._idle_timeout
             )
         self._originals = {name: scheduler.handlers[name] for name in ("adaptive_target", "retire_workers")}
-        for name, replacement in (
-            ("adaptive_target", self.adaptive_target),
-            ("retire_workers", self.retire_workers),
-        ):
-            scheduler.handlers[name] = replacement
-            setattr(scheduler, name, replacement)
+        scheduler.handlers["adaptive_target"] = self._asked
+        scheduler.adaptive_target = self.adaptive_target
+        scheduler.handlers["retire_workers"] = scheduler.retire_workers = self.retire_workers
 
     def uninstall(self) -> None:
         """Put everything back; idempotent."""
@@ -89,14 +93,21 @@ class Capacity:
         is_known = all(leaving <= report.retiring for report in reports)
         return is_known and leaving.isdisjoint(self.in_use())
 
+    @property
+    def is_adaptive(self) -> bool:
+        """Whether something scales the cluster by what `adaptive_target` says."""
+        return asyncio.get_running_loop().time() - self._asked_at < ADAPTIVE_S
+
+    def _asked(self, *args: Any, **kwargs: Any) -> int:
+        # Metrics and dashboards call the method; what is going to scale asks over a connection.
+        was_adaptive, self._asked_at = self.is_adaptive, asyncio.get_running_loop().time()
+        if not was_adaptive:
+            self._became_adaptive()
+        return self.adaptive_target(*args, **kwargs)
+
     def workers_wanted(self) -> int:
         """Return how many more workers the replicas that found no room would fill."""
-        cpus = sum(report.waiting_cpus for report in self._reports.values())
-        if cpus <= 0:
-            return 0
-        workers = self._scheduler.workers.values()
-        threads = sum(worker.nthreads for worker in workers) / len(workers) if workers else 1
-        return max(1, math.ceil(cpus / threads))
+        return sum(report.waiting_workers for report in self._reports.values())
 
     def adaptive_target(self, *args: Any, **kwargs: Any) -> int:
         """Return the number of workers wanted by Dask's tasks and by replicas together."""

@@ -215,22 +215,25 @@ class DaskCluster:
         except ActorLostError:
             pass  # the worker is gone, and the actor with it
 
-    async def inspect(self, worker: WorkerAddress) -> Sequence[Mapping[str, Any]]:
+    async def inspect(
+        self, worker: WorkerAddress, *, has_figures: bool = False
+    ) -> Sequence[Mapping[str, Any]]:
         actors: Sequence[Mapping[str, Any]] = await self.call(
-            ActorAddress(HOST_ACTOR, worker, 0), "actors", instance=self.instance
+            ActorAddress(HOST_ACTOR, worker, 0), "actors", instance=self.instance, has_figures=has_figures
         )
         return actors
 
-    async def report(self, epoch: int, report: UseReport) -> None:
-        await ask_supervisor(
+    async def report(self, epoch: int, report: UseReport) -> bool:
+        is_adaptive: bool = await ask_supervisor(
             self._client,
             "report",
             instance=self.instance,
             epoch=epoch,
             in_use=sorted(report.in_use),
             retiring=sorted(report.retiring),
-            waiting_cpus=report.waiting_cpus,
+            waiting_workers=report.waiting_workers,
         )
+        return is_adaptive
 
     async def restart_worker(self, worker: WorkerAddress) -> None:
         await ask_supervisor(self._client, "restart_worker", worker=worker)

@@ -67,6 +67,11 @@ class _Entry:
         facts = ask() if ask is not None and self.is_ready else {}
         return {"is_healthy": facts.get("is_healthy", True), "detail": facts.get("detail", "")}
 
+    def figures(self) -> dict[str, Any]:
+        """Return the actor's figures, for one that has any."""
+        ask = getattr(self.actor, "figures", None)
+        return {"figures": ask()} if ask is not None and self.is_ready else {}
+
 
 def load_factory(kind: ActorKind) -> ActorFactory:
     """Import the class that makes actors of a kind."""
@@ -218,7 +223,7 @@ class Host:
             PROCESS.remove(entry.actor)
             self._tuning.objects_changed()
 
-    async def _list_actors(self, instance: InstanceName) -> list[dict[str, Any]]:
+    async def _list_actors(self, instance: InstanceName, has_figures: bool = False) -> list[dict[str, Any]]:
         return [
             {
                 "name": entry.spec.name,
@@ -226,6 +231,7 @@ class Host:
                 "incarnation": entry.spec.incarnation,
                 "is_ready": entry.is_ready,
                 **entry.health(),
+                **(entry.figures() if has_figures else {}),
                 "worker": self._worker.address,
                 "pid": os.getpid(),
             }

@@ -135,6 +135,8 @@ class LocalCluster:
         What the listeners hear; set ``topic.deliver`` to change how from then on.
     reported : UseReport
         What the controller told the scheduler last.
+    is_adaptive : bool
+        What the controller is told about the cluster when it reports.
     epoch : int
         That of the newest controller, running or being started.
     refused : dict
@@ -149,6 +151,8 @@ class LocalCluster:
             await cluster.program.call(controller, "status")
             cluster.remove_worker(controller.worker)  # a new one takes over
     """
+
+    is_adaptive = False
 
     def __init__(
         self,

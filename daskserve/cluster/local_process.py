@@ -149,11 +149,13 @@ class LocalHost:
             if self.entries.get(entry.spec.name) is entry:
                 del self.entries[entry.spec.name]
 
-    async def list_actors(self) -> list[dict[str, Any]]:
+    async def list_actors(self, *, has_figures: bool = False) -> list[dict[str, Any]]:
         found = []
         for entry in self.entries.values():
             ask = getattr(entry.actor, "health", None)
             facts = ask() if ask is not None and entry.is_ready else {}
+            count = getattr(entry.actor, "figures", None)
+            figures = {"figures": count()} if has_figures and count is not None and entry.is_ready else {}
             found.append(
                 {
                     "name": entry.spec.name,
@@ -164,6 +166,7 @@ class LocalHost:
                     "detail": facts.get("detail", ""),
                     "worker": self.info.address,
                     "pid": self.info.pid,
+                    **figures,
                 }
             )
         return found
@@ -363,16 +366,19 @@ class LocalProcess:
             self, address.worker, lambda host: host.dispatch(address, envelope, receive, send)
         )
 
-    async def inspect(self, worker: WorkerAddress) -> Sequence[Mapping[str, Any]]:
+    async def inspect(
+        self, worker: WorkerAddress, *, has_figures: bool = False
+    ) -> Sequence[Mapping[str, Any]]:
         actors: Sequence[Mapping[str, Any]] = await self._cluster.run_on(
-            self, worker, lambda host: host.list_actors()
+            self, worker, lambda host: host.list_actors(has_figures=has_figures)
         )
         return actors
 
-    async def report(self, epoch: int, report: UseReport) -> None:
+    async def report(self, epoch: int, report: UseReport) -> bool:
         await self.breathe()
         if epoch == self._cluster.epoch:
             self._cluster.reported = report
+        return self._cluster.is_adaptive
 
     async def restart_worker(self, worker: WorkerAddress) -> None:
         await self.breathe()

@@ -71,7 +71,8 @@ class Supervisor(SchedulerPlugin):
         self._client: Client | None = None
         self._hosts = HostRegistry(scheduler)
         self._splices = Splices(scheduler, self._hosts)
-        self._capacity = Capacity(scheduler, self._evacuate)
+        adaptive = {"kind": WORKERS, "joined": [], "left": [], "is_adaptive": True}
+        self._capacity = Capacity(scheduler, self._evacuate, lambda: self._tell(None, adaptive))
         self._targets = Targets(scheduler, self._hosts.facts_of)
         self._controllers = ControllerKeeper(
             self._hosts, self._instances, tell=self._tell, spawn=self._tasks.spawn
@@ -291,13 +292,14 @@ class Supervisor(SchedulerPlugin):
         epoch: int,
         in_use: list[WorkerAddress],
         retiring: list[WorkerAddress],
-        waiting_cpus: float,
-    ) -> None:
+        waiting_workers: int,
+    ) -> bool:
         entry = self._known(instance)
         if epoch == entry.epoch:
-            report = UseReport(frozenset(in_use), frozenset(retiring), waiting_cpus)
+            report = UseReport(frozenset(in_use), frozenset(retiring), waiting_workers)
             self._capacity.report(instance, report)
             self._reported.set()
+        return self._capacity.is_adaptive
 
     def _known(self, instance: InstanceName) -> Instance:
         entry = self._instances.get(instance)
@@ -367,8 +369,10 @@ class Supervisor(SchedulerPlugin):
             await self._hosts.release(worker)
         self._reported.set()
 
-    def _tell(self, instance: InstanceName, message: Mapping[str, Any]) -> None:
-        self._scheduler.log_event(topic_of(instance), dict(message))
+    def _tell(self, instance: InstanceName | None, message: Mapping[str, Any]) -> None:
+        """Send plain values to an instance's topic; None sends them to every instance's."""
+        for name in list(self._instances) if instance is None else [instance]:
+            self._scheduler.log_event(topic_of(name), dict(message))
 
     def _drop_topic(self, instance: InstanceName) -> None:
         # Long after the end of an instance another one of its name may run, under another supervisor.

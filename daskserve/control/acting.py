@@ -86,7 +86,7 @@ class Acting:
 
     async def _tell_scheduler(self, epoch: int, report: UseReport) -> None:
         try:
-            await self._cluster.report(epoch, report)
+            self._observed.is_adaptive = await self._cluster.report(epoch, report)
         except (ServeError, OSError) as error:
             logger.warning("The scheduler could not be told what is in use, trying again: %s", error)
             await self._clock.sleep(RETRY_S)

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import random
 import string
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from daskserve.control import goals
 from daskserve.control.observed import Observed
-from daskserve.control.placement import Demand, explain, place
+from daskserve.control.placement import Demand, demand_of, explain, place
 from daskserve.control.records import (
     BackendRecord,
     Change,
@@ -25,7 +25,8 @@ from daskserve.control.records import (
     from_plain,
 )
 from daskserve.control.replica_lifecycle import ReplicaEvent, move
-from daskserve.control.rollout import next_steps
+from daskserve.control.rollout import Burdens, next_steps
+from daskserve.control.scaling import carried_over, scaled
 from daskserve.control.state import State
 from daskserve.errors import DeployError, NoCapacityError, RequestTimeoutError, ServeError
 from daskserve.types import ReplicaState, WorkerAddress
@@ -36,6 +37,8 @@ UNKNOWN_CONFIG = ""
 MAX_FAILURES = 3
 #: Pause before the next try of a backend whose replicas fail outside any goal; doubles up to the maximum.
 RETRY_S, MAX_RETRY_S = 0.5, 30.0
+#: A worker that holds a proxy or the controller is as hard to empty as one with so many replicas.
+KEPT_WORKER = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +88,9 @@ class World:
     now: float
     rng: random.Random
     next_incarnation: Callable[[], int]
-    avoid: Iterable[WorkerAddress] = ()
+    avoid: Collection[WorkerAddress] = ()
+    #: In seconds since the epoch, for people to read.
+    wall: float = 0.0
 
 
 def replica_tag(backend: str, rng: random.Random) -> str:
@@ -190,6 +195,12 @@ class _Stepper:
         observed.retry_at[tag] = self.world.now + pause_s
         observed.waiting[tag] = f"a replica failed to start, trying again in {pause_s:g} s: {error}"
 
+    def scale(self) -> None:
+        """Make the number that the autoscaler decided on the wanted one."""
+        decided = self.world.observed.scalings.get(self.backend.tag)
+        if decided is not None and decided.is_for(self.backend):
+            self.set_backend(scaled(self.backend, decided.replicas, decided.reason, self.world.wall))
+
     # 2. give up a goal that failed or ran out of time
 
     def fail_goal(self, error: ServeError) -> bool:
@@ -207,7 +218,8 @@ class _Stepper:
         else:
             previous: BackendRecord = from_plain("backend", goal.previous)
             text = f"{error}\n{getattr(error, 'user_traceback', '')}".strip()
-            self.set_backend(replace(previous, goal=None, last_error=text))
+            previous = replace(previous, goal=None, last_error=text)
+            self.set_backend(carried_over(previous, self.backend, self.world.wall))
         return True
 
     def check_deadline(self) -> None:
@@ -227,7 +239,7 @@ class _Stepper:
             self.step.wake(deadline)
             return
         why = observed.waiting.get(self.backend.tag)
-        tag, wanted = self.backend.tag, self.backend.num_replicas
+        tag, wanted = self.backend.tag, self.backend.needed_replicas
         if why is not None:
             self.fail_goal(
                 NoCapacityError(
@@ -248,8 +260,9 @@ class _Stepper:
     def close_gap(self) -> None:
         observed = self.world.observed
         wanted = self.backend.num_replicas
+        replicas = list(self.replicas.values())
         steps = next_steps(
-            wanted, self.backend.version, list(self.replicas.values()), leaving=observed.retiring()
+            wanted, self.backend.version, replicas, leaving=observed.retiring(), burdens=self.burdens()
         )
         for replica in steps.stop:
             self.give_up(replica)
@@ -260,6 +273,17 @@ class _Stepper:
             for _ in range(steps.start):
                 self.begin()
         self.place_waiting()
+
+    def burdens(self) -> Burdens:
+        state, observed = self.world.state, self.world.observed
+
+        def others(worker: WorkerAddress) -> int:
+            # What cannot move, or not without being noticed, keeps its worker in any case.
+            fixed = KEPT_WORKER if worker in self.world.avoid else 0
+            return fixed + state.count_on(worker) - state.count_on(worker, self.backend.tag)
+
+        ongoing = observed.loads.ongoing(self.replicas, self.world.now)
+        return Burdens(ongoing, others, empties_workers=observed.is_adaptive)
 
     def give_up(self, replica: ReplicaRecord) -> None:
         if replica.state is ReplicaState.SHOULD_START:
@@ -290,8 +314,7 @@ class _Stepper:
             if observed.retry_at.get(self.backend.tag, 0.0) <= self.world.now:
                 observed.waiting.pop(self.backend.tag, None)
             return
-        allowed = self.backend.actor_options.get("workers")
-        demand = Demand(self.backend.tag, waiting[0].demand, None if allowed is None else tuple(allowed))
+        demand = demand_of(self.backend, waiting[0])
         # Placed records must count at once, so the trial ledger is the state with this step applied.
         trial = _Trial(self.world.state, self.step.change)
         try:
@@ -379,12 +402,24 @@ class _Stepper:
         self.set_backend(replace(self.backend, goal=None))
 
     def is_at_rest(self) -> bool:
-        """Whether what runs is what is wanted, and nothing else is left."""
-        return len(self.replicas) == self.backend.num_replicas and all(
-            replica.state is ReplicaState.RUNNING
-            and replica.version == self.backend.version
-            and replica.config_id == self.backend.config_id
-            for replica in self.replicas.values()
+        """Whether what runs is what is wanted, and nothing else is left.
+
+        The autoscaler may be on its way to more replicas or fewer: those do not count.
+        """
+        backend = self.backend
+        running = [each for each in self.replicas.values() if each.state is ReplicaState.RUNNING]
+        others = len(self.replicas) - len(running)
+        if backend.scaled_to is not None and not backend.is_deleting:
+            is_there = len(running) >= backend.needed_replicas
+            others = sum(each.version != backend.version for each in self.replicas.values())
+        else:
+            is_there = len(running) == backend.num_replicas
+        return (
+            is_there
+            and not others
+            and all(
+                each.version == backend.version and each.config_id == backend.config_id for each in running
+            )
         )
 
 
@@ -415,6 +450,7 @@ def step(world: World, backend: BackendRecord) -> Step:
     """Return what to write and what to do next for one backend."""
     stepper = _Stepper(world, backend)
     stepper.take_in()
+    stepper.scale()
     stepper.check_deadline()
     stepper.close_gap()
     stepper.finish()
@@ -426,7 +462,7 @@ def published(state: State, tag: str) -> Any:
     backend = state.backends.get(tag)
     if backend is None:
         return None
-    return {
+    value = {
         "replicas": [
             [each.tag, each.worker, each.incarnation]
             for each in state.replicas_of(tag)
@@ -435,3 +471,6 @@ def published(state: State, tag: str) -> Any:
         "concurrency": backend.concurrency,
         "max_queued": backend.config.get("max_queued_requests", 1000),
     }
+    if backend.autoscaling is not None:
+        value["autoscaled"] = True
+    return value

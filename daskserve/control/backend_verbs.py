@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import msgpack
+from pydantic import ValidationError
 
 from daskserve.config import ActorOptions, BackendConfig
-from daskserve.control import goals
+from daskserve.control import goals, scaling
 from daskserve.control.records import BackendRecord, Change, CodeRecord
 from daskserve.control.state import State
 from daskserve.errors import AlreadyRegisteredError, BadRequestError, NotFoundError, NotRegisteredError
@@ -18,7 +19,13 @@ from daskserve.types import BackendTag, EndpointTag, GoalId
 
 #: Config fields that running replicas need not hear of.
 _CONTROLLER_ONLY = frozenset(
-    {"num_replicas", "max_queued_requests", "experimental_graceful_shutdown_timeout_s", "internal_metadata"}
+    {
+        "autoscaling_config",
+        "experimental_graceful_shutdown_timeout_s",
+        "internal_metadata",
+        "max_queued_requests",
+        "num_replicas",
+    }
 )
 #: Versions that the classic system keeps to itself.
 RESERVED_VERSIONS = frozenset({"__v1__", "Unversioned"})
@@ -119,6 +126,7 @@ def create_backend(state: State, wish: Wish, *, goal_id: GoalId) -> Outcome:
         )
     record, code = _new_record(wish, is_deployment=False)
     change: Change = {code.key: code}
+    record = scaling.carried_over(record, None, wish.now)
     goals.open_goal(state, change, record, goal_id=goal_id, timeout_s=wish.timeout_s)
     return Outcome(change, goal_id)
 
@@ -146,6 +154,7 @@ def deploy(state: State, wish: Wish, *, goal_id: GoalId) -> Outcome:
         if is_same and existing.config == record.config:
             return Outcome({}, existing.goal)
     change: Change = {code.key: code}
+    record = scaling.carried_over(record, existing, wish.now)
     goals.open_goal(state, change, record, goal_id=goal_id, timeout_s=wish.timeout_s)
     return Outcome(change, goal_id)
 
@@ -198,17 +207,23 @@ def update_backend_config(
     sets_user_config: bool,
     goal_id: GoalId,
     timeout_s: float | None,
+    now: float = 0.0,
 ) -> Outcome:
     """Merge the given options into a backend's; the others stay."""
     backend = get(state, tag)
     current = BackendConfig(**backend.config)
-    merged = current.merged(BackendConfig(**config))
+    try:
+        merged = current.merged(BackendConfig(**config))
+    except ValidationError as error:
+        # Each option by itself was right, or the client would have said so.
+        raise BadRequestError(f"The options of backend '{tag}' do not go together: {error}") from error
     if merged.isolation != current.isolation:
         raise BadRequestError(
             f"The isolation of backend '{tag}' is {current.isolation!r} and cannot be changed in place; "
             "delete it and create it anew, or deploy a deployment again, which replaces its replicas."
         )
     wanted = configured(backend, merged, user_config if sets_user_config else backend.user_config)
+    wanted = scaling.carried_over(wanted, backend, now)
     if wanted == backend:
         return Outcome({}, backend.goal)
     change: Change = {}

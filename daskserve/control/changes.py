@@ -70,6 +70,7 @@ class ChangingVerbs(ControllerCore):
                 sets_user_config=sets_user_config,
                 goal_id=self._goal_id(),
                 timeout_s=timeout_s,
+                now=self._clock.wall(),
             )
             return await self._commit_outcome(outcome, tag)
 

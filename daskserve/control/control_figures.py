@@ -80,7 +80,7 @@ def _deployments(instance: str, state: State, observed: Observed) -> list[Sample
         found += [
             ("deployment_wanted_replicas", labels, backend.num_replicas),
             ("deployment_replicas", (*labels, ReplicaState.RUNNING.value), running),
-            ("deployment_status", (*labels, views.status_word(backend, running)), 1),
+            ("deployment_status", (*labels, views.status_word(observed, backend, running)), 1),
         ]
     for (tag, replica_state), count in by_state.items():
         found.append(("deployment_replicas", (instance, tag, replica_state.value), count))

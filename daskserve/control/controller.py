@@ -47,6 +47,7 @@ class Controller(ChangingVerbs):
             "status",
             "update_backend_config",
             "get_deployment_info",
+            "report_load",
             "report_queue_lengths",
             "snapshot",
             "view",
@@ -137,7 +138,14 @@ class Controller(ChangingVerbs):
 
     async def report_queue_lengths(self, router: str, lengths: Mapping[str, int]) -> None:
         """Take note of what waits in a router, by backend; the view ``queue_lengths`` tells all of them."""
-        self._observed.queue_lengths[router] = dict(lengths)
+        await self.report_load(router, {tag: (waiting, 0) for tag, waiting in lengths.items()})
+
+    async def report_load(self, router: str, loads: Mapping[str, Sequence[int]]) -> None:
+        """Take note of how many requests wait in a router and how many are in flight, by backend."""
+        self._observed.loads.report(router, loads, self._clock.now())
+        starving = [tag for tag, load in loads.items() if load[0] and self._state.is_at_zero(tag)]
+        if starving:
+            self._scaler.wake(starving)
 
     async def get_deployment_info(self, name: str) -> dict[str, Any]:
         return views.deployment_info(self._state, name)

@@ -21,6 +21,7 @@ from daskserve.control.acting import Acting
 from daskserve.control.observed import Observed
 from daskserve.control.reconcile import Reconciler
 from daskserve.control.records import Change, GoalRecord, GoalState, ProxyRecord
+from daskserve.control.scaler import Scaler
 from daskserve.control.state import State
 from daskserve.control.watch import WorkerWatch
 from daskserve.control.writing import Writer
@@ -94,6 +95,7 @@ class ControllerCore:
             port=self._http.port,
             epoch=self._epoch,
         )
+        self._scaler = Scaler(self._state, self._observed, self._clock, poke=self._reconciler.poke)
         self._unsubscribe = await self._cluster.subscribe(self._hear)
         await self._refresh_workers()
         self._notify(self._all_keys())
@@ -109,6 +111,7 @@ class ControllerCore:
             asyncio.create_task(self._watch.run(), name="daskserve-watch-workers"),
             asyncio.create_task(self._reconciler.run(), name="daskserve-reconcile"),
             asyncio.create_task(self._keep_refreshing(), name="daskserve-refresh"),
+            asyncio.create_task(self._scaler.run(), name="daskserve-scale"),
         ]
         self._reconciler.figures.started_at = self._clock.wall()
         return {"epoch": self._epoch}
@@ -169,6 +172,8 @@ class ControllerCore:
         if message.get("kind") != WORKERS:
             return
         self._events += 1
+        if message.get("is_adaptive"):
+            self._observed.is_adaptive = True
         for worker in message["left"]:
             self._observed.workers.pop(worker, None)
             self._observed.lost_workers.add(worker)
@@ -220,6 +225,8 @@ class ControllerCore:
                 self._loop.figures.goals[record.state] += 1
                 self._observed.deadlines.pop(record.goal_id, None)
         self._notify(self._keys_touched(change))
+        if any(key.startswith("backend/") for key in change):
+            self._scaler.wake()
         if any(key.startswith("goal/") for key in change):
             ended, self._goal_ended = self._goal_ended, asyncio.Event()
             ended.set()

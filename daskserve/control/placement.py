@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from daskserve.control.records import BackendRecord, ReplicaRecord
 from daskserve.control.state import State
 from daskserve.types import BackendTag, WorkerAddress, WorkerInfo
 
@@ -75,6 +76,48 @@ def place(
         return (same, address in avoided, state.count_on(address), address)
 
     return min(candidates, key=rank).address
+
+
+def demand_of(backend: BackendRecord, replica: ReplicaRecord) -> Demand:
+    """Return what a replica needs."""
+    allowed = backend.actor_options.get("workers")
+    return Demand(backend.tag, replica.demand, None if allowed is None else tuple(allowed))
+
+
+def workers_needed(waiting: Iterable[Demand], workers: Iterable[WorkerInfo]) -> int:
+    """Return how many more workers, of the kinds there are, the replicas that found no room would fill.
+
+    For what none of these could hold, were it empty, nothing is asked: more of them would not help.
+    """
+    kinds = [(worker, capacity(worker)) for worker in workers]
+    filled: list[tuple[WorkerInfo, dict[str, float]]] = []
+    is_unknown = False
+    for demand in waiting:
+        is_unknown = is_unknown or not kinds
+        for worker, free in filled:
+            if _may_join(worker, demand) and _fits(demand.amounts, free):
+                break
+        else:
+            found = next(
+                (each for each in kinds if _may_join(each[0], demand) and _fits(demand.amounts, each[1])),
+                None,
+            )
+            if found is None:
+                continue
+            worker, free = found[0], dict(found[1])
+            filled.append((worker, free))
+        for name, amount in demand.amounts.items():
+            free[name] = free.get(name, 0) - amount
+    return max(len(filled), int(is_unknown))
+
+
+def _may_join(kind: WorkerInfo, demand: Demand) -> bool:
+    # A new worker has another address and another name, but may well be on the same host.
+    return demand.allowed_workers is None or kind.host in demand.allowed_workers
+
+
+def _fits(amounts: Mapping[str, float], free: Mapping[str, float]) -> bool:
+    return all(amount <= free.get(name, 0) + TOLERANCE for name, amount in amounts.items())
 
 
 def explain(state: State, workers: Iterable[WorkerInfo], demand: Demand) -> str:

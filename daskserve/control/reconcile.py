@@ -20,6 +20,7 @@ from daskserve.control import backend_state, http_state
 from daskserve.control.acting import RETRY_S, Acting, Commit
 from daskserve.control.control_figures import ControlFigures
 from daskserve.control.observed import Observed
+from daskserve.control.placement import demand_of, workers_needed
 from daskserve.control.state import State
 from daskserve.errors import (
     ServeError,
@@ -166,16 +167,16 @@ class Reconciler:
 
     def _report(self) -> None:
         """Tell the scheduler what the instance uses, if that has changed."""
-        waiting_cpus = sum(
-            replica.demand.get("CPU", 0.0) or 1.0
+        waiting = [
+            demand_of(backend, replica)
             for tag in self._observed.waiting
+            if (backend := self._state.backends.get(tag)) is not None
             for replica in self._state.replicas_of(tag)
             if replica.state is ReplicaState.SHOULD_START
-        )
+        ]
+        more = workers_needed(waiting, self._observed.workers.values()) if waiting else 0
         in_use, retiring = self._state.workers_in_use(), self._observed.retiring()
-        self._acting.tell_scheduler(
-            self._epoch, UseReport(frozenset(in_use), frozenset(retiring), waiting_cpus)
-        )
+        self._acting.tell_scheduler(self._epoch, UseReport(frozenset(in_use), frozenset(retiring), more))
 
     async def _step_backend(self, tag: str) -> None:
         async with self._lock:
@@ -189,6 +190,7 @@ class Reconciler:
                 rng=self._rng,
                 next_incarnation=self._next_incarnation,
                 avoid=self._workers_to_avoid(),
+                wall=self._clock.wall(),
             )
             step = backend_state.step(world, backend)
             await self._commit(step.change)

@@ -43,6 +43,10 @@ class BackendRecord:
         The client's call that made this backend, so that its retry is told from a second call.
     goal : str or None
         The goal that waits for this backend to come about.
+    scaled_to : int or None
+        How many replicas the autoscaler wants; None if the number is the config's.
+    scalings : tuple
+        The last changes of that number, oldest first: seconds since the epoch, from, to, why.
     """
 
     KIND: ClassVar[str] = "backend"
@@ -66,15 +70,35 @@ class BackendRecord:
     is_deleting: bool = False
     is_forced: bool = False
     is_deployment: bool = False
+    scaled_to: int | None = None
+    scalings: tuple[tuple[float, int, int, str], ...] = ()
 
     @property
     def key(self) -> str:
         return f"{self.KIND}/{self.tag}"
 
     @property
+    def autoscaling(self) -> Mapping[str, Any] | None:
+        """The autoscaler's options that were set; None: it is not autoscaled."""
+        found: Mapping[str, Any] | None = self.config.get("autoscaling_config")
+        return found
+
+    @property
     def num_replicas(self) -> int:
         """How many replicas are wanted now."""
-        return 0 if self.is_deleting else int(self.config.get("num_replicas", 1))
+        if self.is_deleting:
+            return 0
+        return int(self.config.get("num_replicas", 1)) if self.scaled_to is None else self.scaled_to
+
+    @property
+    def needed_replicas(self) -> int:
+        """How many must run for a change to have come about: not all that the load of the moment wants."""
+        if self.scaled_to is None or self.autoscaling is None:
+            return self.num_replicas
+        first = self.autoscaling.get("initial_replicas")
+        if first is None:
+            first = self.autoscaling.get("min_replicas", 1)
+        return min(self.num_replicas, int(first))
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,9 +275,15 @@ def from_plain(kind: str, values: Mapping[str, Any]) -> Any:
     for name in ("methods", "python_methods"):
         if name in changed:
             changed[name] = tuple(changed[name])
+    if "scalings" in changed:
+        changed["scalings"] = tuple(tuple(each) for each in changed["scalings"])
     return _KINDS[kind](**changed)
 
 
 def to_plain(record: Record) -> dict[str, Any]:
     """Return a record as plain values."""
-    return asdict(record)
+    values = asdict(record)
+    if "scalings" in values:
+        # As it comes back from a store, where it may have been within another record meanwhile.
+        values["scalings"] = [list(each) for each in values["scalings"]]
+    return values

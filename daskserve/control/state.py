@@ -5,7 +5,7 @@ The only way to change it is `State.apply`, after the change is in the store. No
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 
 from daskserve.control.records import (
     BackendRecord,
@@ -37,6 +37,7 @@ class State:
         self._count_on: dict[WorkerAddress, dict[BackendTag, int]] = {}
         self._codes_of: dict[BackendTag, dict[str, None]] = {}
         self._used: dict[WorkerAddress, dict[str, float]] = {}
+        self._autoscaled: set[BackendTag] = set()
         self._endpoints_of: dict[BackendTag, dict[EndpointTag, None]] = {}
         self._endpoint_by_route: dict[str, EndpointTag] = {}
 
@@ -58,6 +59,15 @@ class State:
     def replicas_on(self, worker: WorkerAddress) -> list[ReplicaRecord]:
         """Return the replicas placed on a worker."""
         return [self.replicas[tag] for tag in self._replicas_on.get(worker, ())]
+
+    def is_at_zero(self, backend: BackendTag) -> bool:
+        """Whether the autoscaler has left a backend without replicas."""
+        known = self.backends.get(backend)
+        return known is not None and known.scaled_to == 0
+
+    def autoscaled(self) -> Set[BackendTag]:
+        """Return the backends that have an autoscaler."""
+        return self._autoscaled
 
     def codes_of(self, backend: BackendTag) -> list[CodeRecord]:
         """Return the code records of a backend: the current version's, and an older one's during a change."""
@@ -103,6 +113,8 @@ class State:
     def _keep(self, record: Record) -> None:
         if isinstance(record, BackendRecord):
             self.backends[record.tag] = record
+            if record.autoscaling is not None:
+                self._autoscaled.add(record.tag)
         elif isinstance(record, CodeRecord):
             self.codes[record.name] = record
             self._codes_of.setdefault(record.backend, {})[record.name] = None
@@ -121,6 +133,7 @@ class State:
         kind, _, name = key.partition("/")
         if kind == "backend":
             self.backends.pop(name, None)
+            self._autoscaled.discard(name)
         elif kind == "code":
             code = self.codes.pop(name, None)
             if code is not None:

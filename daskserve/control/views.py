@@ -24,7 +24,7 @@ def backend_status(state: State, observed: Observed, backend: BackendRecord) -> 
     running = sum(each.state is ReplicaState.RUNNING for each in replicas)
     message = observed.waiting.get(backend.tag, "") or backend.last_error
     return {
-        "status": status_word(backend, running),
+        "status": status_word(observed, backend, running),
         "wanted": backend.num_replicas,
         "running": running,
         "version": backend.user_version or UNVERSIONED,
@@ -32,13 +32,15 @@ def backend_status(state: State, observed: Observed, backend: BackendRecord) -> 
     }
 
 
-def status_word(backend: BackendRecord, running: int) -> str:
+def status_word(observed: Observed, backend: BackendRecord, running: int) -> str:
     """Return in a word how far a backend is of which so many replicas run."""
     if backend.is_deleting:
         return "DELETING"
     if running >= backend.num_replicas and backend.goal is None:
         return "HEALTHY"
-    return "UPDATING" if backend.goal is not None else "UNHEALTHY"
+    # The autoscaler is on its way to another number, unless replicas fail.
+    is_scaling = backend.scaled_to is not None and backend.tag not in observed.failures
+    return "UPDATING" if backend.goal is not None or is_scaling else "UNHEALTHY"
 
 
 def proxy_state(proxy: ProxyRecord, observed: Observed) -> str:
@@ -185,7 +187,7 @@ VIEWS: Mapping[str, Callable[[State, Observed], Any]] = {
     "get_backend_configs": lambda state, _: {
         tag: dict(backend.config) for tag, backend in state.backends.items() if not backend.is_deleting
     },
-    "queue_lengths": lambda _, observed: dict(observed.queue_lengths),
+    "queue_lengths": lambda _, observed: observed.loads.queue_lengths(),
     # Every process keeps its figures in its default Prometheus registry; Dask serves them.
     "get_metric_exporter": lambda _, __: {"kind": "prometheus", "registry": "default", "path": "/metrics"},
     "num_pending_goals": lambda state, _: sum(

@@ -90,7 +90,9 @@ class WorkerWatch:
         # What began to run only after the question need not be in the answer.
         expected = [each for each in self._state.replicas_on(worker) if each.state is ReplicaState.RUNNING]
         try:
-            actors = await self._clock.wait_for(self._cluster.inspect(worker), ANSWER_S)
+            actors = await self._clock.wait_for(
+                self._cluster.inspect(worker, has_figures=bool(self._state.autoscaled())), ANSWER_S
+            )
         except (ServeError, OSError, TimeoutError) as error:
             self._missed(worker, error)
         else:
@@ -129,6 +131,9 @@ class WorkerWatch:
                 self._look_for(replica, there)
         for replica in self._state.replicas_on(worker):
             actor = there.get((replica.address(self._cluster.instance).name, replica.incarnation))
+            if actor is not None and "figures" in actor:
+                now = self._clock.now()
+                self._observed.loads.answered(replica.backend, replica.tag, actor["figures"], now)
             if actor is None or actor["is_healthy"] or replica.tag in self._observed.unhealthy:
                 continue
             logger.warning("Replica %s is unhealthy: %s", replica.tag, actor["detail"])

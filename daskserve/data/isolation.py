@@ -201,6 +201,10 @@ class IsolatedReplica:
         """Return how many requests run, and how many of these waited for their batch at the last answer."""
         return Load(self._ongoing, min(self._queued, self._ongoing))
 
+    def figures(self) -> dict[str, Any]:
+        """Return what autoscaling asks every second; see `daskserve.data.replica.Replica.figures`."""
+        return {"ongoing": self._ongoing, "ended": self._handled - self._ongoing}
+
     def _free_slot(self) -> None:
         self._ongoing -= 1
         if not self._ongoing:

@@ -218,6 +218,10 @@ class Replica:
         """Return how many requests run, and how many of these wait for their batch."""
         return Load(self._ongoing, self._batches.queued)
 
+    def figures(self) -> dict[str, Any]:
+        """Return what autoscaling asks every second: how many requests run, and how many have ended."""
+        return {"ongoing": self._ongoing, "ended": self._handled - self._ongoing}
+
     def _free_slot(self) -> None:
         self._ongoing -= 1
         if not self._ongoing and self._idle is not None:

@@ -95,6 +95,11 @@ class Roster:
     def __repr__(self) -> str:
         return " ".join(f"{each.tag}={each.in_flight}/{each.concurrency}" for each in self._entries.values())
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no replica at all, with or without room."""
+        return not self._entries
+
     def update(
         self,
         published: Mapping[ReplicaTag, tuple[WorkerAddress, int]],

@@ -17,6 +17,7 @@ from typing import Any
 from daskserve.clock import Clock, stopwatch
 from daskserve.cluster.base import Cluster
 from daskserve.cluster.long_poll import LongPollClient
+from daskserve.data.load_reports import LoadReports
 from daskserve.data.replay import Replay, replay_of
 from daskserve.data.roster import ReplicaEntry, Roster
 from daskserve.data.router_figures import BUSY, LOST, CallFigures, SetFigures
@@ -48,8 +49,19 @@ KNOWN_S = 10.0
 class ReplicaSet:
     """The running replicas of one backend, and the requests of this process that wait for one."""
 
-    def __init__(self, tag: BackendTag, cluster: Cluster, clock: Clock, rng: random.Random) -> None:
+    def __init__(
+        self,
+        tag: BackendTag,
+        cluster: Cluster,
+        clock: Clock,
+        rng: random.Random,
+        *,
+        reports: LoadReports | None = None,
+    ) -> None:
         self.tag = tag
+        #: Whether the controller wants to know what waits here.
+        self.is_autoscaled = False
+        self._reports = reports
         self._cluster = cluster
         self._clock = clock
         self._rng = rng
@@ -83,6 +95,11 @@ class ReplicaSet:
             self._cluster.instance, self.tag, waiting=self.waiting, in_flight=self.in_flight
         )
 
+    @property
+    def is_starving(self) -> bool:
+        """Whether requests wait, and there is no replica that they could wait for."""
+        return bool(self._waiting) and self._roster.is_empty
+
     def update(self, value: Any) -> None:
         """Take over what the controller published of the backend."""
         self._is_known = True
@@ -94,7 +111,13 @@ class ReplicaSet:
         published = {tag: (worker, incarnation) for tag, worker, incarnation in value["replicas"]}
         self._roster.update(published, value["concurrency"], self._name_of)
         self._max_queued = value["max_queued"]
+        self.is_autoscaled = value.get("autoscaled", False)
         self._serve_waiting()
+        self._report_load()
+
+    def _report_load(self) -> None:
+        if self.is_autoscaled and self._reports is not None:
+            self._reports.poke(is_urgent=self.is_starving)
 
     def _name_of(self, tag: str) -> str:
         return f"{self._cluster.instance}/replica/{tag}"
@@ -176,6 +199,8 @@ class ReplicaSet:
         self._waiting[waiter] = None
         if is_rejected:
             self._waiting.move_to_end(waiter, last=False)
+        if len(self._waiting) == 1 and self._roster.is_empty:
+            self._report_load()
         self._arm_timer()
         began = stopwatch()
         try:
@@ -353,6 +378,7 @@ class Routers:
         self._sets: dict[BackendTag, ReplicaSet] = {}
         self._stop_watching: list[Callable[[], None]] = []
         self._shadows: set[asyncio.Task[None]] = set()
+        self._reports = LoadReports(cluster, clock, self._sets)
         listener.on_worker_left(self._forget_worker)
         listener.on_ended(self.close)
 
@@ -372,7 +398,9 @@ class Routers:
         """Return the replicas of a backend, watched from the first use on."""
         found = self._sets.get(backend)
         if found is None:
-            found = self._sets[backend] = ReplicaSet(backend, self._cluster, self.clock, self.rng)
+            found = self._sets[backend] = ReplicaSet(
+                backend, self._cluster, self.clock, self.rng, reports=self._reports
+            )
             self._stop_watching.append(self._listener.watch(f"backend/{backend}", found.update))
         return found
 
@@ -401,6 +429,7 @@ class Routers:
         for stop in self._stop_watching:
             stop()
         self._stop_watching.clear()
+        self._reports.close()
         for task in self._shadows:
             task.cancel()
         for each in self._sets.values():

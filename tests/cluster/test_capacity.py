@@ -25,7 +25,7 @@ def capacity() -> Capacity:
         idle_timeout=300,
         handlers={"adaptive_target": lambda *args, **kwargs: 1, "retire_workers": None},
     )
-    capacity = Capacity(scheduler, _evacuate)
+    capacity = Capacity(scheduler, _evacuate, lambda: None)
     capacity.install()
     return capacity
 
@@ -54,7 +54,7 @@ def test_what_an_instance_without_a_controller_has_still_counts(capacity: Capaci
 def test_workers_of_any_instance_count_and_waiting_replicas_add_to_the_target(capacity: Capacity) -> None:
     assert capacity.adaptive_target() == 1
     capacity.report("a", UseReport(in_use=frozenset({W1})))
-    capacity.report("b", UseReport(in_use=frozenset({W1, W2}), waiting_cpus=2.5))
+    capacity.report("b", UseReport(in_use=frozenset({W1, W2}), waiting_workers=2))
     assert capacity.in_use() == {W1, W2}
     assert capacity.adaptive_target() == 2 + 2
     capacity.forget("b")

@@ -769,9 +769,9 @@ def test_the_actors_of_a_worker_can_be_looked_at() -> None:
 def test_only_the_newest_controller_is_listened_to() -> None:
     async def scenario(cluster: LocalCluster) -> None:
         await cluster.start(b"")
-        await cluster.process(W1).report(1, UseReport(frozenset({W1}), waiting_cpus=2.5))
+        await cluster.process(W1).report(1, UseReport(frozenset({W1}), waiting_workers=2))
         await cluster.process(W2).report(0, UseReport())
-        assert cluster.reported == UseReport(frozenset({W1}), waiting_cpus=2.5)
+        assert cluster.reported == UseReport(frozenset({W1}), waiting_workers=2)
 
     run(scenario)
 
