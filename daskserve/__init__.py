@@ -10,7 +10,9 @@ from daskserve._version import __version__
 
 if TYPE_CHECKING:
     from daskserve import errors, metrics
-    from daskserve.api import connect, run, shutdown, start, status
+    from daskserve.api import connect, explain, run, shutdown, start, status
+    from daskserve.autoscaling import AutoscalingContext, Decision
+    from daskserve.autoscaling_config import AutoscalingConfig
     from daskserve.client import Client
     from daskserve.config import ActorOptions, BackendConfig, HTTPOptions
     from daskserve.context import get_current_backend_tag, get_current_replica_tag
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from daskserve.deployments import Application, Deployment, deployment
     from daskserve.environment import CondaEnv
     from daskserve.errors import ServeError
+    from daskserve.explanation import Explanation
     from daskserve.instance_status import Status
 
 #: Where each public name lives. Loaded on first use: importing daskserve must cost little and start nothing.
@@ -32,6 +35,8 @@ _HOMES: Mapping[str, str] = {
     "shutdown": "api",
     "status": "api",
     "Status": "instance_status",
+    "explain": "api",
+    "Explanation": "explanation",
     "Client": "client",
     # deployments
     "deployment": "deployments",
@@ -42,7 +47,11 @@ _HOMES: Mapping[str, str] = {
     "HTTPOptions": "config",
     "BackendConfig": "config",
     "ActorOptions": "config",
+    "AutoscalingConfig": "autoscaling_config",
     "CondaEnv": "environment",
+    # policies
+    "AutoscalingContext": "autoscaling",
+    "Decision": "autoscaling",
     # calls
     "Handle": "data.handle",
     "Response": "data.handle",
@@ -62,10 +71,14 @@ _HOMES: Mapping[str, str] = {
 __all__ = [
     "ActorOptions",
     "Application",
+    "AutoscalingConfig",
+    "AutoscalingContext",
     "BackendConfig",
     "Client",
     "CondaEnv",
+    "Decision",
     "Deployment",
+    "Explanation",
     "HTTPOptions",
     "Handle",
     "Response",
@@ -79,6 +92,7 @@ __all__ = [
     "connect",
     "deployment",
     "errors",
+    "explain",
     "get_current_backend_tag",
     "get_current_replica_tag",
     "metrics",

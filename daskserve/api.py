@@ -24,6 +24,7 @@ from daskserve.context import current_replica
 from daskserve.data.handle import Handle
 from daskserve.deployments import Application, Deployment
 from daskserve.errors import AlreadyRunningError, ClosedError, NotRunningError
+from daskserve.explanation import Explanation
 from daskserve.instance_status import Status
 from daskserve.payload import dump_bytes
 from daskserve.starts import ControllerStart
@@ -287,6 +288,25 @@ def status() -> Status:
         return Status() if client is None else client.status()
     except ClosedError:
         return Status()  # it ended just now
+
+
+def explain(name: str) -> Explanation:
+    """Return why a deployment of the instance that `run` uses has as many replicas as it has.
+
+    Print it to read it: how many there are and should be, between which bounds, what the policy says, the
+    last figures and changes, and what replicas wait for.
+
+    Raises
+    ------
+    NotFoundError
+        There is no such deployment.
+    NotRunningError
+        No instance runs.
+    """
+    client = _present_client()
+    if client is None:
+        raise NotRunningError("No instance runs here; deploy something with serve.run() first.")
+    return client.explain(name)
 
 
 def run(

@@ -12,6 +12,7 @@ from daskserve.client_deployments import DeploymentVerbs
 from daskserve.cluster.link import Link
 from daskserve.data.handle import Handle, routers_of
 from daskserve.errors import NotFoundError
+from daskserve.explanation import Explanation
 from daskserve.instance_status import Status
 from daskserve.types import InstanceName, SnapshotId
 
@@ -89,6 +90,16 @@ class Client(DeploymentVerbs):
         if self._is_closed:
             return Status()
         return Status.of(self._call("status"))
+
+    def explain(self, name: str) -> Explanation:
+        """Return why a backend or deployment has as many replicas as it has; print it to read it.
+
+        Raises
+        ------
+        NotFoundError
+            There is no such backend.
+        """
+        return Explanation.of(self._call("explain", name=name))
 
     def view(self, name: str) -> Any:
         """Return something of the controller's inside in plain values, under the classic system's names.

@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from daskserve.control import backend_verbs, views
+from daskserve.control import backend_verbs, explaining, views
 from daskserve.control.changes import ChangingVerbs
 from daskserve.control.core import MAX_WAIT_S
 from daskserve.control.records import GoalState
@@ -34,6 +34,7 @@ class Controller(ChangingVerbs):
             "delete_deployment",
             "delete_endpoint",
             "deploy",
+            "explain",
             "fetch",
             "get_backend_config",
             "get_endpoint",
@@ -127,6 +128,9 @@ class Controller(ChangingVerbs):
                 **{key: str(error) for key, error in self._corrupt.items()},
             },
         }
+
+    async def explain(self, name: str) -> dict[str, Any]:
+        return explaining.explain(self._state, self._observed, name, self._clock.now())
 
     async def view(self, name: str) -> Any:
         """Return one of `daskserve.control.views.VIEWS`, or ``get_http_config``."""

@@ -17,6 +17,8 @@ from daskserve.autoscaling import Sample
 from daskserve.autoscaling_config import BUILT_IN_POLICIES, AutoscalingConfig
 from daskserve.clock import Clock
 from daskserve.control.autoscaling.autoscaler import Autoscaler, ScalingStep
+from daskserve.control.autoscaling.fetching import HTTPFetcher
+from daskserve.control.autoscaling.prometheus import PrometheusQueries
 from daskserve.control.observed import Observed, Scaling
 from daskserve.control.records import BackendRecord
 from daskserve.control.scaling import autoscaling_of
@@ -43,11 +45,14 @@ class _Entry:
     looking: asyncio.Task[None] | None = None
     #: A user's policy at work.
     asking: asyncio.Future[ScalingStep] | None = None
+    #: What is known of the values of PromQL expressions, and the task that keeps them fresh.
+    queries: PrometheusQueries | None = None
+    querying: asyncio.Task[None] | None = None
     error: str = ""
 
     def give_up(self) -> None:
         """End what is under way; a thread ends when its policy does."""
-        for each in (self.looking, self.asking):
+        for each in (self.looking, self.asking, self.querying):
             if each is not None:
                 each.cancel()
 
@@ -70,6 +75,7 @@ class Scaler:
         self._poke = poke
         self._entries: dict[BackendTag, _Entry] = {}
         self._wake = asyncio.Event()
+        self._fetcher: HTTPFetcher | None = None
 
     def wake(self, backends: Iterable[BackendTag] = ()) -> None:
         """Look now at these backends, and soon at those that are new."""
@@ -98,6 +104,8 @@ class Scaler:
         finally:
             for entry in self._entries.values():
                 entry.give_up()
+            if self._fetcher is not None:
+                self._fetcher.close()
 
     def _follow(self) -> None:
         wanted = self._state.autoscaled()
@@ -151,6 +159,7 @@ class Scaler:
             return
         entry.due = self._clock.now() + config.metrics_interval_s
         entry.error = ""
+        self._query(backend.tag, config, entry)
         try:
             if _is_built_in(config):
                 entry.autoscaler = _configured(backend.tag, config, entry.autoscaler)
@@ -162,14 +171,37 @@ class Scaler:
             entry.autoscaler = None
             entry.error = f"the policy cannot be used: {type(error).__name__}: {error}"
 
+    def _query(self, tag: BackendTag, config: AutoscalingConfig, entry: _Entry) -> None:
+        """Keep the values of the config's PromQL expressions fresh from now on, if it has any."""
+        if entry.querying is not None:
+            entry.querying.cancel()
+        entry.queries = entry.querying = None
+        if config.prometheus_address is None or not config.prometheus_queries:
+            return
+        if self._fetcher is None:
+            self._fetcher = HTTPFetcher()
+        entry.queries = PrometheusQueries(
+            config.prometheus_address,
+            config.prometheus_queries,
+            fetch=self._fetcher,
+            clock=self._clock,
+            interval_s=config.prometheus_interval_s,
+            max_age_s=config.prometheus_max_age_s,
+        )
+        entry.querying = asyncio.create_task(entry.queries.run(), name=f"daskserve-promql-{tag}")
+
     async def _ask(self, entry: _Entry, autoscaler: Autoscaler, *, current: int, target: int) -> ScalingStep:
-        now, wall = self._clock.now(), self._clock.wall()
+        facts: dict[str, Any] = {
+            "now": self._clock.now(),
+            "wall": self._clock.wall(),
+            "current": current,
+            "target": target,
+            "queries": None if entry.queries is None else entry.queries.values(),
+        }
         if _is_built_in(autoscaler.config):
-            return autoscaler.step(now=now, wall=wall, current=current, target=target)
+            return autoscaler.step(**facts)
         if entry.asking is None:
-            aside = asyncio.to_thread(
-                _ask_aside, autoscaler, now=now, wall=wall, current=current, target=target
-            )
+            aside = asyncio.to_thread(_ask_aside, autoscaler, facts)
             entry.asking = asyncio.ensure_future(aside)
         try:
             step = await self._clock.wait_for(asyncio.shield(entry.asking), ANSWER_S)
@@ -207,7 +239,7 @@ def _is_built_in(config: AutoscalingConfig) -> bool:
     return config.policy in BUILT_IN_POLICIES and below in BUILT_IN_POLICIES
 
 
-def _ask_aside(autoscaler: Autoscaler, **facts: Any) -> ScalingStep:
+def _ask_aside(autoscaler: Autoscaler, facts: Mapping[str, Any]) -> ScalingStep:
     # With a loop of its own, should the policy be async.
     return asyncio.run(autoscaler.step_async(**facts))
 

@@ -1,0 +1,50 @@
+"""Why a backend has as many replicas as it has, in plain values; users see `daskserve.explanation`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from daskserve.control import backend_verbs
+from daskserve.control.observed import Observed
+from daskserve.control.scaling import autoscaling_of
+from daskserve.control.state import State
+from daskserve.errors import NotFoundError
+from daskserve.types import BackendTag, ReplicaState
+
+
+def explain(state: State, observed: Observed, tag: BackendTag, now: float) -> dict[str, Any]:
+    """Return all that decides about the number of a backend's replicas.
+
+    Raises
+    ------
+    NotFoundError
+        There is no such backend or deployment.
+    """
+    if tag not in state.backends:
+        known = ", ".join(sorted(state.backends)) or "none"
+        raise NotFoundError(f"There is no backend or deployment '{tag}'; there are: {known}.")
+    backend = backend_verbs.get(state, tag)
+    config, decided = autoscaling_of(backend), observed.scalings.get(tag)
+    running = sum(each.state is ReplicaState.RUNNING for each in state.replicas_of(tag))
+    samples = () if decided is None else decided.samples
+    return {
+        "name": tag,
+        "running": running,
+        "wanted": backend.num_replicas,
+        "min_replicas": None if config is None else config.min_replicas,
+        "max_replicas": None if config is None else config.max_replicas,
+        "policy": "" if config is None else _policy_name(config.policy),
+        "policy_wants": None if decided is None else decided.wanted,
+        "is_dry_run": config is not None and config.dry_run,
+        "reason": "" if decided is None else decided.reason,
+        "samples": [
+            {"ago_s": now - each.at, "ongoing": each.ongoing, "queued": each.queued, "rate": each.rate}
+            for each in samples
+        ],
+        "events": [list(each) for each in backend.scalings],
+        "waiting": observed.waiting.get(tag, "") or backend.last_error,
+    }
+
+
+def _policy_name(policy: Any) -> str:
+    return policy if isinstance(policy, str) else "a function of the user's"
