@@ -23,6 +23,7 @@ from typing import Any
 from distributed import Scheduler
 
 from daskserve.cluster.base import UseReport
+from daskserve.cluster.hosts import HOST_KEY
 from daskserve.types import InstanceName, WorkerAddress
 
 logger = logging.getLogger("daskserve.supervisor")
@@ -112,7 +113,31 @@ class Capacity:
     def adaptive_target(self, *args: Any, **kwargs: Any) -> int:
         """Return the number of workers wanted by Dask's tasks and by replicas together."""
         by_tasks: int = self._originals["adaptive_target"](*args, **kwargs)
+        workers = self._scheduler.workers
+        if by_tasks <= len(workers) and not self._has_tasks():
+            # Dask takes our Hosts for data that must find room on those workers that may leave, and so never
+            # lets the last of these go.
+            by_tasks = min(by_tasks, len(workers) - len(self._empty()))
         return max(by_tasks, len(self.in_use())) + self.workers_wanted()
+
+    def _has_tasks(self) -> bool:
+        scheduler = self._scheduler
+        return bool(
+            scheduler.queued
+            or scheduler.unrunnable
+            or any(worker.processing for worker in scheduler.workers.values())
+        )
+
+    def _empty(self) -> list[Any]:
+        """Return the workers that may leave and hold nothing but a Host."""
+        workers = list(self._scheduler.workers.values())
+        for plugin in list(self._scheduler.plugins.values()):
+            workers = plugin.valid_workers_downscaling(self._scheduler, workers)
+        return [
+            worker
+            for worker in workers
+            if not worker.long_running and all(str(task.key).startswith(HOST_KEY) for task in worker.has_what)
+        ]
 
     async def retire_workers(
         self, workers: list[str] | None = None, *, names: list[Any] | None = None, **options: Any

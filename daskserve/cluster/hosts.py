@@ -25,6 +25,8 @@ from daskserve.types import InstanceName, WorkerAddress
 
 logger = logging.getLogger("daskserve.supervisor")
 
+#: How the keys of Hosts begin.
+HOST_KEY = "daskserve-host-"
 #: A worker that does not answer the version probe by then is refused until it joins again.
 PROBE_TIMEOUT_S = 5.0
 #: Once one Host is up, the others get this long to join the first instance's start.
@@ -177,7 +179,7 @@ class HostRegistry:
         if not await self._fits(worker):
             return False
         assert self._client is not None
-        key = f"daskserve-host-{uuid.uuid4().hex}"
+        key = f"{HOST_KEY}{uuid.uuid4().hex}"
         future = self._client.submit(
             Host, actor=True, key=key, workers=[worker], allow_other_workers=False, pure=False, priority=1000
         )

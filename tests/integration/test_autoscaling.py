@@ -1,0 +1,191 @@
+"""Autoscaling on real clusters: from nothing to many and back, and the cluster along with it."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from clusters import Load, running
+from dask_processes import PATIENCE_S, fetch, poll_for
+from distributed import Client, LocalCluster
+
+import daskserve as serve
+
+START_S = 0.5
+#: What the first answer at zero replicas may take beyond the constructor, on a machine that does much else.
+MARGIN_S = 1.0
+
+#: Quick enough to be watched.
+QUICK: dict[str, Any] = {
+    "min_replicas": 0,
+    "max_replicas": 4,
+    "target_ongoing_requests": 2,
+    "upscale_delay_s": 0.5,
+    "downscale_delay_s": 2.0,
+    "look_back_period_s": 2.0,
+}
+
+
+def slow_to_start(start_s: float = START_S, answer_s: float = 0.02) -> Any:
+    """Return a class that takes its time; made here so that it is pickled by value."""
+
+    class Slow:
+        def __init__(self) -> None:
+            time.sleep(start_s)
+
+        def __call__(self, request: Any = None) -> str:
+            time.sleep(answer_s)
+            return "done"
+
+    return Slow
+
+
+def wanted(client: serve.Client) -> int:
+    return client.status().backends["b"].wanted
+
+
+def is_at_zero(client: serve.Client) -> bool:
+    return not client.status().replicas("b")
+
+
+def told(client: serve.Client) -> str:
+    return str(client.explain("b"))
+
+
+def test_from_nothing_to_many_and_back_and_every_request_is_answered(client: serve.Client, url: str) -> None:
+    client.create_backend("b", slow_to_start(), config={"autoscaling_config": QUICK})
+    client.create_endpoint("e", backend="b", route="/e")
+    assert is_at_zero(client)
+    began = time.monotonic()
+    with ThreadPoolExecutor(50) as pool:
+        first = pool.submit(fetch, f"{url}/e")
+        rest = [pool.submit(fetch, f"{url}/e") for _ in range(49)]
+        assert first.result().status == 200
+        assert time.monotonic() - began < START_S + MARGIN_S
+        assert {each.result().status for each in rest} == {200}
+    with Load(url, connections=16) as load:
+        poll_for(lambda: len(running(client, "b")) == 4, what=lambda: told(client))
+        load.more()
+    assert load.failures == []
+    poll_for(lambda: is_at_zero(client), what=lambda: told(client))
+    assert client.status().backends["b"].status == "HEALTHY"
+    events = client.explain("b").events
+    assert events[-1].after == 0
+    assert events[-1].reason in told(client)
+    assert fetch(f"{url}/e").status == 200
+
+
+def test_a_python_program_wakes_a_backend_as_well(client: serve.Client) -> None:
+    client.create_backend("b", slow_to_start(), config={"autoscaling_config": QUICK})
+    client.create_endpoint("e", backend="b")
+    handle = client.get_handle("e")
+    assert is_at_zero(client)
+    began = time.monotonic()
+    responses = [handle.remote() for _ in range(20)]
+    assert {each.result(PATIENCE_S) for each in responses} == {"done"}
+    assert time.monotonic() - began < START_S + MARGIN_S + 20 * 0.02
+    poll_for(lambda: is_at_zero(client), what=lambda: told(client))
+
+
+def test_a_request_at_zero_that_runs_out_of_time_is_told_so(client: serve.Client, url: str) -> None:
+    client.create_backend("b", slow_to_start(2.0), config={"autoscaling_config": QUICK})
+    client.create_endpoint("e", backend="b", route="/e")
+    assert fetch(f"{url}/e", headers={"X-Request-Timeout-Seconds": "0.5"}).status == 408
+    client.delete_endpoint("e")
+    client.delete_backend("b", force=True)
+
+
+def test_a_function_of_the_users_decides_in_the_controller(client: serve.Client) -> None:
+    def two(context: serve.AutoscalingContext) -> serve.Decision:
+        return serve.Decision(2, "two are company")
+
+    config = {**QUICK, "min_replicas": 1, "upscale_delay_s": 0, "policy": two}
+    client.create_backend("b", slow_to_start(0.0), config={"autoscaling_config": config})
+    poll_for(lambda: len(running(client, "b")) == 2, what=lambda: told(client))
+    assert "two are company" in told(client)
+    assert client.get_backend_config("b").autoscaling_config is not None
+
+
+@contextmanager
+def prometheus(values: dict[str, float]) -> Iterator[str]:
+    """Answer as Prometheus does, with the value of the expression that is asked for."""
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            expression = self.path.partition("query=")[2]
+            result = [{"metric": {}, "value": [time.time(), str(values[expression])]}]
+            body = json.dumps({"status": "success", "data": {"resultType": "vector", "result": result}})
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_what_prometheus_says_decides(client: serve.Client) -> None:
+    values = {"lag": 10.0}
+    with prometheus(values) as address:
+        config = {
+            **QUICK,
+            "min_replicas": 1,
+            "policy": "promql",
+            "policy_kwargs": {"targets": {"backlog": 10}},
+            "prometheus_address": address,
+            "prometheus_queries": {"backlog": "lag"},
+            "prometheus_interval_s": 0.2,
+        }
+        client.create_backend("b", slow_to_start(0.0), config={"autoscaling_config": config})
+        values["lag"] = 30.0
+        poll_for(lambda: len(running(client, "b")) == 3, what=lambda: told(client))
+        assert "backlog is 30" in told(client)
+        values["lag"] = 0.0
+        poll_for(lambda: len(running(client, "b")) == 1, what=lambda: told(client))
+
+
+def test_an_adaptive_cluster_grows_with_the_load_and_shrinks_again() -> None:
+    config = {**QUICK, "min_replicas": 1}
+    with LocalCluster(n_workers=1, threads_per_worker=2, dashboard_address="127.0.0.1:0") as cluster:
+        with Client(cluster, set_as_default=False) as dask:
+            cluster.adapt(minimum=1, maximum=4, interval="200ms", wait_count=2)
+            with serve.start(dask_client=dask, http_options={"port": 0}) as client:
+                client.create_backend(
+                    "b",
+                    slow_to_start(0.0),
+                    config={"autoscaling_config": config},
+                    actor_options={"num_cpus": 2},
+                )
+                client.create_endpoint("e", backend="b", route="/e")
+
+                def workers() -> int:
+                    return len(dask.scheduler_info(n_workers=-1)["workers"])
+
+                assert workers() == 1
+                with Load(client.http_urls()[0], connections=16) as load:
+                    poll_for(lambda: len(running(client, "b")) == 4, 40, what=lambda: told(client))
+                    assert len(set(running(client, "b"))) == 4
+                    assert workers() == 4
+                    load.more()
+                with Load(client.http_urls()[0], connections=1) as gentle:
+                    poll_for(lambda: workers() == 1, 40, what=lambda: f"{workers()}: {told(client)}")
+                    gentle.more()
+                assert load.failures == gentle.failures == []
+                assert len(running(client, "b")) == 1
