@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from daskserve.figures import SIZE_BUCKETS, Histogram, LatencyHistogram
@@ -89,6 +89,15 @@ class ReplicaFigures:
             "timed_out_total": self.timed_out,
             "latency_counts": list(self.latency.counts),
             "latency_sum_s": self.latency.sum,
+        }
+
+    def brief(self, load: Callable[[], Load]) -> dict[str, Any]:
+        """Return how many requests run, how many have ended, and how soon they did, in plain values."""
+        ongoing = load().ongoing
+        return {
+            "ongoing": ongoing,
+            "ended": self.handled - ongoing,
+            "latency_counts": list(self.latency.counts),
         }
 
     def samples(self, labels: tuple[str, str, str]) -> list[Sample]:

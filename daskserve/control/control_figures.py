@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
 
 from daskserve.control import views
 from daskserve.control.observed import Observed
@@ -16,7 +15,7 @@ from daskserve.control.records import GoalState
 from daskserve.control.state import State
 from daskserve.figures import LatencyHistogram
 from daskserve.metric_table import Sample
-from daskserve.types import BackendTag, ReplicaState
+from daskserve.types import ReplicaState
 
 #: Reasons of the autoscaler are for people: their numbers would make a new series each time.
 _NUMBER = re.compile(r"\d+(\.\d+)?")
@@ -32,11 +31,6 @@ class ControlFigures:
         #: Goals that have ended, by how.
         self.goals: Counter[GoalState] = Counter()
         self.started_at = 0.0
-        self._autoscaling: dict[BackendTag, tuple[int, str]] = {}
-
-    def set_autoscaling(self, decisions: Mapping[BackendTag, tuple[int, str]]) -> None:
-        """Note what the autoscaler wants of each of its backends, and why; of others it wants nothing."""
-        self._autoscaling = dict(decisions)
 
     def counts(self, instance: str) -> list[Sample]:
         """Return what only grows."""
@@ -60,9 +54,9 @@ class ControlFigures:
         found += _deployments(instance, state, observed)
         found += _proxies(instance, state, observed)
         found += _workers(instance, observed)
-        for tag, (wanted, reason) in self._autoscaling.items():
-            found.append(("autoscaling_wanted_replicas", (instance, tag), wanted))
-            found.append(("autoscaling_reason", (instance, tag, bounded(reason)), 1))
+        for tag, decided in list(observed.scalings.items()):
+            found.append(("autoscaling_wanted_replicas", (instance, tag), decided.wanted))
+            found.append(("autoscaling_reason", (instance, tag, bounded(decided.reason)), 1))
         return found
 
 

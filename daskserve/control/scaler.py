@@ -23,6 +23,7 @@ from daskserve.control.observed import Observed, Scaling
 from daskserve.control.records import BackendRecord
 from daskserve.control.scaling import autoscaling_of
 from daskserve.control.state import State
+from daskserve.figures import LATENCY_BUCKETS_S
 from daskserve.payload import load_bytes
 from daskserve.types import BackendTag, ReplicaState
 
@@ -247,6 +248,6 @@ def _ask_aside(autoscaler: Autoscaler, facts: Mapping[str, Any]) -> ScalingStep:
 def _configured(tag: BackendTag, config: AutoscalingConfig, present: Autoscaler | None) -> Autoscaler:
     policy = load_bytes(config.policy) if isinstance(config.policy, bytes) else None
     if present is None:
-        return Autoscaler(tag, config, policy=policy)
+        return Autoscaler(tag, config, policy=policy, latency_bounds_s=LATENCY_BUCKETS_S)
     present.configure(config, policy=policy)
     return present

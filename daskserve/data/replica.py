@@ -73,6 +73,8 @@ class Replica:
         self._labels = (context.spec.instance, self._start.backend_tag, self._start.replica_tag)
         #: Returns what user code measures, see `daskserve.metrics`.
         self.user_samples = partial(self._figures.user_samples, self._labels)
+        #: Returns what autoscaling asks for every second.
+        self.figures = partial(self._figures.brief, self.load)
         self._batches = ReplicaBatches(
             self._parts, self._start.max_batch_size, self._start.batch_wait_timeout_s, self._figures
         )
@@ -217,10 +219,6 @@ class Replica:
     def load(self) -> Load:
         """Return how many requests run, and how many of these wait for their batch."""
         return Load(self._ongoing, self._batches.queued)
-
-    def figures(self) -> dict[str, Any]:
-        """Return what autoscaling asks every second: how many requests run, and how many have ended."""
-        return {"ongoing": self._ongoing, "ended": self._handled - self._ongoing}
 
     def _free_slot(self) -> None:
         self._ongoing -= 1
