@@ -9,7 +9,7 @@ from control_harness import replica, state_of, worker
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daskserve.control.placement import Demand, capacity, explain, has_room, place
+from daskserve.control.placement import Demand, capacity, explain, has_room, place, workers_needed
 from daskserve.control.state import State
 
 ONE = Demand("b", {"CPU": 1.0})
@@ -127,3 +127,26 @@ def test_it_says_that_the_parts_are_there_but_not_together() -> None:
     workers = [worker(1, threads=8), worker(2, threads=1, resources={"GPU": 1.0})]
     text = explain(State(), workers, Demand("b", {"CPU": 4.0, "GPU": 1.0}))
     assert text == "no single one of 2 workers has all of CPU 4, GPU 1 free"
+
+
+def test_waiting_replicas_need_as_many_workers_as_they_fill() -> None:
+    kinds = [worker(1, threads=2), worker(2, threads=2)]
+    assert workers_needed([], kinds) == 0
+    assert workers_needed([ONE] * 5, kinds) == 3
+    # A thread and a half each: one to a worker, though two would have threads enough.
+    assert workers_needed([Demand("b", {"CPU": 1.5})] * 3, kinds) == 3
+    # Threads there are plenty of, memory there is not.
+    assert workers_needed([Demand("b", {"CPU": 0.1, "memory": 0.6 * (1 << 30)})] * 4, kinds) == 4
+
+
+def test_nothing_is_asked_for_what_no_such_worker_could_hold() -> None:
+    kinds = [worker(1, threads=2), worker(2, threads=2, resources={"GPU": 1.0})]
+    assert workers_needed([Demand("b", {"CPU": 3.0})] * 4, kinds) == 0
+    assert workers_needed([Demand("b", {"license": 1.0})], kinds) == 0
+    assert workers_needed([Demand("b", {"GPU": 1.0})] * 2, kinds) == 2
+    assert workers_needed([Demand("b", {"CPU": 1.0}, ("w1",))], kinds) == 0
+    assert workers_needed([Demand("b", {"CPU": 1.0}, ("h1",))], kinds) == 1
+
+
+def test_without_any_worker_to_go_by_one_is_asked_for() -> None:
+    assert workers_needed([ONE] * 5, []) == 1

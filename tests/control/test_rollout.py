@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from daskserve.control.records import ReplicaRecord
 from daskserve.control.replica_lifecycle import STOP_ORDER, WANTED_STATES
-from daskserve.control.rollout import Steps, next_steps
+from daskserve.control.rollout import Burdens, Steps, next_steps
 from daskserve.types import ReplicaState as S
 
 
@@ -117,3 +117,30 @@ def test_scaling_down_in_the_middle_of_a_rollout_keeps_what_serves() -> None:
     old, new = some("v1", S.RUNNING), some("v2", S.STARTING, S.STARTING)
     steps = next_steps(1, "v2", [*old, *new])
     assert steps == Steps(0, (new[1],))
+
+
+def spread(*workers: str) -> list[ReplicaRecord]:
+    return [replica(f"b#{number}", worker=worker) for number, worker in enumerate(workers)]
+
+
+def stopped(wanted: int, replicas: list[ReplicaRecord], burdens: Burdens) -> list[str]:
+    return [each.tag for each in next_steps(wanted, "v1", replicas, burdens=burdens).stop]
+
+
+def test_scaling_down_keeps_replicas_spread_and_the_busy_ones_last() -> None:
+    replicas = spread("w1", "w1", "w1", "w2", "w3", "w3")
+    burdens = Burdens(ongoing={"b#0": 5.0, "b#4": 5.0})
+    assert stopped(3, replicas, burdens) == ["b#2", "b#5", "b#1"]
+    assert stopped(2, replicas, burdens) == ["b#2", "b#5", "b#1", "b#3"]
+
+
+def test_where_workers_are_given_back_the_emptiest_are_emptied_first() -> None:
+    replicas = spread("w1", "w1", "w2", "w2", "w3")
+    held = {"w1": 0, "w2": 3, "w3": 1}
+    burdens = Burdens(others=held.__getitem__, empties_workers=True)
+    assert stopped(2, replicas, burdens) == ["b#1", "b#0", "b#4"]
+
+
+def test_what_does_not_run_yet_goes_before_what_serves_wherever_it_is() -> None:
+    replicas = [*spread("w1", "w1"), replica("b#9", S.STARTING, worker="w2")]
+    assert stopped(2, replicas, Burdens()) == ["b#9"]

@@ -23,10 +23,25 @@ CLASSIC = st.sampled_from(["a", "b"])
 ANY_BACKEND = st.sampled_from(["a", "b", "d"])
 ANY_ENDPOINT = st.sampled_from(["d", "e"])
 REPLICAS = st.integers(1, 3)
+#: 0 stands for an autoscaler.
+COUNTS = st.integers(0, 3)
+AUTOSCALING: dict[str, Any] = {
+    "max_replicas": 3,
+    "target_ongoing_requests": 1.0,
+    "upscale_delay_s": 1.0,
+    "downscale_delay_s": 3.0,
+    "look_back_period_s": 3.0,
+}
 CONFIGS = st.sampled_from(["one", "two", None])
 OPTIONS: st.SearchStrategy[dict[str, float]] = st.sampled_from([{}, {}, {"num_cpus": 2}, {"num_gpus": 1}])
 ROUTES = st.sampled_from(["/x", "/y", None])
 TIMEOUT_S = 15.0
+
+
+def _counted(replicas: int) -> dict[str, Any]:
+    if replicas:
+        return {"num_replicas": replicas}
+    return {"autoscaling_config": {"min_replicas": 1, **AUTOSCALING}}
 
 
 def _pickled(user_config: str | None) -> bytes | None:
@@ -108,13 +123,13 @@ class ControlMachine(RuleBasedStateMachine):
 
     # ---- what clients ask for
 
-    @rule(tag=CLASSIC, replicas=REPLICAS, user_config=CONFIGS, options=OPTIONS, seconds=SECONDS)
+    @rule(tag=CLASSIC, replicas=COUNTS, user_config=CONFIGS, options=OPTIONS, seconds=SECONDS)
     def create_backend(
         self, tag: str, replicas: int, user_config: str | None, options: dict[str, float], seconds: float
     ) -> None:
         wish = self._wish(
             tag,
-            config={"num_replicas": replicas},
+            config=_counted(replicas),
             user_config=_pickled(user_config),
             actor_options=options,
         )
@@ -131,6 +146,23 @@ class ControlMachine(RuleBasedStateMachine):
         config = {"max_concurrent_queries": 5} if user_config is None else {}
         self._update(tag, seconds, config, user_config)
 
+    @precondition(lambda self: self.has_backends)
+    @rule(tag=ANY_BACKEND, least=st.integers(0, 3), seconds=SECONDS)
+    def autoscale(self, tag: str, least: int, seconds: float) -> None:
+        """Let the load decide, within some bounds."""
+        self._update(tag, seconds, {"autoscaling_config": {"min_replicas": least, **AUTOSCALING}}, None)
+
+    @precondition(lambda self: self.has_backends)
+    @rule(tag=ANY_BACKEND, replicas=REPLICAS, seconds=SECONDS)
+    def scale_by_hand_again(self, tag: str, replicas: int, seconds: float) -> None:
+        self._update(tag, seconds, {"num_replicas": replicas, "autoscaling_config": None}, None)
+
+    @precondition(lambda self: self.has_backends)
+    @rule(tag=ANY_BACKEND, waiting=st.integers(0, 5), seconds=st.sampled_from([0.0, 2.0, 8.0]))
+    def load(self, tag: str, waiting: int, seconds: float) -> None:
+        self.world.set_load(self._backend(tag), waiting)
+        self.world.advance(seconds)
+
     def _update(self, tag: str, seconds: float, config: dict[str, Any], user_config: str | None) -> None:
         self._call(
             "update_backend_config",
@@ -146,7 +178,7 @@ class ControlMachine(RuleBasedStateMachine):
         tag=st.sampled_from(["d", "d", "d", "a"]),
         version=st.sampled_from(["1", "2", "3", None]),
         prev_version=st.sampled_from([None, None, None, "1", "2"]),
-        replicas=REPLICAS,
+        replicas=COUNTS,
         user_config=CONFIGS,
         options=OPTIONS,
         route=ROUTES,
@@ -169,7 +201,7 @@ class ControlMachine(RuleBasedStateMachine):
             version=version or f"unversioned-{self.world.request_id()}",
             user_version=version,
             prev_version=prev_version,
-            config={"num_replicas": replicas},
+            config=_counted(replicas),
             user_config=_pickled(user_config),
             actor_options=options,
         )

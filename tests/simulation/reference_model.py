@@ -123,7 +123,12 @@ def update_backend_config(
     existing = wanted.live(tag)
     if existing is None:
         raise Rejected
-    changed = replace(existing, config={**existing.config, **config})
+    kept = dict(existing.config)
+    if config.get("autoscaling_config"):
+        kept.pop("num_replicas", None)
+    elif "num_replicas" in config and kept.get("autoscaling_config") and "autoscaling_config" not in config:
+        raise Rejected
+    changed = replace(existing, config={**kept, **config})
     if sets_user_config:
         changed = replace(changed, user_config=user_config)
     return wanted.with_backend(tag, changed)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from reference_model import Wanted
@@ -31,6 +31,7 @@ from daskserve.control.records import (
     ProxyRecord,
     ReplicaRecord,
 )
+from daskserve.data.load_reports import LoadReports
 from daskserve.errors import ClosedError, ServeError
 from daskserve.starts import ControllerStart
 from daskserve.testing import VirtualTimeLoop
@@ -50,6 +51,18 @@ GOAL_MARGIN_S = 10.0
 ANSWER_S = 40.0
 #: And must stay at rest.
 STAY_S = 7.0
+#: An autoscaler that has changed nothing for so long under the same load, delays included, is done.
+SETTLED_S = 15.0
+
+
+@dataclass
+class Queue:
+    """Requests that wait for one backend, as `LoadReports` asks for them."""
+
+    waiting: int = 0
+    in_flight: int = 0
+    is_autoscaled: bool = True
+    is_starving: bool = False
 
 
 class Simulation:
@@ -89,6 +102,9 @@ class Simulation:
         self.learnt: dict[str, Any] = {}
         self.location = Location(location)
         self.request_count = 0
+        #: What waits in the program's router.
+        self.queues = {tag: Queue() for tag in BACKENDS}
+        self.loaded_at = float("-inf")
         self.witness = Witness(
             now=self.loop.time,
             is_excused=self._is_excused,
@@ -122,6 +138,9 @@ class Simulation:
         message = ControllerStart(
             http=http.model_dump(mode="json", exclude={"middlewares"}), settings={"start_s": START_S}
         )
+        self.reports = LoadReports(
+            cast(Any, self.cluster.program), self.cluster.program.clock, cast(Any, self.queues)
+        )
         self.client = ControllerCalls(cast(Link, self.cluster.program.link), "local")
         listener = self.cluster.program.listener
         await listener.start()
@@ -129,6 +148,7 @@ class Simulation:
         for key in (*keys, "routes"):
             listener.watch(key, lambda value, key=key: self._learn(key, value))
         await self.cluster.start(message.encode())
+        self.reports.poke(is_urgent=False)
 
     def run(self, coroutine: Any) -> Any:
         return self.runner.run(coroutine)
@@ -170,6 +190,7 @@ class Simulation:
             self.runner.close()
 
     async def _close(self) -> None:
+        self.reports.close()
         for worker in self._workers():
             self.cluster.suspend_worker(worker.address, is_suspended=False)
         tasks = [call.task for call in self.calls if call.task is not None] + self.goal_waits
@@ -253,6 +274,12 @@ class Simulation:
             assert task is not None
             task.cancel()
             self.advance(0.0)
+
+    def set_load(self, tag: str, waiting: int) -> None:
+        """Let so many requests wait for a backend from now on."""
+        self.queues[tag].waiting = waiting
+        self.loaded_at = self.loop.time()
+        self._inside(lambda: self.reports.poke(is_urgent=waiting > 0))
 
     # ---- workers
 
@@ -347,6 +374,7 @@ class Simulation:
         """Lose scheduler and workers, and start a new cluster with the same addresses on the old store."""
 
         async def end() -> None:
+            self.reports.close()
             for worker in self._workers():
                 self._trouble(worker.address)
                 self.cluster._hosts[worker.address].kill()
@@ -523,6 +551,8 @@ class Simulation:
         for goal in self.witness.of(GoalRecord):
             if goal.state is GoalState.PENDING:
                 yield f"{goal} is pending"
+        if self.loop.time() - max(self.witness.scaled_at, self.loaded_at) < SETTLED_S:
+            yield "an autoscaler may still change something"
         for worker in self._workers():
             if worker.is_retiring:
                 yield f"worker {worker.address} has not left"
@@ -623,6 +653,8 @@ class Simulation:
                 "concurrency": backend.concurrency,
                 "max_queued": backend.config.get("max_queued_requests", 1000),
             }
+            if backend.autoscaling is not None:
+                news[f"backend/{backend.tag}"]["autoscaled"] = True
         return news
 
 

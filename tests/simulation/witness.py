@@ -25,6 +25,7 @@ from daskserve.control.records import (
     ReplicaRecord,
     decode,
 )
+from daskserve.control.scaling import autoscaling_of
 from daskserve.errors import BadRequestError, NotFoundError
 from daskserve.types import ReplicaState
 
@@ -99,6 +100,8 @@ class Witness:
     ever_running: set[str] = field(default_factory=set)
     incarnations: dict[int, str] = field(default_factory=dict)
     epoch: int = 0
+    #: When an autoscaler last changed a number, or last had reason to look at it anew.
+    scaled_at: float = float("-inf")
     _pending: set[str] = field(default_factory=set)
 
     @property
@@ -158,6 +161,8 @@ class Witness:
     def committed(self, epoch: int, newest_epoch: int, change: Mapping[str, bytes | None]) -> None:
         if epoch < newest_epoch or epoch < self.epoch:
             self.wrong(f"the store accepted a change of epoch {epoch}, the newest is {newest_epoch}")
+        if epoch != self.epoch and any(each.scaled_to is not None for each in self.of(BackendRecord)):
+            self.scaled_at = self.now()  # a new controller begins all waits anew
         self.epoch = epoch
         before = dict(self.records)
         changed = {key: None if data is None else decode(key, data) for key, data in change.items()}
@@ -168,6 +173,8 @@ class Witness:
                 self.records[key] = record
         for key, record in changed.items():
             old = before.get(key)
+            if isinstance(record, BackendRecord):
+                self._check_scaling(old, record)
             if isinstance(old, ReplicaRecord) or isinstance(record, ReplicaRecord):
                 self._check_replica(old, record)
             elif isinstance(old, GoalRecord) or isinstance(record, GoalRecord):
@@ -175,6 +182,24 @@ class Witness:
         self._check_wanted(before, changed)
         self._check_availability(before, changed)
         self._check_references(changed)
+
+    def _check_scaling(self, old: Any, new: BackendRecord) -> None:
+        """Whether the autoscaler keeps to its bounds, forgets nothing, and says why it changes something."""
+        config = autoscaling_of(new)
+        if config is None:
+            return
+        if new.scaled_to is None or not config.min_replicas <= new.scaled_to <= config.max_replicas:
+            self.wrong(f"{new} is out of its bounds")
+        if old is None or (old.scaled_to, old.autoscaling) != (new.scaled_to, new.autoscaling):
+            self.scaled_at = self.now()
+        if old is None or old.scaled_to is None or old.is_deleting:
+            return
+        if new.scaled_to != old.scaled_to:
+            last = new.scalings[-1] if new.scalings else (0.0, -1, -1, "")
+            if last[1:3] != (old.scaled_to, new.scaled_to) or not last[3]:
+                self.wrong(f"{new.tag} went from {old.scaled_to} to {new.scaled_to}, and says {last}")
+        elif new.scalings != old.scalings:
+            self.wrong(f"{new.tag} stays at {new.scaled_to}, and says {new.scalings}, it was {old.scalings}")
 
     def _check_replica(self, old: Any, new: Any) -> None:
         if new is None:
@@ -217,11 +242,17 @@ class Witness:
             if replicas:
                 self.wrong(f"{goal.backend} is gone and has {replicas}")
             return
-        is_there = len(replicas) == backend.num_replicas and all(
-            each.state is ReplicaState.RUNNING
-            and (each.version, each.config_id) == (backend.version, backend.config_id)
-            for each in replicas
-        )
+        wanted = [each for each in replicas if each.version == backend.version]
+        running = [
+            each
+            for each in wanted
+            if each.state is ReplicaState.RUNNING and each.config_id == backend.config_id
+        ]
+        if backend.scaled_to is None:
+            is_there = len(running) == len(replicas) == backend.num_replicas
+        else:
+            # It may be on its way to more, or to fewer.
+            is_there = len(wanted) == len(replicas) and len(running) >= backend.needed_replicas
         if not is_there:
             self.wrong(f"goal {goal.goal_id} of {goal.backend} is done, and it has {replicas}")
 
