@@ -147,9 +147,7 @@ class Controller(ChangingVerbs):
     async def report_load(self, router: str, loads: Mapping[str, Sequence[int]]) -> None:
         """Take note of how many requests wait in a router and how many are in flight, by backend."""
         self._observed.loads.report(router, loads, self._clock.now())
-        starving = [tag for tag, load in loads.items() if load[0] and self._state.is_at_zero(tag)]
-        if starving:
-            self._scaler.wake(starving)
+        self._scaler.note_load(tag for tag, load in loads.items() if any(load))
 
     async def get_deployment_info(self, name: str) -> dict[str, Any]:
         return views.deployment_info(self._state, name)

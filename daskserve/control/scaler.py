@@ -29,6 +29,9 @@ from daskserve.types import BackendTag, ReplicaState
 
 logger = logging.getLogger("daskserve.autoscaling")
 
+#: Where nothing happens and these policies have nothing more to give up, they are asked this often.
+RESTING_S = 5.0
+BY_LOAD_ONLY = frozenset({"target_ongoing_requests", "classic", "latency"})
 #: A policy of a user's that has not answered by then is waited for on the side.
 ANSWER_S = 5.0
 #: A decision that the loop has not made true by then, because the store is away for example, is made anew.
@@ -40,6 +43,7 @@ class _Entry:
     """One backend's autoscaler; None while it could not be made."""
 
     due: float
+    is_resting: bool = False
     options: Mapping[str, Any] | None = None
     config: AutoscalingConfig | None = None
     autoscaler: Autoscaler | None = None
@@ -78,13 +82,18 @@ class Scaler:
         self._wake = asyncio.Event()
         self._fetcher: HTTPFetcher | None = None
 
-    def wake(self, backends: Iterable[BackendTag] = ()) -> None:
-        """Look now at these backends, and soon at those that are new."""
+    def wake(self) -> None:
+        """Look at the backends that are new."""
+        self._wake.set()
+
+    def note_load(self, backends: Iterable[BackendTag]) -> None:
+        """Look now at those of these backends that had nothing to do until now, or have no replica."""
         for tag in backends:
             entry = self._entries.get(tag)
-            if entry is not None:
-                entry.due = self._clock.now()
-        self._wake.set()
+            if entry is None or entry.is_resting or self._state.is_at_zero(tag):
+                self._wake.set()
+                if entry is not None:
+                    entry.due = self._clock.now()
 
     async def run(self) -> None:
         """Ask until cancelled."""
@@ -148,6 +157,9 @@ class Scaler:
         else:
             entry.autoscaler.observe(sample, replica_ongoing=ongoing)
             step = await self._ask(entry, entry.autoscaler, current=len(running), target=target)
+            entry.is_resting = sample.is_idle and _is_content(entry.autoscaler.config, step, target)
+            if entry.is_resting and entry.due > now:
+                entry.due = now + max(RESTING_S, entry.autoscaler.config.metrics_interval_s)
         self._decided(backend, step, sample)
 
     async def _configure(self, backend: BackendRecord, entry: _Entry) -> None:
@@ -238,6 +250,11 @@ class Scaler:
 def _is_built_in(config: AutoscalingConfig) -> bool:
     below = config.policy_kwargs.get("policy", "schedule")
     return config.policy in BUILT_IN_POLICIES and below in BUILT_IN_POLICIES
+
+
+def _is_content(config: AutoscalingConfig, step: ScalingStep, target: int) -> bool:
+    """Whether only requests can make the policy want anything else."""
+    return config.policy in BY_LOAD_ONLY and step.wanted == step.replicas == target == config.min_replicas
 
 
 def _ask_aside(autoscaler: Autoscaler, facts: Mapping[str, Any]) -> ScalingStep:

@@ -332,6 +332,8 @@ def test_no_more_requests_run_than_there_are_slots(model: Bench) -> None:
         assert model.replica.load() == Load(0, 0)
         figures = await model.replica.statistics()
         assert (figures["ongoing"], figures["concurrency"], figures["refused_total"]) == (0, 4, 1)
+        brief = model.replica.figures()
+        assert (brief["ongoing"], sum(brief["latency_counts"])) == (0, brief["ended"])
 
     model.run(scenario())
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from dataclasses import dataclass
 from typing import Any, cast
 
+import pytest
+
 from daskserve.clock import LoopClock
 from daskserve.cluster.base import Cluster
+from daskserve.cluster.long_poll import LongPollClient
 from daskserve.data.load_reports import PERIOD_S, STARVING_S, LoadReports
+from daskserve.data.router import Routers
 from daskserve.errors import NotRunningError, UnavailableError
 from daskserve.testing import run_virtual
+from daskserve.types import ActorAddress, Envelope, EnvelopeKind, Message
 
 
 @dataclass
@@ -30,7 +36,11 @@ class Queue:
 class Controller:
     """The controller as reporters see it, behind the methods of a cluster that they use."""
 
+    instance = "i"
     is_ended = False
+
+    def is_local(self, address: ActorAddress) -> bool:
+        return False
 
     def __init__(self) -> None:
         self.reports: list[tuple[float, dict[str, Any]]] = []
@@ -123,6 +133,60 @@ def test_a_report_that_is_not_heard_is_tried_again_with_the_newest_figures() -> 
         reports.close()
 
     run_virtual(main)
+
+
+class Listener:
+    """A long-poll client that hears nothing."""
+
+    def watch(self, key: str, watcher: Any) -> Any:
+        return lambda: None
+
+    def on_worker_left(self, callback: Any) -> None:
+        pass
+
+    def on_ended(self, callback: Any) -> None:
+        pass
+
+
+NOTHING = {"replicas": [], "concurrency": 1, "max_queued": 5, "autoscaled": True}
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_requests_at_a_backend_without_replicas_are_told_together_and_at_once(is_known: bool) -> None:
+    async def main() -> None:
+        controller = Controller()
+        routers = Routers(
+            cast(Cluster, controller), cast(LongPollClient, Listener()), LoopClock(), random.Random(1)
+        )
+        replicas = routers.replica_set("b")
+        if is_known:
+            replicas.update(NOTHING)
+            await asyncio.sleep(0.5)
+        requests = [
+            asyncio.create_task(replicas.send(Envelope(EnvelopeKind.CALL, {}), nothing, keep))
+            for _ in range(3)
+        ]
+        if not is_known:
+            await asyncio.sleep(0.5)
+            assert controller.reports == []
+            replicas.update(NOTHING)
+        await asyncio.sleep(0.01)
+        assert controller.reports == [(0.5, {"b": [3, 0]})]
+        routers.close()
+        outcomes = await asyncio.gather(*requests, return_exceptions=True)
+        assert all(isinstance(each, UnavailableError) for each in outcomes)
+        await asyncio.sleep(0)
+        assert len(asyncio.all_tasks()) == 1
+
+    run_virtual(main)
+
+
+async def nothing() -> Message:
+    return {"type": "http.disconnect"}
+
+
+async def keep(message: Message) -> None:
+    pass
 
 
 def test_an_instance_that_is_gone_is_left_alone() -> None:

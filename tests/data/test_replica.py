@@ -716,6 +716,9 @@ def test_the_same_code_serves_http_and_handles() -> None:
         assert (await call(replica, n="7")).endswith(" 7")
         assert (await http(replica, query=b"n=7")).body.endswith(b" 7")
 
+        figures = replica.figures()
+        assert (figures["ongoing"], figures["ended"], sum(figures["latency_counts"])) == (0, 2, 2)
+
     for definition in (plain, coroutine):
         run(scenario, definition)
 
