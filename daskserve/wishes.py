@@ -40,7 +40,14 @@ def split_config(config: BackendConfig) -> tuple[dict[str, Any], bytes | None]:
     autoscaling = plain.get("autoscaling_config")
     if autoscaling is not None and callable(autoscaling.get("policy")):
         # Code of the user's, which only the controller may load.
-        autoscaling["policy"] = dump_bytes(autoscaling["policy"])
+        try:
+            autoscaling["policy"] = dump_bytes(autoscaling["policy"])
+        except Exception as error:
+            # As with the callable: whatever a foreign object raises.
+            raise BadRequestError(
+                f"The autoscaling policy cannot be pickled: {type(error).__name__}: {error}. Name it by its "
+                'import path, "module:function", if the workers have that module.'
+            ) from error
     return plain, None if config.user_config is None else dump_bytes(config.user_config)
 
 

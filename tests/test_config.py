@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from pydantic import ValidationError
 import daskserve as serve
 from daskserve.autoscaling_config import AutoscalingConfig
 from daskserve.config import AUTO_MAX_REPLICAS, BackendConfig, BackendMetadata
+from daskserve.errors import BadRequestError
 from daskserve.payload import load_bytes
 from daskserve.wishes import join_config, split_config
 
@@ -97,3 +99,13 @@ def test_a_function_travels_as_bytes_that_only_the_controller_loads() -> None:
     assert found.autoscaling_config is not None
     assert found.autoscaling_config.policy == data
     assert found.internal_metadata.autoscaling_config is not None
+
+
+def test_a_function_that_cannot_travel_is_refused() -> None:
+    lock = threading.Lock()
+
+    def locked(context: serve.AutoscalingContext) -> int:
+        return int(lock.locked())
+
+    with pytest.raises(BadRequestError, match=r"policy cannot be pickled.*import path"):
+        split_config(BackendConfig(autoscaling_config={"policy": locked}))  # type: ignore[arg-type]

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from control_harness import backend
 from controller_harness import ScriptedReplica, Stage, play
 
 from daskserve.autoscaling import AutoscalingContext
+from daskserve.clock import LoopClock
+from daskserve.control import scaler
 from daskserve.control.loads import STALE_S
+from daskserve.control.observed import Observed
 from daskserve.control.records import BackendRecord
+from daskserve.control.scaler import Scaler
+from daskserve.control.scaling import carried_over
+from daskserve.control.state import State
 from daskserve.errors import BadRequestError, NotFoundError
 from daskserve.explanation import Explanation
 from daskserve.payload import dump_bytes
+from daskserve.testing import wait_until
 
 #: So quick that a test sees all of it.
 QUICK: Mapping[str, Any] = {
@@ -235,3 +245,51 @@ def test_on_an_adaptive_cluster_workers_are_emptied_and_elsewhere_replicas_stay_
             await stage.delete()
 
     play(scenario)
+
+
+class Blocking:
+    """A policy that blocks until it is let go; by reference, so that the test has it in its hand."""
+
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+        self.begun: list[str] = []
+
+    def __call__(self, context: AutoscalingContext) -> int:
+        self.begun.append(context.name)
+        self.go_on.wait(10)
+        return 2
+
+    def __reduce__(self) -> str:
+        return "blocking"
+
+
+blocking = Blocking()
+
+
+def test_a_policy_that_blocks_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {**QUICK, "min_replicas": 1, "metrics_interval_s": 0.01, "upscale_delay_s": 0.0}
+    stuck = backend("stuck", config={"autoscaling_config": {**options, "policy": dump_bytes(blocking)}})
+    quick = backend("quick", config={"autoscaling_config": options})
+    state, observed = State(), Observed()
+    for each in (stuck, quick):
+        state.apply({each.key: carried_over(each, None, 0.0)})
+    monkeypatch.setattr(scaler, "ANSWER_S", 0.05)
+
+    async def main() -> None:
+        poked: list[str] = []
+        running = asyncio.create_task(Scaler(state, observed, LoopClock(), poke=poked.extend).run())
+        await wait_until(lambda: "stuck" in observed.scalings and "quick" in observed.scalings)
+        assert "has not answered" in observed.scalings["stuck"].reason
+        decided_at = observed.scalings["stuck"].at
+        await wait_until(lambda: observed.scalings["stuck"].at > decided_at)
+        assert blocking.begun == ["stuck"]
+        blocking.go_on.set()
+        await wait_until(lambda: "stuck" in poked)
+        assert observed.scalings["stuck"].replicas == 2
+        running.cancel()
+        await asyncio.wait([running])
+
+    try:
+        asyncio.run(main())
+    finally:
+        blocking.go_on.set()
