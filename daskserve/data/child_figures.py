@@ -37,11 +37,25 @@ def tell(samples: Iterable[Sample], user_samples: Iterable[UserSample]) -> dict[
 class Told:
     """What a child said of its figures, in plain values."""
 
-    __slots__ = ("_samples", "_user_samples")
+    __slots__ = ("_latency_counts", "_samples", "_user_samples")
 
-    def __init__(self, samples: Sequence[Any] = (), user_samples: Sequence[Any] = ()) -> None:
+    def __init__(
+        self,
+        samples: Sequence[Any] = (),
+        user_samples: Sequence[Any] = (),
+        latency_counts: Sequence[int] = (),
+    ) -> None:
         self._samples = samples
         self._user_samples = user_samples
+        self._latency_counts = latency_counts
+
+    def brief(self, ongoing: int, handled: int) -> dict[str, Any]:
+        """Return how many requests run, how many have ended, and how soon the child says that they did."""
+        return {
+            "ongoing": ongoing,
+            "ended": handled - ongoing,
+            "latency_counts": list(self._latency_counts),
+        }
 
     def samples(self) -> list[Sample]:
         """Return its metrics but those that its actor knows better."""

@@ -81,7 +81,8 @@ class IsolatedReplica:
         self._labels = (context.spec.instance, start.backend_tag, start.replica_tag)
         #: What the child said of its figures last, and what keeps asking it.
         self._told = Told()
-        self._latency_counts: list[int] = []
+        #: Returns what autoscaling asks for every second.
+        self.figures = lambda: self._told.brief(self._ongoing, self._handled)
         self._asking: asyncio.Task[None] | None = None
         self._idle = asyncio.Event()
         self._idle.set()
@@ -202,14 +203,6 @@ class IsolatedReplica:
         """Return how many requests run, and how many of these waited for their batch at the last answer."""
         return Load(self._ongoing, min(self._queued, self._ongoing))
 
-    def figures(self) -> dict[str, Any]:
-        """Return what autoscaling asks for every second; the latencies are those that the child told last."""
-        return {
-            "ongoing": self._ongoing,
-            "ended": self._handled - self._ongoing,
-            "latency_counts": self._latency_counts,
-        }
-
     def _free_slot(self) -> None:
         self._ongoing -= 1
         if not self._ongoing:
@@ -255,8 +248,7 @@ class IsolatedReplica:
             found: dict[str, Any] = await child.call("statistics")
         except ActorLostError as error:
             raise await self._lost(child, error) from None
-        self._told = Told(found.pop("samples"), found.pop("user_samples"))
-        self._latency_counts = list(found["latency_counts"])
+        self._told = Told(found.pop("samples"), found.pop("user_samples"), found["latency_counts"])
         return found
 
     async def _keep_asking(self) -> None:

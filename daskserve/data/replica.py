@@ -63,21 +63,18 @@ class Replica:
 
     def __init__(self, context: ActorContext) -> None:
         self._context = context
-        self._start = ReplicaStart.decode(context.spec.payload)
+        self._start = start = ReplicaStart.decode(context.spec.payload)
         self._concurrency = self._start.concurrency
         self._has_method_header = self._start.method_header
         self._wall: Wall | None = None
         self._servable: Servable | None = None
         self._sockets: set[Exchange] = set()
-        self._figures = ReplicaFigures()
+        self._figures = figures = ReplicaFigures()
         self._labels = (context.spec.instance, self._start.backend_tag, self._start.replica_tag)
-        #: Returns what user code measures, see `daskserve.metrics`.
+        #: Return what user code measures (`daskserve.metrics`), and what autoscaling asks for every second.
         self.user_samples = partial(self._figures.user_samples, self._labels)
-        #: Returns what autoscaling asks for every second.
         self.figures = partial(self._figures.brief, self.load)
-        self._batches = ReplicaBatches(
-            self._parts, self._start.max_batch_size, self._start.batch_wait_timeout_s, self._figures
-        )
+        self._batches = ReplicaBatches(self._parts, start.max_batch_size, start.batch_wait_timeout_s, figures)
         self._is_open = False
         self._ongoing = 0
         self._idle: asyncio.Event | None = None  # made for whoever waits until no request is left

@@ -8,6 +8,8 @@ import pytest
 from controller_harness import Stage, boom, play
 
 from daskserve.control.control_figures import ControlFigures, bounded
+from daskserve.control.observed import Observed, Scaling
+from daskserve.control.state import State
 from daskserve.errors import ReplicaStartError
 from daskserve.figures import Histogram
 
@@ -68,6 +70,10 @@ def test_reasons_of_the_autoscaler_are_series_without_their_numbers() -> None:
     figures = ControlFigures()
     assert bounded("12 ongoing, 3.5 for each of 4") == "N ongoing, N for each of N"
     assert len(bounded("x" * 1000)) == 80
-    figures.set_autoscaling({"b": (4, "12 ongoing"), "c": (0, "idle for 60 s")})
-    figures.set_autoscaling({"b": (5, "14 ongoing")})
-    assert figures._autoscaling == {"b": (5, "14 ongoing")}
+    observed = Observed()
+    for tag, wanted, reason in (("b", 4, "12 ongoing"), ("c", 0, "idle for 60 s"), ("b", 5, "14 ongoing")):
+        observed.scalings[tag] = Scaling(0.0, {}, 1, 1, wanted, reason)
+    found = {sample[:2]: sample[2] for sample in figures.states("i", 1, State(), observed)}
+    assert found["autoscaling_wanted_replicas", ("i", "b")] == 5
+    assert found["autoscaling_reason", ("i", "b", "N ongoing")] == 1
+    assert found["autoscaling_wanted_replicas", ("i", "c")] == 0
