@@ -20,7 +20,7 @@ from daskserve.control.records import BackendRecord
 from daskserve.control.scaler import Scaler
 from daskserve.control.scaling import carried_over
 from daskserve.control.state import State
-from daskserve.errors import BadRequestError, NotFoundError
+from daskserve.errors import BadRequestError, NotFoundError, ReplicaStartError
 from daskserve.explanation import Explanation
 from daskserve.payload import dump_bytes
 from daskserve.testing import wait_until
@@ -202,6 +202,25 @@ def test_a_new_version_comes_about_though_the_load_wants_more_than_fits() -> Non
         assert stage.cluster.reported.waiting_workers == told.wanted - 3
         await stage.update(user_config=b"other")
         assert {each.user_config for each in stage.running_of("b")} == {b"other"}
+
+    play(scenario)
+
+
+def test_a_change_that_fails_is_taken_back_and_the_number_is_not() -> None:
+    async def scenario(stage: Stage) -> None:
+        async def refuse_late(replica: ScriptedReplica) -> None:
+            await stage.clock.sleep(8.0)
+            raise ReplicaStartError("it does not like it", user_traceback="Traceback ...")
+
+        await stage.create(autoscaling_config={**QUICK, "min_replicas": 1})
+        stage.reconfigure = refuse_late
+        change = asyncio.create_task(stage.update(user_config=b"bad"))
+        await load(stage, 4, seconds=6)
+        assert recorded(stage).scaled_to == 4
+        with pytest.raises(ReplicaStartError, match="does not like it"):
+            await change
+        assert (recorded(stage).scaled_to, recorded(stage).user_config) == (4, None)
+        assert recorded(stage).scalings[-1][2] == 4
 
     play(scenario)
 
