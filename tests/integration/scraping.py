@@ -121,12 +121,12 @@ class Prometheus:
     """A running Prometheus."""
 
     def __init__(self, url: str) -> None:
-        self._url = url
+        self.url = url
 
     def query(self, expression: str) -> list[Any]:
         """Return the result of an expression; none while it starts."""
         try:
-            reply = fetch(f"{self._url}/api/v1/query?query={quote(expression)}")
+            reply = fetch(f"{self.url}/api/v1/query?query={quote(expression)}")
         except OSError:
             return []
         return list(reply.json["data"]["result"]) if reply.status == 200 else []

@@ -9,11 +9,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 from clusters import Load, running
 from dask_processes import PATIENCE_S, fetch, poll_for
 from distributed import Client, LocalCluster
+from scraping import needs_prometheus
+from scraping import prometheus as real_prometheus
 
 import daskserve as serve
 
@@ -159,6 +162,27 @@ def test_what_prometheus_says_decides(client: serve.Client) -> None:
         assert "backlog is 30" in told(client)
         values["lag"] = 0.0
         poll_for(lambda: len(running(client, "b")) == 1, what=lambda: told(client))
+
+
+@needs_prometheus
+def test_a_real_prometheus_is_understood(client: serve.Client, tmp_path: Path) -> None:
+    with real_prometheus("global: {}\n", tmp_path) as server:
+        server.wait_for("vector(1)", 1)
+        config = {
+            **QUICK,
+            "min_replicas": 1,
+            "policy": "promql",
+            "policy_kwargs": {"targets": {"backlog": 10}},
+            "prometheus_address": server.url,
+            "prometheus_queries": {"backlog": "sum(vector(7) + vector(23))"},
+            "prometheus_interval_s": 0.2,
+        }
+        client.create_backend("b", slow_to_start(0.0), config={"autoscaling_config": config})
+        poll_for(lambda: len(running(client, "b")) == 3, what=lambda: told(client))
+        config["prometheus_queries"] = {"backlog": "no_such_series"}
+        client.update_backend_config("b", {"autoscaling_config": config})
+        poll_for(lambda: "no fresh value of backlog" in told(client), what=lambda: told(client))
+        assert wanted(client) == 3
 
 
 def test_an_adaptive_cluster_grows_with_the_load_and_shrinks_again() -> None:
