@@ -393,6 +393,8 @@ class Supervisor(SchedulerPlugin):
         """Leave nothing in the scheduler: the reverse of `start` and `_hosts_ready`."""
         self._is_closed = True
         PROCESS.remove(self._figures)
+        for instance in self._instances:  # they end with this scheduler, in whatever order
+            PROCESS.forget(instance)
         self._reported.set()
         self._unused.cancel()
         self._capacity.uninstall()

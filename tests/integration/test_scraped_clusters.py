@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import prometheus_client
 import pytest
 from clusters import nannied_cluster, pids, running, serve_pids, worker_of
 from dask_processes import HERE, ExternalCluster, dask_worker, fetch, poll_for
@@ -295,3 +296,12 @@ def test_prometheus_follows_a_file_that_is_kept_by_the_scheduler_address(
     finally:
         follower.kill()
         follower.wait()
+
+
+@pytest.mark.usefixtures("client")  # another instance, for which this process goes on collecting
+def test_a_scheduler_that_ends_with_an_instance_keeps_nothing_of_it() -> None:
+    with nannied_cluster(2) as dask:
+        ended = serve.start(dask_client=dask, name="ends-with-its-scheduler", **EPHEMERAL)
+        name = ended.instance_name.encode()
+        assert name in prometheus_client.generate_latest(), "the scheduler is in this process"
+    assert name not in prometheus_client.generate_latest()
