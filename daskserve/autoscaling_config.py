@@ -47,7 +47,7 @@ class AutoscalingConfig(BaseModel):
         description="So many requests running or waiting per replica is right.",
         validation_alias=AliasChoices("target_ongoing_requests", "target_num_ongoing_requests_per_replica"),
     )
-    metrics_interval_s: float = Field(1, gt=0, description="How often is looked and decided.")
+    metrics_interval_s: float = Field(1, ge=0.01, description="How often is looked and decided.")
     look_back_period_s: float = Field(
         30, gt=0, description="Over how long figures are taken together; at most back to the last change."
     )
@@ -107,7 +107,7 @@ class AutoscalingConfig(BaseModel):
     prometheus_queries: dict[str, str] = Field(
         default_factory=dict, description="PromQL expressions by name, each of one value."
     )
-    prometheus_interval_s: float = Field(5, gt=0, description="How often Prometheus is asked.")
+    prometheus_interval_s: float = Field(5, ge=0.1, description="How often Prometheus is asked.")
     prometheus_max_age_s: float = Field(15, gt=0, description="An older value is no longer gone by.")
 
     @model_validator(mode="before")

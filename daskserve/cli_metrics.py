@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import signal
@@ -173,9 +174,9 @@ def _fetch(address: str) -> str:
     """Return the list of targets as text that differs only if they do."""
     try:
         found = _targets(address)
-    except (ServeError, OSError, ValueError) as error:
+    except (ServeError, OSError, ValueError, http.client.HTTPException) as error:
         raise click.ClickException(f"{address} did not give a list of targets: {error}") from error
-    found.sort(key=lambda each: (each["labels"]["dask_role"], each["targets"]))
+    found.sort(key=lambda each: (each["labels"].get("dask_role", ""), each["targets"]))
     return json.dumps(found, indent=2) + "\n"
 
 
@@ -193,9 +194,13 @@ def _targets(address: str) -> list[dict[str, Any]]:
         if error.code == 404:
             raise ValueError("no instance of daskserve runs there") from None
         raise
-    if not isinstance(found, list) or not all({"targets", "labels"} <= set(each) for each in found):
+    if not isinstance(found, list) or not all(map(_is_target, found)):
         raise ValueError("what it answered is no list of targets")
     return found
+
+
+def _is_target(each: object) -> bool:
+    return isinstance(each, dict) and isinstance(each.get("labels"), dict) and "targets" in each
 
 
 def _url(dashboard: str) -> str:

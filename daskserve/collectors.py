@@ -125,7 +125,7 @@ class ProcessMetrics:
         for source in filter(None, [ref() for ref in refs]):
             for name, labels, value in _read(source):
                 _merge(found, (name, labels), value)
-            users += getattr(source, "user_samples", list)()
+            users += _read_users(source)
         yield from _families(found)
         yield from _user_families(users)
 
@@ -163,6 +163,14 @@ def _read(source: Source) -> list[Sample]:
     except Exception:
         # One that is broken must not take all the others, and Dask's own metrics, along.
         logger.exception("The figures of %r could not be read", source)
+        return []
+
+
+def _read_users(source: Source) -> list[UserSample]:
+    try:
+        return list(getattr(source, "user_samples", list)())
+    except Exception:
+        logger.exception("What user code measures in %r could not be read", source)
         return []
 
 

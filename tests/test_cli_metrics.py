@@ -34,14 +34,17 @@ class Scheduler:
         outer = self
         self.answer: tuple[int, Any] = (200, TARGETS)
         self.asked: list[str] = []
+        self.missing_bytes = 0
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 outer.asked.append(self.path)
                 status, body = outer.answer
                 self.send_response(status)
+                data = json.dumps(body).encode()
+                self.send_header("Content-Length", str(len(data) + outer.missing_bytes))
                 self.end_headers()
-                self.wfile.write(json.dumps(body).encode())
+                self.wfile.write(data)
 
             def log_message(self, *_: Any) -> None:
                 pass
@@ -81,13 +84,29 @@ def test_targets_are_written_to_a_file_that_everybody_may_read(scheduler: Schedu
     assert [each.name for each in tmp_path.iterdir()] == ["targets.json"]
 
 
-@pytest.mark.parametrize("answer", [(404, []), (200, {"a": 1}), (200, [{"targets": []}])])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        (404, []),
+        (200, {"a": 1}),
+        (200, [{"targets": []}]),
+        (200, [{"targets": [], "labels": "none"}]),
+        (200, [1]),
+    ],
+)
 def test_what_gives_no_targets_is_named(scheduler: Scheduler, answer: Any) -> None:
     scheduler.answer = answer
     result = run("targets", scheduler.url)
     assert result.exit_code == 1
     assert f"{scheduler.url} did not give a list of targets" in result.output
     assert ("no instance of daskserve runs there" in result.output) == (answer[0] == 404)
+
+
+def test_half_an_answer_is_none(scheduler: Scheduler) -> None:
+    scheduler.missing_bytes = 10
+    result = run("targets", scheduler.url)
+    assert result.exit_code == 1
+    assert f"{scheduler.url} did not give a list of targets" in result.output
 
 
 @pytest.mark.parametrize(

@@ -87,9 +87,10 @@ class Loads:
         current = _Replica(now, int(figures["ongoing"]), int(figures["ended"]), latency_counts)
         before = self._replicas.get(replica)
         self._replicas[replica] = current
-        total = self._ended.setdefault(backend, _Ended(now))
-        if before is None:
-            # All that it has done since it started, be it for an older controller, is not of this second.
+        total = self._ended.get(backend)
+        if before is None or total is None:
+            # All that it has done since it started, be it for an older controller, is not of this second; and
+            # of backends that are not autoscaled nobody draws samples.
             return
         old_counts = before.latency_counts or (0,) * len(latency_counts)
         total.add(

@@ -9,8 +9,10 @@ controller, then with the fewest replicas at all, wins. Ties go by address, so t
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from daskserve.control.records import BackendRecord, ReplicaRecord
 from daskserve.control.state import State
@@ -91,33 +93,47 @@ def workers_needed(waiting: Iterable[Demand], workers: Iterable[WorkerInfo]) -> 
     """
     kinds = [(worker, capacity(worker)) for worker in workers]
     filled: list[tuple[WorkerInfo, dict[str, float]]] = []
-    is_unknown = False
-    for demand in waiting:
-        is_unknown = is_unknown or not kinds
+    demands: dict[tuple[Any, ...], Demand] = {}
+    counts: Counter[tuple[Any, ...]] = Counter()
+    for demand in waiting:  # replicas of one backend are all alike
+        key = (tuple(sorted(demand.amounts.items())), demand.allowed_workers)
+        demands[key] = demand
+        counts[key] += 1
+    for key, demand in demands.items():
+        left = counts[key]
         for worker, free in filled:
-            if _may_join(worker, demand) and _fits(demand.amounts, free):
-                break
-        else:
-            found = next(
-                (each for each in kinds if _may_join(each[0], demand) and _fits(demand.amounts, each[1])),
-                None,
-            )
-            if found is None:
-                continue
-            worker, free = found[0], dict(found[1])
-            filled.append((worker, free))
-        for name, amount in demand.amounts.items():
-            free[name] = free.get(name, 0) - amount
-    return max(len(filled), int(is_unknown))
+            if _may_join(worker, demand):
+                left -= _fill(free, demand.amounts, left)
+        new = next(
+            (
+                each
+                for each in kinds
+                if _may_join(each[0], demand) and _fill(dict(each[1]), demand.amounts, 1)
+            ),
+            None,
+        )
+        while left and new is not None:
+            free = dict(new[1])
+            left -= _fill(free, demand.amounts, left)
+            filled.append((new[0], free))
+    return max(len(filled), int(bool(demands) and not kinds))
+
+
+def _fill(free: dict[str, float], amounts: Mapping[str, float], count: int) -> int:
+    """Take as many times these amounts as there are, at most ``count`` times, and return how often."""
+    times = count
+    for name, amount in amounts.items():
+        if amount > 0:
+            times = min(times, int((free.get(name, 0) + TOLERANCE) // amount))
+    times = max(0, times)
+    for name, amount in amounts.items():
+        free[name] = free.get(name, 0) - times * amount
+    return times
 
 
 def _may_join(kind: WorkerInfo, demand: Demand) -> bool:
     # A new worker has another address and another name, but may well be on the same host.
     return demand.allowed_workers is None or kind.host in demand.allowed_workers
-
-
-def _fits(amounts: Mapping[str, float], free: Mapping[str, float]) -> bool:
-    return all(amount <= free.get(name, 0) + TOLERANCE for name, amount in amounts.items())
 
 
 def explain(state: State, workers: Iterable[WorkerInfo], demand: Demand) -> str:

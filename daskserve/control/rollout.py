@@ -7,6 +7,7 @@ replicas more than wanted exist meanwhile.
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -66,7 +67,8 @@ def next_steps(
     new = [each for each in live if each.version == version and each.worker not in leaving]
     old = [each for each in live if each.version != version or each.worker in leaving]
     excess = _expendable(new, max(0, len(new) - wanted), burdens)
-    new = [each for each in new if each not in excess]
+    given_up = {each.tag for each in excess}
+    new = [each for each in new if each.tag not in given_up]
     # Old replicas that do not run yet are of no use to anybody.
     idle_old = [each for each in old if each.state is not ReplicaState.RUNNING]
     serving_old = [each for each in old if each.state is ReplicaState.RUNNING]
@@ -83,18 +85,33 @@ def _expendable(replicas: Sequence[ReplicaRecord], count: int, burdens: Burdens)
     Of those that run, the ones where most of their kind are, so that the rest stays spread; or, where workers
     can be given back, the ones where least is.
     """
-    left = list(reversed(replicas))
+    if not count:
+        return ()
     chosen: list[ReplicaRecord] = []
-    same = Counter(each.worker for each in left)
+    same = Counter(each.worker for each in replicas)
+    others = {worker: 0 if worker is None else burdens.others(worker) for worker in same}
+    youngest_first = list(enumerate(reversed(replicas)))
 
-    def rank(each: ReplicaRecord) -> tuple[float, ...]:
-        others = 0 if each.worker is None else burdens.others(each.worker)
-        crowd = others + same[each.worker] if burdens.empties_workers else -same[each.worker]
-        return (STOP_ORDER.index(each.state), crowd, burdens.ongoing.get(each.tag, 0.0), others)
+    def rank(place: int, each: ReplicaRecord) -> tuple[float, ...]:
+        worker = each.worker
+        crowd = others[worker] + same[worker] if burdens.empties_workers else -same[worker]
+        return (crowd, burdens.ongoing.get(each.tag, 0.0), others[worker], place)
 
-    while len(chosen) < count:
-        least = min(left, key=rank)
-        left.remove(least)
-        same[least.worker] -= 1
-        chosen.append(least)
+    # Only the crowd of the worker that loses one changes, so the first of each worker is all to compare.
+    for state in STOP_ORDER:
+        lines: dict[WorkerAddress | None, list[tuple[int, ReplicaRecord]]] = {}
+        for place, each in youngest_first:
+            if each.state is state:
+                lines.setdefault(each.worker, []).append((place, each))
+        for line in lines.values():
+            line.sort(key=lambda entry: rank(*entry), reverse=True)
+        heap = [(rank(*line[-1]), line) for line in lines.values()]
+        heapq.heapify(heap)
+        while heap and len(chosen) < count:
+            _, line = heapq.heappop(heap)
+            least = line.pop()[1]
+            same[least.worker] -= 1
+            chosen.append(least)
+            if line:
+                heapq.heappush(heap, (rank(*line[-1]), line))
     return tuple(chosen)

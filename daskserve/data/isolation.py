@@ -261,6 +261,8 @@ class IsolatedReplica:
                 return
             except TimeoutError:
                 pass  # it is busy; its health is somebody else's matter
+            except Exception:
+                logger.exception("The figures of the process of %s could not be had", self._start.replica_tag)
 
     def samples(self) -> list[Sample]:
         """Return the replica's figures as metrics, those of the child as it told them last."""

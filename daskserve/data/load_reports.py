@@ -76,7 +76,9 @@ class LoadReports:
     def _note_end(self, task: asyncio.Task[None]) -> None:
         self._task = None
         if not task.cancelled() and task.exception() is not None:
-            logger.error("Reporting the load ended; it begins anew", exc_info=task.exception())
+            logger.error(
+                "Reporting the load failed; the next request begins it anew", exc_info=task.exception()
+            )
 
     def close(self) -> None:
         """Report nothing any more."""

@@ -222,10 +222,12 @@ class InPlaceCall(Call[T]):
         return self.result()
 
     def _cancel_calls(self, thrown: BaseException) -> None:
-        # After the code itself: if it awaits one of them, it is to be cancelled once, not twice.
-        request = self._context.get(current_request)
-        if request is not None and isinstance(thrown, asyncio.CancelledError):
-            request.cancel_calls()
+        # After the code itself: if it awaits one of them, it is to be cancelled once, not twice. And what the
+        # code did to itself, by a timeout of its own for example, it has taken back by now.
+        if isinstance(thrown, asyncio.CancelledError) and (self.is_cancelled or is_cancelling()):
+            request = self._context.get(current_request)
+            if request is not None:
+                request.cancel_calls()
 
     def _stop(self) -> None:
         # As `Task.cancel` does it, but the task is not ours.

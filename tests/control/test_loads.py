@@ -9,6 +9,7 @@ from daskserve.control.loads import STALE_S, Loads
 
 def test_a_sample_adds_up_what_routers_and_replicas_say() -> None:
     loads = Loads()
+    loads.sample("b", [], 9.0)
     loads.report("r1", {"b": [3, 1], "c": [9, 9]}, 10.0)
     loads.report("r2", {"b": [1, 1]}, 10.0)
     for at, ended in ((9.0, 100), (10.0, 110)):
@@ -34,8 +35,19 @@ def test_what_a_replica_did_before_it_was_first_asked_is_no_rate() -> None:
     assert loads.sample("b", ["b#1"], 10.5).rate == 0.0
 
 
+def test_of_backends_that_nobody_draws_samples_of_nothing_is_added_up() -> None:
+    loads = Loads()
+    for at in range(10):
+        loads.answered("b", "b#1", {"ongoing": 0, "ended": 100 * at, "latency_counts": [100 * at]}, float(at))
+    first = loads.sample("b", ["b#1"], 10.0)
+    assert (first.rate, first.latency_counts) == (0.0, ())
+    loads.answered("b", "b#1", {"ongoing": 0, "ended": 910, "latency_counts": [910]}, 10.5)
+    assert loads.sample("b", ["b#1"], 11.0).latency_counts == (10,)
+
+
 def test_latencies_are_counted_between_samples() -> None:
     loads = Loads()
+    loads.sample("b", [], 9.0)
     loads.answered("b", "b#1", {"ongoing": 0, "ended": 3, "latency_counts": [1, 2, 0]}, 10.0)
     loads.answered("b", "b#1", {"ongoing": 0, "ended": 6, "latency_counts": [1, 3, 2]}, 11.0)
     loads.answered("b", "b#2", {"ongoing": 0, "ended": 0, "latency_counts": [0, 0, 0]}, 10.0)

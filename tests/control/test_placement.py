@@ -139,6 +139,13 @@ def test_waiting_replicas_need_as_many_workers_as_they_fill() -> None:
     assert workers_needed([Demand("b", {"CPU": 0.1, "memory": 0.6 * (1 << 30)})] * 4, kinds) == 4
 
 
+def test_small_replicas_fill_what_larger_ones_leave() -> None:
+    kinds = [worker(1, threads=4)]
+    large, small = Demand("large", {"CPU": 3.0}), Demand("small", {"CPU": 0.1})
+    assert workers_needed([large, *[small] * 10, large, *[small] * 10], kinds) == 2
+    assert workers_needed([large, *[small] * 11, large, *[small] * 10], kinds) == 3
+
+
 def test_nothing_is_asked_for_what_no_such_worker_could_hold() -> None:
     kinds = [worker(1, threads=2), worker(2, threads=2, resources={"GPU": 1.0})]
     assert workers_needed([Demand("b", {"CPU": 3.0})] * 4, kinds) == 0

@@ -144,3 +144,33 @@ def test_where_workers_are_given_back_the_emptiest_are_emptied_first() -> None:
 def test_what_does_not_run_yet_goes_before_what_serves_wherever_it_is() -> None:
     replicas = [*spread("w1", "w1"), replica("b#9", S.STARTING, worker="w2")]
     assert stopped(2, replicas, Burdens()) == ["b#9"]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("xyz"), st.sampled_from(STOP_ORDER), st.integers(0, 3)), max_size=12),
+    st.integers(0, 12),
+    st.booleans(),
+)
+def test_whom_to_give_up_is_the_least_missed_one_at_a_time(
+    given_replicas: list[tuple[str, S, int]], wanted: int, empties_workers: bool
+) -> None:
+    held = {"x": 0, "y": 2, "z": 1}
+    replicas = [
+        replica(f"b#{number}", state, worker=worker)
+        for number, (worker, state, _) in enumerate(given_replicas)
+    ]
+    ongoing = {f"b#{number}": float(load) for number, (_, _, load) in enumerate(given_replicas)}
+    burdens = Burdens(ongoing, held.__getitem__, empties_workers)
+    left, expected = list(reversed(replicas)), []
+
+    def rank(each: ReplicaRecord) -> tuple[float, ...]:
+        others = held[each.worker or ""]
+        same = sum(other.worker == each.worker for other in left)
+        crowd = others + same if empties_workers else -same
+        return (STOP_ORDER.index(each.state), crowd, ongoing[each.tag], others)
+
+    while len(left) > wanted:
+        least = min(left, key=rank)
+        left.remove(least)
+        expected.append(least.tag)
+    assert stopped(wanted, replicas, burdens) == expected

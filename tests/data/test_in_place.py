@@ -138,6 +138,27 @@ def test_calls_of_the_code_are_cancelled_after_the_code_itself() -> None:
     run(scenario)
 
 
+@pytest.mark.parametrize("by_timeout", [False, True])
+def test_what_code_cancels_itself_leaves_its_calls_alone(by_timeout: bool) -> None:
+    async def code() -> None:
+        if by_timeout:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(1):
+                    await asyncio.sleep(60)
+            return
+        helper = asyncio.create_task(asyncio.sleep(60))
+        await asyncio.sleep(1)
+        helper.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await helper
+
+    async def scenario(desk: Desk) -> None:
+        await desk.task(code)
+        assert not desk.request._is_cancelled
+
+    run(scenario)
+
+
 def test_code_that_goes_on_in_spite_of_it_keeps_its_slot_until_it_ends() -> None:
     async def stubborn() -> str:
         try:

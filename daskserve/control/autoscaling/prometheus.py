@@ -55,7 +55,7 @@ class PrometheusQueries:
         self._errors: dict[str, str] = {}
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self._url} fresh={len(self.values())}/{len(self.queries)}>"
+        return f"<{type(self).__name__} fresh={len(self.values())}/{len(self.queries)}>"
 
     def values(self) -> dict[str, float]:
         """Return the values that are not too old, by name."""
@@ -85,7 +85,7 @@ class PrometheusQueries:
             self._values[name] = (value_of(body), at)
         except (OSError, ValueError) as error:
             if self._errors.get(name) != str(error):
-                logger.warning("query %r (%s) has no value from %s: %s", name, text, self._url, error)
+                logger.warning("query %r (%s) has no value: %s", name, text, error)
             self._errors[name] = str(error) or type(error).__name__
         else:
             self._errors.pop(name, None)
