@@ -68,7 +68,8 @@ class AutoscalingContext:
     replica_ongoing : mapping
         What each running replica was running at the last sample.
     custom : mapping
-        The newest values of the backend's own metrics, by name.
+        What the backend's own code measures (``record_autoscaling_stats``): by name, the
+        ``aggregated_metrics`` of its replicas, taken together by the config's ``aggregation_function``.
     queries : mapping
         The newest values of the config's PromQL expressions, by name; one that is too old is left out.
     state : mapping
@@ -79,6 +80,11 @@ class AutoscalingContext:
         Since when nothing runs and nothing waits; None if something does.
     latency_bounds_s : sequence of float
         The upper bounds of the buckets in which samples count latencies.
+    raw_metrics : mapping
+        The newest values of the backend's own metrics, by name and running replica; one that is too old is
+        left out.
+    aggregated_metrics : mapping
+        The same, each over the time of the samples by the config's ``aggregation_function``.
     """
 
     name: BackendTag
@@ -96,6 +102,8 @@ class AutoscalingContext:
     last_scale_down_time: float | None = None
     idle_since: float | None = None
     latency_bounds_s: Sequence[float] = ()
+    raw_metrics: Mapping[str, Mapping[ReplicaTag, float]] = field(default_factory=dict)
+    aggregated_metrics: Mapping[str, Mapping[ReplicaTag, float]] = field(default_factory=dict)
 
     @property
     def total_running_requests(self) -> float:

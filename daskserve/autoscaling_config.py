@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 #: Policies that come with daskserve. Any other text is an import path.
-BUILT_IN_POLICIES = ("target_ongoing_requests", "classic", "latency", "promql", "schedule")
+BUILT_IN_POLICIES = ("target_ongoing_requests", "classic", "latency", "promql", "custom_metric", "schedule")
 #: How long a burst has to be seen, where the config leaves it to us.
 BURST_WINDOW_S = 6.0
 
@@ -36,7 +36,7 @@ class AutoscalingConfig(BaseModel):
     policy: Any = Field(
         "target_ongoing_requests",
         description="What decides: ``target_ongoing_requests``, ``classic``, ``latency``, ``promql``, "
-        '``schedule``, an import path ``"module:function"``, or a function.',
+        '``custom_metric``, ``schedule``, an import path ``"module:function"``, or a function.',
     )
     policy_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Keyword arguments for the policy."

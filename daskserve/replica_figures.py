@@ -91,13 +91,14 @@ class ReplicaFigures:
             "latency_sum_s": self.latency.sum,
         }
 
-    def brief(self, load: Callable[[], Load]) -> dict[str, Any]:
-        """Return how many requests run, how many have ended, and how soon they did, in plain values."""
+    def brief(self, load: Callable[[], Load], more: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return how many requests run, how many have ended, how soon they did, and more; in plain values."""
         ongoing = load().ongoing
         return {
             "ongoing": ongoing,
             "ended": self.handled - ongoing,
             "latency_counts": list(self.latency.counts),
+            **more(),
         }
 
     def samples(self, labels: tuple[str, str, str]) -> list[Sample]:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from daskserve.autoscaling import AutoscalingContext, Decision
+from daskserve.autoscaling import AutoscalingContext, Decision, Sample
 from daskserve.autoscaling_config import BUILT_IN_POLICIES, AutoscalingConfig
 from daskserve.control.autoscaling.autoscaler import Autoscaler
 from daskserve.control.autoscaling.loading import load_policy
@@ -21,21 +21,44 @@ def run(example: str) -> dict[str, Any]:
     return namespace
 
 
+def example(name: str) -> Any:
+    """Return what an example defines."""
+    return next(found[name] for found in map(run, EXAMPLES) if name in found)
+
+
 def test_every_policy_is_in_the_table() -> None:
     table = TEXT.partition("## How wishes are tamed")[0]
     assert re.findall(r"^\| `(\w+)` \| ", table, re.MULTILINE)[1:] == list(BUILT_IN_POLICIES)
 
 
 def test_every_config_is_valid_and_can_be_decided_by() -> None:
-    configs = [run(example)["config"] for example in EXAMPLES if example.startswith("config")]
-    assert len(configs) == 2
+    configs = [run(example)["config"] for example in EXAMPLES if "\nconfig" in f"\n{example}"]
+    assert len(configs) == 3
     for options in configs:
         step = Autoscaler("b", AutoscalingConfig(**options)).step(now=1, wall=1.7e9, current=1, target=1)
         assert step.error is None
 
 
 def test_the_policy_of_ones_own_decides() -> None:
-    policy = run(EXAMPLES[-1])["by_tokens"]
+    policy = example("by_tokens")
     config = AutoscalingConfig(max_replicas=9, policy=policy, policy_kwargs={"per_replica": 500})
     context = AutoscalingContext("b", config, 1, 1, 1, 1, queries={"tokens_waiting": 1800})
     assert load_policy(config)(context) == Decision(4, "1800 tokens wait, 500 per replica wanted: 4")
+
+
+def test_numbers_of_ones_own_decide() -> None:
+    model = example("Model")()
+    model.tokens_waiting = 2500
+    values = {name: {"b#1": float(value)} for name, value in model.record_autoscaling_stats().items()}
+    options = next(found for found in map(run, EXAMPLES) if "Model" in found)["config"]
+    scaler = Autoscaler("b", AutoscalingConfig(**options, upscale_delay_s=0))
+    scaler.observe(Sample(1.0, 0, 0), custom=values)
+    assert scaler.step(now=1, wall=0, current=1, target=1).replicas == 3
+
+    config = AutoscalingConfig(max_replicas=9)
+    context = AutoscalingContext(
+        "b", config, 1, 1, 2, 2, aggregated_metrics={"memory_share": {"b#1": 0.5, "b#2": 1.0}}
+    )
+    assert example("by_memory")(context) == Decision(
+        3, "the fullest replica uses 100% of its memory, 80% wanted: 3"
+    )

@@ -7,7 +7,7 @@ one event loop. Nothing above this layer knows which.
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -181,12 +181,12 @@ class Cluster(Protocol):
         """Carry one request stream to an actor, directly if it lives in this process."""
 
     async def inspect(
-        self, worker: WorkerAddress, *, has_figures: bool = False
+        self, worker: WorkerAddress, *, figures_of: Collection[str] = ()
     ) -> Sequence[Mapping[str, Any]]:
         """Return the instance's actors on a worker, as they are there now.
 
         Each as ``{"name", "kind", "incarnation", "is_ready", "is_healthy", "detail", "worker", "pid"}``, and,
-        if they are asked for and the actor has any, ``"figures"``.
+        for those named in ``figures_of`` that have any, ``"figures"``.
         Raises `ActorLostError` if the worker is gone, and never returns if its process is stopped.
         """
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from typing import Any
 
 from distributed import Client
@@ -216,10 +216,13 @@ class DaskCluster:
             pass  # the worker is gone, and the actor with it
 
     async def inspect(
-        self, worker: WorkerAddress, *, has_figures: bool = False
+        self, worker: WorkerAddress, *, figures_of: Collection[str] = ()
     ) -> Sequence[Mapping[str, Any]]:
         actors: Sequence[Mapping[str, Any]] = await self.call(
-            ActorAddress(HOST_ACTOR, worker, 0), "actors", instance=self.instance, has_figures=has_figures
+            ActorAddress(HOST_ACTOR, worker, 0),
+            "actors",
+            instance=self.instance,
+            figures_of=list(figures_of),
         )
         return actors
 

@@ -15,7 +15,7 @@ import asyncio
 import importlib
 import logging
 import os
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -223,7 +223,10 @@ class Host:
             PROCESS.remove(entry.actor)
             self._tuning.objects_changed()
 
-    async def _list_actors(self, instance: InstanceName, has_figures: bool = False) -> list[dict[str, Any]]:
+    async def _list_actors(
+        self, instance: InstanceName, figures_of: Collection[str] = ()
+    ) -> list[dict[str, Any]]:
+        named = set(figures_of)
         return [
             {
                 "name": entry.spec.name,
@@ -231,7 +234,7 @@ class Host:
                 "incarnation": entry.spec.incarnation,
                 "is_ready": entry.is_ready,
                 **entry.health(),
-                **(entry.figures() if has_figures else {}),
+                **(entry.figures() if entry.spec.name in named else {}),
                 "worker": self._worker.address,
                 "pid": os.getpid(),
             }

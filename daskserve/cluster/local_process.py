@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -149,13 +149,13 @@ class LocalHost:
             if self.entries.get(entry.spec.name) is entry:
                 del self.entries[entry.spec.name]
 
-    async def list_actors(self, *, has_figures: bool = False) -> list[dict[str, Any]]:
+    async def list_actors(self, *, figures_of: Collection[str] = ()) -> list[dict[str, Any]]:
         found = []
         for entry in self.entries.values():
             ask = getattr(entry.actor, "health", None)
             facts = ask() if ask is not None and entry.is_ready else {}
-            count = getattr(entry.actor, "figures", None)
-            figures = {"figures": count()} if has_figures and count is not None and entry.is_ready else {}
+            count, is_wanted = getattr(entry.actor, "figures", None), entry.spec.name in figures_of
+            figures = {"figures": count()} if is_wanted and count is not None and entry.is_ready else {}
             found.append(
                 {
                     "name": entry.spec.name,
@@ -367,10 +367,10 @@ class LocalProcess:
         )
 
     async def inspect(
-        self, worker: WorkerAddress, *, has_figures: bool = False
+        self, worker: WorkerAddress, *, figures_of: Collection[str] = ()
     ) -> Sequence[Mapping[str, Any]]:
         actors: Sequence[Mapping[str, Any]] = await self._cluster.run_on(
-            self, worker, lambda host: host.list_actors(has_figures=has_figures)
+            self, worker, lambda host: host.list_actors(figures_of=figures_of)
         )
         return actors
 

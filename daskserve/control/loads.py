@@ -7,7 +7,7 @@ counts no more: a process that died or hangs neither pins load nor hides it. Pur
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,8 @@ class _Replica:
     ongoing: int
     ended: int
     latency_counts: Sequence[int]
+    #: What the user's code measures for autoscaling.
+    custom: Mapping[str, float]
 
 
 @dataclass(slots=True)
@@ -84,7 +86,8 @@ class Loads:
     ) -> None:
         """Take note of what a replica says of itself."""
         latency_counts = tuple(figures.get("latency_counts", ()))
-        current = _Replica(now, int(figures["ongoing"]), int(figures["ended"]), latency_counts)
+        custom = figures.get("custom", {})
+        current = _Replica(now, int(figures["ongoing"]), int(figures["ended"]), latency_counts, custom)
         before = self._replicas.get(replica)
         self._replicas[replica] = current
         total = self._ended.get(backend)
@@ -118,12 +121,23 @@ class Loads:
 
     def ongoing(self, replicas: Iterable[ReplicaTag], now: float) -> dict[ReplicaTag, float]:
         """Return what each of these replicas was running when it last said so, not too long ago."""
-        found = {}
+        return {tag: float(known.ongoing) for tag, known in self._fresh_replicas(replicas, now)}
+
+    def custom(self, replicas: Iterable[ReplicaTag], now: float) -> dict[str, dict[ReplicaTag, float]]:
+        """Return what the user's code in these replicas measures: by name, what each said last of itself."""
+        found: dict[str, dict[ReplicaTag, float]] = {}
+        for tag, known in self._fresh_replicas(replicas, now):
+            for name, value in known.custom.items():
+                found.setdefault(name, {})[tag] = value
+        return found
+
+    def _fresh_replicas(
+        self, replicas: Iterable[ReplicaTag], now: float
+    ) -> Iterator[tuple[ReplicaTag, _Replica]]:
         for tag in replicas:
             known = self._replicas.get(tag)
             if known is not None and now - known.at <= STALE_S:
-                found[tag] = float(known.ongoing)
-        return found
+                yield tag, known
 
     def sample(self, backend: BackendTag, replicas: Iterable[ReplicaTag], now: float) -> Sample:
         """Return a backend's load now, and begin to count anew what ends."""

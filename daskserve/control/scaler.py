@@ -155,7 +155,8 @@ class Scaler:
         if entry.autoscaler is None:
             step = ScalingStep(target, target, entry.error)
         else:
-            entry.autoscaler.observe(sample, replica_ongoing=ongoing)
+            custom = loads.custom(running, now)
+            entry.autoscaler.observe(sample, replica_ongoing=ongoing, custom=custom)
             step = await self._ask(entry, entry.autoscaler, current=len(running), target=target)
             entry.is_resting = sample.is_idle and _is_content(entry.autoscaler.config, step, target)
             if entry.is_resting and entry.due > now:

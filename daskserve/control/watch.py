@@ -89,10 +89,12 @@ class WorkerWatch:
         self._asking.add(worker)
         # What began to run only after the question need not be in the answer.
         expected = [each for each in self._state.replicas_on(worker) if each.state is ReplicaState.RUNNING]
+        scaled, instance = self._state.autoscaled(), self._cluster.instance
+        names = [
+            each.address(instance).name for each in self._state.replicas_on(worker) if each.backend in scaled
+        ]
         try:
-            actors = await self._clock.wait_for(
-                self._cluster.inspect(worker, has_figures=bool(self._state.autoscaled())), ANSWER_S
-            )
+            actors = await self._clock.wait_for(self._cluster.inspect(worker, figures_of=names), ANSWER_S)
         except (ServeError, OSError, TimeoutError) as error:
             self._missed(worker, error)
         else:

@@ -26,6 +26,7 @@ from daskserve import settings
 from daskserve.clock import LoopClock, stopwatch, system_rng
 from daskserve.cluster.base import ActorContext, ActorSpec
 from daskserve.cluster.child import ChildProcess, ChildView, dump_access
+from daskserve.data.autoscaling_stats import ChildStats
 from daskserve.data.child_figures import FIGURES_S, Told, tell
 from daskserve.data.health import HealthWatch
 from daskserve.data.replica import CLOSE_GRACE_S, Replica
@@ -82,7 +83,8 @@ class IsolatedReplica:
         #: What the child said of its figures last, and what keeps asking it.
         self._told = Told()
         #: Returns what autoscaling asks for every second.
-        self.figures = lambda: self._told.brief(self._ongoing, self._handled)
+        self._stats = ChildStats(context.clock)
+        self.figures = lambda: self._told.brief(self._ongoing, self._handled) | self._stats.figures()
         self._asking: asyncio.Task[None] | None = None
         self._idle = asyncio.Event()
         self._idle.set()
@@ -245,9 +247,10 @@ class IsolatedReplica:
     async def _ask(self, child: ChildProcess) -> dict[str, Any]:
         """Return what the child counts, and keep the rest of what it tells."""
         try:
-            found: dict[str, Any] = await child.call("statistics")
+            found: dict[str, Any] = await child.call("statistics", has_stats=self._stats.is_wanted)
         except ActorLostError as error:
             raise await self._lost(child, error) from None
+        self._stats.told(found.pop("custom", {}))
         self._told = Told(found.pop("samples"), found.pop("user_samples"), found["latency_counts"])
         return found
 
@@ -412,9 +415,10 @@ class ChildReplica(Replica):
             self._inside.pop(number).set_result(None)
             self._release()
 
-    async def statistics(self) -> dict[str, Any]:
-        """Return the replica's figures, and all that a scrape of this process would find."""
-        return {**await super().statistics(), **tell(self.samples(), self.user_samples())}
+    async def statistics(self, has_stats: bool = False) -> dict[str, Any]:
+        """Return the replica's figures, all that a scrape of this process would find, and the stats."""
+        stats = {"custom": self.figures().get("custom", {})} if has_stats else {}
+        return {**await super().statistics(), **tell(self.samples(), self.user_samples()), **stats}
 
     async def ended(self, number: int) -> None:
         """Return when a cancelled request holds no slot any more, or never held one."""

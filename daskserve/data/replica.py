@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 from daskserve.clock import stopwatch
 from daskserve.cluster.base import ActorContext
 from daskserve.context import ReplicaContext, current_replica, current_request
+from daskserve.data.autoscaling_stats import StatsRecorder
 from daskserve.data.batching import BatchItem
 from daskserve.data.callables import (
     CALL,
@@ -64,8 +65,7 @@ class Replica:
     def __init__(self, context: ActorContext) -> None:
         self._context = context
         self._start = start = ReplicaStart.decode(context.spec.payload)
-        self._concurrency = self._start.concurrency
-        self._has_method_header = self._start.method_header
+        self._concurrency, self._has_method_header = start.concurrency, start.method_header
         self._wall: Wall | None = None
         self._servable: Servable | None = None
         self._sockets: set[Exchange] = set()
@@ -73,7 +73,8 @@ class Replica:
         self._labels = (context.spec.instance, self._start.backend_tag, self._start.replica_tag)
         #: Return what user code measures (`daskserve.metrics`), and what autoscaling asks for every second.
         self.user_samples = partial(self._figures.user_samples, self._labels)
-        self.figures = partial(self._figures.brief, self.load)
+        stats = StatsRecorder(start.replica_tag, self._running, context.clock)
+        self.figures = partial(self._figures.brief, self.load, stats.figures)
         self._batches = ReplicaBatches(self._parts, start.max_batch_size, start.batch_wait_timeout_s, figures)
         self._is_open = False
         self._ongoing = 0

@@ -316,6 +316,8 @@ class Wall:
         self.calls: set[Call[Any]] = set()
         self.threads = UserThreads(f"daskserve-{name}", threads, self.to_worker)
         self._reserved = UserThreads(f"daskserve-{name}-probe", 1, self.to_worker)
+        #: Serves neither requests nor probes: what hangs there holds up nobody.
+        self.aside = UserThreads(f"daskserve-{name}-aside", 1, self.to_worker)
         self._name = name
         self._user_loop: UserLoop | None = None
         self._watch: LoopWatch | SharedLoopWatch | None = None
@@ -362,11 +364,12 @@ class Wall:
         context: Context | None = None,
         on_end: OnEnd = None,
         reserved: bool = False,
+        threads: UserThreads | None = None,
     ) -> Call[T]:
         """Start a plain function in a thread, with ``reserved`` in one that serves no requests."""
         call: ThreadCall[T] = ThreadCall(self, function, args, context or self.context.copy(), on_end)
         self._admit(call)
-        call.begin(self._reserved if reserved else self.threads)
+        call.begin(threads or (self._reserved if reserved else self.threads))
         return call
 
     async def run_async(self, function: AsyncFunction[T], *args: Any) -> T:
@@ -389,7 +392,7 @@ class Wall:
         """
         self.is_closed = True
         self.abort_calls(ClosedError("The replica has been stopped."))
-        closing = [self.threads.close(grace_s), self._reserved.close(grace_s)]
+        closing = [each.close(grace_s) for each in (self.threads, self._reserved, self.aside)]
         if self._user_loop is not None:
             closing.append(self._user_loop.close(grace_s))
         return all(await asyncio.gather(*closing))

@@ -61,6 +61,9 @@ class Measuring:
     def __call__(self, request: Any) -> int:
         return os.getpid()
 
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        return {"pid": os.getpid(), "bad": float("nan")}
+
     def count(self, kind: str, size: float) -> int:
         self.calls.inc(tags={"kind": kind})
         self.sizes.observe(size)

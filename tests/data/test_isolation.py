@@ -821,15 +821,17 @@ def test_figures_are_the_same_wherever_the_code_runs(kind: str, tmp_path: Path) 
         assert (calls.labels, calls.value) == ((*own, ("kind", "a")), 3)
         assert isinstance(sizes.value, Histogram)
         assert (sizes.value.counts, sizes.value.sum) == ([1, 1, 1], 55.5)
+        await until(lambda: "custom" in replica.figures())
+        assert replica.figures()["custom"] == {"pid": await call(replica, "count", "a", 1)}
         figures = await replica.statistics()
-        assert (figures["handled_total"], sum(figures["latency_counts"])) == (3, 3)
-        assert "samples" not in figures
+        assert (figures["handled_total"], sum(figures["latency_counts"])) == (4, 4)
+        assert not {"samples", "custom"} & set(figures)
 
     with Bench(kind, code.Measuring, tmp_path) as bench:
         bench.run(scenario())
         bench.run(call(bench.replica, "count", "a", 1))
         bench.run(bench.replica.stop(1))
-    assert series(bench.replica)[("deployment_requests",)] == 4
+    assert series(bench.replica)[("deployment_requests",)] == 5
 
 
 def test_a_replica_that_refuses_says_so_in_one_figure() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
@@ -12,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import pytest
 from clusters import Load, running
 from dask_processes import PATIENCE_S, fetch, poll_for
 from distributed import Client, LocalCluster
@@ -183,6 +185,47 @@ def test_a_real_prometheus_is_understood(client: serve.Client, tmp_path: Path) -
         client.update_backend_config("b", {"autoscaling_config": config})
         poll_for(lambda: "no fresh value of backlog" in told(client), what=lambda: told(client))
         assert wanted(client) == 3
+
+
+def measuring(file: Path) -> Any:
+    """Return a class that tells a number of its own, which stands in a file, and hangs while "hang" does."""
+
+    class Measuring:
+        async def record_autoscaling_stats(self) -> dict[str, float]:
+            value = file.read_text()  # noqa: ASYNC240 - a few bytes
+            if value == "hang":
+                await asyncio.sleep(1000)
+            return {"backlog": float(value)}
+
+        def __call__(self, request: Any = None) -> str:
+            return "done"
+
+    return Measuring
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+def test_what_the_users_code_measures_decides(client: serve.Client, tmp_path: Path, isolation: str) -> None:
+    file = tmp_path / "backlog"
+    file.write_text("4")
+    config = {
+        **QUICK,
+        "min_replicas": 1,
+        "policy": "custom_metric",
+        "policy_kwargs": {"metric": "backlog", "target": 10, "across": "max"},
+    }
+    client.create_backend("b", measuring(file), config={"autoscaling_config": config, "isolation": isolation})
+    client.create_endpoint("e", backend="b")
+    poll_for(lambda: "max of backlog over 1 replicas is 4" in told(client), what=lambda: told(client))
+    file.write_text("28")
+    poll_for(lambda: len(running(client, "b")) == 3, what=lambda: told(client))
+    poll_for(lambda: "over 3 replicas is 28" in told(client), what=lambda: told(client))
+    file.write_text("hang")
+    poll_for(lambda: "none of 3 replicas tells its backlog" in told(client), what=lambda: told(client))
+    assert wanted(client) == 3
+    assert client.get_handle("e").remote().result(PATIENCE_S) == "done"
+    file.write_text("4")
+    poll_for(lambda: len(running(client, "b")) == 1, what=lambda: told(client))
+    assert not client.status().unresponsive_workers
 
 
 def test_an_adaptive_cluster_grows_with_the_load_and_shrinks_again() -> None:

@@ -23,6 +23,7 @@ from typing import Any
 from daskserve.autoscaling import AutoscalingContext, Decision, Sample
 from daskserve.autoscaling_config import AutoscalingConfig
 from daskserve.control.autoscaling.answers import as_decision
+from daskserve.control.autoscaling.custom import CustomMetrics, CustomViews, PerReplica
 from daskserve.control.autoscaling.damping import Damping, Patience
 from daskserve.control.autoscaling.loading import CallablePolicy, load_policy
 from daskserve.types import BackendTag, ReplicaTag
@@ -92,7 +93,7 @@ class Autoscaler:
         self._samples: deque[Sample] = deque(maxlen=MOST_SAMPLES)
         self._newest: Sample | None = None
         self._replica_ongoing: Mapping[ReplicaTag, float] = {}
-        self._custom: Mapping[str, float] = {}
+        self._custom = CustomMetrics(MOST_SAMPLES)
         self._state: Mapping[str, Any] = {}
         self._target: int | None = None
         self._idle_since: float | None = None
@@ -127,15 +128,21 @@ class Autoscaler:
         sample: Sample,
         *,
         replica_ongoing: Mapping[ReplicaTag, float] | None = None,
-        custom: Mapping[str, float] | None = None,
+        custom: PerReplica | None = None,
     ) -> None:
-        """Take in what was seen. Samples come in the order of their times; an older one is ignored."""
+        """Take in what was seen. Samples come in the order of their times; an older one is ignored.
+
+        Parameters
+        ----------
+        replica_ongoing, custom
+            What each running replica was running; by name, what the user's code in each of them measures.
+        """
         if self._newest is not None and sample.at <= self._newest.at:
             return
         self._newest = sample
         self._samples.append(sample)
         self._replica_ongoing = {} if replica_ongoing is None else replica_ongoing
-        self._custom = {} if custom is None else custom
+        self._custom.observe(sample.at, {} if custom is None else custom)
         if not sample.is_idle:
             self._idle_since = None
         elif self._idle_since is None:
@@ -202,6 +209,8 @@ class Autoscaler:
         horizon = now - self._damping.look_back_period_s
         while self._samples and self._samples[0].at <= horizon:
             self._samples.popleft()
+        is_stale = self._is_stale(now)
+        custom = CustomViews() if is_stale else self._custom.views(horizon, self.config.aggregation_function)
         return AutoscalingContext(
             self.name,
             self.config,
@@ -211,13 +220,15 @@ class Autoscaler:
             target,
             tuple(self._samples),
             self._replica_ongoing,
-            self._custom,
+            custom.overall,
             {} if queries is None else queries,
             self._state,
             self._last_up,
             self._last_down,
-            None if self._is_stale(now) else self._idle_since,
+            None if is_stale else self._idle_since,
             self.latency_bounds_s,
+            custom.newest,
+            custom.aggregated,
         )
 
     def _notice(self, target: int, now: float) -> None:
@@ -232,6 +243,7 @@ class Autoscaler:
         self._patience.reset()
         if self._damping.cuts_look_back:
             self._samples.clear()
+            self._custom.clear()
 
     def _answered(self, context: AutoscalingContext, answer: Any) -> ScalingStep:
         try:

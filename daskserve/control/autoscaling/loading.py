@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from daskserve.autoscaling import AutoscalingContext
 from daskserve.autoscaling_config import AutoscalingConfig
-from daskserve.control.autoscaling import latency, load, promql, schedule
+from daskserve.control.autoscaling import custom, latency, load, promql, schedule
 
 #: A policy as users may write it: its answer is not judged yet.
 CallablePolicy: TypeAlias = Callable[..., Any]
@@ -21,6 +21,7 @@ MAKERS: Mapping[str, Callable[..., Callable[[AutoscalingContext], Any]]] = {
     "classic": load.classic,
     "latency": latency.latency_objective,
     "promql": promql.promql,
+    "custom_metric": custom.custom_metric,
 }
 
 
