@@ -165,6 +165,12 @@ class AutoscalingConfig(BaseModel):
                 'policy "promql" needs prometheus_address, such as "http://prometheus:9090", and '
                 'prometheus_queries, such as {"lag": "sum(consumer_lag)"}'
             )
+        if self.policy == "custom_metric" and not {"metric", "target"} <= self.policy_kwargs.keys():
+            raise ValueError(
+                f'policy "custom_metric" has policy_kwargs={self.policy_kwargs!r}; it needs a metric that '
+                'record_autoscaling_stats returns and a target per replica, such as {"metric": "tokens", '
+                '"target": 1000}'
+            )
         return self
 
     @property

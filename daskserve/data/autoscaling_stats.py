@@ -83,16 +83,16 @@ class _Recorded:
         return cls(None, f"raised {kind}: {error}", kind, user_traceback(error))
 
 
-async def _record(hook: Callable[[], Any]) -> _Recorded:
+async def _record(target: Any) -> _Recorded:
     try:
-        return _Recorded(*checked(await hook()))
+        return _Recorded(*checked(await getattr(target, HOOK)()))
     except Exception as error:  # the user's, and logged as such
         return _Recorded.failure(error)
 
 
-def _record_in_thread(hook: Callable[[], Any]) -> _Recorded:
+def _record_in_thread(target: Any) -> _Recorded:
     try:
-        return _Recorded(*checked(hook()))
+        return _Recorded(*checked(getattr(target, HOOK)()))
     except Exception as error:  # the user's, and logged as such
         return _Recorded.failure(error)
 
@@ -132,15 +132,17 @@ class StatsRecorder:
             wall, servable = self._parts()
         except ActorLostError:
             return
-        # Of the class: an object that hands on whatever it is asked for has no hook.
-        if not servable.is_class or not callable(getattr(type(servable.target), HOOK, None)):
+        target = servable.target
+        # As its class has it: no code of the user's may run here, such as what hands on all it is asked for.
+        hook = inspect.getattr_static(type(target), HOOK, None)
+        hook = getattr(hook, "__func__", hook)
+        if not servable.is_class or not callable(hook):
             return
-        hook = getattr(servable.target, HOOK)
         self._began, self._is_async = now, is_async(hook)
         if self._is_async:
-            self._call = wall.start_async(_record, hook, on_end=self._end)
+            self._call = wall.start_async(_record, target, on_end=self._end)
         else:
-            self._call = wall.start_sync(_record_in_thread, hook, on_end=self._end, threads=wall.aside)
+            self._call = wall.start_sync(_record_in_thread, target, on_end=self._end, threads=wall.aside)
 
     def _is_late(self, now: float) -> bool:
         return now - self._began > LIMIT_S

@@ -120,7 +120,9 @@ def test_without_values_the_number_stays(target: int, current: int) -> None:
 @pytest.mark.parametrize(
     ("kwargs", "said"),
     [
-        ({}, "does not take policy_kwargs"),
+        ({}, "needs a metric"),
+        ({"metric": "tokens"}, "needs a metric"),
+        ({"metric": "tokens", "target": 1, "goal": 2}, "does not take policy_kwargs"),
         ({"metric": "", "target": 1}, "metric is ''"),
         ({"metric": "tokens", "target": 0}, "above 0"),
         ({"metric": "tokens", "target": True}, "above 0"),

@@ -174,6 +174,26 @@ def test_a_function_of_the_users_decides(policy: Any, expected: int) -> None:
     play(scenario)
 
 
+def test_what_replicas_measure_by_themselves_decides() -> None:
+    async def scenario(stage: Stage) -> None:
+        def tell(value: float) -> None:
+            for each in stage.running_of("b"):
+                figures = {"ongoing": 0, "ended": 0, "custom": {"tokens": value}}
+                each.figures = lambda figures=figures: figures  # type: ignore[attr-defined]
+
+        kwargs = {"metric": "tokens", "target": 10}
+        config = {**QUICK, "min_replicas": 1, "policy": "custom_metric", "policy_kwargs": kwargs}
+        await stage.create(autoscaling_config=config)
+        await stage.clock.sleep(5.0)
+        assert "none of 1 replicas tells its tokens" in (await explained(stage)).reason
+        tell(25.0)
+        await stage.until(lambda: count(stage) == 3)
+        tell(1.0)
+        await stage.until(lambda: count(stage) == 1)
+
+    play(scenario)
+
+
 def test_a_policy_that_cannot_be_had_leaves_the_number_and_says_so() -> None:
     async def scenario(stage: Stage) -> None:
         config = {**QUICK, "min_replicas": 1, "policy": "no_such_module:decide"}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 from controller_harness import ScriptedReplica, Stage, play
 
 from daskserve.cluster.base import ActorSpec
@@ -45,6 +48,24 @@ def test_a_replica_that_is_unwell_is_replaced() -> None:
         await stage.until(lambda: (victim.tag, 0.0) in stage.stopped, timeout_s=2 * PERIOD_S)
         await stage.until(lambda: len(stage.running_of("b")) == 2, timeout_s=1)
         assert victim.tag not in stage.running
+
+    play(scenario)
+
+
+def test_only_replicas_of_autoscaled_backends_are_asked_for_figures() -> None:
+    async def scenario(stage: Stage) -> None:
+        asked: list[str] = []
+
+        def note(replica: ScriptedReplica) -> dict[str, Any]:
+            asked.append(replica.tag)
+            return {"ongoing": 0, "ended": 0, "custom": {"tokens": 2.0}}
+
+        await stage.create("plain", num_replicas=2)
+        await stage.create("b", autoscaling_config={"min_replicas": 2, "max_replicas": 3})
+        for each in stage.running.values():
+            each.figures = partial(note, each)  # type: ignore[attr-defined]
+        await stage.clock.sleep(3 * PERIOD_S)
+        assert set(asked) == {each.tag for each in stage.running_of("b")}
 
     play(scenario)
 

@@ -115,7 +115,13 @@ class Mixed(Async):
     __call__ = Base.__call__  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("definition", [Plain, Async, Mixed])
+class Static(Base):
+    @staticmethod
+    async def record_autoscaling_stats() -> Any:
+        return Plain.record_autoscaling_stats(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("definition", [Plain, Async, Mixed, Static])
 @pytest.mark.parametrize("event_loop", ["own", "worker"])
 def test_values_come_from_where_user_code_runs(definition: Any, event_loop: str) -> None:
     async def scenario(replica: Replica) -> None:
@@ -209,13 +215,35 @@ def test_one_that_hangs_is_logged_once_and_holds_up_nothing(
         if definition is HangingPlain:
             assert GATES.calls == 2  # never twice at a time
         GATES.go.set()
-        await wait_until(lambda: told(replica) is not None)
+        found = await wait_until(lambda: told(replica))
+        if definition is HangingPlain:
+            assert found == {"tokens": 3.0}  # what came too late is not gone by
 
     with caplog.at_level(logging.ERROR, "daskserve.replica"):
         run(scenario, definition)
     said = [each.getMessage() for each in caplog.records if "record_autoscaling_stats" in each.getMessage()]
     assert len(said) == 1
     assert "b#AAAAAA has not returned within 2 s; its values are left out" in said[0]
+
+
+class Broken(Plain):
+    """In the end not even to be asked for its method."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "record_autoscaling_stats" and GATES.answer == "broken":
+            raise LookupError("not for you")
+        return super().__getattribute__(name)
+
+
+def test_one_that_cannot_be_had_is_the_users_trouble(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(replica: Replica) -> None:
+        GATES.answer = "broken"
+        await wait_until(lambda: (told(replica), caplog.records)[1])
+        assert told(replica) is None
+
+    with caplog.at_level(logging.ERROR, "daskserve.replica"):
+        run(scenario, Broken)
+    assert ["LookupError: not for you" in each.getMessage() for each in caplog.records] == [True]
 
 
 class Deleted(Plain):
