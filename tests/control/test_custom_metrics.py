@@ -139,7 +139,8 @@ class Bench:
     """An autoscaler that is looked at once a second."""
 
     def __init__(self, **options: Any) -> None:
-        self.scaler = Autoscaler("b", AutoscalingConfig(max_replicas=10, look_back_period_s=10, **options))
+        options = {"max_replicas": 10, "look_back_period_s": 10, **options}
+        self.scaler = Autoscaler("b", AutoscalingConfig(**options))
         self.target = 1
         self.now = 1000.0
 
@@ -176,7 +177,7 @@ def test_policies_of_users_get_all_views() -> None:
         seen.append(context)
         return context.target_num_replicas
 
-    bench = Bench(policy=note)
+    bench = Bench(policy=note, look_back_period_s=1000)
     bench.run(1, {"tokens": {"b#1": 10.0, "b#2": 50.0}}, running=2)
     bench.run(1, {"tokens": {"b#1": 20.0, "b#2": 50.0}}, running=2)
     context = seen[-1]
