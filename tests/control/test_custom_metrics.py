@@ -47,6 +47,8 @@ def test_values_are_taken_together_over_time_and_then_over_replicas(
     assert found.newest == {"tokens": {"b#1": 6.0, "b#2": 8.0}}
     assert found.aggregated == {"tokens": {"b#1": first, "b#2": 8.0}}
     assert found.overall == {"tokens": overall}
+    assert repr(found.overall) == repr({"tokens": overall})
+    assert (len(found.aggregated), "tokens" in found.overall, found.aggregated.get("x")) == (1, True, None)
 
 
 def test_what_is_not_told_any_more_is_not_gone_by() -> None:

@@ -4,26 +4,58 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from daskserve.autoscaling import AutoscalingContext, Decision, Policy
 from daskserve.types import ReplicaTag
 
+T = TypeVar("T")
 #: By name, what each replica says of itself.
 PerReplica: TypeAlias = Mapping[str, Mapping[ReplicaTag, float]]
 
 
 def _mean(values: Iterable[float]) -> float:
     found = list(values)
-    return math.fsum(each / len(found) for each in found)
+    try:
+        return math.fsum(found) / len(found)
+    except OverflowError:
+        return math.fsum(each / len(found) for each in found)
 
 
 #: By the words of ``aggregation_function``.
 WAYS: Mapping[str, Callable[[Iterable[float]], float]] = {"mean": _mean, "max": max, "min": min}
 #: By the words of `custom_metric`.
 ACROSS: Mapping[str, Callable[[Iterable[float]], float]] = {"sum": math.fsum, "mean": _mean, "max": max}
+
+
+class _ByName(Mapping[str, T]):
+    """A mapping whose values are worked out when they are asked for: few policies go by all of them."""
+
+    def __init__(self, names: Iterable[str], work_out: Callable[[str], T]) -> None:
+        self._names = dict.fromkeys(names)
+        self._work_out = work_out
+        self._found: dict[str, T] = {}
+
+    def __getitem__(self, name: str) -> T:
+        if name not in self._names:
+            raise KeyError(name)
+        if name not in self._found:
+            self._found[name] = self._work_out(name)
+        return self._found[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +91,18 @@ class CustomMetrics:
         together = WAYS[way]
         # A copy, because values go on coming in while the policy of a user's is asked in its thread.
         seen = [values for _, values in list(self._seen)]
-        aggregated = {
-            name: {
-                replica: together(
-                    each[name][replica] for each in seen if name in each and replica in each[name]
-                )
-                for replica in of_replicas
+
+        def over_time(name: str) -> Mapping[ReplicaTag, float]:
+            told = [each[name] for each in seen if name in each]
+            return {
+                replica: together([each[replica] for each in told if replica in each])
+                for replica in newest[name]
             }
-            for name, of_replicas in newest.items()
-        }
-        overall = {name: together(of_replicas.values()) for name, of_replicas in aggregated.items()}
-        return CustomViews(newest, aggregated, overall)
+
+        aggregated = _ByName(newest, over_time)
+        return CustomViews(
+            newest, aggregated, _ByName(newest, lambda name: together(aggregated[name].values()))
+        )
 
 
 def custom_metric(metric: str, target: float, across: str = "sum") -> Policy:
