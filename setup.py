@@ -43,6 +43,7 @@ setup(
         "daskserve.cluster",
         "daskserve.control",
         "daskserve.control.autoscaling",
+        "daskserve.dashboards",
         "daskserve.data",
         "daskserve.proxies",
         "daskserve.simulation",

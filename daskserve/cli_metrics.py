@@ -16,6 +16,7 @@ from typing import Any
 import click
 import dask.config
 
+from daskserve.cli_grafana import grafana
 from daskserve.errors import ServeError
 from daskserve.metric_table import SECTIONS
 
@@ -70,6 +71,9 @@ groups:
 @click.group()
 def metrics() -> None:
     """Bring Prometheus and daskserve together."""
+
+
+metrics.add_command(grafana)
 
 
 @metrics.command("list")

@@ -103,6 +103,8 @@ SECTIONS: Mapping[str, Sequence[MetricSpec]] = {
     ),
     "Replicas, as long as they live": (
         MetricSpec("replica_requests", _C, _R, "Requests that were begun."),
+        MetricSpec("replica_errors", _C, _R, "Requests that user code answered with an error."),
+        MetricSpec("replica_request_duration_seconds", _T, _R, "Seconds that a request held its slot."),
         MetricSpec("replica_ongoing_requests", _G, _R, "Requests that hold a slot."),
         MetricSpec("replica_queued_requests", _G, _R, "Requests among them that wait for their batch."),
         MetricSpec("replica_abandoned_requests", _G, _R, "Calls that were given up but run on."),

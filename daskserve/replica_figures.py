@@ -117,6 +117,8 @@ class ReplicaFigures:
         if self.started_at:
             found += [
                 ("replica_requests", labels, self.handled),
+                ("replica_errors", labels, self.failed),
+                ("replica_request_duration_seconds", labels, self.latency),
                 ("replica_start_time_seconds", labels, self.started_at),
                 ("replica_startup_duration_seconds", labels, self.startup_s),
             ]

@@ -26,9 +26,10 @@ LAYERS: Mapping[str, int] = {
     "data": 2,
     "proxies": 3,
     "simulation": 3,
+    "dashboards": 3,
     "edge": 4,
 }
-SUBPACKAGES = frozenset({"cluster", "control", "data", "proxies", "simulation"})
+SUBPACKAGES = frozenset({"cluster", "control", "data", "proxies", "simulation", "dashboards"})
 EDGE_MODULES = frozenset(
     {
         "__main__",
@@ -36,6 +37,7 @@ EDGE_MODULES = frozenset(
         "api",
         "calls",
         "cli",
+        "cli_grafana",
         "cli_metrics",
         "cli_simulate",
         "client",

@@ -814,6 +814,7 @@ def test_figures_are_the_same_wherever_the_code_runs(kind: str, tmp_path: Path) 
         assert found[("deployment_replica_starts",)] == 1
         assert (found[("replica_requests", me)], found[("replica_healthy", me)]) == (3, 1)
         assert found[("replica_max_ongoing_requests", me)] == 4
+        assert (found[("replica_errors", me)], found[("replica_request_duration_seconds", me)]) == (0, 3)
         assert found[("replica_startup_duration_seconds", me)] > 0
         await until(lambda: len(replica.user_samples()) == 2)
         calls, sizes = replica.user_samples()

@@ -1345,6 +1345,8 @@ def test_what_a_replica_does_is_counted() -> None:
         assert found[("deployment_replica_start_failures",)] == 0
         me = "b#AAAAAA"
         assert found[("replica_requests", me)] == 2
+        assert found[("replica_errors", me)] == 1
+        assert found[("replica_request_duration_seconds", me)] == 2
         assert found[("replica_ongoing_requests", me)] == 0
         assert found[("replica_max_ongoing_requests", me)] == 4
         assert found[("replica_healthy", me)] == 1

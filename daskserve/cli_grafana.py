@@ -1,0 +1,79 @@
+"""``daskserve metrics grafana``: the files from which Grafana and Prometheus are set up."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import click
+
+from daskserve.dashboards.alerts import Limits
+from daskserve.dashboards.grafana import files
+
+DEFAULTS = Limits()
+USE = """\
+Grafana: copy provisioning/ to its own (mostly /etc/grafana/provisioning), then restart it. It must be able
+to read {dashboards}.
+Prometheus: add "rule_files: [{rules}/*.yaml]" to prometheus.yml, reload it.
+"""
+
+
+@click.command()
+@click.option(
+    "--output",
+    required=True,
+    type=click.Path(file_okay=False, path_type=Path),
+    help="The folder to write to; files of the same names are replaced.",
+)
+@click.option(
+    "--prometheus",
+    "prometheus_url",
+    default="http://localhost:9090",
+    show_default=True,
+    help="Where Grafana reaches Prometheus.",
+)
+@click.option(
+    "--dashboards-path",
+    help="Where Grafana will find the dashboards, if not in the output.",
+)
+@click.option("--interval", "interval_s", default=15, show_default=True, help="Seconds between two scrapes.")
+@click.option(
+    "--error-ratio",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=DEFAULTS.error_ratio,
+    show_default=True,
+    help="Alert when a larger share of requests fails.",
+)
+@click.option(
+    "--p99",
+    "p99_s",
+    type=click.FloatRange(0, min_open=True),
+    default=DEFAULTS.p99_s,
+    show_default=True,
+    help="Alert when the 99th percentile of an endpoint's requests takes more seconds.",
+)
+def grafana(
+    output: Path,
+    prometheus_url: str,
+    dashboards_path: str | None,
+    interval_s: int,
+    error_ratio: float,
+    p99_s: float,
+) -> None:
+    """Write dashboards for Grafana and alert rules for Prometheus.
+
+    Grafana reads them when it starts (provisioning): a data source, a folder, and the dashboards in it.
+    """
+    if not prometheus_url.startswith(("http://", "https://")):
+        raise click.UsageError("--prometheus is an address such as http://prometheus:9090.")
+    root = Path(os.path.abspath(output))
+    where = dashboards_path or str(root / "dashboards")
+    for name, text in files(prometheus_url, where, interval_s, Limits(error_ratio, p99_s)).items():
+        file = root / name
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise click.ClickException(f"{file} could not be written: {error}") from error
+        click.echo(str(file))
+    click.echo(USE.format(dashboards=where, rules=root / "prometheus/rules"), nl=False)
