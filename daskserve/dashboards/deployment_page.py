@@ -156,7 +156,7 @@ REPLICAS = Row(
         ),
         Panel(
             "Queued by replica",
-            "Requests in replicas that wait for their batch.",
+            "Requests that wait for their batch in a backend with accept_batch.",
             [Query(gauge("replica_queued_requests", ("replica",)), REPLICA)],
             is_stacked=True,
         ),

@@ -131,6 +131,12 @@ class Prometheus:
             return []
         return list(reply.json["data"]["result"]) if reply.status == 200 else []
 
+    def evaluate(self, expression: str) -> list[Any]:
+        """Return the result of an expression, which must be one."""
+        reply = fetch(f"{self.url}/api/v1/query?query={quote(expression)}")
+        assert reply.status == 200, (expression, reply.text)
+        return list(reply.json["data"]["result"])
+
     def wait_for(self, expression: str, count: int) -> list[Any]:
         """Return the result of an expression once it has so many series."""
         last: list[Any] = []

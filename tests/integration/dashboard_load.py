@@ -1,0 +1,193 @@
+"""A deployment to which everything happens that the dashboards show, and the load that makes it happen."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from dask_processes import ExternalCluster, fetch
+
+import daskserve as serve
+from daskserve.config import BackendConfig
+from daskserve.errors import ServeError
+
+#: Whether this daskserve scales by load; panels of the autoscaler show nothing where nothing is scaled.
+HAS_AUTOSCALING = "autoscaling_config" in BackendConfig.model_fields
+
+
+class Model:
+    """Answers, fails, dawdles, blocks, batches and streams as it is told; ill or stillborn while a file says so."""
+
+    def __init__(self, folder: str) -> None:
+        self.illness = Path(folder, "illness")
+        if Path(folder, "stillborn").exists():
+            time.sleep(1)
+            raise RuntimeError("as the file says")
+
+    def check_health(self) -> None:
+        if not self.illness.exists():
+            return
+        patient = self.illness.read_text() or str(id(self))
+        self.illness.write_text(patient)
+        if patient == str(id(self)):
+            raise RuntimeError("as the file says")
+
+    async def __call__(self, request: Any) -> Any:
+        kind = request.query_params.get("kind", "good")
+        if kind == "bad":
+            raise ValueError("as told")
+        if kind == "hang":
+            await asyncio.Event().wait()
+        if kind == "block":
+            time.sleep(0.15)
+        if kind == "batch":
+            return await self.embed(1)
+        if kind == "stream":
+            return self.stream()
+        await asyncio.sleep(0.15 if kind == "slow" else 0.004)
+        return "well"
+
+    async def stream(self) -> Any:
+        for number in range(5):
+            await asyncio.sleep(0.002)
+            yield f"{number}\n"
+
+    @serve.batch(max_batch_size=8, batch_wait_timeout_s=0.1)
+    async def embed(self, items: list[int]) -> list[str]:
+        await asyncio.sleep(0.002)
+        return [str(len(items))] * len(items)
+
+    def toil(self, request: Any) -> str:
+        time.sleep(1.5)
+        return "done"
+
+
+class Front:
+    """Calls the model by handle."""
+
+    def __init__(self) -> None:
+        self.model = serve.connect().get_handle("model")
+
+    async def __call__(self, request: Any) -> Any:
+        return await self.model.remote(**request.query_params)
+
+
+@serve.accept_batch
+def classic(requests: list[Any]) -> list[str]:
+    return ["classic"] * len(requests)
+
+
+def steady(request: Any) -> str:
+    return "steady"
+
+
+def deploy(client: serve.Client, folder: Path, num_replicas: int = 2) -> None:
+    """Deploy what the dashboards are to show."""
+    config: dict[str, Any] = {
+        "num_replicas": num_replicas,
+        "max_concurrent_queries": 4,
+        "max_queued_requests": 4,
+        "method_header": True,
+        "health_check_period_s": 0.3,
+        "health_check_threshold": 8,
+        "experimental_graceful_shutdown_wait_loop_s": 0.1,
+    }
+    client.create_backend("model", Model, str(folder), config=config)
+    client.create_endpoint("model", backend="model", route="/model")
+    client.create_backend("front", Front)
+    client.create_endpoint("front", backend="front", route="/front")
+    batching = {"max_batch_size": 8, "batch_wait_timeout": 0.2}
+    client.create_backend("classic", classic, config=batching)
+    client.create_endpoint("classic", backend="classic", route="/classic")
+    scaled = {"autoscaling_config": {"min_replicas": 1, "max_replicas": 2}} if HAS_AUTOSCALING else {}
+    client.create_backend("steady", steady, config=scaled)
+    client.create_endpoint("steady", backend="steady", route="/steady")
+
+
+class Traffic:
+    """What many clients ask of a proxy, until it is ended; how it goes for them is none of its business."""
+
+    def __init__(self, url: str, pause: Callable[[], float] = lambda: 1.0) -> None:
+        self._url = url
+        self._pause = pause
+        self._is_over = threading.Event()
+        plan: Sequence[tuple[float, Callable[[], Any]]] = [
+            (0.05, lambda: self.ask("/model")),
+            (0.06, lambda: self.ask("/steady")),
+            (0.1, lambda: self.ask("/front")),
+            (0.1, lambda: self.ask("/model?kind=batch")),
+            (0.1, lambda: self.ask("/model?kind=batch")),
+            (0.1, lambda: self.ask("/classic")),
+            (0.3, lambda: self.ask("/model?kind=stream")),
+            (0.4, lambda: self.ask("/front?kind=bad")),
+            (0.5, lambda: self.ask("/model?kind=bad")),
+            (0.7, lambda: self.ask("/nowhere")),
+            (0.9, lambda: self.ask("/model?kind=block")),
+            (1.0, lambda: self.ask("/model?kind=hang", {"X-Request-Timeout-Seconds": "0.2"})),
+            (1.1, lambda: self.ask("/model?kind=hang", timeout_s=0.15)),
+            (1.3, self.burst),
+            (1.6, self.toil),
+        ]
+        self._pool = ThreadPoolExecutor(24)
+        self._threads = [threading.Thread(target=self._repeat, args=each) for each in plan]
+
+    def ask(self, target: str, headers: Mapping[str, str] | None = None, timeout_s: float = 5.0) -> None:
+        with suppress(OSError, http.client.HTTPException):
+            fetch(self._url + target, headers=headers, timeout_s=timeout_s)
+
+    def burst(self) -> None:
+        """Ask for more at a time than there is room for, in replicas and in queues."""
+        list(self._pool.map(self.ask, ["/model?kind=slow", "/front?kind=slow"] * 12))
+
+    def toil(self) -> None:
+        """Leave a plain function alone, which runs on."""
+        self.ask("/model", {"X-SERVE-CALL-METHOD": "toil", "X-Request-Timeout-Seconds": "0.2"})
+
+    def _repeat(self, every_s: float, act: Callable[[], Any]) -> None:
+        while not self._is_over.wait(every_s * self._pause()):
+            act()
+
+    def __enter__(self) -> Traffic:
+        for each in self._threads:
+            each.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._is_over.set()
+        for each in self._threads:
+            each.join()
+        self._pool.shutdown()
+
+
+def cut(dask_worker: Any) -> None:
+    """Break the connections of all channels of this worker."""
+    for host in set(dask_worker.state.actors.values()):
+        for channel in list(host.link.channels._serving):
+            with suppress(OSError):  # the other end may have been quicker
+                channel._transport._socket.shutdown(socket.SHUT_RDWR)
+
+
+@contextmanager
+def trouble(client: serve.Client, external: ExternalCluster, folder: Path) -> Iterator[None]:
+    """Let a replica be ill, others fail to start, a goal find no place, and connections break."""
+    hopeless = {"num_cpus": 1000.0}
+    client.create_backend("hopeless", steady, actor_options=hopeless, blocking=False)
+    external.client.run(cut)
+    (folder / "illness").write_text("")
+    (folder / "stillborn").touch()
+    with suppress(ServeError):
+        client.update_backend_config("model", {"num_replicas": 3})
+    (folder / "stillborn").unlink()
+    try:
+        yield
+    finally:
+        (folder / "illness").unlink(missing_ok=True)
+        client.delete_backend("hopeless")

@@ -1,0 +1,108 @@
+"""Every panel of the dashboards has something to show: asked of a real Prometheus that scraped a real cluster."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from dashboard_load import HAS_AUTOSCALING, Traffic, deploy, trouble
+from dask_processes import ExternalCluster, poll_for
+from scraping import Prometheus, dashboard, needs_prometheus, prometheus
+
+import daskserve as serve
+from daskserve.dashboards.grafana import DASHBOARDS
+from daskserve.dashboards.panels import Dashboard, Panel
+
+#: What cannot be made to happen from outside, or is over before the next scrape, as an ill replica is replaced at
+#: once. These lines stay at nothing, and must be there all the same.
+QUIET = (
+    "daskserve_control_loop_failures",
+    "daskserve_long_poll_fetch_failures",
+    "daskserve_channel_dial_failures",
+    "1 - daskserve_replica_healthy",
+)
+#: Panels about one deployment that have something to show for another one than most.
+SHOWN_BY_OTHERS = {"Queued by replica": "classic"}
+
+
+def substituted(expression: str, values: dict[str, str]) -> str:
+    """Do as Grafana does before it asks: put in what was chosen."""
+    for name, value in values.items():
+        expression = expression.replace(f"${name}", value)
+    assert "$" not in expression.replace("${1}", "")
+    return expression
+
+
+def expressions(dashboard: Dashboard, instance: str) -> dict[str, str]:
+    """Return ``{panel and legend: expression}``."""
+    chosen = {"job": "daskserve", "serve_instance": instance, "__rate_interval": "4s"}
+
+    def deployment(panel: Panel) -> dict[str, str]:
+        one = SHOWN_BY_OTHERS.get(panel.title, "model")
+        return {"deployment": one if dashboard.is_for_one_deployment else ".*"}
+
+    return {
+        f"{dashboard.title}/{panel.title}/{query.legend}": substituted(
+            query.expression, {**chosen, **deployment(panel)}
+        )
+        for panel in dashboard.panels()
+        for query in panel.queries
+    }
+
+
+def command(*arguments: str) -> str:
+    whole = [sys.executable, "-m", "daskserve", "metrics", *arguments]
+    return subprocess.run(whole, capture_output=True, text=True, timeout=30, check=True).stdout
+
+
+@pytest.fixture
+def scraped(client: serve.Client, external: ExternalCluster, tmp_path: Path) -> Iterator[Prometheus]:
+    """A Prometheus with the alert rules, set up as its users do it."""
+    command("grafana", "--output", str(tmp_path / "set-up"), "--interval", "1")
+    configuration = command("scrape-config", dashboard(external.client), "--interval", "1")
+    configuration += (
+        f"global: {{evaluation_interval: 1s}}\nrule_files: [{tmp_path}/set-up/prometheus/rules/*]\n"
+    )
+    with prometheus(configuration, tmp_path) as found:
+        yield found
+
+
+@needs_prometheus
+def test_every_panel_has_data_under_load(
+    client: serve.Client, external: ExternalCluster, scraped: Prometheus, tmp_path: Path
+) -> None:
+    deploy(client, tmp_path)
+    scraped.wait_for('up{job="daskserve"} == 1', 3)
+    wanted: dict[str, str] = {}
+    for each in DASHBOARDS:
+        wanted |= expressions(each, client.instance_name)
+    if not HAS_AUTOSCALING:
+        wanted = {name: asked for name, asked in wanted.items() if "autoscaling" not in asked}
+    assert len(wanted) > 90
+    largest = dict.fromkeys(wanted, -math.inf)
+
+    def look() -> bool:
+        for name in [name for name in wanted if not is_shown(name)]:
+            for series in scraped.evaluate(f"max_over_time(({wanted[name]})[1m:1s])"):
+                value = float(series["value"][1])
+                largest[name] = largest[name] if math.isnan(value) else max(largest[name], value)
+        return all(map(is_shown, wanted))
+
+    def is_shown(name: str) -> bool:
+        is_quiet = any(word in wanted[name] for word in QUIET)
+        return math.isfinite(largest[name]) and (largest[name] > 0 or is_quiet)
+
+    with Traffic(client.http_urls()[0]):
+        poll_for(lambda: len(scraped.evaluate("daskserve_http_requests_total")) > 3, every_s=0.2)
+        with trouble(client, external, tmp_path):
+            poll_for(
+                look,
+                30,
+                what=lambda: {each: largest[each] for each in wanted if not is_shown(each)},
+                every_s=0.5,
+            )
+    assert {each["metric"]["alertname"] for each in scraped.evaluate("ALERTS")} >= {"DaskserveGoalsStuck"}
