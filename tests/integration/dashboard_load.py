@@ -24,7 +24,7 @@ HAS_AUTOSCALING = "autoscaling_config" in BackendConfig.model_fields
 
 
 class Model:
-    """Answers, fails, dawdles, blocks, batches and streams as it is told; ill or stillborn while a file says so."""
+    """Answers, fails, dawdles, blocks, batches and streams as told; ill or stillborn while a file says so."""
 
     def __init__(self, folder: str) -> None:
         self.illness = Path(folder, "illness")
@@ -47,7 +47,7 @@ class Model:
         if kind == "hang":
             await asyncio.Event().wait()
         if kind == "block":
-            time.sleep(0.15)
+            time.sleep(0.15)  # noqa: ASYNC251
         if kind == "batch":
             return await self.embed(1)
         if kind == "stream":
