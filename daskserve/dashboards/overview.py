@@ -370,6 +370,7 @@ CONTROL = Row(
                 ("alertname", "alert"),
                 ("alertstate", "state"),
                 ("deployment", "deployment"),
+                ("endpoint", "endpoint"),
                 ("instance", "target"),
             ],
         ),

@@ -176,7 +176,7 @@ def cut(dask_worker: Any) -> None:
 
 
 @contextmanager
-def trouble(client: serve.Client, external: ExternalCluster, folder: Path) -> Iterator[None]:
+def trouble(client: serve.Client, external: ExternalCluster, folder: Path, wanted: int = 3) -> Iterator[None]:
     """Let a replica be ill, others fail to start, a goal find no place, and connections break."""
     hopeless = {"num_cpus": 1000.0}
     client.create_backend("hopeless", steady, actor_options=hopeless, blocking=False)
@@ -184,7 +184,7 @@ def trouble(client: serve.Client, external: ExternalCluster, folder: Path) -> It
     (folder / "illness").write_text("")
     (folder / "stillborn").touch()
     with suppress(ServeError):
-        client.update_backend_config("model", {"num_replicas": 3})
+        client.update_backend_config("model", {"num_replicas": wanted})
     (folder / "stillborn").unlink()
     try:
         yield

@@ -17,7 +17,7 @@ import daskserve as serve
 from daskserve.dashboards.grafana import DASHBOARDS
 from daskserve.dashboards.panels import Dashboard, Panel
 
-#: What cannot be made to happen from outside, or is over before the next scrape, as an ill replica is replaced
+#: What cannot be made to happen from outside, or is over before the next scrape: an ill replica is replaced
 #: at once. These lines stay at nothing, and must be there all the same.
 QUIET = (
     "daskserve_control_loop_failures",

@@ -1,0 +1,110 @@
+"""Draw the screens of docs/grafana.md: run a cluster in trouble, have Prometheus scrape it, and ask it.
+
+It needs Debian's package prometheus, and as many minutes as ``--minutes`` says. The load is that of
+tests/integration/test_dashboards.py, with a peak in the middle and a worker that is killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from urllib.parse import urlencode
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT / "tests/integration"), str(ROOT / "scripts")]
+
+from dashboard_load import Traffic, deploy, trouble  # noqa: E402
+from dask_processes import ExternalCluster, dask_scheduler, dask_worker, fetch, poll_for  # noqa: E402
+from distributed import Client  # noqa: E402
+from panel_drawing import Series, named, screen  # noqa: E402
+from scraping import dashboard, prometheus  # noqa: E402
+from test_dashboards import command, substituted  # noqa: E402
+
+import daskserve as serve  # noqa: E402
+from daskserve.dashboards.grafana import DASHBOARDS  # noqa: E402
+from daskserve.dashboards.panels import Dashboard, Panel, PanelKind, Row  # noqa: E402
+
+SCREENS = ROOT / "docs/screens"
+STEP_S = 2
+
+
+def file_of(dashboard: Dashboard, row: Row) -> str:
+    """Return the name of a screen."""
+    return f"{dashboard.uid.removeprefix('daskserve-')}-{row.title.lower().replace(' ', '-')}.svg"
+
+
+def ask(url: str, panel: Panel, chosen: dict[str, str], start: float, end: float) -> list[Series]:
+    """Return what Prometheus knows of a panel's queries."""
+    found = []
+    for query in panel.queries:
+        is_now = panel.kind is PanelKind.TABLE
+        asked = {"query": substituted(query.expression, chosen)}
+        asked |= {"time": str(end)} if is_now else {"start": str(start), "end": str(end), "step": str(STEP_S)}
+        reply = fetch(f"{url}/api/v1/query{'' if is_now else '_range'}?{urlencode(asked)}")
+        assert reply.status == 200, (asked, reply.text)
+        for each in json.loads(reply.text)["data"]["result"]:
+            values = each.get("values") or [each["value"]]
+            points = [(at - start, float(value)) for at, value in values]
+            found.append(Series(named(query.legend, each["metric"]), each["metric"], points))
+    return found
+
+
+def pause(at: float, whole: float) -> float:
+    """Return how much longer than usual clients pause, as the run goes on: a day with a peak at noon."""
+    return 1.0 / (0.25 + 0.75 * math.sin(math.pi * min(1.0, max(0.0, at / whole))) ** 2)
+
+
+def draw(minutes: float) -> None:
+    seconds = 60 * minutes
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        address = stack.enter_context(dask_scheduler(folder))
+        for name in ("worker-0", "worker-1"):
+            stack.enter_context(dask_worker(address, folder, name=name))
+        doomed = stack.enter_context(dask_worker(address, folder, name="doomed"))
+        dask = stack.enter_context(Client(address, set_as_default=False))
+        dask.wait_for_workers(3, timeout=30)
+        client = stack.enter_context(serve.start(dask_client=dask, http_options={"port": 0}))
+        command("grafana", "--output", str(folder / "set-up"), "--interval", "1")
+        configuration = command("scrape-config", dashboard(dask), "--interval", "1")
+        configuration += (
+            f"global: {{evaluation_interval: 1s}}\nrule_files: [{folder}/set-up/prometheus/rules/*]\n"
+        )
+        scraped = stack.enter_context(prometheus(configuration, folder))
+        poll_for(lambda: scraped.query("up"), 30)
+        start = time.time()
+        deploy(client, folder, num_replicas=3)
+        began = time.monotonic()
+        stack.enter_context(Traffic(client.http_urls()[0], lambda: pause(time.monotonic() - began, seconds)))
+        time.sleep(max(0.0, 0.35 * seconds - (time.time() - start)))
+        stack.enter_context(trouble(client, ExternalCluster(address, dask, folder), folder, wanted=4))
+        time.sleep(max(0.0, 0.65 * seconds - (time.time() - start)))
+        doomed.kill()
+        time.sleep(max(0.0, seconds - (time.time() - start)))
+        write(scraped.url, client.instance_name, start, start + seconds)
+
+
+def write(url: str, instance: str, start: float, end: float) -> None:
+    SCREENS.mkdir(parents=True, exist_ok=True)
+    for each in DASHBOARDS:
+        chosen = {
+            "job": "daskserve",
+            "serve_instance": instance,
+            "deployment": "model" if each.is_for_one_deployment else ".*",
+            "__rate_interval": "10s",
+        }
+        results = {panel.title: ask(url, panel, chosen, start, end) for panel in each.panels()}
+        for row in each.rows:
+            (SCREENS / file_of(each, row)).write_text(screen(each, row, results, end - start))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=4.0)
+    draw(parser.parse_args().minutes)
