@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from types import ModuleType
+from xml.etree import ElementTree
 
 import pytest
 
 from daskserve.config import BackendConfig, HTTPOptions
+from daskserve.dashboards.grafana import DASHBOARDS
 from daskserve.figures import CAUSES
 
 ROOT = Path(__file__).parent.parent
@@ -64,3 +67,28 @@ def test_the_list_of_metrics_is_up_to_date() -> None:
 def test_all_words_for_causes_are_explained() -> None:
     text = (ROOT / "docs/metrics.md").read_text()
     assert [cause for cause in CAUSES.values() if f"`{cause}`" not in text] == []
+
+
+def test_the_table_of_alerts_is_up_to_date() -> None:
+    script = load_script("document_alerts")
+    text = (ROOT / "docs/grafana.md").read_text()
+    assert script.rendered(text) == text, "run python scripts/document_alerts.py"
+    outdated = text.replace("| critical | 1m |", "| critical | 2m |")
+    assert outdated != text
+    assert script.rendered(outdated) == text
+
+
+def test_each_row_of_a_dashboard_has_a_screen_with_all_its_panels() -> None:
+    text = (ROOT / "docs/grafana.md").read_text()
+    shown = re.findall(r"\(screens/(.*?)\)", text)
+    wanted = []
+    for dashboard in DASHBOARDS:
+        for row in dashboard.rows:
+            name = f"{dashboard.uid.removeprefix('daskserve-')}-{row.title.lower().replace(' ', '-')}.svg"
+            wanted.append(name)
+            drawing = ElementTree.parse(ROOT / "docs/screens" / name)
+            texts = {element.text for element in drawing.iter() if element.tag.endswith("text")}
+            assert [panel.title for panel in row.panels if panel.title not in texts] == [], "draw_screens.py"
+            assert "No data" not in texts
+    assert shown == wanted
+    assert {path.name for path in (ROOT / "docs/screens").iterdir()} == set(wanted)

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from daskserve.cli import main
 from daskserve.dashboards.alerts import Alert, Limits, alerts, rules
 
 needs_promtool = pytest.mark.skipif(
@@ -260,6 +262,18 @@ def test_promtool_accepts_the_rules(limits: Limits, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{len(ALERTS)} rules found" in done.stdout
     assert f"> {limits.p99_s:g}\n" in rules(limits)
+
+
+@needs_promtool
+def test_the_configuration_of_the_documents_is_accepted(tmp_path: Path) -> None:
+    """`scrape-config` into a file, and the line about rules that `grafana` printed behind it."""
+    written = CliRunner().invoke(main, ["metrics", "grafana", "--output", str(tmp_path)]).output
+    (line,) = re.findall(r'"(rule_files: .*)"', written)
+    configuration = CliRunner().invoke(main, ["metrics", "scrape-config", "http://h:8787"]).output
+    (tmp_path / "prometheus.yml").write_text(configuration + line)
+    done = promtool(tmp_path, "check", "config", "prometheus.yml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{len(ALERTS)} rules found" in done.stdout
 
 
 @pytest.mark.parametrize("alert", alerts(), ids=lambda alert: alert.name)

@@ -16,11 +16,7 @@ from typing import Any
 from dask_processes import ExternalCluster, fetch
 
 import daskserve as serve
-from daskserve.config import BackendConfig
 from daskserve.errors import ServeError
-
-#: Whether this daskserve scales by load; panels of the autoscaler show nothing where nothing is scaled.
-HAS_AUTOSCALING = "autoscaling_config" in BackendConfig.model_fields
 
 
 class Model:
@@ -85,8 +81,9 @@ def classic(requests: list[Any]) -> list[str]:
     return ["classic"] * len(requests)
 
 
-def steady(request: Any) -> str:
-    return "steady"
+def scaled(request: Any) -> str:
+    time.sleep(0.02)
+    return "scaled"
 
 
 def deploy(client: serve.Client, folder: Path, num_replicas: int = 2) -> None:
@@ -107,9 +104,9 @@ def deploy(client: serve.Client, folder: Path, num_replicas: int = 2) -> None:
     batching = {"max_batch_size": 8, "batch_wait_timeout": 0.2}
     client.create_backend("classic", classic, config=batching)
     client.create_endpoint("classic", backend="classic", route="/classic")
-    scaled = {"autoscaling_config": {"min_replicas": 1, "max_replicas": 2}} if HAS_AUTOSCALING else {}
-    client.create_backend("steady", steady, config=scaled)
-    client.create_endpoint("steady", backend="steady", route="/steady")
+    bounds = {"min_replicas": 1, "max_replicas": 3, "target_ongoing_requests": 0.5}
+    client.create_backend("scaled", scaled, config={"autoscaling_config": bounds})
+    client.create_endpoint("scaled", backend="scaled", route="/scaled")
 
 
 class Traffic:
@@ -121,7 +118,8 @@ class Traffic:
         self._is_over = threading.Event()
         plan: Sequence[tuple[float, Callable[[], Any]]] = [
             (0.05, lambda: self.ask("/model")),
-            (0.06, lambda: self.ask("/steady")),
+            (0.02, lambda: self.ask("/scaled")),
+            (0.02, lambda: self.ask("/scaled")),
             (0.1, lambda: self.ask("/front")),
             (0.1, lambda: self.ask("/model?kind=batch")),
             (0.1, lambda: self.ask("/model?kind=batch")),
@@ -179,7 +177,7 @@ def cut(dask_worker: Any) -> None:
 def trouble(client: serve.Client, external: ExternalCluster, folder: Path, wanted: int = 3) -> Iterator[None]:
     """Let a replica be ill, others fail to start, a goal find no place, and connections break."""
     hopeless = {"num_cpus": 1000.0}
-    client.create_backend("hopeless", steady, actor_options=hopeless, blocking=False)
+    client.create_backend("hopeless", scaled, actor_options=hopeless, blocking=False)
     external.client.run(cut)
     (folder / "illness").write_text("")
     (folder / "stillborn").touch()

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from dashboard_load import HAS_AUTOSCALING, Traffic, deploy, trouble
+from dashboard_load import Traffic, deploy, trouble
 from dask_processes import ExternalCluster, poll_for
 from scraping import Prometheus, dashboard, needs_prometheus, prometheus
 
@@ -80,8 +80,6 @@ def test_every_panel_has_data_under_load(
     wanted: dict[str, str] = {}
     for each in DASHBOARDS:
         wanted |= expressions(each, client.instance_name)
-    if not HAS_AUTOSCALING:
-        wanted = {name: asked for name, asked in wanted.items() if "autoscaling" not in asked}
     assert len(wanted) > 90
     largest = dict.fromkeys(wanted, -math.inf)
 
