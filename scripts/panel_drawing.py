@@ -23,7 +23,8 @@ LEGEND_LINES, NAME_LENGTH = 3, 40
 #: So many lines are told apart even if some lie on the axis.
 FEW = 5
 #: How wide a character of the legend's is, about.
-CHARACTER = 5.2
+CHARACTER = 5.0
+REST_WIDTH = 50
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,7 @@ def _panel(panel: Panel, place: Place, series: Sequence[Series], seconds: float)
 def _chart(panel: Panel, place: Place, series: Sequence[Series], seconds: float) -> list[str]:
     series, quiet = _worth_drawing(series)
     names = [each.name for each in series]
-    lines = _legend(place, names, f"+ {quiet} at 0" if quiet else "")
+    lines = _legend(place, names, quiet)
     stacks = _stacked(series) if panel.is_stacked else [each.points for each in series]
     largest = max((value for points in stacks for _, value in points if math.isfinite(value)), default=0.0)
     values = ticks(largest, panel.unit)
@@ -265,26 +266,33 @@ def _stacked(series: Sequence[Series]) -> list[list[tuple[float, float]]]:
     return found
 
 
-def _legend(place: Place, names: Sequence[str], rest: str) -> list[list[tuple[float, str, int]]]:
+def _legend(place: Place, names: Sequence[str], quiet: int) -> list[list[tuple[float, str, int]]]:
     """Return the lines of a legend: where each name stands, the name, and whose it is; -1 is nobody's."""
     lines: list[list[tuple[float, str, int]]] = [[]]
     left, right = place.x + 8, place.x + place.width - 8
     x: float = left
     for index, name in enumerate(names):
         shown = _cut(name, NAME_LENGTH)
-        width = 20 + CHARACTER * len(shown)
-        room = right - (70 if len(lines) == LEGEND_LINES and index < len(names) - 1 else 0)
-        if x + width > room and lines[-1]:
+        is_last = index == len(names) - 1
+        room = right - (REST_WIDTH if len(lines) == LEGEND_LINES and (quiet or not is_last) else 0)
+        if x + _width(shown) > room and lines[-1]:
             if len(lines) == LEGEND_LINES:
-                lines[-1].append((x - 13, f"+ {len(names) - index} more", -1))
-                break
+                lines[-1].append((x - 13, f"+ {len(names) + quiet - index} more", -1))
+                return lines
             lines.append([])
             x = left
         lines[-1].append((x, shown, index))
-        x += width
-    if rest:
-        lines[-1].append((x - 13, rest, -1))
+        x += _width(shown)
+    if quiet:
+        if x + REST_WIDTH > right and len(lines) < LEGEND_LINES:
+            lines.append([])
+            x = left
+        lines[-1].append((x - 13 if x > left else x, f"+ {quiet} at 0", -1))
     return [line for line in lines if any(name for _, name, _ in line)]
+
+
+def _width(name: str) -> float:
+    return 22 + CHARACTER * len(name) + 1.6 * sum(letter.isupper() for letter in name)
 
 
 # ---- single values, tables, heatmaps

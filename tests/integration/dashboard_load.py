@@ -7,6 +7,7 @@ import http.client
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -23,6 +24,7 @@ class Model:
     """Answers, fails, dawdles, blocks, batches and streams as told; ill or stillborn while a file says so."""
 
     def __init__(self, folder: str) -> None:
+        self.name = uuid.uuid4().hex
         self.illness = Path(folder, "illness")
         if Path(folder, "stillborn").exists():
             time.sleep(1)
@@ -31,9 +33,9 @@ class Model:
     def check_health(self) -> None:
         if not self.illness.exists():
             return
-        patient = self.illness.read_text() or str(id(self))
+        patient = self.illness.read_text() or self.name
         self.illness.write_text(patient)
-        if patient == str(id(self)):
+        if patient == self.name:
             raise RuntimeError("as the file says")
 
     async def __call__(self, request: Any) -> Any:
@@ -177,7 +179,7 @@ def cut(dask_worker: Any) -> None:
 def trouble(client: serve.Client, external: ExternalCluster, folder: Path, wanted: int = 3) -> Iterator[None]:
     """Let a replica be ill, others fail to start, a goal find no place, and connections break."""
     hopeless = {"num_cpus": 1000.0}
-    client.create_backend("hopeless", scaled, actor_options=hopeless, blocking=False)
+    client.create_backend("hopeless", scaled, actor_options=hopeless, timeout_s=600, blocking=False)
     external.client.run(cut)
     (folder / "illness").write_text("")
     (folder / "stillborn").touch()
