@@ -26,7 +26,7 @@ from daskserve.control.records import (
 )
 from daskserve.control.replica_lifecycle import ReplicaEvent, move
 from daskserve.control.rollout import Burdens, next_steps
-from daskserve.control.scaling import carried_over, scaled
+from daskserve.control.scaling import autoscaling_of, bounded, scaled, taken_back
 from daskserve.control.state import State
 from daskserve.errors import DeployError, NoCapacityError, RequestTimeoutError, ServeError
 from daskserve.types import ReplicaState, WorkerAddress
@@ -196,10 +196,14 @@ class _Stepper:
         observed.waiting[tag] = f"a replica failed to start, trying again in {pause_s:g} s: {error}"
 
     def scale(self) -> None:
-        """Make the number that the autoscaler decided on the wanted one."""
+        """Make the number that the autoscaler decided on the wanted one, within the bounds of now."""
         decided = self.world.observed.scalings.get(self.backend.tag)
-        if decided is not None and decided.is_for(self.backend):
-            self.set_backend(scaled(self.backend, decided.replicas, decided.reason, self.world.wall))
+        config = autoscaling_of(self.backend)
+        if decided is None or config is None or not decided.is_for(self.backend):
+            return
+        replicas = bounded(config, decided.replicas)
+        if replicas != self.backend.scaled_to:
+            self.set_backend(scaled(self.backend, replicas, decided.reason, self.world.wall))
 
     # 2. give up a goal that failed or ran out of time
 
@@ -219,7 +223,7 @@ class _Stepper:
             previous: BackendRecord = from_plain("backend", goal.previous)
             text = f"{error}\n{getattr(error, 'user_traceback', '')}".strip()
             previous = replace(previous, goal=None, last_error=text)
-            self.set_backend(carried_over(previous, self.backend, self.world.wall))
+            self.set_backend(taken_back(previous, self.backend, self.world.wall))
         return True
 
     def check_deadline(self) -> None:

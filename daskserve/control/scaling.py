@@ -23,6 +23,11 @@ def scaled(backend: BackendRecord, wanted: int, reason: str, wall: float) -> Bac
     return replace(backend, scaled_to=wanted, scalings=(*backend.scalings, event)[-KEPT_SCALINGS:])
 
 
+def bounded(config: AutoscalingConfig, wanted: int) -> int:
+    """Return the number nearest to ``wanted`` that the bounds allow."""
+    return min(max(wanted, config.min_replicas), config.max_replicas)
+
+
 def carried_over(backend: BackendRecord, before: BackendRecord | None, wall: float) -> BackendRecord:
     """Return a backend's record, perhaps with another config, with the number that was wanted before it.
 
@@ -30,14 +35,38 @@ def carried_over(backend: BackendRecord, before: BackendRecord | None, wall: flo
     once. One that was not autoscaled begins with the replicas it has.
     """
     config = autoscaling_of(backend)
-    if config is None or config.dry_run:
+    if before is not None and before.is_deleting:
+        before = None
+    if config is None or (config.dry_run and (before is None or "num_replicas" in backend.config)):
         return replace(backend, scaled_to=None, scalings=())
-    if before is None or before.is_deleting:
+    if before is None:
         return replace(backend, scaled_to=config.first_replicas, scalings=())
     wanted = before.num_replicas
+    if config.dry_run:
+        return _held(backend, before, wanted)
     backend = replace(backend, scaled_to=wanted, scalings=before.scalings)
-    bounded = min(max(wanted, config.min_replicas), config.max_replicas)
-    if bounded == wanted:
+    allowed = bounded(config, wanted)
+    if allowed == wanted:
         return backend
     bounds = f"{config.min_replicas} to {config.max_replicas} replicas are allowed now"
-    return scaled(backend, bounded, bounds, wall)
+    return scaled(backend, allowed, bounds, wall)
+
+
+def _held(backend: BackendRecord, before: BackendRecord, wanted: int) -> BackendRecord:
+    """Keep the number in a dry run that names none; one at least, as nothing would wake it from zero."""
+    fixed = replace(backend, scaled_to=None, scalings=())
+    wanted = max(1, wanted)
+    return (
+        fixed if wanted == fixed.num_replicas else replace(fixed, scaled_to=wanted, scalings=before.scalings)
+    )
+
+
+def taken_back(previous: BackendRecord, failed: BackendRecord, wall: float) -> BackendRecord:
+    """Return the record to go back to when a change failed, with the number that the load wants by now.
+
+    Where nothing scaled the backend meanwhile, it is the number from before the change.
+    """
+    config = autoscaling_of(previous)
+    if config is None or config.dry_run or failed.scaled_to is None:
+        return previous
+    return carried_over(previous, failed, wall)
