@@ -1,21 +1,24 @@
 """Asking each autoscaled backend's policy, in its rhythm, how many replicas there should be.
 
 This only looks and writes down in `Observed` what was decided, and on what it was based; the loop of the
-controller makes it the backend's wanted number. Policies of users run in threads: they may block, and then
-hold up nobody but themselves.
+controller makes it the backend's wanted number. Policies of users run in threads, see
+`daskserve.control.asking`: they may block, and then hold up nobody but themselves.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from daskserve.autoscaling import Sample
-from daskserve.autoscaling_config import BUILT_IN_POLICIES, AutoscalingConfig
+from daskserve.autoscaling_config import AutoscalingConfig
 from daskserve.clock import Clock
+from daskserve.control import asking
+from daskserve.control.asking import Aside
 from daskserve.control.autoscaling.autoscaler import Autoscaler, ScalingStep
 from daskserve.control.autoscaling.fetching import HTTPFetcher
 from daskserve.control.autoscaling.prometheus import PrometheusQueries
@@ -23,19 +26,28 @@ from daskserve.control.observed import Observed, Scaling
 from daskserve.control.records import BackendRecord
 from daskserve.control.scaling import autoscaling_of
 from daskserve.control.state import State
-from daskserve.figures import LATENCY_BUCKETS_S
-from daskserve.payload import load_bytes
+from daskserve.errors import UserCodeError
 from daskserve.types import BackendTag, ReplicaState
+
+T = TypeVar("T")
 
 logger = logging.getLogger("daskserve.autoscaling")
 
 #: Where nothing happens and these policies have nothing more to give up, they are asked this often.
 RESTING_S = 5.0
 BY_LOAD_ONLY = frozenset({"target_ongoing_requests", "classic", "latency"})
-#: A policy of a user's that has not answered by then is waited for on the side.
-ANSWER_S = 5.0
+#: A policy that could not be had is tried again so often: its module may be installed by then.
+RETRY_S = 30.0
 #: A decision that the loop has not made true by then, because the store is away for example, is made anew.
 PENDING_S = 5.0
+
+
+@dataclass(slots=True)
+class _Question:
+    """A user's policy at work, and the number that it was asked about."""
+
+    target: int
+    aside: Aside[ScalingStep]
 
 
 @dataclass(slots=True)
@@ -48,18 +60,28 @@ class _Entry:
     config: AutoscalingConfig | None = None
     autoscaler: Autoscaler | None = None
     looking: asyncio.Task[None] | None = None
-    #: A user's policy at work.
-    asking: asyncio.Future[ScalingStep] | None = None
+    #: A user's policy on its way to an autoscaler, and one that is asked; never both.
+    loading: Aside[Autoscaler] | None = None
+    question: _Question | None = None
     #: What is known of the values of PromQL expressions, and the task that keeps them fresh.
     queries: PrometheusQueries | None = None
     querying: asyncio.Task[None] | None = None
+    #: Why there is no autoscaler, and when it is tried again.
     error: str = ""
+    retry_at: float = math.inf
+
+    @property
+    def aside(self) -> Aside[Any] | None:
+        """What the user's code is at, if it is at anything."""
+        return self.loading if self.question is None else self.question.aside
 
     def give_up(self) -> None:
         """End what is under way; a thread ends when its policy does."""
-        for each in (self.looking, self.asking, self.querying):
-            if each is not None:
-                each.cancel()
+        for task in (self.looking, self.querying):
+            if task is not None:
+                task.cancel()
+        if self.aside is not None:
+            self.aside.leave()
 
 
 class Scaler:
@@ -81,6 +103,8 @@ class Scaler:
         self._entries: dict[BackendTag, _Entry] = {}
         self._wake = asyncio.Event()
         self._fetcher: HTTPFetcher | None = None
+        #: What hung when it was not wanted any more.
+        self._left_behind: list[Aside[Any]] = []
 
     def wake(self) -> None:
         """Look at the backends that are new."""
@@ -120,7 +144,9 @@ class Scaler:
     def _follow(self) -> None:
         wanted = self._state.autoscaled()
         for tag in self._entries.keys() - wanted:
-            self._entries.pop(tag).give_up()
+            entry = self._entries.pop(tag)
+            self._leave_behind(tag, entry)
+            entry.give_up()
             self._observed.scalings.pop(tag, None)
             self._observed.loads.forget_backend(tag)
         for tag in wanted - self._entries.keys():
@@ -152,12 +178,15 @@ class Scaler:
         loads = self._observed.loads
         sample, ongoing = loads.sample(tag, running, now), loads.ongoing(running, now)
         target = backend.num_replicas
+        entry.is_resting = False
         if entry.autoscaler is None:
-            step = ScalingStep(target, target, entry.error)
+            step = _unasked(entry.config, target, sample, entry.error)
         else:
             custom = loads.custom(running, now)
             entry.autoscaler.observe(sample, replica_ongoing=ongoing, custom=custom)
-            step = await self._ask(entry, entry.autoscaler, current=len(running), target=target)
+            step = await self._ask(
+                entry, entry.autoscaler, current=len(running), target=target, sample=sample
+            )
             entry.is_resting = sample.is_idle and _is_content(entry.autoscaler.config, step, target)
             if entry.is_resting and entry.due > now:
                 entry.due = now + max(RESTING_S, entry.autoscaler.config.metrics_interval_s)
@@ -165,25 +194,65 @@ class Scaler:
 
     async def _configure(self, backend: BackendRecord, entry: _Entry) -> None:
         """Go by the present options of the backend."""
-        if entry.options == backend.autoscaling:
-            return
-        entry.options = backend.autoscaling
-        config = entry.config = autoscaling_of(backend)
-        if config is None:
-            return
-        entry.due = self._clock.now() + config.metrics_interval_s
-        entry.error = ""
-        self._query(backend.tag, config, entry)
+        if entry.options != backend.autoscaling:
+            entry.options = backend.autoscaling
+            config = entry.config = autoscaling_of(backend)
+            if config is None:
+                return
+            entry.due = self._clock.now() + config.metrics_interval_s
+            entry.error = ""
+            self._query(backend.tag, config, entry)
+            if entry.aside is not None:
+                # It has the autoscaler in its hands: whatever comes of it is not to be seen.
+                self._leave_behind(backend.tag, entry)
+                entry.aside.leave()
+                entry.loading = entry.question = entry.autoscaler = None
+            await self._load(backend.tag, config, entry)
+        elif entry.config is not None and (entry.loading is not None or self._clock.now() >= entry.retry_at):
+            await self._load(backend.tag, entry.config, entry)
+
+    async def _load(self, tag: BackendTag, config: AutoscalingConfig, entry: _Entry) -> None:
+        """Make the entry's autoscaler, or see what became of it."""
+        entry.retry_at = math.inf
         try:
-            if _is_built_in(config):
-                entry.autoscaler = _configured(backend.tag, config, entry.autoscaler)
+            if asking.is_built_in(config):
+                entry.autoscaler = asking.configured(tag, config, entry.autoscaler)
             else:
-                entry.autoscaler = await asyncio.to_thread(_configured, backend.tag, config, entry.autoscaler)
+                if entry.loading is None:
+                    entry.loading = self._aside(tag, asking.configured, tag, config, entry.autoscaler)
+                    entry.autoscaler = None
+                entry.autoscaler = await entry.loading.wait()
+            entry.error = ""
+        except TimeoutError:
+            before, entry.error = entry.error, f"the policy is still being loaded after {asking.ANSWER_S:g} s"
+            if entry.error != before:
+                logger.warning("Backend %s: %s", tag, entry.error)
+            return
         except Exception as error:
-            # Whatever a user's module raises when it is imported, or their object when it is unpickled.
-            logger.exception("The autoscaling policy of %s cannot be used", backend.tag)
             entry.autoscaler = None
-            entry.error = f"the policy cannot be used: {type(error).__name__}: {error}"
+            self._note_unusable(tag, entry, error)
+        entry.loading = None
+
+    def _note_unusable(self, tag: BackendTag, entry: _Entry, error: Exception) -> None:
+        text = str(error) if isinstance(error, UserCodeError) else f"{type(error).__name__}: {error}"
+        before, entry.error = entry.error, f"the policy cannot be used: {text}"
+        entry.retry_at = self._clock.now() + RETRY_S
+        if entry.error != before:
+            logger.error("The autoscaling policy of %s cannot be used", tag, exc_info=error)
+
+    def _aside(self, tag: BackendTag, function: Callable[..., T], *args: Any) -> Aside[T]:
+        return Aside(self._clock, f"daskserve-policy-{tag}", function, *args)
+
+    def _leave_behind(self, tag: BackendTag, entry: _Entry) -> None:
+        """Tell of a thread that hangs and that nobody waits for from now on."""
+        if entry.aside is None or not entry.aside.is_overdue:
+            return
+        self._left_behind = [each for each in (*self._left_behind, entry.aside) if each.is_running]
+        logger.warning(
+            "The former autoscaling policy of %s hangs and is left behind in its thread; threads so lost: %s",
+            tag,
+            len(self._left_behind),
+        )
 
     def _query(self, tag: BackendTag, config: AutoscalingConfig, entry: _Entry) -> None:
         """Keep the values of the config's PromQL expressions fresh from now on, if it has any."""
@@ -204,7 +273,9 @@ class Scaler:
         )
         entry.querying = asyncio.create_task(entry.queries.run(), name=f"daskserve-promql-{tag}")
 
-    async def _ask(self, entry: _Entry, autoscaler: Autoscaler, *, current: int, target: int) -> ScalingStep:
+    async def _ask(
+        self, entry: _Entry, autoscaler: Autoscaler, *, current: int, target: int, sample: Sample
+    ) -> ScalingStep:
         facts: dict[str, Any] = {
             "now": self._clock.now(),
             "wall": self._clock.wall(),
@@ -212,19 +283,27 @@ class Scaler:
             "target": target,
             "queries": None if entry.queries is None else entry.queries.values(),
         }
-        if _is_built_in(autoscaler.config):
+        config = autoscaler.config
+        if asking.is_built_in(config):
             return autoscaler.step(**facts)
-        if entry.asking is None:
-            aside = asyncio.to_thread(_ask_aside, autoscaler, facts)
-            entry.asking = asyncio.ensure_future(aside)
+        if entry.question is None:
+            aside = self._aside(autoscaler.name, asking.answer, autoscaler, facts)
+            entry.question = _Question(target, aside)
+        question = entry.question
         try:
-            step = await self._clock.wait_for(asyncio.shield(entry.asking), ANSWER_S)
-        except TimeoutError:
-            reason = f"the policy has not answered for {ANSWER_S:g} s, so nothing changes"
-            return ScalingStep(target, target, reason)
-        finally:
-            if entry.asking.done():
-                entry.asking = None
+            step = await question.aside.wait()
+        except TimeoutError as error:
+            problem = f"the policy has not answered for {asking.ANSWER_S:g} s"
+            return _unasked(config, target, sample, problem, error)
+        except UserCodeError as error:
+            entry.question = None
+            return _unasked(config, target, sample, f"the policy failed: {error}", error)
+        entry.question = None
+        if question.target != target:
+            entry.due = self._clock.now()
+            return _unasked(
+                config, target, sample, f"the policy answered late, for {question.target} replicas"
+            )
         return step
 
     def _decided(self, backend: BackendRecord, step: ScalingStep, sample: Sample) -> None:
@@ -248,24 +327,21 @@ class Scaler:
             self._poke([backend.tag])
 
 
-def _is_built_in(config: AutoscalingConfig) -> bool:
-    below = config.policy_kwargs.get("policy", "schedule")
-    return config.policy in BUILT_IN_POLICIES and below in BUILT_IN_POLICIES
-
-
 def _is_content(config: AutoscalingConfig, step: ScalingStep, target: int) -> bool:
     """Whether only requests can make the policy want anything else."""
     return config.policy in BY_LOAD_ONLY and step.wanted == step.replicas == target == config.min_replicas
 
 
-def _ask_aside(autoscaler: Autoscaler, facts: Mapping[str, Any]) -> ScalingStep:
-    # With a loop of its own, should the policy be async.
-    return asyncio.run(autoscaler.step_async(**facts))
-
-
-def _configured(tag: BackendTag, config: AutoscalingConfig, present: Autoscaler | None) -> Autoscaler:
-    policy = load_bytes(config.policy) if isinstance(config.policy, bytes) else None
-    if present is None:
-        return Autoscaler(tag, config, policy=policy, latency_bounds_s=LATENCY_BUCKETS_S)
-    present.configure(config, policy=policy)
-    return present
+def _unasked(
+    config: AutoscalingConfig | None,
+    target: int,
+    sample: Sample,
+    problem: str,
+    error: BaseException | None = None,
+) -> ScalingStep:
+    """Return the step to take without the policy: none, but for those who wait where there is no replica."""
+    is_waited_for = sample.ongoing + sample.queued > 0
+    if config is None or config.dry_run or target > 0 or not is_waited_for:
+        return ScalingStep(target, target, f"{problem}, so nothing changes", error)
+    least = max(1, config.min_replicas)
+    return ScalingStep(least, least, f"{problem}; {least} for the requests that wait", error)

@@ -13,7 +13,7 @@ from controller_harness import ScriptedReplica, Stage, play
 
 from daskserve.autoscaling import AutoscalingContext
 from daskserve.clock import LoopClock
-from daskserve.control import scaler
+from daskserve.control import asking
 from daskserve.control.loads import STALE_S
 from daskserve.control.observed import Observed
 from daskserve.control.records import BackendRecord
@@ -312,7 +312,7 @@ def test_a_policy_that_blocks_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -
     state, observed = State(), Observed()
     for each in (stuck, quick):
         state.apply({each.key: carried_over(each, None, 0.0)})
-    monkeypatch.setattr(scaler, "ANSWER_S", 0.05)
+    monkeypatch.setattr(asking, "ANSWER_S", 0.05)
 
     async def main() -> None:
         poked: list[str] = []
