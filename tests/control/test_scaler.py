@@ -147,6 +147,22 @@ def test_a_dry_run_only_tells() -> None:
     play(scenario)
 
 
+def test_a_dry_run_that_is_switched_on_keeps_the_replicas() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.create(autoscaling_config={**QUICK, "min_replicas": 1})
+        await load(stage, 4, seconds=10)
+        await stage.until(lambda: count(stage) == 4)
+        await stage.update(autoscaling_config={**QUICK, "min_replicas": 1, "dry_run": True})
+        await load(stage, 0, seconds=30)
+        assert count(stage) == 4
+        told = await explained(stage)
+        assert (told.wanted, told.policy_wants, told.is_dry_run) == (4, 1, True)
+        await stage.update(num_replicas=2)
+        await stage.until(lambda: count(stage) == 2)
+
+    play(scenario)
+
+
 def two_and_the_load(context: AutoscalingContext) -> int:
     return 2 + int(context.samples[-1].queued)
 
