@@ -253,14 +253,15 @@ def test_restarting_the_cluster_brings_all_deployments_back() -> None:
 def test_the_idle_timeout_does_not_end_a_served_cluster() -> None:
     import dask
 
-    with dask.config.set({"distributed.scheduler.idle-timeout": "1s"}):
+    # Long enough for a slow machine to start a cluster, which is idle meanwhile.
+    with dask.config.set({"distributed.scheduler.idle-timeout": "5s"}):
         with nannied_cluster(1) as client_of_dask:
             with serve.start(dask_client=client_of_dask, **EPHEMERAL) as client:
                 url = serve_pids(client, num_replicas=1)
-                time.sleep(2.5)  # longer than the timeout: the point is that nothing happens
+                time.sleep(6.5)  # longer than the timeout: the point is that nothing happens
                 assert fetch(f"{url}/e").status == 200
             scheduler = client_of_dask.cluster.scheduler
-            poll_for(lambda: scheduler.idle_timeout == 1.0)
+            poll_for(lambda: scheduler.idle_timeout == 5.0)
             scheduler.idle_timeout = None  # the cluster's own close does not expect a scheduler that is gone
 
 
