@@ -143,3 +143,41 @@ def test_over_a_real_socket_values_and_refusals_come_in() -> None:
         fetch.close()
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("answer_bytes", "closes"),
+    [
+        (b"", False),  # silence
+        (b"", True),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n{", True),  # its end in the middle
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n{", False),  # or none at all
+        (b"SSH-2.0-whatever\r\n", True),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 999999999\r\n\r\n", False),  # more than is taken
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello", True),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nnull", True),
+    ],
+)
+def test_a_server_that_is_slow_dies_or_talks_garbage_gives_no_value(
+    answer_bytes: bytes, closes: bool
+) -> None:
+    async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer_bytes)
+        await writer.drain()
+        if not closes:
+            await reader.read()  # until the other side has had enough
+        writer.close()
+
+    async def main() -> None:
+        async with await asyncio.start_server(speak, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            fetch = HTTPFetcher(timeout_s=0.3)
+            asked = PrometheusQueries(f"http://127.0.0.1:{port}", {"q": "up"}, fetch=fetch, clock=LoopClock())
+            async with asyncio.timeout(5):
+                await asked.refresh()
+            assert asked.values() == {}
+            assert list(asked.errors()) == ["q"]
+            fetch.close()
+
+    asyncio.run(main())

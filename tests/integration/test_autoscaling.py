@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,13 +17,14 @@ from typing import Any
 
 import pytest
 from clusters import Load, running
-from dask_processes import PATIENCE_S, fetch, poll_for
+from dask_processes import PATIENCE_S, ExternalCluster, fetch, poll_for
 from distributed import Client, LocalCluster
 from scraping import needs_prometheus
 from scraping import prometheus as real_prometheus
 
 import daskserve as serve
 
+EPHEMERAL = {"http_options": {"port": 0}}
 START_S = 0.5
 #: What the first answer at zero replicas may take beyond the constructor, on a machine that does much else.
 MARGIN_S = 1.0
@@ -96,6 +99,35 @@ def test_a_python_program_wakes_a_backend_as_well(client: serve.Client) -> None:
     assert {each.result(PATIENCE_S) for each in responses} == {"done"}
     assert time.monotonic() - began < START_S + MARGIN_S + 20 * 0.02
     poll_for(lambda: is_at_zero(client), what=lambda: told(client))
+
+
+CALLER = """
+import sys, time
+from distributed import Client
+import daskserve as serve
+dask = Client(sys.argv[1])
+handle = serve.connect().get_handle("e")
+calls = [handle.remote() for _ in range(40)]
+print("calling", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_program_that_is_killed_in_the_middle_pins_no_replicas(external: ExternalCluster) -> None:
+    with serve.start(detached=True, dask_client=external.client, **EPHEMERAL) as client:
+        # More than all replicas take at once, so that some still wait in the program when it is killed.
+        client.create_backend("b", slow_to_start(0.0, 8.0), config={"autoscaling_config": QUICK})
+        client.create_endpoint("e", backend="b")
+        command = [sys.executable, "-c", CALLER, external.address]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
+            try:
+                assert program.stdout is not None
+                assert program.stdout.readline() == "calling\n"
+                poll_for(lambda: len(running(client, "b")) == 4, what=lambda: told(client))
+            finally:
+                program.kill()
+        poll_for(lambda: is_at_zero(client), timeout_s=2 * PATIENCE_S, what=lambda: told(client))
+        client.shutdown()
 
 
 def test_a_request_at_zero_that_runs_out_of_time_is_told_so(client: serve.Client, url: str) -> None:
