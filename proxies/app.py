@@ -24,7 +24,7 @@ from daskserve.proxies.errors import reply_to
 from daskserve.proxies.ingress_figures import NO_ROUTE, SYSTEM_ROUTES, IngressFigures
 from daskserve.proxies.routes import Route, RouteTable, normalize_prefix
 from daskserve.request_ids import RequestIds
-from daskserve.types import Envelope, EnvelopeKind, Message, Receive, Send
+from daskserve.types import DONE, Envelope, EnvelopeKind, Message, Receive, Send
 
 log = logging.getLogger("daskserve.proxies")
 
@@ -157,7 +157,7 @@ class _Exchange:
                 else:
                     self.has_body = self.has_body or value != b"0"
 
-    async def send(self, message: Message) -> None:
+    def send(self, message: Message) -> Awaitable[None]:
         """Pass a message on to the server; a response without a request id gets one.
 
         The start of a response waits here for its first bytes: as long as none are out, a failure can
@@ -175,13 +175,26 @@ class _Exchange:
             else:
                 message = {**message, "headers": [*headers, (REQUEST_ID, self.request_id)]}
             self._start = message
-            return
+            return DONE
         try:
-            if self._start is not None:
-                start, self._start = self._start, None
+            start = self._start
+            if start is not None:
+                self._start = None
                 self.status = start["status"]
-                await self._send(start)
-            await self._send(message)
+                sent = self._send(start)
+                if sent is not DONE:
+                    return self._send_after(sent, message)
+            sent = self._send(message)
+        except OSError:
+            self.is_gone = True
+            raise
+        return DONE if sent is DONE else self._send_after(sent)
+
+    async def _send_after(self, sent: Awaitable[None], message: Message | None = None) -> None:
+        try:
+            await sent
+            if message is not None:
+                await self._send(message)
         except OSError:
             self.is_gone = True
             raise

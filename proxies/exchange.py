@@ -21,7 +21,7 @@ import asyncio
 import email.utils
 import logging
 import ssl
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
@@ -45,7 +45,7 @@ from daskserve.proxies.request_head import (
 )
 from daskserve.proxies.stream import Connection, Stream, addresses_of
 from daskserve.proxies.websocket import BadHandshakeError, WebSocketSession
-from daskserve.types import Message
+from daskserve.types import DONE, Message
 
 log = logging.getLogger("daskserve.proxies")
 
@@ -93,6 +93,13 @@ class Carrier:
         self.clock = clock
         self._date = b""
         self._date_until = 0.0
+
+    def cancel(self, task: asyncio.Task[None]) -> None:
+        """Cancel one of the tasks, unless it is busy cleaning up after an earlier cancellation."""
+        if not task.cancelling():
+            task.cancel()
+            # One that is cancelled before its first step never gets to leave the set by itself.
+            task.add_done_callback(self.tasks.discard)
 
     def date(self) -> bytes:
         """Return the ``date`` header of this second."""
@@ -214,7 +221,6 @@ class Exchange(RequestReader):
         self._connection.set_close_callback(self.on_connection_close)
         self._task = asyncio.get_running_loop().create_task(self._run(scope))
         self._carrier.tasks.add(self._task)
-        self._task.add_done_callback(self._carrier.tasks.discard)
 
     def data_received(self, chunk: bytes) -> asyncio.Future[None] | None:
         """Take a part of the body; the server waits for the returned future before it reads on."""
@@ -258,7 +264,7 @@ class Exchange(RequestReader):
             return
         self._body.close()
         if not self._is_whole:
-            cancel_once(self._task)
+            self._carrier.cancel(self._task)
 
     @property
     def wants_body(self) -> bool:
@@ -273,7 +279,7 @@ class Exchange(RequestReader):
 
     # ---- called by the application
 
-    async def send(self, message: Message) -> None:
+    def send(self, message: Message) -> Awaitable[None]:
         """Write one ASGI message, as fast as the client reads.
 
         Raises
@@ -290,7 +296,7 @@ class Exchange(RequestReader):
             if self._start is not None:
                 raise RuntimeError("a response was started a second time")
             self._start = message
-            return
+            return DONE
         if kind != "http.response.body":
             raise RuntimeError(f"a message of type {kind!r} is not part of an HTTP response")
         if self._start is None or self._is_whole:
@@ -298,16 +304,28 @@ class Exchange(RequestReader):
         more_body = bool(message.get("more_body", False))
         try:
             flushed = self._write(as_buffer(message.get("body", b"")), more_body)
-            if flushed is not None and not flushed.done():
-                # Shielded: Tornado looks at how its future ended, and a cancellation it does not expect.
-                await asyncio.shield(flushed)
         except StreamClosedError as error:
-            self._is_gone = True
-            raise ConnectionResetError("the client has gone away") from error
+            raise self._lost() from error
+        if flushed is not None and not flushed.done():
+            return self._flush(flushed, more_body)
+        if not more_body:
+            self._complete()
+        return DONE
+
+    # ---- the rest is private
+
+    async def _flush(self, flushed: asyncio.Future[None], more_body: bool) -> None:
+        try:
+            # Shielded: Tornado looks at how its future ended, and a cancellation it does not expect.
+            await asyncio.shield(flushed)
+        except StreamClosedError as error:
+            raise self._lost() from error
         if not more_body:
             self._complete()
 
-    # ---- the rest is private
+    def _lost(self) -> ConnectionResetError:
+        self._is_gone = True
+        return ConnectionResetError("the client has gone away")
 
     async def _run(self, scope: Scope) -> None:
         """Top loop of one request: whatever goes wrong in the application ends here, in the log."""
@@ -329,6 +347,10 @@ class Exchange(RequestReader):
             if not self._is_whole and not self._is_gone:
                 log.error("%s was left without a whole response", self._request_line(scope))
                 self._fail()
+        finally:
+            # Not by a callback: each would be one more turn of the loop. `Carrier.cancel` has the exception.
+            assert self._task is not None
+            self._carrier.tasks.discard(self._task)
 
     def _request_line(self, scope: Scope) -> str:
         # Not the decoded path, which may hold line breaks.
@@ -449,7 +471,7 @@ class Exchange(RequestReader):
         self._body.close()
         self._carrier.watch.unwatch(self._link)
         if self._task is not None:
-            cancel_once(self._task)
+            self._carrier.cancel(self._task)
         if self._writer is not None:
             self._cut()
             return
@@ -483,9 +505,3 @@ class Exchange(RequestReader):
             self._is_over = True
             self._body.close()
             self._connection.close()
-
-
-def cancel_once(task: asyncio.Task[None]) -> None:
-    """Cancel a task, unless it is busy cleaning up after an earlier cancellation."""
-    if not task.cancelling():
-        task.cancel()

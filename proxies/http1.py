@@ -19,6 +19,7 @@ Buffer = bytes | memoryview
 _STATUS_LINES: Mapping[int, bytes] = {
     status.value: f"HTTP/1.1 {status.value} {status.phrase}".encode("ascii") for status in http.HTTPStatus
 }
+_HEAD_END = b"\r\n"
 _UNTIL_CLOSE, _NOTHING, _LENGTH, _CHUNKS = range(4)
 
 
@@ -68,12 +69,11 @@ class ResponseWriter:
         if status == 204 or status == 304 or self._method == "HEAD":
             if length is None and not more_body and body and status != 204:
                 length = len(body)
-            self._framing = _NOTHING
-        elif length is None and not more_body:
-            length = len(body)
-            self._framing, self._left = _LENGTH, length
-        elif length is not None:
-            self._framing, self._left = _LENGTH, length
+        elif length is not None or not more_body:
+            if length is None:
+                length = len(body)
+            self._framing = _LENGTH
+            self._left = length
         elif self._is_http11:
             self._framing = _CHUNKS
             lines.append(b"transfer-encoding: chunked")
@@ -86,13 +86,12 @@ class ResponseWriter:
             lines.append(b"connection: close")
         elif not self._is_http11:
             lines.append(b"connection: keep-alive")
+        lines.append(_HEAD_END)
         head = b"\r\n".join(lines)
-        ends = len(lines) - 1
+        ends = len(lines)
         if head.count(b"\n") != ends or head.count(b"\r") != ends or b"\0" in head:
             raise ValueError("a response header holds a line break or a null byte")
-        parts = self.next(body, more_body)
-        parts.insert(0, head + b"\r\n\r\n")
-        return parts
+        return [head, *self.next(body, more_body)]
 
     def next(self, body: Buffer, more_body: bool) -> list[Buffer]:
         """Return a further part of the body, framed.

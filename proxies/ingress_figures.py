@@ -47,29 +47,43 @@ class IngressFigures:
 
     def __init__(self) -> None:
         self._routes: dict[tuple[str, str], RouteFigures] = {}
-        self.latency = LatencyHistogram()
+        #: Of the routes that were dropped.
+        self._dropped = LatencyHistogram()
+
+    @property
+    def latency(self) -> LatencyHistogram:
+        """The durations of all requests."""
+        total = LatencyHistogram()
+        for each in [self._dropped, *(figures.latency for figures in self._routes.values())]:
+            total.add(each.counts, each.sum)
+        return total
 
     def observe(self, route: Route, method: str, status: int, seconds: float, cause: str) -> None:
         """Count one request that has ended; without a ``cause`` nothing went wrong in the ingress."""
         figures = self._routes.get((route.route, route.endpoint))
         if figures is None:
             figures = self._routes[(route.route, route.endpoint)] = RouteFigures()
-        if not 100 <= status <= 599:
-            status = CLIENT_GONE if not status else 599
-        key = (method if method in METHODS else OTHER_METHOD, status)
         responses = figures.responses
-        responses[key] = responses.get(key, 0) + 1
+        key = (method, status)
+        if key not in responses:  # it may be one that is not told apart
+            if not 100 <= status <= 599:
+                status = CLIENT_GONE if not status else 599
+            key = (method if method in METHODS else OTHER_METHOD, status)
+            responses.setdefault(key, 0)
+        responses[key] += 1
         if cause:
             figures.errors[cause] = figures.errors.get(cause, 0) + 1
         if method != "WEBSOCKET":  # a connection may be open for days, which says nothing
             figures.latency.observe(seconds)
-            self.latency.observe(seconds)
 
     def keep(self, routes: Mapping[str, str]) -> None:
         """Drop what was counted of routes that there are no more, if it has become much."""
         if len(self._routes) > MAX_ROUTES:
             known = {*routes.items(), *((path, "") for path in ("", *SYSTEM_ROUTES))}
-            self._routes = {key: each for key, each in self._routes.items() if key in known}
+            for key, each in list(self._routes.items()):
+                if key not in known:
+                    del self._routes[key]
+                    self._dropped.add(each.latency.counts, each.latency.sum)
 
     def samples(self, instance: str) -> list[Sample]:
         """Return all of it as metrics."""

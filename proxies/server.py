@@ -16,7 +16,7 @@ from typing import Protocol
 
 from daskserve.clock import Clock, LoopClock
 from daskserve.proxies.asgi import ASGIApp
-from daskserve.proxies.exchange import Carrier, cancel_once
+from daskserve.proxies.exchange import Carrier
 from daskserve.proxies.hangup import HangupWatch
 from daskserve.proxies.listen import bind_sockets
 
@@ -181,7 +181,7 @@ class HTTPServer(abc.ABC):
         for session in list(self._carrier.sockets):
             session.close()
         for task in tasks:
-            cancel_once(task)
+            self._carrier.cancel(task)
         if tasks:
             _, stuck = await asyncio.wait(tasks, timeout=_CANCEL_S)
             if stuck:

@@ -25,7 +25,7 @@ from daskserve.data.batching import MARK
 from daskserve.data.conversion import SENT, Answer, Unfinished, dump_result, failure, to_answer
 from daskserve.data.requests import Exchange, HTTPRequest, legacy_argument
 from daskserve.errors import ActorLostError, BadRequestError, ReplicaBusyError, ServeError, UnavailableError
-from daskserve.types import Message, Payload
+from daskserve.types import Message, Payload, Receive
 
 logger = logging.getLogger("daskserve.replica")
 
@@ -388,12 +388,12 @@ class Servable:
         return SENT
 
     async def answer_http(
-        self, method: Method, scope: MutableMapping[str, Any], exchange: Exchange, body: bytes | None
+        self, method: Method, scope: MutableMapping[str, Any], receive: Receive, body: bytes | None
     ) -> Answer | Unfinished:
         """Let an async callable answer; ``body`` is given if it is all there."""
         try:
             if method.takes_argument:
-                result = self._bound[method.name](HTTPRequest(scope, exchange.receive, body))
+                result = self._bound[method.name](HTTPRequest(scope, receive, body))
             else:
                 result = self._bound[method.name]()
             return to_answer(await result if type(result) is CoroutineType else result)
@@ -401,12 +401,12 @@ class Servable:
             return failure(error, is_debug=self.is_debug)
 
     def answer_http_in_thread(
-        self, method: Method, scope: MutableMapping[str, Any], exchange: Exchange, body: bytes
+        self, method: Method, scope: MutableMapping[str, Any], receive: Receive, body: bytes
     ) -> Answer | Unfinished:
         """Let a plain callable answer a request whose whole body is there."""
         try:
             if method.takes_argument:
-                return to_answer(self._bound[method.name](HTTPRequest(scope, exchange.receive, body)))
+                return to_answer(self._bound[method.name](HTTPRequest(scope, receive, body)))
             return to_answer(self._bound[method.name]())
         except Exception as error:  # the user's, and logged as such
             return failure(error, is_debug=self.is_debug)

@@ -83,11 +83,13 @@ def to_answer(result: Any) -> Answer | Unfinished:
     UserCodeError
         The result cannot be written as JSON; the message names its type.
     """
-    if type(result) in _SIMPLE:
+    kind = type(result)
+    if kind is str:
+        content_type, body = TEXT, result.encode()
+        return _whole(200, _headers(content_type, body), body)
+    if kind in _SIMPLE:
         content_type, body = encode(result)
-        headers = [(b"content-type", content_type), (b"content-length", b"%d" % len(body))]
-        start = {"type": "http.response.start", "status": 200, "headers": headers}
-        return Answer((start, {"type": "http.response.body", "body": body, "more_body": False}))
+        return _whole(200, _headers(content_type, body), body)
     if isinstance(result, Response):
         # Subclasses that only render differently are as good as whole; all others send themselves.
         if type(result).__call__ is not Response.__call__ or result.background is not None:

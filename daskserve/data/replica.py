@@ -13,35 +13,25 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar
 
 from daskserve.clock import stopwatch
 from daskserve.cluster.base import ActorContext
-from daskserve.context import ReplicaContext, current_replica, current_request
+from daskserve.context import ReplicaContext, current_replica
+from daskserve.data.answering import Answering
 from daskserve.data.autoscaling_stats import StatsRecorder
-from daskserve.data.batching import BatchItem
-from daskserve.data.callables import (
-    CALL,
-    Servable,
-    is_async,
-    load_definition,
-    run_hook,
-    run_hook_in_thread,
-)
+from daskserve.data.callables import Servable, is_async, load_definition, run_hook, run_hook_in_thread
 from daskserve.data.construction import construct, destruct
-from daskserve.data.conversion import Answer, Unfinished, finish, finish_in_thread, user_traceback
+from daskserve.data.conversion import user_traceback
 from daskserve.data.health import HealthWatch, probe_liveness
-from daskserve.data.method_header import named_method
 from daskserve.data.replica_batches import ReplicaBatches
-from daskserve.data.requests import Exchange, Slot, open_exchange, read_body, request_context
-from daskserve.data.streaming import stream_call
-from daskserve.data.wall import Call, Wall
+from daskserve.data.requests import Slot
+from daskserve.data.wall import Wall
 from daskserve.deadlines import is_over
 from daskserve.errors import (
     ActorLostError,
-    BadRequestError,
     ReplicaBusyError,
     ReplicaStartError,
     UserCodeError,
@@ -49,7 +39,7 @@ from daskserve.errors import (
 from daskserve.metric_table import Sample
 from daskserve.replica_figures import ReplicaFigures
 from daskserve.starts import ReplicaStart
-from daskserve.types import Envelope, EnvelopeKind, Load, Message, Receive, Send
+from daskserve.types import Envelope, Load, Receive, Send
 
 logger = logging.getLogger("daskserve.replica")
 
@@ -65,10 +55,10 @@ class Replica:
     def __init__(self, context: ActorContext) -> None:
         self._context = context
         self._start = start = ReplicaStart.decode(context.spec.payload)
-        self._concurrency, self._has_method_header = start.concurrency, start.method_header
+        self._concurrency = start.concurrency
         self._wall: Wall | None = None
         self._servable: Servable | None = None
-        self._sockets: set[Exchange] = set()
+        self._answering: Answering | None = None
         self._figures = figures = ReplicaFigures()
         self._labels = (context.spec.instance, self._start.backend_tag, self._start.replica_tag)
         #: Return what user code measures (`daskserve.metrics`), and what autoscaling asks for every second.
@@ -134,6 +124,8 @@ class Replica:
             self._figures.start_failures += 1
             await self._end()
             raise failure
+        self._answering = Answering(self._wall, servable, self._batches, self._figures)
+        self._answering.has_method_header = start.method_header
         self._is_open = self._wall.is_watched = True
         try:
             await self._health.check()
@@ -184,7 +176,9 @@ class Replica:
         ActorLostError
             The replica is stopping: not begun, or begun and cancelled as the grace period ended.
         """
-        wall, servable = self._running()
+        answering = self._answering
+        if not self._is_open or answering is None:
+            raise self._not_running()
         figures = self._figures
         if self._ongoing >= self._concurrency:
             figures.refused += 1
@@ -197,14 +191,9 @@ class Replica:
         began = stopwatch()
         slot = Slot(self._free_slot)
         try:
-            if envelope.kind is EnvelopeKind.HTTP:
-                await self._handle_http(wall, servable, envelope, receive, send, slot)
-            elif envelope.kind is EnvelopeKind.CALL:
-                await self._handle_call(wall, servable, envelope, send, slot)
-            else:
-                raise BadRequestError(f"A replica takes no requests of kind {envelope.kind!r}.")
+            await answering.answer(envelope, receive, send, slot)
         except asyncio.CancelledError:
-            figures.give_up(is_late=is_over(envelope.deadline, wall.loop.time()))
+            figures.give_up(is_late=is_over(envelope.deadline, self._context.clock.now()))
             raise
         except Exception:
             figures.failed += 1
@@ -228,113 +217,6 @@ class Replica:
             if self._idle is None:
                 self._idle = asyncio.Event()
             await self._idle.wait()
-
-    async def _handle_http(
-        self, wall: Wall, servable: Servable, envelope: Envelope, receive: Receive, send: Send, slot: Slot
-    ) -> None:
-        scope = dict(envelope.head)
-        method = named_method(servable, scope) if self._has_method_header else servable.methods[CALL]
-        if scope["type"] == "websocket" and not method.is_asgi:
-            await receive()
-            await send({"type": "websocket.close", "code": 1003, "reason": "not an ASGI application"})
-            return
-        first = await receive() if envelope.has_body else _no_body()
-        is_whole = first["type"] == "http.request" and not first.get("more_body", False)
-        body = first.get("body", b"") if is_whole else None
-        if body is None and not method.is_asgi and (not method.is_async or method.accepts_batches):
-            body = await read_body(receive, first)
-            if body is None:
-                return  # the client left
-        context = self._request_context(wall, envelope)
-        exchange = open_exchange(wall, scope, receive, send, first)
-        if scope["type"] == "websocket":
-            self._sockets.add(exchange)
-        # Nobody has to be told in time that it is over: there is no deadline, and no socket to close.
-        in_place = envelope.deadline is None and scope["type"] == "http" and wall.is_on_worker_loop
-        run = partial(self._begin, wall, slot, in_place, context)
-        answer: Answer | Unfinished
-        try:
-            if method.accepts_batches and not method.is_asgi:
-                outcome = await self._batches.submit(method, BatchItem(scope, scope, body or b""), slot)
-                assert isinstance(outcome, (Answer, Unfinished))
-                answer = outcome
-            elif method.is_asgi:
-                answer = await exchange.carry(run(False, servable.answer_app, scope, exchange))
-            elif method.is_async and in_place:
-                answer = await wall.start_in_place(
-                    servable.answer_http, method, scope, exchange, body, context=context
-                )
-            elif method.is_async:
-                answer = await run(False, servable.answer_http, method, scope, exchange, body).wait()
-            else:
-                answer = await run(True, servable.answer_http_in_thread, method, scope, exchange, body).wait()
-            while isinstance(answer, Unfinished):
-                # A copy, because the call before may not quite have left its context yet.
-                run = partial(self._begin, wall, slot, in_place, context.copy())
-                debug = servable.is_debug
-                if answer.needs_thread:
-                    rest = run(True, partial(finish_in_thread, is_debug=debug), answer.result, exchange)
-                else:
-                    rest = run(False, partial(finish, is_debug=debug), scope, exchange, answer.result)
-                answer = await exchange.carry(rest)
-        finally:
-            exchange.close()
-            if self._sockets:
-                self._sockets.discard(exchange)
-        self._figures.failed += answer.is_failure
-        for message in answer.messages:
-            await send(message)
-
-    async def _handle_call(
-        self, wall: Wall, servable: Servable, envelope: Envelope, send: Send, slot: Slot
-    ) -> None:
-        head = envelope.head
-        method = servable.method(head.get("method") or CALL)
-        if "stream" in head:
-            begin = partial(self._begin, wall, slot, False)
-            context = self._request_context(wall, envelope)
-            await stream_call(wall, servable, method, envelope, send, begin, context)
-            return
-        if method.accepts_batches:
-            result = await self._batches.submit(method, BatchItem(head, payload=envelope.payload), slot)
-            if isinstance(result, Exception):
-                raise result
-        else:
-            context = self._request_context(wall, envelope)
-            answer: Callable[..., Any] = (
-                servable.answer_call if method.is_async else servable.answer_call_in_thread
-            )
-            in_place = envelope.deadline is None and wall.is_on_worker_loop
-            result = await self._begin(
-                wall, slot, in_place, context, not method.is_async, answer, method, head, envelope.payload
-            ).wait()
-            if isinstance(result, Unfinished):
-                finish = (servable.finish_call, method, result.result)
-                result = await self._begin(wall, slot, in_place, context.copy(), False, *finish).wait()
-        await send({"type": "call.result", "payload": result})
-
-    def _request_context(self, wall: Wall, envelope: Envelope) -> contextvars.Context:
-        context = wall.context.copy()
-        context.run(current_request.set, request_context(envelope))
-        return context
-
-    def _begin(
-        self,
-        wall: Wall,
-        slot: Slot,
-        in_place: bool,
-        context: contextvars.Context,
-        in_thread: bool,
-        function: Callable[..., Any],
-        *args: Any,
-    ) -> Call[Any]:
-        if in_thread:
-            start: Callable[..., Call[Any]] = wall.start_sync
-        else:
-            start = wall.start_in_place if in_place else wall.start_async
-        call = start(function, *args, context=context, on_end=slot.release)
-        slot.hold()
-        return call
 
     # ---- verbs
 
@@ -371,7 +253,8 @@ class Replica:
             wall.threads.limit = _threads(concurrency)
             self._set_current_replica(servable.target)
             self._batches.reconfigure(max_batch_size, batch_wait_timeout_s)
-            self._has_method_header = method_header
+            if self._answering is not None:
+                self._answering.has_method_header = method_header
 
     async def statistics(self) -> dict[str, Any]:
         """Return the replica's figures; those that end in ``_total`` only grow."""
@@ -430,8 +313,11 @@ class Replica:
 
     def _running(self) -> tuple[Wall, Servable]:
         if not self._is_open or self._wall is None or self._servable is None:
-            raise ActorLostError(f"Replica {self._start.replica_tag!r} is not running.", begun=False)
+            raise self._not_running()
         return self._wall, self._servable
+
+    def _not_running(self) -> ActorLostError:
+        return ActorLostError(f"Replica {self._start.replica_tag!r} is not running.", begun=False)
 
     def _parts(self) -> tuple[Wall, Servable]:
         if self._wall is None or self._servable is None:
@@ -451,8 +337,8 @@ class Replica:
 
     async def send_away(self) -> None:
         """Close the WebSockets, which would never end by themselves, with code 1001."""
-        for exchange in list(self._sockets):
-            exchange.leave()
+        if self._answering is not None:
+            self._answering.send_away()
 
     async def stop(self, grace_s: float) -> None:
         """End: refuse requests, let the running ones finish for ``grace_s``, cancel the rest, destruct."""
@@ -494,7 +380,3 @@ class Replica:
 def _threads(concurrency: int) -> int:
     # One more than there are slots, so that reconfigure() and the destructor need not wait for requests.
     return concurrency + 1
-
-
-def _no_body() -> Message:
-    return {"type": "http.request", "body": b"", "more_body": False}

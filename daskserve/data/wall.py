@@ -207,9 +207,10 @@ class InPlaceCall(Call[T]):
                 else:
                     waits_for = run(code.send, answer)
         except StopIteration as end:
-            self._end(end.value, None)
+            value = end.value
+            self._end(value, None)
             if self._abort_error is None:
-                return end.value  # type: ignore[no-any-return]
+                return value  # type: ignore[no-any-return]
         except asyncio.CancelledError as error:
             self._end(None, reportable(error))
             if self._abort_error is None and is_cancelling():
@@ -352,9 +353,10 @@ class Wall:
         self, function: AsyncFunction[T], *args: Any, context: Context, on_end: OnEnd = None
     ) -> InPlaceCall[T]:
         """Prepare a coroutine function to run where it is awaited, which is on the worker's loop."""
+        if not self.calls:  # else it is armed
+            self._arm_watch()
         call: InPlaceCall[T] = InPlaceCall(self, function, args, context, on_end)
         self._admit(call)
-        self._arm_watch()
         return call
 
     def start_sync(

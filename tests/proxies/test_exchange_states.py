@@ -412,3 +412,13 @@ def test_the_fakes_have_no_method_that_tornado_has_not() -> None:
         assert methods
         for name in methods:
             assert callable(getattr(real, name))
+
+
+@bench_test
+async def test_a_client_that_leaves_before_the_application_has_begun_leaves_no_task() -> None:
+    bench = Bench()
+    bench.exchange.on_connection_close()
+    await settle()
+    assert bench.task.cancelled()
+    assert bench.ended == ""  # it never began
+    assert not bench.carrier.tasks

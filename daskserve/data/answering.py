@@ -1,0 +1,226 @@
+"""How a replica has user code answer one request, once the request has its slot.
+
+Which of the ways is taken depends on the user's code and on the request:
+
+======================================  ================================================================
+async code on the worker's own loop     in the request's own task, with nothing in between
+other async code                        on the user's loop, behind the wall
+plain code                              in one of the user's threads
+code that takes batches                 with others, see `daskserve.data.replica_batches`
+an ASGI application                     on the user's loop, its messages carried to and fro as they come
+======================================  ================================================================
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+from daskserve.context import current_request
+from daskserve.data.batching import BatchItem
+from daskserve.data.callables import CALL, Method, Servable
+from daskserve.data.conversion import Answer, Unfinished, finish, finish_in_thread
+from daskserve.data.method_header import named_method
+from daskserve.data.replica_batches import ReplicaBatches
+from daskserve.data.requests import Exchange, Slot, open_exchange, read_body, request_context
+from daskserve.data.streaming import stream_call
+from daskserve.data.wall import Call, Wall
+from daskserve.errors import BadRequestError
+from daskserve.replica_figures import ReplicaFigures
+from daskserve.types import Envelope, EnvelopeKind, Message, Receive, Send
+
+
+class Answering:
+    """Has one replica's user code answer requests, whose slots are held until it has really ended."""
+
+    def __init__(
+        self, wall: Wall, servable: Servable, batches: ReplicaBatches, figures: ReplicaFigures
+    ) -> None:
+        self._wall = wall
+        self._servable = servable
+        self._batches = batches
+        self._figures = figures
+        self._sockets: set[Exchange] = set()
+        #: Whether HTTP requests name the method that they are for in a header.
+        self.has_method_header = False
+
+    def answer(self, envelope: Envelope, receive: Receive, send: Send, slot: Slot) -> Awaitable[None]:
+        """Answer a request of any kind."""
+        if envelope.kind is EnvelopeKind.HTTP:
+            head, servable = envelope.head, self._servable
+            method = named_method(servable, head) if self.has_method_header else servable.methods[CALL]
+            # Nobody has to be told in time that it is over: there is no deadline, and no socket to close.
+            if self._wall.is_on_worker_loop and envelope.deadline is None and head["type"] == "http":
+                if method.is_async and not method.is_asgi and not method.accepts_batches:
+                    return self._answer_in_place(method, envelope, receive, send, slot)
+                return self._answer_http(method, True, envelope, receive, send, slot)
+            return self._answer_http(method, False, envelope, receive, send, slot)
+        if envelope.kind is EnvelopeKind.CALL:
+            return self._answer_call(envelope, send, slot)
+        raise BadRequestError(f"A replica takes no requests of kind {envelope.kind!r}.")
+
+    def send_away(self) -> None:
+        """Close the WebSockets, which would never end by themselves, with code 1001."""
+        for exchange in list(self._sockets):
+            exchange.leave()
+
+    # ---- HTTP
+
+    async def _answer_in_place(
+        self, method: Method, envelope: Envelope, receive: Receive, send: Send, slot: Slot
+    ) -> None:
+        # What most requests need and no more: this is the fast way, and each object made is a part of it.
+        scope = dict(envelope.head)
+        exchange: Exchange | None = None
+        body: bytes | None = b""
+        if envelope.has_body:
+            first = await receive()
+            if first["type"] == "http.request" and not first.get("more_body", False):
+                body = first.get("body", b"")
+            else:
+                body = None
+                exchange = open_exchange(self._wall, scope, receive, send, first)
+                receive = exchange.receive
+        context = self._context_of(envelope)
+        try:
+            answer: Answer | Unfinished = await self._wall.start_in_place(
+                self._servable.answer_http, method, scope, receive, body, context=context
+            )
+            if isinstance(answer, Unfinished):
+                if exchange is None:
+                    exchange = open_exchange(self._wall, scope, receive, send)
+                begin = partial(self._begin, slot, True)
+                answer = await self._finish(answer, begin, context, scope, exchange)
+        finally:
+            if exchange is not None:
+                exchange.close()
+        self._figures.failed += answer.is_failure
+        for message in answer.messages:
+            await send(message)
+
+    async def _answer_http(
+        self, method: Method, in_place: bool, envelope: Envelope, receive: Receive, send: Send, slot: Slot
+    ) -> None:
+        servable = self._servable
+        scope = dict(envelope.head)
+        if scope["type"] == "websocket" and not method.is_asgi:
+            await receive()
+            await send({"type": "websocket.close", "code": 1003, "reason": "not an ASGI application"})
+            return
+        first = await receive() if envelope.has_body else _no_body()
+        is_whole = first["type"] == "http.request" and not first.get("more_body", False)
+        body = first.get("body", b"") if is_whole else None
+        if body is None and not method.is_asgi and (not method.is_async or method.accepts_batches):
+            body = await read_body(receive, first)
+            if body is None:
+                return  # the client left
+        context = self._context_of(envelope)
+        exchange = open_exchange(self._wall, scope, receive, send, first)
+        if scope["type"] == "websocket":
+            self._sockets.add(exchange)
+        begin = partial(self._begin, slot, in_place)
+        answer: Answer | Unfinished
+        try:
+            if method.accepts_batches and not method.is_asgi:
+                outcome = await self._batches.submit(method, BatchItem(scope, scope, body or b""), slot)
+                assert isinstance(outcome, (Answer, Unfinished))
+                answer = outcome
+            elif method.is_asgi:
+                answer = await exchange.carry(begin(context, False, servable.answer_app, scope, exchange))
+            else:
+                function = servable.answer_http if method.is_async else servable.answer_http_in_thread
+                answer = await begin(
+                    context, not method.is_async, function, method, scope, exchange.receive, body
+                ).wait()
+            if isinstance(answer, Unfinished):
+                answer = await self._finish(answer, begin, context, scope, exchange)
+        finally:
+            exchange.close()
+            if self._sockets:
+                self._sockets.discard(exchange)
+        self._figures.failed += answer.is_failure
+        for message in answer.messages:
+            await send(message)
+
+    async def _finish(
+        self,
+        answer: Answer | Unfinished,
+        begin: Callable[..., Call[Any]],
+        context: contextvars.Context,
+        scope: dict[str, Any],
+        exchange: Exchange,
+    ) -> Answer:
+        is_debug = self._servable.is_debug
+        while isinstance(answer, Unfinished):
+            # A copy, because the call before may not quite have left its context yet.
+            context = context.copy()
+            if answer.needs_thread:
+                rest = begin(
+                    context, True, partial(finish_in_thread, is_debug=is_debug), answer.result, exchange
+                )
+            else:
+                rest = begin(
+                    context, False, partial(finish, is_debug=is_debug), scope, exchange, answer.result
+                )
+            answer = await exchange.carry(rest)
+        return answer
+
+    # ---- calls
+
+    async def _answer_call(self, envelope: Envelope, send: Send, slot: Slot) -> None:
+        servable = self._servable
+        head = envelope.head
+        method = servable.method(head.get("method") or CALL)
+        if "stream" in head:
+            begin = partial(self._begin, slot, False)
+            context = self._context_of(envelope)
+            await stream_call(self._wall, servable, method, envelope, send, begin, context)
+            return
+        if method.accepts_batches:
+            result = await self._batches.submit(method, BatchItem(head, payload=envelope.payload), slot)
+            if isinstance(result, Exception):
+                raise result
+        else:
+            context = self._context_of(envelope)
+            answer: Callable[..., Any] = (
+                servable.answer_call if method.is_async else servable.answer_call_in_thread
+            )
+            in_place = envelope.deadline is None and self._wall.is_on_worker_loop
+            result = await self._begin(
+                slot, in_place, context, not method.is_async, answer, method, head, envelope.payload
+            ).wait()
+            if isinstance(result, Unfinished):
+                rest = (servable.finish_call, method, result.result)
+                result = await self._begin(slot, in_place, context.copy(), False, *rest).wait()
+        await send({"type": "call.result", "payload": result})
+
+    # ---- both
+
+    def _context_of(self, envelope: Envelope) -> contextvars.Context:
+        context = self._wall.context.copy()
+        context.run(current_request.set, request_context(envelope))
+        return context
+
+    def _begin(
+        self,
+        slot: Slot,
+        in_place: bool,
+        context: contextvars.Context,
+        in_thread: bool,
+        function: Callable[..., Any],
+        *args: Any,
+    ) -> Call[Any]:
+        wall = self._wall
+        if in_thread:
+            start: Callable[..., Call[Any]] = wall.start_sync
+        else:
+            start = wall.start_in_place if in_place else wall.start_async
+        call = start(function, *args, context=context, on_end=slot.release)
+        slot.hold()
+        return call
+
+
+def _no_body() -> Message:
+    return {"type": "http.request", "body": b"", "more_body": False}
