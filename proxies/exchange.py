@@ -39,6 +39,7 @@ from daskserve.proxies.request_head import (
     FRAMING_HEADERS,
     body_length,
     check_host,
+    is_handshake,
     keeps_alive,
     settle_expectation,
     split_target,
@@ -53,6 +54,7 @@ log = logging.getLogger("daskserve.proxies")
 LINGER_S = 2.0
 #: Parts of a response up to this size are joined into one write.
 _JOIN_BYTES = 64 * 1024
+_GONE = "the client has gone away"
 
 
 class Carrier:
@@ -133,7 +135,7 @@ class Link:
 
 
 class Exchange(RequestReader):
-    """Reads one request, runs the application on it, and writes what the application sends."""
+    """Reads one request, runs the application on it, writes what that sends. Its maker watches the link."""
 
     _body: RequestBody  # there is none before the headers
 
@@ -153,7 +155,6 @@ class Exchange(RequestReader):
         self._is_over = False  # the server has been told to go on
         self._linger: asyncio.TimerHandle | None = None
         link.exchange = self
-        carrier.watch.watch(link)
 
     @property
     def has_task(self) -> bool:
@@ -211,8 +212,7 @@ class Exchange(RequestReader):
             headers = [header for header in headers if header[0] != b"content-length"]
             headers.append((b"content-length", str(length).encode()))
         scope = self._scope(path, query, version, headers)
-        # Only if it could be one does it cost anything to find out.
-        if "upgrade" in framing.get("Connection", "").lower() and self._is_handshake(framing):
+        if "Upgrade" in framing and self._is_http11 and is_handshake(self._method, framing):
             if length == 0:
                 self._open_socket(scope)
             else:
@@ -290,7 +290,7 @@ class Exchange(RequestReader):
             The message is not valid at this point.
         """
         if self._is_gone:
-            raise ConnectionResetError("the client has gone away")
+            raise ConnectionResetError(_GONE)
         kind = message["type"]
         if kind == "http.response.start":
             if self._start is not None:
@@ -305,7 +305,8 @@ class Exchange(RequestReader):
         try:
             flushed = self._write(as_buffer(message.get("body", b"")), more_body)
         except StreamClosedError as error:
-            raise self._lost() from error
+            self._is_gone = True
+            raise ConnectionResetError(_GONE) from error
         if flushed is not None and not flushed.done():
             return self._flush(flushed, more_body)
         if not more_body:
@@ -319,13 +320,10 @@ class Exchange(RequestReader):
             # Shielded: Tornado looks at how its future ended, and a cancellation it does not expect.
             await asyncio.shield(flushed)
         except StreamClosedError as error:
-            raise self._lost() from error
+            self._is_gone = True
+            raise ConnectionResetError(_GONE) from error
         if not more_body:
             self._complete()
-
-    def _lost(self) -> ConnectionResetError:
-        self._is_gone = True
-        return ConnectionResetError("the client has gone away")
 
     async def _run(self, scope: Scope) -> None:
         """Top loop of one request: whatever goes wrong in the application ends here, in the log."""
@@ -349,7 +347,6 @@ class Exchange(RequestReader):
                 self._fail()
         finally:
             # Not by a callback: each would be one more turn of the loop. `Carrier.cancel` has the exception.
-            assert self._task is not None
             self._carrier.tasks.discard(self._task)
 
     def _request_line(self, scope: Scope) -> str:
@@ -376,10 +373,6 @@ class Exchange(RequestReader):
             "client": self._link.client,
             "server": self._link.server,
         }
-
-    def _is_handshake(self, framing: Mapping[str, str]) -> bool:
-        is_wanted = "websocket" in framing.get("Upgrade", "").lower()
-        return is_wanted and self._method == "GET" and self._is_http11
 
     def _open_socket(self, scope: dict[str, Any]) -> None:
         """Hand the connection over to a WebSocket's session, unless the handshake is not one."""
@@ -435,7 +428,7 @@ class Exchange(RequestReader):
         if not parts:
             return None
         if len(body) <= _JOIN_BYTES:
-            return self._stream.write(b"".join(parts) if len(parts) > 1 else parts[0])
+            parts = [b"".join(parts)]
         for part in parts[:-1]:
             self._stream.write(part)
         return self._stream.write(parts[-1])

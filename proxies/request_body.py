@@ -70,9 +70,11 @@ class RequestBody:
     def close(self) -> None:
         """Answer ``http.disconnect`` from now on and drop whatever comes in."""
         self._is_closed = True
-        self._chunks.clear()
-        self._buffered_bytes = 0
-        self._make_room()
+        if self._chunks:
+            self._chunks.clear()
+            self._buffered_bytes = 0
+        if self._room is not None:
+            self._make_room()
         self._wake()
 
     async def receive(self) -> Message:

@@ -73,6 +73,12 @@ def keeps_alive(connection: str, version: str) -> bool:
     return version == "HTTP/1.0" and "keep-alive" in wishes and "close" not in wishes
 
 
+def is_handshake(method: str, framing: Mapping[str, str]) -> bool:
+    """Whether a request in HTTP/1.1 asks for a WebSocket; see RFC 6455, 4.2.1."""
+    is_upgrade = "upgrade" in framing.get("Connection", "").lower()
+    return is_upgrade and method == "GET" and "websocket" in framing.get("Upgrade", "").lower()
+
+
 def settle_expectation(headers: HTTPHeaders, version: str) -> None:
     """Have Tornado answer ``Expect: 100-continue`` in any spelling, but not where 100 is unknown."""
     if version == "HTTP/1.0":

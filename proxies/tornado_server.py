@@ -91,6 +91,7 @@ class _ConnectionDelegate(httputil.HTTPServerConnectionDelegate):
         assert isinstance(request_conn, HTTP1Connection)
         link = request_conn.context
         assert isinstance(link, Link)
+        self._carrier.watch.watch(link)
         return Exchange(self._carrier, link, request_conn)
 
     def on_close(self, server_conn: object) -> None:

@@ -295,6 +295,8 @@ class UvicornConnection(HttpToolsProtocol):
         self._is_read = False
         self._exchange = exchange = Exchange(self._carrier, self._link, self)
         exchange.begin(method, target, version, headers, framing)
+        if exchange.wants_body:
+            self._carrier.watch.watch(self._link)
         is_asking = "Expect" in framing and framing["Expect"].lower() == "100-continue"
         if is_asking and version != "HTTP/1.0" and exchange.wants_body:
             self._stream.write(_CONTINUE)

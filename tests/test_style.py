@@ -31,6 +31,7 @@ SIZE_EXCEPTIONS: Mapping[str, str] = {}
 #: ``"daskserve/x.py:NAME": "why this module-level object may change"``
 STATE_EXCEPTIONS: Mapping[str, str] = {
     "daskserve/collectors.py:PROCESS": "it is in Prometheus' registry, which is the process's too",
+    "daskserve/types.py:DONE": "it is an empty tuple, of a class that can be awaited",
 }
 #: ``"daskserve/x.py": "why this file reads or hands on the environment"``
 ENVIRONMENT_EXCEPTIONS: Mapping[str, str] = {}

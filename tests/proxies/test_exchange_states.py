@@ -85,6 +85,7 @@ class Bench:
         self.stream = FakeStream()
         self.connection = FakeConnection(self.stream)
         self.link = Link(cast(IOStream, self.stream))
+        self.carrier.watch.watch(self.link)
         self.exchange = Exchange(self.carrier, self.link, cast(HTTP1Connection, self.connection))
         self.exchange.headers_received(
             RequestStartLine(method, "/", "HTTP/1.1"), HTTPHeaders(dict([("Host", "a"), *headers]))
