@@ -12,13 +12,14 @@ import logging
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import prometheus_client
 from prometheus_client.core import Metric
 
 from daskserve._version import __version__
+from daskserve.complaints import Complaint
 from daskserve.figures import Histogram
 from daskserve.metric_table import METRICS, MetricKind, MetricSpec, Sample
 from daskserve.user_figures import UserFigures, UserMetric, UserSample
@@ -38,6 +39,36 @@ class Source(Protocol):
         """Return the figures as they are now, without waiting; histograms may still be written to."""
 
 
+class _Known:
+    """A source, and what is wrong with it."""
+
+    __slots__ = ("figures_complaint", "ref", "user_complaint")
+
+    def __init__(self, source: Source, forget: Callable[[weakref.ref[Source]], None]) -> None:
+        self.ref = weakref.ref(source, forget)
+        self.figures_complaint = Complaint(logger)
+        self.user_complaint = Complaint(logger)
+
+    def samples(self) -> list[Sample]:
+        """Return its figures; none if it is gone, or broken."""
+        source = self.ref()
+        try:
+            return [] if source is None else list(source.samples())
+        except Exception as error:
+            # One that is broken must not take all the others, and Dask's own metrics, along.
+            self.figures_complaint.log(error, "The figures of %r could not be read", source)
+            return []
+
+    def user_samples(self) -> list[UserSample]:
+        """Return what user code measures in it."""
+        source = self.ref()
+        try:
+            return list(getattr(source, "user_samples", list)())
+        except Exception as error:
+            self.user_complaint.log(error, "What user code measures in %r could not be read", source)
+            return []
+
+
 class ProcessMetrics:
     """The collector; in Prometheus' default registry as long as there is something to collect.
 
@@ -49,7 +80,7 @@ class ProcessMetrics:
         self.user = UserFigures()
         self._registry = registry or prometheus_client.REGISTRY
         self._lock = threading.Lock()
-        self._sources: dict[int, weakref.ref[Source]] = {}
+        self._sources: dict[int, _Known] = {}
         self._folded: OrderedDict[Key, float | Histogram] = OrderedDict()
         self._is_registered = False
 
@@ -59,22 +90,23 @@ class ProcessMetrics:
 
         def forget(ref: weakref.ref[Source]) -> None:
             # Without the lock: this may run anywhere, even in a thread that holds it.
-            if self._sources.get(number) is ref:
+            known = self._sources.get(number)
+            if known is not None and known.ref is ref:
                 self._sources.pop(number, None)
 
         with self._lock:
             known = self._sources.get(number)
-            if known is None or known() is not source:
-                self._sources[number] = weakref.ref(source, forget)
+            if known is None or known.ref() is not source:
+                self._sources[number] = _Known(source, forget)
             self._register()
 
     def remove(self, source: Source) -> None:
         """Collect from a source no more, and keep the totals of what it has counted; idempotent."""
         with self._lock:
             known = self._sources.get(id(source))
-            if known is None or known() is not source:
+            if known is None or known.ref() is not source:
                 return
-            for name, labels, value in _read(source):
+            for name, labels, value in known.samples():
                 if METRICS[name].is_folded:
                     _merge(self._folded, (name, labels), value)
                     self._folded.move_to_end((name, labels))
@@ -115,25 +147,25 @@ class ProcessMetrics:
     def collect(self) -> Iterator[Metric]:
         """Yield every metric as it is now."""
         with self._lock:
-            refs = list(self._sources.values())
+            sources = list(self._sources.values())
             found: dict[Key, float | Histogram] = {
                 key: value.copy() if isinstance(value, Histogram) else value
                 for key, value in self._folded.items()
             }
         users = self.user.samples()
         found[("build_info", (__version__,))] = 1.0
-        for source in filter(None, [ref() for ref in refs]):
-            for name, labels, value in _read(source):
+        for source in sources:
+            for name, labels, value in source.samples():
                 _merge(found, (name, labels), value)
-            users += _read_users(source)
+            users += source.user_samples()
         yield from _families(found)
         yield from _user_families(users)
 
     def samples(self) -> list[Sample]:
         """Return the figures of all sources, for a process that cannot be scraped by itself."""
         with self._lock:
-            refs = list(self._sources.values())
-        return [sample for source in filter(None, [ref() for ref in refs]) for sample in _read(source)]
+            sources = list(self._sources.values())
+        return [sample for source in sources for sample in source.samples()]
 
 
 #: The collector of this process. The only state that hangs on a module, because Prometheus' registry does.
@@ -155,23 +187,6 @@ def sample_of(plain: Sequence[Any]) -> Sample:
     value = Histogram(spec.bounds)
     value.add(*figures)
     return name, tuple(labels), value
-
-
-def _read(source: Source) -> list[Sample]:
-    try:
-        return list(source.samples())
-    except Exception:
-        # One that is broken must not take all the others, and Dask's own metrics, along.
-        logger.exception("The figures of %r could not be read", source)
-        return []
-
-
-def _read_users(source: Source) -> list[UserSample]:
-    try:
-        return list(getattr(source, "user_samples", list)())
-    except Exception:
-        logger.exception("What user code measures in %r could not be read", source)
-        return []
 
 
 def _merge(found: dict[Key, float | Histogram], key: Key, value: float | Histogram) -> None:

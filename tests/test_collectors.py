@@ -160,20 +160,35 @@ def test_a_source_that_nobody_uses_any_more_is_not_kept_alive(scraped: Scraped) 
 
 
 class Broken(Figures):
+    """One that fails at every scrape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error: Exception = RuntimeError("half torn down")
+
     def samples(self) -> list[Sample]:
-        raise RuntimeError("half torn down")
+        raise self.error
+
+    def user_samples(self) -> list[UserSample]:
+        raise self.error
 
 
-def test_one_broken_source_does_not_take_the_others_along(
+def test_one_broken_source_does_not_take_the_others_along_nor_fill_the_log(
     scraped: Scraped, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken, sound = Broken(), Figures((*REQUESTS, 3))
     scraped.process.add(broken)
     scraped.process.add(sound)
     with caplog.at_level(logging.ERROR):
+        for _ in range(3):
+            assert len(scraped.lines()) == 1
+            assert len(scraped.process.samples()) == 1
+        assert len(caplog.records) == 2, "its figures, and what user code measures in it"
+        broken.error = KeyError("samples")
         assert len(scraped.lines()) == 1
+        assert len(caplog.records) == 4
         scraped.process.remove(broken)
-    assert len(caplog.records) == 2
+    assert len(caplog.records) == 4
 
 
 def test_scrapes_in_other_threads_see_counters_that_never_go_back(scraped: Scraped) -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
+from daskserve.clock import Clock
 from daskserve.collectors import PROCESS, plain_sample, sample_of
+from daskserve.complaints import Complaint
+from daskserve.errors import ActorLostError
 from daskserve.metric_table import Sample
 from daskserve.user_figures import UserSample
+
+logger = logging.getLogger("daskserve.replica")
 
 #: How often a child is asked for its figures.
 FIGURES_S = 1.0
@@ -32,6 +38,26 @@ def tell(samples: Iterable[Sample], user_samples: Iterable[UserSample]) -> dict[
         "samples": [plain_sample(each) for each in (*samples, *PROCESS.samples())],
         "user_samples": [each.plain() for each in (*user_samples, *PROCESS.user.samples())],
     }
+
+
+async def keep_asking_for_figures(
+    ask: Callable[[], Awaitable[object]], replica_tag: str, clock: Clock
+) -> None:
+    """Have a child tell its figures every second until it is gone.
+
+    So a scrape, which must not wait for the child, finds figures that are hardly older.
+    """
+    complaint = Complaint(logger)
+    while True:
+        await clock.sleep(FIGURES_S)
+        try:
+            await clock.wait_for(ask(), FIGURES_S)
+        except ActorLostError:
+            return
+        except TimeoutError:
+            pass  # it is busy; its health is somebody else's matter
+        except Exception as error:
+            complaint.log(error, "The figures of the process of %s could not be had", replica_tag)
 
 
 class Told:

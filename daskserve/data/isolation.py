@@ -27,7 +27,7 @@ from daskserve.clock import LoopClock, stopwatch, system_rng
 from daskserve.cluster.base import ActorContext, ActorSpec
 from daskserve.cluster.child import ChildProcess, ChildView, dump_access
 from daskserve.data.autoscaling_stats import ChildStats
-from daskserve.data.child_figures import FIGURES_S, Told, tell
+from daskserve.data.child_figures import Told, keep_asking_for_figures, tell
 from daskserve.data.health import HealthWatch
 from daskserve.data.replica import CLOSE_GRACE_S, Replica
 from daskserve.environment import find_interpreter
@@ -133,7 +133,8 @@ class IsolatedReplica:
         self._is_open = True
         self._health.start()
         self._figures.note_start(stopwatch() - began, self._context.clock.wall())
-        self._asking = asyncio.create_task(self._keep_asking(), name=f"daskserve-figures-{start.replica_tag}")
+        keep_asking = keep_asking_for_figures(self.statistics, start.replica_tag, self._context.clock)
+        self._asking = asyncio.create_task(keep_asking, name=f"daskserve-figures-{start.replica_tag}")
         return {**facts, "child_pid": child.pid}
 
     async def _start_child(self, child: ChildProcess) -> Mapping[str, Any]:
@@ -253,19 +254,6 @@ class IsolatedReplica:
         self._stats.told(found.pop("custom", {}))
         self._told = Told(found.pop("samples"), found.pop("user_samples"), found["latency_counts"])
         return found
-
-    async def _keep_asking(self) -> None:
-        # So that a scrape, which must not wait for the child, finds figures that are hardly older.
-        while True:
-            await self._context.clock.sleep(FIGURES_S)
-            try:
-                await self._context.clock.wait_for(self.statistics(), FIGURES_S)
-            except ActorLostError:
-                return
-            except TimeoutError:
-                pass  # it is busy; its health is somebody else's matter
-            except Exception:
-                logger.exception("The figures of the process of %s could not be had", self._start.replica_tag)
 
     def samples(self) -> list[Sample]:
         """Return the replica's figures as metrics, those of the child as it told them last."""
