@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import re
 import sys
-from pathlib import Path
+
+from generated_tables import GeneratedTables
 
 from daskserve.dashboards.alerts import Alert, alerts
-
-DOCUMENT = Path(__file__).parent.parent / "docs/grafana.md"
-BLOCK = re.compile(r"(<!-- alerts -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def row(alert: Alert) -> str:
@@ -29,19 +27,8 @@ def table() -> str:
     return "\n" + head + "\n".join(map(row, alerts())) + "\n\n"
 
 
-def rendered(text: str) -> str:
-    """Return the text with the table made anew."""
-    return BLOCK.sub(lambda match: match[1] + table() + match[2], text)
-
-
-def main() -> int:
-    text = DOCUMENT.read_text()
-    new = rendered(text)
-    if "--check" in sys.argv:
-        return int(new != text)
-    DOCUMENT.write_text(new)
-    return 0
+TABLES = GeneratedTables("docs/grafana.md", "alerts", table)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(TABLES.main())

@@ -5,14 +5,11 @@ Run without arguments it rewrites the file; with ``--check`` it exits with 1 if 
 
 from __future__ import annotations
 
-import re
 import sys
-from pathlib import Path
+
+from generated_tables import GeneratedTables
 
 from daskserve.metric_table import SECTIONS, MetricSpec
-
-DOCUMENT = Path(__file__).parent.parent / "docs/metrics.md"
-BLOCK = re.compile(r"(<!-- metrics -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def row(spec: MetricSpec) -> str:
@@ -30,19 +27,8 @@ def tables() -> str:
     return "\n" + "\n".join(parts) + "\n"
 
 
-def rendered(text: str) -> str:
-    """Return the text with the tables made anew."""
-    return BLOCK.sub(lambda match: match[1] + tables() + match[2], text)
-
-
-def main() -> int:
-    text = DOCUMENT.read_text()
-    new = rendered(text)
-    if "--check" in sys.argv:
-        return int(new != text)
-    DOCUMENT.write_text(new)
-    return 0
+TABLES = GeneratedTables("docs/metrics.md", "metrics", tables)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(TABLES.main())

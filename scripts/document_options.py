@@ -5,18 +5,15 @@ Run without arguments it rewrites the file; with ``--check`` it exits with 1 if 
 
 from __future__ import annotations
 
-import re
 import sys
-from pathlib import Path
 from typing import Any
 
+from generated_tables import GeneratedTables
 from pydantic import AliasChoices
 from pydantic.fields import FieldInfo
 
 from daskserve import config
 
-README = Path(__file__).parent.parent / "README.md"
-BLOCK = re.compile(r"(<!-- options: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 #: Set by daskserve itself; not an option.
 INTERNAL = frozenset({"internal_metadata"})
 
@@ -42,19 +39,8 @@ def table(model: type[config.Options]) -> str:
     return "\n".join(["| option | default | meaning |", "| --- | --- | --- |", *rows]) + "\n"
 
 
-def rendered(text: str) -> str:
-    """Return the text with every option table made anew."""
-    return BLOCK.sub(lambda match: match[1] + table(getattr(config, match[2])) + match[3], text)
-
-
-def main() -> int:
-    text = README.read_text()
-    new = rendered(text)
-    if "--check" in sys.argv:
-        return int(new != text)
-    README.write_text(new)
-    return 0
+TABLES = GeneratedTables("README.md", r"options: (\w+)", lambda model: table(getattr(config, model)))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(TABLES.main())

@@ -2,8 +2,25 @@
 
 from __future__ import annotations
 
-from daskserve.dashboards.overview import SHARES, latencies
-from daskserve.dashboards.panels import Dashboard, Panel, PanelKind, Query, Row, Unit
+from daskserve.dashboards.overview import (
+    SHARES,
+    errors_now,
+    latencies,
+    missing_now,
+    p99_now,
+    queued_now,
+)
+from daskserve.dashboards.panels import (
+    FIGURE_HEIGHT,
+    FIGURE_WIDTH,
+    Dashboard,
+    Panel,
+    PanelKind,
+    Query,
+    Row,
+    Unit,
+    figure,
+)
 from daskserve.dashboards.promql import RUNNING, gauge, mean, quantile, rate, selector
 
 REPLICA = "{{replica}}"
@@ -11,82 +28,40 @@ REPLICA = "{{replica}}"
 NOW = Row(
     "Now",
     [
-        Panel(
+        figure(
             "Replicas running",
             "Those that take requests.",
-            [Query(gauge("deployment_replicas", where=RUNNING))],
-            kind=PanelKind.STAT,
-            width=3,
-            height=4,
+            gauge("deployment_replicas", where=RUNNING),
         ),
-        Panel(
-            "Replicas missing",
-            "Replicas that are to run and do not.",
-            [Query(f"{gauge('deployment_wanted_replicas')} - {gauge('deployment_replicas', where=RUNNING)}")],
-            kind=PanelKind.STAT,
-            width=3,
-            height=4,
-            warns_at=1,
-        ),
-        Panel(
+        missing_now(),
+        figure(
             "Requests/s",
             "Requests that were begun.",
-            [Query(rate("deployment_requests"))],
+            rate("deployment_requests"),
             Unit.REQUESTS_PER_S,
-            PanelKind.STAT,
-            width=3,
-            height=4,
         ),
-        Panel(
+        errors_now(
             "Errors",
             "Share of the requests that user code answered with an error.",
-            [Query(f"{rate('deployment_errors')} / {rate('deployment_requests')}")],
-            Unit.RATIO,
-            PanelKind.STAT,
-            width=3,
-            height=4,
-            warns_at=0.01,
-            alarms_at=0.05,
+            f"{rate('deployment_errors')} / {rate('deployment_requests')}",
         ),
-        Panel(
-            "p99",
-            "99% of the requests took no longer than this.",
-            [Query(quantile(0.99, "deployment_request_duration_seconds"))],
-            Unit.SECONDS,
-            PanelKind.STAT,
-            width=3,
-            height=4,
-            warns_at=0.5,
-            alarms_at=1,
-        ),
-        Panel(
+        p99_now("p99", "deployment_request_duration_seconds"),
+        figure(
             "Slots taken",
             "Share of the requests that replicas may run at a time which they do run.",
-            [Query(f"{gauge('replica_ongoing_requests')} / {gauge('replica_max_ongoing_requests')}")],
+            f"{gauge('replica_ongoing_requests')} / {gauge('replica_max_ongoing_requests')}",
             Unit.RATIO,
-            PanelKind.STAT,
-            width=3,
-            height=4,
             warns_at=0.8,
             alarms_at=1,
         ),
-        Panel(
-            "Queued",
-            "Requests that wait in routers for a replica with room.",
-            [Query(gauge("router_queued_requests"))],
-            kind=PanelKind.STAT,
-            width=3,
-            height=4,
-            warns_at=100,
-            alarms_at=1000,
-        ),
+        queued_now("Requests that wait in routers for a replica with room."),
         Panel(
             "Status",
             "What the deployment is now.",
             [Query(gauge("deployment_status", ("status",), how="max"))],
             kind=PanelKind.TABLE,
-            width=3,
-            height=4,
+            width=FIGURE_WIDTH,
+            height=FIGURE_HEIGHT,
             columns=[("status", "status")],
         ),
     ],

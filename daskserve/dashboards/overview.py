@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from daskserve.dashboards.panels import Dashboard, Panel, PanelKind, Query, Row, Unit
+from daskserve.dashboards.panels import Dashboard, Panel, PanelKind, Query, Row, Unit, figure
 from daskserve.dashboards.promql import RUNNING, SERVER_ERRORS, buckets, gauge, quantile, rate, selector
 
 SHARES: Sequence[tuple[str, float]] = (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))
@@ -38,86 +38,65 @@ def _quantile(share: float, short_name: str, by: str) -> str:
     return _with_no_route(found) if by == "route" else found
 
 
+def errors_now(title: str, description: str, share: str) -> Panel:
+    """Return a panel with a share of requests that failed."""
+    return figure(title, description, share, Unit.RATIO, warns_at=0.01, alarms_at=0.05)
+
+
+def p99_now(title: str, short_name: str) -> Panel:
+    """Return a panel with how long the slowest of requests take."""
+    return figure(
+        title,
+        "99% of the requests took no longer than this.",
+        quantile(0.99, short_name),
+        Unit.SECONDS,
+        warns_at=0.5,
+        alarms_at=1,
+    )
+
+
+def queued_now(description: str) -> Panel:
+    """Return a panel with how many requests wait in routers."""
+    return figure("Queued", description, gauge("router_queued_requests"), warns_at=100, alarms_at=1000)
+
+
+def missing_now() -> Panel:
+    """Return a panel with how many replicas are missing."""
+    return figure(
+        "Replicas missing",
+        "Replicas that are to run and do not.",
+        f"{gauge('deployment_wanted_replicas')} - {gauge('deployment_replicas', where=RUNNING)}",
+        warns_at=1,
+    )
+
+
 NOW = Row(
     "Now",
     [
-        Panel(
+        figure(
             "HTTP requests/s",
             "Requests that ended, whatever became of them.",
-            [Query(rate("http_requests"))],
+            rate("http_requests"),
             Unit.REQUESTS_PER_S,
-            PanelKind.STAT,
-            width=3,
-            height=4,
         ),
-        Panel(
+        errors_now(
             "HTTP errors",
             "Share of the requests that were answered with 5xx.",
-            [Query(f"({rate('http_requests', where=SERVER_ERRORS)} or vector(0)) / {rate('http_requests')}")],
-            Unit.RATIO,
-            PanelKind.STAT,
-            width=3,
-            height=4,
-            warns_at=0.01,
-            alarms_at=0.05,
+            f"({rate('http_requests', where=SERVER_ERRORS)} or vector(0)) / {rate('http_requests')}",
         ),
-        Panel(
-            "HTTP p99",
-            "99% of the requests took no longer than this.",
-            [Query(quantile(0.99, "http_request_duration_seconds"))],
-            Unit.SECONDS,
-            PanelKind.STAT,
-            width=3,
-            height=4,
-            warns_at=0.5,
-            alarms_at=1,
-        ),
-        Panel(
-            "Ongoing",
-            "Requests that replicas work on.",
-            [Query(gauge("router_ongoing_requests"))],
-            kind=PanelKind.STAT,
-            width=3,
-            height=4,
-        ),
-        Panel(
-            "Queued",
-            "Requests that wait for a replica with room.",
-            [Query(gauge("router_queued_requests"))],
-            kind=PanelKind.STAT,
-            width=3,
-            height=4,
-            warns_at=100,
-            alarms_at=1000,
-        ),
-        Panel(
-            "Replicas missing",
-            "Replicas that are to run and do not.",
-            [
-                Query(
-                    f"{gauge('deployment_wanted_replicas')} - {gauge('deployment_replicas', where=RUNNING)}",
-                )
-            ],
-            kind=PanelKind.STAT,
-            width=3,
-            height=4,
-            warns_at=1,
-        ),
-        Panel(
+        p99_now("HTTP p99", "http_request_duration_seconds"),
+        figure("Ongoing", "Requests that replicas work on.", gauge("router_ongoing_requests")),
+        queued_now("Requests that wait for a replica with room."),
+        missing_now(),
+        figure(
             "Proxies running",
             "Processes that listen for HTTP.",
-            [Query(gauge("proxy_status", where='status="RUNNING"'))],
-            kind=PanelKind.STAT,
-            width=3,
-            height=4,
+            gauge("proxy_status", where='status="RUNNING"'),
         ),
-        Panel(
+        figure(
             "Goals pending",
             "Changes that were asked for and are still coming about.",
-            [Query(gauge("goals_pending"))],
-            kind=PanelKind.STAT,
-            width=3,
-            height=4,
+            gauge("goals_pending"),
         ),
     ],
 )

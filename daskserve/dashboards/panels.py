@@ -8,6 +8,8 @@ from enum import Enum
 
 #: How many columns Grafana's grid has.
 GRID_COLUMNS = 24
+#: Of a panel that shows one number, or no more than that needs.
+FIGURE_WIDTH, FIGURE_HEIGHT = 3, 4
 
 
 class PanelKind(Enum):
@@ -63,6 +65,29 @@ class Panel:
     is_stacked: bool = False
     columns: Sequence[tuple[str, str]] = ()
     value_heading: str = ""
+
+
+def figure(
+    title: str,
+    description: str,
+    expression: str,
+    unit: Unit = Unit.NUMBER,
+    *,
+    warns_at: float | None = None,
+    alarms_at: float | None = None,
+) -> Panel:
+    """Return a panel that shows one number; eight of them fill a line."""
+    return Panel(
+        title,
+        description,
+        [Query(expression)],
+        unit,
+        PanelKind.STAT,
+        width=FIGURE_WIDTH,
+        height=FIGURE_HEIGHT,
+        warns_at=warns_at,
+        alarms_at=alarms_at,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ and alerts along, or fails them in the first test that imports them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypedDict, Unpack
 
 from daskserve.metric_table import METRICS, MetricKind
 
@@ -17,6 +18,16 @@ RATE_WINDOW = "$__rate_interval"
 
 RUNNING = 'state="RUNNING"'
 SERVER_ERRORS = 'code=~"5.."'
+
+
+class Growth(TypedDict, total=False):
+    """How growth is measured, if not as a dashboard does it."""
+
+    window: str
+    #: Whether only what the dashboard's variables let through is counted.
+    filters: bool
+    #: ``rate``, which is growth per second, or ``increase``.
+    function: str
 
 
 def selector(short_name: str, where: str = "", *, filters: bool = True) -> str:
@@ -39,59 +50,39 @@ def gauge(
     )
 
 
-def rate(
-    short_name: str,
-    by: Sequence[str] = (),
-    where: str = "",
-    *,
-    window: str = RATE_WINDOW,
-    filters: bool = True,
-    function: str = "rate",
-) -> str:
+def rate(short_name: str, by: Sequence[str] = (), where: str = "", **growth: Unpack[Growth]) -> str:
     """Return how fast a counter, or the count of a histogram, grows, by labels."""
     _check(short_name, by)
-    spec = METRICS[short_name]
-    assert spec.kind is not MetricKind.GAUGE
-    name = spec.exported_name + ("_count" if spec.kind is MetricKind.HISTOGRAM else "")
-    return f"sum{_by(by)}({function}({name}{selector(short_name, where, filters=filters)}[{window}]))"
+    kind = METRICS[short_name].kind
+    assert kind is not MetricKind.GAUGE
+    return _grown(short_name, "_count" if kind is MetricKind.HISTOGRAM else "", by, where, growth)
 
 
 def quantile(
-    share: float,
-    short_name: str,
-    by: Sequence[str] = (),
-    where: str = "",
-    *,
-    window: str = RATE_WINDOW,
-    filters: bool = True,
+    share: float, short_name: str, by: Sequence[str] = (), where: str = "", **growth: Unpack[Growth]
 ) -> str:
     """Return a quantile of what a histogram counted within the window, by labels."""
-    return f"histogram_quantile({share:g}, {buckets(short_name, by, where, window=window, filters=filters)})"
+    return f"histogram_quantile({share:g}, {buckets(short_name, by, where, **growth)})"
 
 
-def buckets(
-    short_name: str,
-    by: Sequence[str] = (),
-    where: str = "",
-    *,
-    window: str = RATE_WINDOW,
-    filters: bool = True,
-    function: str = "rate",
-) -> str:
+def buckets(short_name: str, by: Sequence[str] = (), where: str = "", **growth: Unpack[Growth]) -> str:
     """Return a histogram's buckets over the window, by labels."""
     _check(short_name, by)
-    spec = METRICS[short_name]
-    assert spec.kind is MetricKind.HISTOGRAM
-    chosen = selector(short_name, where, filters=filters)
-    return f"sum{_by([*by, 'le'])}({function}({spec.name}_bucket{chosen}[{window}]))"
+    assert METRICS[short_name].kind is MetricKind.HISTOGRAM
+    return _grown(short_name, "_bucket", [*by, "le"], where, growth)
 
 
 def mean(short_name: str, by: Sequence[str] = ()) -> str:
     """Return the mean of what a histogram counted within the window, by labels."""
-    spec = METRICS[short_name]
-    assert spec.kind is MetricKind.HISTOGRAM
-    total = f"sum{_by(by)}(rate({spec.name}_sum{selector(short_name)}[{RATE_WINDOW}]))"
-    return f"{total} / {rate(short_name, by)}"
+    assert METRICS[short_name].kind is MetricKind.HISTOGRAM
+    return f"{_grown(short_name, '_sum', by, '', {})} / {rate(short_name, by)}"
+
+
+def _grown(short_name: str, ending: str, by: Sequence[str], where: str, growth: Growth) -> str:
+    name = METRICS[short_name].exported_name + ending
+    chosen = selector(short_name, where, filters=growth.get("filters", True))
+    window, function = growth.get("window", RATE_WINDOW), growth.get("function", "rate")
+    return f"sum{_by(by)}({function}({name}{chosen}[{window}]))"
 
 
 def _by(labels: Sequence[str]) -> str:

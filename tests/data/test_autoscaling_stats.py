@@ -9,12 +9,13 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import pytest
+from gates import Gates, anew_for_each_test
 
 from daskserve import payload
 from daskserve.clock import LoopClock
@@ -29,24 +30,18 @@ from daskserve.types import ActorKind
 DEADLINE_S = 10.0
 
 
-class Gates:
-    """Where user code and test meet; definitions that use it are at the top level, pickled by reference."""
+class SharedGates(Gates):
+    """What user code and test tell each other."""
 
     def __init__(self) -> None:
-        self.go = threading.Event()
+        super().__init__()
         self.calls = 0
         self.threads: set[str] = set()
         self.answer: Any = {"tokens": 3}
 
 
-GATES = Gates()
-
-
-@pytest.fixture(autouse=True)
-def _fresh_gates() -> Iterator[None]:
-    GATES.__init__()  # type: ignore[misc]
-    yield
-    GATES.go.set()  # whatever still hangs there may go
+GATES = SharedGates()
+_fresh_gates = anew_for_each_test(GATES)
 
 
 class ShiftedClock(LoopClock):

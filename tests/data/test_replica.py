@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
+from gates import Gates, anew_for_each_test
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -42,24 +43,18 @@ DEADLINE_S = 10.0
 CLUSTER: Any = types.SimpleNamespace()
 
 
-class Gates:
-    """Where user code and test meet; definitions that use it are at the top level, pickled by reference."""
+class SharedGates(Gates):
+    """What user code and test tell each other."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.began = threading.Semaphore(0)
-        self.go = threading.Event()
         self.notes: list[Any] = []
         self.objects: list[Any] = []
 
 
-GATES = Gates()
-
-
-@pytest.fixture(autouse=True)
-def _fresh_gates() -> Iterator[None]:
-    GATES.__init__()  # type: ignore[misc]
-    yield
-    GATES.go.set()  # whatever still hangs there may go
+GATES = SharedGates()
+_fresh_gates = anew_for_each_test(GATES)
 
 
 def make(definition: Any, *args: Any, init_kwargs: dict[str, Any] | None = None, **options: Any) -> Replica:
