@@ -9,6 +9,10 @@ A replica in the router's own process costs no hop, so it is preferred, but not 
 more than twice as much to do as another, and `NEAR_LEAD` more, the other is asked. One that joins a backend
 in service is the next to be asked, so that it need not wait to be drawn by chance.
 
+One that is full with other processes' requests says so when it is asked, and nobody tells when it has room
+again. So it is asked again after a moment, and after twice as long each time that it is still full: several
+processes that wait for one replica would else keep it busy with refusing them. Chance keeps them apart.
+
 Pure: time and chance are arguments.
 """
 
@@ -28,6 +32,9 @@ REPORT_S = 1.0
 #: How much more, and how many times as much, a replica of this process may have to do as another one.
 NEAR_LEAD = 4
 NEAR_FACTOR = 2
+#: How long a replica that has just become full is left alone at the most, and one that stays full.
+BUSY_S = 0.005
+LONG_BUSY_S = 0.08
 
 
 class ReplicaEntry:
@@ -35,12 +42,15 @@ class ReplicaEntry:
 
     __slots__ = (
         "address",
+        "busy_s",
         "concurrency",
         "in_flight",
         "is_aside",
+        "is_busy",
         "not_before",
         "peers",
         "place",
+        "refused_at",
         "reported",
         "reported_at",
         "tag",
@@ -55,6 +65,11 @@ class ReplicaEntry:
         self.reported_at = -REPORT_S
         self.is_aside = False
         self.not_before = 0.0
+        #: Whether it is aside only because it was full.
+        self.is_busy = False
+        #: When it said so last, and how long it was to be left alone then.
+        self.refused_at = -REPORT_S
+        self.busy_s = 0.0
         #: Where it stands while it has room, near or far; None once the replica is not used any more.
         self.peers: list[ReplicaEntry] | None = None
         #: Its place there; -1 while it has no room.
@@ -166,9 +181,26 @@ class Roster:
         if entry.place < 0:
             self._admit(entry)
 
+    def note_busy(self, entry: ReplicaEntry, ongoing: int, now: float, rng: random.Random) -> None:
+        """Leave a replica alone that was full, until it has room again as far as that can be known."""
+        is_first = (
+            entry.reported < entry.concurrency
+            or entry.reported_at != entry.refused_at
+            or now - entry.refused_at >= REPORT_S
+        )
+        # As many as there are slots at least, so that any later report of fewer tells of room.
+        entry.report(Load(max(ongoing, entry.concurrency)), now)
+        entry.refused_at = now
+        if entry.is_aside:
+            return  # sent before this was known
+        entry.busy_s = BUSY_S if is_first else min(2 * entry.busy_s, LONG_BUSY_S)
+        self.set_aside(entry, now + entry.busy_s * (1 - rng.random() / 2))
+        entry.is_busy = True
+
     def set_aside(self, entry: ReplicaEntry, until: float) -> None:
         """Give a replica no request before that time."""
         entry.is_aside = True
+        entry.is_busy = False
         entry.not_before = max(until, entry.not_before)
         heapq.heappush(self._aside, (until, next(self._numbers), entry))
         if entry.place >= 0:
@@ -196,7 +228,12 @@ class Roster:
                     self._admit(entry)
 
     def _admit(self, entry: ReplicaEntry) -> None:
-        if entry.peers is not None and entry.in_flight < entry.concurrency and not entry.is_aside:
+        if entry.peers is not None and entry.in_flight < entry.concurrency:
+            if entry.is_aside:
+                if not entry.is_busy or entry.reported >= entry.concurrency:
+                    return
+                entry.is_aside = False  # an answer told of room
+                entry.not_before = 0.0
             entry.place = len(entry.peers)
             entry.peers.append(entry)
 

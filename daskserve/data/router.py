@@ -32,12 +32,10 @@ from daskserve.errors import (
     UnavailableError,
 )
 from daskserve.metric_table import Sample
-from daskserve.types import BackendTag, EndpointTag, Envelope, Load, Message, Receive, Send
+from daskserve.types import BackendTag, EndpointTag, Envelope, Message, Receive, Send
 
 logger = logging.getLogger("daskserve.router")
 
-#: A replica that was full with other processes' requests is asked again after this long.
-BUSY_S = 0.005
 #: A replica that could not be reached is left alone for this long, unless it is published anew.
 EJECTED_S = 1.0
 #: One whose connection broke is left alone until the scheduler has told of its end, if that is why.
@@ -154,9 +152,7 @@ class ReplicaSet:
             try:
                 load = await self._cluster.request(replica.address, envelope, receive, send)
             except ReplicaBusyError as error:
-                now = self._clock.now()
-                replica.report(Load(error.ongoing), now)
-                roster.set_aside(replica, now + BUSY_S)
+                roster.note_busy(replica, error.ongoing, self._clock.now(), self._rng)
                 self._rewind(replay, error)
                 figures.retries[BUSY] += 1
                 is_rejected = True

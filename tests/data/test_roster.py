@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daskserve.data.roster import NEAR_FACTOR, NEAR_LEAD, REPORT_S, ReplicaEntry, Roster
+from daskserve.data.roster import BUSY_S, LONG_BUSY_S, NEAR_FACTOR, NEAR_LEAD, REPORT_S, ReplicaEntry, Roster
 from daskserve.types import ActorAddress, Load
 
 HERE = "here"
@@ -75,6 +75,91 @@ def test_one_that_is_set_aside_twice_stays_away_for_the_longer_time() -> None:
     assert take_all(roster, now=2.0) == [a, a]
 
 
+def test_one_that_stays_full_is_left_alone_for_longer_and_longer_and_by_chance() -> None:
+    roster = roster_of("a", concurrency=2)
+    rng, now, pauses = random.Random(1), 0.0, []
+    for _ in range(40):
+        entry = roster.take(now, rng)
+        assert entry is not None
+        roster.note_busy(entry, 2, now, rng)
+        roster.give_back(entry)
+        back = roster.next_return()
+        assert back is not None
+        pauses.append(back - now)
+        now = back
+    wanted = [BUSY_S, 2 * BUSY_S, 4 * BUSY_S, 8 * BUSY_S] + [LONG_BUSY_S] * 36
+    assert all(0.5 <= pause / most <= 1 for pause, most in zip(pauses, wanted, strict=True))
+    assert len({round(pause, 6) for pause in pauses}) == 40
+
+
+@pytest.mark.parametrize("what", ["an answer", "an answer of a full one", "a long time", "more slots"])
+def test_one_that_may_have_had_room_meanwhile_is_asked_again_soon(what: str) -> None:
+    roster = roster_of("a", concurrency=2)
+    rng, now = random.Random(1), 0.0
+    for _ in range(9):
+        (entry, *_) = take_all(roster, now)
+        roster.note_busy(entry, 2, now, rng)
+        for _ in range(2):
+            roster.give_back(entry)
+        now += LONG_BUSY_S
+    if what == "a long time":
+        now += REPORT_S
+    elif what == "more slots":
+        publish(roster, "a", concurrency=3)
+    taken = take_all(roster, now)
+    if what.startswith("an answer"):
+        now += 0.001
+        taken[0].report(Load(2 if "full" in what else 1), now)
+        roster.give_back(taken[0])
+    roster.note_busy(taken[-1], 3, now, rng)
+    back = roster.next_return()
+    assert back is not None
+    assert back - now <= BUSY_S
+
+
+def test_one_that_is_full_again_after_it_had_room_is_left_alone_for_the_short_time_only() -> None:
+    roster = roster_of("a", concurrency=2)
+    rng, now = random.Random(1), 0.0
+    taken = take_all(roster)
+    for _ in range(9):
+        now += LONG_BUSY_S
+        roster.take(now, rng)
+        roster.note_busy(taken[0], 2, now, rng)
+        roster.give_back(taken[0])
+    taken[1].report(Load(1), now)
+    roster.give_back(taken[1])
+    (entry, *_) = take_all(roster, now)
+    roster.note_busy(entry, 2, now, rng)
+    roster.give_back(entry)
+    assert take_all(roster, now) == []
+    assert take_all(roster, now + BUSY_S) == [entry]
+
+
+def test_one_that_has_fewer_slots_than_is_known_here_is_left_alone_as_well() -> None:
+    roster = roster_of("a", concurrency=4)
+    (entry, *_) = take_all(roster)
+    roster.note_busy(entry, 1, 0.0, random.Random(1))
+    roster.give_back(entry)
+    assert take_all(roster) == []
+
+
+def test_an_answer_with_room_brings_back_one_that_was_full_and_not_one_that_was_lost() -> None:
+    roster = roster_of("a", "b", concurrency=2)
+    rng = random.Random(1)
+    taken = {entry.tag: entry for entry in take_all(roster)}
+    for entry in taken.values():
+        roster.note_busy(entry, 2, 0.0, rng)
+        roster.give_back(entry)
+        entry.report(Load(2), 0.001)
+    assert take_all(roster, 0.001) == []
+    roster.set_aside(taken["b"], 1.0)
+    for entry in taken.values():
+        entry.report(Load(1), 0.001)
+        roster.give_back(entry)
+    assert take_all(roster, 0.001) == [taken["a"]] * 2
+    assert take_all(roster, 1.0) == [taken["b"]] * 2
+
+
 def test_one_that_comes_back_full_waits_for_an_answer() -> None:
     roster = roster_of("a")
     (a,) = take_all(roster)
@@ -118,11 +203,16 @@ def test_whatever_happens_one_with_room_is_found_and_none_is_overfilled(
             assert (entry in open_) if open_ else (entry is None)
             flying.extend([] if entry is None else [entry])
         elif what == "g" and flying:
-            roster.give_back(flying.pop(number % len(flying)))
+            entry = flying.pop(number % len(flying))
+            entry.report(Load(number % 3), now)
+            roster.give_back(entry)
         elif what == "a" and flying:
             entry = flying[number % len(flying)]
             roster.set_aside(entry, now + number / 10)
             aside[id(entry)] = max(aside.get(id(entry), 0.0), now + number / 10)
+        elif what == "b" and flying:
+            # It is left alone for less than a step of this test, and no longer and no shorter if it is lost.
+            roster.note_busy(flying[number % len(flying)], number % 3, now, rng)
         elif what == "u":
             tags ^= {"abcdef"[number % 6]}
             publish(roster, *tags, concurrency=2, near="ab")
