@@ -106,7 +106,12 @@ SECTIONS: Mapping[str, Sequence[MetricSpec]] = {
         MetricSpec("replica_errors", _C, _R, "Requests that user code answered with an error."),
         MetricSpec("replica_request_duration_seconds", _T, _R, "Seconds that a request held its slot."),
         MetricSpec("replica_ongoing_requests", _G, _R, "Requests that hold a slot."),
-        MetricSpec("replica_queued_requests", _G, _R, "Requests among them that wait for their batch."),
+        MetricSpec(
+            "replica_queued_requests",
+            _G,
+            _R,
+            "Requests and calls that wait for their batch, of accept_batch or of serve.batch.",
+        ),
         MetricSpec("replica_abandoned_requests", _G, _R, "Calls that were given up but run on."),
         MetricSpec("replica_max_ongoing_requests", _G, _R, "How many slots there are."),
         MetricSpec("replica_healthy", _G, _R, "1 while the health probes succeed, else 0."),

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from daskserve.figures import SIZE_BUCKETS, Histogram, LatencyHistogram
 from daskserve.metric_table import Sample
 from daskserve.types import Load
 from daskserve.user_figures import UserFigures, UserSample
+
+
+class Queue(Protocol):
+    """What is asked of a queue that user code calls into."""
+
+    @property
+    def queued(self) -> int:
+        """How many calls wait; may be asked from any thread."""
 
 
 class BatchFigures:
@@ -42,6 +51,7 @@ class ReplicaFigures:
         "startup_s",
         "timed_out",
         "user",
+        "user_queues",
     )
 
     def __init__(self) -> None:
@@ -62,6 +72,8 @@ class ReplicaFigures:
         self.start_failures = 0
         #: What user code measures by itself.
         self.user = UserFigures()
+        #: Where its calls of methods wait, by id; a queue that is dropped is gone from here as well.
+        self.user_queues: weakref.WeakValueDictionary[int, Queue] = weakref.WeakValueDictionary()
 
     def batches_of(self, method: str) -> BatchFigures:
         """Return the figures of one method's batches, made on first use; from any thread."""
@@ -69,6 +81,14 @@ class ReplicaFigures:
         if found is None:
             found = self.batches.setdefault(method, BatchFigures())
         return found
+
+    def watch_queue(self, queue: Queue) -> None:
+        """Count what waits in a queue of user code's, as long as that is used; from any thread."""
+        self.user_queues[id(queue)] = queue
+
+    def _queued_calls(self) -> int:
+        queues = [ref() for ref in self.user_queues.valuerefs()]
+        return sum(queue.queued for queue in queues if queue is not None)
 
     def note_start(self, took_s: float, wall_time: float) -> None:
         """Note that the replica is up."""
@@ -149,7 +169,7 @@ class ReplicaFigures:
         return [
             *counts,
             ("replica_ongoing_requests", labels, load.ongoing),
-            ("replica_queued_requests", labels, load.queued),
+            ("replica_queued_requests", labels, load.queued + self._queued_calls()),
             ("replica_abandoned_requests", labels, abandoned),
             ("replica_max_ongoing_requests", labels, concurrency),
             ("replica_healthy", labels, int(is_healthy)),

@@ -131,7 +131,7 @@ REPLICAS = Row(
         ),
         Panel(
             "Queued by replica",
-            "Requests that wait for their batch in a backend with accept_batch.",
+            "Requests and calls that wait for their batch, of accept_batch or of serve.batch.",
             [Query(gauge("replica_queued_requests", ("replica",)), REPLICA)],
             is_stacked=True,
         ),

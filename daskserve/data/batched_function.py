@@ -260,20 +260,18 @@ class BatchedFunction(_Settings):
         return owner.queue(self._make_queue)
 
     def _make_queue(self, limits: Limits) -> Queue:
-        return BatchQueue(
+        replica = current_replica.get()
+        figures = None if replica is None else replica.figures
+        queue: Queue = BatchQueue(
             self._run_streams if self._is_generator else self._run,
             limits,
             max_running=self._max_concurrent_batches,
             size_of=None if self._batch_size_fn is None else self._size_of,
-            on_batch=self._observer(),
+            on_batch=None if figures is None else figures.batches_of(self.__name__).observe,
         )
-
-    def _observer(self) -> Callable[[list[float]], None] | None:
-        """Return what counts the batches of a queue that is made for the current replica."""
-        replica = current_replica.get()
-        if replica is None or replica.figures is None:
-            return None
-        return replica.figures.batches_of(self.__name__).observe
+        if figures is not None:
+            figures.watch_queue(queue)
+        return queue
 
     def _size_of(self, items: list[_Item]) -> float:
         assert self._batch_size_fn is not None

@@ -1415,6 +1415,44 @@ def test_batches_of_both_kinds_are_counted_by_method() -> None:
     run(scenario, Batches, max_batch_size=2, batch_wait_timeout_s=60.0)
 
 
+@pytest.mark.parametrize("event_loop", ["own", "worker"])
+def test_whatever_waits_for_its_batch_is_counted_until_it_goes(event_loop: str) -> None:
+    class Batches:
+        @batch(max_batch_size=3, batch_wait_timeout_s=60.0)
+        async def double(self, numbers: list[int]) -> list[int]:
+            return [2 * number for number in numbers]
+
+        @batch(max_batch_size=3, batch_wait_timeout_s=60.0)
+        async def halves(self, numbers: list[int]) -> AsyncIterator[list[float]]:
+            yield [number / 2 for number in numbers]
+
+        @accept_batch
+        async def __call__(self, requests: list[Any]) -> list[int]:
+            return await asyncio.gather(*(self.double(number) for number in range(len(requests))))
+
+        async def half(self, number: int) -> list[float]:
+            return [each async for each in self.halves(number)]
+
+    async def scenario(replica: Replica) -> None:
+        def queued() -> float:
+            return series(replica)[("replica_queued_requests", "b#AAAAAA")]
+
+        assert queued() == 0
+        first = asyncio.create_task(http(replica))
+        await until(lambda: queued() == 1)  # of accept_batch
+        second = asyncio.create_task(http(replica))
+        await until(lambda: queued() == 2 and not replica.load().queued)  # of serve.batch
+        third = asyncio.create_task(call(replica, 4, head={"method": "half", "legacy": False}))
+        await until(lambda: queued() == 3)  # of a generator
+        third.cancel()
+        await until(lambda: queued() == 2)
+        assert await call(replica, 4, head={"method": "double", "legacy": False}) == 8
+        await asyncio.gather(first, second)
+        assert queued() == 0
+
+    run(scenario, Batches, max_batch_size=2, batch_wait_timeout_s=60.0, event_loop=event_loop)
+
+
 def test_user_code_of_all_kinds_measures_for_its_replica() -> None:
     class Model:
         def __init__(self) -> None:
