@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar
 from daskserve.autoscaling_config import BUILT_IN_POLICIES, AutoscalingConfig
 from daskserve.clock import Clock
 from daskserve.control.autoscaling.autoscaler import Autoscaler, ScalingStep
+from daskserve.control.importing import whereabouts
 from daskserve.errors import UserCodeError
 from daskserve.figures import LATENCY_BUCKETS_S
 from daskserve.payload import load_bytes
@@ -59,6 +60,11 @@ class Aside(Generic[T]):
         """Whether it was waited for in vain."""
         return not self.is_done and self._clock.now() - self._begun >= ANSWER_S
 
+    @property
+    def whereabouts(self) -> str:
+        """Where the thread is, for people to read; see `daskserve.control.importing`."""
+        return self._thread.whereabouts
+
     async def wait(self) -> T:
         """Return the answer, or raise `TimeoutError` once `ANSWER_S` have passed since the call began.
 
@@ -85,6 +91,10 @@ class _OwnThread(Executor):
     @property
     def is_running(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def whereabouts(self) -> str:
+        return "" if self._thread is None else whereabouts(self._thread)
 
     def submit(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         future: Future[T] = Future()

@@ -224,8 +224,10 @@ class Scaler:
                 entry.autoscaler = await entry.loading.wait()
             entry.error = ""
         except TimeoutError:
-            before, entry.error = entry.error, f"the policy is still being loaded after {asking.ANSWER_S:g} s"
-            if entry.error != before:
+            before, still = entry.error, f"the policy is still being loaded after {asking.ANSWER_S:g} s"
+            place = entry.loading.whereabouts if entry.loading is not None else ""
+            entry.error = f"{still}: {place}" if place else still
+            if not before.startswith(still):
                 logger.warning("Backend %s: %s", tag, entry.error)
             return
         except Exception as error:

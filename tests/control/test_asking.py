@@ -20,6 +20,7 @@ from control_harness import backend
 from daskserve.autoscaling import AutoscalingContext
 from daskserve.clock import LoopClock
 from daskserve.control import asking
+from daskserve.control.importing import REMEDY
 from daskserve.control.observed import Observed, Scaling
 from daskserve.control.records import BackendRecord
 from daskserve.control.scaler import RETRY_S, Scaler
@@ -164,24 +165,38 @@ def test_a_policy_that_hangs_is_replaced_by_the_next_one(
     assert sum("left behind in its thread; threads so lost: 1" in each for each in told) == 1
 
 
-def test_a_module_that_hangs_when_imported_is_replaced_by_the_next_policy(
-    policies: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_module_that_hangs_when_imported_is_replaced_by_one_of_another_name(
+    policies: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Python imports no mended one of the same name before the first import is over, and we say so."""
     text = f"from {policies.__name__} import go_on\ngo_on.wait(30)\ndef policy(context): return 8\n"
     (tmp_path / "hangs_at_once.py").write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
+    mended = "def policy(context): return 5\n"
 
     async def scene(desk: Desk) -> None:
         desk.put("hangs_at_once:policy")
         await wait_until(lambda: "still being loaded" in desk.reason())
-        desk.put(f"{policies.__name__}:five")
+        assert f"it is at {tmp_path}/hangs_at_once.py:2, importing hangs_at_once;" in desk.reason()
+        (tmp_path / "hangs_at_once.py").write_text(mended)
+        desk.put("hangs_at_once:policy", max_replicas=8)
+        await wait_until(
+            lambda: "an earlier import of hangs_at_once has not come to its end" in desk.reason()
+        )
+        assert REMEDY in desk.reason()
+        (tmp_path / "hangs_no_more.py").write_text(mended)
+        desk.put("hangs_no_more:policy")
         await wait_until(lambda: desk.wants() == 5)
         desk.put("hangs_at_once:policy")
         await wait_until(lambda: "still being loaded" in desk.reason())
         policies.go_on.set()
         await wait_until(lambda: desk.wants() == 8)
 
-    asyncio.run(attended(scene))
+    with caplog.at_level(logging.WARNING, "daskserve.autoscaling"):
+        asyncio.run(attended(scene))
+    told = [each.getMessage() for each in caplog.records if "still being loaded" in each.getMessage()]
+    assert len(told) == 3
+    assert all(REMEDY in each for each in told)
 
 
 @pytest.mark.parametrize(
@@ -261,6 +276,7 @@ def test_a_policy_that_hangs_does_not_keep_the_process() -> None:
 import asyncio, threading
 from daskserve.clock import LoopClock
 from daskserve.control import asking
+from daskserve.control.importing import REMEDY
 asking.ANSWER_S = 0.05
 async def main():
     try:
