@@ -6,9 +6,10 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from daskserve.errors import ReplicaBusyError
 from daskserve.figures import SIZE_BUCKETS, Histogram, LatencyHistogram
 from daskserve.metric_table import Sample
-from daskserve.types import Load
+from daskserve.types import Load, ReplicaTag
 from daskserve.user_figures import UserFigures, UserSample
 
 
@@ -93,6 +94,13 @@ class ReplicaFigures:
     def note_start(self, took_s: float, wall_time: float) -> None:
         """Note that the replica is up."""
         self.startup_s, self.started_at = took_s, wall_time
+
+    def refusal(self, replica_tag: ReplicaTag, ongoing: int, handled: int) -> ReplicaBusyError:
+        """Count a request that came while every slot was taken, and return what to raise."""
+        self.refused += 1
+        return ReplicaBusyError(
+            f"Replica {replica_tag!r} runs {ongoing} requests already.", ongoing=ongoing, handled=handled
+        )
 
     def give_up(self, *, is_late: bool) -> None:
         """Count a request that was cancelled, ``is_late`` if its time was over."""

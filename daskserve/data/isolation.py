@@ -34,7 +34,6 @@ from daskserve.environment import find_interpreter
 from daskserve.errors import (
     ActorLostError,
     BadRequestError,
-    ReplicaBusyError,
     ReplicaStartError,
     RequestTimeoutError,
     ServeError,
@@ -174,11 +173,7 @@ class IsolatedReplica:
         if envelope.kind is EnvelopeKind.CONTROL:
             raise BadRequestError(f"A replica takes no requests of kind {envelope.kind!r}.")
         if self._ongoing >= self._concurrency:
-            self._figures.refused += 1
-            raise ReplicaBusyError(
-                f"Replica {self._start.replica_tag!r} runs {self._ongoing} requests already.",
-                ongoing=self._ongoing,
-            )
+            raise self._figures.refusal(self._start.replica_tag, self._ongoing, self._handled)
         self._ongoing += 1
         self._handled += 1
         self._idle.clear()

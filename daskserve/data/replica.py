@@ -32,7 +32,6 @@ from daskserve.data.wall import Wall
 from daskserve.deadlines import is_over
 from daskserve.errors import (
     ActorLostError,
-    ReplicaBusyError,
     ReplicaStartError,
     UserCodeError,
 )
@@ -181,11 +180,7 @@ class Replica:
             raise self._not_running()
         figures = self._figures
         if self._ongoing >= self._concurrency:
-            figures.refused += 1
-            raise ReplicaBusyError(
-                f"Replica {self._start.replica_tag!r} runs {self._ongoing} requests already.",
-                ongoing=self._ongoing,
-            )
+            raise figures.refusal(self._start.replica_tag, self._ongoing, figures.handled)
         self._ongoing += 1
         figures.handled += 1
         began = stopwatch()

@@ -10,8 +10,9 @@ more than twice as much to do as another, and `NEAR_LEAD` more, the other is ask
 in service is the next to be asked, so that it need not wait to be drawn by chance.
 
 One that is full with other processes' requests says so when it is asked, and nobody tells when it has room
-again. So it is asked again after a moment, and after twice as long each time that it is still full: several
-processes that wait for one replica would else keep it busy with refusing them. Chance keeps them apart.
+again. So it is asked again after a moment, and after twice as long each time that it still runs the same
+requests: several processes that wait for one replica would else keep it busy with refusing them. Chance keeps
+them apart, and where requests are short nobody waits for long, or others would always be there first.
 
 Pure: time and chance are arguments.
 """
@@ -25,6 +26,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 
 from daskserve.data.routing import choose
+from daskserve.errors import ReplicaBusyError
 from daskserve.types import ActorAddress, Load, ReplicaTag, WorkerAddress
 
 #: Reports older than this say nothing any more.
@@ -44,6 +46,7 @@ class ReplicaEntry:
         "address",
         "busy_s",
         "concurrency",
+        "handled",
         "in_flight",
         "is_aside",
         "is_busy",
@@ -67,8 +70,9 @@ class ReplicaEntry:
         self.not_before = 0.0
         #: Whether it is aside only because it was full.
         self.is_busy = False
-        #: When it said so last, and how long it was to be left alone then.
+        #: When it said so last, how many requests it had begun by then, and how long it was to be left alone.
         self.refused_at = -REPORT_S
+        self.handled = 0
         self.busy_s = 0.0
         #: Where it stands while it has room, near or far; None once the replica is not used any more.
         self.peers: list[ReplicaEntry] | None = None
@@ -181,16 +185,17 @@ class Roster:
         if entry.place < 0:
             self._admit(entry)
 
-    def note_busy(self, entry: ReplicaEntry, ongoing: int, now: float, rng: random.Random) -> None:
+    def note_busy(self, entry: ReplicaEntry, error: ReplicaBusyError, now: float, rng: random.Random) -> None:
         """Leave a replica alone that was full, until it has room again as far as that can be known."""
         is_first = (
             entry.reported < entry.concurrency
             or entry.reported_at != entry.refused_at
+            or entry.handled != error.handled  # it had room, and somebody else was there first
             or now - entry.refused_at >= REPORT_S
         )
         # As many as there are slots at least, so that any later report of fewer tells of room.
-        entry.report(Load(max(ongoing, entry.concurrency)), now)
-        entry.refused_at = now
+        entry.report(Load(max(error.ongoing, entry.concurrency)), now)
+        entry.refused_at, entry.handled = now, error.handled
         if entry.is_aside:
             return  # sent before this was known
         entry.busy_s = BUSY_S if is_first else min(2 * entry.busy_s, LONG_BUSY_S)

@@ -152,7 +152,7 @@ class ReplicaSet:
             try:
                 load = await self._cluster.request(replica.address, envelope, receive, send)
             except ReplicaBusyError as error:
-                roster.note_busy(replica, error.ongoing, self._clock.now(), self._rng)
+                roster.note_busy(replica, error, self._clock.now(), self._rng)
                 self._rewind(replay, error)
                 figures.retries[BUSY] += 1
                 is_rejected = True

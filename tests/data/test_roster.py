@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from daskserve.data.roster import BUSY_S, LONG_BUSY_S, NEAR_FACTOR, NEAR_LEAD, REPORT_S, ReplicaEntry, Roster
+from daskserve.errors import ReplicaBusyError
 from daskserve.types import ActorAddress, Load
 
 HERE = "here"
@@ -81,7 +82,7 @@ def test_one_that_stays_full_is_left_alone_for_longer_and_longer_and_by_chance()
     for _ in range(40):
         entry = roster.take(now, rng)
         assert entry is not None
-        roster.note_busy(entry, 2, now, rng)
+        roster.note_busy(entry, ReplicaBusyError(ongoing=2), now, rng)
         roster.give_back(entry)
         back = roster.next_return()
         assert back is not None
@@ -92,13 +93,15 @@ def test_one_that_stays_full_is_left_alone_for_longer_and_longer_and_by_chance()
     assert len({round(pause, 6) for pause in pauses}) == 40
 
 
-@pytest.mark.parametrize("what", ["an answer", "an answer of a full one", "a long time", "more slots"])
+@pytest.mark.parametrize(
+    "what", ["an answer", "an answer of a full one", "a long time", "more slots", "a turn"]
+)
 def test_one_that_may_have_had_room_meanwhile_is_asked_again_soon(what: str) -> None:
     roster = roster_of("a", concurrency=2)
     rng, now = random.Random(1), 0.0
     for _ in range(9):
         (entry, *_) = take_all(roster, now)
-        roster.note_busy(entry, 2, now, rng)
+        roster.note_busy(entry, ReplicaBusyError(ongoing=2), now, rng)
         for _ in range(2):
             roster.give_back(entry)
         now += LONG_BUSY_S
@@ -111,7 +114,8 @@ def test_one_that_may_have_had_room_meanwhile_is_asked_again_soon(what: str) -> 
         now += 0.001
         taken[0].report(Load(2 if "full" in what else 1), now)
         roster.give_back(taken[0])
-    roster.note_busy(taken[-1], 3, now, rng)
+    handled = 1 if what == "a turn" else 0
+    roster.note_busy(taken[-1], ReplicaBusyError(ongoing=3, handled=handled), now, rng)
     back = roster.next_return()
     assert back is not None
     assert back - now <= BUSY_S
@@ -124,12 +128,12 @@ def test_one_that_is_full_again_after_it_had_room_is_left_alone_for_the_short_ti
     for _ in range(9):
         now += LONG_BUSY_S
         roster.take(now, rng)
-        roster.note_busy(taken[0], 2, now, rng)
+        roster.note_busy(taken[0], ReplicaBusyError(ongoing=2), now, rng)
         roster.give_back(taken[0])
     taken[1].report(Load(1), now)
     roster.give_back(taken[1])
     (entry, *_) = take_all(roster, now)
-    roster.note_busy(entry, 2, now, rng)
+    roster.note_busy(entry, ReplicaBusyError(ongoing=2), now, rng)
     roster.give_back(entry)
     assert take_all(roster, now) == []
     assert take_all(roster, now + BUSY_S) == [entry]
@@ -138,7 +142,7 @@ def test_one_that_is_full_again_after_it_had_room_is_left_alone_for_the_short_ti
 def test_one_that_has_fewer_slots_than_is_known_here_is_left_alone_as_well() -> None:
     roster = roster_of("a", concurrency=4)
     (entry, *_) = take_all(roster)
-    roster.note_busy(entry, 1, 0.0, random.Random(1))
+    roster.note_busy(entry, ReplicaBusyError(ongoing=1), 0.0, random.Random(1))
     roster.give_back(entry)
     assert take_all(roster) == []
 
@@ -148,7 +152,7 @@ def test_an_answer_with_room_brings_back_one_that_was_full_and_not_one_that_was_
     rng = random.Random(1)
     taken = {entry.tag: entry for entry in take_all(roster)}
     for entry in taken.values():
-        roster.note_busy(entry, 2, 0.0, rng)
+        roster.note_busy(entry, ReplicaBusyError(ongoing=2), 0.0, rng)
         roster.give_back(entry)
         entry.report(Load(2), 0.001)
     assert take_all(roster, 0.001) == []
@@ -212,7 +216,7 @@ def test_whatever_happens_one_with_room_is_found_and_none_is_overfilled(
             aside[id(entry)] = max(aside.get(id(entry), 0.0), now + number / 10)
         elif what == "b" and flying:
             # It is left alone for less than a step of this test, and no longer and no shorter if it is lost.
-            roster.note_busy(flying[number % len(flying)], number % 3, now, rng)
+            roster.note_busy(flying[number % len(flying)], ReplicaBusyError(ongoing=number % 3), now, rng)
         elif what == "u":
             tags ^= {"abcdef"[number % 6]}
             publish(roster, *tags, concurrency=2, near="ab")

@@ -374,7 +374,7 @@ class OneSlot:
         for number, stage in enumerate(self.stages):
             stage.routers.rng.seed(number)
             stage.replicas.handler = self._answer
-        self.refused = 0
+        self.refused = self.handled = 0
         self.longest_idle_s = 0.0
         self._is_taken = False
         self._free_since = 0.0
@@ -387,8 +387,9 @@ class OneSlot:
         await asyncio.sleep(self.TRANSIT_S)
         if self._is_taken:
             self.refused += 1
-            raise ReplicaBusyError("full", ongoing=1)
+            raise ReplicaBusyError("full", ongoing=1, handled=self.handled)
         self._is_taken = True
+        self.handled += 1
         self.longest_idle_s = max(self.longest_idle_s, now() - self._free_since)
         await asyncio.sleep(self.took_s)
         self._is_taken = False
@@ -419,6 +420,27 @@ def test_routers_that_compete_for_one_replica_hardly_disturb_it_and_leave_it_no_
 async def _repeat(stage: Stage, backend: ReplicaSet, times: int) -> None:
     for _ in range(times):
         await stage.send(backend)
+
+
+def test_where_requests_are_short_no_router_is_shut_out_for_long() -> None:
+    """The other one keeps the slot taken, and knows first when it is free."""
+
+    async def main() -> None:
+        slot = OneSlot(0.01)
+        busy, other = slot.stages
+        busy.sent += [asyncio.create_task(_repeat(busy, slot.backends[0], 10_000)) for _ in range(3)]
+        waited_s = 0.0
+        for _ in range(100):
+            await asyncio.sleep(0.1)
+            began = now()
+            await other.send(slot.backends[1])
+            waited_s += now() - began
+        assert waited_s / 100 < 0.15
+        for task in busy.sent:
+            task.cancel()
+        await asyncio.gather(*busy.sent, return_exceptions=True)
+
+    run_virtual(main)
 
 
 def test_a_router_that_was_refused_for_long_begins_anew_after_an_answer() -> None:
