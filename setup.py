@@ -23,8 +23,9 @@ def read_long_description() -> str:
 
 
 EXAMPLES = ["scikit-learn>=1.6", "threadpoolctl>=3.1", "pillow>=10.3", "python-multipart>=0.0.18"]
+REDIS = ["redis>=5.0.1"]
 UVICORN = ["uvicorn>=0.30", "httptools>=0.6", "uvloop>=0.19; sys_platform != 'win32'"]
-TEST = ["pytest>=8", "hypothesis>=6.100", "httpx>=0.27", "psutil>=5.9", "cryptography>=42", *UVICORN]
+TEST = ["pytest>=8", "hypothesis>=6.100", "httpx>=0.27", "psutil>=5.9", "cryptography>=42", *UVICORN, *REDIS]
 
 setup(
     name="daskserve",
@@ -69,6 +70,7 @@ setup(
         "dashboard": ["bokeh>=3.1"],
         "uvloop": ["uvloop>=0.19; sys_platform != 'win32'"],
         "uvicorn": UVICORN,
+        "redis": REDIS,
         "examples": EXAMPLES,
         "test": TEST,
         "dev": [*TEST, *EXAMPLES, "ruff>=0.6", "mypy>=1.11"],

@@ -37,6 +37,8 @@ class Sample:
     latency_counts : sequence of int
         How many of these took how long, by the buckets of `AutoscalingContext.latency_bounds_s`: not
         cumulative, and one more than there are bounds.
+    backlog : float or None
+        Tasks that waited in the broker's queue of the policy ``queue``; None: that is not known at present.
     """
 
     at: float
@@ -44,11 +46,17 @@ class Sample:
     queued: float
     rate: float = 0.0
     latency_counts: Sequence[int] = ()
+    backlog: float | None = 0.0
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing ran, waited or ended: short requests show in the rate alone."""
-        return self.ongoing <= 0 and self.queued <= 0 and self.rate <= 0
+        return self.ongoing <= 0 and self.queued <= 0 and self.rate <= 0 and self.backlog == 0
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether somebody waits whom only a replica can answer."""
+        return self.ongoing + self.queued + (self.backlog or 0.0) > 0
 
 
 @dataclass(frozen=True, slots=True)

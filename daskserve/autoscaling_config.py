@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from daskserve.credentials import masked, validated
+from daskserve.queue_options import QueueOptions, queue_options_of
+
 #: Policies that come with daskserve. Any other text is an import path.
-BUILT_IN_POLICIES = ("target_ongoing_requests", "classic", "latency", "promql", "custom_metric", "schedule")
+BUILT_IN_POLICIES = (
+    "target_ongoing_requests",
+    "classic",
+    "latency",
+    "promql",
+    "custom_metric",
+    "queue",
+    "schedule",
+)
 #: How long a burst has to be seen, where the config leaves it to us.
 BURST_WINDOW_S = 6.0
 
@@ -36,7 +47,7 @@ class AutoscalingConfig(BaseModel):
     policy: Any = Field(
         "target_ongoing_requests",
         description="What decides: ``target_ongoing_requests``, ``classic``, ``latency``, ``promql``, "
-        '``custom_metric``, ``schedule``, an import path ``"module:function"``, or a function.',
+        '``custom_metric``, ``queue``, ``schedule``, an import path ``"module:function"``, or a function.',
     )
     policy_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Keyword arguments for the policy."
@@ -171,7 +182,21 @@ class AutoscalingConfig(BaseModel):
                 'record_autoscaling_stats returns and a target per replica, such as {"metric": "tokens", '
                 '"target": 1000}'
             )
+        self.queue_options()
         return self
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _errors_without_credentials(cls, values: Any, validate: Any) -> Any:
+        return validated(values, validate)
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        for name, value in super().__repr_args__():
+            yield name, masked(value) if name == "policy_kwargs" else value
+
+    def queue_options(self) -> QueueOptions | None:
+        """Return the broker's queue that the policy ``queue`` goes by; None for other policies."""
+        return queue_options_of(self.policy, self.policy_kwargs)
 
     @property
     def up_factor(self) -> float:

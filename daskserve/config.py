@@ -8,13 +8,14 @@ configuration (`daskserve.settings`). Pydantic stays off the request path.
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, Literal, TypeVar
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from daskserve.autoscaling_config import AutoscalingConfig
+from daskserve.credentials import masked, validated
 from daskserve.types import Location
 
 #: Concurrency of a replica whose callable is a plain function, and of one that is ``async def``.
@@ -121,6 +122,10 @@ class BackendMetadata(Options):
     autoscaling_config: dict[str, Any] | None = Field(
         None, description="Bounds and target of the classic autoscaler."
     )
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        for name, value in super().__repr_args__():
+            yield name, masked(value) if name == "autoscaling_config" else value
 
 
 class BackendConfig(Options):
@@ -230,6 +235,11 @@ class BackendConfig(Options):
                 "how many replicas there are; leave one out, or set autoscaling_config=None to scale by hand"
             )
         return self
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _errors_without_credentials(cls, values: Any, validate: Any) -> Any:
+        return validated(values, validate)
 
     def concurrency(self) -> int:
         """Return how many requests one replica may run, with the defaults filled in."""

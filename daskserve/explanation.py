@@ -10,12 +10,23 @@ from typing import Any, Self
 
 @dataclass(frozen=True, slots=True)
 class LoadSample:
-    """What was seen some seconds ago: requests that ran, that waited, and that ended per second."""
+    """What was seen some seconds ago: requests that ran, that waited, and that ended per second.
+
+    ``backlog`` is what waited in the broker's queue of the policy ``queue``; None: that was not known.
+    """
 
     ago_s: float
     ongoing: float
     queued: float
     rate: float
+    backlog: float | None = 0.0
+
+    @property
+    def elsewhere(self) -> str:
+        """What waited in a broker's queue, in words; nothing if nothing did."""
+        if self.backlog == 0:
+            return ""
+        return f", {'unknown' if self.backlog is None else f'{self.backlog:g}'} in the broker's queue"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +102,7 @@ class Explanation:
             lines.append("  Load, newest first:")
             lines += [
                 f"    {each.ago_s:.0f} s ago: {each.ongoing:g} running, {each.queued:g} waiting, "
-                f"{each.rate:.1f} per second"
+                f"{each.rate:.1f} per second{each.elsewhere}"
                 for each in reversed(self.samples)
             ]
         if self.events:

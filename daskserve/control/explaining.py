@@ -38,7 +38,13 @@ def explain(state: State, observed: Observed, tag: BackendTag, now: float) -> di
         "is_dry_run": config is not None and config.dry_run,
         "reason": "" if decided is None else decided.reason,
         "samples": [
-            {"ago_s": now - each.at, "ongoing": each.ongoing, "queued": each.queued, "rate": each.rate}
+            {
+                "ago_s": now - each.at,
+                "ongoing": each.ongoing,
+                "queued": each.queued,
+                "rate": each.rate,
+                "backlog": each.backlog,
+            }
             for each in samples
         ],
         "events": [list(each) for each in backend.scalings],

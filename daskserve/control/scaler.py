@@ -11,7 +11,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from daskserve.autoscaling import Sample
@@ -20,6 +20,8 @@ from daskserve.clock import Clock
 from daskserve.control import asking
 from daskserve.control.asking import Aside
 from daskserve.control.autoscaling.autoscaler import Autoscaler, ScalingStep
+from daskserve.control.autoscaling.backlog import Backlog
+from daskserve.control.autoscaling.brokers import open_queue
 from daskserve.control.autoscaling.fetching import HTTPFetcher
 from daskserve.control.autoscaling.prometheus import PrometheusQueries
 from daskserve.control.observed import Observed, Scaling
@@ -66,6 +68,8 @@ class _Entry:
     #: What is known of the values of PromQL expressions, and the task that keeps them fresh.
     queries: PrometheusQueries | None = None
     querying: asyncio.Task[None] | None = None
+    #: The broker's queue that the policy goes by, if it is that one.
+    backlog: Backlog | None = None
     #: Why there is no autoscaler, and when it is tried again.
     error: str = ""
     retry_at: float = math.inf
@@ -80,6 +84,8 @@ class _Entry:
         for task in (self.looking, self.querying):
             if task is not None:
                 task.cancel()
+        if self.backlog is not None:
+            self.backlog.stop()
         if self.aside is not None:
             self.aside.leave()
 
@@ -177,6 +183,8 @@ class Scaler:
         running = [each.tag for each in self._state.replicas_of(tag) if each.state is ReplicaState.RUNNING]
         loads = self._observed.loads
         sample, ongoing = loads.sample(tag, running, now), loads.ongoing(running, now)
+        if entry.backlog is not None:
+            sample = replace(sample, backlog=entry.backlog.value())
         target = backend.num_replicas
         entry.is_resting = False
         if entry.autoscaler is None:
@@ -190,6 +198,8 @@ class Scaler:
             entry.is_resting = sample.is_idle and _is_content(entry.autoscaler.config, step, target)
             if entry.is_resting and entry.due > now:
                 entry.due = now + max(RESTING_S, entry.autoscaler.config.metrics_interval_s)
+        if entry.backlog is not None and entry.backlog.problem:
+            step = replace(step, reason=f"{step.reason}; {entry.backlog.problem}")
         self._decided(backend, step, sample)
 
     async def _configure(self, backend: BackendRecord, entry: _Entry) -> None:
@@ -202,6 +212,7 @@ class Scaler:
             entry.due = self._clock.now() + config.metrics_interval_s
             entry.error = ""
             self._query(backend.tag, config, entry)
+            self._follow_queue(backend.tag, config, entry)
             if entry.aside is not None:
                 # It has the autoscaler in its hands: whatever comes of it is not to be seen.
                 self._leave_behind(backend.tag, entry)
@@ -263,17 +274,35 @@ class Scaler:
         entry.queries = entry.querying = None
         if config.prometheus_address is None or not config.prometheus_queries:
             return
-        if self._fetcher is None:
-            self._fetcher = HTTPFetcher()
         entry.queries = PrometheusQueries(
             config.prometheus_address,
             config.prometheus_queries,
-            fetch=self._fetcher,
+            fetch=self._http(),
             clock=self._clock,
             interval_s=config.prometheus_interval_s,
             max_age_s=config.prometheus_max_age_s,
         )
         entry.querying = asyncio.create_task(entry.queries.run(), name=f"daskserve-promql-{tag}")
+
+    def _follow_queue(self, tag: BackendTag, config: AutoscalingConfig, entry: _Entry) -> None:
+        """Keep the length of the policy's queue fresh from now on, if it goes by one."""
+        options, present = config.queue_options(), entry.backlog
+        if present is not None:
+            if present.options == options:
+                return
+            present.stop()
+        entry.backlog = None
+        if options is not None:
+            fetch = self._http()
+            entry.backlog = Backlog(
+                tag, options, open_queue=lambda options: open_queue(options, fetch), clock=self._clock
+            )
+            entry.backlog.start()
+
+    def _http(self) -> HTTPFetcher:
+        if self._fetcher is None:
+            self._fetcher = HTTPFetcher()
+        return self._fetcher
 
     async def _ask(
         self, entry: _Entry, autoscaler: Autoscaler, *, current: int, target: int, sample: Sample
@@ -342,8 +371,7 @@ def _unasked(
     error: BaseException | None = None,
 ) -> ScalingStep:
     """Return the step to take without the policy: none, but for those who wait where there is no replica."""
-    is_waited_for = sample.ongoing + sample.queued > 0
-    if config is None or config.dry_run or target > 0 or not is_waited_for:
+    if config is None or config.dry_run or target > 0 or not sample.is_waited_for:
         return ScalingStep(target, target, f"{problem}, so nothing changes", error)
     least = max(1, config.min_replicas)
     return ScalingStep(least, least, f"{problem}; {least} for the requests that wait", error)

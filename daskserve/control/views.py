@@ -12,6 +12,7 @@ from daskserve.control import backend_state, backend_verbs, endpoint_state
 from daskserve.control.observed import Observed
 from daskserve.control.records import BackendRecord, GoalState, ProxyRecord
 from daskserve.control.state import State
+from daskserve.credentials import masked
 from daskserve.errors import NotFoundError
 from daskserve.types import ActorKind, ReplicaState
 
@@ -116,7 +117,7 @@ def deployment_info(state: State, name: str) -> dict[str, Any]:
     return {
         "name": name,
         "version": backend.user_version,
-        "config": dict(backend.config),
+        "config": masked(backend.config),
         "actor_options": dict(backend.actor_options),
         "python_methods": list(endpoint.python_methods) if endpoint is not None else [],
         "route": endpoint.route if endpoint is not None else None,
@@ -159,7 +160,7 @@ def snapshot(state: State, instance: str) -> dict[str, Any]:
 #: The classic controller's calls for looking inside.
 VIEWS: Mapping[str, Callable[[State, Observed], Any]] = {
     "get_all_backends": lambda state, _: {
-        tag: backend_verbs.describe(state, tag)["config"]
+        tag: masked(backend_verbs.describe(state, tag)["config"])
         for tag, backend in state.backends.items()
         if not backend.is_deleting
     },
@@ -185,7 +186,7 @@ VIEWS: Mapping[str, Callable[[State, Observed], Any]] = {
         for name, endpoint in state.endpoints.items()
     },
     "get_backend_configs": lambda state, _: {
-        tag: dict(backend.config) for tag, backend in state.backends.items() if not backend.is_deleting
+        tag: masked(backend.config) for tag, backend in state.backends.items() if not backend.is_deleting
     },
     "queue_lengths": lambda _, observed: observed.loads.queue_lengths(),
     # Every process keeps its figures in its default Prometheus registry; Dask serves them.

@@ -288,11 +288,7 @@ class Autoscaler:
 
     def _is_asked_for(self, context: AutoscalingContext) -> bool:
         newest = self._newest
-        return (
-            newest is not None
-            and not self._is_stale(context.current_time)
-            and newest.ongoing + newest.queued > 0
-        )
+        return newest is not None and not self._is_stale(context.current_time) and newest.is_waited_for
 
     def _is_stale(self, now: float) -> bool:
         limit_s = max(STALE_INTERVALS * self.config.metrics_interval_s, STALE_S)

@@ -1,4 +1,4 @@
-"""GET by Tornado's client, for `prometheus`. The only I/O of autoscaling."""
+"""GET by Tornado's client, for `prometheus` and for RabbitMQ in `brokers`."""
 
 from __future__ import annotations
 
@@ -17,17 +17,26 @@ class HTTPFetcher:
         # A client of its own: the shared one of a process may be configured by others, and outlives us.
         self._client: AsyncHTTPClient = SimpleAsyncHTTPClient(force_instance=True, max_body_size=MOST_BYTES)
 
-    async def __call__(self, url: str) -> bytes:
+    async def __call__(self, url: str, login: tuple[str, str] | None = None) -> bytes:
         """Return the body, that of a refusal in JSON too.
+
+        Parameters
+        ----------
+        login : tuple, optional
+            A name and its password; they are for this address alone, so that no redirection is followed.
 
         Raises
         ------
         OSError
             Nobody answered, or with an error.
         """
+        username, password = login or (None, None)
         try:
             found = await self._client.fetch(
                 url,
+                auth_username=username,
+                auth_password=password,
+                follow_redirects=login is None,
                 raise_error=False,
                 connect_timeout=self._timeout_s,
                 request_timeout=self._timeout_s,
@@ -36,7 +45,7 @@ class HTTPFetcher:
         except HTTPError as error:
             raise OSError(str(error)) from error
         is_json = "json" in found.headers.get("Content-Type", "")
-        if found.code >= 400 and not is_json:
+        if found.code >= 300 and not is_json:
             raise OSError(f"HTTP {found.code}: {found.reason}")
         return found.body
 

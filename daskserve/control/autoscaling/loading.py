@@ -10,7 +10,8 @@ from typing import Any, TypeAlias
 
 from daskserve.autoscaling import AutoscalingContext
 from daskserve.autoscaling_config import AutoscalingConfig
-from daskserve.control.autoscaling import custom, latency, load, promql, schedule
+from daskserve.control.autoscaling import custom, latency, load, promql, queue, schedule
+from daskserve.credentials import masked
 
 #: A policy as users may write it: its answer is not judged yet.
 CallablePolicy: TypeAlias = Callable[..., Any]
@@ -22,6 +23,7 @@ MAKERS: Mapping[str, Callable[..., Callable[[AutoscalingContext], Any]]] = {
     "latency": latency.latency_objective,
     "promql": promql.promql,
     "custom_metric": custom.custom_metric,
+    "queue": queue.queue,
 }
 
 
@@ -77,7 +79,7 @@ def _made(
         inspect.signature(maker).bind(**arguments)
     except TypeError as error:
         raise ValueError(
-            f"the policy {name!r} does not take policy_kwargs={dict(arguments)!r}: {error}; it is "
+            f"the policy {name!r} does not take policy_kwargs={masked(dict(arguments))!r}: {error}; it is "
             f"{name}{inspect.signature(maker)}"
         ) from None
     made: Callable[[AutoscalingContext], Any] = maker(**arguments)

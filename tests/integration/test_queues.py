@@ -1,0 +1,163 @@
+"""The policy ``queue`` on a real cluster: what waits at a broker brings replicas, and takes them away."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from brokers import Redis, management_api, needs_redis, redis_server
+from clusters import running
+from dask_processes import poll_for
+
+import daskserve as serve
+
+SECRET = "s3cr3t"
+#: Quick enough to be watched.
+QUICK: dict[str, Any] = {
+    "min_replicas": 0,
+    "max_replicas": 4,
+    "target_ongoing_requests": 2,
+    "upscale_delay_s": 0.5,
+    "downscale_delay_s": 1.0,
+    "look_back_period_s": 1.0,
+    "metrics_interval_s": 0.2,
+    "policy": "queue",
+}
+
+
+def told(client: serve.Client) -> str:
+    return str(client.explain("b"))
+
+
+def worker_that_takes(url: str, name: str) -> Any:
+    """Return a class that takes a task at a time from a list in Redis; pickled by value."""
+
+    class Worker:
+        def __init__(self) -> None:
+            import threading
+
+            import redis
+
+            self.connection = redis.Redis.from_url(url)
+            self.is_over = threading.Event()
+            self.thread = threading.Thread(target=self.work)
+            self.thread.start()
+
+        def work(self) -> None:
+            while not self.is_over.wait(0.1):
+                if self.connection.lpop(name) is not None:
+                    self.connection.incr("done")
+
+        def __call__(self, request: Any = None) -> str:
+            return "alive"
+
+        def __del__(self) -> None:
+            self.is_over.set()
+            self.thread.join()
+            self.connection.close()
+
+    return Worker
+
+
+def idle(request: Any = None) -> str:
+    return "alive"
+
+
+def create(client: serve.Client, definition: Any = idle, **kwargs: Any) -> None:
+    given = {"queue_name": "tasks", "poll_interval_s": 0.2, **kwargs}
+    client.create_backend("b", definition, config={"autoscaling_config": {**QUICK, "policy_kwargs": given}})
+
+
+@needs_redis
+def test_a_backlog_in_redis_starts_replicas_that_work_it_off_and_go(
+    client: serve.Client, tmp_path: Path
+) -> None:
+    with redis_server(tmp_path, SECRET) as server, server.connect() as connection:
+        create(client, worker_that_takes(server.url, "tasks"), broker_url=server.url)
+        poll_for(lambda: "0 wait in queue 'tasks'" in told(client), what=lambda: told(client))
+        assert not client.status().replicas("b")
+        connection.rpush("tasks", *range(60))
+        poll_for(lambda: len(running(client, "b")) == 4, what=lambda: told(client))
+        poll_for(lambda: connection.get("done") == b"60", what=lambda: told(client))
+        poll_for(lambda: not client.status().replicas("b"), what=lambda: told(client))
+        events = client.explain("b").events
+        assert (events[0].before, events[0].after) == (0, 4)
+        assert "wait in queue 'tasks'" in events[0].reason
+        assert events[-1].after == 0
+        assert_hidden(client)
+        client.delete_backend("b")
+
+
+def assert_hidden(client: serve.Client) -> None:
+    """Fail if the password is to be seen anywhere but in the config that the user gave."""
+    found = f"{told(client)} {client.explain('b')!r} {client.status()!r} {client.snapshot()}"
+    views = [client.view(name) for name in ("get_all_backends", "get_backend_configs", "list_deployments")]
+    config = client.get_backend_config("b")
+    assert SECRET not in f"{found} {views} {config!r} {client.list_backends()}"
+    assert config.autoscaling_config is not None
+    assert SECRET in config.autoscaling_config.policy_kwargs["broker_url"]
+
+
+def priorities(server: Redis) -> int:
+    with server.connect() as connection:
+        return int(connection.lpush("tasks\x06\x163", *"abc") + connection.lpush("tasks\x06\x169", *"defg"))
+
+
+@needs_redis
+def test_redis_that_goes_and_comes_back_takes_no_replica_away_meanwhile(
+    client: serve.Client, tmp_path: Path
+) -> None:
+    with redis_server(tmp_path, SECRET) as server:
+        create(client, broker_url=f"unix://{server.socket}?db=0&password={SECRET}")
+        assert priorities(server) == 7
+        poll_for(lambda: len(running(client, "b")) == 4, what=lambda: told(client))
+        assert "7 wait in queue 'tasks'" in told(client)
+        server.stop()
+        poll_for(lambda: "no fresh length of queue 'tasks'" in told(client), what=lambda: told(client))
+        assert "cannot be read: ConnectionError" in told(client)
+        assert_hidden(client)
+        server.start()  # and it is empty
+        poll_for(lambda: not client.status().replicas("b"), what=lambda: told(client))
+        with server.connect() as connection:
+            connection.set("tasks", "no list")
+        poll_for(lambda: "WRONGTYPE" in told(client), what=lambda: told(client))
+        client.update_backend_config(
+            "b",
+            {
+                "autoscaling_config": {
+                    **QUICK,
+                    "policy_kwargs": {
+                        "broker_url": server.url.replace(SECRET, "wr0ng"),
+                        "queue_name": "tasks",
+                        "poll_interval_s": 0.2,
+                    },
+                }
+            },
+        )
+        poll_for(lambda: "AuthenticationError" in told(client), what=lambda: told(client))
+        assert "wr0ng" not in told(client)
+
+
+def test_a_backlog_in_rabbitmq_starts_replicas(client: serve.Client) -> None:
+    lengths = {"prod%2Feu/tasks": 0}
+    with management_api(lengths, f"user:{SECRET}") as address:
+        broker = f"amqp://user:{SECRET}@127.0.0.1:1/prod%2Feu"
+        create(client, broker_url=broker, rabbitmq_management_url=address)
+        poll_for(lambda: "0 wait in queue 'tasks'" in told(client), what=lambda: told(client))
+        lengths["prod%2Feu/tasks"] = 5
+        poll_for(lambda: len(running(client, "b")) == 3, what=lambda: told(client))
+        del lengths["prod%2Feu/tasks"]
+        poll_for(lambda: "there is no queue 'tasks'" in told(client), what=lambda: told(client))
+        poll_for(lambda: "not fewer than 3" in told(client), what=lambda: told(client))
+        assert_hidden(client)
+        lengths["prod%2Feu/tasks"] = 0
+        poll_for(lambda: not client.status().replicas("b"), what=lambda: told(client))
+        create_config = {
+            "broker_url": broker.replace(SECRET, "wr0ng"),
+            "rabbitmq_management_url": address,
+            "queue_name": "tasks",
+            "poll_interval_s": 0.2,
+        }
+        client.update_backend_config("b", {"autoscaling_config": {**QUICK, "policy_kwargs": create_config}})
+        poll_for(lambda: "refuses the name or the password" in told(client), what=lambda: told(client))
+        assert "wr0ng" not in told(client)
