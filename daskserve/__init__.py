@@ -10,7 +10,7 @@ from daskserve._version import __version__
 
 if TYPE_CHECKING:
     from daskserve import errors, metrics
-    from daskserve.api import connect, explain, run, shutdown, start, status
+    from daskserve.api import connect, explain, run, scale, shutdown, start, status
     from daskserve.autoscaling import AutoscalingContext, Decision
     from daskserve.autoscaling_config import AutoscalingConfig
     from daskserve.client import Client
@@ -36,6 +36,7 @@ _HOMES: Mapping[str, str] = {
     "status": "api",
     "Status": "instance_status",
     "explain": "api",
+    "scale": "api",
     "Explanation": "explanation",
     "Client": "client",
     # deployments
@@ -97,6 +98,7 @@ __all__ = [
     "get_current_replica_tag",
     "metrics",
     "run",
+    "scale",
     "shutdown",
     "start",
     "status",

@@ -303,10 +303,33 @@ def explain(name: str) -> Explanation:
     NotRunningError
         No instance runs.
     """
+    return _running_client().explain(name)
+
+
+def scale(name: str, target_num_replicas: int) -> int:
+    """Say how many replicas a deployment has that is scaled from outside; return the number.
+
+    See `daskserve.client.Client.scale`.
+
+    Raises
+    ------
+    ExternalScalerDisabledError
+        Its config does not have ``external_scaler_enabled=True``.
+    NotFoundError
+        There is no such deployment.
+    BadRequestError
+        There cannot be so many replicas.
+    NotRunningError
+        No instance runs.
+    """
+    return _running_client().scale(name, target_num_replicas)
+
+
+def _running_client() -> Client:
     client = _present_client()
     if client is None:
         raise NotRunningError("No instance runs here; deploy something with serve.run() first.")
-    return client.explain(name)
+    return client
 
 
 def run(

@@ -10,6 +10,7 @@ from daskserve import settings
 from daskserve.client_base import ClientBase
 from daskserve.config import ActorOptions, BackendConfig, parse_options
 from daskserve.errors import ServeError
+from daskserve.external_scaling import checked_number
 from daskserve.types import GoalId
 from daskserve.wishes import join_config, make_wish, split_config
 
@@ -134,6 +135,23 @@ class BackendVerbs(ClientBase):
             sets_user_config="user_config" in config.model_fields_set,
             timeout_s=timeout_s if timeout_s is not None else settings.timeouts().change_s,
         )
+
+    def scale(self, name: str, target_num_replicas: int) -> int:
+        """Say how many replicas a backend or deployment has that is scaled from outside; return the number.
+
+        It is recorded when this returns, and outlives the controller and the replicas; they come and go
+        afterwards. The same as a POST to the scheduler's HTTP server, see docs/autoscaling.md.
+
+        Raises
+        ------
+        ExternalScalerDisabledError
+            Its config does not have ``external_scaler_enabled=True``.
+        NotFoundError
+            There is no such backend.
+        BadRequestError
+            There cannot be so many replicas: not a whole number, or none.
+        """
+        return int(self._call("scale", name=name, number=checked_number(target_num_replicas)))
 
     def get_backend_config(self, backend_tag: str) -> BackendConfig:
         """Return a backend's config; `NotRegisteredError` (a `ValueError`) if there is no such backend."""

@@ -140,6 +140,12 @@ class BackendConfig(Options):
     autoscaling_config: AutoscalingConfig | None = Field(
         None, description="Let the load decide how many replicas run, see [Autoscaling](#autoscaling)."
     )
+    external_scaler_enabled: bool = Field(
+        False,
+        description="Let programs outside say how many replicas run, by a POST to the scheduler's HTTP "
+        "server or ``serve.scale``, see [Scaling from outside](docs/autoscaling.md#scaling-from-outside). "
+        "Not together with ``autoscaling_config``.",
+    )
     max_batch_size: int | None = Field(
         None, ge=1, description="Largest batch handed to a callable marked with ``accept_batch``."
     )
@@ -229,6 +235,12 @@ class BackendConfig(Options):
     @model_validator(mode="after")
     def _one_decides(self) -> BackendConfig:
         config = self.autoscaling_config
+        if config is not None and self.external_scaler_enabled:
+            raise ValueError(
+                "external_scaler_enabled=True is given together with autoscaling_config, and only one of "
+                "them can decide how many replicas there are; set autoscaling_config=None to scale from "
+                "outside, or external_scaler_enabled=False to scale by load"
+            )
         if config is not None and "num_replicas" in self.model_fields_set and not config.dry_run:
             raise ValueError(
                 f"num_replicas={self.num_replicas} is given together with autoscaling_config, which decides "

@@ -8,6 +8,7 @@
     │   ├── NotRegisteredError
     │   └── StreamOptionError  (TypeError)         call it with stream=True, or without
     ├── NotFoundError          (KeyError)    404   the name does not exist
+    ├── ExternalScalerDisabledError          412   let the backend be scaled from outside first
     ├── ClosedError                          500   make or connect to an instance first
     ├── InstanceError                        500   start, connect, version and cluster trouble
     │   ├── AlreadyRunningError
@@ -71,6 +72,12 @@ class NotFoundError(ServeError, KeyError):
     """A lookup names something that does not exist."""
 
     http_status = 404
+
+
+class ExternalScalerDisabledError(ServeError):
+    """The backend does not let others say how many replicas it has, see ``external_scaler_enabled``."""
+
+    http_status = 412
 
 
 class ClosedError(ServeError):

@@ -63,6 +63,8 @@ class Explanation:
         The last changes of the wanted number, oldest first.
     waiting : str
         What replicas wait for, or fail with; empty if none does.
+    is_external : bool
+        Whether a scaler outside of the cluster may say how many there are.
     """
 
     name: str
@@ -77,6 +79,7 @@ class Explanation:
     samples: tuple[LoadSample, ...] = ()
     events: tuple[ScaleEvent, ...] = ()
     waiting: str = ""
+    is_external: bool = False
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
@@ -87,7 +90,9 @@ class Explanation:
 
     def __str__(self) -> str:
         lines = [f"{self.name}: {self.running} of {self.wanted} wanted replicas run."]
-        if not self.policy:
+        if self.is_external:
+            lines.append("  An external scaler says how many there are, and num_replicas until it does.")
+        elif not self.policy:
             lines.append("  Nothing scales it; num_replicas says how many there are.")
         else:
             wants = "was not asked yet" if self.policy_wants is None else f"wants {self.policy_wants}"

@@ -38,6 +38,7 @@ PUBLIC = {
     "get_current_replica_tag",
     "metrics",
     "run",
+    "scale",
     "shutdown",
     "start",
     "status",

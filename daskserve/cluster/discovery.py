@@ -22,11 +22,11 @@ from tornado.web import RequestHandler
 
 from daskserve.cluster.dask import ask_supervisor
 from daskserve.cluster.link import dial
+from daskserve.cluster.scheduler_route import METRICS_PATH, SchedulerRoute, metrics_path
 from daskserve.types import WorkerAddress
 
 #: Below the scheduler's own prefix, if it has one.
 PATH = "/daskserve/targets"
-METRICS_PATH = "/metrics"
 #: Addresses that say where a server listens, and not where it is reached.
 _WILDCARDS = frozenset(("", "0.0.0.0", "::"))
 
@@ -76,24 +76,15 @@ class Targets:
     def __init__(self, scheduler: Scheduler, facts_of: Callable[[WorkerAddress], Mapping[str, Any]]) -> None:
         self._scheduler: Any = scheduler
         self._facts_of = facts_of
-        self._rule: Any = None
+        self._route = SchedulerRoute(scheduler, PATH, TargetsHandler, {"targets": self})
 
     def install(self) -> None:
         """Add the route; idempotent."""
-        application = getattr(self._scheduler, "http_application", None)
-        if application is None or self._rule is not None:
-            return
-        rules = application.default_router.rules
-        before = list(rules)
-        path = metrics_path(application).removesuffix(METRICS_PATH) + PATH
-        application.add_handlers(".*$", [(path, TargetsHandler, {"targets": self})])
-        (self._rule,) = (rule for rule in rules if rule not in before)
+        self._route.install()
 
     def uninstall(self) -> None:
         """Take the route away; idempotent."""
-        rule, self._rule = self._rule, None
-        if rule is not None:
-            self._scheduler.http_application.default_router.rules.remove(rule)
+        self._route.uninstall()
 
     def found(self) -> list[Target]:
         """Return all targets there are now, the scheduler first."""
@@ -140,16 +131,6 @@ def facts_of_server(server: Any) -> dict[str, Any]:
         "http_address": server.http_server.address,
         "metrics_path": metrics_path(server.http_application),
     }
-
-
-def metrics_path(application: Any) -> str:
-    """Return the path of a Dask server's metrics, which may have a prefix."""
-    for router in (application.wildcard_router, application.default_router):
-        for rule in router.rules:
-            pattern = str(getattr(getattr(rule.matcher, "regex", None), "pattern", "")).rstrip("$")
-            if pattern.endswith(METRICS_PATH):
-                return pattern
-    return METRICS_PATH
 
 
 def ask_targets(scheduler: str, timeout_s: float) -> list[Target]:

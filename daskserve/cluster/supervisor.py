@@ -26,6 +26,7 @@ from daskserve.cluster.dialling import SPLICE_OP
 from daskserve.cluster.discovery import Targets
 from daskserve.cluster.hosts import HostRegistry
 from daskserve.cluster.long_poll import ENDED, WORKERS
+from daskserve.cluster.scale_route import ScaleRoute
 from daskserve.cluster.splice import Splices
 from daskserve.cluster.store import open_store
 from daskserve.cluster.supervisor_figures import SupervisorFigures
@@ -74,6 +75,7 @@ class Supervisor(SchedulerPlugin):
         adaptive = {"kind": WORKERS, "joined": [], "left": [], "is_adaptive": True}
         self._capacity = Capacity(scheduler, self._evacuate, lambda: self._tell(None, adaptive))
         self._targets = Targets(scheduler, self._hosts.facts_of)
+        self._scaling = ScaleRoute(scheduler, self._instances, self._hosts)
         self._controllers = ControllerKeeper(
             self._hosts, self._instances, tell=self._tell, spawn=self._tasks.spawn
         )
@@ -326,6 +328,7 @@ class Supervisor(SchedulerPlugin):
                 self._hosts.open(self._client)
                 self._capacity.install()
                 self._targets.install()
+                self._scaling.install()
                 self._watching = self._tasks.spawn(self._controllers.watch())
         if not entry.is_ending:
             waiting = entry.awaiting_hosts = asyncio.create_task(self._hosts.ready(timeout_s))
@@ -399,6 +402,7 @@ class Supervisor(SchedulerPlugin):
         self._unused.cancel()
         self._capacity.uninstall()
         self._targets.uninstall()
+        self._scaling.uninstall()
         if self._watching is not None:
             self._watching.cancel()
         self._scheduler.handlers.pop(SUPERVISOR_OP, None)

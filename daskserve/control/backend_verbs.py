@@ -22,6 +22,7 @@ _CONTROLLER_ONLY = frozenset(
     {
         "autoscaling_config",
         "experimental_graceful_shutdown_timeout_s",
+        "external_scaler_enabled",
         "internal_metadata",
         "max_queued_requests",
         "num_replicas",

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from daskserve.control import backend_verbs, endpoint_state
+from daskserve.control import backend_verbs, endpoint_state, scale_verb
 from daskserve.control.backend_verbs import Outcome, Wish
 from daskserve.control.core import ControllerCore
 from daskserve.errors import ServeError, UnavailableError
@@ -78,6 +78,13 @@ class ChangingVerbs(ControllerCore):
         async with self._deciding():
             outcome = backend_verbs.delete_backend(self._state, tag, is_forced=force, goal_id=self._goal_id())
             return await self._commit_outcome(outcome, tag)
+
+    async def scale(self, name: str, number: int) -> int:
+        """Record what a scaler outside of the cluster asks for; replicas follow."""
+        async with self._deciding():
+            await self._writer.commit(scale_verb.scale(self._state, name, number, self._clock.wall()))
+        self._loop.poke([name])
+        return number
 
     async def get_backend_config(self, tag: str) -> dict[str, Any]:
         return backend_verbs.describe(self._state, tag)

@@ -43,6 +43,7 @@ class Controller(ChangingVerbs):
             "list_endpoints",
             "listen_for_change",
             "ping",
+            "scale",
             "set_traffic",
             "shadow_traffic",
             "status",

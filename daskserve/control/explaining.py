@@ -35,6 +35,7 @@ def explain(state: State, observed: Observed, tag: BackendTag, now: float) -> di
         "max_replicas": None if config is None else config.max_replicas,
         "policy": "" if config is None else _policy_name(config.policy),
         "policy_wants": None if decided is None else decided.wanted,
+        "is_external": backend.is_scaled_externally,
         "is_dry_run": config is not None and config.dry_run,
         "reason": "" if decided is None else decided.reason,
         "samples": [

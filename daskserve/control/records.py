@@ -44,7 +44,7 @@ class BackendRecord:
     goal : str or None
         The goal that waits for this backend to come about.
     scaled_to : int or None
-        How many replicas the autoscaler wants; None if the number is the config's.
+        How many replicas the autoscaler, or an external scaler, wants; None if the number is the config's.
     scalings : tuple
         The last changes of that number, oldest first: seconds since the epoch, from, to, why.
     """
@@ -84,6 +84,11 @@ class BackendRecord:
         return found
 
     @property
+    def is_scaled_externally(self) -> bool:
+        """Whether a scaler outside of the cluster may say how many replicas there are."""
+        return bool(self.config.get("external_scaler_enabled", False))
+
+    @property
     def num_replicas(self) -> int:
         """How many replicas are wanted now."""
         if self.is_deleting:
@@ -93,8 +98,10 @@ class BackendRecord:
     @property
     def needed_replicas(self) -> int:
         """How many must run for a change to have come about: not all that the load of the moment wants."""
-        if self.scaled_to is None or self.autoscaling is None:
+        if self.scaled_to is None:
             return self.num_replicas
+        if self.autoscaling is None:
+            return min(self.num_replicas, int(self.config.get("num_replicas", 1)))
         first = self.autoscaling.get("initial_replicas")
         if first is None:
             first = self.autoscaling.get("min_replicas", 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from daskserve.autoscaling_config import AutoscalingConfig
+from daskserve.control import external
 from daskserve.control.records import BackendRecord
 
 #: Changes of the wanted number that are remembered of each backend.
@@ -34,6 +35,8 @@ def carried_over(backend: BackendRecord, before: BackendRecord | None, wall: flo
     That number is what the load asked for, whatever the code and the options are now; but new bounds hold at
     once. One that was not autoscaled begins with the replicas it has.
     """
+    if backend.is_scaled_externally:
+        return external.carried_over(backend, before)
     config = autoscaling_of(backend)
     if before is not None and before.is_deleting:
         before = None
@@ -66,6 +69,8 @@ def taken_back(previous: BackendRecord, failed: BackendRecord, wall: float) -> B
 
     Where nothing scaled the backend meanwhile, it is the number from before the change.
     """
+    if previous.is_scaled_externally:
+        return external.taken_back(previous, failed)
     config = autoscaling_of(previous)
     if config is None or config.dry_run or failed.scaled_to is None:
         return previous

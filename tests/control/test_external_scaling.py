@@ -1,0 +1,206 @@
+"""Replicas as a scaler outside of the cluster wants them: what is asked for, refused, kept and taken back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from controller_harness import Stage, boom, play
+from pydantic import ValidationError
+
+from daskserve.config import BackendConfig
+from daskserve.control.records import BackendRecord
+from daskserve.errors import (
+    BadRequestError,
+    ExternalScalerDisabledError,
+    NotFoundError,
+    ReplicaStartError,
+    http_status_of,
+)
+from daskserve.explanation import Explanation
+from daskserve.external_scaling import MOST_REPLICAS, checked_number, number_in
+
+OPEN = {"external_scaler_enabled": True}
+
+
+def recorded(stage: Stage, tag: str = "b") -> BackendRecord:
+    record = stage.stored("backend")[f"backend/{tag}"]
+    assert isinstance(record, BackendRecord)
+    return record
+
+
+def count(stage: Stage) -> int:
+    return len(stage.running_of("b"))
+
+
+async def scale(stage: Stage, number: Any, name: str = "b") -> None:
+    assert await stage.call("scale", name=name, number=number) == number
+
+
+def test_a_number_is_recorded_with_its_reason_and_outlives_the_controller() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.create(num_replicas=2, **OPEN)
+        await scale(stage, 4)
+        await stage.until(lambda: count(stage) == 4)
+        await scale(stage, 4)
+        await stage.crash_controller()
+        await stage.until(lambda: count(stage) == 4)
+        await scale(stage, 1)
+        await stage.until(lambda: count(stage) == 1)
+        told = Explanation.of(await stage.call("explain", name="b"))
+        assert [(each.before, each.after) for each in told.events] == [(2, 4), (4, 1)]
+        assert "asked for by the external scaler" in str(told)
+        assert "An external scaler says how many there are" in str(told)
+        assert (told.wanted, told.policy, told.is_external) == (1, "", True)
+        assert (await stage.call("status"))["backends"]["b"]["status"] == "HEALTHY"
+        assert stage.reconfigured == []
+
+    play(scenario, workers=4)
+
+
+def test_who_may_not_say_so_is_refused_and_changes_nothing() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.create(num_replicas=2)
+        with pytest.raises(ExternalScalerDisabledError, match="set external_scaler_enabled=True"):
+            await scale(stage, 3)
+        with pytest.raises(NotFoundError, match="There is no backend or deployment 'c'; there are: b"):
+            await scale(stage, 3, "c")
+        await stage.create("a", autoscaling_config={"max_replicas": 3})
+        with pytest.raises(ExternalScalerDisabledError):
+            await scale(stage, 3, "a")
+        await stage.update(**OPEN)
+        for wrong in (0, -1, MOST_REPLICAS + 1, 2.0, True, "3", None):
+            with pytest.raises(BadRequestError, match="target_num_replicas is"):
+                await scale(stage, wrong)
+        assert recorded(stage).scaled_to is None
+        await scale(stage, 3)
+        await stage.update(external_scaler_enabled=False)
+        assert (recorded(stage).num_replicas, count(stage)) == (2, 2)
+        with pytest.raises(ExternalScalerDisabledError):
+            await scale(stage, 3)
+
+    play(scenario)
+    assert http_status_of(ExternalScalerDisabledError()) == 412
+
+
+def test_a_redeploy_keeps_the_number_unless_it_says_another_one() -> None:
+    async def scenario(stage: Stage) -> None:
+        wish: dict[str, Any] = {"num_replicas": 2, **OPEN}
+        await stage.deploy(version="1", **wish)
+        await scale(stage, 4)
+        await stage.until(lambda: count(stage) == 4)
+        await stage.deploy(version="1", **wish)
+        await stage.deploy(version="2", **wish)
+        await stage.deploy(version="2", max_queued_requests=7, **wish)
+        await stage.update(max_queued_requests=8)
+        await stage.until(lambda: count(stage) == 4)
+        assert {each.message.replica_tag.partition("#")[0] for each in stage.running_of()} == {"b"}
+        assert recorded(stage).scaled_to == 4
+        await stage.deploy(version="2", num_replicas=3, **OPEN)
+        await stage.until(lambda: count(stage) == 3)
+        assert recorded(stage).scaled_to is None
+        await scale(stage, 1)
+        await stage.update(num_replicas=2)
+        assert (recorded(stage).scaled_to, count(stage)) == (None, 2)
+
+    play(scenario, workers=4)
+
+
+def test_a_deploy_that_fails_goes_back_to_the_number_asked_for_meanwhile() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.deploy(version="1", num_replicas=1, **OPEN)
+        await scale(stage, 2)
+        await stage.until(lambda: count(stage) == 2)
+        stage.start = boom()
+        wish = stage.wish("b", version="2", num_replicas=1, **OPEN)
+        answer = await stage.call("deploy", wish=wish, route="/", methods=["GET"], python_methods=[])
+        await scale(stage, 3)
+        with pytest.raises(ReplicaStartError):
+            await stage.calls.wait_for_goal(answer["goal"], 60)
+        stage.start = None
+        await stage.until(lambda: count(stage) == 3)
+        assert (recorded(stage).version, recorded(stage).num_replicas) == ("1", 3)
+
+    play(scenario, workers=4)
+
+
+def test_a_deploy_does_not_wait_for_more_replicas_than_it_asks_for() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.create(num_replicas=1, actor_options={"num_cpus": 4}, **OPEN)
+        await scale(stage, 3)  # there is room for two
+        await stage.until(lambda: count(stage) == 2)
+        await stage.update(max_queued_requests=7)
+        assert (recorded(stage).num_replicas, count(stage)) == (3, 2)
+        waiting = (await stage.call("status"))["backends"]["b"]
+        assert (waiting["wanted"], waiting["running"], waiting["status"]) == (3, 2, "UPDATING")
+        assert waiting["message"]
+
+    play(scenario, workers=2)
+
+
+def test_between_the_autoscaler_and_a_scaler_outside_the_number_stays() -> None:
+    async def scenario(stage: Stage) -> None:
+        auto = {"min_replicas": 0, "initial_replicas": 3, "max_replicas": 4, "downscale_delay_s": 600}
+        await stage.create(autoscaling_config=auto)
+        assert count(stage) == 3
+        with pytest.raises(BadRequestError, match="together with autoscaling_config, and only one of them"):
+            await stage.update(**OPEN)
+        await stage.update(autoscaling_config=None, **OPEN)
+        assert (recorded(stage).num_replicas, count(stage)) == (3, 3)
+        await scale(stage, 2)
+        with pytest.raises(BadRequestError, match="external_scaler_enabled=False to scale by load"):
+            await stage.update(autoscaling_config=auto)
+        with pytest.raises(BadRequestError, match="external_scaler_enabled=True is given together"):
+            await stage.update(num_replicas="auto")
+        await stage.update(autoscaling_config=auto, external_scaler_enabled=False)
+        assert recorded(stage).num_replicas == 2
+        await stage.update(autoscaling_config={**auto, "initial_replicas": 0, "downscale_delay_s": 0})
+        await stage.until(lambda: count(stage) == 0)
+        await stage.update(autoscaling_config=None, **OPEN)
+        assert (recorded(stage).num_replicas, count(stage)) == (1, 1)  # nothing would wake it
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("auto", [{"autoscaling_config": {"max_replicas": 3}}, {"num_replicas": "auto"}])
+def test_both_at_once_are_refused_when_they_are_given(auto: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match="set autoscaling_config=None to scale from outside"):
+        BackendConfig(**auto, **OPEN)
+    config = BackendConfig(**auto)
+    with pytest.raises(ValidationError, match="only one of them can decide"):
+        config.external_scaler_enabled = True
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"", 'the body is not JSON; send {"target_num_replicas": 3}'),
+        (b"\xff", "the body is not JSON"),
+        (b'{"target_num_replicas": 3', "the body is not JSON"),
+        (b"[" * 4000, "the body is not JSON"),
+        (b'{"target_num_replicas": ' + b"9" * 4000 + b"}", "beyond all bounds"),
+        (b'{"target_num_replicas": ' + b"9" * 5000 + b"}", "the body is not JSON"),
+        (b"[3]", "the body has no target_num_replicas"),
+        (b"3", "the body has no target_num_replicas"),
+        (b'{"num_replicas": 3}', "the body has no target_num_replicas"),
+        (b'{"target_num_replicas": null}', "is None; it has to be a whole number"),
+        (b'{"target_num_replicas": "' + b"3" * 99 + b'"}', "3...; it has to be a whole number"),
+        (b'{"target_num_replicas": 3.0}', "is 3.0; it has to be a whole number"),
+        (b'{"target_num_replicas": NaN}', "is nan; it has to be a whole number"),
+        (b'{"target_num_replicas": true}', "is True; it has to be a whole number"),
+        (b'{"target_num_replicas": {}}', "is {}; it has to be a whole number"),
+        (b'{"target_num_replicas": -1}', "is -1; it has to be from 1 to 10000"),
+        (b'{"target_num_replicas": 0}', "is 0; it has to be from 1 to 10000, as with num_replicas"),
+        (b'{"target_num_replicas": 10001}', "is 10001; it has to be from 1 to 10000"),
+    ],
+)
+def test_a_body_without_a_number_of_replicas_is_refused(body: bytes, message: str) -> None:
+    with pytest.raises(BadRequestError) as caught:
+        number_in(body)
+    assert message in str(caught.value)
+
+
+def test_a_number_in_a_body_is_read_whatever_else_is_there() -> None:
+    assert number_in(b' {"target_num_replicas": 7, "why": "because"}\n') == 7
+    assert number_in('{"target_num_replicas": 1}'.encode("utf-16")) == 1
+    assert checked_number(MOST_REPLICAS) == MOST_REPLICAS
