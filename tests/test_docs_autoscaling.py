@@ -33,7 +33,7 @@ def test_every_policy_is_in_the_table() -> None:
 
 def test_every_config_is_valid_and_can_be_decided_by() -> None:
     configs = [run(example)["config"] for example in EXAMPLES if "\nconfig" in f"\n{example}"]
-    assert len(configs) == 3
+    assert len(configs) == 4
     for options in configs:
         step = Autoscaler("b", AutoscalingConfig(**options)).step(now=1, wall=1.7e9, current=1, target=1)
         assert step.error is None

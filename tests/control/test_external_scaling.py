@@ -69,6 +69,7 @@ def test_who_may_not_say_so_is_refused_and_changes_nothing() -> None:
         with pytest.raises(ExternalScalerDisabledError):
             await scale(stage, 3, "a")
         await stage.update(**OPEN)
+        assert stage.reconfigured == []
         for wrong in (0, -1, MOST_REPLICAS + 1, 2.0, True, "3", None):
             with pytest.raises(BadRequestError, match="target_num_replicas is"):
                 await scale(stage, wrong)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from controller_harness import Stage, play
 from tornado.httpserver import HTTPServer
 from tornado.testing import bind_unused_port
 from tornado.web import Application, RequestHandler
@@ -21,6 +22,7 @@ from daskserve.control.autoscaling.backlog import REPLY_S, Backlog
 from daskserve.control.autoscaling.brokers import RabbitMQQueue, RedisQueue, open_queue
 from daskserve.control.autoscaling.fetching import HTTPFetcher
 from daskserve.control.autoscaling.loading import load_policy
+from daskserve.explanation import Explanation
 from daskserve.queue_options import QueueOptions
 from daskserve.testing import run_virtual
 
@@ -221,6 +223,74 @@ def test_what_is_no_length_is_an_error(number: float) -> None:
         assert backlog.problem.endswith(f"the broker says that {number} wait")
 
     watched(scenario)
+
+
+# ---- in a controller
+
+QUICK: dict[str, Any] = {
+    "min_replicas": 0,
+    "max_replicas": 4,
+    "policy": "queue",
+    "downscale_delay_s": 5.0,
+    "look_back_period_s": 5.0,
+}
+
+
+def with_queue(kwargs: dict[str, Any] = KWARGS, **options: Any) -> dict[str, Any]:
+    return {**QUICK, "policy_kwargs": kwargs, **options}
+
+
+def test_a_controller_follows_the_queue_and_leaves_it_when_the_backend_does(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    queue = ScriptedQueue()
+    opened: list[QueueOptions] = []
+
+    def open_scripted(options: QueueOptions, fetch: Any) -> ScriptedQueue:
+        opened.append(options)
+        return queue
+
+    async def scenario(stage: Stage) -> None:
+        async def told() -> str:
+            return str(Explanation.of(await stage.call("explain", name="b")))
+
+        queue.now = 0.0
+        await stage.create(autoscaling_config=with_queue())
+        await stage.clock.sleep(30.0)
+        assert len(stage.running) == 0
+        queue.now = 6.0
+        began = stage.clock.now()
+        await stage.until(lambda: len(stage.running) == 3)
+        assert stage.clock.now() - began <= 10.0 + 1.0 + stage.start_s + 0.05
+        assert "6 in the broker's queue" in await told()
+        # Other options of the policy leave the length that is known.
+        await stage.update(autoscaling_config=with_queue(downscale_delay_s=6.0))
+        assert opened == [OPTIONS]
+        queue.now = OSError("away")
+        await stage.clock.sleep(60.0)
+        assert len(stage.running) == 3
+        assert "unknown in the broker's queue" in await told()
+        assert "so not fewer than 3" in await told()
+        assert "queue 'tasks' cannot be read: away" in await told()
+        queue.now = 0.0
+        await stage.until(lambda: not stage.running)
+        await stage.update(autoscaling_config=with_queue({**KWARGS, "queue_name": "other"}))
+        await stage.clock.sleep(1.5)
+        assert [each.queue_name for each in opened] == ["tasks", "other"]
+        closes = queue.closes
+        await stage.delete()
+        await stage.clock.sleep(20.0)
+        reads = queue.reads
+        assert queue.closes == closes + 1
+        await stage.clock.sleep(100.0)
+        assert queue.reads == reads
+        assert SECRET not in f"{await stage.call('status')}"
+
+    monkeypatch.setattr("daskserve.control.scaler.open_queue", open_scripted)
+    caplog.set_level(logging.DEBUG, "daskserve")
+    play(scenario)
+    assert "queue 'tasks' cannot be read: away" in caplog.text
+    assert SECRET not in caplog.text
 
 
 # ---- the brokers

@@ -17,9 +17,10 @@ from distributed import Client
 from scraping import dashboard
 
 import daskserve as serve
-from daskserve.errors import BadRequestError, ExternalScalerDisabledError, NotFoundError
+from daskserve.errors import BadRequestError, ExternalScalerDisabledError, NotFoundError, NotRunningError
 
 OPEN = {"num_replicas": 1, "external_scaler_enabled": True}
+EPHEMERAL: dict[str, Any] = {"http_options": {"port": 0}}
 #: No answer may take longer, whatever becomes of the controller.
 LONGEST_S = 10.0
 
@@ -88,7 +89,8 @@ def test_every_answer_over_http(external: ExternalCluster) -> None:
         assert ask(dask, other, "b", 2).status == 404
         assert ask(dask, client, "b", 2).status == 200
         client.shutdown()
-        assert ask(dask, client, "b", 2).status == 404
+        reply = ask(dask, client, "b", 2)
+        assert (reply.status, "does not run" in reply.text) == (404, False)  # the route itself is gone
     assert fetch(f"{dashboard(dask)}/health").status == 200
 
 
@@ -113,6 +115,19 @@ def test_from_python_it_is_the_same(client: serve.Client) -> None:
     with pytest.raises(BadRequestError, match="only one of them"):
         client.update_backend_config("b", {"autoscaling_config": {"max_replicas": 3}})
     assert wanted(client) == {"b": 3, "closed": 1}
+
+
+def test_serve_scale_is_for_the_instance_of_serve_run(external: ExternalCluster) -> None:
+    with Client(external.address):
+        serve.run(serve.deployment(name="d", external_scaler_enabled=True)(answer).bind(), **EPHEMERAL)
+        try:
+            assert serve.scale("d", 2) == 2
+            poll_for(lambda: serve.status().backends["d"].running == 2)
+            assert "An external scaler says how many" in str(serve.explain("d"))
+        finally:
+            serve.shutdown()
+        with pytest.raises(NotRunningError):
+            serve.scale("d", 2)
 
 
 def test_what_is_no_http_or_never_ends_harms_nobody(external: ExternalCluster, client: serve.Client) -> None:
