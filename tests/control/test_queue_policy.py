@@ -135,6 +135,7 @@ class ScriptedQueue:
     def __init__(self) -> None:
         self.now: float | BaseException | None = 7.0
         self.reads = self.closes = 0
+        self.close_error: Exception | None = None
 
     async def read(self) -> float:
         self.reads += 1
@@ -147,6 +148,8 @@ class ScriptedQueue:
 
     async def close(self) -> None:
         self.closes += 1
+        if self.close_error is not None:
+            raise self.close_error
 
 
 def watched(scenario: Callable[[Backlog, ScriptedQueue], Any]) -> None:
@@ -208,6 +211,18 @@ def test_a_broker_that_does_not_answer_is_hung_up_on_and_asked_again() -> None:
         await asyncio.sleep(10.0 + REPLY_S)
         assert backlog.problem == "queue 'tasks' cannot be read: the broker has not answered for 5 s"
         assert queue.closes == 1
+        queue.now = 3.0
+        await asyncio.sleep(10.0)
+        assert backlog.value() == 3.0
+
+    watched(scenario)
+
+
+def test_a_connection_that_cannot_be_closed_ends_nothing() -> None:
+    async def scenario(backlog: Backlog, queue: ScriptedQueue) -> None:
+        queue.now, queue.close_error = OSError("away"), OSError("broken")
+        await asyncio.sleep(30.0)
+        assert backlog.problem.endswith("away")
         queue.now = 3.0
         await asyncio.sleep(10.0)
         assert backlog.value() == 3.0

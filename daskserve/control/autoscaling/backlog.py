@@ -87,7 +87,7 @@ class Backlog:
                 await self._poll(queue)
                 await self._clock.sleep(self.options.poll_interval_s)
         finally:
-            await queue.close()
+            await self._hang_up(queue)
 
     async def _poll(self, queue: QueueLength) -> None:
         # The age of a length is counted from when it was asked for, not from when the answer came.
@@ -98,17 +98,26 @@ class Backlog:
                 raise ValueError(f"the broker says that {length} wait")
         except TimeoutError:
             self._note(f"the broker has not answered for {REPLY_S:g} s")
-            await queue.close()  # or its late answer would be taken for the next one
+            await self._hang_up(queue)  # or its late answer would be taken for the next one
         except Exception as error:
             # The loop that keeps the length fresh: whatever a library of others raises must not end it.
             self._note(masked(str(error)) or type(error).__name__)
-            await queue.close()
+            await self._hang_up(queue)
         else:
             if self.problem:
                 logger.info("Backend %s: queue %r answers again", self._backend, self.options.queue_name)
             self._value = (float(length), at)
             self.problem = ""
             self._logged.clear()
+
+    async def _hang_up(self, queue: QueueLength) -> None:
+        try:
+            await self._clock.wait_for(queue.close(), REPLY_S)
+        except Exception as error:
+            # As above: a connection that cannot be closed in order is of no use either way.
+            logger.info(
+                "Backend %s: queue %r: %s", self._backend, self.options.queue_name, masked(str(error))
+            )
 
     def _note(self, text: str) -> None:
         self.problem = f"queue {self.options.queue_name!r} cannot be read: {text}"

@@ -50,10 +50,9 @@ class RedisQueue:
             raise OSError(f"{type(error).__name__}: {error}") from error
 
     async def close(self) -> None:
-        """Hang up."""
-        client, self._client = self._client, None
-        if client is not None:
-            await client.aclose()
+        """Hang up. The pool stays, as its connections keep their TLS context, which takes 50 ms to make."""
+        if self._client is not None:
+            await self._client.connection_pool.disconnect()
 
 
 async def _redis() -> Any:
