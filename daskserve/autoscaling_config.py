@@ -192,7 +192,7 @@ class AutoscalingConfig(BaseModel):
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         for name, value in super().__repr_args__():
-            yield name, masked(value) if name == "policy_kwargs" else value
+            yield name, masked(value) if name in ("policy_kwargs", "prometheus_address") else value
 
     def queue_options(self) -> QueueOptions | None:
         """Return the broker's queue that the policy ``queue`` goes by; None for other policies."""

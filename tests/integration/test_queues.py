@@ -7,7 +7,7 @@ from typing import Any
 
 from brokers import Redis, management_api, needs_redis, redis_server
 from clusters import running
-from dask_processes import poll_for
+from dask_processes import ExternalCluster, poll_for
 
 import daskserve as serve
 
@@ -70,7 +70,7 @@ def create(client: serve.Client, definition: Any = idle, **kwargs: Any) -> None:
 
 @needs_redis
 def test_a_backlog_in_redis_starts_replicas_that_work_it_off_and_go(
-    client: serve.Client, tmp_path: Path
+    client: serve.Client, external: ExternalCluster, tmp_path: Path
 ) -> None:
     with redis_server(tmp_path, SECRET) as server, server.connect() as connection:
         create(client, worker_that_takes(server.url, "tasks"), broker_url=server.url)
@@ -84,16 +84,19 @@ def test_a_backlog_in_redis_starts_replicas_that_work_it_off_and_go(
         assert (events[0].before, events[0].after) == (0, 4)
         assert "wait in queue 'tasks'" in events[0].reason
         assert events[-1].after == 0
-        assert_hidden(client)
+        assert_hidden(client, external, has_trouble=False)
         client.delete_backend("b")
 
 
-def assert_hidden(client: serve.Client) -> None:
+def assert_hidden(client: serve.Client, external: ExternalCluster, *, has_trouble: bool = True) -> None:
     """Fail if the password is to be seen anywhere but in the config that the user gave."""
     found = f"{told(client)} {client.explain('b')!r} {client.status()!r} {client.snapshot()}"
     views = [client.view(name) for name in ("get_all_backends", "get_backend_configs", "list_deployments")]
     config = client.get_backend_config("b")
     assert SECRET not in f"{found} {views} {config!r} {client.list_backends()}"
+    logs = "".join(path.read_text() for path in external.folder.iterdir() if path.suffix in (".out", ".err"))
+    assert SECRET not in logs
+    assert not has_trouble or "cannot be read" in logs
     assert config.autoscaling_config is not None
     assert SECRET in config.autoscaling_config.policy_kwargs["broker_url"]
 
@@ -105,7 +108,7 @@ def priorities(server: Redis) -> int:
 
 @needs_redis
 def test_redis_that_goes_and_comes_back_takes_no_replica_away_meanwhile(
-    client: serve.Client, tmp_path: Path
+    client: serve.Client, external: ExternalCluster, tmp_path: Path
 ) -> None:
     with redis_server(tmp_path, SECRET) as server:
         create(client, broker_url=f"unix://{server.socket}?db=0&password={SECRET}")
@@ -115,7 +118,7 @@ def test_redis_that_goes_and_comes_back_takes_no_replica_away_meanwhile(
         server.stop()
         poll_for(lambda: "no fresh length of queue 'tasks'" in told(client), what=lambda: told(client))
         assert "cannot be read: ConnectionError" in told(client)
-        assert_hidden(client)
+        assert_hidden(client, external)
         server.start()  # and it is empty
         poll_for(lambda: not client.status().replicas("b"), what=lambda: told(client))
         with server.connect() as connection:
@@ -138,7 +141,7 @@ def test_redis_that_goes_and_comes_back_takes_no_replica_away_meanwhile(
         assert "wr0ng" not in told(client)
 
 
-def test_a_backlog_in_rabbitmq_starts_replicas(client: serve.Client) -> None:
+def test_a_backlog_in_rabbitmq_starts_replicas(client: serve.Client, external: ExternalCluster) -> None:
     lengths = {"prod%2Feu/tasks": 0}
     with management_api(lengths, f"user:{SECRET}") as address:
         broker = f"amqp://user:{SECRET}@127.0.0.1:1/prod%2Feu"
@@ -149,7 +152,7 @@ def test_a_backlog_in_rabbitmq_starts_replicas(client: serve.Client) -> None:
         del lengths["prod%2Feu/tasks"]
         poll_for(lambda: "there is no queue 'tasks'" in told(client), what=lambda: told(client))
         poll_for(lambda: "not fewer than 3" in told(client), what=lambda: told(client))
-        assert_hidden(client)
+        assert_hidden(client, external)
         lengths["prod%2Feu/tasks"] = 0
         poll_for(lambda: not client.status().replicas("b"), what=lambda: told(client))
         create_config = {
