@@ -23,7 +23,7 @@ def read_long_description() -> str:
 
 
 EXAMPLES = ["scikit-learn>=1.6", "threadpoolctl>=3.1", "pillow>=10.3", "python-multipart>=0.0.18"]
-REDIS = ["redis>=5.0.1"]
+REDIS = ["redis>=5"]
 UVICORN = ["uvicorn>=0.30", "httptools>=0.6", "uvloop>=0.19; sys_platform != 'win32'"]
 TEST = ["pytest>=8", "hypothesis>=6.100", "httpx>=0.27", "psutil>=5.9", "cryptography>=42", *UVICORN, *REDIS]
 
