@@ -73,13 +73,14 @@ class ProxyActor:
         self._routers = await routers_of(self._cluster)
         self._stop_watching = self._cluster.listener.watch("routes", self._update_routes)
         options = self._start.options
+        middlewares = load_bytes(self._start.middlewares) if self._start.middlewares else []
         self._ingress = IngressApp(
             options=IngressOptions(options),
             routes=lambda: self._routes,
             dispatch=self._dispatch,
             rng=self._context.rng,
+            takes_whole=not middlewares,
         )
-        middlewares = load_bytes(self._start.middlewares) if self._start.middlewares else []
         app = build_app(self._ingress, middlewares)
         if options.get("trusted_forwarders"):
             app = ForwardedHeaders(app, options["trusted_forwarders"])

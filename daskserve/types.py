@@ -35,6 +35,10 @@ class _Done(tuple[()]):
     __await__ = tuple.__iter__  # in C, and over at once
 
 
+#: The type of a message that ASGI does not have: a whole response, with ``status``, ``headers`` and ``body``.
+#: Replicas send it, and only our own servers take it; for all others the ingress makes two messages of it.
+WHOLE_RESPONSE = "daskserve.response"
+
 #: What a `Send` may return that has nothing to wait for: a coroutine costs several times as much to make.
 DONE: Awaitable[None] = cast(Awaitable[None], _Done())
 

@@ -24,7 +24,7 @@ from daskserve.proxies.errors import reply_to
 from daskserve.proxies.ingress_figures import NO_ROUTE, SYSTEM_ROUTES, IngressFigures
 from daskserve.proxies.routes import Route, RouteTable, normalize_prefix
 from daskserve.request_ids import RequestIds
-from daskserve.types import DONE, Envelope, EnvelopeKind, Message, Receive, Send
+from daskserve.types import DONE, WHOLE_RESPONSE, Envelope, EnvelopeKind, Message, Receive, Send
 
 log = logging.getLogger("daskserve.proxies")
 
@@ -120,6 +120,7 @@ class _Exchange:
     __slots__ = (
         "_send",
         "_start",
+        "_takes_whole",
         "cause",
         "has_body",
         "host",
@@ -131,8 +132,9 @@ class _Exchange:
         "timeout",
     )
 
-    def __init__(self, headers: Iterable[tuple[bytes, bytes]], send: Send) -> None:
+    def __init__(self, headers: Iterable[tuple[bytes, bytes]], send: Send, takes_whole: bool = False) -> None:
         self._send = send
+        self._takes_whole = takes_whole
         self._start: Message | None = None
         self.request_id = b""
         self.shard_key: bytes | None = None
@@ -163,7 +165,8 @@ class _Exchange:
         The start of a response waits here for its first bytes: as long as none are out, a failure can
         still be answered properly.
         """
-        if message["type"] == "http.response.start":
+        kind = message["type"]
+        if kind == "http.response.start" or kind == WHOLE_RESPONSE:
             if self.status or self._start is not None:
                 raise RuntimeError("a response was started a second time")
             if not isinstance(message["status"], int):
@@ -174,8 +177,14 @@ class _Exchange:
                     break
             else:
                 message = {**message, "headers": [*headers, (REQUEST_ID, self.request_id)]}
-            self._start = message
-            return DONE
+            if kind == "http.response.start":
+                self._start = message
+                return DONE
+            if self._takes_whole:
+                self.status = message["status"]
+            else:
+                self._start = {**message, "type": "http.response.start"}
+                message = {"type": "http.response.body", "body": self._start.pop("body")}
         try:
             start = self._start
             if start is not None:
@@ -241,6 +250,8 @@ class IngressApp:
         is the ASGI scope with ``extensions["daskserve"]`` of ``request_id``, ``shard_key`` and ``route``.
     rng : random.Random
         Draws the ids of requests that bring none.
+    takes_whole : bool
+        Whether the server is one of ours, with nobody in between, and so takes a `WHOLE_RESPONSE`.
     """
 
     def __init__(
@@ -250,6 +261,7 @@ class IngressApp:
         routes: Callable[[], RouteTable | None],
         dispatch: Dispatch,
         rng: random.Random,
+        takes_whole: bool = False,
     ) -> None:
         self._root = normalize_prefix(options.root_path)
         self._root_bytes = self._root.encode()
@@ -257,6 +269,7 @@ class IngressApp:
         self._debug = options.debug
         self._routes = routes
         self._dispatch = dispatch
+        self._takes_whole = takes_whole
         self._request_ids = RequestIds(rng)
         self._is_draining = False
         self._ongoing = 0
@@ -269,7 +282,7 @@ class IngressApp:
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         kind = scope["type"]
         if kind == "http":
-            return self._serve(_Exchange(scope["headers"], send), scope, receive)
+            return self._serve(_Exchange(scope["headers"], send, self._takes_whole), scope, receive)
         if kind == "websocket":
             return self._serve(_SocketExchange(scope["headers"], send), scope, receive)
         if kind == "lifespan":

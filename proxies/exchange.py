@@ -18,7 +18,6 @@ a `Stream` and a `Connection` are: an exchange is a delegate of Tornado's, and u
 from __future__ import annotations
 
 import asyncio
-import email.utils
 import logging
 import ssl
 from collections.abc import Awaitable, Mapping
@@ -31,7 +30,7 @@ from tornado.iostream import StreamClosedError
 from daskserve.clock import Clock
 from daskserve.errors import http_status_of
 from daskserve.proxies.asgi import ASGI_VERSIONS, ASGIApp, Headers, Scope
-from daskserve.proxies.http1 import Buffer, ResponseWriter, as_buffer, plain_text
+from daskserve.proxies.http1 import Buffer, DateHeader, ResponseWriter, as_buffer, plain_text
 from daskserve.proxies.http1_connection import RequestReader
 from daskserve.proxies.idle import IdleWatch
 from daskserve.proxies.request_body import RequestBody
@@ -46,7 +45,7 @@ from daskserve.proxies.request_head import (
 )
 from daskserve.proxies.stream import Connection, Stream, addresses_of
 from daskserve.proxies.websocket import BadHandshakeError, WebSocketSession
-from daskserve.types import DONE, Message
+from daskserve.types import DONE, WHOLE_RESPONSE, Message
 
 log = logging.getLogger("daskserve.proxies")
 
@@ -93,8 +92,7 @@ class Carrier:
         self.is_draining = False
         self.watch = IdleWatch(idle_timeout_s, Link.close)
         self.clock = clock
-        self._date = b""
-        self._date_until = 0.0
+        self.date = DateHeader(clock)
 
     def cancel(self, task: asyncio.Task[None]) -> None:
         """Cancel one of the tasks, unless it is busy cleaning up after an earlier cancellation."""
@@ -102,15 +100,6 @@ class Carrier:
             task.cancel()
             # One that is cancelled before its first step never gets to leave the set by itself.
             task.add_done_callback(self.tasks.discard)
-
-    def date(self) -> bytes:
-        """Return the ``date`` header of this second."""
-        now = self.clock.now()
-        if now >= self._date_until:
-            wall = self.clock.wall()
-            self._date = b"date: " + email.utils.formatdate(wall, usegmt=True).encode("ascii")
-            self._date_until = now + 1.0 - wall % 1.0
-        return self._date
 
 
 class Link:
@@ -292,12 +281,13 @@ class Exchange(RequestReader):
         if self._is_gone:
             raise ConnectionResetError(_GONE)
         kind = message["type"]
-        if kind == "http.response.start":
+        if kind == "http.response.start" or kind == WHOLE_RESPONSE:
             if self._start is not None:
                 raise RuntimeError("a response was started a second time")
             self._start = message
-            return DONE
-        if kind != "http.response.body":
+            if kind != WHOLE_RESPONSE:
+                return DONE
+        elif kind != "http.response.body":
             raise RuntimeError(f"a message of type {kind!r} is not part of an HTTP response")
         if self._start is None or self._is_whole:
             raise RuntimeError("a response body was sent before its start or after its end")
@@ -413,7 +403,7 @@ class Exchange(RequestReader):
                 is_http11=self._is_http11,
                 closes=self._closes or self._carrier.is_draining,
             )
-            parts = writer.first(body, more_body, self._carrier.date())
+            parts = writer.first(body, more_body, self._carrier.date.line())
             self._writer = writer  # only now: a head that cannot be made leaves room for a 500
             self._closes = writer.closes
             if more_body:

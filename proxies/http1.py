@@ -7,10 +7,12 @@ with.
 
 from __future__ import annotations
 
+import email.utils
 import http
 from collections.abc import Mapping
 from typing import Any
 
+from daskserve.clock import Clock
 from daskserve.proxies.asgi import TEXT
 from daskserve.types import Message
 
@@ -21,6 +23,24 @@ _STATUS_LINES: Mapping[int, bytes] = {
 }
 _HEAD_END = b"\r\n"
 _UNTIL_CLOSE, _NOTHING, _LENGTH, _CHUNKS = range(4)
+
+
+class DateHeader:
+    """The ``date`` header, written once a second."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._line = b""
+        self._until = 0.0
+
+    def line(self) -> bytes:
+        """Return the header of this second."""
+        now = self._clock.now()
+        if now >= self._until:
+            wall = self._clock.wall()
+            self._line = b"date: " + email.utils.formatdate(wall, usegmt=True).encode("ascii")
+            self._until = now + 1.0 - wall % 1.0
+        return self._line
 
 
 class ResponseWriter:

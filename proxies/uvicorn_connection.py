@@ -383,7 +383,7 @@ class UvicornConnection(HttpToolsProtocol):
     def _say_and_leave(self, status: int, text: str, method: str) -> None:
         start, body = plain_text(status, text)
         writer = ResponseWriter(start, method=method, is_http11=True, closes=True)
-        self._stream.write(b"".join(writer.first(body, False, self._carrier.date())))
+        self._stream.write(b"".join(writer.first(body, False, self._carrier.date.line())))
         # To close a socket with unread data would reset the connection, and might take the answer with it.
         if not self.transport.can_write_eof():  # TLS
             self.close()

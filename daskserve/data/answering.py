@@ -97,8 +97,8 @@ class Answering:
             if exchange is not None:
                 exchange.close()
         self._figures.failed += answer.is_failure
-        for message in answer.messages:
-            await send(message)
+        if answer.message is not None:
+            await send(answer.message)
 
     async def _answer_http(
         self, method: Method, in_place: bool, envelope: Envelope, receive: Receive, send: Send, slot: Slot
@@ -141,8 +141,8 @@ class Answering:
             if self._sockets:
                 self._sockets.discard(exchange)
         self._figures.failed += answer.is_failure
-        for message in answer.messages:
-            await send(message)
+        if answer.message is not None:
+            await send(answer.message)
 
     async def _finish(
         self,

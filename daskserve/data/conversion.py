@@ -26,7 +26,7 @@ import sys
 import traceback
 import uuid
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Mapping, MutableMapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -38,7 +38,7 @@ from daskserve.context import current_replica, current_request
 from daskserve.data.requests import Exchange
 from daskserve.errors import StreamOptionError, UserCodeError
 from daskserve.payload import dump
-from daskserve.types import Message, Payload
+from daskserve.types import WHOLE_RESPONSE, Message, Payload
 
 logger = logging.getLogger("daskserve.replica")
 
@@ -49,9 +49,9 @@ JSON = b"application/json"
 
 
 class Answer(NamedTuple):
-    """A whole response, ready to be sent; empty if it has been sent already."""
+    """A whole response, ready to be sent; None if it has been sent already."""
 
-    messages: Sequence[Message] = ()
+    message: Message | None = None
     is_failure: bool = False
 
 
@@ -186,12 +186,7 @@ def _headers(content_type: bytes, body: bytes) -> list[tuple[bytes, bytes]]:
 
 
 def _whole(status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> Answer:
-    return Answer(
-        (
-            {"type": "http.response.start", "status": status, "headers": headers},
-            {"type": "http.response.body", "body": body, "more_body": False},
-        )
-    )
+    return Answer({"type": WHOLE_RESPONSE, "status": status, "headers": headers, "body": body})
 
 
 def _stream_start() -> Message:
@@ -331,7 +326,7 @@ def failure(error: Exception, *, is_debug: bool, is_started: bool = False) -> An
     if is_started:
         raise error
     body = f"Task Error. Traceback: {text}".encode() if is_debug else b"Internal Server Error"
-    return Answer(_whole(500, _headers(TEXT, body), body).messages, is_failure=True)
+    return _whole(500, _headers(TEXT, body), body)._replace(is_failure=True)
 
 
 def user_traceback(error: BaseException) -> str:

@@ -55,7 +55,8 @@ def answer_both_ways(function: Callable[[list[Any]], Any], items: list[BatchItem
 
 def body_of(outcome: Any) -> tuple[int, bytes]:
     assert isinstance(outcome, Answer)
-    return outcome.messages[0]["status"], outcome.messages[1]["body"]
+    assert outcome.message is not None
+    return outcome.message["status"], outcome.message["body"]
 
 
 def test_http_requests_and_calls_share_a_batch() -> None:

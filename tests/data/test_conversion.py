@@ -43,7 +43,7 @@ from daskserve.data.requests import open_exchange
 from daskserve.data.wall import Wall
 from daskserve.errors import StreamOptionError, UserCodeError
 from daskserve.payload import load
-from daskserve.types import Message
+from daskserve.types import WHOLE_RESPONSE, Message
 
 SCOPE: dict[str, Any] = {"type": "http", "method": "GET", "path": "/", "headers": []}
 
@@ -69,11 +69,10 @@ class Opaque:
 
 def head_and_body(answer: Answer | Unfinished) -> tuple[int, dict[str, str], bytes]:
     assert isinstance(answer, Answer)
-    start, body = answer.messages
-    assert start["type"] == "http.response.start"
-    assert body["type"] == "http.response.body"
-    headers = {name.decode(): value.decode() for name, value in start["headers"]}
-    return start["status"], headers, body["body"]
+    assert answer.message is not None
+    assert answer.message["type"] == WHOLE_RESPONSE
+    headers = {name.decode(): value.decode() for name, value in answer.message["headers"]}
+    return answer.message["status"], headers, answer.message["body"]
 
 
 # ---- whole results

@@ -156,7 +156,7 @@ class Reply:
 
     @property
     def body(self) -> bytes:
-        return b"".join(bytes(message.get("body", b"")) for message in self.sent[1:])
+        return b"".join(bytes(message.get("body", b"")) for message in self.sent)
 
 
 async def http(

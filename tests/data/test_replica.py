@@ -127,7 +127,7 @@ class Reply:
 
     @property
     def body(self) -> bytes:
-        return b"".join(message.get("body", b"") for message in self.sent[1:])
+        return b"".join(message.get("body", b"") for message in self.sent)
 
 
 def scope(path: str = "/", query: bytes = b"", method: str = "GET", kind: str = "http") -> dict[str, Any]:

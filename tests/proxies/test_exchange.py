@@ -28,7 +28,7 @@ from http_harness import (
 from daskserve.errors import ActorLostError
 from daskserve.proxies.asgi import Scope
 from daskserve.proxies.http1 import as_buffer
-from daskserve.types import Message, Receive, Send
+from daskserve.types import WHOLE_RESPONSE, Message, Receive, Send
 
 pytestmark = pytest.mark.usefixtures("carrier")
 
@@ -878,3 +878,61 @@ def test_a_chunk_that_is_none_ends_request_and_connection(caplog: pytest.LogCapt
 
     run(test)
     assert tracebacks(caplog) == []
+
+
+# ---- whole responses in one message
+
+
+def test_a_whole_response_is_written_like_its_two_messages() -> None:
+    parts = {"status": 201, "headers": [(b"x-a", b"1")], "body": b"done"}
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/whole":
+            await send({"type": WHOLE_RESPONSE, **parts})
+        else:
+            await respond(send, b"done", 201, ((b"x-a", b"1"),))
+
+    async def test() -> None:
+        async with serving(app) as server, connected(server) as client:
+            for method in ("GET", "HEAD", "POST"):
+                whole = await client.get("/whole", method=method)
+                two = await client.get("/two", method=method)
+                del whole.headers["date"], two.headers["date"]
+                assert whole == two
+                assert (whole.status, whole.headers["content-length"]) == (201, "4")
+
+    run(test)
+
+
+@pytest.mark.parametrize("kind", [WHOLE_RESPONSE, "http.response.start", "http.response.body"])
+def test_nothing_can_be_sent_after_a_whole_response(kind: str) -> None:
+    errors: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": WHOLE_RESPONSE, "status": 200, "headers": [], "body": b"once"})
+        try:
+            await send({"type": kind, "status": 200, "headers": [], "body": b"twice"})
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    async def test() -> None:
+        async with serving(app) as server, connected(server) as client:
+            assert (await client.get()).body == b"once"
+            assert (await client.get()).body == b"once"
+
+    run(test)
+    assert len(errors) == 2
+
+
+def test_a_whole_response_that_http_cannot_carry_is_answered_with_500() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(b"x-a", b"1\r\nx-b: 2")] if scope["path"] == "/split" else [(b"content-length", b"9")]
+        await send({"type": WHOLE_RESPONSE, "status": 200, "headers": headers, "body": b"short"})
+
+    async def test() -> None:
+        async with serving(app) as server:
+            for path in ("/split", "/short"):
+                async with connected(server) as client:
+                    assert (await client.get(path)).status == 500
+
+    run(test)

@@ -19,7 +19,7 @@ from daskserve.proxies.app import IngressApp, build_app, is_plain, parse_timeout
 from daskserve.proxies.asgi import ASGIApp, Scope
 from daskserve.proxies.routes import RouteTable
 from daskserve.testing import run_virtual
-from daskserve.types import Envelope, EnvelopeKind, Message, Receive, Send
+from daskserve.types import WHOLE_RESPONSE, Envelope, EnvelopeKind, Message, Receive, Send
 
 TABLE = RouteTable(
     {
@@ -52,12 +52,15 @@ class Routers:
         return envelope.head
 
 
-def make_ingress(routers: Routers, table: RouteTable | None = TABLE, **options: Any) -> IngressApp:
+def make_ingress(
+    routers: Routers, table: RouteTable | None = TABLE, *, takes_whole: bool = False, **options: Any
+) -> IngressApp:
     return IngressApp(
         options=HTTPOptions(**options),
         routes=lambda: table,
         dispatch=routers,
         rng=random.Random(1),
+        takes_whole=takes_whole,
     )
 
 
@@ -675,3 +678,49 @@ def test_without_middlewares_the_ingress_is_the_application() -> None:
 )
 def test_is_plain(value: object, expected: bool) -> None:
     assert is_plain(value) == expected
+
+
+# ---- whole responses
+
+
+def whole(body: bytes = b"done", **changes: Any) -> Message:
+    return {"type": WHOLE_RESPONSE, "status": 201, "headers": [(b"x-a", b"1")], "body": body, **changes}
+
+
+@pytest.mark.parametrize("takes_whole", [False, True])
+def test_a_whole_response_is_one_message_only_for_servers_that_take_it(takes_whole: bool) -> None:
+    message = whole()
+
+    async def answer(receive: Receive, send: Send) -> None:
+        await send(message)
+
+    ingress = make_ingress(Routers(answer), takes_whole=takes_whole)
+    reply = ask(ingress, "/a", "GET", (b"x-request-id", b"mine"))
+    headers = [(b"x-a", b"1"), (b"x-request-id", b"mine")]
+    if takes_whole:
+        assert reply.messages == [whole(headers=headers)]
+    else:
+        assert reply.messages == [
+            {"type": "http.response.start", "status": 201, "headers": headers},
+            {"type": "http.response.body", "body": b"done"},
+        ]
+    assert message == whole()
+    assert ingress.statistics().responses == {"2xx": 1}
+
+
+@pytest.mark.parametrize("takes_whole", [False, True])
+@pytest.mark.parametrize("second", [whole(), {"type": "http.response.start", "status": 200}])
+def test_nothing_follows_a_whole_response(takes_whole: bool, second: Message) -> None:
+    async def answer(receive: Receive, send: Send) -> None:
+        await send(whole())
+        await send(second)
+
+    with pytest.raises(RuntimeError, match="a second time"):
+        ask(make_ingress(Routers(answer), takes_whole=takes_whole), "/a")
+
+
+def test_a_whole_response_without_a_proper_status_is_a_failure() -> None:
+    async def answer(receive: Receive, send: Send) -> None:
+        await send(whole(status="200"))
+
+    assert ask(make_ingress(Routers(answer), takes_whole=True), "/a").status == 500
