@@ -186,7 +186,7 @@ class Channel:
             stream.window.give(frame[2])
         elif isinstance(stream, Accepted):
             if kind == CANCEL:
-                stream.task.cancel()
+                self._cancel(number, stream)
         elif kind == ANSWER:
             stream.inbox.put(*map(unwire_message, frame[2]), Load(frame[3], frame[4]))
         elif kind == END:
@@ -211,8 +211,6 @@ class Channel:
         stream.task = asyncio.create_task(
             self._handle(number, name, incarnation, envelope, stream), name="daskserve-channel-handle"
         )
-        # Not in the task itself: one that is cancelled before its first step never gets there.
-        stream.task.add_done_callback(lambda _: self._accepted.pop(number, None))
 
     async def _handle(
         self, number: int, name: str, incarnation: int, envelope: Envelope, stream: Accepted
@@ -231,6 +229,14 @@ class Channel:
         except Exception as error:
             # The opener gets every error of the handler; nothing is lost here.
             self._post((ERROR, number, dump_error(error)))
+        finally:
+            # Not by a callback, which would be one more turn of the loop; `_cancel` has the exception.
+            self._accepted.pop(number, None)
+
+    def _cancel(self, number: int, stream: Accepted) -> None:
+        stream.task.cancel()
+        # One that is cancelled before its first step never gets to forget itself.
+        stream.task.add_done_callback(lambda _: self._accepted.pop(number, None))
 
     def _finish(self) -> None:
         self._is_closed = True
@@ -239,8 +245,8 @@ class Channel:
         for number, opened in self._opened.items():
             lost = f"The connection to {self._transport.peer_address} was lost."
             opened.inbox.put(ActorLostError(lost, begun=number not in unsent, is_disconnected=True))
-        for accepted in list(self._accepted.values()):
-            accepted.task.cancel()
+        for number, accepted in list(self._accepted.items()):
+            self._cancel(number, accepted)
 
 
 class ChannelPool:
