@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -28,8 +27,10 @@ class Hop:
         self._posts.append((function, args))
         if not self._is_armed:
             self._is_armed = True
-            with suppress(RuntimeError):  # what it raises for a closed loop
+            try:
                 self._loop.call_soon_threadsafe(self._drain)
+            except RuntimeError:
+                pass  # the loop is closed
 
     def _drain(self) -> None:
         # Disarm first, count second: whoever posts after this line wakes the loop again, and whatever was

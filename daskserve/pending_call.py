@@ -17,7 +17,7 @@ T = TypeVar("T")
 class PendingCall(Generic[T]):
     """What a call comes to. Every method may be called from any thread; the first end counts."""
 
-    __slots__ = ("__weakref__", "_callbacks", "_error", "_is_done", "_lock", "_value")
+    __slots__ = ("__weakref__", "_callbacks", "_error", "_is_done", "_lock", "_stop", "_value")
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -25,6 +25,7 @@ class PendingCall(Generic[T]):
         self._value: Any = None
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[PendingCall[Any]], object]] = []
+        self._stop: Callable[[], object] | None = None
 
     def done(self) -> bool:
         """Whether the call has ended, well or not."""
@@ -36,7 +37,11 @@ class PendingCall(Generic[T]):
 
     def cancel(self) -> bool:
         """End it as cancelled; return whether that is, or was before, how it ended."""
-        return self._end(None, CancelledError()) or self.cancelled()
+        if not self._end(None, CancelledError()):
+            return self.cancelled()
+        if self._stop is not None:
+            self._stop()
+        return True
 
     def set_result(self, value: T) -> None:
         """End it with a value."""
@@ -76,6 +81,13 @@ class PendingCall(Generic[T]):
                 self._callbacks.append(callback)
                 return
         callback(self)
+
+    def on_cancel(self, stop: Callable[[], object]) -> None:
+        """Have what would end the call stopped when it is cancelled, or now, if it has been; for one only."""
+        self._stop = stop
+        # Looked at last, as `cancel` looks at it last: one of the two sees the other. Stopping twice is fine.
+        if self.cancelled():
+            stop()
 
     def _end(self, value: Any, error: BaseException | None) -> bool:
         with self._lock:

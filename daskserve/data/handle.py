@@ -7,7 +7,7 @@ of that process's link; callers may be on any thread or loop.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Awaitable, Generator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, overload
 
@@ -22,7 +22,7 @@ from daskserve.deadlines import earliest, is_over, until
 from daskserve.errors import BadRequestError, ClosedError, InstanceError, RequestTimeoutError, ServeError
 from daskserve.payload import PackedError, dump, load, load_error
 from daskserve.pending_call import PendingCall
-from daskserve.types import Envelope, EnvelopeKind, Message, Payload, Send
+from daskserve.types import DONE, Envelope, EnvelopeKind, Message, Payload, Send
 
 
 def find_link() -> Link:
@@ -100,10 +100,7 @@ class Response:
         return f"<Response {self.request_id} {state}>"
 
     def __await__(self) -> Generator[Any, None, Any]:
-        return self._wait().__await__()
-
-    async def _wait(self) -> Any:
-        await wait_for_call(self._link, self._future)
+        yield from wait_for_call(self._link, self._future).__await__()
         return self._value()
 
     def _value(self) -> Any:
@@ -261,8 +258,9 @@ class Handle:
             head["stream"] = True
         answers: list[Payload] = []
 
-        async def keep(message: Message) -> None:
+        def keep(message: Message) -> Awaitable[None]:
             answers.append(message["payload"])
+            return DONE
 
         envelope = Envelope(EnvelopeKind.CALL, head, payload, deadline)
         figures = router.calls

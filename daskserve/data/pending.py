@@ -8,7 +8,8 @@ have come meanwhile, or not at all.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+import types
+from collections.abc import Coroutine, Generator
 from contextvars import Context
 from functools import partial
 from typing import Any, TypeVar
@@ -66,28 +67,33 @@ def _begin(link: Link, coroutine: Coroutine[Any, Any, T], call: PendingCall[T]) 
     if call.cancelled():
         coroutine.close()
         return
-    task = link.loop.create_task(_carry(coroutine, call), context=Context())
-
-    def pass_on(_: PendingCall[T]) -> None:
-        if call.cancelled() and not task.done():
-            link.hops.onto(link.loop).post(task.cancel)
-
-    # Not in the task: one that its loop cancels before its first step never gets there.
-    task.add_done_callback(partial(_note_end, coroutine, call))
-    call.add_done_callback(pass_on)
+    carrying = _carry(coroutine, call)
+    # Begun by hand: it is to learn of its end even if its loop cancels the task before the first step of it.
+    carrying.send(None)
+    task = link.loop.create_task(carrying, context=Context())
+    call.on_cancel(partial(_cancel, link, task))
 
 
 async def _carry(coroutine: Coroutine[Any, Any, T], call: PendingCall[T]) -> None:
     try:
+        await _pause()
         call.set_result(await coroutine)
+    except asyncio.CancelledError:
+        coroutine.close()
+        call.cancel()
+        raise
     except Exception as error:
         call.set_error(error)
 
 
-def _note_end(coroutine: Coroutine[Any, Any, T], call: PendingCall[T], task: asyncio.Task[None]) -> None:
-    if task.cancelled():
-        coroutine.close()
-        call.cancel()
+@types.coroutine
+def _pause() -> Generator[None, None, None]:
+    yield
+
+
+def _cancel(link: Link, task: asyncio.Task[None]) -> None:
+    if not task.done():
+        link.hops.onto(link.loop).post(task.cancel)
 
 
 def _settle(waiter: asyncio.Future[None]) -> None:
