@@ -232,9 +232,10 @@ class Acting:
             await self._clock.sleep(RETRY_S)  # by then the watch may know what became of it
         except Exception as error:
             # What the user's reconfigure raised; the pure part decides what it means. About a config that
-            # was superseded meanwhile it means nothing.
+            # was superseded meanwhile it means nothing, and the silence of a stopped process tells nothing.
             current = self._state.backends.get(replica.backend)
-            if current is not None and current.config_id == backend.config_id:
+            is_silence = isinstance(error, TimeoutError) and replica.worker in self._observed.unresponsive
+            if current is not None and current.config_id == backend.config_id and not is_silence:
                 self._observed.reconfigure_failed[replica.tag] = error
         else:
             self._observed.configured[replica.tag] = backend.config_id

@@ -100,3 +100,14 @@ def test_a_config_that_was_sent_and_not_confirmed_is_not_taken_for_the_old_one(s
         state.reconfigure("a", "two", seconds=0.1)
         state.harm_controller("kill", seconds=0.0)
         state.reconfigure("a", "one", seconds=2.0)
+
+
+def test_the_silence_of_a_stopped_process_is_no_refusal_of_a_config() -> None:
+    """With the store away, its replicas cannot be replaced before the call to them has timed out."""
+    with played(workers=2, has_nannies=False, stock="d") as state:
+        state.rest()
+        state.rest()
+        state.reconfigure("d", "two", seconds=0.0)
+        state.harm_worker(1, "suspend", seconds=0.002)
+        state.harm_store("reach", 3)
+        state.wait(8.0)
