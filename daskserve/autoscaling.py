@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from daskserve.bounds import Bounds
 from daskserve.types import BackendTag, ReplicaTag
 
 if TYPE_CHECKING:
@@ -93,6 +94,8 @@ class AutoscalingContext:
         left out.
     aggregated_metrics : mapping
         The same, each over the time of the samples by the config's ``aggregation_function``.
+    bounds : Bounds or None
+        Between which numbers the answer will be held; None for those of the config.
     """
 
     name: BackendTag
@@ -112,6 +115,7 @@ class AutoscalingContext:
     latency_bounds_s: Sequence[float] = ()
     raw_metrics: Mapping[str, Mapping[ReplicaTag, float]] = field(default_factory=dict)
     aggregated_metrics: Mapping[str, Mapping[ReplicaTag, float]] = field(default_factory=dict)
+    bounds: Bounds | None = None
 
     @property
     def total_running_requests(self) -> float:
@@ -130,13 +134,23 @@ class AutoscalingContext:
 
     @property
     def min_replicas(self) -> int:
-        """The fewest replicas that the config allows."""
-        return self.config.min_replicas
+        """The fewest replicas that are allowed now, at the target capacity of the instance."""
+        return (self.bounds or Bounds.of(self.config)).least
 
     @property
     def max_replicas(self) -> int:
-        """The most replicas that the config allows."""
-        return self.config.max_replicas
+        """The most replicas that are allowed now, at the target capacity of the instance."""
+        return (self.bounds or Bounds.of(self.config)).most
+
+    @property
+    def capacity_adjusted_min_replicas(self) -> int:
+        """The same as ``min_replicas``."""
+        return self.min_replicas
+
+    @property
+    def capacity_adjusted_max_replicas(self) -> int:
+        """The same as ``max_replicas``."""
+        return self.max_replicas
 
     def whole_replicas(
         self, load: float, *, hysteresis: float | None = None, uncertainty: float = 0.0

@@ -10,6 +10,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator
 
 from daskserve.credentials import masked, validated
 from daskserve.queue_options import QueueOptions, queue_options_of
+from daskserve.bounds import Bounds
 
 #: Policies that come with daskserve. Any other text is an import path.
 BUILT_IN_POLICIES = (
@@ -43,6 +44,12 @@ class AutoscalingConfig(BaseModel):
     max_replicas: int = Field(1, ge=1, description="Never more.")
     initial_replicas: int | None = Field(
         None, ge=0, description="How many to begin with. None: ``min_replicas``."
+    )
+    multiple_of: int = Field(
+        1,
+        ge=1,
+        description="Replicas work in groups of so many: each number is rounded up to whole groups, as "
+        "far as ``max_replicas`` has room for them.",
     )
     policy: Any = Field(
         "target_ongoing_requests",
@@ -165,6 +172,13 @@ class AutoscalingConfig(BaseModel):
                 f"max_replicas={self.max_replicas} is less than min_replicas={self.min_replicas}; raise the "
                 "one or lower the other"
             )
+        unit = self.multiple_of
+        least, most = -(-self.min_replicas // unit) * unit, self.max_replicas // unit * unit
+        if not 0 < most >= least:
+            raise ValueError(
+                f"no multiple_of={unit} lies between min_replicas={self.min_replicas} and max_replicas="
+                f"{self.max_replicas}; make max_replicas {max(least, unit)} or more, or lower multiple_of"
+            )
         first = self.initial_replicas
         if first is not None and not self.min_replicas <= first <= self.max_replicas:
             raise ValueError(
@@ -243,9 +257,10 @@ class AutoscalingConfig(BaseModel):
             )
         if self.smoothing_factor > 1 or self.up_factor > 1 or self.down_factor > 1:
             found.append("a factor above 1 goes past what the load wants, and then back; 1 or less settles")
-        if self.min_replicas == self.max_replicas:
+        bounds = Bounds.of(self)
+        if bounds.least == bounds.most:
             found.append(
-                f"min_replicas and max_replicas are both {self.max_replicas}, so there is nothing to scale; "
+                f"min_replicas and max_replicas are both {bounds.most}, so there is nothing to scale; "
                 "raise max_replicas"
             )
         return found

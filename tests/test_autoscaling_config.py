@@ -54,6 +54,15 @@ def test_the_classic_spelling_and_the_nested_policy_are_understood() -> None:
         ({"policy": 7}, "it must be one of"),
         ({"policy": {"function": "a:b"}}, "policy has no option 'function'"),
         ({"policy": "promql"}, "needs prometheus_address"),
+        ({"multiple_of": 0}, "multiple_of"),
+        (
+            {"multiple_of": 4, "max_replicas": 3},
+            "no multiple_of=4 lies between .* make max_replicas 4 or more",
+        ),
+        (
+            {"multiple_of": 4, "min_replicas": 5, "max_replicas": 7},
+            "no multiple_of=4 lies between min_replicas=5 and max_replicas=7; make max_replicas 8 or more",
+        ),
         ({"nonsense": 1}, "nonsense"),
     ],
 )
@@ -74,6 +83,7 @@ def test_doubts_name_the_values_and_the_remedy() -> None:
     assert len(classic) == 1
     assert "upscale_delay_s=5 is less than look_back_period_s=30" in classic[0]
     assert "nothing to scale" in AutoscalingConfig(max_replicas=1).doubts()[0]
+    assert "both 4, so there is nothing" in AutoscalingConfig(max_replicas=7, multiple_of=4).doubts()[0]
 
 
 def test_what_policies_are_given_costs_no_pydantic() -> None:

@@ -12,6 +12,7 @@ from statistics import NormalDist
 
 from daskserve.autoscaling import Sample
 from daskserve.autoscaling_config import AutoscalingConfig
+from daskserve.bounds import Bounds
 from daskserve.clock import seeded_rng
 from daskserve.control.autoscaling.autoscaler import Autoscaler, ScalingStep
 from daskserve.simulation.events import EventQueue
@@ -215,7 +216,7 @@ class _Run:
         self._rng = rng
         self._parts_s = duration_parts_s(1.0, cv, COARSE_PARTS)
         self._wall_s = trace.starts_at + wall_offset_s
-        self._fleet = Fleet(config.first_replicas, service.start_up_s)
+        self._fleet = Fleet(Bounds.of(config).first, service.start_up_s)
         self._interval_s = config.metrics_interval_s
         self._is_noisy = isinstance(queue, FluidQueue)
         # Most policies do not look at latencies, and to count them takes as long as all the rest.

@@ -45,5 +45,7 @@ def knative(context: AutoscalingContext) -> Decision:
 def knative_autoscaler(config: AutoscalingConfig) -> Autoscaler:
     """Return an autoscaler that does as Knative's, with the bounds and the target of ``config``."""
     own = config.model_copy(update={"look_back_period_s": STABLE_S})
-    damping = Damping(0.0, 0.0, ZERO_GRACE_S, STABLE_S, cuts_look_back=False, settles=False)
+    damping = Damping(
+        0.0, 0.0, ZERO_GRACE_S, STABLE_S, cuts_look_back=False, settles=False, multiple_of=config.multiple_of
+    )
     return Autoscaler("simulated", own, policy=knative, damping=damping)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from daskserve.autoscaling import AutoscalingContext, Decision, Sample
 from daskserve.autoscaling_config import AutoscalingConfig
+from daskserve.bounds import Bounds
 from daskserve.control.autoscaling.autoscaler import Autoscaler, ScalingStep
 
 
@@ -190,6 +191,48 @@ def test_from_zero_no_policy_wakes_up_without_a_reason() -> None:
     assert bench.changes == []
 
 
+# ---- groups of replicas
+
+
+def test_replicas_that_work_in_groups_come_and_go_in_groups() -> None:
+    policy = wants(*[5] * 3, *[50] * 3, *[7] * 8, *[1] * 8)
+    bench = Bench(
+        policy=policy, target=4, max_replicas=15, multiple_of=4, upscale_delay_s=2, downscale_delay_s=3,
+        look_back_period_s=1,
+    )  # fmt: skip
+    assert "8 in whole groups of 4" in bench.tick().reason
+    bench.run(4)
+    assert "12 at most (max_replicas)" in bench.tick().reason
+    bench.run(20)
+    assert [number for _, number in bench.changes] == [8, 12, 8, 4]
+
+
+def test_steps_of_groups_keep_to_the_factors_and_go_on() -> None:
+    options: dict[str, Any] = {"max_replicas": 60, "multiple_of": 4, "look_back_period_s": 0.5}
+    up = Bench(policy=wants(60), target=4, upscale_delay_s=0, max_upscale_factor=1.6, **options)
+    up.run(8)
+    assert [number for _, number in up.changes] == [8, 12, 16, 24, 36, 56, 60]
+    down = Bench(policy=wants(1), target=60, downscale_delay_s=0, max_downscale_factor=1.6, **options)
+    down.run(8)
+    assert [number for _, number in down.changes] == [40, 28, 20, 16, 12, 8, 4]
+
+
+def test_the_last_group_goes_whole_and_comes_back_whole() -> None:
+    bench = Bench(
+        target=8, min_replicas=0, max_replicas=8, multiple_of=4, downscale_delay_s=5, look_back_period_s=2,
+        downscale_to_zero_delay_s=20,
+    )  # fmt: skip
+    assert "idle for 9 of 20 s before the last 4 go" in bench.run(10).reason
+    bench.run(20)
+    assert [number for _, number in bench.changes] == [4, 0]
+    assert bench.tick(queued=1).replicas == 4
+    assert "the last 4 stay while there are requests" in bench.run(20, rate=1).reason
+
+
+def test_a_number_that_is_no_whole_group_is_left_at_once() -> None:
+    assert Bench(policy=wants(2), target=3, max_replicas=9, multiple_of=2).tick().replicas == 2
+
+
 # ---- answers
 
 
@@ -309,7 +352,8 @@ configs = st.fixed_dictionaries(
     {},
     optional={
         "min_replicas": st.integers(0, 5),
-        "max_replicas": st.integers(5, 40),
+        "max_replicas": st.integers(6, 40),
+        "multiple_of": st.integers(1, 3),
         "policy": st.sampled_from(["target_ongoing_requests", "classic"]),
         "upscale_delay_s": st.integers(0, 10),
         "downscale_delay_s": st.integers(0, 10),
@@ -330,15 +374,17 @@ def test_whatever_comes_bounds_hold_and_zero_has_one_before_it(
     options: dict[str, Any], values: list[tuple[float, float, float, int]], first: int
 ) -> None:
     options = {"max_replicas": 8, **options}
-    bench = Bench(target=max(options.get("min_replicas", 1), min(first, options["max_replicas"])), **options)
+    bounds = Bounds.of(AutoscalingConfig(**options))
+    bench = Bench(target=bounds.nearest(first), **options)
     for ongoing, queued, rate, current in values:
         before = bench.target
         step = bench.tick(ongoing, queued, rate, current=current)
         assert bench.config.min_replicas <= step.replicas <= bench.config.max_replicas
+        assert step.replicas % bounds.multiple_of == 0
         assert step.error is None
         assert step.reason
         if step.replicas == 0 and before > 0:
-            assert before == 1
+            assert before == bounds.multiple_of
             assert (ongoing, queued, rate) == (0, 0, 0)
         if before == 0 and ongoing + queued > 0:
             assert step.replicas > 0

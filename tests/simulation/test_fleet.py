@@ -42,6 +42,14 @@ def both(trace: Trace, service: Service, **options: Any) -> tuple[Outcome, Outco
     return simulate(trace, config, service), simulate(trace, config, service, is_exact=True)
 
 
+def test_replicas_in_groups_are_simulated_in_groups() -> None:
+    config = AutoscalingConfig(min_replicas=3, max_replicas=50, multiple_of=4, upscale_delay_s=5)
+    outcome = simulate(load(600, step), config, Service(2, 0.2, start_up_s=5))
+    assert outcome.history.running[0] == 4
+    assert {each % 4 for each in outcome.history.target} == {0}
+    assert max(outcome.history.target) > 8
+
+
 # ---- the fluid beside the events
 
 

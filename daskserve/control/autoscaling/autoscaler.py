@@ -22,6 +22,7 @@ from typing import Any
 
 from daskserve.autoscaling import AutoscalingContext, Decision, Sample
 from daskserve.autoscaling_config import AutoscalingConfig
+from daskserve.bounds import Bounds
 from daskserve.control.autoscaling.answers import as_decision
 from daskserve.control.autoscaling.custom import CustomMetrics, CustomViews, PerReplica
 from daskserve.control.autoscaling.damping import Damping, Patience
@@ -156,6 +157,7 @@ class Autoscaler:
         current: int,
         target: int,
         queries: Mapping[str, float] | None = None,
+        bounds: Bounds | None = None,
     ) -> ScalingStep:
         """Return how many replicas to have from now on.
 
@@ -169,8 +171,10 @@ class Autoscaler:
             How many are wanted at present, whoever said so.
         queries : mapping
             Values of PromQL expressions by name.
+        bounds : Bounds
+            Between which numbers to choose, if not between those of the config.
         """
-        context = self._context(now, wall, current, target, queries)
+        context = self._context(now, wall, current, target, queries, bounds)
         try:
             answer = self._policy(context)
             if inspect.isawaitable(answer):
@@ -189,9 +193,10 @@ class Autoscaler:
         current: int,
         target: int,
         queries: Mapping[str, float] | None = None,
+        bounds: Bounds | None = None,
     ) -> ScalingStep:
         """Do what `step` does, for a policy that may be async."""
-        context = self._context(now, wall, current, target, queries)
+        context = self._context(now, wall, current, target, queries, bounds)
         try:
             answer = self._policy(context)
             if inspect.isawaitable(answer):
@@ -203,7 +208,13 @@ class Autoscaler:
     # ---- the parts of a step
 
     def _context(
-        self, now: float, wall: float, current: int, target: int, queries: Mapping[str, float] | None
+        self,
+        now: float,
+        wall: float,
+        current: int,
+        target: int,
+        queries: Mapping[str, float] | None,
+        bounds: Bounds | None,
     ) -> AutoscalingContext:
         self._notice(target, now)
         horizon = now - self._damping.look_back_period_s
@@ -229,6 +240,7 @@ class Autoscaler:
             self.latency_bounds_s,
             custom.newest,
             custom.aggregated,
+            Bounds.of(self.config) if bounds is None else bounds,
         )
 
     def _notice(self, target: int, now: float) -> None:
@@ -255,8 +267,9 @@ class Autoscaler:
 
     def _settled(self, context: AutoscalingContext, decision: Decision) -> ScalingStep:
         present = context.target_num_replicas
-        wanted, why = self._bounded(context, decision)
-        if not self.config.min_replicas <= present <= self.config.max_replicas:
+        bounds = context.bounds or Bounds.of(self.config)
+        wanted, why = self._bounded(context, decision, bounds)
+        if not bounds.allows(present):
             self._patience.reset()
             replicas, wait = wanted, ""
         else:
@@ -275,16 +288,21 @@ class Autoscaler:
             self._notice(replicas, context.current_time)
         return ScalingStep(replicas, wanted, reason)
 
-    def _bounded(self, context: AutoscalingContext, decision: Decision) -> tuple[int, str]:
-        config, wanted = self.config, decision.replicas
+    def _bounded(self, context: AutoscalingContext, decision: Decision, bounds: Bounds) -> tuple[int, str]:
+        wanted = decision.replicas
         if context.target_num_replicas == 0 and self._is_asked_for(context):
             # Whatever the policy says: nobody else would ever answer those who wait.
-            wanted = max(wanted, math.ceil(config.up_factor), 1)
-        if wanted < config.min_replicas:
-            return config.min_replicas, f"{config.min_replicas} at least (min_replicas)"
-        if wanted > config.max_replicas:
-            return config.max_replicas, f"{config.max_replicas} at most (max_replicas)"
-        return wanted, f"{wanted} for the requests that wait" if wanted != decision.replicas else ""
+            wanted = max(wanted, math.ceil(self.config.up_factor), 1)
+        if wanted < bounds.least:
+            return bounds.least, f"{bounds.least} at least (min_replicas{bounds.note})"
+        if wanted > bounds.most:
+            return bounds.most, f"{bounds.most} at most (max_replicas{bounds.note})"
+        why = f"{wanted} for the requests that wait" if wanted != decision.replicas else ""
+        whole = bounds.nearest(wanted)
+        if whole != wanted:
+            groups = f"{whole} in whole groups of {bounds.multiple_of}"
+            why = f"{why}; {groups}" if why else groups
+        return whole, why
 
     def _is_asked_for(self, context: AutoscalingContext) -> bool:
         newest = self._newest

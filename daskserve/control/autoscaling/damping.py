@@ -30,6 +30,8 @@ class Damping:
         Figures from before the last change count no more.
     settles : bool
         A step down goes no further than the most that was wanted within the look-back period.
+    multiple_of : int
+        A step is of so many replicas, or of a multiple.
     """
 
     upscale_delay_s: float
@@ -40,6 +42,7 @@ class Damping:
     settles: bool = True
     max_upscale_factor: float | None = None
     max_downscale_factor: float | None = None
+    multiple_of: int = 1
 
     @classmethod
     def of(cls, config: AutoscalingConfig) -> Damping:
@@ -54,6 +57,7 @@ class Damping:
             settles=not is_classic,
             max_upscale_factor=config.max_upscale_factor,
             max_downscale_factor=config.max_downscale_factor,
+            multiple_of=config.multiple_of,
         )
 
 
@@ -89,7 +93,7 @@ class Patience:
         self.up_since = None
         if self.down_since is None:
             self.down_since = now
-        if present == 1:
+        if present == damping.multiple_of:
             return self._to_zero(context, damping)
         return self._down(now - self.down_since, present, wanted, damping)
 
@@ -108,7 +112,9 @@ class Patience:
         if not is_urgent and waited_s < delay_s - TOLERANCE_S:
             return present, f"waiting {waited_s:.0f} of {delay_s:g} s before going up from {present}"
         if damping.max_upscale_factor is not None:
-            most = max(present + 1, math.floor(present * damping.max_upscale_factor + ROUNDING))
+            unit = damping.multiple_of
+            groups = math.floor(present * damping.max_upscale_factor / unit + ROUNDING)
+            most = max(present + unit, groups * unit)
             if wanted > most:
                 return (
                     most,
@@ -117,25 +123,29 @@ class Patience:
         return wanted, ""
 
     def _down(self, waited_s: float, present: int, wanted: int, damping: Damping) -> tuple[int, str]:
-        delay_s = damping.downscale_delay_s
+        delay_s, unit = damping.downscale_delay_s, damping.multiple_of
         if waited_s < delay_s - TOLERANCE_S:
             return present, f"waiting {waited_s:.0f} of {delay_s:g} s before going down from {present}"
-        least, why = max(wanted, 1), ""
+        least, why = max(wanted, unit), ""
         if least > wanted:
-            why = "1 first"
+            why = f"{unit} first"
         if damping.settles and self.wanted[0][1] > least:
-            least = min(present, self.wanted[0][1])
+            least = min(present, -(-self.wanted[0][1] // unit) * unit)
             why = f"{least} for now, as many were wanted within {damping.look_back_period_s:g} s"
         if damping.max_downscale_factor is not None:
-            slow = min(present - 1, math.ceil(present / damping.max_downscale_factor - ROUNDING))
+            groups = math.ceil(present / damping.max_downscale_factor / unit - ROUNDING)
+            slow = min(present - unit, groups * unit)
             if slow > least:
                 least, why = slow, f"{slow} for now, at least {present} / {damping.max_downscale_factor:g}"
         return least, why
 
     def _to_zero(self, context: AutoscalingContext, damping: Damping) -> tuple[int, str]:
+        last = damping.multiple_of
         if context.idle_since is None:
-            return 1, "the last one stays while there are requests"
+            who = "the last one stays" if last == 1 else f"the last {last} stay"
+            return last, f"{who} while there are requests"
         idle_s = context.current_time - context.idle_since
         if idle_s < damping.zero_delay_s - TOLERANCE_S:
-            return 1, f"idle for {idle_s:.0f} of {damping.zero_delay_s:g} s before the last one goes"
+            who = "the last one goes" if last == 1 else f"the last {last} go"
+            return last, f"idle for {idle_s:.0f} of {damping.zero_delay_s:g} s before {who}"
         return 0, ""
