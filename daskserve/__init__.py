@@ -10,7 +10,7 @@ from daskserve._version import __version__
 
 if TYPE_CHECKING:
     from daskserve import errors, metrics
-    from daskserve.api import connect, explain, run, scale, shutdown, start, status
+    from daskserve.api import connect, explain, run, scale, set_target_capacity, shutdown, start, status
     from daskserve.autoscaling import AutoscalingContext, Decision
     from daskserve.autoscaling_config import AutoscalingConfig
     from daskserve.client import Client
@@ -38,6 +38,7 @@ _HOMES: Mapping[str, str] = {
     "explain": "api",
     "scale": "api",
     "Explanation": "explanation",
+    "set_target_capacity": "api",
     "Client": "client",
     # deployments
     "deployment": "deployments",
@@ -99,6 +100,7 @@ __all__ = [
     "metrics",
     "run",
     "scale",
+    "set_target_capacity",
     "shutdown",
     "start",
     "status",

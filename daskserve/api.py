@@ -332,6 +332,24 @@ def _running_client() -> Client:
     return client
 
 
+def set_target_capacity(percent: float | None) -> None:
+    """Let everything in the instance that `run` uses have this percentage of its replicas; None: all of them.
+
+    See `daskserve.client.Client.set_target_capacity`.
+
+    Raises
+    ------
+    BadRequestError
+        A `ValueError`: it is not a number from 0 to 100.
+    NotRunningError
+        No instance runs.
+    """
+    client = _present_client()
+    if client is None:
+        raise NotRunningError("No instance runs here; deploy something with serve.run() first.")
+    client.set_target_capacity(percent)
+
+
 def run(
     target: Any,
     *,

@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from daskserve.bounds import Bounds
 from daskserve.credentials import masked, validated
 from daskserve.queue_options import QueueOptions, queue_options_of
-from daskserve.bounds import Bounds
 
 #: Policies that come with daskserve. Any other text is an import path.
 BUILT_IN_POLICIES = (

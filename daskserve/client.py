@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from daskserve.bounds import checked_capacity
 from daskserve.client_deployments import DeploymentVerbs
 from daskserve.cluster.link import Link
 from daskserve.data.handle import Handle, routers_of
@@ -90,6 +91,24 @@ class Client(DeploymentVerbs):
         if self._is_closed:
             return Status()
         return Status.of(self._call("status"))
+
+    def set_target_capacity(self, percent: float | None) -> None:
+        """Let every backend have this percentage of its replicas, rounded up; None: all of them.
+
+        Of autoscaled backends that is ``min_replicas``, ``max_replicas`` and ``initial_replicas``, of others
+        ``num_replicas``. The options stay as they are, and come back with the capacity. At 0 there are no
+        replicas at all, and requests are refused with 503. While the capacity goes up, backends have their
+        ``initial_replicas`` at least, until it is set to None.
+
+        Returns when routers and the controller go by it, before all replicas have started or ended; `status`
+        tells of both, and `explain` of one backend. It outlives controllers, as other changes do.
+
+        Raises
+        ------
+        BadRequestError
+            A `ValueError`: it is not a number from 0 to 100.
+        """
+        self._change("set_target_capacity", percent=checked_capacity(percent))
 
     def explain(self, name: str) -> Explanation:
         """Return why a backend or deployment has as many replicas as it has; print it to read it.

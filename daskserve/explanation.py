@@ -48,7 +48,7 @@ class Explanation:
     running, wanted : int
         How many replicas run, and how many should.
     min_replicas, max_replicas : int or None
-        The bounds; None if nothing scales the backend.
+        The bounds, at the target capacity of now; None if nothing scales the backend.
     policy : str
         What decides; empty if nothing does.
     policy_wants : int or None
@@ -65,6 +65,8 @@ class Explanation:
         What replicas wait for, or fail with; empty if none does.
     is_external : bool
         Whether a scaler outside of the cluster may say how many there are.
+    target_capacity, target_capacity_direction : float or None, str or None
+        The percentage of its replicas that the instance is to have, and whether that went up or down last.
     """
 
     name: str
@@ -80,6 +82,8 @@ class Explanation:
     events: tuple[ScaleEvent, ...] = ()
     waiting: str = ""
     is_external: bool = False
+    target_capacity: float | None = None
+    target_capacity_direction: str | None = None
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
@@ -101,6 +105,9 @@ class Explanation:
                 f"  {self.policy} {wants}, of {self.min_replicas} to {self.max_replicas} allowed{dry}"
                 f"{': ' + self.reason if self.reason else ''}"
             )
+        if self.target_capacity is not None:
+            direction = f", {self.target_capacity_direction}" if self.target_capacity_direction else ""
+            lines.append(f"  The instance has a target capacity of {self.target_capacity:g} %{direction}.")
         if self.waiting:
             lines.append(f"  Waiting: {self.waiting}")
         if self.samples:

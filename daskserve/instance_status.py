@@ -75,6 +75,10 @@ class Status:
         What there is, backends and endpoints by name.
     http_urls : tuple of str
         Where the proxies listen.
+    target_capacity : float or None
+        The percentage of its replicas that each backend is to have; None for all.
+    target_capacity_direction : str or None
+        Whether that went ``"UP"`` or ``"DOWN"`` last.
     unresponsive_workers : tuple of str
         Workers whose process does not answer.
     refused_workers : dict
@@ -93,6 +97,8 @@ class Status:
     unresponsive_workers: tuple[str, ...] = ()
     refused_workers: Mapping[str, str] = field(default_factory=dict)
     problems: Mapping[str, str] = field(default_factory=dict)
+    target_capacity: float | None = None
+    target_capacity_direction: str | None = None
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
@@ -111,6 +117,8 @@ class Status:
             unresponsive_workers=tuple(values["unresponsive_workers"]),
             refused_workers=dict(values["refused_workers"]),
             problems=dict(values["problems"]),
+            target_capacity=values.get("target_capacity"),
+            target_capacity_direction=values.get("target_capacity_direction"),
         )
 
     def replicas(self, backend: str | None = None) -> tuple[ActorStatus, ...]:

@@ -39,6 +39,7 @@ PUBLIC = {
     "metrics",
     "run",
     "scale",
+    "set_target_capacity",
     "shutdown",
     "start",
     "status",

@@ -26,7 +26,7 @@ from daskserve.control.records import (
 )
 from daskserve.control.replica_lifecycle import ReplicaEvent, move
 from daskserve.control.rollout import Burdens, next_steps
-from daskserve.control.scaling import autoscaling_of, bounded, scaled, taken_back
+from daskserve.control.scaling import autoscaling_of, bounds_of, scaled, taken_back
 from daskserve.control.state import State
 from daskserve.errors import DeployError, NoCapacityError, RequestTimeoutError, ServeError
 from daskserve.types import ReplicaState, WorkerAddress
@@ -201,7 +201,7 @@ class _Stepper:
         config = autoscaling_of(self.backend)
         if decided is None or config is None or not decided.is_for(self.backend):
             return
-        replicas = bounded(config, decided.replicas)
+        replicas = bounds_of(self.backend, config).nearest(decided.replicas)
         if replicas != self.backend.scaled_to:
             self.set_backend(scaled(self.backend, replicas, decided.reason, self.world.wall))
 
@@ -477,4 +477,6 @@ def published(state: State, tag: str) -> Any:
     }
     if backend.autoscaling is not None:
         value["autoscaled"] = True
+    if backend.capacity == 0:
+        value["off"] = True
     return value

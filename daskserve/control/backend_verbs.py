@@ -14,6 +14,7 @@ from daskserve.config import ActorOptions, BackendConfig
 from daskserve.control import goals, scaling
 from daskserve.control.records import BackendRecord, Change, CodeRecord
 from daskserve.control.state import State
+from daskserve.control.target_capacity import at_capacity
 from daskserve.errors import AlreadyRegisteredError, BadRequestError, NotFoundError, NotRegisteredError
 from daskserve.types import BackendTag, EndpointTag, GoalId
 
@@ -96,7 +97,7 @@ def _place_options(wish: Wish) -> dict[str, Any]:
     return found
 
 
-def _new_record(wish: Wish, *, is_deployment: bool) -> tuple[BackendRecord, CodeRecord]:
+def _new_record(state: State, wish: Wish, *, is_deployment: bool) -> tuple[BackendRecord, CodeRecord]:
     version = wish.version or hashlib.sha256(wish.code).hexdigest()[:16]
     code = CodeRecord(f"{wish.tag}@{version}", wish.tag, wish.code)
     backend = BackendRecord(
@@ -112,6 +113,7 @@ def _new_record(wish: Wish, *, is_deployment: bool) -> tuple[BackendRecord, Code
         deployed_at=wish.now,
         is_deployment=is_deployment,
     )
+    backend = at_capacity(state, backend)
     return configured(backend, BackendConfig(**wish.config), wish.user_config), code
 
 
@@ -125,7 +127,7 @@ def create_backend(state: State, wish: Wish, *, goal_id: GoalId) -> Outcome:
             f"Cannot create backend. Backend '{wish.tag}' is already registered. Delete it first, or use "
             "update_backend_config to change its options."
         )
-    record, code = _new_record(wish, is_deployment=False)
+    record, code = _new_record(state, wish, is_deployment=False)
     change: Change = {code.key: code}
     record = scaling.carried_over(record, None, wish.now)
     goals.open_goal(state, change, record, goal_id=goal_id, timeout_s=wish.timeout_s)
@@ -138,7 +140,7 @@ def deploy(state: State, wish: Wish, *, goal_id: GoalId) -> Outcome:
     The same version and config change nothing; the same version with another config is reconfigured in
     place; another version replaces the replicas, new before old.
     """
-    record, code = _new_record(wish, is_deployment=True)
+    record, code = _new_record(state, wish, is_deployment=True)
     existing = state.backends.get(wish.tag)
     _check_version(wish, existing)
     if existing is not None and not existing.is_deleting:

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from daskserve.control import backend_verbs, endpoint_state, scale_verb
+from daskserve.control import backend_verbs, endpoint_state, scale_verb, target_capacity
 from daskserve.control.backend_verbs import Outcome, Wish
 from daskserve.control.core import ControllerCore
 from daskserve.errors import ServeError, UnavailableError
@@ -151,6 +151,18 @@ class ChangingVerbs(ControllerCore):
         async with self._deciding():
             await self._writer.commit(endpoint_state.shadow_traffic(self._state, name, backend, proportion))
         return {"snapshot": await self._barrier()}
+
+    # Verbs: the instance
+
+    async def set_target_capacity(self, percent: float | None) -> dict[str, Any]:
+        """Scale all that is wanted to a share; answered when routers act on it, before replicas do."""
+        async with self._deciding():
+            change = target_capacity.set_target_capacity(self._state, percent, self._clock.wall())
+            await self._writer.commit(change)
+        self._loop.poke()
+        return {"snapshot": await self._barrier()}
+
+    # Verbs: looking at endpoints
 
     async def list_endpoints(self) -> dict[str, Any]:
         return {name: backend_verbs.get_endpoint(self._state, name) for name in self._state.endpoints}

@@ -44,6 +44,7 @@ class Controller(ChangingVerbs):
             "listen_for_change",
             "ping",
             "scale",
+            "set_target_capacity",
             "set_traffic",
             "shadow_traffic",
             "status",
@@ -122,6 +123,8 @@ class Controller(ChangingVerbs):
             "endpoints": {name: backend_verbs.get_endpoint(state, name) for name in state.endpoints},
             "goals": views.goals(state),
             "http_urls": self._urls(),
+            "target_capacity": state.capacity.percent,
+            "target_capacity_direction": state.capacity.direction,
             "unresponsive_workers": sorted(observed.unresponsive),
             "refused_workers": dict(await self._cluster.refused_workers()),
             "problems": {

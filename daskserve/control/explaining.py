@@ -6,7 +6,7 @@ from typing import Any
 
 from daskserve.control import backend_verbs
 from daskserve.control.observed import Observed
-from daskserve.control.scaling import autoscaling_of
+from daskserve.control.scaling import autoscaling_of, bounds_of
 from daskserve.control.state import State
 from daskserve.errors import NotFoundError
 from daskserve.types import BackendTag, ReplicaState
@@ -25,14 +25,15 @@ def explain(state: State, observed: Observed, tag: BackendTag, now: float) -> di
         raise NotFoundError(f"There is no backend or deployment '{tag}'; there are: {known}.")
     backend = backend_verbs.get(state, tag)
     config, decided = autoscaling_of(backend), observed.scalings.get(tag)
+    bounds = None if config is None else bounds_of(backend, config)
     running = sum(each.state is ReplicaState.RUNNING for each in state.replicas_of(tag))
     samples = () if decided is None else decided.samples
     return {
         "name": tag,
         "running": running,
         "wanted": backend.num_replicas,
-        "min_replicas": None if config is None else config.min_replicas,
-        "max_replicas": None if config is None else config.max_replicas,
+        "min_replicas": None if bounds is None else bounds.least,
+        "max_replicas": None if bounds is None else bounds.most,
         "policy": "" if config is None else _policy_name(config.policy),
         "policy_wants": None if decided is None else decided.wanted,
         "is_external": backend.is_scaled_externally,
@@ -49,6 +50,8 @@ def explain(state: State, observed: Observed, tag: BackendTag, now: float) -> di
             for each in samples
         ],
         "events": [list(each) for each in backend.scalings],
+        "target_capacity": backend.capacity,
+        "target_capacity_direction": backend.capacity_direction,
         "waiting": observed.waiting.get(tag, "") or backend.last_error,
     }
 

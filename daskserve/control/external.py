@@ -21,12 +21,12 @@ def carried_over(backend: BackendRecord, before: BackendRecord | None) -> Backen
     if before is None or before.is_deleting or before.scaled_to is None:
         return fixed
     if before.is_scaled_externally:
-        is_new = fixed.num_replicas != int(before.config.get("num_replicas", 1))
+        is_new = fixed.configured_replicas != before.configured_replicas
     else:
         is_new = "num_replicas" in backend.config
     if is_new:
         return fixed
-    return replace(backend, scaled_to=max(1, before.scaled_to), scalings=before.scalings)
+    return replace(backend, scaled_to=max(1, before.full_replicas), scalings=before.scalings)
 
 
 def taken_back(previous: BackendRecord, failed: BackendRecord) -> BackendRecord:

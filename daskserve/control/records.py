@@ -7,12 +7,14 @@ else. Records are immutable; the pure parts of the control plane return new ones
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, TypeAlias
 
 import msgpack
 
+from daskserve.bounds import share_of
 from daskserve.errors import InstanceError
 from daskserve.types import (
     ActorAddress,
@@ -47,6 +49,8 @@ class BackendRecord:
         How many replicas the autoscaler, or an external scaler, wants; None if the number is the config's.
     scalings : tuple
         The last changes of that number, oldest first: seconds since the epoch, from, to, why.
+    capacity, capacity_direction
+        What the instance's `CapacityRecord` says, so that one record tells how many replicas are wanted.
     """
 
     KIND: ClassVar[str] = "backend"
@@ -72,6 +76,8 @@ class BackendRecord:
     is_deployment: bool = False
     scaled_to: int | None = None
     scalings: tuple[tuple[float, int, int, str], ...] = ()
+    capacity: float | None = None
+    capacity_direction: str | None = None
 
     @property
     def key(self) -> str:
@@ -93,7 +99,29 @@ class BackendRecord:
         """How many replicas are wanted now."""
         if self.is_deleting:
             return 0
-        return int(self.config.get("num_replicas", 1)) if self.scaled_to is None else self.scaled_to
+        if self.scaled_to is None:
+            return share_of(self.configured_replicas, self.capacity)
+        return share_of(self.scaled_to, self.capacity) if self.is_held else self.scaled_to
+
+    @property
+    def full_replicas(self) -> int:
+        """The number of which the backend has a share now."""
+        if self.scaled_to is None:
+            return self.configured_replicas
+        if self.is_held or not self.capacity:
+            return self.scaled_to
+        return math.floor(round(self.scaled_to * 100 / self.capacity, 9))
+
+    @property
+    def configured_replicas(self) -> int:
+        """The number that the config names, at full capacity."""
+        return int(self.config.get("num_replicas", 1))
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the number is one at full capacity: an external scaler's, or what a dry run keeps."""
+        options = self.autoscaling
+        return self.scaled_to is not None and (options is None or bool(options.get("dry_run")))
 
     @property
     def needed_replicas(self) -> int:
@@ -101,11 +129,26 @@ class BackendRecord:
         if self.scaled_to is None:
             return self.num_replicas
         if self.autoscaling is None:
-            return min(self.num_replicas, int(self.config.get("num_replicas", 1)))
+            return min(self.num_replicas, share_of(self.configured_replicas, self.capacity))
         first = self.autoscaling.get("initial_replicas")
         if first is None:
             first = self.autoscaling.get("min_replicas", 1)
-        return min(self.num_replicas, int(first))
+        unit = self.autoscaling.get("multiple_of", 1)
+        return min(self.num_replicas, share_of(int(first), self.capacity, unit))
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityRecord:
+    """The share of its replicas that an instance is to have, in percent, and where that has gone last."""
+
+    KIND: ClassVar[str] = "capacity"
+
+    percent: float | None = None
+    direction: str | None = None
+
+    @property
+    def key(self) -> str:
+        return f"{self.KIND}/target"
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,14 +272,24 @@ class GoalRecord:
         return f"{self.KIND}/{self.goal_id}"
 
 
-Record: TypeAlias = BackendRecord | CodeRecord | ReplicaRecord | EndpointRecord | ProxyRecord | GoalRecord
+Record: TypeAlias = (
+    BackendRecord | CodeRecord | ReplicaRecord | EndpointRecord | ProxyRecord | GoalRecord | CapacityRecord
+)
 #: Store key -> the new record, or None to remove it. One change is one transaction.
 Change: TypeAlias = dict[str, Record | None]
 
 FORMAT = 1
 _KINDS: Mapping[str, type[Any]] = {
     kind.KIND: kind
-    for kind in (BackendRecord, CodeRecord, ReplicaRecord, EndpointRecord, ProxyRecord, GoalRecord)
+    for kind in (
+        BackendRecord,
+        CodeRecord,
+        ReplicaRecord,
+        EndpointRecord,
+        ProxyRecord,
+        GoalRecord,
+        CapacityRecord,
+    )
 }
 _ENUMS: Mapping[str, type[enum.StrEnum]] = {"replica": ReplicaState, "goal": GoalState}
 

@@ -35,7 +35,7 @@ def scale(state: State, tag: str, number: Any, wall: float) -> Change:
             "let others say how many replicas it has."
         )
     wanted = checked_number(number)
-    if wanted == backend.num_replicas:
+    if wanted == backend.full_replicas:
         return {}
     changed = scaled(backend, wanted, REASON, wall)
     return {changed.key: changed}

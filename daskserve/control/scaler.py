@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from daskserve.autoscaling import Sample
 from daskserve.autoscaling_config import AutoscalingConfig
 from daskserve.clock import Clock
 from daskserve.control import asking
@@ -24,6 +23,7 @@ from daskserve.control.autoscaling.backlog import Backlog
 from daskserve.control.autoscaling.brokers import open_queue
 from daskserve.control.autoscaling.fetching import HTTPFetcher
 from daskserve.control.autoscaling.prometheus import PrometheusQueries
+from daskserve.control.look import Look
 from daskserve.control.observed import Observed, Scaling
 from daskserve.control.records import BackendRecord
 from daskserve.control.scaling import autoscaling_of
@@ -180,27 +180,40 @@ class Scaler:
             self._poke([tag])
             return
         await self._configure(backend, entry)
-        running = [each.tag for each in self._state.replicas_of(tag) if each.state is ReplicaState.RUNNING]
-        loads = self._observed.loads
-        sample, ongoing = loads.sample(tag, running, now), loads.ongoing(running, now)
-        if entry.backlog is not None:
-            sample = replace(sample, backlog=entry.backlog.value())
-        target = backend.num_replicas
+        look = self._take_in(backend, entry)
         entry.is_resting = False
         if entry.autoscaler is None:
-            step = _unasked(entry.config, target, sample, entry.error)
+            step = look.without_policy(entry.error)
         else:
-            custom = loads.custom(running, now)
-            entry.autoscaler.observe(sample, replica_ongoing=ongoing, custom=custom)
-            step = await self._ask(
-                entry, entry.autoscaler, current=len(running), target=target, sample=sample
-            )
-            entry.is_resting = sample.is_idle and _is_content(entry.autoscaler.config, step, target)
+            step = await self._ask(entry, entry.autoscaler, look)
+            entry.is_resting = look.sample.is_idle and _is_content(look, step)
             if entry.is_resting and entry.due > now:
                 entry.due = now + max(RESTING_S, entry.autoscaler.config.metrics_interval_s)
         if entry.backlog is not None and entry.backlog.problem:
             step = replace(step, reason=f"{step.reason}; {entry.backlog.problem}")
-        self._decided(backend, step, sample)
+        self._decided(look, step)
+
+    def _take_in(self, backend: BackendRecord, entry: _Entry) -> Look:
+        """Look at the backend, and let its autoscaler have what is seen."""
+        tag, loads, now = backend.tag, self._observed.loads, self._clock.now()
+        running = [each.tag for each in self._state.replicas_of(tag) if each.state is ReplicaState.RUNNING]
+        sample = loads.sample(tag, running, now)
+        if entry.backlog is not None:
+            sample = replace(sample, backlog=entry.backlog.value())
+        if entry.autoscaler is not None:
+            ongoing, custom = loads.ongoing(running, now), loads.custom(running, now)
+            entry.autoscaler.observe(sample, replica_ongoing=ongoing, custom=custom)
+        return Look(backend, entry.config, sample, len(running))
+
+    def _facts(self, entry: _Entry, look: Look) -> dict[str, Any]:
+        return {
+            "now": self._clock.now(),
+            "wall": self._clock.wall(),
+            "current": look.running,
+            "target": look.target,
+            "queries": None if entry.queries is None else entry.queries.values(),
+            "bounds": look.bounds,
+        }
 
     async def _configure(self, backend: BackendRecord, entry: _Entry) -> None:
         """Go by the present options of the backend."""
@@ -304,17 +317,8 @@ class Scaler:
             self._fetcher = HTTPFetcher()
         return self._fetcher
 
-    async def _ask(
-        self, entry: _Entry, autoscaler: Autoscaler, *, current: int, target: int, sample: Sample
-    ) -> ScalingStep:
-        facts: dict[str, Any] = {
-            "now": self._clock.now(),
-            "wall": self._clock.wall(),
-            "current": current,
-            "target": target,
-            "queries": None if entry.queries is None else entry.queries.values(),
-        }
-        config = autoscaler.config
+    async def _ask(self, entry: _Entry, autoscaler: Autoscaler, look: Look) -> ScalingStep:
+        facts, config, target = self._facts(entry, look), autoscaler.config, look.target
         if asking.is_built_in(config):
             return autoscaler.step(**facts)
         if entry.question is None:
@@ -325,19 +329,18 @@ class Scaler:
             step = await question.aside.wait()
         except TimeoutError as error:
             problem = f"the policy has not answered for {asking.ANSWER_S:g} s"
-            return _unasked(config, target, sample, problem, error)
+            return look.without_policy(problem, error)
         except UserCodeError as error:
             entry.question = None
-            return _unasked(config, target, sample, f"the policy failed: {error}", error)
+            return look.without_policy(f"the policy failed: {error}", error)
         entry.question = None
         if question.target != target:
             entry.due = self._clock.now()
-            return _unasked(
-                config, target, sample, f"the policy answered late, for {question.target} replicas"
-            )
+            return look.without_policy(f"the policy answered late, for {question.target} replicas")
         return step
 
-    def _decided(self, backend: BackendRecord, step: ScalingStep, sample: Sample) -> None:
+    def _decided(self, look: Look, step: ScalingStep) -> None:
+        backend = look.backend
         before = self._observed.scalings.get(backend.tag)
         decided = Scaling(
             at=self._clock.now(),
@@ -347,7 +350,7 @@ class Scaler:
             wanted=step.wanted,
             reason=step.reason,
         )
-        decided.note(sample, () if before is None else before.samples)
+        decided.note(look.sample, () if before is None else before.samples)
         self._observed.scalings[backend.tag] = decided
         if step.error is not None and (before is None or before.reason != step.reason):
             logger.warning("Backend %s: %s", backend.tag, step.reason)
@@ -358,20 +361,9 @@ class Scaler:
             self._poke([backend.tag])
 
 
-def _is_content(config: AutoscalingConfig, step: ScalingStep, target: int) -> bool:
+def _is_content(look: Look, step: ScalingStep) -> bool:
     """Whether only requests can make the policy want anything else."""
-    return config.policy in BY_LOAD_ONLY and step.wanted == step.replicas == target == config.min_replicas
-
-
-def _unasked(
-    config: AutoscalingConfig | None,
-    target: int,
-    sample: Sample,
-    problem: str,
-    error: BaseException | None = None,
-) -> ScalingStep:
-    """Return the step to take without the policy: none, but for those who wait where there is no replica."""
-    if config is None or config.dry_run or target > 0 or not sample.is_waited_for:
-        return ScalingStep(target, target, f"{problem}, so nothing changes", error)
-    least = max(1, config.min_replicas)
-    return ScalingStep(least, least, f"{problem}; {least} for the requests that wait", error)
+    config, bounds = look.config, look.bounds
+    if config is None or bounds is None or config.policy not in BY_LOAD_ONLY:
+        return False
+    return step.wanted == step.replicas == look.target == bounds.least

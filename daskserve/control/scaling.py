@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from daskserve.autoscaling_config import AutoscalingConfig
+from daskserve.bounds import Bounds
 from daskserve.control import external
 from daskserve.control.records import BackendRecord
 
@@ -20,13 +21,14 @@ def autoscaling_of(backend: BackendRecord) -> AutoscalingConfig | None:
 
 def scaled(backend: BackendRecord, wanted: int, reason: str, wall: float) -> BackendRecord:
     """Return the backend's record with another wanted number, and the change among those remembered."""
-    event = (wall, backend.num_replicas, wanted, reason)
+    before = backend.configured_replicas if backend.scaled_to is None else backend.scaled_to
+    event = (wall, before, wanted, reason)
     return replace(backend, scaled_to=wanted, scalings=(*backend.scalings, event)[-KEPT_SCALINGS:])
 
 
-def bounded(config: AutoscalingConfig, wanted: int) -> int:
-    """Return the number nearest to ``wanted`` that the bounds allow."""
-    return min(max(wanted, config.min_replicas), config.max_replicas)
+def bounds_of(backend: BackendRecord, config: AutoscalingConfig) -> Bounds:
+    """Return between which numbers the autoscaler may choose, at the target capacity of now."""
+    return Bounds.of(config, backend.capacity, backend.capacity_direction)
 
 
 def carried_over(backend: BackendRecord, before: BackendRecord | None, wall: float) -> BackendRecord:
@@ -43,24 +45,32 @@ def carried_over(backend: BackendRecord, before: BackendRecord | None, wall: flo
     if config is None or (config.dry_run and (before is None or "num_replicas" in backend.config)):
         return replace(backend, scaled_to=None, scalings=())
     if before is None:
-        return replace(backend, scaled_to=config.first_replicas, scalings=())
-    wanted = before.num_replicas
+        return replace(backend, scaled_to=bounds_of(backend, config).first, scalings=())
     if config.dry_run:
-        return _held(backend, before, wanted)
-    backend = replace(backend, scaled_to=wanted, scalings=before.scalings)
-    allowed = bounded(config, wanted)
-    if allowed == wanted:
+        return _held(backend, before)
+    backend = replace(backend, scaled_to=before.num_replicas, scalings=before.scalings)
+    return within_bounds(backend, config, wall)
+
+
+def within_bounds(backend: BackendRecord, config: AutoscalingConfig, wall: float) -> BackendRecord:
+    """Return the backend's record with the nearest number that its bounds allow now."""
+    bounds = bounds_of(backend, config)
+    allowed = bounds.nearest(backend.num_replicas)
+    if allowed == backend.scaled_to:
         return backend
-    bounds = f"{config.min_replicas} to {config.max_replicas} replicas are allowed now"
-    return scaled(backend, allowed, bounds, wall)
+    groups = f" in groups of {bounds.multiple_of}" if bounds.multiple_of > 1 else ""
+    why = f"{bounds.least} to {bounds.most} replicas{groups} are allowed now{bounds.note}"
+    return scaled(backend, allowed, why, wall)
 
 
-def _held(backend: BackendRecord, before: BackendRecord, wanted: int) -> BackendRecord:
+def _held(backend: BackendRecord, before: BackendRecord) -> BackendRecord:
     """Keep the number in a dry run that names none; one at least, as nothing would wake it from zero."""
     fixed = replace(backend, scaled_to=None, scalings=())
-    wanted = max(1, wanted)
+    wanted = max(1, before.full_replicas)
     return (
-        fixed if wanted == fixed.num_replicas else replace(fixed, scaled_to=wanted, scalings=before.scalings)
+        fixed
+        if wanted == fixed.configured_replicas
+        else replace(fixed, scaled_to=wanted, scalings=before.scalings)
     )
 
 
@@ -69,9 +79,13 @@ def taken_back(previous: BackendRecord, failed: BackendRecord, wall: float) -> B
 
     Where nothing scaled the backend meanwhile, it is the number from before the change.
     """
+    # What holds for all of the instance is no part of the change.
+    previous = replace(previous, capacity=failed.capacity, capacity_direction=failed.capacity_direction)
     if previous.is_scaled_externally:
         return external.taken_back(previous, failed)
     config = autoscaling_of(previous)
-    if config is None or config.dry_run or failed.scaled_to is None:
+    if config is None or config.dry_run:
         return previous
+    if failed.scaled_to is None:
+        return within_bounds(previous, config, wall)
     return carried_over(previous, failed, wall)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Set
 
 from daskserve.control.records import (
     BackendRecord,
+    CapacityRecord,
     Change,
     CodeRecord,
     EndpointRecord,
@@ -32,6 +33,7 @@ class State:
         self.replicas: dict[ReplicaTag, ReplicaRecord] = {}
         self.proxies: dict[str, ProxyRecord] = {}
         self.goals: dict[str, GoalRecord] = {}
+        self.capacity = CapacityRecord()
         self._replicas_of: dict[BackendTag, dict[ReplicaTag, None]] = {}
         self._replicas_on: dict[WorkerAddress, dict[ReplicaTag, None]] = {}
         self._count_on: dict[WorkerAddress, dict[BackendTag, int]] = {}
@@ -50,7 +52,10 @@ class State:
     def records(self) -> dict[str, Record]:
         """Return all records by their keys in the store."""
         kinds = (self.backends, self.codes, self.endpoints, self.replicas, self.proxies, self.goals)
-        return {record.key: record for kind in kinds for record in kind.values()}
+        found: dict[str, Record] = {record.key: record for kind in kinds for record in kind.values()}
+        if self.capacity != CapacityRecord():
+            found[self.capacity.key] = self.capacity
+        return found
 
     def replicas_of(self, backend: BackendTag) -> list[ReplicaRecord]:
         """Return a backend's replicas, oldest first."""
@@ -122,6 +127,8 @@ class State:
             self.goals[record.goal_id] = record
         elif isinstance(record, ProxyRecord):
             self.proxies[record.name] = record
+        elif isinstance(record, CapacityRecord):
+            self.capacity = record
         elif isinstance(record, EndpointRecord):
             self.endpoints[record.name] = record
             if record.route is not None:
@@ -142,6 +149,8 @@ class State:
             self.goals.pop(name, None)
         elif kind == "proxy":
             self.proxies.pop(name, None)
+        elif kind == "capacity":
+            self.capacity = CapacityRecord()
         elif kind == "endpoint":
             endpoint = self.endpoints.pop(name, None)
             if endpoint is not None:

@@ -69,6 +69,8 @@ class ReplicaSet:
         self._max_queued = 1000
         self._is_known = False
         self._is_deleted = False
+        #: Whether the instance is to have none of its replicas, so that there is nothing to wait for.
+        self._is_off = False
         self._timer: asyncio.TimerHandle | None = None
         self._figures = SetFigures()
 
@@ -110,6 +112,9 @@ class ReplicaSet:
         self._roster.update(published, value["concurrency"], self._name_of)
         self._max_queued = value["max_queued"]
         self.is_autoscaled = value.get("autoscaled", False)
+        self._is_off = value.get("off", False)
+        if self._is_off and self._roster.is_empty:
+            self._fail_waiting()
         self._serve_waiting()
         self._report_load()
 
@@ -132,7 +137,7 @@ class ReplicaSet:
         BackPressureError
             More requests than ``max_queued_requests`` wait already.
         UnavailableError
-            The backend was deleted.
+            The backend was deleted, or is to have no replica, as the target capacity is 0.
         ActorLostError
             The replica was lost after the request had begun, and it may not be repeated.
         """
@@ -180,8 +185,8 @@ class ReplicaSet:
 
     async def _wait_in_line(self, is_rejected: bool) -> ReplicaEntry:
         """Return a replica with one more request in flight, when it is this one's turn."""
-        if self._is_deleted:
-            raise self._deleted()
+        if self._is_deleted or (self._is_off and self._roster.is_empty):
+            raise self._gone()
         # One that a replica has just refused has had its turn in the queue already.
         if not is_rejected and 0 <= self._max_queued <= len(self._waiting) and self._is_known:
             self._figures.rejected += 1
@@ -229,10 +234,14 @@ class ReplicaSet:
         while self._waiting:
             waiter, _ = self._waiting.popitem(last=False)
             if not waiter.done():
-                waiter.set_exception(self._deleted())
+                waiter.set_exception(self._gone())
 
-    def _deleted(self) -> UnavailableError:
-        return UnavailableError(f"Backend '{self.tag}' was deleted.")
+    def _gone(self) -> UnavailableError:
+        if self._is_deleted:
+            return UnavailableError(f"Backend '{self.tag}' was deleted.")
+        return UnavailableError(
+            f"Backend '{self.tag}' has no replicas, as the target capacity of its instance is 0 %."
+        )
 
     def _arm_timer(self) -> None:
         """Look again when the first replica that is only set aside may be used again."""

@@ -127,9 +127,10 @@ class Stage:
         concurrency: int = 1,
         max_queued: int = 100,
         incarnation: int = 1,
+        **more: Any,
     ) -> None:
         replicas = [[tag, f"worker-of-{tag}", incarnation] for tag in tags]
-        value = {"replicas": replicas, "concurrency": concurrency, "max_queued": max_queued}
+        value = {"replicas": replicas, "concurrency": concurrency, "max_queued": max_queued, **more}
         self.listener.tell(f"backend/{backend}", value)
 
     def backend(self, *tags: str, **fields: Any) -> ReplicaSet:
@@ -791,6 +792,31 @@ def test_the_end_of_a_backend_fails_those_who_wait_and_leaves_those_who_run() ->
         await running
         stage.publish("r2")
         stage.send(backend)
+        await quiet()
+        assert stage.replicas.asked == ["r1", "r2"]
+
+    run(scenario)
+
+
+def test_where_there_are_to_be_no_replicas_nobody_waits_for_one() -> None:
+    async def scenario(stage: Stage) -> None:
+        backend = stage.backend("r1")
+        running, waiting = stage.send(backend), stage.send(backend)
+        await quiet()
+        stage.publish("r1", off=True)
+        await quiet()
+        assert not waiting.done()  # r1 answers as long as it is there
+        stage.publish(off=True)
+        for each in (waiting, stage.send(backend)):
+            with pytest.raises(UnavailableError, match="the target capacity of its instance is 0 %"):
+                await each
+        stage.replicas.finish("r1")
+        await running
+        stage.publish()
+        waiting = stage.send(backend)
+        await asyncio.sleep(5)
+        assert not waiting.done()
+        stage.publish("r2")
         await quiet()
         assert stage.replicas.asked == ["r1", "r2"]
 

@@ -216,6 +216,10 @@ class ControlMachine(RuleBasedStateMachine):
     def delete_deployment(self, name: str, force: bool, seconds: float) -> None:
         self._call("delete_deployment", seconds, name=self._backend(name), force=force)
 
+    @rule(percent=st.sampled_from([0, 10, 50, 50, 100, None, None]), seconds=SECONDS)
+    def set_target_capacity(self, percent: float | None, seconds: float) -> None:
+        self._call("set_target_capacity", seconds, percent=percent)
+
     @rule(name=ANY_ENDPOINT, route=ROUTES, backend=ANY_BACKEND, seconds=SECONDS)
     def create_endpoint(self, name: str, route: str | None, backend: str, seconds: float) -> None:
         request_id = self.world.request_id()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from daskserve.control.records import BackendRecord, EndpointRecord
+from daskserve.control.records import BackendRecord, CapacityRecord, EndpointRecord
 
 
 class Rejected(Exception):
@@ -43,11 +43,20 @@ class Endpoint:
 
 
 @dataclass(frozen=True)
+class Capacity:
+    """Of how many of its replicas every backend is to have, and where that went last."""
+
+    percent: float | None = None
+    direction: str | None = None
+
+
+@dataclass(frozen=True)
 class Wanted:
     """All that is wanted of an instance."""
 
     backends: Mapping[str, Backend] = field(default_factory=dict)
     endpoints: Mapping[str, Endpoint] = field(default_factory=dict)
+    capacity: Capacity = Capacity()
 
     def with_backend(self, tag: str, backend: Backend | None) -> Wanted:
         return replace(self, backends=_with(self.backends, tag, backend))
@@ -80,6 +89,11 @@ def backend_of(record: BackendRecord) -> Backend:
         is_deleting=record.is_deleting,
         is_forced=record.is_forced,
     )
+
+
+def capacity_of(record: CapacityRecord | None) -> Capacity:
+    """Return what a stored record wants."""
+    return Capacity() if record is None else Capacity(record.percent, record.direction)
 
 
 def endpoint_of(record: EndpointRecord) -> Endpoint:
@@ -204,6 +218,17 @@ def shadow_traffic(wanted: Wanted, name: str, backend: str, proportion: float) -
     return wanted.with_endpoint(name, replace(existing, shadows=shadows))
 
 
+def set_target_capacity(wanted: Wanted, percent: float | None) -> Wanted:
+    former = wanted.capacity.percent
+    if percent == former:
+        return wanted
+    is_new = former is None and not any(wanted.live(tag) for tag in wanted.backends)
+    if percent is None or (percent == 100 and former is None and not is_new):
+        return replace(wanted, capacity=Capacity(percent, None))
+    is_more = is_new or percent > (100 if former is None else former)
+    return replace(wanted, capacity=Capacity(percent, "UP" if is_more else "DOWN"))
+
+
 VERBS: Mapping[str, Callable[..., Wanted]] = {
     verb.__name__: verb
     for verb in (
@@ -213,6 +238,7 @@ VERBS: Mapping[str, Callable[..., Wanted]] = {
         delete_deployment,
         delete_endpoint,
         deploy,
+        set_target_capacity,
         set_traffic,
         shadow_traffic,
         update_backend_config,

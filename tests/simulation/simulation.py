@@ -655,6 +655,8 @@ class Simulation:
             }
             if backend.autoscaling is not None:
                 news[f"backend/{backend.tag}"]["autoscaled"] = True
+            if backend.capacity == 0:
+                news[f"backend/{backend.tag}"]["off"] = True
         return news
 
 

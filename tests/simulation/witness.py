@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from reference_model import Wanted, after, backend_of, endpoint_of
+from reference_model import Wanted, after, backend_of, capacity_of, endpoint_of
 
 from daskserve.control.records import (
     BackendRecord,
+    CapacityRecord,
     CodeRecord,
     EndpointRecord,
     GoalRecord,
@@ -25,7 +26,7 @@ from daskserve.control.records import (
     ReplicaRecord,
     decode,
 )
-from daskserve.control.scaling import autoscaling_of
+from daskserve.control.scaling import autoscaling_of, bounds_of
 from daskserve.errors import BadRequestError, NotFoundError
 from daskserve.types import ReplicaState
 
@@ -188,9 +189,9 @@ class Witness:
         config = autoscaling_of(new)
         if config is None:
             return
-        if new.scaled_to is None or not config.min_replicas <= new.scaled_to <= config.max_replicas:
+        if new.scaled_to is None or not bounds_of(new, config).allows(new.scaled_to):
             self.wrong(f"{new} is out of its bounds")
-        if old is None or (old.scaled_to, old.autoscaling) != (new.scaled_to, new.autoscaling):
+        if old is None or _scaling(old) != _scaling(new):
             self.scaled_at = self.now()
         if old is None or old.scaled_to is None or old.is_deleting:
             return
@@ -264,6 +265,10 @@ class Witness:
             if kind == "backend":
                 new = new.with_backend(
                     name, backend_of(record) if isinstance(record, BackendRecord) else None
+                )
+            elif kind == "capacity":
+                new = replace(
+                    new, capacity=capacity_of(record if isinstance(record, CapacityRecord) else None)
                 )
             elif kind == "endpoint":
                 new = new.with_endpoint(
@@ -365,6 +370,10 @@ class Witness:
     def _check_references(self, changed: Mapping[str, Record | None]) -> None:
         goals = {each.goal_id: each for each in self.of(GoalRecord)}
         backends = {each.tag: each for each in self.of(BackendRecord)}
+        capacity = self.wanted.capacity
+        for backend in backends.values():
+            if (backend.capacity, backend.capacity_direction) != (capacity.percent, capacity.direction):
+                self.wrong(f"{backend} has not the capacity of the instance, {capacity}")
         for goal in goals.values():
             owner = backends.get(goal.backend)
             if goal.state is GoalState.PENDING and (owner is None or owner.goal != goal.goal_id):
@@ -383,6 +392,11 @@ class Witness:
         for replica in self.of(ReplicaRecord):
             if replica.backend not in backends:
                 self.wrong(f"{replica} belongs to nothing")
+
+
+def _scaling(backend: BackendRecord) -> tuple[Any, ...]:
+    """Return what decides about a number that is scaled."""
+    return backend.scaled_to, backend.autoscaling, backend.capacity, backend.capacity_direction
 
 
 def listing(items: Iterable[Any]) -> str:

@@ -1,0 +1,49 @@
+"""One look at an autoscaled backend: what its policy is to decide by, and what to do without it. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from daskserve.autoscaling import Sample
+from daskserve.autoscaling_config import AutoscalingConfig
+from daskserve.bounds import Bounds
+from daskserve.control.autoscaling.autoscaler import ScalingStep
+from daskserve.control.records import BackendRecord
+from daskserve.control.scaling import bounds_of
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What was seen, and of which record.
+
+    Attributes
+    ----------
+    config : AutoscalingConfig or None
+        The backend's options; None while they are on their way out.
+    running : int
+        How many replicas run.
+    """
+
+    backend: BackendRecord
+    config: AutoscalingConfig | None
+    sample: Sample
+    running: int
+
+    @property
+    def target(self) -> int:
+        """How many replicas are wanted."""
+        return self.backend.num_replicas
+
+    @property
+    def bounds(self) -> Bounds | None:
+        """Between which numbers to choose."""
+        return None if self.config is None else bounds_of(self.backend, self.config)
+
+    def without_policy(self, problem: str, error: BaseException | None = None) -> ScalingStep:
+        """Return the step to take: none, but for those who wait where there is no replica."""
+        target, bounds = self.target, self.bounds
+        least = 0 if bounds is None else bounds.nearest(1)
+        is_dry_run = self.config is None or self.config.dry_run
+        if is_dry_run or target > 0 or not self.sample.is_waited_for or not least:
+            return ScalingStep(target, target, f"{problem}, so nothing changes", error)
+        return ScalingStep(least, least, f"{problem}; {least} for the requests that wait", error)
