@@ -59,6 +59,12 @@ class AutoscalingConfig(BaseModel):
     policy_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Keyword arguments for the policy."
     )
+    group: str | None = Field(
+        None,
+        min_length=1,
+        description="Decide together about all backends that name this group and the same policy of your "
+        "own: it is called once, with a dict of their contexts by name, and returns a dict.",
+    )
     target_ongoing_requests: float = Field(
         2,
         gt=0,
@@ -184,6 +190,12 @@ class AutoscalingConfig(BaseModel):
             raise ValueError(
                 f"initial_replicas={first} is not between min_replicas={self.min_replicas} and "
                 f"max_replicas={self.max_replicas}; choose one of these, or leave it out for the least"
+            )
+        if self.group is not None and self.policy in BUILT_IN_POLICIES:
+            raise ValueError(
+                f"group={self.group!r} is given, and policy {self.policy!r} decides about each backend by "
+                "itself; leave group out, or give a policy of your own, a function or an import path, that "
+                "takes a dict of contexts by name and returns a dict of numbers"
             )
         if self.policy == "promql" and not (self.prometheus_address and self.prometheus_queries):
             raise ValueError(

@@ -51,6 +51,8 @@ class Explanation:
         The bounds, at the target capacity of now; None if nothing scales the backend.
     policy : str
         What decides; empty if nothing does.
+    group : str
+        The group of backends that it decides about together; empty if it decides about this one alone.
     policy_wants : int or None
         What the policy wants within the bounds, delays aside; None before it was asked.
     is_dry_run : bool
@@ -84,6 +86,7 @@ class Explanation:
     is_external: bool = False
     target_capacity: float | None = None
     target_capacity_direction: str | None = None
+    group: str = ""
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
@@ -100,9 +103,10 @@ class Explanation:
             lines.append("  Nothing scales it; num_replicas says how many there are.")
         else:
             wants = "was not asked yet" if self.policy_wants is None else f"wants {self.policy_wants}"
+            policy = f"{self.policy}, of group '{self.group}'," if self.group else self.policy
             dry = " (dry run: nothing is done about it)" if self.is_dry_run else ""
             lines.append(
-                f"  {self.policy} {wants}, of {self.min_replicas} to {self.max_replicas} allowed{dry}"
+                f"  {policy} {wants}, of {self.min_replicas} to {self.max_replicas} allowed{dry}"
                 f"{': ' + self.reason if self.reason else ''}"
             )
         if self.target_capacity is not None:

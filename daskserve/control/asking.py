@@ -15,9 +15,12 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future
 from typing import Any, Generic, TypeVar
 
+from daskserve.autoscaling import AutoscalingContext, Decision
 from daskserve.autoscaling_config import BUILT_IN_POLICIES, AutoscalingConfig
 from daskserve.clock import Clock
 from daskserve.control.autoscaling.autoscaler import Autoscaler, ScalingStep
+from daskserve.control.autoscaling.groups import decide_together
+from daskserve.control.autoscaling.loading import CallablePolicy, load_policy
 from daskserve.control.importing import whereabouts
 from daskserve.errors import UserCodeError
 from daskserve.figures import LATENCY_BUCKETS_S
@@ -138,6 +141,31 @@ def configured(tag: BackendTag, config: AutoscalingConfig, present: Autoscaler |
         return Autoscaler(tag, config, policy=policy, latency_bounds_s=LATENCY_BUCKETS_S)
     present.configure(config, policy=policy)
     return present
+
+
+def configured_in_group(tag: BackendTag, config: AutoscalingConfig, present: Autoscaler | None) -> Autoscaler:
+    """Return an autoscaler for figures and bounds alone: its policy is asked with the others of its group."""
+    if present is None:
+        return Autoscaler(tag, config, policy=_never_alone, latency_bounds_s=LATENCY_BUCKETS_S)
+    present.configure(config, policy=_never_alone)
+    return present
+
+
+def _never_alone(context: Any, **options: Any) -> Any:
+    raise RuntimeError("the policy of a group is asked about all of its backends at once")
+
+
+def loaded_policy(config: AutoscalingConfig) -> CallablePolicy:
+    """Return the policy that a config names."""
+    importlib.invalidate_caches()
+    return load_policy(config, load_bytes(config.policy) if isinstance(config.policy, bytes) else None)
+
+
+def answer_together(
+    policy: CallablePolicy, contexts: Mapping[BackendTag, AutoscalingContext]
+) -> dict[BackendTag, Decision]:
+    """Return what a group's policy answers, with a loop of its own should it be async."""
+    return asyncio.run(decide_together(policy, contexts))
 
 
 def answer(autoscaler: Autoscaler, facts: Mapping[str, Any]) -> ScalingStep:

@@ -35,6 +35,7 @@ def explain(state: State, observed: Observed, tag: BackendTag, now: float) -> di
         "min_replicas": None if bounds is None else bounds.least,
         "max_replicas": None if bounds is None else bounds.most,
         "policy": "" if config is None else _policy_name(config.policy),
+        "group": "" if config is None else config.group or "",
         "policy_wants": None if decided is None else decided.wanted,
         "is_external": backend.is_scaled_externally,
         "is_dry_run": config is not None and config.dry_run,

@@ -23,6 +23,7 @@ from daskserve.control.autoscaling.backlog import Backlog
 from daskserve.control.autoscaling.brokers import open_queue
 from daskserve.control.autoscaling.fetching import HTTPFetcher
 from daskserve.control.autoscaling.prometheus import PrometheusQueries
+from daskserve.control.group_scaler import Groups, Member
 from daskserve.control.look import Look
 from daskserve.control.observed import Observed, Scaling
 from daskserve.control.records import BackendRecord
@@ -111,6 +112,14 @@ class Scaler:
         self._fetcher: HTTPFetcher | None = None
         #: What hung when it was not wanted any more.
         self._left_behind: list[Aside[Any]] = []
+        self._groups = Groups(
+            state,
+            clock,
+            see=self._see,
+            decide=self._decided,
+            wake=self._wake.set,
+            leave_behind=self._leave_behind,
+        )
 
     def wake(self) -> None:
         """Look at the backends that are new."""
@@ -122,7 +131,7 @@ class Scaler:
             entry = self._entries.get(tag)
             if entry is None or entry.is_resting or self._state.is_at_zero(tag):
                 self._wake.set()
-                if entry is not None:
+                if entry is not None and not self._groups.hurry(tag):
                     entry.due = self._clock.now()
 
     async def run(self) -> None:
@@ -136,7 +145,8 @@ class Scaler:
                     if entry.due <= now and entry.looking is None:
                         self._begin(tag, entry)
                 waits = [each.due for each in self._entries.values() if each.looking is None]
-                pause_s = max(0.0, min(waits) - now) if waits else None
+                due = min((*waits, self._groups.begin_due(now)))
+                pause_s = max(0.0, due - now) if due < math.inf else None
                 try:
                     await self._clock.wait_for(self._wake.wait(), pause_s)
                 except TimeoutError:
@@ -144,6 +154,7 @@ class Scaler:
         finally:
             for entry in self._entries.values():
                 entry.give_up()
+            self._groups.close()
             if self._fetcher is not None:
                 self._fetcher.close()
 
@@ -151,8 +162,9 @@ class Scaler:
         wanted = self._state.autoscaled()
         for tag in self._entries.keys() - wanted:
             entry = self._entries.pop(tag)
-            self._leave_behind(tag, entry)
+            self._leave_behind(tag, entry.aside)
             entry.give_up()
+            self._groups.leave(tag)
             self._observed.scalings.pop(tag, None)
             self._observed.loads.forget_backend(tag)
         for tag in wanted - self._entries.keys():
@@ -175,11 +187,12 @@ class Scaler:
         backend = self._state.backends.get(tag)
         if backend is None or backend.is_deleting:
             return
-        decided = self._observed.scalings.get(tag)
-        if decided is not None and decided.is_for(backend) and now - decided.at < PENDING_S:
-            self._poke([tag])
+        if self._is_pending(backend):
             return
         await self._configure(backend, entry)
+        if entry.config is not None and entry.config.group is not None:
+            entry.due = math.inf  # its group looks at it from now on
+            return
         look = self._take_in(backend, entry)
         entry.is_resting = False
         if entry.autoscaler is None:
@@ -192,6 +205,26 @@ class Scaler:
         if entry.backlog is not None and entry.backlog.problem:
             step = replace(step, reason=f"{step.reason}; {entry.backlog.problem}")
         self._decided(look, step)
+
+    def _is_pending(self, backend: BackendRecord) -> bool:
+        """Whether the loop has still to make true what was decided; it is told again."""
+        decided = self._observed.scalings.get(backend.tag)
+        if decided is None or not decided.is_for(backend) or self._clock.now() - decided.at >= PENDING_S:
+            return False
+        self._poke([backend.tag])
+        return True
+
+    def _see(self, tag: BackendTag) -> Member | None:
+        """Look at one of a group; None if there is nothing to see, or it has other options by now."""
+        entry, backend = self._entries.get(tag), self._state.backends.get(tag)
+        if entry is None or entry.autoscaler is None or backend is None or backend.is_deleting:
+            return None
+        if entry.options != backend.autoscaling:
+            self._groups.leave(tag)
+            entry.due = self._clock.now()
+            return None
+        look = self._take_in(backend, entry)
+        return Member(look, entry.autoscaler, self._facts(entry, look), self._is_pending(backend))
 
     def _take_in(self, backend: BackendRecord, entry: _Entry) -> Look:
         """Look at the backend, and let its autoscaler have what is seen."""
@@ -228,10 +261,16 @@ class Scaler:
             self._follow_queue(backend.tag, config, entry)
             if entry.aside is not None:
                 # It has the autoscaler in its hands: whatever comes of it is not to be seen.
-                self._leave_behind(backend.tag, entry)
+                self._leave_behind(backend.tag, entry.aside)
                 entry.aside.leave()
                 entry.loading = entry.question = entry.autoscaler = None
-            await self._load(backend.tag, config, entry)
+            if config.group is None:
+                self._groups.leave(backend.tag)
+                await self._load(backend.tag, config, entry)
+            else:
+                entry.retry_at = math.inf
+                entry.autoscaler = asking.configured_in_group(backend.tag, config, entry.autoscaler)
+                self._groups.join(backend.tag, config)
         elif entry.config is not None and (entry.loading is not None or self._clock.now() >= entry.retry_at):
             await self._load(backend.tag, entry.config, entry)
 
@@ -269,14 +308,14 @@ class Scaler:
     def _aside(self, tag: BackendTag, function: Callable[..., T], *args: Any) -> Aside[T]:
         return Aside(self._clock, f"daskserve-policy-{tag}", function, *args)
 
-    def _leave_behind(self, tag: BackendTag, entry: _Entry) -> None:
+    def _leave_behind(self, whose: str, aside: Aside[Any] | None) -> None:
         """Tell of a thread that hangs and that nobody waits for from now on."""
-        if entry.aside is None or not entry.aside.is_overdue:
+        if aside is None or not aside.is_overdue:
             return
-        self._left_behind = [each for each in (*self._left_behind, entry.aside) if each.is_running]
+        self._left_behind = [each for each in (*self._left_behind, aside) if each.is_running]
         logger.warning(
             "The former autoscaling policy of %s hangs and is left behind in its thread; threads so lost: %s",
-            tag,
+            whose,
             len(self._left_behind),
         )
 

@@ -191,6 +191,11 @@ def simulate(
 
 
 def _autoscaler(config: AutoscalingConfig) -> Autoscaler:
+    if config.group is not None:
+        raise ValueError(
+            f"group={config.group!r} cannot be simulated, as one backend is alone here; leave it out, and "
+            "give a policy of one context"
+        )
     return Autoscaler("simulated", config, latency_bounds_s=LATENCY_BOUNDS_S)
 
 

@@ -8,85 +8,22 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-from control_harness import backend
+from scaler_harness import Desk, attended
 
 from daskserve.autoscaling import AutoscalingContext
 from daskserve.clock import LoopClock
 from daskserve.control import asking
 from daskserve.control.importing import REMEDY
-from daskserve.control.observed import Observed, Scaling
-from daskserve.control.records import BackendRecord
-from daskserve.control.scaler import RETRY_S, Scaler
-from daskserve.control.scaling import carried_over
-from daskserve.control.state import State
+from daskserve.control.scaler import RETRY_S
 from daskserve.errors import UserCodeError
 from daskserve.testing import run_virtual, wait_until
-
-QUICK: Mapping[str, Any] = {
-    "min_replicas": 0,
-    "max_replicas": 9,
-    "initial_replicas": 3,
-    "metrics_interval_s": 0.01,
-    "upscale_delay_s": 0.0,
-    "downscale_delay_s": 0.0,
-}
-
-
-class Desk:
-    """A scaler whose decisions nobody makes true, but the test."""
-
-    def __init__(self) -> None:
-        self.state = State()
-        self.observed = Observed()
-        self.clock = LoopClock()
-        self.scaler = Scaler(self.state, self.observed, self.clock, poke=lambda tags: None)
-
-    def put(self, policy: str, tag: str = "b", **options: Any) -> BackendRecord:
-        """Deploy a policy, anew if there is one."""
-        config = {"autoscaling_config": {**QUICK, **options, "policy": policy}}
-        record = carried_over(backend(tag, config=config), self.state.backends.get(tag), 0.0)
-        return self.set(record)
-
-    def set(self, record: BackendRecord) -> BackendRecord:
-        self.state.apply({record.key: record})
-        self.scaler.wake()
-        return record
-
-    def decided(self, tag: str = "b") -> Scaling:
-        return self.observed.scalings[tag]
-
-    def wants(self, tag: str = "b") -> int | None:
-        """Return the number that would be made true."""
-        found = self.observed.scalings.get(tag)
-        return found.replicas if found is not None and found.is_for(self.state.backends[tag]) else None
-
-    def reason(self, tag: str = "b") -> str:
-        found = self.observed.scalings.get(tag)
-        return "" if found is None else found.reason
-
-    def request_waits(self, tag: str = "b") -> None:
-        self.observed.loads.report("router", {tag: (7, 0)}, self.clock.now())
-        self.scaler.note_load([tag])
-
-
-Scene = Callable[[Desk], Coroutine[Any, Any, None]]
-
-
-async def attended(scene: Scene) -> None:
-    desk = Desk()
-    running = asyncio.create_task(desk.scaler.run())
-    try:
-        await scene(desk)
-    finally:
-        running.cancel()
-        await asyncio.wait([running])
 
 
 @pytest.fixture

@@ -174,7 +174,7 @@ class Autoscaler:
         bounds : Bounds
             Between which numbers to choose, if not between those of the config.
         """
-        context = self._context(now, wall, current, target, queries, bounds)
+        context = self.context(now, wall, current, target, queries, bounds)
         try:
             answer = self._policy(context)
             if inspect.isawaitable(answer):
@@ -183,7 +183,7 @@ class Autoscaler:
                 raise TypeError("the policy is async; it has to be asked by step_async()")
         except Exception as error:
             return self._failed(context, error)
-        return self._answered(context, answer)
+        return self.answered(context, answer)
 
     async def step_async(
         self,
@@ -196,18 +196,18 @@ class Autoscaler:
         bounds: Bounds | None = None,
     ) -> ScalingStep:
         """Do what `step` does, for a policy that may be async."""
-        context = self._context(now, wall, current, target, queries, bounds)
+        context = self.context(now, wall, current, target, queries, bounds)
         try:
             answer = self._policy(context)
             if inspect.isawaitable(answer):
                 answer = await answer
         except Exception as error:
             return self._failed(context, error)
-        return self._answered(context, answer)
+        return self.answered(context, answer)
 
     # ---- the parts of a step
 
-    def _context(
+    def context(
         self,
         now: float,
         wall: float,
@@ -216,6 +216,7 @@ class Autoscaler:
         queries: Mapping[str, float] | None,
         bounds: Bounds | None,
     ) -> AutoscalingContext:
+        """Return what a policy is to decide by; see `step`."""
         self._notice(target, now)
         horizon = now - self._damping.look_back_period_s
         while self._samples and self._samples[0].at <= horizon:
@@ -257,7 +258,8 @@ class Autoscaler:
             self._samples.clear()
             self._custom.clear()
 
-    def _answered(self, context: AutoscalingContext, answer: Any) -> ScalingStep:
+    def answered(self, context: AutoscalingContext, answer: Any) -> ScalingStep:
+        """Return what comes of a policy's answer about a context."""
         try:
             decision = as_decision(answer)
         except (TypeError, ValueError) as error:
