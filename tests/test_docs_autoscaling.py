@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from daskserve.autoscaling import AutoscalingContext, Decision, Sample
 from daskserve.autoscaling_config import BUILT_IN_POLICIES, AutoscalingConfig
 from daskserve.control.autoscaling.autoscaler import Autoscaler
+from daskserve.control.autoscaling.groups import decide_together
 from daskserve.control.autoscaling.loading import load_policy
 
 TEXT = (Path(__file__).parent.parent / "docs/autoscaling.md").read_text()
@@ -44,6 +46,21 @@ def test_the_policy_of_ones_own_decides() -> None:
     config = AutoscalingConfig(max_replicas=9, policy=policy, policy_kwargs={"per_replica": 500})
     context = AutoscalingContext("b", config, 1, 1, 1, 1, queries={"tokens_waiting": 1800})
     assert load_policy(config)(context) == Decision(4, "1800 tokens wait, 500 per replica wanted: 4")
+
+
+def test_backends_are_scaled_together() -> None:
+    options = next(found for found in map(run, EXAMPLES) if "together" in found)["together"]
+    config = AutoscalingConfig(**options)
+    contexts = {
+        name: AutoscalingContext(name, config, 1, 1, 1, 1, samples=[Sample(1.0, ongoing, 0)])
+        for name, ongoing in (("decoder", 7.0), ("speaker", 0.0))
+    }
+    policy = load_policy(config)
+    found = asyncio.run(decide_together(policy, contexts))
+    assert {name: each.replicas for name, each in found.items()} == {"decoder": 4, "speaker": 8}
+    assert found["speaker"].reason == "2 for each of 4 decoder"
+    alone = {"speaker": contexts["speaker"]}
+    assert asyncio.run(decide_together(policy, alone))["speaker"].replicas == 1
 
 
 def test_numbers_of_ones_own_decide() -> None:

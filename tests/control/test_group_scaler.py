@@ -317,13 +317,17 @@ def test_it_is_never_asked_twice_at_a_time_and_a_late_answer_is_not_for_another_
         desk.set(replace(desk.state.backends["a"], scaled_to=7))
         policies.go_on.set()
         await wait_until(lambda: desk.wants("b") == 4)
-        await wait_until(lambda: desk.decided("a").based_on == 7)
+        assert "answered late, for 3 replicas" in desk.reason("a")
+        assert desk.wants("a") is None
+        desk.set(replace(desk.state.backends["b"], scaled_to=4))
+        await wait_until(lambda: (desk.wants("a"), desk.wants("b")) == (8, 5))
 
     asyncio.run(attended(scene))
 
 
+@pytest.mark.parametrize("how", ["other policy", "deleted"])
 def test_a_policy_that_hangs_is_left_behind_when_the_last_one_leaves(
-    policies: Any, caplog: pytest.LogCaptureFixture
+    how: str, policies: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     policies.decide = lambda contexts: dict.fromkeys(contexts, 5)
 
@@ -331,6 +335,10 @@ def test_a_policy_that_hangs_is_left_behind_when_the_last_one_leaves(
         put(desk, "a", "b", policy="hang")
         await wait_until(lambda: "has not answered" in desk.reason("a"))
         await wait_until(lambda: "has not answered" in desk.reason("b"))
+        if how == "deleted":
+            desk.state.apply({"backend/a": None, "backend/b": None})
+            desk.scaler.wake()
+            await wait_until(lambda: "left behind" in caplog.text)
         put(desk, "a", "b")
         await wait_until(lambda: (desk.wants("a"), desk.wants("b")) == (5, 5))
 
