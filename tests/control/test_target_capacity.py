@@ -114,6 +114,22 @@ def test_what_is_no_percentage_is_refused(percent: Any) -> None:
         set_target_capacity(State(), percent, 0.0)
 
 
+@pytest.mark.parametrize(
+    ("options", "capacity", "expected"),
+    [
+        ({}, None, 10),
+        ({}, 50.0, 5),
+        ({"initial_replicas": None, "min_replicas": 3, "multiple_of": 2}, None, 4),
+        ({"max_replicas": 10}, 0.0, 0),
+    ],
+)
+def test_a_change_has_come_about_with_the_share_of_the_first_number(
+    options: dict[str, Any], capacity: float | None, expected: int
+) -> None:
+    made = replace(autoscaled("a", 0 if capacity == 0 else 18, **options), capacity=capacity)
+    assert made.needed_replicas == expected
+
+
 def test_a_dry_run_keeps_its_number_but_for_the_share() -> None:
     ten = replace(autoscaled(initial_replicas=None), scaled_to=10)
     held = replace(ten, config={"autoscaling_config": {**ten.config["autoscaling_config"], "dry_run": True}})
