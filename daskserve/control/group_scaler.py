@@ -11,7 +11,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from daskserve.autoscaling import AutoscalingContext, Decision
@@ -239,15 +239,15 @@ class Groups:
     def _settle(self, group: Group, tag: BackendTag, question: _Question, decision: Decision) -> None:
         """Tame what was decided about one backend, if it is still the one that was asked about."""
         member, backend = question.members[tag], self._state.backends.get(tag)
-        before = member.look.backend
+        seen = member.look
         if tag not in group.members or backend is None or backend.is_deleting:
             return
-        if backend.autoscaling != before.autoscaling:
+        if backend.autoscaling != seen.backend.autoscaling:
             return  # it comes back with its new options
-        look = replace(member.look, backend=backend)
-        if look.target != member.look.target:
+        look = Look.at(backend, seen.config, seen.sample, seen.running)
+        if look.target != seen.target:
             group.due = self._clock.now()
-            problem = f"the policy answered late, for {member.look.target} replicas"
+            problem = f"the policy answered late, for {seen.target} replicas"
             self._decide(look, look.without_policy(problem))
             return
         self._decide(look, member.autoscaler.answered(question.contexts[tag], decision))

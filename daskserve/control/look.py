@@ -22,22 +22,28 @@ class Look:
         The backend's options; None while they are on their way out.
     running : int
         How many replicas run.
+    bounds : Bounds or None
+        Between which numbers to choose.
     """
 
     backend: BackendRecord
     config: AutoscalingConfig | None
     sample: Sample
     running: int
+    bounds: Bounds | None
+
+    @classmethod
+    def at(
+        cls, backend: BackendRecord, config: AutoscalingConfig | None, sample: Sample, running: int
+    ) -> Look:
+        """Return a look with the bounds of now."""
+        bounds = None if config is None else bounds_of(backend, config)
+        return cls(backend, config, sample, running, bounds)
 
     @property
     def target(self) -> int:
         """How many replicas are wanted."""
         return self.backend.num_replicas
-
-    @property
-    def bounds(self) -> Bounds | None:
-        """Between which numbers to choose."""
-        return None if self.config is None else bounds_of(self.backend, self.config)
 
     def without_policy(self, problem: str, error: BaseException | None = None) -> ScalingStep:
         """Return the step to take: none, but for those who wait where there is no replica."""

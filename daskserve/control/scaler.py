@@ -236,7 +236,7 @@ class Scaler:
         if entry.autoscaler is not None:
             ongoing, custom = loads.ongoing(running, now), loads.custom(running, now)
             entry.autoscaler.observe(sample, replica_ongoing=ongoing, custom=custom)
-        return Look(backend, entry.config, sample, len(running))
+        return Look.at(backend, entry.config, sample, len(running))
 
     def _facts(self, entry: _Entry, look: Look) -> dict[str, Any]:
         return {

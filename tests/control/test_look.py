@@ -17,10 +17,8 @@ WAITING, IDLE = Sample(1.0, 0.0, 3.0), Sample(1.0, 0.0, 0.0)
 
 def look(target: int, sample: Sample, capacity: float | None = None, **options: Any) -> Look:
     config = {"max_replicas": 8, "min_replicas": 0, **options}
-    record = replace(
-        backend(config={"autoscaling_config": config}), scaled_to=target, capacity=capacity
-    )  # fmt: skip
-    return Look(record, AutoscalingConfig(**config), sample, 0)
+    record = replace(backend(config={"autoscaling_config": config}), scaled_to=target, capacity=capacity)
+    return Look.at(record, AutoscalingConfig(**config), sample, 0)
 
 
 @pytest.mark.parametrize(
@@ -32,7 +30,7 @@ def look(target: int, sample: Sample, capacity: float | None = None, **options: 
         (look(0, WAITING, 50, min_replicas=3), 2),
         (look(0, WAITING, 0), 0),
         (look(0, WAITING, dry_run=True), 0),
-        (replace(look(0, WAITING), config=None), 0),
+        (replace(look(0, WAITING), config=None, bounds=None), 0),
         (look(0, IDLE), 0),
         (look(2, WAITING), 2),
     ],

@@ -84,6 +84,9 @@ def test_run_uses_the_instance_that_was_started(client: serve.Client) -> None:
     handle = serve.run(Adder.bind(2), route_prefix="/adder")
     assert handle.add.remote(1).result(10) == 3
     assert serve.status().instance == client.instance_name
+    serve.set_target_capacity(0)
+    assert (serve.status().target_capacity, serve.explain("Adder").wanted) == (0.0, 0)
+    serve.set_target_capacity(None)
     assert fetch(f"{client.http_urls()[0]}/adder?n=1").json == 3
 
 

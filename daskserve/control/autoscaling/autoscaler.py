@@ -120,6 +120,7 @@ class Autoscaler:
         for doubt in config.doubts():
             logger.warning("backend %s: autoscaling: %s", self.name, doubt)
         self.config = config
+        self._bounds = Bounds.of(config)
         self._policy = loaded
         self._damping = Damping.of(config) if damping is None else damping
         self._state = {}
@@ -241,7 +242,7 @@ class Autoscaler:
             self.latency_bounds_s,
             custom.newest,
             custom.aggregated,
-            Bounds.of(self.config) if bounds is None else bounds,
+            self._bounds if bounds is None else bounds,
         )
 
     def _notice(self, target: int, now: float) -> None:
@@ -269,7 +270,7 @@ class Autoscaler:
 
     def _settled(self, context: AutoscalingContext, decision: Decision) -> ScalingStep:
         present = context.target_num_replicas
-        bounds = context.bounds or Bounds.of(self.config)
+        bounds = context.bounds or self._bounds
         wanted, why = self._bounded(context, decision, bounds)
         if not bounds.allows(present):
             self._patience.reset()
