@@ -266,8 +266,10 @@ class Groups:
             group.policy = await group.loading.wait()
             group.error = ""
         except TimeoutError:
-            group.error = f"the policy is still being loaded after {asking.ANSWER_S:g} s"
-            if group.error != before:
+            still = f"the policy is still being loaded after {asking.ANSWER_S:g} s"
+            place = group.loading.whereabouts
+            group.error = f"{still}: {place}" if place else still
+            if not before.startswith(still):
                 logger.warning("Group %s: %s", name, group.error)
             return
         except UserCodeError as error:

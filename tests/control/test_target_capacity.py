@@ -12,6 +12,7 @@ from control_harness import Bench, backend, state_of
 from controller_harness import ScriptedReplica, Stage, play
 
 from daskserve.control.records import BackendRecord, CapacityRecord
+from daskserve.control.scale_verb import scale
 from daskserve.control.scaling import carried_over
 from daskserve.control.state import State
 from daskserve.control.target_capacity import set_target_capacity
@@ -142,6 +143,29 @@ def test_a_dry_run_keeps_its_number_but_for_the_share() -> None:
     assert carried_over(half, half, 0.0) == half
     state.apply({half.key: half})
     assert [numbers(put(state, each)) for each in (25, 50)] == [[5], [10]]
+
+
+def test_an_external_scalers_number_is_one_at_full_capacity() -> None:
+    outside = backend("b", config={"num_replicas": 2, "external_scaler_enabled": True})
+    state = put(state_of(outside), 50)
+    assert numbers(state) == [1]
+    state.apply(scale(state, "b", 8, 5.0))
+    assert numbers(state) == [4]
+    assert state.backends["b"].scalings == ((5.0, 2, 8, "asked for by the external scaler"),)
+    assert scale(state, "b", 8, 6.0) == {}
+    again = carried_over(replace(state.backends["b"], version="v2"), state.backends["b"], 6.0)
+    assert again.num_replicas == 4
+    assert [numbers(put(state, each)) for each in (0, 100, None)] == [[0], [8], [8]]
+    # A policy goes on with the replicas there are, and the way back with what that is at full capacity.
+    put(state, 50)
+    scaled = carried_over(
+        replace(state.backends["b"], config={"autoscaling_config": dict(OPTIONS)}), state.backends["b"], 7.0
+    )
+    assert scaled.num_replicas == 4
+    back = carried_over(
+        replace(outside, config={"external_scaler_enabled": True}, capacity=50.0), scaled, 8.0
+    )
+    assert (back.num_replicas, back.full_replicas) == (4, 8)
 
 
 def test_what_a_failed_change_goes_back_to_has_the_capacity_of_now() -> None:
