@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist
@@ -283,11 +283,18 @@ def duration_parts_s(mean_s: float, cv: float, parts: int = PARTS) -> list[float
 
 
 def latency_counts(wait_s: float, ended: float, duration_s: float, parts_s: Sequence[float]) -> list[int]:
-    """Return how many of those that ended took how long, by `LATENCY_BOUNDS_S`."""
-    counts = [0.0] * (len(LATENCY_BOUNDS_S) + 1)
-    for part_s in parts_s:
-        counts[bisect_left(LATENCY_BOUNDS_S, wait_s + part_s * duration_s)] += ended / len(parts_s)
-    return [round(count) for count in counts]
+    """Return how many of those that ended took how long, by `LATENCY_BOUNDS_S`; the parts ascend."""
+    counts = [0] * (len(LATENCY_BOUNDS_S) + 1)
+    # Bounds between the shortest and the longest are few, and there is a look for each second of a day.
+    shortest = bisect_left(LATENCY_BOUNDS_S, wait_s + parts_s[0] * duration_s)
+    longest = bisect_left(LATENCY_BOUNDS_S, wait_s + parts_s[-1] * duration_s)
+    each, before = ended / len(parts_s), 0
+    for bucket in range(shortest, longest):
+        below = bisect_right(parts_s, (LATENCY_BOUNDS_S[bucket] - wait_s) / duration_s)
+        counts[bucket] = round((below - before) * each)
+        before = below
+    counts[longest] = round((len(parts_s) - before) * each)
+    return counts
 
 
 def _quantile(counts: dict[int, float], share: float) -> float:

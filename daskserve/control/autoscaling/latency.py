@@ -46,7 +46,8 @@ def latency_objective(objective_s: float, quantile: float = 0.95) -> Policy:
             return Decision(1 if waiting > 0 else 0, f"{waiting:g} requests wait", context.state)
         if not context.samples:
             return Decision(present, "no figures yet since the last change", context.state)
-        taken_s = _latency(context, quantile, objective_s)
+        rate = sum([each.rate for each in context.samples]) / len(context.samples)
+        taken_s = _latency(context, rate, quantile, objective_s)
         if taken_s is None:
             return Decision(present, "no latencies among the figures, so nothing changes", context.state)
         known = {
@@ -56,10 +57,10 @@ def latency_objective(objective_s: float, quantile: float = 0.95) -> Policy:
         if context.current_num_replicas < present:
             return Decision(present, f"{text}; waiting for {present} to run", known)
         if taken_s > objective_s:
-            return _more(context, taken_s / objective_s, text, known)
+            return _more(context, rate, taken_s / objective_s, text, known)
         if taken_s > COMFORT * objective_s:
             return Decision(present, f"{text}: {present} is right", known)
-        return _fewer(context, text, known)
+        return _fewer(context, rate, text, known)
 
     return decide
 
@@ -75,15 +76,12 @@ def quantile_of(counts: Sequence[float], bounds_s: Sequence[float], quantile: fl
     return math.inf
 
 
-def _latency(context: AutoscalingContext, quantile: float, objective_s: float) -> float | None:
+def _latency(context: AutoscalingContext, rate: float, quantile: float, objective_s: float) -> float | None:
     """Return the latency, in which those who still wait count too; None if it is not known."""
     samples, bounds_s = context.samples, context.latency_bounds_s
-    counts = [0] * (len(bounds_s) + 1)
-    for each in samples:
-        for number, count in enumerate(each.latency_counts):
-            counts[number] += count
-    waiting = sum(each.queued for each in samples) / len(samples)
-    rate = _rate(context)
+    counted = [each.latency_counts for each in samples if each.latency_counts]
+    counts = list(map(sum, zip(*counted, strict=True)))
+    waiting = sum([each.queued for each in samples]) / len(samples)
     if sum(counts) > 0:
         return max(quantile_of(counts, bounds_s, quantile), waiting / rate if rate > 0 else 0.0)
     if context.idle_since is not None:
@@ -92,12 +90,10 @@ def _latency(context: AutoscalingContext, quantile: float, objective_s: float) -
     return math.inf if was_busy and context.current_time - samples[0].at > objective_s and rate <= 0 else None
 
 
-def _rate(context: AutoscalingContext) -> float:
-    return sum(each.rate for each in context.samples) / len(context.samples)
-
-
-def _more(context: AutoscalingContext, ratio: float, text: str, known: Mapping[str, Any]) -> Decision:
-    present, each_carried = context.target_num_replicas, _rate(context) / context.current_num_replicas
+def _more(
+    context: AutoscalingContext, rate: float, ratio: float, text: str, known: Mapping[str, Any]
+) -> Decision:
+    present, each_carried = context.target_num_replicas, rate / context.current_num_replicas
     bad = min([each_carried, *(pair[0] for name, pair in known.items() if name == "bad")])
     state = {**known, "bad": (bad, context.current_time)} if each_carried > 0 else dict(known)
     if "good" in state and state["good"][0] >= bad > 0:
@@ -107,8 +103,8 @@ def _more(context: AutoscalingContext, ratio: float, text: str, known: Mapping[s
     return Decision(wanted, f"{text}: {wanted}", state, is_urgent)
 
 
-def _fewer(context: AutoscalingContext, text: str, known: Mapping[str, Any]) -> Decision:
-    present, rate = context.target_num_replicas, _rate(context)
+def _fewer(context: AutoscalingContext, rate: float, text: str, known: Mapping[str, Any]) -> Decision:
+    present = context.target_num_replicas
     if rate <= 0:
         return Decision(0, f"{text}, and nothing comes: 0", known)
     carried = rate / context.current_num_replicas

@@ -1,0 +1,363 @@
+"""What a request costs in CPU time, part by part, all in one process.
+
+No sockets but a pair for each channel, no threads but the user's own, no other process: requests are fed to
+the server's protocol as bytes by a transport that only pretends, 32 connections or 64 calls at a time. Each
+line has all that the line before has, and one part more. The figure is the least of many short rounds, which other
+work on the machine changes little: two runs differ by 2%, so that a change of one microsecond can be seen. In
+real use each part takes longer, because caches are colder, and system calls come on top.
+
+Run: ``python benchmarks/bench_path.py [--rounds N]``; needs uvicorn, httptools and uvloop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import random
+import socket
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+import uvloop
+from uvicorn import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from daskserve.clock import OneLoopClock
+from daskserve.cluster.base import ActorContext, ActorSpec
+from daskserve.cluster.channel import Channel
+from daskserve.cluster.transport import SocketTransport
+from daskserve.config import HTTPOptions
+from daskserve.data.handle import Handle
+from daskserve.data.replica import Replica
+from daskserve.data.router import Routers
+from daskserve.hops import Hops
+from daskserve.payload import dump, dump_bytes
+from daskserve.proxies.app import IngressApp
+from daskserve.proxies.asgi import ASGIApp, Scope
+from daskserve.proxies.exchange import Carrier
+from daskserve.proxies.routes import RouteTable
+from daskserve.proxies.uvicorn_connection import SharedState, UvicornConnection
+from daskserve.request_ids import RequestIds
+from daskserve.starts import ReplicaStart
+from daskserve.types import (
+    DONE,
+    WHOLE_RESPONSE,
+    ActorAddress,
+    ActorKind,
+    Envelope,
+    EnvelopeKind,
+    Load,
+    Message,
+    Receive,
+    Send,
+)
+
+REQUEST = b"GET /b HTTP/1.1\r\nHost: 127.0.0.1:8000\r\n\r\n"
+CONNECTIONS, CALLS = 32, 64
+PER_ROUND = 2048
+HEADERS = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", b"2")]
+ADDRESS = ActorAddress("i/replica/b#AAAAAA", "worker", 1)
+
+Request = Callable[[ActorAddress, Envelope, Receive, Send], Coroutine[Any, Any, Load]]
+
+
+async def answer_call(value: Any) -> Any:
+    return value
+
+
+async def answer_http(request: Any) -> str:
+    return "ok"
+
+
+class Published:
+    """What routers learn from the controller: one endpoint, one backend, one replica."""
+
+    is_started = True
+
+    def __init__(self, *, is_legacy: bool) -> None:
+        self._is_legacy = is_legacy
+
+    def watch(self, key: str, update: Callable[[Any], None]) -> Callable[[], None]:
+        if key.startswith("endpoint/"):
+            update({"legacy": self._is_legacy, "traffic": {"b": 1.0}, "shadows": {}})
+        else:
+            update({"replicas": [("b#AAAAAA", "worker", 1)], "concurrency": 100, "max_queued": 1000})
+        return lambda: None
+
+    def on_worker_left(self, forget: Callable[[str], None]) -> None: ...
+
+    def on_ended(self, close: Callable[[], None]) -> None: ...
+
+
+class OneLink:
+    """The link of a process whose loop is the one that runs."""
+
+    is_closed = False
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.hops = Hops()
+        self.rng = random.Random(0)
+        self.request_ids = RequestIds(self.rng)
+
+    def runs_here(self) -> bool:
+        return True
+
+
+class Seam:
+    """The seam to a cluster that has one replica, reached in the way that is given."""
+
+    instance = "i"
+    is_ended = False
+
+    def __init__(self, request: Request, *, is_local: bool, is_legacy: bool = True) -> None:
+        loop = asyncio.get_running_loop()
+        self.request = request
+        self._is_local = is_local
+        self.shared: dict[str, Any] = {}
+        self.link = OneLink(loop)
+        self.clock = OneLoopClock(loop)
+        self.listener = Published(is_legacy=is_legacy)
+
+    def is_local(self, address: ActorAddress) -> bool:
+        return self._is_local
+
+
+class Pretender(asyncio.Transport):
+    """A transport whose client sends its next request as soon as it has an answer."""
+
+    def __init__(self, protocol: Any, requests: int) -> None:
+        super().__init__()
+        self._protocol = protocol
+        self._left = requests
+        self._loop = asyncio.get_running_loop()
+        self._socket = socket.socket()
+        self.ended = self._loop.create_future()
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self._socket if name == "socket" else default
+
+    def begin(self) -> None:
+        self._loop.call_soon(self._protocol.data_received, REQUEST)
+
+    def write(self, data: bytes) -> None:  # type: ignore[override]
+        if data.endswith(b"ok"):
+            self._left -= 1
+            if self._left:
+                self.begin()
+            else:
+                self._socket.close()
+                self.ended.set_result(None)
+
+    def close(self) -> None: ...
+
+    def is_closing(self) -> bool:
+        return False
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+
+async def three_lines(scope: Scope, receive: Receive, send: Send) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+    await send({"type": "http.response.body", "body": b"ok"})
+
+
+def floor_protocols() -> Callable[[], Any]:
+    config = Config(three_lines, loop="none", http="httptools", ws="none", lifespan="off", log_config=None)
+    config.access_log = False
+    config.load()
+    state = ServerState()
+    return lambda: HttpToolsProtocol(config, state, {}, asyncio.get_running_loop())
+
+
+def our_protocols(app: ASGIApp) -> Callable[[], Any]:
+    clock = OneLoopClock(asyncio.get_running_loop())
+    carrier = Carrier(app, max_body_bytes=1 << 30, idle_timeout_s=60, clock=clock)
+    config = Config(app, loop="none", http=UvicornConnection, ws="none", lifespan="off", log_config=None)
+    config.load()
+    state = SharedState()
+    return lambda: UvicornConnection(carrier, config, state)
+
+
+async def http_round(protocols: Callable[[], Any]) -> None:
+    pretenders = []
+    for _ in range(CONNECTIONS):
+        protocol = protocols()
+        pretender = Pretender(protocol, PER_ROUND // CONNECTIONS)
+        protocol.connection_made(pretender)
+        pretenders.append((protocol, pretender))
+        pretender.begin()
+    for protocol, pretender in pretenders:
+        await pretender.ended
+        protocol.connection_lost(None)
+
+
+async def call_round(call: Callable[[], Awaitable[Any]]) -> None:
+    async def one_after_the_other() -> None:
+        for _ in range(PER_ROUND // CALLS):
+            await call()
+
+    await asyncio.gather(*(one_after_the_other() for _ in range(CALLS)))
+
+
+async def whole_answer(envelope: Envelope, receive: Receive, send: Send) -> Load:
+    await send({"type": WHOLE_RESPONSE, "status": 200, "headers": HEADERS, "body": b"ok"})
+    return Load(1)
+
+
+class Bench:
+    """The cases, and what has to be ended after them."""
+
+    def __init__(self) -> None:
+        self.clock = OneLoopClock(asyncio.get_running_loop())
+        self.replicas: list[Replica] = []
+        self.channels: list[Channel] = []
+        self.routers: list[Routers] = []
+        self.tasks: list[asyncio.Task[None]] = []
+
+    async def replica(self, function: Any, event_loop: str) -> Replica:
+        code = dump_bytes((function, (), {}))
+        start = ReplicaStart("b", "b#AAAAAA", code, concurrency=100, event_loop=event_loop)
+        spec = ActorSpec(ActorKind.REPLICA, ADDRESS.name, 1, "i", start.encode())
+        cluster: Any = None
+        replica = Replica(ActorContext(spec, cluster, self.clock, random.Random(0)))
+        await replica.start()
+        self.replicas.append(replica)
+        return replica
+
+    def channel_to(self, handle: Callable[[Envelope, Receive, Send], Coroutine[Any, Any, Load]]) -> Channel:
+        def dispatch(
+            name: str, incarnation: int, envelope: Envelope, receive: Receive, send: Send
+        ) -> Coroutine[Any, Any, Load]:
+            return handle(envelope, receive, send)
+
+        ends = socket.socketpair()
+        for number, end in enumerate(ends):
+            end.setblocking(False)
+            channel = Channel(SocketTransport(end, "the other end"), dispatch, first_stream=number)
+            self.tasks.append(asyncio.create_task(channel.serve()))
+            self.channels.append(channel)
+        return self.channels[-2]
+
+    def ingress(self, dispatch: Any) -> IngressApp:
+        table = RouteTable({"/b": {"endpoint": "e", "methods": ["GET"]}})
+        return IngressApp(
+            options=HTTPOptions(),
+            routes=lambda: table,
+            dispatch=dispatch,
+            rng=random.Random(0),
+            takes_whole=True,
+        )
+
+    def app(self, request: Request, *, is_local: bool = True) -> IngressApp:
+        """Return the ingress, with a router that reaches its replica in the way that is given."""
+        seam: Any = Seam(request, is_local=is_local)
+        routers = Routers(seam, seam.listener, self.clock, random.Random(0))
+        self.routers.append(routers)
+
+        def dispatch(
+            endpoint: str, envelope: Envelope, receive: Receive, send: Send
+        ) -> Coroutine[Any, Any, None]:
+            return routers.router(endpoint).send(envelope, receive, send)
+
+        return self.ingress(dispatch)
+
+    async def cases(self) -> dict[str, Callable[[], Awaitable[None]]]:
+        """Return what one round of each case is."""
+
+        async def at_once(_: ActorAddress, envelope: Envelope, receive: Receive, send: Send) -> Load:
+            return await whole_answer(envelope, receive, send)
+
+        async def dispatch_at_once(_: str, envelope: Envelope, receive: Receive, send: Send) -> None:
+            await whole_answer(envelope, receive, send)
+
+        near = await self.replica(answer_http, "worker")
+        own = await self.replica(answer_http, "own")
+        protocols = {
+            "uvicorn, an application of three lines": floor_protocols(),
+            "our server, the same application": our_protocols(three_lines),
+            "+ ingress": our_protocols(self.ingress(dispatch_at_once)),
+            "+ router": our_protocols(self.app(at_once)),
+            "+ replica, on the worker's loop": our_protocols(self.app(lambda _, *parts: near.handle(*parts))),
+            "+ channel": our_protocols(self.app(self.channel_to(near.handle).request, is_local=False)),
+            "+ a loop of the replica's own": our_protocols(
+                self.app(self.channel_to(own.handle).request, is_local=False)
+            ),
+        }
+        return {
+            **{name: lambda each=each: http_round(each) for name, each in protocols.items()},  # type: ignore[misc]
+            **await self.call_cases(),
+        }
+
+    async def call_cases(self) -> dict[str, Callable[[], Awaitable[None]]]:
+        """Return the same for calls by handle."""
+
+        async def echo(envelope: Envelope, receive: Receive, send: Send) -> Load:
+            await send({"type": "call.result", "payload": envelope.payload})
+            return Load(1)
+
+        async def nothing() -> Message:
+            return {"type": "http.disconnect"}
+
+        def keep(message: Message) -> Awaitable[None]:
+            return DONE
+
+        payload = dump(((bytes(100),), {}))
+
+        def by(channel: Channel) -> Callable[[], Awaitable[Any]]:
+            head = {"method": "__call__", "request_id": "some-id"}
+            return lambda: channel.request(ADDRESS, Envelope(EnvelopeKind.CALL, head, payload), nothing, keep)
+
+        near = self.channel_to((await self.replica(answer_call, "worker")).handle)
+        own = self.channel_to((await self.replica(answer_call, "own")).handle)
+        calls: dict[str, Callable[[], Awaitable[Any]]] = {
+            "a bare channel, 64 calls": by(self.channel_to(echo)),
+            "+ replica, on the worker's loop, 64 calls": by(near),
+        }
+        for name, channel in (("", near), (", a loop of the replica's own", own)):
+            seam = Seam(channel.request, is_local=False, is_legacy=False)
+            handle = Handle("i", "e", is_legacy=False, cluster=seam)
+            calls[f"+ router and handle{name}, 64 calls"] = lambda handle=handle: handle.remote(bytes(100))  # type: ignore[misc]
+        return {name: lambda call=call: call_round(call) for name, call in calls.items()}  # type: ignore[misc]
+
+    async def close(self) -> None:
+        for routers in self.routers:
+            routers.close()
+        for channel in self.channels:
+            channel.close()
+        await asyncio.wait(self.tasks)
+        for replica in self.replicas:
+            await replica.stop(1)
+
+
+async def measure(rounds: int) -> dict[str, float]:
+    """Return the least CPU seconds that a request took in each case."""
+    bench = Bench()
+    cases = await bench.cases()
+    await asyncio.sleep(0.1)  # for the channels to be up
+    best = dict.fromkeys(cases, float("inf"))
+    gc.collect()
+    gc.freeze()
+    for _ in range(rounds):
+        for name, one_round in cases.items():
+            began = time.process_time()
+            await one_round()
+            best[name] = min(best[name], (time.process_time() - began) / PER_ROUND)
+    await bench.close()
+    return best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=25)
+    best = uvloop.run(measure(parser.parse_args().rounds))
+    for name, seconds in best.items():
+        print(f"{name:60} {seconds * 1e6:6.1f} us")
+
+
+if __name__ == "__main__":
+    main()
