@@ -2,9 +2,9 @@
 
 No sockets but a pair for each channel, no threads but the user's own, no other process: requests are fed to
 the server's protocol as bytes by a transport that only pretends, 32 connections or 64 calls at a time. Each
-line has all that the line before has, and one part more. The figure is the least of many short rounds, which other
-work on the machine changes little: two runs differ by 2%, so that a change of one microsecond can be seen. In
-real use each part takes longer, because caches are colder, and system calls come on top.
+line has all that the line before has, and one part more. The figure is the least of many short rounds, which
+other work on the machine changes little: two runs differ by 2%, so that a change of one microsecond can be
+seen. In real use each part takes longer, because caches are colder, and system calls come on top.
 
 Run: ``python benchmarks/bench_path.py [--rounds N]``; needs uvicorn, httptools and uvloop.
 """
