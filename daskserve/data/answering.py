@@ -26,7 +26,7 @@ from daskserve.data.method_header import named_method
 from daskserve.data.replica_batches import ReplicaBatches
 from daskserve.data.requests import Exchange, Slot, open_exchange, read_body, request_context
 from daskserve.data.streaming import stream_call
-from daskserve.data.wall import Call, Wall
+from daskserve.data.wall import Call, InPlaceCall, Wall
 from daskserve.errors import BadRequestError
 from daskserve.replica_figures import ReplicaFigures
 from daskserve.types import Envelope, EnvelopeKind, Message, Receive, Send
@@ -85,9 +85,11 @@ class Answering:
                 receive = exchange.receive
         context = self._context_of(envelope)
         try:
-            answer: Answer | Unfinished = await self._wall.start_in_place(
+            answer: Answer | Unfinished | InPlaceCall[Answer | Unfinished] = self._wall.enter(
                 self._servable.answer_http, method, scope, receive, body, context=context
             )
+            if isinstance(answer, InPlaceCall):
+                answer = await answer
             if isinstance(answer, Unfinished):
                 if exchange is None:
                     exchange = open_exchange(self._wall, scope, receive, send)
@@ -178,19 +180,25 @@ class Answering:
             context = self._context_of(envelope)
             await stream_call(self._wall, servable, method, envelope, send, begin, context)
             return
+        result: Any
         if method.accepts_batches:
             result = await self._batches.submit(method, BatchItem(head, payload=envelope.payload), slot)
             if isinstance(result, Exception):
                 raise result
         else:
             context = self._context_of(envelope)
-            answer: Callable[..., Any] = (
-                servable.answer_call if method.is_async else servable.answer_call_in_thread
-            )
             in_place = envelope.deadline is None and self._wall.is_on_worker_loop
-            result = await self._begin(
-                slot, in_place, context, not method.is_async, answer, method, head, envelope.payload
-            ).wait()
+            parts = (method, head, envelope.payload)
+            if not method.is_async:
+                result = await self._begin(
+                    slot, False, context, True, servable.answer_call_in_thread, *parts
+                ).wait()
+            elif in_place:
+                result = self._wall.enter(servable.answer_call, *parts, context=context)
+                if isinstance(result, InPlaceCall):
+                    result = await result
+            else:
+                result = await self._begin(slot, False, context, False, servable.answer_call, *parts).wait()
             if isinstance(result, Unfinished):
                 rest = (servable.finish_call, method, result.result)
                 result = await self._begin(slot, in_place, context.copy(), False, *rest).wait()

@@ -157,7 +157,7 @@ def request_context(envelope: Envelope) -> RequestContext:
     head = envelope.head
     if envelope.kind is EnvelopeKind.HTTP:
         ours = (head.get("extensions") or {}).get("daskserve") or {}
-        return RequestContext(str(ours.get("request_id", "")), str(ours.get("route", "")), envelope.deadline)
+        return RequestContext(ours.get("request_id", ""), ours.get("route", ""), envelope.deadline)
     return RequestContext(head.get("request_id") or "", deadline=envelope.deadline)
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextvars import Context
 from typing import Any, Generic, TypeVar
 
@@ -181,6 +181,8 @@ class InPlaceCall(Call[T]):
     """
 
     is_in_place = True
+    #: The coroutine and what it waits for, if it has been entered before it is awaited.
+    _code: Coroutine[Any, Any, T] | None = None
     _waits_for: asyncio.Future[Any] | None = None
     _must_throw = False
 
@@ -189,9 +191,11 @@ class InPlaceCall(Call[T]):
 
     def __await__(self) -> Generator[Any, Any, T]:
         run = self._context.run
-        code = self._function(*self._args)
+        code, waits_for = self._code, self._waits_for
         try:
-            waits_for = run(code.send, None)
+            if code is None:
+                code = self._function(*self._args)
+                waits_for = run(code.send, None)
             while True:
                 self._waits_for = waits_for
                 try:
@@ -372,6 +376,32 @@ class Wall:
         call: ThreadCall[T] = ThreadCall(self, function, args, context or self.context.copy(), on_end)
         self._admit(call)
         call.begin(threads or (self._reserved if reserved else self.threads))
+        return call
+
+    def enter(self, function: AsyncFunction[T], *args: Any, context: Context) -> T | InPlaceCall[T]:
+        """Run a coroutine function on the worker's loop, here and now, up to where it first waits.
+
+        Return what it has come to or, if it waits, the call to be awaited at once. Code that never waits is
+        thus spared all that waiting takes: to be known, to be watched, to be cancelled.
+        """
+        if self.is_closed:
+            raise ClosedError("The replica has been stopped.")
+        if not self.calls:  # else it is armed
+            self._arm_watch()
+        code: Any = function(*args)
+        try:
+            waits_for = context.run(code.send, None)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        except asyncio.CancelledError as error:
+            if is_cancelling():
+                raise
+            raise reportable(error) from error
+        except (SystemExit, KeyboardInterrupt) as error:
+            raise reportable(error) from error
+        call: InPlaceCall[T] = InPlaceCall(self, function, (), context, None)
+        call._code, call._waits_for = code, waits_for
+        self.calls.add(call)
         return call
 
     async def run_async(self, function: AsyncFunction[T], *args: Any) -> T:

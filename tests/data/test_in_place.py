@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Generator
 from typing import Any
 
 import pytest
@@ -17,19 +17,45 @@ from daskserve.testing import VirtualTimeLoop
 WHO: contextvars.ContextVar[str] = contextvars.ContextVar("who", default="nobody")
 
 
+class Entered:
+    """What has come of code that was entered, to be awaited like a call."""
+
+    def __init__(self, desk: Desk, result: Any) -> None:
+        self._desk = desk
+        self._result = result
+
+    def wait(self) -> Entered:
+        return self
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        try:
+            if isinstance(self._result, InPlaceCall):
+                return (yield from self._result.__await__())
+            return self._result
+        finally:
+            self._desk.free()
+
+
 class Desk:
     """A wall, and what its calls did."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, enters: bool) -> None:
+        self._enters = enters
         self.wall = Wall("b#AAAAAA", contextvars.copy_context(), event_loop="worker")
         self.freed = 0
         self.notes: list[Any] = []
 
-    def begin(self, function: Callable[..., Awaitable[Any]], *args: Any) -> InPlaceCall[Any]:
+    def begin(self, function: Callable[..., Awaitable[Any]], *args: Any) -> InPlaceCall[Any] | Entered:
         self.request = RequestContext("an-id")
         context = self.wall.context.copy()
         context.run(current_request.set, self.request)
-        return self.wall.start_in_place(function, *args, context=context, on_end=self.free)
+        if not self._enters:
+            return self.wall.start_in_place(function, *args, context=context, on_end=self.free)
+        try:
+            return Entered(self, self.wall.enter(function, *args, context=context))
+        except BaseException:
+            self.free()
+            raise
 
     def free(self) -> None:
         self.freed += 1
@@ -42,14 +68,17 @@ class Desk:
 
 
 def run(scenario: Callable[[Desk], Awaitable[None]]) -> None:
-    async def main() -> None:
-        desk = Desk()
+    """Play it with calls that begin when they are awaited, and with code that is entered before."""
+
+    async def main(enters: bool) -> None:
+        desk = Desk(enters=enters)
         await scenario(desk)
         assert desk.wall.calls == set()
         await desk.wall.close(1)
 
-    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
-        runner.run(main())
+    for enters in (False, True):
+        with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+            runner.run(main(enters))
 
 
 def test_it_returns_what_the_code_returns_with_and_without_waiting() -> None:
@@ -227,21 +256,38 @@ def test_timeouts_of_the_code_work_as_anywhere() -> None:
 
 
 def test_a_loop_that_is_given_up_closes_the_code() -> None:
-    notes: list[str] = []
-
-    async def code() -> None:
+    async def code(desk: Desk) -> None:
         try:
             await asyncio.sleep(60)
         finally:
-            notes.append("closed")
+            desk.notes.append("closed")
 
     async def scenario(desk: Desk) -> None:
-        waiting = desk.begin(code).__await__()
+        waiting = desk.begin(code, desk).__await__()
         next(waiting)
         waiting.close()
-        assert (notes, desk.freed) == (["closed"], 1)
+        assert (desk.notes, desk.freed) == (["closed"], 1)
 
     run(scenario)
+
+
+def test_code_that_never_waits_is_no_call_and_may_not_cancel_itself() -> None:
+    async def code(desk: Desk) -> str:
+        desk.notes.append(len(desk.wall.calls))
+        return "done"
+
+    async def cancelled() -> None:
+        raise asyncio.CancelledError
+
+    async def main() -> None:
+        desk = Desk(enters=True)
+        assert desk.wall.enter(code, desk, context=contextvars.copy_context()) == "done"
+        assert desk.notes == [0]
+        with pytest.raises(UserCodeError, match="CancelledError"):
+            desk.begin(cancelled)
+        await desk.wall.close(1)
+
+    asyncio.run(main())
 
 
 def test_after_the_wall_is_closed_nothing_begins() -> None:

@@ -488,6 +488,18 @@ def test_a_loop_that_is_blocked_even_briefly_is_counted_once_whenever_that_begin
     assert both.blocked_count == count
 
 
+def test_code_that_blocks_the_workers_loop_and_never_waits_is_counted() -> None:
+    async def blocking() -> str:
+        threading.Event().wait(2 * BLOCKED_AFTER_S)
+        return "done"
+
+    async def scenario(wall: Wall) -> None:
+        assert wall.enter(blocking, context=contextvars.copy_context()) == "done"
+        await until(lambda: wall.blocked_count == 1)
+
+    run(scenario, event_loop="worker")
+
+
 # ---- the end
 
 
