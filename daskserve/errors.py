@@ -158,18 +158,11 @@ class UnavailableError(ServeError):
 
 
 class ReplicaBusyError(UnavailableError):
-    """The replica runs as many requests as it may. The request has not begun.
+    """The replica runs as many requests as it may. The request has not begun."""
 
-    Attributes
-    ----------
-    ongoing, handled : int
-        How many it runs, and how many it has begun so far.
-    """
-
-    def __init__(self, message: str = "", *, ongoing: int = 0, handled: int = 0) -> None:
+    def __init__(self, message: str = "", *, ongoing: int = 0) -> None:
         super().__init__(message)
         self.ongoing = ongoing
-        self.handled = handled
 
 
 class ActorLostError(UnavailableError):

@@ -95,12 +95,10 @@ class ReplicaFigures:
         """Note that the replica is up."""
         self.startup_s, self.started_at = took_s, wall_time
 
-    def refusal(self, replica_tag: ReplicaTag, ongoing: int, handled: int) -> ReplicaBusyError:
-        """Count a request that came while every slot was taken, and return what to raise."""
+    def refusal(self, replica_tag: ReplicaTag, ongoing: int) -> ReplicaBusyError:
+        """Count a request that found no free slot in time, and return what to raise."""
         self.refused += 1
-        return ReplicaBusyError(
-            f"Replica {replica_tag!r} runs {ongoing} requests already.", ongoing=ongoing, handled=handled
-        )
+        return ReplicaBusyError(f"Replica {replica_tag!r} runs {ongoing} requests already.", ongoing=ongoing)
 
     def give_up(self, *, is_late: bool) -> None:
         """Count a request that was cancelled, ``is_late`` if its time was over."""

@@ -148,12 +148,26 @@ class EnvelopeKind(enum.StrEnum):
     CONTROL = "control"
 
 
+#: The type of the message by which a replica tells a router that a request with `Patience` has its slot, and
+#: what the replica now has to do: ``ongoing`` and ``queued``, as in `Load`.
+SLOT_TAKEN = "slot.taken"
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long a request may wait in line at a replica that is full, and how long it has done so before."""
+
+    left_s: float
+    waited_s: float = 0.0
+
+
 @dataclass(slots=True)
 class Envelope:
     """The opening message of one request to one actor.
 
     ``deadline`` is when it must have been answered, on the clock of this process's event loop. ``has_body``
     is whether messages of the caller follow; without it, one that says the body is empty is taken as read.
+    Without ``patience`` a replica that is full refuses it at once.
     """
 
     kind: EnvelopeKind
@@ -161,6 +175,7 @@ class Envelope:
     payload: Payload | None = None
     deadline: float | None = None
     has_body: bool = True
+    patience: Patience | None = None
 
 
 @dataclass(slots=True)

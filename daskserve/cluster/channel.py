@@ -39,6 +39,7 @@ from daskserve.types import (
     Envelope,
     EnvelopeKind,
     Load,
+    Patience,
     Receive,
     Send,
     WorkerAddress,
@@ -110,6 +111,7 @@ class Channel:
         deadline = envelope.deadline
         pump = None
         taken_bytes = 0
+        patience = envelope.patience
         if envelope.has_body and envelope.kind is EnvelopeKind.HTTP:
             # Made before anything is posted: what it posts at once then leaves in one piece with that.
             pump = asyncio.create_task(self._pump(stream, opened, receive), name="daskserve-channel-pump")
@@ -124,6 +126,7 @@ class Channel:
                 wire_payload(envelope.payload),
                 envelope.has_body,
                 None if deadline is None else deadline - asyncio.get_running_loop().time(),
+                None if patience is None else (patience.left_s, patience.waited_s),
             )
         )
         try:
@@ -204,9 +207,17 @@ class Channel:
         payload: Any,
         has_body: bool,
         left_s: float | None,
+        patience: tuple[float, float] | None,
     ) -> None:
         deadline = None if left_s is None else asyncio.get_running_loop().time() + left_s
-        envelope = Envelope(_KINDS[kind], head, unwire_payload(payload), deadline, has_body)
+        envelope = Envelope(
+            _KINDS[kind],
+            head,
+            unwire_payload(payload),
+            deadline,
+            has_body,
+            None if patience is None else Patience(*patience),
+        )
         stream = self._accepted[number] = Accepted(number, self._transport, has_body=has_body)
         stream.task = asyncio.create_task(
             self._handle(number, name, incarnation, envelope, stream), name="daskserve-channel-handle"

@@ -3,7 +3,8 @@
 Frames (tuples; the first two fields are the kind and the stream's number, chosen by the side that opens)::
 
     (OPEN,   n, name, incarnation,                        open a stream to an actor over there, with the
-        kind, head, payload, has_body, left_s)            seconds left of its deadline, None if it has none
+        kind, head, payload, has_body, left_s,            seconds left of its deadline, None if it has none;
+        patience)                                         seconds that it may wait in line, and has, or None
     (DATA,   n, messages)                                 ASGI (or ``call.*``) messages, either way
     (END,    n, ongoing, queued)                          the handler is done; carries the actor's load
     (ANSWER, n, messages, ongoing, queued)                its last messages, and that it is done

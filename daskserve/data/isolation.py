@@ -30,10 +30,12 @@ from daskserve.data.autoscaling_stats import ChildStats
 from daskserve.data.child_figures import Told, keep_asking_for_figures, tell
 from daskserve.data.health import HealthWatch
 from daskserve.data.replica import CLOSE_GRACE_S, Replica
+from daskserve.data.slots import SlotHolder
 from daskserve.environment import find_interpreter
 from daskserve.errors import (
     ActorLostError,
     BadRequestError,
+    ReplicaBusyError,
     ReplicaStartError,
     RequestTimeoutError,
     ServeError,
@@ -59,7 +61,7 @@ NEVER_S = 1e9
 # ---- in the worker
 
 
-class IsolatedReplica:
+class IsolatedReplica(SlotHolder):
     """The `daskserve.cluster.base.Hosted` whose user code runs in a child process.
 
     A child that ends unasked shows in `health`, which whoever watches the worker reads every second.
@@ -70,12 +72,11 @@ class IsolatedReplica:
     def __init__(self, context: ActorContext) -> None:
         self._context = context
         self._start = start = ReplicaStart.decode(context.spec.payload)
-        self._concurrency = start.concurrency
+        super().__init__(start.concurrency)
         self._child: ChildProcess | None = None
-        self._is_open = False
         #: Why the replica cannot serve any more, if its child ended unasked.
         self._loss = ""
-        self._ongoing = self._queued = 0
+        self._queued = 0
         self._handled = 0
         self._figures = ReplicaFigures()
         self._labels = (context.spec.instance, start.backend_tag, start.replica_tag)
@@ -85,8 +86,6 @@ class IsolatedReplica:
         self._stats = ChildStats(context.clock)
         self.figures = lambda: self._told.brief(self._ongoing, self._handled) | self._stats.figures()
         self._asking: asyncio.Task[None] | None = None
-        self._idle = asyncio.Event()
-        self._idle.set()
         self._settling: set[asyncio.Task[None]] = set()
         self._ending: asyncio.Task[None] | None = None
         self._health = HealthWatch(
@@ -163,7 +162,7 @@ class IsolatedReplica:
         Raises
         ------
         ReplicaBusyError
-            All slots are taken; the request has not begun.
+            All slots are taken, for longer than the request has patience; it has not begun.
         ActorLostError
             The replica is stopping or its process has ended; ``begun`` says if it may have seen the request.
         PackedError
@@ -172,11 +171,12 @@ class IsolatedReplica:
         child = self._running()
         if envelope.kind is EnvelopeKind.CONTROL:
             raise BadRequestError(f"A replica takes no requests of kind {envelope.kind!r}.")
-        if self._ongoing >= self._concurrency:
-            raise self._figures.refusal(self._start.replica_tag, self._ongoing, self._handled)
-        self._ongoing += 1
+        if self._ongoing >= self._concurrency or envelope.patience is not None:
+            await self._take_slot(envelope, send)
+            envelope = replace(envelope, patience=None)  # the child has a slot for it
+        else:
+            self._ongoing += 1
         self._handled += 1
-        self._idle.clear()
         number = self._handled
         passage = _Passage(send)
         try:
@@ -198,13 +198,11 @@ class IsolatedReplica:
         return self.load()
 
     def load(self) -> Load:
-        """Return how many requests run, and how many of these waited for their batch at the last answer."""
-        return Load(self._ongoing, min(self._queued, self._ongoing))
+        """Return how many requests run, and how many wait: for a batch, at the last answer, or for a slot."""
+        return Load(self._ongoing, min(self._queued, self._ongoing) + len(self._line.places))
 
-    def _free_slot(self) -> None:
-        self._ongoing -= 1
-        if not self._ongoing:
-            self._idle.set()
+    def _refusal(self) -> ReplicaBusyError:
+        return self._figures.refusal(self._start.replica_tag, self._ongoing)
 
     def _free_slot_later(self, child: ChildProcess, number: int) -> None:
         task = asyncio.create_task(self._settle(child, number), name="daskserve-isolation-settle")
@@ -232,12 +230,13 @@ class IsolatedReplica:
     async def reconfigure(self, user_config: bytes | None, concurrency: int, **options: Any) -> None:
         """Take over changed options without a restart; see `daskserve.data.replica.Replica.reconfigure`."""
         await self._call("reconfigure", user_config=user_config, concurrency=concurrency, **options)
-        self._concurrency = concurrency
+        self._set_concurrency(concurrency)
 
     async def statistics(self) -> dict[str, Any]:
         """Return the replica's figures; those that end in ``_total`` only grow."""
         found = await self._ask(self._running())
         own = {"ongoing": self._ongoing, "concurrency": self._concurrency}
+        own["queued"] = found["queued"] + len(self._line.places)
         return {**found, **own, "refused_total": found["refused_total"] + self._figures.refused}
 
     async def _ask(self, child: ChildProcess) -> dict[str, Any]:
@@ -254,7 +253,7 @@ class IsolatedReplica:
         """Return the replica's figures as metrics, those of the child as it told them last."""
         own = self._figures.samples(self._labels) + self._figures.states(
             self._labels,
-            load=self.load(),
+            load=Load(self._ongoing, len(self._line.places)),  # what waits for batches is told by the child
             concurrency=self._concurrency,
             abandoned=0,
             loop_blocks=0,
@@ -262,7 +261,8 @@ class IsolatedReplica:
             is_healthy=self._health.is_healthy and not self._loss,
         )
         childs = self._told.samples()
-        known = {(name, labels) for name, labels, _ in childs} - {("deployment_rejections", self._labels[:2])}
+        both = {("deployment_rejections", self._labels[:2]), ("replica_queued_requests", self._labels)}
+        known = {(name, labels) for name, labels, _ in childs} - both
         return childs + [sample for sample in own if sample[:2] not in known]
 
     def user_samples(self) -> list[UserSample]:
@@ -290,15 +290,19 @@ class IsolatedReplica:
 
     def _running(self) -> ChildProcess:
         if not self._is_open or self._child is None:
-            loss = self._loss or f"Replica {self._start.replica_tag!r} is not running."
-            raise ActorLostError(loss, begun=False)
+            raise self._not_running()
         return self._child
+
+    def _not_running(self) -> ActorLostError:
+        return ActorLostError(
+            self._loss or f"Replica {self._start.replica_tag!r} is not running.", begun=False
+        )
 
     def _note_end(self) -> None:
         if not self._is_open or self._child is None:
             return
-        self._is_open = False
         self._loss = f"Replica {self._start.replica_tag!r} is lost: its process {self._child.fate}."
+        self._close()
         logger.error("%s", self._loss)
 
     # ---- stop
@@ -309,7 +313,7 @@ class IsolatedReplica:
         When this returns, the child and all that it started have ended.
         """
         child = self._child if self._is_open and grace_s > 0 else None
-        self._is_open = False
+        self._close()
         if self._asking is not None:
             self._asking.cancel()
             await asyncio.wait([self._asking])
@@ -317,7 +321,7 @@ class IsolatedReplica:
         if child is not None:
             await self._send_away(child)
         try:
-            await self._context.clock.wait_for(self._idle.wait(), grace_s)
+            await self._context.clock.wait_for(self._wait_until_idle(), grace_s)
         except TimeoutError:
             logger.info("%r cancels what still runs after %s s", self, grace_s)
         if child is not None and child.is_open:

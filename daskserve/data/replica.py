@@ -28,10 +28,12 @@ from daskserve.data.conversion import user_traceback
 from daskserve.data.health import HealthWatch, probe_liveness
 from daskserve.data.replica_batches import ReplicaBatches
 from daskserve.data.requests import Slot
+from daskserve.data.slots import SlotHolder
 from daskserve.data.wall import Wall
 from daskserve.deadlines import is_over
 from daskserve.errors import (
     ActorLostError,
+    ReplicaBusyError,
     ReplicaStartError,
     UserCodeError,
 )
@@ -46,7 +48,7 @@ logger = logging.getLogger("daskserve.replica")
 CLOSE_GRACE_S = 1.0
 
 
-class Replica:
+class Replica(SlotHolder):
     """The `daskserve.cluster.base.Hosted` that runs user code."""
 
     verbs: ClassVar[frozenset[str]] = frozenset({"probe", "reconfigure", "statistics"})
@@ -54,7 +56,7 @@ class Replica:
     def __init__(self, context: ActorContext) -> None:
         self._context = context
         self._start = start = ReplicaStart.decode(context.spec.payload)
-        self._concurrency = start.concurrency
+        super().__init__(start.concurrency)
         self._wall: Wall | None = None
         self._servable: Servable | None = None
         self._answering: Answering | None = None
@@ -65,9 +67,6 @@ class Replica:
         stats = StatsRecorder(start.replica_tag, self._running, context.clock)
         self.figures = partial(self._figures.brief, self.load, stats.figures)
         self._batches = ReplicaBatches(self._parts, start.max_batch_size, start.batch_wait_timeout_s, figures)
-        self._is_open = False
-        self._ongoing = 0
-        self._idle: asyncio.Event | None = None  # made for whoever waits until no request is left
         self._reconfiguring = asyncio.Lock()
         self._ending: asyncio.Task[None] | None = None
         self._health = HealthWatch(
@@ -171,7 +170,7 @@ class Replica:
         Raises
         ------
         ReplicaBusyError
-            All slots are taken; the request has not begun.
+            All slots are taken, for longer than the request has patience; it has not begun.
         ActorLostError
             The replica is stopping: not begun, or begun and cancelled as the grace period ended.
         """
@@ -179,9 +178,10 @@ class Replica:
         if not self._is_open or answering is None:
             raise self._not_running()
         figures = self._figures
-        if self._ongoing >= self._concurrency:
-            raise figures.refusal(self._start.replica_tag, self._ongoing, figures.handled)
-        self._ongoing += 1
+        if self._ongoing >= self._concurrency or envelope.patience is not None:
+            await self._take_slot(envelope, send)
+        else:
+            self._ongoing += 1
         figures.handled += 1
         began = stopwatch()
         slot = Slot(self._free_slot)
@@ -199,19 +199,11 @@ class Replica:
         return self.load()
 
     def load(self) -> Load:
-        """Return how many requests run, and how many of these wait for their batch."""
-        return Load(self._ongoing, self._batches.queued)
+        """Return how many requests run, and how many wait: of these for their batch, or others for a slot."""
+        return Load(self._ongoing, self._batches.queued + len(self._line.places))
 
-    def _free_slot(self) -> None:
-        self._ongoing -= 1
-        if not self._ongoing and self._idle is not None:
-            self._idle.set()
-
-    async def _wait_until_idle(self) -> None:
-        if self._ongoing:
-            if self._idle is None:
-                self._idle = asyncio.Event()
-            await self._idle.wait()
+    def _refusal(self) -> ReplicaBusyError:
+        return self._figures.refusal(self._start.replica_tag, self._ongoing)
 
     # ---- verbs
 
@@ -244,7 +236,7 @@ class Replica:
                     failure = self._user_error("failed in reconfigure()", error)
             if failure is not None:
                 raise failure  # out here, as in start()
-            self._concurrency = concurrency
+            self._set_concurrency(concurrency)
             wall.threads.limit = _threads(concurrency)
             self._set_current_replica(servable.target)
             self._batches.reconfigure(max_batch_size, batch_wait_timeout_s)
@@ -337,7 +329,7 @@ class Replica:
 
     async def stop(self, grace_s: float) -> None:
         """End: refuse requests, let the running ones finish for ``grace_s``, cancel the rest, destruct."""
-        self._is_open = False
+        self._close()
         await self.send_away()
         await self._health.stop()
         try:

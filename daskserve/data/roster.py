@@ -9,10 +9,9 @@ A replica in the router's own process costs no hop, so it is preferred, but not 
 more than twice as much to do as another, and `NEAR_LEAD` more, the other is asked. One that joins a backend
 in service is the next to be asked, so that it need not wait to be drawn by chance.
 
-One that is full with other processes' requests says so when it is asked, and nobody tells when it has room
-again. So it is asked again after a moment, and after twice as long each time that it still runs the same
-requests: several processes that wait for one replica would else keep it busy with refusing them. Chance keeps
-them apart, and where requests are short nobody waits for long, or others would always be there first.
+One that is full with other processes' requests says so when it is asked, and in its answers. Then it gets
+only what finds no room anywhere else, one request at a time, to wait in line there (`daskserve.data.slots`),
+until it tells of room or has told nothing for `REPORT_S`.
 
 Pure: time and chance are arguments.
 """
@@ -26,7 +25,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 
 from daskserve.data.routing import choose
-from daskserve.errors import ReplicaBusyError
 from daskserve.types import ActorAddress, Load, ReplicaTag, WorkerAddress
 
 #: Reports older than this say nothing any more.
@@ -34,9 +32,8 @@ REPORT_S = 1.0
 #: How much more, and how many times as much, a replica of this process may have to do as another one.
 NEAR_LEAD = 4
 NEAR_FACTOR = 2
-#: How long a replica that has just become full is left alone at the most, and one that stays full.
-BUSY_S = 0.005
-LONG_BUSY_S = 0.08
+#: How long a replica is left alone in whose line there was no place, or none that came to anything in time.
+AGAIN_S = 0.02
 
 
 class ReplicaEntry:
@@ -44,16 +41,14 @@ class ReplicaEntry:
 
     __slots__ = (
         "address",
-        "busy_s",
         "concurrency",
-        "handled",
         "in_flight",
         "is_aside",
-        "is_busy",
+        "is_full",
+        "is_in_line",
         "not_before",
         "peers",
         "place",
-        "refused_at",
         "reported",
         "reported_at",
         "tag",
@@ -68,15 +63,12 @@ class ReplicaEntry:
         self.reported_at = -REPORT_S
         self.is_aside = False
         self.not_before = 0.0
-        #: Whether it is aside only because it was full.
-        self.is_busy = False
-        #: When it said so last, how many requests it had begun by then, and how long it was to be left alone.
-        self.refused_at = -REPORT_S
-        self.handled = 0
-        self.busy_s = 0.0
+        #: Whether it said last that it is full, and whether a request of this process waits in line there.
+        self.is_full = False
+        self.is_in_line = False
         #: Where it stands while it has room, near or far; None once the replica is not used any more.
         self.peers: list[ReplicaEntry] | None = None
-        #: Its place there; -1 while it has no room.
+        #: Its place there, or among those that are full; -1 while it is to get nothing.
         self.place = -1
 
     def score(self, now: float) -> float:
@@ -84,11 +76,6 @@ class ReplicaEntry:
         if self.reported > self.in_flight and now - self.reported_at < REPORT_S:
             return self.reported
         return self.in_flight
-
-    def report(self, load: Load, now: float) -> None:
-        """Take note of what the replica says of itself."""
-        self.reported = load.ongoing + load.queued
-        self.reported_at = now
 
 
 class Roster:
@@ -105,11 +92,14 @@ class Roster:
         self._entries: dict[ReplicaTag, ReplicaEntry] = {}
         self._near: list[ReplicaEntry] = []
         self._far: list[ReplicaEntry] = []
+        self._full: list[ReplicaEntry] = []
         self._newcomers: deque[ReplicaEntry] = deque()
         self._aside: list[tuple[float, int, ReplicaEntry]] = []
         self._numbers = itertools.count()
-        #: How many requests of this process the replicas have, those no longer in use included.
+        #: How many requests of this process the replicas have, those no longer in use included, and how many
+        #: of these wait in line.
         self.in_flight = 0
+        self.in_line = 0
 
     def __repr__(self) -> str:
         return " ".join(f"{each.tag}={each.in_flight}/{each.concurrency}" for each in self._entries.values())
@@ -151,15 +141,24 @@ class Roster:
             entry.place = -1
         self._near.clear()
         self._far.clear()
+        self._full.clear()
         self._entries = {entry.tag: entry for entry in entries}
         for entry in self._entries.values():
             entry.peers = self._near if self._is_local(entry.address) else self._far
             self._admit(entry)
 
     def take(self, now: float, rng: random.Random) -> ReplicaEntry | None:
-        """Return the replica for a request, which counts as in flight from now on; None if none has room."""
+        """Return the replica for a request, which counts as in flight from now on; None if there is none.
+
+        If none has room, it is one that is full: the request is then in line there (``is_in_line``).
+        """
         if self._aside and self._aside[0][0] <= now:
             self._readmit(now)
+        if self._full:
+            # One of them will do: whoever looks often soon comes by all of them.
+            entry = self._full[int(rng.random() * len(self._full))]
+            if now - entry.reported_at >= REPORT_S:
+                self._mark(entry, is_full=False)
         near, far = self._near, self._far
         if near:
             entry = choose(near, now, rng)
@@ -170,13 +169,24 @@ class Roster:
                     entry = other
         elif far:
             entry = self._newcomer() or choose(far, now, rng)
+        elif self._full:
+            entry = choose(self._full, now, rng)
+            entry.is_in_line = True
+            self.in_line += 1
         else:
             return None
         self.in_flight += 1
         entry.in_flight += 1
-        if entry.in_flight >= entry.concurrency:
+        if entry.is_in_line or entry.in_flight >= entry.concurrency:
             self._dismiss(entry)
         return entry
+
+    def leave_line(self, entry: ReplicaEntry) -> None:
+        """Note that the request in line at a replica has its slot, or is there no more."""
+        if entry.is_in_line:
+            entry.is_in_line = False
+            self.in_line -= 1
+            self._admit(entry)
 
     def give_back(self, entry: ReplicaEntry) -> None:
         """Note that a request has ended."""
@@ -185,27 +195,31 @@ class Roster:
         if entry.place < 0:
             self._admit(entry)
 
-    def note_busy(self, entry: ReplicaEntry, error: ReplicaBusyError, now: float, rng: random.Random) -> None:
-        """Leave a replica alone that was full, until it has room again as far as that can be known."""
-        is_first = (
-            entry.reported < entry.concurrency
-            or entry.reported_at != entry.refused_at
-            or entry.handled != error.handled  # it had room, and somebody else was there first
-            or now - entry.refused_at >= REPORT_S
-        )
-        # As many as there are slots at least, so that any later report of fewer tells of room.
-        entry.report(Load(max(error.ongoing, entry.concurrency)), now)
-        entry.refused_at, entry.handled = now, error.handled
-        if entry.is_aside:
-            return  # sent before this was known
-        entry.busy_s = BUSY_S if is_first else min(2 * entry.busy_s, LONG_BUSY_S)
-        self.set_aside(entry, now + entry.busy_s * (1 - rng.random() / 2))
-        entry.is_busy = True
+    def report(self, entry: ReplicaEntry, load: Load, now: float) -> None:
+        """Take note of what a replica says of itself."""
+        entry.reported = load.ongoing + load.queued
+        entry.reported_at = now
+        is_full = load.ongoing >= entry.concurrency
+        if is_full is not entry.is_full:
+            self._mark(entry, is_full=is_full)
+
+    def note_busy(self, entry: ReplicaEntry, ongoing: int, now: float, *, was_in_line: bool) -> None:
+        """Note that a replica refused a request, at once or after it had waited in line there."""
+        self.report(entry, Load(max(ongoing, entry.concurrency)), now)
+        if was_in_line:
+            self.set_aside(entry, now + AGAIN_S)
+
+    def _mark(self, entry: ReplicaEntry, *, is_full: bool) -> None:
+        if entry.place < 0:
+            entry.is_full = is_full
+        else:
+            self._dismiss(entry)
+            entry.is_full = is_full
+            self._admit(entry)
 
     def set_aside(self, entry: ReplicaEntry, until: float) -> None:
         """Give a replica no request before that time."""
         entry.is_aside = True
-        entry.is_busy = False
         entry.not_before = max(until, entry.not_before)
         heapq.heappush(self._aside, (until, next(self._numbers), entry))
         if entry.place >= 0:
@@ -220,7 +234,7 @@ class Roster:
     def _newcomer(self) -> ReplicaEntry | None:
         while self._newcomers:
             entry = self._newcomers.popleft()
-            if entry.place >= 0:
+            if entry.place >= 0 and not entry.is_full:
                 return entry
         return None
 
@@ -233,20 +247,17 @@ class Roster:
                     self._admit(entry)
 
     def _admit(self, entry: ReplicaEntry) -> None:
-        if entry.peers is not None and entry.in_flight < entry.concurrency:
-            if entry.is_aside:
-                if not entry.is_busy or entry.reported >= entry.concurrency:
-                    return
-                entry.is_aside = False  # an answer told of room
-                entry.not_before = 0.0
-            entry.place = len(entry.peers)
-            entry.peers.append(entry)
+        if entry.is_aside or entry.is_in_line or entry.peers is None or entry.in_flight >= entry.concurrency:
+            return
+        peers = self._full if entry.is_full else entry.peers
+        entry.place = len(peers)
+        peers.append(entry)
 
-    @staticmethod
-    def _dismiss(entry: ReplicaEntry) -> None:
-        assert entry.peers is not None
-        last = entry.peers.pop()
+    def _dismiss(self, entry: ReplicaEntry) -> None:
+        peers = self._full if entry.is_full else entry.peers
+        assert peers is not None
+        last = peers.pop()
         if last is not entry:
-            entry.peers[entry.place] = last
+            peers[entry.place] = last
             last.place = entry.place
         entry.place = -1

@@ -11,7 +11,8 @@ import asyncio
 import logging
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 from daskserve.clock import Clock, stopwatch
@@ -32,7 +33,18 @@ from daskserve.errors import (
     UnavailableError,
 )
 from daskserve.metric_table import Sample
-from daskserve.types import BackendTag, EndpointTag, Envelope, Message, Receive, Send
+from daskserve.types import (
+    DONE,
+    SLOT_TAKEN,
+    BackendTag,
+    EndpointTag,
+    Envelope,
+    Load,
+    Message,
+    Patience,
+    Receive,
+    Send,
+)
 
 logger = logging.getLogger("daskserve.router")
 
@@ -40,6 +52,8 @@ logger = logging.getLogger("daskserve.router")
 EJECTED_S = 1.0
 #: One whose connection broke is left alone until the scheduler has told of its end, if that is why.
 BROKEN_S = 0.05
+#: How long a request waits in line at a replica before it looks for another one.
+PATIENCE_S = 0.5
 #: How long a process waits to learn of an endpoint that somebody uses.
 KNOWN_S = 10.0
 
@@ -79,13 +93,13 @@ class ReplicaSet:
 
     @property
     def waiting(self) -> int:
-        """How many requests wait for a replica."""
-        return len(self._waiting)
+        """How many requests wait for a replica with room: here, or in line at one that is full."""
+        return len(self._waiting) + self._roster.in_line
 
     @property
     def in_flight(self) -> int:
-        """How many requests of this process its replicas have."""
-        return self._roster.in_flight
+        """How many requests of this process its replicas have, but for those that wait in line."""
+        return self._roster.in_flight - self._roster.in_line
 
     def samples(self) -> list[Sample]:
         """Return the figures as metrics; nothing once the backend is deleted."""
@@ -148,16 +162,23 @@ class ReplicaSet:
         figures = self._figures
         figures.sent += 1
         is_rejected = False
+        in_line_since: float | None = None
         while True:
             replica = None
             if is_rejected or not self._waiting:  # else those that wait already go first
                 replica = roster.take(self._clock.now(), self._rng)
             if replica is None:
-                replica = await self._wait_in_line(is_rejected)
+                replica = await self._wait(is_rejected)
+            is_in_line = replica.is_in_line
             try:
-                load = await self._cluster.request(replica.address, envelope, receive, send)
+                if is_in_line:
+                    if in_line_since is None:
+                        in_line_since = self._clock.now()
+                    load = await self._stand_in_line(replica, in_line_since, envelope, receive, send)
+                else:
+                    load = await self._cluster.request(replica.address, envelope, receive, send)
             except ReplicaBusyError as error:
-                roster.note_busy(replica, error, self._clock.now(), self._rng)
+                roster.note_busy(replica, error.ongoing, self._clock.now(), was_in_line=is_in_line)
                 self._rewind(replay, error)
                 figures.retries[BUSY] += 1
                 is_rejected = True
@@ -168,7 +189,7 @@ class ReplicaSet:
                 figures.retries[LOST] += 1
                 is_rejected = True
             else:
-                replica.report(load, self._clock.now())
+                roster.report(replica, load, self._clock.now())
                 return
             finally:
                 roster.give_back(replica)
@@ -183,17 +204,46 @@ class ReplicaSet:
         if not may_go_on:
             raise error
 
-    async def _wait_in_line(self, is_rejected: bool) -> ReplicaEntry:
+    async def _stand_in_line(
+        self, replica: ReplicaEntry, since: float, envelope: Envelope, receive: Receive, send: Send
+    ) -> Load:
+        """Carry a request to a replica that is full; the next may go there as soon as this one has a slot."""
+        roster = self._roster
+        is_in_line = True
+
+        def leave() -> None:
+            nonlocal is_in_line
+            if is_in_line:
+                is_in_line = False
+                roster.leave_line(replica)
+
+        def forward(message: Message) -> Awaitable[None]:
+            if message["type"] != SLOT_TAKEN:
+                return send(message)
+            roster.report(replica, Load(message["ongoing"], message["queued"]), self._clock.now())
+            leave()
+            self._serve_waiting()
+            return DONE
+
+        patience = Patience(PATIENCE_S, self._clock.now() - since)
+        try:
+            return await self._cluster.request(
+                replica.address, replace(envelope, patience=patience), receive, forward
+            )
+        finally:
+            leave()
+
+    async def _wait(self, is_rejected: bool) -> ReplicaEntry:
         """Return a replica with one more request in flight, when it is this one's turn."""
         if self._is_deleted or (self._is_off and self._roster.is_empty):
             raise self._gone()
         # One that a replica has just refused has had its turn in the queue already.
-        if not is_rejected and 0 <= self._max_queued <= len(self._waiting) and self._is_known:
+        if not is_rejected and 0 <= self._max_queued <= self.waiting and self._is_known:
             self._figures.rejected += 1
             raise BackPressureError(
-                f"{len(self._waiting)} requests wait for backend '{self.tag}' already, as many as "
+                f"{self.waiting} requests wait for backend '{self.tag}' already, as many as "
                 "max_queued_requests allows; try again later.",
-                num_queued_requests=len(self._waiting),
+                num_queued_requests=self.waiting,
                 max_queued_requests=self._max_queued,
             )
         waiter: asyncio.Future[ReplicaEntry] = asyncio.get_running_loop().create_future()
@@ -210,7 +260,7 @@ class ReplicaSet:
             if waiter in self._waiting:
                 del self._waiting[waiter]
             elif waiter.done() and not waiter.cancelled() and waiter.exception() is None:
-                self._roster.give_back(waiter.result())
+                self._return(waiter.result())
                 self._serve_waiting()  # the turn that came to us goes to the next
             raise
         finally:
@@ -226,9 +276,14 @@ class ReplicaSet:
                 return
             waiter, _ = self._waiting.popitem(last=False)
             if waiter.done():
-                self._roster.give_back(replica)
+                self._return(replica)
             else:
                 waiter.set_result(replica)
+
+    def _return(self, replica: ReplicaEntry) -> None:
+        """Let others have a replica to which nothing was sent after all."""
+        self._roster.leave_line(replica)
+        self._roster.give_back(replica)
 
     def _fail_waiting(self) -> None:
         while self._waiting:

@@ -15,7 +15,17 @@ from daskserve.cluster.transport import CommTransport
 from daskserve.errors import ActorLostError, BadRequestError, RequestTimeoutError
 from daskserve.payload import MESSAGE_BYTES
 from daskserve.testing import run_virtual
-from daskserve.types import ActorAddress, Envelope, EnvelopeKind, Load, Message, Payload, Receive, Send
+from daskserve.types import (
+    ActorAddress,
+    Envelope,
+    EnvelopeKind,
+    Load,
+    Message,
+    Patience,
+    Payload,
+    Receive,
+    Send,
+)
 
 ADDRESS = ActorAddress("local/replica/b#AAAAAA", "there", 1)
 HTTP = Envelope(EnvelopeKind.HTTP, {"type": "http"})
@@ -383,7 +393,7 @@ def test_a_handler_that_is_cancelled_before_its_first_step_leaves_nothing() -> N
     async def scenario() -> None:
         async with connected(never) as pair:
             await asyncio.sleep(1)
-            open_frame = (0, 0, ADDRESS.name, ADDRESS.incarnation, "call", {}, None, True, None)
+            open_frame = (0, 0, ADDRESS.name, ADDRESS.incarnation, "call", {}, None, True, None, None)
             pair.there._receive_frame(open_frame)
             pair.there._receive_frame((4, 0))
 
@@ -520,7 +530,7 @@ def test_what_is_left_of_a_deadline_travels_and_is_held_on_the_other_side() -> N
             envelope = Envelope(EnvelopeKind.CALL, {}, deadline=105.0)
             with pytest.raises(RequestTimeoutError, match="The time for a request"):
                 await pair.here.request(ADDRESS, envelope, nothing, nothing)
-            assert pair.comms[0].written[0][-1] == 5.0
+            assert pair.comms[0].written[0][-2] == 5.0
             assert cancelled_at == [105.0]
 
     play(scenario)
@@ -541,11 +551,33 @@ def test_the_handler_knows_its_deadline_by_its_own_clock() -> None:
             envelope = Envelope(EnvelopeKind.CALL, {}, deadline=deadline)
             await pair.here.request(ADDRESS, envelope, nothing, nothing)
         frame = pair.comms[0].written[0]
-        assert frame[-1] is None
+        assert frame[-2:] == (None, None)
         await asyncio.sleep(1)
-        pair.there._receive_frame((frame[0], 98, *frame[2:-1], 2.5))
+        pair.there._receive_frame((frame[0], 98, *frame[2:-2], 2.5, None))
         await asyncio.sleep(1)
         assert found == [None, 7.0, 3.5]
+        pair.here.close()
+        pair.there.close()
+        await asyncio.gather(*serving)
+
+    play(scenario)
+
+
+def test_how_long_a_request_may_wait_and_has_waited_travels() -> None:
+    async def scenario() -> None:
+        pair = Pair(lambda receive, send: nothing())
+        found = []
+
+        async def dispatch(_: str, __: int, envelope: Envelope, receive: Receive, send: Send) -> Load:
+            found.append(envelope.patience)
+            return Load()
+
+        pair.there._dispatch = dispatch
+        serving = [asyncio.create_task(side.serve()) for side in (pair.here, pair.there)]
+        for patience in (None, Patience(0.5, 2.0)):
+            envelope = Envelope(EnvelopeKind.CALL, {}, patience=patience)
+            await pair.here.request(ADDRESS, envelope, nothing, nothing)
+        assert found == [None, Patience(0.5, 2.0)]
         pair.here.close()
         pair.there.close()
         await asyncio.gather(*serving)

@@ -326,7 +326,6 @@ def test_no_more_requests_run_than_there_are_slots(model: Bench) -> None:
         with pytest.raises(ReplicaBusyError) as caught:
             await call(model.replica, "pid")
         assert caught.value.ongoing == 4
-        assert caught.value.handled == (await model.replica.statistics())["handled_total"]
         for n in range(4):
             (model.folder / f"slot-{n}-go").touch()
         assert await asyncio.gather(*held) == [f"slot-{n}" for n in range(4)]

@@ -778,7 +778,7 @@ def test_no_more_requests_run_than_there_are_slots(definition: Any) -> None:
         await begun(2)
         with pytest.raises(ReplicaBusyError) as caught:
             await call(replica)
-        assert (caught.value.ongoing, caught.value.handled) == (2, 2)
+        assert caught.value.ongoing == 2
         assert replica.load() == Load(2, 0)
         GATES.go.set()
         assert await asyncio.gather(*running) == ["held", "held"]

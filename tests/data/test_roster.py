@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daskserve.data.roster import BUSY_S, LONG_BUSY_S, NEAR_FACTOR, NEAR_LEAD, REPORT_S, ReplicaEntry, Roster
-from daskserve.errors import ReplicaBusyError
+from daskserve.data.roster import AGAIN_S, NEAR_FACTOR, NEAR_LEAD, REPORT_S, ReplicaEntry, Roster
 from daskserve.types import ActorAddress, Load
 
 HERE = "here"
@@ -76,92 +75,102 @@ def test_one_that_is_set_aside_twice_stays_away_for_the_longer_time() -> None:
     assert take_all(roster, now=2.0) == [a, a]
 
 
-def test_one_that_stays_full_is_left_alone_for_longer_and_longer_and_by_chance() -> None:
-    roster = roster_of("a", concurrency=2)
-    rng, now, pauses = random.Random(1), 0.0, []
-    for _ in range(40):
-        entry = roster.take(now, rng)
-        assert entry is not None
-        roster.note_busy(entry, ReplicaBusyError(ongoing=2), now, rng)
+def test_one_that_is_full_gets_one_request_at_a_time_to_wait_in_line() -> None:
+    roster = roster_of("a", concurrency=3)
+    (entry, *_) = take_all(roster)
+    roster.note_busy(entry, 3, 0.0, was_in_line=False)
+    for _ in range(3):
         roster.give_back(entry)
-        back = roster.next_return()
-        assert back is not None
-        pauses.append(back - now)
-        now = back
-    wanted = [BUSY_S, 2 * BUSY_S, 4 * BUSY_S, 8 * BUSY_S] + [LONG_BUSY_S] * 36
-    assert all(0.5 <= pause / most <= 1 for pause, most in zip(pauses, wanted, strict=True))
-    assert len({round(pause, 6) for pause in pauses}) == 40
+    assert not entry.is_in_line
+    for _ in range(3):
+        assert take_all(roster) == [entry]
+        assert (entry.is_in_line, roster.in_line) == (True, 1)
+        roster.leave_line(entry)
+        assert (entry.is_in_line, roster.in_line) == (False, 0)
+        roster.leave_line(entry)
+        assert roster.in_line == 0
+    assert take_all(roster) == [], "it has as many as it may run"
+    assert roster.in_flight == 3
 
 
-@pytest.mark.parametrize(
-    "what", ["an answer", "an answer of a full one", "a long time", "more slots", "a turn"]
-)
-def test_one_that_may_have_had_room_meanwhile_is_asked_again_soon(what: str) -> None:
+def test_only_what_finds_no_room_elsewhere_waits_in_line_and_where_less_waits() -> None:
+    roster = roster_of("a", "b", "c", concurrency=2)
+    taken = {entry.tag: entry for entry in take_all(roster)}
+    roster.note_busy(taken["a"], 2, 0.0, was_in_line=False)
+    roster.report(taken["b"], Load(2, 5), 0.0)
+    for entry in taken.values():
+        roster.give_back(entry)
+        roster.give_back(entry)
+    assert [each.tag for each in take_all(roster)] == ["c", "c", "a", "b"]
+
+
+@pytest.mark.parametrize("what", ["an answer", "a long time", "a new one"])
+def test_one_that_may_have_room_again_gets_as_many_as_it_may_run(what: str) -> None:
     roster = roster_of("a", concurrency=2)
-    rng, now = random.Random(1), 0.0
-    for _ in range(9):
-        (entry, *_) = take_all(roster, now)
-        roster.note_busy(entry, ReplicaBusyError(ongoing=2), now, rng)
-        for _ in range(2):
-            roster.give_back(entry)
-        now += LONG_BUSY_S
-    if what == "a long time":
-        now += REPORT_S
-    elif what == "more slots":
-        publish(roster, "a", concurrency=3)
+    (a, _) = take_all(roster)
+    roster.note_busy(a, 2, 0.0, was_in_line=False)
+    roster.give_back(a)
+    now = 0.001
+    if what == "an answer":
+        roster.report(a, Load(1, 9), now)
+    elif what == "a long time":
+        now = REPORT_S
+    else:
+        publish(roster, "a", concurrency=2, incarnation=2)
+    roster.give_back(a)
     taken = take_all(roster, now)
-    if what.startswith("an answer"):
-        now += 0.001
-        taken[0].report(Load(2 if "full" in what else 1), now)
-        roster.give_back(taken[0])
-    handled = 1 if what == "a turn" else 0
-    roster.note_busy(taken[-1], ReplicaBusyError(ongoing=3, handled=handled), now, rng)
-    back = roster.next_return()
-    assert back is not None
-    assert back - now <= BUSY_S
+    assert len(taken) == 2
+    assert not any(each.is_in_line for each in taken)
 
 
-def test_one_that_is_full_again_after_it_had_room_is_left_alone_for_the_short_time_only() -> None:
-    roster = roster_of("a", concurrency=2)
-    rng, now = random.Random(1), 0.0
-    taken = take_all(roster)
-    for _ in range(9):
-        now += LONG_BUSY_S
-        roster.take(now, rng)
-        roster.note_busy(taken[0], ReplicaBusyError(ongoing=2), now, rng)
-        roster.give_back(taken[0])
-    taken[1].report(Load(1), now)
-    roster.give_back(taken[1])
-    (entry, *_) = take_all(roster, now)
-    roster.note_busy(entry, ReplicaBusyError(ongoing=2), now, rng)
-    roster.give_back(entry)
-    assert take_all(roster, now) == []
-    assert take_all(roster, now + BUSY_S) == [entry]
+def test_those_that_are_full_are_tried_again_one_after_the_other() -> None:
+    roster = roster_of(*"abcdef", concurrency=2)
+    for entry in take_all(roster):
+        roster.report(entry, Load(2), 0.0)
+        roster.give_back(entry)
+    taken = [entry for entry in take_all(roster, REPORT_S) if not entry.is_in_line]
+    assert len(taken) > 2
 
 
-def test_one_that_has_fewer_slots_than_is_known_here_is_left_alone_as_well() -> None:
+def test_one_in_whose_line_it_came_to_nothing_is_left_alone_for_a_moment() -> None:
+    roster = roster_of("a")
+    (a,) = take_all(roster)
+    roster.note_busy(a, 1, 0.0, was_in_line=False)
+    roster.give_back(a)
+    assert take_all(roster) == [a]
+    roster.leave_line(a)
+    roster.note_busy(a, 1, 0.5, was_in_line=True)
+    roster.give_back(a)
+    assert roster.next_return() == 0.5 + AGAIN_S
+    assert take_all(roster, 0.5) == []
+    assert take_all(roster, 0.5 + AGAIN_S) == [a]
+    assert a.is_in_line
+
+
+def test_one_that_has_fewer_slots_than_is_known_here_is_full_as_well() -> None:
     roster = roster_of("a", concurrency=4)
     (entry, *_) = take_all(roster)
-    roster.note_busy(entry, ReplicaBusyError(ongoing=1), 0.0, random.Random(1))
+    roster.note_busy(entry, 1, 0.0, was_in_line=False)
     roster.give_back(entry)
-    assert take_all(roster) == []
+    assert take_all(roster) == [entry]
+    assert entry.is_in_line
 
 
-def test_an_answer_with_room_brings_back_one_that_was_full_and_not_one_that_was_lost() -> None:
+def test_one_that_is_gone_or_lost_has_no_line_to_join() -> None:
     roster = roster_of("a", "b", concurrency=2)
-    rng = random.Random(1)
     taken = {entry.tag: entry for entry in take_all(roster)}
     for entry in taken.values():
-        roster.note_busy(entry, ReplicaBusyError(ongoing=2), 0.0, rng)
+        roster.note_busy(entry, 2, 0.0, was_in_line=False)
         roster.give_back(entry)
-        entry.report(Load(2), 0.001)
-    assert take_all(roster, 0.001) == []
+    assert len(take_all(roster)) == 2
+    publish(roster, "b", concurrency=2)
     roster.set_aside(taken["b"], 1.0)
     for entry in taken.values():
-        entry.report(Load(1), 0.001)
+        roster.leave_line(entry)
+        roster.report(entry, Load(0), 0.001)
         roster.give_back(entry)
-    assert take_all(roster, 0.001) == [taken["a"]] * 2
-    assert take_all(roster, 1.0) == [taken["b"]] * 2
+    assert (take_all(roster, 0.001), roster.in_line) == ([], 0)
+    assert take_all(roster, 1.0) == [taken["b"]]
 
 
 def test_one_that_comes_back_full_waits_for_an_answer() -> None:
@@ -186,7 +195,7 @@ def test_one_that_is_gone_gets_nothing_whatever_comes_back_from_it() -> None:
     assert repr(roster) == ""
 
 
-@given(st.lists(st.tuples(st.sampled_from("tgabuf"), st.integers(0, 9)), max_size=60), st.integers(0, 2**32))
+@given(st.lists(st.tuples(st.sampled_from("tglabuf"), st.integers(0, 9)), max_size=60), st.integers(0, 2**32))
 def test_whatever_happens_one_with_room_is_found_and_none_is_overfilled(
     steps: list[tuple[str, int]], seed: int
 ) -> None:
@@ -195,6 +204,7 @@ def test_whatever_happens_one_with_room_is_found_and_none_is_overfilled(
     tags = {"a", "b", "c", "d"}
     roster = roster_of(*tags, concurrency=2, near="ab")
     flying: list[ReplicaEntry] = []
+    in_line: list[ReplicaEntry] = []
     aside: dict[int, float] = {}
     now = 0.0
     for what, number in steps:
@@ -203,28 +213,39 @@ def test_whatever_happens_one_with_room_is_found_and_none_is_overfilled(
             counts = Counter(id(each) for each in flying)
             entries = list(roster._entries.values())
             open_ = [each for each in entries if counts[id(each)] < 2 and aside.get(id(each), 0.0) <= now]
+            fit = [each for each in open_ if each not in in_line]
+            has_room = any(not each.is_full for each in fit)
             entry = roster.take(now, rng)
-            assert (entry in open_) if open_ else (entry is None)
-            flying.extend([] if entry is None else [entry])
-        elif what == "g" and flying:
-            entry = flying.pop(number % len(flying))
-            entry.report(Load(number % 3), now)
+            assert (entry in fit) if fit else (entry is None)
+            if entry is not None:
+                assert not (has_room and entry.is_in_line)
+                flying.append(entry)
+                in_line += [entry] * entry.is_in_line
+        elif what == "l" and in_line:
+            roster.leave_line(in_line.pop(number % len(in_line)))
+        elif what == "g" and (ending := [each for each in flying if each not in in_line]):
+            entry = ending[number % len(ending)]
+            flying.remove(entry)
+            roster.report(entry, Load(number % 3), now)
             roster.give_back(entry)
         elif what == "a" and flying:
             entry = flying[number % len(flying)]
             roster.set_aside(entry, now + number / 10)
             aside[id(entry)] = max(aside.get(id(entry), 0.0), now + number / 10)
         elif what == "b" and flying:
-            # It is left alone for less than a step of this test, and no longer and no shorter if it is lost.
-            roster.note_busy(flying[number % len(flying)], ReplicaBusyError(ongoing=number % 3), now, rng)
+            # One that was in line is left alone for less than a step of this test.
+            entry = flying[number % len(flying)]
+            roster.note_busy(entry, number % 3, now, was_in_line=number > 4)
         elif what == "u":
             tags ^= {"abcdef"[number % 6]}
             publish(roster, *tags, concurrency=2, near="ab")
         elif what == "f":
             roster.forget_worker(f"worker-of-{'cdef'[number % 4]}")
+        assert roster.in_line == len(in_line)
     for entry in flying:
+        roster.leave_line(entry)
         roster.give_back(entry)
-    assert roster.in_flight == 0
+    assert (roster.in_flight, roster.in_line) == (0, 0)
     assert sum(each.in_flight for each in roster._entries.values()) == 0
 
 
@@ -240,7 +261,7 @@ def test_a_replica_of_this_process_is_preferred_but_not_at_any_price() -> None:
 
 def test_what_is_known_of_far_replicas_counts_for_the_near_one() -> None:
     roster = roster_of("n", "f", concurrency=100, near="n")
-    roster._entries["f"].report(Load(40, 0), 0.0)
+    roster.report(roster._entries["f"], Load(40, 0), 0.0)
     rng = random.Random(1)
     assert {roster.take(0.0, rng).tag for _ in range(50)} == {"n"}  # type: ignore[union-attr]
     assert roster.take(REPORT_S, rng).tag == "f"  # type: ignore[union-attr]  # by then it says nothing

@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -15,8 +16,9 @@ from daskserve.clock import LoopClock
 from daskserve.cluster.base import Cluster
 from daskserve.cluster.long_poll import LongPollClient
 from daskserve.data.replay import KEPT_BYTES
-from daskserve.data.roster import BUSY_S, LONG_BUSY_S, REPORT_S
-from daskserve.data.router import BROKEN_S, EJECTED_S, KNOWN_S, ReplicaSet, Router, Routers
+from daskserve.data.roster import AGAIN_S, REPORT_S
+from daskserve.data.router import BROKEN_S, EJECTED_S, KNOWN_S, PATIENCE_S, ReplicaSet, Router, Routers
+from daskserve.data.slots import SlotHolder
 from daskserve.errors import (
     ActorLostError,
     BackPressureError,
@@ -27,7 +29,17 @@ from daskserve.errors import (
 )
 from daskserve.figures import Histogram
 from daskserve.testing import run_virtual
-from daskserve.types import ActorAddress, Envelope, EnvelopeKind, Load, Message, Receive, Send
+from daskserve.types import (
+    SLOT_TAKEN,
+    ActorAddress,
+    Envelope,
+    EnvelopeKind,
+    Load,
+    Message,
+    Patience,
+    Receive,
+    Send,
+)
 
 CALL = Envelope(EnvelopeKind.CALL, {})
 GET = Envelope(EnvelopeKind.HTTP, {"type": "http", "method": "GET"})
@@ -337,7 +349,7 @@ def test_a_busy_replica_is_passed_over_for_a_moment() -> None:
         assert now() == began
         assert stage.replicas.asked.count("r2") == 10
         assert stage.replicas.asked.count("r1") <= 1
-        await asyncio.sleep(REPORT_S + BUSY_S)
+        await asyncio.sleep(REPORT_S)
         for _ in range(10):
             await stage.send(backend)
         assert stage.replicas.asked.count("r1") in (1, 2)
@@ -345,147 +357,272 @@ def test_a_busy_replica_is_passed_over_for_a_moment() -> None:
     run(scenario)
 
 
-def test_if_all_are_busy_they_are_asked_again_soon() -> None:
+def test_if_all_are_full_a_request_waits_in_line_at_each_in_turn() -> None:
     async def scenario(stage: Stage) -> None:
-        backend = stage.backend("r1")
-        began = now()
+        backend = stage.backend("r1", "r2")
+        patience: list[Patience | None] = []
 
-        async def answer(tag: str, *_: Any) -> Load:
-            if len(stage.replicas.asked) < 4:
+        async def answer(tag: str, envelope: Envelope, *_: Any) -> Load:
+            patience.append(envelope.patience)
+            if envelope.patience is None:
+                raise ReplicaBusyError("full", ongoing=1)
+            if len(patience) < 5:
+                await asyncio.sleep(envelope.patience.left_s)
                 raise ReplicaBusyError("full", ongoing=1)
             return Load()
 
         stage.replicas.handler = answer
         await stage.send(backend, POST)
-        assert stage.replicas.asked == ["r1"] * 4
-        assert 0.5 <= (now() - began) / (BUSY_S + 2 * BUSY_S + 4 * BUSY_S) <= 1
+        assert {*stage.replicas.asked[:2]} == {*stage.replicas.asked[2:4]} == {"r1", "r2"}
+        assert patience == [None, None, *(Patience(PATIENCE_S, n * PATIENCE_S) for n in range(3))]
+        assert now() == 2 * PATIENCE_S
+        assert POST.patience is None
 
     run(scenario)
 
 
-class OneSlot:
-    """The only replica of a backend, with one slot, which several routers send to."""
+class Slots(SlotHolder):
+    """The only replica of a backend, which several routers send to."""
 
     TRANSIT_S = 0.0005
 
-    def __init__(self, took_s: float) -> None:
+    def __init__(self, took_s: float, routers: int = 2, slots: int = 1, jitter: float = 0.0) -> None:
+        super().__init__(slots)
+        self._rng, self._jitter = random.Random(1), jitter
+        self._is_open = True
         self.took_s = took_s
-        self.stages = (Stage(), Stage())
-        self.backends = [stage.backend("r1") for stage in self.stages]
+        self.stages = [Stage() for _ in range(routers)]
+        self.backends = [stage.backend("r1", concurrency=slots) for stage in self.stages]
+        #: How many requests of each router ran.
+        self.turns = [0] * routers
         for number, stage in enumerate(self.stages):
             stage.routers.rng.seed(number)
-            stage.replicas.handler = self._answer
-        self.refused = self.handled = 0
-        self.longest_idle_s = 0.0
-        self._is_taken = False
-        self._free_since = 0.0
+            stage.replicas.handler = partial(self._answer, number)
+        self.refused = 0
+        self._sending: list[asyncio.Task[None]] = []
 
-    @property
-    def waiting(self) -> int:
-        return sum(backend.waiting for backend in self.backends)
+    def load(self) -> Load:
+        return Load(self._ongoing, len(self._line.places))
 
-    async def _answer(self, *_: Any) -> Load:
+    def _refusal(self) -> ReplicaBusyError:
+        self.refused += 1
+        return ReplicaBusyError("full", ongoing=self._ongoing)
+
+    async def _answer(self, router: int, tag: str, envelope: Envelope, receive: Receive, send: Send) -> Load:
         await asyncio.sleep(self.TRANSIT_S)
-        if self._is_taken:
-            self.refused += 1
-            raise ReplicaBusyError("full", ongoing=1, handled=self.handled)
-        self._is_taken = True
-        self.handled += 1
-        self.longest_idle_s = max(self.longest_idle_s, now() - self._free_since)
-        await asyncio.sleep(self.took_s)
-        self._is_taken = False
-        self._free_since = now()
+        if self._ongoing >= self._concurrency or envelope.patience is not None:
+            await self._take_slot(envelope, send)
+        else:
+            self._ongoing += 1
+        self.turns[router] += 1
+        assert self._ongoing <= self._concurrency
+        try:
+            await asyncio.sleep(self.took_s * (1 + self._jitter * (self._rng.random() - 0.5)))
+        finally:
+            self._free_slot()
+        load = self.load()
         await asyncio.sleep(self.TRANSIT_S)
-        return Load()
+        return load
+
+    def keep_asking(self, router: int, clients: int) -> None:
+        """Have some clients of a router send one request after the other."""
+
+        async def keep_asking() -> None:
+            while True:
+                await self.stages[router].send(self.backends[router])
+
+        self._sending += [asyncio.create_task(keep_asking()) for _ in range(clients)]
+
+    async def end(self) -> None:
+        """Cancel all requests, and see that nothing is left of them."""
+        for task in [*self._sending, *(each for stage in self.stages for each in stage.sent)]:
+            task.cancel()
+        await quiet()
+        assert self.load() == Load(0, 0)
+        assert [(each.waiting, each.in_flight) for each in self.backends] == [(0, 0)] * len(self.backends)
 
 
-@pytest.mark.parametrize("took_s", [1.0, 0.3])
-def test_routers_that_compete_for_one_replica_hardly_disturb_it_and_leave_it_no_time_to_idle(
-    took_s: float,
+@pytest.mark.parametrize("clients", [(3, 3), (1, 10), (3, 3, 3, 3, 3), (1, 10, 1, 2, 5), (1, 1, 1, 1, 1)])
+@pytest.mark.parametrize("took_s", [1.0, 0.3, 0.005])
+def test_routers_take_turns_at_a_replica_hardly_disturb_it_and_leave_it_no_time_to_idle(
+    took_s: float, clients: tuple[int, ...]
 ) -> None:
     async def main() -> None:
-        slot = OneSlot(took_s)
-        sent = [
-            asyncio.create_task(_repeat(stage, backend, 10))
-            for stage, backend in zip(slot.stages, slot.backends, strict=True)
-            for _ in range(3)
-        ]
-        await asyncio.gather(*sent)
-        assert now() < 60 * (took_s + LONG_BUSY_S + 4 * slot.TRANSIT_S)
-        assert slot.refused < 30 * now()
-        assert slot.longest_idle_s < LONG_BUSY_S + 4 * slot.TRANSIT_S
+        slots = Slots(took_s, len(clients))
+        for router, count in enumerate(clients):
+            slots.keep_asking(router, count)
+        span_s = 60 * took_s if took_s == 1.0 else 6.0
+        await asyncio.sleep(span_s)
+        assert slots.refused < 10 * span_s
+        assert max(slots.turns) - min(slots.turns) <= 2
+        assert sum(slots.turns) * took_s > 0.9 * span_s
+        await slots.end()
 
     run_virtual(main)
 
 
-async def _repeat(stage: Stage, backend: ReplicaSet, times: int) -> None:
-    for _ in range(times):
-        await stage.send(backend)
-
-
-def test_where_requests_are_short_no_router_is_shut_out_for_long() -> None:
-    """The other one keeps the slot taken, and knows first when it is free."""
-
+@pytest.mark.parametrize("took_s", [1.0, 0.02])
+def test_where_there_are_many_slots_all_of_them_are_used_and_shared(took_s: float) -> None:
     async def main() -> None:
-        slot = OneSlot(0.01)
-        busy, other = slot.stages
-        busy.sent += [asyncio.create_task(_repeat(busy, slot.backends[0], 10_000)) for _ in range(3)]
-        waited_s = 0.0
+        slots = Slots(took_s, routers=3, slots=8, jitter=0.4)
+        for router, count in enumerate((10, 20, 40)):
+            slots.keep_asking(router, count)
+        await asyncio.sleep(60 * took_s)
+        assert sum(slots.turns) > 0.9 * 60 * 8
+        assert min(slots.turns) > 0.8 * max(slots.turns)
+        assert slots.refused < 20 + 10 * 60 * took_s
+        await slots.end()
+
+    run_virtual(main)
+
+
+def test_who_comes_to_a_busy_replica_now_and_then_has_its_turn_soon() -> None:
+    async def main() -> None:
+        slots = Slots(0.01)
+        slots.keep_asking(0, 3)
+        waited_s = []
         for _ in range(100):
             await asyncio.sleep(0.1)
             began = now()
-            await other.send(slot.backends[1])
-            waited_s += now() - began
-        assert waited_s / 100 < 0.15
-        for task in busy.sent:
-            task.cancel()
-        await asyncio.gather(*busy.sent, return_exceptions=True)
+            await slots.stages[1].send(slots.backends[1])
+            waited_s.append(now() - began)
+        assert max(waited_s) < 3.5 * slots.took_s
+        await slots.end()
 
     run_virtual(main)
 
 
-def test_a_router_that_was_refused_for_long_begins_anew_after_an_answer() -> None:
+def test_a_replica_that_has_room_again_is_used_without_waiting() -> None:
     async def main() -> None:
-        slot = OneSlot(1.0)
-        one, other = slot.stages
-        for _ in range(3):
-            first = one.send(slot.backends[0])
-            await asyncio.sleep(slot.took_s / 2)
-            second = other.send(slot.backends[1])
-            await first
-            before, free_since = slot.refused, now()
-            await second
-            assert now() - free_since < slot.took_s + LONG_BUSY_S + 4 * slot.TRANSIT_S
-            assert slot.refused == before
-        slot.took_s = BUSY_S / 2
-        first, second = one.send(slot.backends[0]), other.send(slot.backends[1])
+        slots = Slots(1.0, slots=5)
+        slots.keep_asking(0, 5)
+        await asyncio.sleep(0.5)
+        first = slots.stages[1].send(slots.backends[1])
+        await asyncio.sleep(0.1)
+        assert slots.refused == 1
+        assert slots.backends[1].waiting == 1
+        for task in slots.stages[0].sent[-5:]:
+            task.cancel()
+        slots._sending.clear()
+        await asyncio.sleep(0.001)
         began = now()
-        await asyncio.gather(first, second)
-        assert now() - began < 3 * BUSY_S
+        await asyncio.gather(*(slots.stages[1].send(slots.backends[1]) for _ in range(4)))
+        assert now() - began < 1.0 + 10 * slots.TRANSIT_S
+        assert slots.refused == 1
+        await first
+        await slots.end()
 
     run_virtual(main)
 
 
-def test_an_answer_that_tells_of_room_ends_the_pause() -> None:
+def test_one_request_waits_in_line_and_those_behind_it_in_the_router_until_it_has_its_slot() -> None:
     async def scenario(stage: Stage) -> None:
-        backend = stage.backend("r1", concurrency=2)
-        stage.send(backend)
+        backend = stage.backend("r1", concurrency=3, max_queued=3)
+        took: list[Callable[[Message], Awaitable[None]]] = []
+        seen: list[Message] = []
+
+        async def answer(tag: str, envelope: Envelope, receive: Receive, send: Send) -> Load:
+            if envelope.patience is None:
+                raise ReplicaBusyError("full", ongoing=3)
+            took.append(send)
+            await asyncio.get_running_loop().create_future()
+            raise AssertionError
+
+        async def keep(message: Message) -> None:
+            seen.append(message)
+
+        stage.replicas.handler = answer
+        first = asyncio.create_task(backend.send(CALL, cast(Receive, None), keep))
+        stage.sent.append(first)
         await quiet()
-        for _ in range(6):
-            waiting = stage.send(backend)
-            await quiet()
-            stage.replicas.finish("r1", ReplicaBusyError("full", ongoing=2))
-            await asyncio.sleep(LONG_BUSY_S)
-            stage.replicas.finish("r1", ReplicaBusyError("full", ongoing=2))
-            await quiet()
-        asked, began = len(stage.replicas.asked), now()
-        stage.replicas.finish("r1", Load(ongoing=1))
+        for _ in range(2):
+            stage.send(backend)
         await quiet()
-        assert len(stage.replicas.asked) > asked
-        assert now() == began
-        assert not waiting.done()
+        assert stage.replicas.asked == ["r1"] * 2
+        assert (backend.waiting, backend.in_flight) == (3, 0)
+        with pytest.raises(BackPressureError, match="3 requests wait"):
+            await stage.send(backend)
+        await took[0]({"type": SLOT_TAKEN, "ongoing": 3, "queued": 4})
+        await took[0]({"type": "call.result"})
+        await quiet()
+        assert stage.replicas.asked == ["r1"] * 3
+        assert (backend.waiting, backend.in_flight) == (2, 1)
+        assert seen == [{"type": "call.result"}]
+        first.cancel()
+        await quiet()
+        assert (backend.waiting, backend.in_flight) == (2, 0)
+        stage.sent[1].cancel()
+        await quiet()
+        assert stage.replicas.asked == ["r1"] * 4, "the place of one who leaves the line goes to the next"
+        assert (backend.waiting, backend.in_flight) == (1, 0)
 
     run(scenario)
+
+
+def test_a_place_in_line_that_came_to_one_who_gives_up_goes_to_the_next() -> None:
+    async def scenario(stage: Stage) -> None:
+        backend = stage.backend("r1", "r2", concurrency=2)
+        patient: list[Send] = []
+
+        async def answer(tag: str, envelope: Envelope, receive: Receive, send: Send) -> Load:
+            if envelope.patience is None:
+                raise ReplicaBusyError("full", ongoing=2)
+            patient.append(send)
+            await asyncio.get_running_loop().create_future()
+            raise AssertionError
+
+        stage.replicas.handler = answer
+        sent = [stage.send(backend) for _ in range(4)]
+        await quiet()
+        assert (len(patient), backend.waiting) == (2, 4)
+        sent[0].cancel()
+        await asyncio.sleep(0)  # the next is woken, and has not run yet
+        sent[2].cancel()
+        sent[3].cancel()
+        await quiet()
+        assert backend.waiting == 1
+        sent[1].cancel()
+        await quiet()
+        assert (backend.waiting, backend.in_flight) == (0, 0)
+
+    run(scenario)
+
+
+def test_a_line_that_is_too_long_is_asked_again_after_a_moment() -> None:
+    async def scenario(stage: Stage) -> None:
+        backend = stage.backend("r1")
+
+        async def answer(*_: Any) -> Load:
+            raise ReplicaBusyError("full", ongoing=1)
+
+        stage.replicas.handler = answer
+        stage.send(backend)
+        await asyncio.sleep(10.5 * AGAIN_S)
+        assert len(stage.replicas.asked) == 2 + 10
+
+    run(scenario)
+
+
+def test_who_has_waited_in_line_for_long_goes_where_there_is_room_meanwhile() -> None:
+    async def main() -> None:
+        slots = Slots(1000.0)
+        slots.stages[0].send(slots.backends[0])
+        await asyncio.sleep(0.1)
+        waiting = slots.stages[1].send(slots.backends[1])
+        await asyncio.sleep(0.1)
+        stage = slots.stages[1]
+
+        async def answer(*_: Any) -> Load:
+            return Load()
+
+        stage.replicas.handler = answer
+        stage.publish("r1", "r2")
+        await waiting
+        assert stage.replicas.asked[-1] == "r2"
+        assert now() < 0.1 + PATIENCE_S + 10 * slots.TRANSIT_S
+        await slots.end()
+
+    run_virtual(main)
 
 
 def test_requests_that_are_refused_together_are_one_refusal() -> None:
@@ -496,8 +633,9 @@ def test_requests_that_are_refused_together_are_one_refusal() -> None:
         await quiet()
         for _ in range(10):
             stage.replicas.finish("r1", ReplicaBusyError("full", ongoing=10))
-        await asyncio.sleep(BUSY_S)
-        assert len(stage.replicas.asked) == 20
+        await quiet()
+        assert len(stage.replicas.asked) == 11
+        assert (backend.waiting, backend.in_flight) == (10, 0)
 
     run(scenario)
 
@@ -1176,7 +1314,7 @@ def test_what_becomes_of_requests_is_counted() -> None:
         assert (found[("router_queued_requests",)], found[("router_ongoing_requests",)]) == (1, 1)
         assert (found[("router_requests",)], found[("router_rejections",)]) == (3, 1)
         stage.replicas.finish("r1", ReplicaBusyError("busy", ongoing=1))
-        await asyncio.sleep(2 * BUSY_S)
+        await quiet()
         stage.replicas.finish("r1", ActorLostError("lost", begun=False))
         await asyncio.sleep(2 * EJECTED_S)
         while not all(each.done() for each in sent):
