@@ -79,7 +79,9 @@ SECTIONS: Mapping[str, Sequence[MetricSpec]] = {
     ),
     "Routers, in each process that sends requests": (
         MetricSpec("router_requests", _C, _D, "Requests that were to be sent to a deployment."),
-        MetricSpec("router_queued_requests", _G, _D, "Requests that wait here for a replica with room."),
+        MetricSpec(
+            "router_queued_requests", _G, _D, "Requests that wait for a slot, here or in line at a replica."
+        ),
         MetricSpec("router_ongoing_requests", _G, _D, "Requests of this process that replicas have."),
         MetricSpec("router_queue_wait_seconds", _T, _D, "Seconds that a request waited, if it had to."),
         MetricSpec("router_rejections", _C, _D, "Requests refused because max_queued_requests waited."),
@@ -110,7 +112,7 @@ SECTIONS: Mapping[str, Sequence[MetricSpec]] = {
             "replica_queued_requests",
             _G,
             _R,
-            "Requests and calls that wait for their batch, of accept_batch or of serve.batch.",
+            "Requests in line for a slot, and requests and calls that wait for their batch.",
         ),
         MetricSpec("replica_abandoned_requests", _G, _R, "Calls that were given up but run on."),
         MetricSpec("replica_max_ongoing_requests", _G, _R, "How many slots there are."),

@@ -131,7 +131,7 @@ REPLICAS = Row(
         ),
         Panel(
             "Queued by replica",
-            "Requests and calls that wait for their batch, of accept_batch or of serve.batch.",
+            "Requests in line for a slot, and requests and calls that wait for their batch.",
             [Query(gauge("replica_queued_requests", ("replica",)), REPLICA)],
             is_stacked=True,
         ),

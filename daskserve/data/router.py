@@ -210,12 +210,14 @@ class ReplicaSet:
         """Carry a request to a replica that is full; the next may go there as soon as this one has a slot."""
         roster = self._roster
         is_in_line = True
+        began = stopwatch()
 
         def leave() -> None:
             nonlocal is_in_line
             if is_in_line:
                 is_in_line = False
                 roster.leave_line(replica)
+                self._figures.waits.observe(stopwatch() - began)
 
         def forward(message: Message) -> Awaitable[None]:
             if message["type"] != SLOT_TAKEN:

@@ -46,7 +46,7 @@ from daskserve.errors import (
 from daskserve.figures import Histogram
 from daskserve.payload import PackedError
 from daskserve.starts import ReplicaStart
-from daskserve.types import ActorKind, Envelope, EnvelopeKind, Load, Message
+from daskserve.types import SLOT_TAKEN, ActorKind, Envelope, EnvelopeKind, Load, Message, Patience
 
 DEADLINE_S = 20.0
 HERE = Path(__file__).parent
@@ -336,6 +336,111 @@ def test_no_more_requests_run_than_there_are_slots(model: Bench) -> None:
         assert (brief["ongoing"], sum(brief["latency_counts"])) == (0, brief["ended"])
 
     model.run(scenario())
+
+
+async def call_patiently(replica: Hosted, left_s: float = 60.0) -> Any:
+    """Return the result of a call that waits for a slot, and what was sent before it."""
+    head = {"method": "pid", "legacy": False, "request_id": "request-1"}
+    envelope = Envelope(EnvelopeKind.CALL, head, payload.dump(((), {})), patience=Patience(left_s))
+    reply = Reply()
+    await replica.handle(envelope, reply.receive, reply.send)
+    first, answer = reply.sent
+    return payload.load(answer["payload"]), first
+
+
+def test_requests_with_patience_wait_in_line_for_a_slot(model: Bench) -> None:
+    async def scenario() -> None:
+        replica = model.replica
+        (pid, first) = await call_patiently(replica)
+        assert first == {"type": SLOT_TAKEN, "ongoing": 1, "queued": 0}
+        before = await replica.statistics()
+        held = [asyncio.create_task(call(replica, "hold", f"line-{n}")) for n in range(4)]
+        await until(lambda: all((model.folder / f"line-{n}-began").exists() for n in range(4)))
+        waiting = [asyncio.create_task(call_patiently(replica)) for _ in range(3)]
+        await until(lambda: replica.load() == Load(4, 3))
+        assert (await replica.statistics())["queued"] == 3
+        queued = [value for name, _, value in replica.samples() if name == "replica_queued_requests"]
+        assert sum(queued) == 3
+        with pytest.raises(ReplicaBusyError):
+            await call_patiently(replica, 0.01)
+        with pytest.raises(ReplicaBusyError):
+            await call(replica, "pid")
+        waiting[0].cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting[0]
+        assert replica.load() == Load(4, 2)
+        (model.folder / "line-0-go").touch()
+        outcomes = await asyncio.gather(*waiting[1:])
+        assert [result for result, _ in outcomes] == [pid, pid]
+        assert [told["ongoing"] for _, told in outcomes] == [4, 4]
+        for n in range(1, 4):
+            (model.folder / f"line-{n}-go").touch()
+        await asyncio.gather(*held)
+        assert replica.load() == Load(0, 0)
+        after = await replica.statistics()
+        grown = [after[name] - before[name] for name in ("handled_total", "refused_total", "cancelled_total")]
+        assert grown == [6, 2, 0]
+
+    model.run(scenario())
+
+
+def test_more_slots_are_for_those_in_line(model: Bench) -> None:
+    async def scenario() -> None:
+        held = [asyncio.create_task(call(model.replica, "hold", f"more-{n}")) for n in range(4)]
+        await until(lambda: all((model.folder / f"more-{n}-began").exists() for n in range(4)))
+        waiting = asyncio.create_task(call_patiently(model.replica))
+        await until(lambda: model.replica.load() == Load(4, 1))
+        await model.replica.reconfigure(user_config=None, concurrency=5)
+        await waiting
+        await model.replica.reconfigure(user_config=None, concurrency=4)
+        for n in range(4):
+            (model.folder / f"more-{n}-go").touch()
+        await asyncio.gather(*held)
+
+    model.run(scenario())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_who_waits_in_line_when_the_replica_stops_has_not_begun(kind: str, tmp_path: Path) -> None:
+    with Bench(kind, code.Model, tmp_path, str(tmp_path)) as bench:
+
+        async def scenario() -> None:
+            held = [asyncio.create_task(call(bench.replica, "hold", f"stop-{n}")) for n in range(4)]
+            await until(lambda: all((tmp_path / f"stop-{n}-began").exists() for n in range(4)))
+            waiting = asyncio.create_task(call_patiently(bench.replica))
+            await until(lambda: bench.replica.load() == Load(4, 1))
+            stopping = asyncio.create_task(bench.replica.stop(10))
+            with pytest.raises(ActorLostError) as caught:
+                await waiting
+            assert not caught.value.begun
+            assert not stopping.done()
+            for n in range(4):
+                (tmp_path / f"stop-{n}-go").touch()
+            assert await asyncio.gather(*held) == [f"stop-{n}" for n in range(4)]
+            await stopping
+
+        bench.run(scenario())
+
+
+def test_who_waits_in_line_when_the_process_ends_has_not_begun(tmp_path: Path) -> None:
+    with Bench("process", code.Model, tmp_path, str(tmp_path)) as bench:
+
+        async def scenario() -> None:
+            pid, _ = await call_patiently(bench.replica)
+            held = [asyncio.create_task(call(bench.replica, "hold", f"end-{n}")) for n in range(4)]
+            await until(lambda: all((tmp_path / f"end-{n}-began").exists() for n in range(4)))
+            waiting = asyncio.create_task(call_patiently(bench.replica))
+            await until(lambda: bench.replica.load() == Load(4, 1))
+            os.kill(pid, signal.SIGKILL)
+            with pytest.raises(ActorLostError, match="is lost") as caught:
+                await waiting
+            assert not caught.value.begun
+            assert {type(each) for each in await asyncio.gather(*held, return_exceptions=True)} == {
+                ActorLostError
+            }
+            assert bench.replica.load() == Load(0, 0)
+
+        bench.run(scenario())
 
 
 def test_a_cancelled_plain_request_keeps_its_slot_until_it_returns(model: Bench) -> None:

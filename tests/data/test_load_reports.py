@@ -14,9 +14,9 @@ from daskserve.cluster.base import Cluster
 from daskserve.cluster.long_poll import LongPollClient
 from daskserve.data.load_reports import PERIOD_S, STARVING_S, LoadReports
 from daskserve.data.router import Routers
-from daskserve.errors import NotRunningError, UnavailableError
+from daskserve.errors import NotRunningError, ReplicaBusyError, UnavailableError
 from daskserve.testing import run_virtual
-from daskserve.types import ActorAddress, Envelope, EnvelopeKind, Message
+from daskserve.types import ActorAddress, Envelope, EnvelopeKind, Load, Message
 
 
 @dataclass
@@ -177,6 +177,41 @@ def test_requests_at_a_backend_without_replicas_are_told_together_and_at_once(is
         assert all(isinstance(each, UnavailableError) for each in outcomes)
         await asyncio.sleep(0)
         assert len(asyncio.all_tasks()) == 1
+
+    run_virtual(main)
+
+
+class FullReplica(Controller):
+    """One replica with one slot, which somebody else holds."""
+
+    async def request(self, address: ActorAddress, envelope: Envelope, receive: Any, send: Any) -> Load:
+        if envelope.patience is None:
+            raise ReplicaBusyError("full", ongoing=1)
+        await asyncio.get_running_loop().create_future()
+        raise AssertionError
+
+
+def test_a_request_in_line_at_a_replica_is_told_once_and_as_one_that_waits() -> None:
+    """The replica does not count it as running, so it is no second request to the controller."""
+
+    async def main() -> None:
+        controller = FullReplica()
+        routers = Routers(
+            cast(Cluster, controller), cast(LongPollClient, Listener()), LoopClock(), random.Random(1)
+        )
+        replicas = routers.replica_set("b")
+        replicas.update(NOTHING | {"replicas": [["r", "worker", 1]]})
+        requests = [
+            asyncio.create_task(replicas.send(Envelope(EnvelopeKind.CALL, {}), nothing, keep))
+            for _ in range(3)
+        ]
+        await asyncio.sleep(1.5 * PERIOD_S)
+        assert controller.reports[-1] == (PERIOD_S, {"b": [3, 0]})
+        for task in requests:
+            task.cancel()
+        await asyncio.gather(*requests, return_exceptions=True)
+        routers.close()
+        await asyncio.sleep(0)
 
     run_virtual(main)
 

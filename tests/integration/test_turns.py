@@ -1,0 +1,100 @@
+"""Turns at a replica with one slot, for which a proxy and a program compete."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import Counter
+from typing import Any
+
+import pytest
+from dask_processes import ExternalCluster, Reply, fetch, poll_for
+
+import daskserve as serve
+
+TOOK_S = 0.05
+TURNS = 50
+
+
+async def slow(request: Any) -> str:
+    await asyncio.sleep(TOOK_S)
+    return "done"
+
+
+def refusals(client: serve.Client, external: ExternalCluster) -> float:
+    """Return how many requests the replicas of this instance have sent back."""
+
+    def count(dask_worker: Any) -> int:
+        (host,) = (each for each in dask_worker.state.actors.values() if type(each).__name__ == "Host")
+        replicas = [entry.actor for name, entry in host._entries.items() if "/replica/" in name]
+        return sum(each._figures.refused for each in replicas)
+
+    return sum(external.client.run(count).values())
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+def test_a_proxy_and_a_program_take_turns_at_a_replica(
+    client: serve.Client, url: str, external: ExternalCluster, isolation: str
+) -> None:
+    config = {"max_concurrent_queries": 1, "isolation": isolation}
+    client.create_backend("b", slow, config=config)
+    client.create_endpoint("e", backend="b", route="/e")
+    handle = client.get_handle("e")
+    assert (handle.remote().result(), fetch(f"{url}/e").text) == ("done", "done")
+    turns: Counter[str] = Counter()
+    errors: list[BaseException] = []
+
+    def keep_asking(name: str) -> None:
+        try:
+            while turns.total() < TURNS and not errors:
+                answer = handle.remote().result() if name == "program" else fetch(f"{url}/e").text
+                assert answer == "done"
+                turns[name] += 1
+        except BaseException as error:
+            errors.append(error)
+
+    # The program has more that waits, and all of it in one process.
+    names = ["program"] * 6 + ["proxy"] * 2
+    threads = [threading.Thread(target=keep_asking, args=(name,)) for name in names]
+    began = time.monotonic()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    took_s = time.monotonic() - began
+    assert errors == []
+    assert 0.35 < turns["proxy"] / turns.total() < 0.65, turns
+    assert took_s < 6
+    assert refusals(client, external) < 10 + 10 * took_s
+
+
+def test_waiting_in_line_counts_against_a_requests_deadline(client: serve.Client, url: str) -> None:
+    async def hold(request: Any) -> str:
+        if request.query_params.get("long"):
+            await asyncio.sleep(30)
+        return "done"
+
+    client.create_backend("b", hold, config={"max_concurrent_queries": 1, "max_queued_requests": 1})
+    client.create_endpoint("e", backend="b", route="/e")
+    handle = client.get_handle("e")
+    holding = handle.remote(long="yes")
+    poll_for(lambda: fetch(f"{url}/e", headers={"X-Request-Timeout-Seconds": "0.05"}).status == 408)
+    began = time.monotonic()
+    replies: list[Reply] = []
+
+    def ask() -> None:
+        replies.append(fetch(f"{url}/e", headers={"X-Request-Timeout-Seconds": "1.2"}))
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert 1.2 <= time.monotonic() - began < 3
+    # One is in line, and one waits behind it, unless it came after the other was known to be in line.
+    statuses = sorted(reply.status for reply in replies)
+    assert statuses in ([408, 408, 503, 503], [408, 503, 503, 503])
+    assert all("retry-after" in reply.headers for reply in replies if reply.status == 503)
+    holding.cancel()
+    poll_for(lambda: fetch(f"{url}/e", headers={"X-Request-Timeout-Seconds": "1"}).text == "done", 5)
