@@ -109,6 +109,11 @@ class Roster:
         """Whether there is no replica at all, with or without room."""
         return not self._entries
 
+    @property
+    def size(self) -> int:
+        """How many replicas there are, with or without room."""
+        return len(self._entries)
+
     def update(
         self,
         published: Mapping[ReplicaTag, tuple[WorkerAddress, int]],

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import random
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from daskserve.clock import Clock, stopwatch
 from daskserve.cluster.base import Cluster
 from daskserve.cluster.long_poll import LongPollClient
 from daskserve.data.load_reports import LoadReports
+from daskserve.data.place import Place
 from daskserve.data.replay import Replay, replay_of
 from daskserve.data.roster import ReplicaEntry, Roster
 from daskserve.data.router_figures import BUSY, LOST, CallFigures, SetFigures
@@ -33,18 +34,7 @@ from daskserve.errors import (
     UnavailableError,
 )
 from daskserve.metric_table import Sample
-from daskserve.types import (
-    DONE,
-    SLOT_TAKEN,
-    BackendTag,
-    EndpointTag,
-    Envelope,
-    Load,
-    Message,
-    Patience,
-    Receive,
-    Send,
-)
+from daskserve.types import BackendTag, EndpointTag, Envelope, Load, Message, Receive, Send
 
 logger = logging.getLogger("daskserve.router")
 
@@ -52,8 +42,6 @@ logger = logging.getLogger("daskserve.router")
 EJECTED_S = 1.0
 #: One whose connection broke is left alone until the scheduler has told of its end, if that is why.
 BROKEN_S = 0.05
-#: How long a request waits in line at a replica before it looks for another one.
-PATIENCE_S = 0.5
 #: How long a process waits to learn of an endpoint that somebody uses.
 KNOWN_S = 10.0
 
@@ -208,32 +196,12 @@ class ReplicaSet:
         self, replica: ReplicaEntry, since: float, envelope: Envelope, receive: Receive, send: Send
     ) -> Load:
         """Carry a request to a replica that is full; the next may go there as soon as this one has a slot."""
-        roster = self._roster
-        is_in_line = True
-        began = stopwatch()
-
-        def leave() -> None:
-            nonlocal is_in_line
-            if is_in_line:
-                is_in_line = False
-                roster.leave_line(replica)
-                self._figures.waits.observe(stopwatch() - began)
-
-        def forward(message: Message) -> Awaitable[None]:
-            if message["type"] != SLOT_TAKEN:
-                return send(message)
-            roster.report(replica, Load(message["ongoing"], message["queued"]), self._clock.now())
-            leave()
-            self._serve_waiting()
-            return DONE
-
-        patience = Patience(PATIENCE_S, self._clock.now() - since)
+        place = Place(self._roster, replica, self._clock, send, self._figures.waits, self._serve_waiting)
+        envelope = replace(envelope, patience=place.patience(since))
         try:
-            return await self._cluster.request(
-                replica.address, replace(envelope, patience=patience), receive, forward
-            )
+            return await self._cluster.request(replica.address, envelope, receive, place.send)
         finally:
-            leave()
+            place.leave()
 
     async def _wait(self, is_rejected: bool) -> ReplicaEntry:
         """Return a replica with one more request in flight, when it is this one's turn."""

@@ -15,9 +15,17 @@ import pytest
 from daskserve.clock import LoopClock
 from daskserve.cluster.base import Cluster
 from daskserve.cluster.long_poll import LongPollClient
+from daskserve.data.place import LEAST_PATIENCE_S, PATIENCE_S
 from daskserve.data.replay import KEPT_BYTES
 from daskserve.data.roster import AGAIN_S, REPORT_S
-from daskserve.data.router import BROKEN_S, EJECTED_S, KNOWN_S, PATIENCE_S, ReplicaSet, Router, Routers
+from daskserve.data.router import (
+    BROKEN_S,
+    EJECTED_S,
+    KNOWN_S,
+    ReplicaSet,
+    Router,
+    Routers,
+)
 from daskserve.data.slots import SlotHolder
 from daskserve.errors import (
     ActorLostError,
@@ -374,8 +382,8 @@ def test_if_all_are_full_a_request_waits_in_line_at_each_in_turn() -> None:
         stage.replicas.handler = answer
         await stage.send(backend, POST)
         assert {*stage.replicas.asked[:2]} == {*stage.replicas.asked[2:4]} == {"r1", "r2"}
-        assert patience == [None, None, *(Patience(PATIENCE_S, n * PATIENCE_S) for n in range(3))]
-        assert now() == 2 * PATIENCE_S
+        assert patience == [None, None, *(Patience(PATIENCE_S / 2, n * PATIENCE_S / 2) for n in range(3))]
+        assert now() == PATIENCE_S
         assert POST.patience is None
 
     run(scenario)
@@ -599,6 +607,25 @@ def test_a_line_that_is_too_long_is_asked_again_after_a_moment() -> None:
         stage.send(backend)
         await asyncio.sleep(10.5 * AGAIN_S)
         assert len(stage.replicas.asked) == 2 + 10
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(("replicas", "left_s"), [(1, PATIENCE_S), (1000, LEAST_PATIENCE_S)])
+def test_among_many_replicas_a_request_waits_less_at_each(replicas: int, left_s: float) -> None:
+    async def scenario(stage: Stage) -> None:
+        backend = stage.backend(*map(str, range(replicas)))
+        found: list[Patience] = []
+
+        async def answer(tag: str, envelope: Envelope, *_: Any) -> Load:
+            if envelope.patience is None:
+                raise ReplicaBusyError("full", ongoing=1)
+            found.append(envelope.patience)
+            return Load()
+
+        stage.replicas.handler = answer
+        await stage.send(backend)
+        assert found == [Patience(left_s)]
 
     run(scenario)
 
