@@ -567,6 +567,32 @@ def test_one_request_waits_in_line_and_those_behind_it_in_the_router_until_it_ha
     run(scenario)
 
 
+def test_a_slot_among_others_that_are_free_ends_the_line_and_the_wait_is_counted() -> None:
+    async def scenario(stage: Stage) -> None:
+        backend = stage.backend("r1", concurrency=9)
+        patient: list[Send] = []
+
+        async def answer(tag: str, envelope: Envelope, receive: Receive, send: Send) -> Load:
+            if not patient and envelope.patience is None:
+                raise ReplicaBusyError("full", ongoing=9)
+            if envelope.patience is not None:
+                patient.append(send)
+            await asyncio.get_running_loop().create_future()
+            raise AssertionError
+
+        stage.replicas.handler = answer
+        for _ in range(4):
+            stage.send(backend)
+            await quiet()
+        assert (backend.waiting, series(stage)[("router_queue_wait_seconds",)]) == (4, 0)
+        await patient[0]({"type": SLOT_TAKEN, "ongoing": 1, "queued": 0})
+        await quiet()
+        assert (len(patient), backend.waiting, backend.in_flight) == (1, 0, 4)
+        assert series(stage)[("router_queue_wait_seconds",)] == 4
+
+    run(scenario)
+
+
 def test_a_place_in_line_that_came_to_one_who_gives_up_goes_to_the_next() -> None:
     async def scenario(stage: Stage) -> None:
         backend = stage.backend("r1", "r2", concurrency=2)
