@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import base64
-import json
 import shutil
 import socket
 import subprocess
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from email.message import Message
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
 from dask_processes import PATIENCE_S, poll_for
+from json_api import json_api
 
 #: For tests that need Redis' server; it is Debian's package of that name.
 needs_redis = pytest.mark.skipif(
@@ -86,34 +85,15 @@ def management_api(lengths: Mapping[str, int], login: str) -> Iterator[str]:
     """Answer as RabbitMQ does about the queues at these paths, each the virtual host's and its own name."""
     expected = f"Basic {base64.b64encode(login.encode()).decode()}"
 
-    class Answer(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            if self.headers.get("Authorization") != expected:
-                return self.send(401, {"error": "not_authorised", "reason": "Login failed"})
-            path = self.path.removeprefix("/api/queues/")
-            if path not in lengths:
-                return self.send(404, {"error": "Object Not Found", "reason": "Not Found"})
-            length = lengths[path]
-            told = {"messages": length, "messages_ready": length, "messages_unacknowledged": 0}
-            self.send(200, {"name": path.rpartition("/")[2], "state": "running", **told})
+    def answer(path: str, headers: Message) -> tuple[int, Any]:
+        if headers.get("Authorization") != expected:
+            return 401, {"error": "not_authorised", "reason": "Login failed"}
+        name = path.removeprefix("/api/queues/")
+        if name not in lengths:
+            return 404, {"error": "Object Not Found", "reason": "Not Found"}
+        length = lengths[name]
+        told = {"messages": length, "messages_ready": length, "messages_unacknowledged": 0}
+        return 200, {"name": name.rpartition("/")[2], "state": "running", **told}
 
-        def send(self, status: int, answer: Mapping[str, Any]) -> None:
-            body = json.dumps(answer).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *args: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
-        server.daemon_threads = True
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
+    with json_api(answer) as url:
+        yield url

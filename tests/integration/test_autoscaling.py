@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from email.message import Message
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ import pytest
 from clusters import Load, running
 from dask_processes import PATIENCE_S, ExternalCluster, fetch, poll_for
 from distributed import Client, LocalCluster
+from json_api import json_api
 from scaling import (
     MARGIN_S,
     QUICK,
@@ -105,29 +104,12 @@ def test_a_function_of_the_users_decides_in_the_controller(client: serve.Client)
 def prometheus(values: dict[str, float]) -> Iterator[str]:
     """Answer as Prometheus does, with the value of the expression that is asked for."""
 
-    class Answer(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            expression = self.path.partition("query=")[2]
-            result = [{"metric": {}, "value": [time.time(), str(values[expression])]}]
-            body = json.dumps({"status": "success", "data": {"resultType": "vector", "result": result}})
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body.encode())
+    def answer(path: str, headers: Message) -> tuple[int, Any]:
+        result = [{"metric": {}, "value": [time.time(), str(values[path.partition("query=")[2]])]}]
+        return 200, {"status": "success", "data": {"resultType": "vector", "result": result}}
 
-        def log_message(self, *args: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
-        server.daemon_threads = True
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
+    with json_api(answer) as url:
+        yield url
 
 
 def test_what_prometheus_says_decides(client: serve.Client) -> None:

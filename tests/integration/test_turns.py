@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -98,3 +100,54 @@ def test_waiting_in_line_counts_against_a_requests_deadline(client: serve.Client
     assert all("retry-after" in reply.headers for reply in replies if reply.status == 503)
     holding.cancel()
     poll_for(lambda: fetch(f"{url}/e", headers={"X-Request-Timeout-Seconds": "1"}).text == "done", 5)
+
+
+#: Sends three requests and says so; then it waits to be killed.
+COMPETITOR = """
+import sys, time
+from distributed import Client
+import daskserve as serve
+
+dask = Client(sys.argv[1])
+handle = serve.connect().get_handle("e")
+calls = [handle.remote() for _ in range(3)]
+print("calling", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_program_that_is_killed_in_line_leaves_it(external: ExternalCluster) -> None:
+    async def hold(request: Any) -> str:
+        await asyncio.sleep(2)
+        return "done"
+
+    with serve.start(detached=True, dask_client=external.client, http_options={"port": 0}) as client:
+        client.create_backend("b", hold, config={"max_concurrent_queries": 1})
+        client.create_endpoint("e", backend="b")
+        handle = client.get_handle("e")
+        holding = handle.remote()
+        command = [sys.executable, "-c", COMPETITOR, external.address]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
+            try:
+                assert program.stdout is not None
+                assert program.stdout.readline() == "calling\n"
+                poll_for(lambda: in_line(external) == 1)
+            finally:
+                program.kill()
+        poll_for(lambda: in_line(external) == 0)
+        assert holding.result() == "done"
+        began = time.monotonic()
+        assert handle.remote().result() == "done"
+        assert time.monotonic() - began < 3.5  # nobody else had a turn
+        client.shutdown()
+
+
+def in_line(external: ExternalCluster) -> int:
+    """Return how many requests wait in line at the replicas."""
+
+    def count(dask_worker: Any) -> int:
+        (host,) = (each for each in dask_worker.state.actors.values() if type(each).__name__ == "Host")
+        replicas = [entry.actor for name, entry in host._entries.items() if "/replica/" in name]
+        return sum(len(each._line.places) for each in replicas)
+
+    return sum(external.client.run(count).values())
