@@ -7,9 +7,10 @@ replica sets them in a copy of its actor's context before user code runs.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Set
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from daskserve.errors import ServeError
 from daskserve.pending_call import PendingCall
@@ -33,7 +34,7 @@ class ReplicaContext:
     figures: ReplicaFigures | None = None
 
 
-@dataclass(slots=True)
+@dataclass
 class RequestContext:
     """The request that the current code answers, and the calls through handles that this code has made.
 
@@ -42,25 +43,27 @@ class RequestContext:
     its later calls are cancelled too.
     """
 
-    # One is made for each request, so it is not frozen: that would cost twice as much.
+    # One is made for each request, so it is not frozen, nor has it a set before there are calls.
     request_id: str = ""
     route: str = ""
     #: When it must have been answered, on the clock of the replica's event loop; None: whenever.
     deadline: float | None = None
-    _calls: set[PendingCall[Any]] = field(default_factory=set, init=False, repr=False, compare=False)
-    _is_cancelled: bool = field(default=False, init=False, repr=False, compare=False)
+    # Of the class, until they change.
+    _calls: ClassVar[Set[PendingCall[Any]]] = frozenset()
+    _is_cancelled: ClassVar[bool] = False
 
     def add_call(self, call: PendingCall[Any]) -> None:
         """Take note of a call, from whatever thread it is made."""
-        self._calls.add(call)
-        call.add_done_callback(self._calls.discard)
+        calls: set[PendingCall[Any]] = vars(self).setdefault("_calls", set())  # one step, for all threads
+        calls.add(call)
+        call.add_done_callback(calls.discard)
         # Looked at last, as `cancel_calls` looks at the calls last: one of the two sees the other.
         if self._is_cancelled and asyncio._get_running_loop() is None:
             call.cancel()
 
     def cancel_calls(self) -> None:
         """Cancel what is not answered yet."""
-        self._is_cancelled = True
+        vars(self)["_is_cancelled"] = True
         for call in list(self._calls):
             call.cancel()
 

@@ -35,8 +35,9 @@ class _Done(tuple[()]):
     __await__ = tuple.__iter__  # in C, and over at once
 
 
-#: The type of a message that ASGI does not have: a whole response, with ``status``, ``headers`` and ``body``.
-#: Replicas send it, and only our own servers take it; for all others the ingress makes two messages of it.
+#: The type of a message that ASGI does not have: a whole response, with ``status``, ``headers`` and ``body``,
+#: which says its length itself. Replicas send it. The ingress adds its ``request_id``, and for all but our own
+#: servers makes two messages of it. Headers that many responses share are best a tuple, which can be looked up.
 WHOLE_RESPONSE = "daskserve.response"
 
 #: What a `Send` may return that has nothing to wait for: a coroutine costs several times as much to make.

@@ -19,7 +19,7 @@ from daskserve.clock import stopwatch
 from daskserve.deadlines import until
 from daskserve.errors import RequestTimeoutError
 from daskserve.figures import cause_of
-from daskserve.proxies.asgi import JSON, ASGIApp, Headers, Scope, send_whole
+from daskserve.proxies.asgi import JSON, REQUEST_ID, ASGIApp, Headers, Scope, send_whole, split_whole
 from daskserve.proxies.errors import reply_to
 from daskserve.proxies.ingress_figures import NO_ROUTE, SYSTEM_ROUTES, IngressFigures
 from daskserve.proxies.routes import Route, RouteTable, normalize_prefix
@@ -30,13 +30,15 @@ log = logging.getLogger("daskserve.proxies")
 
 Dispatch = Callable[[str, Envelope, Receive, Send], Coroutine[Any, Any, None]]
 
-REQUEST_ID = b"x-request-id"
 REQUEST_TIMEOUT = b"x-request-timeout-seconds"
 SHARD_KEY = b"x-serve-shard-key"
 HOST = b"host"
 CONTENT_LENGTH = b"content-length"
 TRANSFER_ENCODING = b"transfer-encoding"
 _HEADERS_READ = frozenset((REQUEST_ID, REQUEST_TIMEOUT, SHARD_KEY, HOST, CONTENT_LENGTH, TRANSFER_ENCODING))
+
+#: Octets that no server should have let pass in a header.
+_CONTROLS = frozenset(b"\0\r\n")
 
 #: The extension of ASGI by which a handshake is answered with a whole response.
 DENIAL = "websocket.http.response"
@@ -117,47 +119,35 @@ class IngressStatistics:
 class _Exchange:
     """One request as the ingress follows it: what was read from its headers and how far its answer is."""
 
-    __slots__ = (
-        "_send",
-        "_start",
-        "_takes_whole",
-        "cause",
-        "has_body",
-        "host",
-        "is_gone",
-        "request_id",
-        "route",
-        "shard_key",
-        "status",
-        "timeout",
-    )
-
     def __init__(self, headers: Iterable[tuple[bytes, bytes]], send: Send, takes_whole: bool = False) -> None:
         self._send = send
         self._takes_whole = takes_whole
-        self._start: Message | None = None
-        self.request_id = b""
-        self.shard_key: bytes | None = None
-        self.timeout: bytes | None = None
-        self.host = b""
-        self.status = 0
-        self.is_gone = False
-        self.has_body = False
-        #: For the figures: what answered, and what went wrong, in a word of theirs.
-        self.route = NO_ROUTE
-        self.cause = ""
         for name, value in headers:
             if name in _HEADERS_READ:
                 if name == HOST:
                     self.host = value
                 elif name == REQUEST_ID:
-                    self.request_id = self.request_id or value
+                    if not _CONTROLS.intersection(value):  # it stands in the response again
+                        self.request_id = self.request_id or value
                 elif name == SHARD_KEY:
                     self.shard_key = value
                 elif name == REQUEST_TIMEOUT:
                     self.timeout = value
                 else:
                     self.has_body = self.has_body or value != b"0"
+
+    # Most requests never change any of these, and one is made for each.
+    request_id = b""
+    shard_key: bytes | None = None
+    timeout: bytes | None = None
+    host = b""
+    status = 0
+    is_gone = False
+    has_body = False
+    #: For the figures: what answered, and what went wrong, in a word of theirs.
+    route = NO_ROUTE
+    cause = ""
+    _start: Message | None = None
 
     def send(self, message: Message) -> Awaitable[None]:
         """Pass a message on to the server; a response without a request id gets one.
@@ -169,22 +159,17 @@ class _Exchange:
         if kind == "http.response.start" or kind == WHOLE_RESPONSE:
             if self.status or self._start is not None:
                 raise RuntimeError("a response was started a second time")
-            if not isinstance(message["status"], int):
-                raise TypeError(f"the status of a response is a number, not {message['status']!r}")
-            headers = message.get("headers", ())
-            for name, _ in headers:
-                if name == REQUEST_ID or name.lower() == REQUEST_ID:
-                    break
-            else:
-                message = {**message, "headers": [*headers, (REQUEST_ID, self.request_id)]}
+            status = message["status"]
+            if not isinstance(status, int):
+                raise TypeError(f"the status of a response is a number, not {status!r}")
             if kind == "http.response.start":
-                self._start = message
+                self._start = self._named(message)
                 return DONE
+            message = {**message, "request_id": self.request_id}
             if self._takes_whole:
-                self.status = message["status"]
+                self.status = status
             else:
-                self._start = {**message, "type": "http.response.start"}
-                message = {"type": "http.response.body", "body": self._start.pop("body")}
+                self._start, message = split_whole(message)
         try:
             start = self._start
             if start is not None:
@@ -198,6 +183,13 @@ class _Exchange:
             self.is_gone = True
             raise
         return DONE if sent is DONE else self._send_after(sent)
+
+    def _named(self, start: Message) -> Message:
+        headers = start.get("headers", ())
+        for name, _ in headers:
+            if name == REQUEST_ID or name.lower() == REQUEST_ID:
+                return start
+        return {**start, "headers": [*headers, (REQUEST_ID, self.request_id)]}
 
     async def _send_after(self, sent: Awaitable[None], message: Message | None = None) -> None:
         try:
@@ -215,8 +207,6 @@ class _Exchange:
 
 class _SocketExchange(_Exchange):
     """A WebSocket as the ingress follows it; what would be a response of its own denies the handshake."""
-
-    __slots__ = ()
 
     async def send(self, message: Message) -> None:
         """Pass a message on to the server."""
@@ -377,16 +367,19 @@ class IngressApp:
             await send_whole(exchange.send, 200, b"success")
 
     def _head(self, exchange: _Exchange, scope: Scope, path: str, route: Route) -> dict[str, Any]:
-        head = dict(scope)
-        if head.keys() != _HTTP_KEYS:
+        if self._takes_whole and scope["type"] == "http":
+            head: Any = scope  # it was made for this request, and nobody else has seen it
+        else:
+            head = dict(scope)
             # A middleware may have left something for the endpoint.
             for key, value in scope.items():
                 if key in _SCOPE_KEYS_KEPT_HERE or not (key in _SCOPE_KEYS or is_plain(value)):
                     del head[key]
-        if path is not scope["path"]:
+        if path is not head["path"]:
             head["path"] = path
             if "raw_path" in head:
                 head["raw_path"] = self._root_bytes + head["raw_path"]
+        has_denial = DENIAL in (scope.get("extensions") or ())
         head["root_path"] = self._root if route.route == "/" else self._root + route.route
         shard_key = exchange.shard_key
         head["extensions"] = {
@@ -396,9 +389,9 @@ class IngressApp:
                 "route": route.route,
             }
         }
-        if DENIAL in (scope.get("extensions") or ()):
+        if has_denial:
             head["extensions"][DENIAL] = {}
-        return head
+        return head  # type: ignore[no-any-return]
 
     def _call(
         self, exchange: _Exchange, endpoint: str, head: dict[str, Any], receive: Receive

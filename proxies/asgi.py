@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from typing import Any, TypeAlias
 
-from daskserve.types import Receive, Send
+from daskserve.types import Message, Receive, Send
 
 Scope: TypeAlias = MutableMapping[str, Any]
 ASGIApp: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 Headers: TypeAlias = Sequence[tuple[bytes, bytes]]
 
+REQUEST_ID = b"x-request-id"
 TEXT = b"text/plain; charset=utf-8"
 JSON = b"application/json"
 
@@ -34,3 +35,16 @@ async def send_whole(
         }
     )
     await send({"type": "http.response.body", "body": body})
+
+
+def split_whole(message: Message) -> tuple[Message, Message]:
+    """Return the two messages of ASGI for a `daskserve.types.WHOLE_RESPONSE`."""
+    status, body = message["status"], message["body"]
+    headers = list(message["headers"])
+    names = {name.lower() for name, _ in headers}
+    if b"content-length" not in names and b"transfer-encoding" not in names and status not in (204, 304):
+        headers.append((b"content-length", b"%d" % len(body)))
+    if "request_id" in message and REQUEST_ID not in names:
+        headers.append((REQUEST_ID, message["request_id"]))
+    start = {"type": "http.response.start", "status": status, "headers": headers}
+    return start, {"type": "http.response.body", "body": body}

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import ssl
 from collections.abc import Awaitable, Mapping
 from typing import Any
 from urllib.parse import unquote_to_bytes
@@ -27,12 +26,11 @@ from urllib.parse import unquote_to_bytes
 from tornado import httputil
 from tornado.iostream import StreamClosedError
 
-from daskserve.clock import Clock
 from daskserve.errors import http_status_of
-from daskserve.proxies.asgi import ASGI_VERSIONS, ASGIApp, Headers, Scope
-from daskserve.proxies.http1 import Buffer, DateHeader, ResponseWriter, as_buffer, plain_text
+from daskserve.proxies.asgi import Headers, Scope, split_whole
+from daskserve.proxies.carrier import Carrier, Link
+from daskserve.proxies.http1 import Buffer, ResponseWriter, as_buffer, plain_text
 from daskserve.proxies.http1_connection import RequestReader
-from daskserve.proxies.idle import IdleWatch
 from daskserve.proxies.request_body import RequestBody
 from daskserve.proxies.request_head import (
     FRAMING_HEADERS,
@@ -43,7 +41,7 @@ from daskserve.proxies.request_head import (
     settle_expectation,
     split_target,
 )
-from daskserve.proxies.stream import Connection, Stream, addresses_of
+from daskserve.proxies.stream import Connection, Stream
 from daskserve.proxies.websocket import BadHandshakeError, WebSocketSession
 from daskserve.types import DONE, WHOLE_RESPONSE, Message
 
@@ -56,73 +54,6 @@ _JOIN_BYTES = 64 * 1024
 _GONE = "the client has gone away"
 
 
-class Carrier:
-    """What all requests of one server share.
-
-    Attributes
-    ----------
-    tasks : set
-        The tasks of all requests whose application is still running.
-    links : set
-        The open connections that carry HTTP.
-    sockets : set
-        The open WebSockets.
-    is_draining : bool
-        Whether each response is the last on its connection.
-    """
-
-    def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        max_body_bytes: int,
-        idle_timeout_s: float,
-        clock: Clock,
-        max_message_bytes: int = 16 << 20,
-        tls: ssl.SSLContext | None = None,
-    ) -> None:
-        self.app = app
-        self.tls = tls
-        self.idle_timeout_s = idle_timeout_s
-        self.max_body_bytes = max_body_bytes
-        self.max_message_bytes = max_message_bytes
-        self.tasks: set[asyncio.Task[None]] = set()
-        self.links: set[Link] = set()
-        self.sockets: set[WebSocketSession] = set()
-        self.is_draining = False
-        self.watch = IdleWatch(idle_timeout_s, Link.close)
-        self.clock = clock
-        self.date = DateHeader(clock)
-
-    def cancel(self, task: asyncio.Task[None]) -> None:
-        """Cancel one of the tasks, unless it is busy cleaning up after an earlier cancellation."""
-        if not task.cancelling():
-            task.cancel()
-            # One that is cancelled before its first step never gets to leave the set by itself.
-            task.add_done_callback(self.tasks.discard)
-
-
-class Link:
-    """One open connection: its stream, its addresses and the request that is read or answered on it."""
-
-    __slots__ = ("client", "exchange", "server", "stream")
-
-    def __init__(self, stream: Stream) -> None:
-        self.stream = stream
-        self.client, self.server = addresses_of(stream.socket)
-        self.exchange: Exchange | None = None
-
-    def close(self) -> None:
-        """Close the connection, whatever is going on there."""
-        if self.exchange is not None:
-            self.exchange.on_connection_close()
-        self.stream.close()
-
-    def __str__(self) -> str:
-        # Tornado puts this into its log lines.
-        return "{}:{}".format(*self.client) if self.client else "unknown client"
-
-
 class Exchange(RequestReader):
     """Reads one request, runs the application on it, writes what that sends. Its maker watches the link."""
 
@@ -133,17 +64,20 @@ class Exchange(RequestReader):
         self._link = link
         self._connection = connection
         self._stream = link.stream
-        self._task: asyncio.Task[None] | None = None
-        self._method = ""
-        self._is_http11 = True
-        self._closes = False
-        self._start: Message | None = None
-        self._writer: ResponseWriter | None = None
-        self._is_whole = False  # the response was written to its end
-        self._is_gone = False  # nobody listens to the response any more
-        self._is_over = False  # the server has been told to go on
-        self._linger: asyncio.TimerHandle | None = None
         link.exchange = self
+
+    # One is made for each request, and most never change all of these.
+    _task: asyncio.Task[None] | None = None
+    _method = ""
+    _is_http11 = True
+    _closes = False
+    _start: Message | None = None
+    _writer: ResponseWriter | None = None
+    _is_begun = False  # something of the response was written
+    _is_whole = False  # the response was written to its end
+    _is_gone = False  # nobody listens to the response any more
+    _is_over = False  # the server has been told to go on
+    _linger: asyncio.TimerHandle | None = None
 
     @property
     def has_task(self) -> bool:
@@ -181,11 +115,10 @@ class Exchange(RequestReader):
     ) -> None:
         """Start the application; it may answer before the body has come in."""
         self._method = method.upper()
-        self._is_http11 = version != "HTTP/1.0"
-        self._closes = not keeps_alive(framing.get("Connection", ""), version)
+        length: int | None = 0
         try:
-            check_host(framing, version)
-            length = body_length(framing, version)
+            if version != "HTTP/1.1" or framing != self._link.plain_framing:
+                length = self._read_framing(framing, version)
             path, query = split_target(method, target)
         except ValueError as error:
             self._body = RequestBody(is_ended=True)  # as far as we care: where it ends is what is unclear
@@ -211,6 +144,16 @@ class Exchange(RequestReader):
         self._task = asyncio.get_running_loop().create_task(self._run(scope))
         self._carrier.tasks.add(self._task)
 
+    def _read_framing(self, framing: Mapping[str, str], version: str) -> int | None:
+        """Return the length of the body, None for chunks; `ValueError` if something is wrong."""
+        self._is_http11 = version != "HTTP/1.0"
+        self._closes = not keeps_alive(framing.get("Connection", ""), version)
+        check_host(framing, version)
+        length = body_length(framing, version)
+        if version == "HTTP/1.1" and len(framing) == 1:  # its host, without which it is none
+            self._link.plain_framing = framing
+        return length
+
     def data_received(self, chunk: bytes) -> asyncio.Future[None] | None:
         """Take a part of the body; the server waits for the returned future before it reads on."""
         watch = self._carrier.watch
@@ -231,7 +174,8 @@ class Exchange(RequestReader):
     def finish(self) -> None:
         """Note that the request has come in whole."""
         self._carrier.watch.unwatch(self._link)
-        self._body.end()
+        if not self._body.is_ended:
+            self._body.end()
         if self._is_whole:
             self._go_on()
 
@@ -281,13 +225,14 @@ class Exchange(RequestReader):
         if self._is_gone:
             raise ConnectionResetError(_GONE)
         kind = message["type"]
-        if kind == "http.response.start" or kind == WHOLE_RESPONSE:
+        if kind == WHOLE_RESPONSE:
+            return self._send_whole(message)
+        if kind == "http.response.start":
             if self._start is not None:
                 raise RuntimeError("a response was started a second time")
             self._start = message
-            if kind != WHOLE_RESPONSE:
-                return DONE
-        elif kind != "http.response.body":
+            return DONE
+        if kind != "http.response.body":
             raise RuntimeError(f"a message of type {kind!r} is not part of an HTTP response")
         if self._start is None or self._is_whole:
             raise RuntimeError("a response body was sent before its start or after its end")
@@ -304,6 +249,28 @@ class Exchange(RequestReader):
         return DONE
 
     # ---- the rest is private
+
+    def _send_whole(self, message: Message) -> Awaitable[None]:
+        if self._start is not None:
+            raise RuntimeError("a response was started a second time")
+        data = None
+        is_usual = self._is_http11 and self._body.is_ended and self._method != "HEAD" and not self._closes
+        if is_usual and len(message["body"]) <= _JOIN_BYTES and not self._carrier.is_draining:
+            data = self._carrier.heads.write(message)
+        if data is None:
+            self._start, body = split_whole(message)
+            return self.send(body)
+        self._start = message
+        self._is_begun = True
+        try:
+            flushed = self._stream.write(data)
+        except StreamClosedError as error:
+            self._is_gone = True
+            raise ConnectionResetError(_GONE) from error
+        if not flushed.done():
+            return self._flush(flushed, False)
+        self._complete()
+        return DONE
 
     async def _flush(self, flushed: asyncio.Future[None], more_body: bool) -> None:
         try:
@@ -350,18 +317,13 @@ class Exchange(RequestReader):
         if "%" in path or not path.isascii():
             path = unquote_to_bytes(raw).decode("utf-8", "replace")
         return {
-            "type": "http",
-            "asgi": ASGI_VERSIONS,
+            **self._link.scope,
             "http_version": version[5:],
             "method": self._method,
-            "scheme": "http" if self._carrier.tls is None else "https",
             "path": path,
             "raw_path": raw,
             "query_string": query.encode("latin-1"),
-            "root_path": "",
             "headers": headers,
-            "client": self._link.client,
-            "server": self._link.server,
         }
 
     def _open_socket(self, scope: dict[str, Any]) -> None:
@@ -405,6 +367,7 @@ class Exchange(RequestReader):
             )
             parts = writer.first(body, more_body, self._carrier.date.line())
             self._writer = writer  # only now: a head that cannot be made leaves room for a 500
+            self._is_begun = True
             self._closes = writer.closes
             if more_body:
                 # A stream's parts are small and wanted at once; Nagle's algorithm would hold them back.
@@ -455,14 +418,14 @@ class Exchange(RequestReader):
         self._carrier.watch.unwatch(self._link)
         if self._task is not None:
             self._carrier.cancel(self._task)
-        if self._writer is not None:
+        if self._is_begun:
             self._cut()
             return
         self._closes = True
         self._answer(status, text, is_coming=is_coming)
 
     def _fail(self) -> None:
-        if self._writer is None:
+        if not self._is_begun:
             self._answer(500, "Internal Server Error")
         else:
             self._cut()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import select
 
-from daskserve.proxies.exchange import Carrier, Link
+from daskserve.proxies.carrier import Carrier, Link
 from daskserve.proxies.websocket import WebSocketSession
 
 #: How often to ask.

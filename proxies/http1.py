@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from daskserve.clock import Clock
-from daskserve.proxies.asgi import TEXT
+from daskserve.proxies.asgi import TEXT, Headers
 from daskserve.types import Message
 
 Buffer = bytes | memoryview
@@ -22,6 +22,10 @@ _STATUS_LINES: Mapping[int, bytes] = {
     status.value: f"HTTP/1.1 {status.value} {status.phrase}".encode("ascii") for status in http.HTTPStatus
 }
 _HEAD_END = b"\r\n"
+#: Headers that are the connection's, or that differ from one response to the next.
+_NOT_CACHED = frozenset((b"connection", b"content-length", b"date", b"transfer-encoding", b"x-request-id"))
+#: More than so many heads a second, or larger ones, are not kept.
+_MAX_HEADS, _MAX_CACHED_HEADERS, _MAX_CACHED_BYTES = 256, 8, 128
 _UNTIL_CLOSE, _NOTHING, _LENGTH, _CHUNKS = range(4)
 
 
@@ -108,8 +112,7 @@ class ResponseWriter:
             lines.append(b"connection: keep-alive")
         lines.append(_HEAD_END)
         head = b"\r\n".join(lines)
-        ends = len(lines)
-        if head.count(b"\n") != ends or head.count(b"\r") != ends or b"\0" in head:
+        if has_stray_control(head, len(lines)):
             raise ValueError("a response header holds a line break or a null byte")
         return [head, *self.next(body, more_body)]
 
@@ -152,6 +155,71 @@ class ResponseWriter:
         if not has_date:
             lines.append(date)
         return length
+
+
+class HeadCache:
+    """Heads of whole responses, as they were written for others of the same second.
+
+    Most responses differ from the one before in their body and their request id only. What comes before
+    these is made, and looked through, once.
+    """
+
+    def __init__(self, date: DateHeader) -> None:
+        self._date = date
+        self._line = b""
+        self._heads: dict[tuple[int, Headers], bytes] = {}
+
+    def write(self, message: Message) -> bytes | None:
+        """Return all the bytes of a `WHOLE_RESPONSE`; None if it has to be written header by header.
+
+        It is for requests in HTTP/1.1 that want a body, and leave their connection open. The request id is
+        taken for what can stand in a header.
+        """
+        line = self._date.line()
+        if line is not self._line:
+            self._line = line
+            self._heads.clear()
+        headers = message["headers"]
+        request_id = message.get("request_id")
+        if request_id is None or type(headers) is not tuple:
+            return None
+        key = (message["status"], headers)
+        head = self._heads.get(key)
+        if head is None:
+            head = self._make(*key)
+        if not head:
+            return None
+        body = message["body"]
+        length = len(body)
+        return b"".join((head, request_id, _LENGTHS[length] if length < 1000 else _length_line(length), body))
+
+    def _make(self, status: int, headers: Headers) -> bytes:
+        if len(self._heads) >= _MAX_HEADS or len(headers) > _MAX_CACHED_HEADERS:
+            return b""
+        is_plain = status in _STATUS_LINES and status >= 200 and status not in (204, 304)
+        lines = [_STATUS_LINES.get(status, b"")]
+        for name, value in headers:
+            key = name.lower()
+            is_plain = is_plain and key not in _NOT_CACHED and len(value) <= _MAX_CACHED_BYTES
+            lines.append(b"%b: %b" % (key, value))
+        head = b"\r\n".join([*lines, self._line, b"x-request-id: "])
+        if not is_plain or has_stray_control(head, len(lines) + 1):
+            head = b""
+        self._heads[status, headers] = head
+        return head
+
+
+def _length_line(length: int) -> bytes:
+    return b"\r\ncontent-length: %d\r\n\r\n" % length
+
+
+#: What comes between the headers before it and a small body.
+_LENGTHS = tuple(map(_length_line, range(1000)))
+
+
+def has_stray_control(head: bytes, ends: int) -> bool:
+    """Whether a head holds other line breaks than those at the ends of its lines, or a null byte."""
+    return head.count(b"\n") != ends or head.count(b"\r") != ends or b"\0" in head
 
 
 def as_buffer(body: Any) -> Buffer:

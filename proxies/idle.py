@@ -20,15 +20,18 @@ class IdleWatch(Generic[T]):
         self._timer: asyncio.TimerHandle | None = None
         self._is_stopped = False
 
+    #: The running one, known from the first item on.
+    _loop: asyncio.AbstractEventLoop
+
     def watch(self, item: T) -> None:
         """Give an item its full time from now; after `stop` it does nothing."""
         if self._is_stopped:
             return
-        loop = asyncio.get_running_loop()
-        self._since.pop(item, None)
-        self._since[item] = loop.time()
         if self._timer is None:
-            self._timer = loop.call_later(self._timeout_s, self._look)
+            self._loop = asyncio.get_running_loop()
+            self._timer = self._loop.call_later(self._timeout_s, self._look)
+        self._since.pop(item, None)
+        self._since[item] = self._loop.time()
 
     def unwatch(self, item: T) -> None:
         """Forget an item; one that is not watched is no error."""
@@ -47,13 +50,12 @@ class IdleWatch(Generic[T]):
 
     def _look(self) -> None:
         self._timer = None
-        loop = asyncio.get_running_loop()
         # Timers may fire a clock tick early.
-        due = loop.time() - self._timeout_s + 1e-3
+        due = self._loop.time() - self._timeout_s + 1e-3
         while self._since:
             item, since = next(iter(self._since.items()))
             if since > due:
-                self._timer = loop.call_at(since + self._timeout_s, self._look)
+                self._timer = self._loop.call_at(since + self._timeout_s, self._look)
                 return
             del self._since[item]
             self._on_idle(item)

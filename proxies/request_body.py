@@ -22,27 +22,17 @@ class RequestBody:
         Whether the body has come in whole.
     """
 
-    __slots__ = (
-        "_buffered_bytes",
-        "_chunks",
-        "_is_closed",
-        "_is_taken",
-        "_news",
-        "_room",
-        "is_ended",
-        "received_bytes",
-    )
-
     def __init__(self, *, is_ended: bool) -> None:
         self.is_ended = is_ended
-        self.received_bytes = 0
-        self._chunks: deque[bytes] = deque()
-        self._buffered_bytes = 0
-        self._is_taken = False
-        self._is_closed = False
-        # Both are made only when someone has to wait.
-        self._news: asyncio.Event | None = None
-        self._room: asyncio.Future[None] | None = None
+
+    # Most requests have no body, and never change any of these.
+    _chunks: deque[bytes] | None = None
+    received_bytes = 0
+    _buffered_bytes = 0
+    _is_taken = False
+    _is_closed = False
+    _news: asyncio.Event | None = None
+    _room: asyncio.Future[None] | None = None
 
     @property
     def is_full(self) -> bool:
@@ -54,6 +44,8 @@ class RequestBody:
         self.received_bytes += len(chunk)
         if self._is_closed:
             return None
+        if self._chunks is None:
+            self._chunks = deque()
         self._chunks.append(chunk)
         self._buffered_bytes += len(chunk)
         self._wake()
@@ -75,7 +67,8 @@ class RequestBody:
             self._buffered_bytes = 0
         if self._room is not None:
             self._make_room()
-        self._wake()
+        if self._news is not None:
+            self._wake()
 
     async def receive(self) -> Message:
         """Return the next ASGI message, waiting for it if need be."""

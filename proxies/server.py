@@ -16,7 +16,7 @@ from typing import Protocol
 
 from daskserve.clock import Clock, LoopClock
 from daskserve.proxies.asgi import ASGIApp
-from daskserve.proxies.exchange import Carrier
+from daskserve.proxies.carrier import Carrier
 from daskserve.proxies.hangup import HangupWatch
 from daskserve.proxies.listen import bind_sockets
 

@@ -17,7 +17,8 @@ from tornado.http1connection import HTTP1Connection, HTTP1ConnectionParameters, 
 from tornado.iostream import IOStream
 from tornado.tcpserver import TCPServer
 
-from daskserve.proxies.exchange import Carrier, Exchange, Link
+from daskserve.proxies.carrier import Carrier, Link
+from daskserve.proxies.exchange import Exchange
 from daskserve.proxies.http1_connection import IngressConnection, RequestStream
 from daskserve.proxies.request_head import MAX_HEADER_BYTES
 from daskserve.proxies.server import HTTPServer, Listener
@@ -69,7 +70,7 @@ class _Server(TCPServer):
             super()._handle_connection(connection, address)
 
     def handle_stream(self, stream: IOStream, address: tuple[Any, ...]) -> None:
-        link = Link(stream)
+        link = Link(stream, is_encrypted=self._carrier.tls is not None)
         self._carrier.links.add(link)
         connection = IngressConnection(stream, self._params, link, self._carrier.clock)
         self._delegate.connections.add(connection)

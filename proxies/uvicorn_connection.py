@@ -24,7 +24,8 @@ from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from daskserve.proxies.exchange import LINGER_S, Carrier, Exchange, Link
+from daskserve.proxies.carrier import Carrier, Link
+from daskserve.proxies.exchange import LINGER_S, Exchange
 from daskserve.proxies.http1 import ResponseWriter, plain_text
 from daskserve.proxies.request_head import MAX_HEADER_BYTES
 from daskserve.proxies.stream import TransportStream
@@ -98,7 +99,7 @@ class UvicornConnection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._stream = TransportStream(transport, self.server_state.open_streams)
-        self._link = Link(self._stream)
+        self._link = Link(self._stream, is_encrypted=self._carrier.tls is not None)
         self._carrier.links.add(self._link)
         self._carrier.watch.watch(self._link)
 

@@ -15,7 +15,7 @@ import socket
 
 from uvicorn import Config
 
-from daskserve.proxies.exchange import Carrier
+from daskserve.proxies.carrier import Carrier
 from daskserve.proxies.server import HTTPServer, Listener
 from daskserve.proxies.uvicorn_connection import SharedState, UvicornConnection
 

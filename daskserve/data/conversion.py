@@ -26,9 +26,9 @@ import sys
 import traceback
 import uuid
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Mapping, MutableMapping
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -48,7 +48,8 @@ EMPTY = b"text/plain"
 JSON = b"application/json"
 
 
-class Answer(NamedTuple):
+@dataclass(slots=True)
+class Answer:
     """A whole response, ready to be sent; None if it has been sent already."""
 
     message: Message | None = None
@@ -68,6 +69,9 @@ class Unfinished:
 
 
 SENT = Answer()
+# Tuples, and always the same: the server looks up what it has written of them before.
+_PLAIN_HEADERS = {kind: ((b"content-type", kind),) for kind in (OCTETS, TEXT, EMPTY, JSON)}
+_TEXT_HEADERS = _PLAIN_HEADERS[TEXT]
 _SIMPLE = frozenset({str, bytes, dict, list, int, float, bool, type(None)})
 _END = object()
 
@@ -85,20 +89,21 @@ def to_answer(result: Any) -> Answer | Unfinished:
     """
     kind = type(result)
     if kind is str:
-        content_type, body = TEXT, result.encode()
-        return _whole(200, _headers(content_type, body), body)
+        return _whole(200, _TEXT_HEADERS, result.encode())
     if kind in _SIMPLE:
         content_type, body = encode(result)
-        return _whole(200, _headers(content_type, body), body)
+        return _whole(200, _PLAIN_HEADERS[content_type], body)
     if isinstance(result, Response):
         # Subclasses that only render differently are as good as whole; all others send themselves.
         if type(result).__call__ is not Response.__call__ or result.background is not None:
             return Unfinished(result)
-        return _whole(result.status_code, result.raw_headers, bytes(result.body))
+        body = bytes(result.body)
+        length = (b"content-length", b"%d" % len(body))
+        return _whole(result.status_code, tuple([each for each in result.raw_headers if each != length]), body)
     if isinstance(result, (Generator, AsyncIterator)) or inspect.isawaitable(result):
         return Unfinished(result)
     content_type, body = encode(result)
-    return _whole(200, _headers(content_type, body), body)
+    return _whole(200, _PLAIN_HEADERS[content_type], body)
 
 
 async def finish(
@@ -181,11 +186,7 @@ def encode(result: Any) -> tuple[bytes, bytes]:
     return JSON, to_json(result)
 
 
-def _headers(content_type: bytes, body: bytes) -> list[tuple[bytes, bytes]]:
-    return [(b"content-type", content_type), (b"content-length", b"%d" % len(body))]
-
-
-def _whole(status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> Answer:
+def _whole(status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> Answer:
     return Answer({"type": WHOLE_RESPONSE, "status": status, "headers": headers, "body": body})
 
 
@@ -308,13 +309,13 @@ def failure(error: Exception, *, is_debug: bool, is_started: bool = False) -> An
     if isinstance(error, ClientDisconnect):
         if is_started:
             raise error
-        return _whole(400, _headers(TEXT, b""), b"")  # for nobody to read
+        return _whole(400, _TEXT_HEADERS, b"")  # for nobody to read
     if isinstance(error, HTTPException) and not is_started:
         body = str(error.detail or "").encode()
         extra = [(k.lower().encode("latin-1"), v.encode("latin-1")) for k, v in (error.headers or {}).items()]
         if error.status_code in (204, 304):
             return _whole(error.status_code, extra, b"")
-        return _whole(error.status_code, _headers(TEXT, body) + extra, body)
+        return _whole(error.status_code, (*_TEXT_HEADERS, *extra), body)
     text = user_traceback(error)
     replica, request = current_replica.get(), current_request.get()
     logger.error(
@@ -326,7 +327,9 @@ def failure(error: Exception, *, is_debug: bool, is_started: bool = False) -> An
     if is_started:
         raise error
     body = f"Task Error. Traceback: {text}".encode() if is_debug else b"Internal Server Error"
-    return _whole(500, _headers(TEXT, body), body)._replace(is_failure=True)
+    answer = _whole(500, _TEXT_HEADERS, body)
+    answer.is_failure = True
+    return answer
 
 
 def user_traceback(error: BaseException) -> str:

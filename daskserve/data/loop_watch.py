@@ -41,17 +41,18 @@ class LoopWatch:
     def __init__(self, wall: Watched, user_loop: UserLoop) -> None:
         self._wall = wall
         self._user_loop = user_loop
-        self._timer: asyncio.TimerHandle | None = None
+        #: When it looks next; None while it is not armed.
+        self.timer: asyncio.TimerHandle | None = None
         self._asked_at = self._took_s = 0.0
         self._is_answered = self._is_reported = True
         self._place = ""
 
     def arm(self) -> None:
-        if self._timer is None and not self._wall.is_closed:
-            self._timer = self._wall.loop.call_later(WATCH_INTERVAL_S, self._tick)
+        if self.timer is None and not self._wall.is_closed:
+            self.timer = self._wall.loop.call_later(WATCH_INTERVAL_S, self._tick)
 
     def _tick(self) -> None:
-        self._timer = None
+        self.timer = None
         now = self._wall.loop.time()
         if not self._is_reported:
             is_answered = self._is_answered
@@ -93,16 +94,17 @@ class SharedLoopWatch:
     def __init__(self, wall: Watched, name: str) -> None:
         self._wall = wall
         self._name = name
-        self._timer: asyncio.TimerHandle | None = None
+        #: When it looks next; None while it is not armed.
+        self.timer: asyncio.TimerHandle | None = None
 
     def arm(self) -> None:
-        if self._timer is None and not self._wall.is_closed:
-            self._timer = self._wall.loop.call_later(WATCH_INTERVAL_S, self._tick)
+        if self.timer is None and not self._wall.is_closed:
+            self.timer = self._wall.loop.call_later(WATCH_INTERVAL_S, self._tick)
 
     def _tick(self) -> None:
-        assert self._timer is not None
-        late_s = self._wall.loop.time() - self._timer.when()
-        self._timer = None
+        assert self.timer is not None
+        late_s = self._wall.loop.time() - self.timer.when()
+        self.timer = None
         if late_s >= BLOCKED_AFTER_S:
             self._wall.blocked_count += 1
             logger.warning(

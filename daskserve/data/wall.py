@@ -386,7 +386,7 @@ class Wall:
         """
         if self.is_closed:
             raise ClosedError("The replica has been stopped.")
-        if not self.calls:  # else it is armed
+        if self._watch is None or self._watch.timer is None:
             self._arm_watch()
         code: Any = function(*args)
         try:

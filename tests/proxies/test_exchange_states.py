@@ -14,7 +14,8 @@ from tornado.iostream import IOStream, StreamClosedError
 
 from daskserve.clock import LoopClock
 from daskserve.proxies.asgi import ASGIApp, Scope
-from daskserve.proxies.exchange import LINGER_S, Carrier, Exchange, Link
+from daskserve.proxies.carrier import Carrier, Link
+from daskserve.proxies.exchange import LINGER_S, Exchange
 from daskserve.proxies.idle import IdleWatch
 from daskserve.proxies.request_body import HIGH_WATER_BYTES
 from daskserve.types import Receive, Send
