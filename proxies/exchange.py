@@ -104,6 +104,8 @@ class Exchange(RequestReader):
             # If they are not all the same, the request is refused.
             headers["Content-Length"] = framing["Content-Length"].partition(",")[0].strip()
         self.begin(str(method), str(target), str(version), pairs, framing)
+        if self._task is not None:
+            self._connection.set_close_callback(self.on_connection_close)
 
     def begin(
         self,
@@ -119,7 +121,10 @@ class Exchange(RequestReader):
         try:
             if version != "HTTP/1.1" or framing != self._link.plain_framing:
                 length = self._read_framing(framing, version)
-            path, query = split_target(method, target)
+            if target[:1] == "/" and method != "CONNECT":
+                path, _, query = target.partition("?")
+            else:
+                path, query = split_target(method, target)
         except ValueError as error:
             self._body = RequestBody(is_ended=True)  # as far as we care: where it ends is what is unclear
             self._closes = True
@@ -140,7 +145,6 @@ class Exchange(RequestReader):
             else:
                 self._refuse(400, "The handshake of a WebSocket has no body.", is_coming=True)
             return
-        self._connection.set_close_callback(self.on_connection_close)
         self._task = asyncio.get_running_loop().create_task(self._run(scope))
         self._carrier.tasks.add(self._task)
 
@@ -269,7 +273,9 @@ class Exchange(RequestReader):
             raise ConnectionResetError(_GONE) from error
         if not flushed.done():
             return self._flush(flushed, False)
-        self._complete()
+        self._is_whole = True
+        self._body.close()
+        self._go_on()
         return DONE
 
     async def _flush(self, flushed: asyncio.Future[None], more_body: bool) -> None:

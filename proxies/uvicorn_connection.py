@@ -139,10 +139,15 @@ class UvicornConnection(HttpToolsProtocol):
 
     # ---- called by the parser
 
-    def on_message_begin(self) -> None:
+    on_message_begin = None  # type: ignore[assignment]  # the parser does not call what there is not
+
+    def on_url(self, url: bytes) -> None:
         if self._is_replaying:
             return
-        self.url = b""
+        if self._part == "head":  # it comes in parts
+            self.url += url
+            return
+        self.url = url
         self.headers = []
         self._framing = {}
         self._part = "head"
@@ -210,7 +215,7 @@ class UvicornConnection(HttpToolsProtocol):
     # ---- called by the exchange
 
     def set_close_callback(self, callback: object, /) -> None:
-        """Do nothing: `connection_lost` calls the exchange."""
+        """Do nothing: `connection_lost` calls the exchange, whatever it is doing."""
 
     def finish(self) -> None:
         """Go on to the next request; close the connection if this one was not read to its end."""

@@ -143,6 +143,7 @@ class DaskCluster:
         self._client = client
         self._channels = channels
         self._worker = local_worker
+        self._here: WorkerAddress = ""  # that worker's, once it was asked for: it takes Dask two calls
         self._dispatch = dispatch
         self._controller: ActorAddress | None = None
         self._listener: LongPollClient | None = None
@@ -254,7 +255,7 @@ class DaskCluster:
     def request(
         self, address: ActorAddress, envelope: Envelope, receive: Receive, send: Send
     ) -> Coroutine[Any, Any, Load]:
-        if self._dispatch is not None and self.is_local(address):
+        if self._dispatch is not None and (address.worker == self._here or self.is_local(address)):
             return self._dispatch(address.name, address.incarnation, envelope, receive, send)
         return self._channels.request(address, envelope, receive, send)
 
@@ -322,7 +323,9 @@ class DaskCluster:
             patience_s = min(MAX_MARKER_RETRY_S, patience_s * 2)
 
     def is_local(self, address: ActorAddress) -> bool:
-        return self._worker is not None and address.worker == self._worker.address
+        if self._worker is not None:
+            self._here = self._worker.address
+        return address.worker == self._here
 
 
 async def _nothing_to_receive() -> Message:

@@ -52,14 +52,14 @@ class _Entry:
     actor: Hosted
     starting: asyncio.Task[Mapping[str, Any]]
     ongoing: set[asyncio.Task[Any]] = field(default_factory=set)
-    _was_ready: bool = False
+    was_ready: bool = False  # somebody has seen that it is; it stays so
 
     @property
     def is_ready(self) -> bool:
-        if not self._was_ready:  # asked for each request
+        if not self.was_ready:
             done = self.starting.done() and not self.starting.cancelled()
-            self._was_ready = done and self.starting.exception() is None
-        return self._was_ready
+            self.was_ready = done and self.starting.exception() is None
+        return self.was_ready
 
     def health(self) -> dict[str, Any]:
         """Return what the actor says of its health; one that has nothing to say of it is healthy."""
@@ -155,7 +155,10 @@ class Host:
         """Answer one request stream: of the Host itself, a control call, or a request to an actor."""
         if envelope.kind is EnvelopeKind.CONTROL:
             return self._control(name, incarnation, envelope, send)
-        return self._ready_actor(name, incarnation).handle(envelope, receive, send)
+        entry = self._entries.get(name)
+        if entry is None or not entry.was_ready or entry.spec.incarnation != incarnation:
+            return self._ready_actor(name, incarnation).handle(envelope, receive, send)
+        return entry.actor.handle(envelope, receive, send)
 
     async def _control(self, name: str, incarnation: int, envelope: Envelope, send: Send) -> Load:
         verb, message = envelope.head["verb"], dict(envelope.head["message"])

@@ -83,7 +83,8 @@ class Answering:
                 body = None
                 exchange = open_exchange(self._wall, scope, receive, send, first)
                 receive = exchange.receive
-        context = self._context_of(envelope)
+        context = self._wall.context.copy()
+        context.run(current_request.set, request_context(envelope))
         try:
             answer: Answer | Unfinished | InPlaceCall[Answer | Unfinished] = self._wall.enter(
                 self._servable.answer_http, method, scope, receive, body, context=context

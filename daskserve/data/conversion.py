@@ -89,7 +89,8 @@ def to_answer(result: Any) -> Answer | Unfinished:
     """
     kind = type(result)
     if kind is str:
-        return _whole(200, _TEXT_HEADERS, result.encode())
+        body = result.encode()
+        return Answer({"type": WHOLE_RESPONSE, "status": 200, "headers": _TEXT_HEADERS, "body": body})
     if kind in _SIMPLE:
         content_type, body = encode(result)
         return _whole(200, _PLAIN_HEADERS[content_type], body)

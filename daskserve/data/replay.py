@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Awaitable
 
-from daskserve.types import Envelope, EnvelopeKind, Message, Receive, Send
+from daskserve.types import Envelope, Message, Receive, Send
 
 IDEMPOTENT_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "PUT", "DELETE"})
 #: Bodies up to this size are kept for a repetition.
@@ -23,7 +23,7 @@ MAX_REPEATS = 3
 
 
 class Replay:
-    """Stands between a caller and the replicas that its request is sent to, one after the other."""
+    """Stands between the caller of an HTTP request and the replicas that it is sent to, one after the other."""
 
     def __init__(self, envelope: Envelope, receive: Receive, send: Send) -> None:
         self._envelope = envelope
@@ -76,10 +76,3 @@ class Replay:
             self._repeats += 1
         self._ahead = deque(self._kept or ())
         return True
-
-
-def replay_of(envelope: Envelope, receive: Receive, send: Send) -> Replay | None:
-    """Return what an HTTP request is to be sent through; None for calls, which have no messages to repeat."""
-    if envelope.kind is not EnvelopeKind.HTTP:
-        return None
-    return Replay(envelope, receive, send)

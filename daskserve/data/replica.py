@@ -200,7 +200,8 @@ class Replica(SlotHolder):
 
     def load(self) -> Load:
         """Return how many requests run, and how many wait: of these for their batch, or others for a slot."""
-        return Load(self._ongoing, self._batches.queued + len(self._line.places))
+        queued = self._batches.queued if self._batches.queues else 0
+        return Load(self._ongoing, queued + len(self._line.places))
 
     def _refusal(self) -> ReplicaBusyError:
         return self._figures.refusal(self._start.replica_tag, self._ongoing)

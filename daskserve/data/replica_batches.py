@@ -33,26 +33,27 @@ class ReplicaBatches:
         self._running = running
         self._figures = figures
         self._limits = Limits(max(1, max_batch_size), wait_s)
-        self._queues: dict[str, BatchQueue[tuple[BatchItem, Slot], Outcome]] = {}
+        #: What waits, by the name of the method that it is for.
+        self.queues: dict[str, BatchQueue[tuple[BatchItem, Slot], Outcome]] = {}
 
     @property
     def queued(self) -> int:
         """How many requests wait for their batch to run."""
-        return sum(queue.queued for queue in list(self._queues.values())) if self._queues else 0
+        return sum(queue.queued for queue in list(self.queues.values())) if self.queues else 0
 
     def reconfigure(self, max_batch_size: int, wait_s: float) -> None:
         """Change the limits, for what waits already, too."""
         self._limits.max_batch_size = max(1, max_batch_size)
         self._limits.wait_s = wait_s
-        for queue in self._queues.values():
+        for queue in self.queues.values():
             queue.reconsider()
 
     async def submit(self, method: Method, item: BatchItem, slot: Slot) -> Outcome:
         """Return what became of a request; it holds its slot until its whole batch has ended."""
-        queue = self._queues.get(method.name)
+        queue = self.queues.get(method.name)
         if queue is None:
             # A plain function runs one batch at a time; what comes meanwhile gathers.
-            queue = self._queues[method.name] = BatchQueue(
+            queue = self.queues[method.name] = BatchQueue(
                 partial(self._run, method),
                 self._limits,
                 max_running=None if method.is_async else 1,

@@ -166,9 +166,8 @@ class Roster:
                 self._mark(entry, is_full=False)
         near, far = self._near, self._far
         if near:
-            entry = choose(near, now, rng)
-            score = entry.score(now)
-            if score > NEAR_LEAD and far:
+            entry = near[0] if len(near) == 1 else choose(near, now, rng)
+            if far and (score := entry.score(now)) > NEAR_LEAD:
                 other = self._newcomer() or far[int(rng.random() * len(far))]
                 if score > NEAR_FACTOR * other.score(now) + NEAR_LEAD:
                     entry = other

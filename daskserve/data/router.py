@@ -20,7 +20,7 @@ from daskserve.cluster.base import Cluster
 from daskserve.cluster.long_poll import LongPollClient
 from daskserve.data.load_reports import LoadReports
 from daskserve.data.place import Place
-from daskserve.data.replay import Replay, replay_of
+from daskserve.data.replay import Replay
 from daskserve.data.roster import ReplicaEntry, Roster
 from daskserve.data.router_figures import BUSY, LOST, CallFigures, SetFigures
 from daskserve.data.routing import TrafficPolicy, shard_draw
@@ -34,7 +34,7 @@ from daskserve.errors import (
     UnavailableError,
 )
 from daskserve.metric_table import Sample
-from daskserve.types import BackendTag, EndpointTag, Envelope, Load, Message, Receive, Send
+from daskserve.types import BackendTag, EndpointTag, Envelope, EnvelopeKind, Load, Message, Receive, Send
 
 logger = logging.getLogger("daskserve.router")
 
@@ -143,8 +143,9 @@ class ReplicaSet:
         ActorLostError
             The replica was lost after the request had begun, and it may not be repeated.
         """
-        replay = replay_of(envelope, receive, send)
-        if replay is not None:
+        replay = None
+        if envelope.kind is EnvelopeKind.HTTP:  # calls have no messages to repeat
+            replay = Replay(envelope, receive, send)
             receive, send = replay.receive, replay.send
         roster = self._roster
         figures = self._figures
@@ -300,6 +301,8 @@ class Router:
         self.endpoint = endpoint
         self._routers = routers
         self._policy: TrafficPolicy | None = None
+        #: Where all requests go, if that is always the same.
+        self._only: ReplicaSet | None = None
         self._is_legacy = True
         self._changed = asyncio.Event()
         self._is_deleted = False
@@ -324,11 +327,14 @@ class Router:
     def update(self, value: Any) -> None:
         """Take over what the controller published of the endpoint."""
         self._is_deleted = value is None
+        self._only = None
         if value is not None:
             self._is_legacy = value["legacy"]
-            self._policy = TrafficPolicy(value["traffic"], value["shadows"])
-            for backend in self._policy.backends:
+            self._policy = policy = TrafficPolicy(value["traffic"], value["shadows"])
+            for backend in policy.backends:
                 self._routers.replica_set(backend)
+            if policy.only is not None and not policy.has_shadows:
+                self._only = self._routers.replica_set(policy.only)
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
@@ -349,6 +355,8 @@ class Router:
         self, envelope: Envelope, receive: Receive, send: Send, *, shard_key: str = ""
     ) -> Coroutine[Any, Any, None]:
         """Carry a request to a replica of one of the endpoint's backends."""
+        if self._only is not None:
+            return self._only.send(envelope, receive, send)
         policy = self._policy
         if policy is None or self._is_deleted:
             return self._send_when_known(envelope, receive, send, shard_key)
