@@ -51,6 +51,7 @@ from daskserve.types import (
     EnvelopeKind,
     Load,
     Message,
+    OnAnswer,
     Receive,
     Send,
 )
@@ -118,12 +119,18 @@ class Seam:
         self.request = request
         self._is_local = is_local
         self.shared: dict[str, Any] = {}
+        self.channel: Channel | None = None
         self.link = OneLink(loop)
         self.clock = OneLoopClock(loop)
         self.listener = Published(is_legacy=is_legacy)
 
     def is_local(self, address: ActorAddress) -> bool:
         return self._is_local
+
+    def ask(
+        self, address: ActorAddress, envelope: Envelope, on_answer: OnAnswer
+    ) -> Callable[[], None] | None:
+        return None if self.channel is None else self.channel.ask(address, envelope, on_answer)
 
 
 class Pretender(asyncio.Transport):
@@ -320,6 +327,7 @@ class Bench:
         }
         for name, channel in (("", near), (", a loop of the replica's own", own)):
             seam = Seam(channel.request, is_local=False, is_legacy=False)
+            seam.channel = channel
             handle = Handle("i", "e", is_legacy=False, cluster=seam)
             calls[f"+ router and handle{name}, 64 calls"] = lambda handle=handle: handle.remote(bytes(100))  # type: ignore[misc]
         return {name: lambda call=call: call_round(call) for name, call in calls.items()}  # type: ignore[misc]

@@ -36,8 +36,8 @@ class _Done(tuple[()]):
 
 
 #: The type of a message that ASGI does not have: a whole response, with ``status``, ``headers`` and ``body``,
-#: which says its length itself. Replicas send it. The ingress adds its ``request_id``, and for all but our own
-#: servers makes two messages of it. Headers that many responses share are best a tuple, which can be looked up.
+#: which says its length itself. Replicas send it. The ingress adds its ``request_id``, and for all but our
+#: own servers makes two messages of it. Headers that many responses share are best a tuple: it is looked up.
 WHOLE_RESPONSE = "daskserve.response"
 
 #: What a `Send` may return that has nothing to wait for: a coroutine costs several times as much to make.
@@ -185,3 +185,8 @@ class Load:
 
     ongoing: int = 0
     queued: int = 0
+
+
+#: Is told how a request has ended that one answer was asked of: with that, if it came, and with the actor's
+#: load or an error. It must not raise.
+OnAnswer: TypeAlias = Callable[[Message | None, Load | Exception], None]

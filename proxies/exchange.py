@@ -120,7 +120,12 @@ class Exchange(RequestReader):
         length: int | None = 0
         try:
             if version != "HTTP/1.1" or framing != self._link.plain_framing:
-                length = self._read_framing(framing, version)
+                self._is_http11 = version != "HTTP/1.0"
+                self._closes = not keeps_alive(framing.get("Connection", ""), version)
+                check_host(framing, version)
+                length = body_length(framing, version)
+                if version == "HTTP/1.1" and len(framing) == 1:  # its host, without which it is none
+                    self._link.plain_framing = framing
             if target[:1] == "/" and method != "CONNECT":
                 path, _, query = target.partition("?")
             else:
@@ -147,16 +152,6 @@ class Exchange(RequestReader):
             return
         self._task = asyncio.get_running_loop().create_task(self._run(scope))
         self._carrier.tasks.add(self._task)
-
-    def _read_framing(self, framing: Mapping[str, str], version: str) -> int | None:
-        """Return the length of the body, None for chunks; `ValueError` if something is wrong."""
-        self._is_http11 = version != "HTTP/1.0"
-        self._closes = not keeps_alive(framing.get("Connection", ""), version)
-        check_host(framing, version)
-        length = body_length(framing, version)
-        if version == "HTTP/1.1" and len(framing) == 1:  # its host, without which it is none
-            self._link.plain_framing = framing
-        return length
 
     def data_received(self, chunk: bytes) -> asyncio.Future[None] | None:
         """Take a part of the body; the server waits for the returned future before it reads on."""
@@ -302,19 +297,15 @@ class Exchange(RequestReader):
                 return
             # Errors of ours with a status of their own say all there is to say.
             is_fault = http_status_of(error) == 500
-            log.error("%s failed: %r", self._request_line(scope), error, exc_info=is_fault)
+            log.error("%s failed: %r", _request_line(scope), error, exc_info=is_fault)
             self._fail()
         else:
             if not self._is_whole and not self._is_gone:
-                log.error("%s was left without a whole response", self._request_line(scope))
+                log.error("%s was left without a whole response", _request_line(scope))
                 self._fail()
         finally:
             # Not by a callback: each would be one more turn of the loop. `Carrier.cancel` has the exception.
             self._carrier.tasks.discard(self._task)
-
-    def _request_line(self, scope: Scope) -> str:
-        # Not the decoded path, which may hold line breaks.
-        return f"{self._method} {scope['raw_path'].decode('latin-1')}"
 
     def _scope(
         self, path: str, query: str, version: str, headers: list[tuple[bytes, bytes]]
@@ -457,3 +448,8 @@ class Exchange(RequestReader):
             self._is_over = True
             self._body.close()
             self._connection.close()
+
+
+def _request_line(scope: Scope) -> str:
+    # Not the decoded path, which may hold line breaks.
+    return f"{scope['method']} {scope['raw_path'].decode('latin-1')}"

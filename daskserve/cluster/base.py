@@ -19,6 +19,7 @@ from daskserve.types import (
     Envelope,
     InstanceName,
     Load,
+    OnAnswer,
     Receive,
     Send,
     SnapshotId,
@@ -179,6 +180,15 @@ class Cluster(Protocol):
         self, address: ActorAddress, envelope: Envelope, receive: Receive, send: Send
     ) -> Coroutine[Any, Any, Load]:
         """Carry one request stream to an actor, directly if it lives in this process."""
+
+    def ask(
+        self, address: ActorAddress, envelope: Envelope, on_answer: OnAnswer
+    ) -> Callable[[], None] | None:
+        """Carry a request that has one answer and no deadline to an actor elsewhere, without a task.
+
+        Returns what gives it up; None, and nothing has happened, if that cannot be done: the actor lives
+        here, or nothing connects this process to it yet.
+        """
 
     async def inspect(
         self, worker: WorkerAddress, *, figures_of: Collection[str] = ()

@@ -30,6 +30,7 @@ from daskserve.types import (
     InstanceName,
     Load,
     Message,
+    OnAnswer,
     Receive,
     Send,
     WorkerAddress,
@@ -258,6 +259,11 @@ class DaskCluster:
         if self._dispatch is not None and (address.worker == self._here or self.is_local(address)):
             return self._dispatch(address.name, address.incarnation, envelope, receive, send)
         return self._channels.request(address, envelope, receive, send)
+
+    def ask(
+        self, address: ActorAddress, envelope: Envelope, on_answer: OnAnswer
+    ) -> Callable[[], None] | None:
+        return None if self.is_local(address) else self._channels.ask(address, envelope, on_answer)
 
     async def controller(self) -> ActorAddress:
         if self._is_ended:

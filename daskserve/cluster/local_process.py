@@ -32,6 +32,8 @@ from daskserve.types import (
     Envelope,
     EnvelopeKind,
     Load,
+    Message,
+    OnAnswer,
     Receive,
     Send,
     WorkerAddress,
@@ -277,6 +279,7 @@ class LocalProcess:
         self.shared: dict[str, Any] = {}
         self.link = LocalLink(cluster, self)
         self.outgoing: set[asyncio.Task[Any]] = set()
+        self._asking: set[asyncio.Task[None]] = set()
         self.store: Store = _ProcessStore(cluster, self)
         self._cluster = cluster
         self._listener: LongPollClient | None = None
@@ -366,6 +369,33 @@ class LocalProcess:
             self, address.worker, lambda host: host.dispatch(address, envelope, receive, send)
         )
 
+    def ask(
+        self, address: ActorAddress, envelope: Envelope, on_answer: OnAnswer
+    ) -> Callable[[], None] | None:
+        if self.is_local(address):
+            return None
+        messages: list[Message | None] = [None]
+
+        async def keep(message: Message) -> None:
+            messages.append(message)
+
+        async def carry() -> None:
+            outcome: Load | Exception
+            try:
+                outcome = await self.request(address, envelope, _nothing, keep)
+            except Exception as error:  # it is for who has asked
+                outcome = error
+            on_answer(messages[-1], outcome)
+
+        task = asyncio.get_running_loop().create_task(carry())
+        self._asking.add(task)
+        task.add_done_callback(self._asking.discard)
+
+        def give_up() -> None:
+            task.cancel()
+
+        return give_up
+
     async def inspect(
         self, worker: WorkerAddress, *, figures_of: Collection[str] = ()
     ) -> Sequence[Mapping[str, Any]]:
@@ -409,6 +439,10 @@ class LocalProcess:
 
     def is_local(self, address: ActorAddress) -> bool:
         return self.worker is not None and address.worker == self.worker
+
+
+async def _nothing() -> Message:
+    return {"type": "http.disconnect"}
 
 
 class _ProcessStore:

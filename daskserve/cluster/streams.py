@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Awaitable, MutableMapping
 from typing import Any, Protocol
 
 from daskserve.cluster.frames import ANSWER, CREDIT, DATA, END, is_last, wire_message
 from daskserve.payload import message_bytes
-from daskserve.types import Load, Message
+from daskserve.types import DONE, Load, Message, OnAnswer
 
 #: How much of a body may be on its way at a time. Credit for half of it is given at once, so that streams of
 #: small messages need no frames for it.
@@ -93,6 +94,42 @@ class Opened:
         self.window = Window(1)
 
 
+class Asked:
+    """A stream that this side has opened for one answer, which goes to a callback. No task waits for it."""
+
+    __slots__ = ("_message", "_number", "_on_answer", "_outlet", "_streams")
+
+    def __init__(
+        self, number: int, streams: MutableMapping[int, Any], outlet: Outlet, on_answer: OnAnswer
+    ) -> None:
+        self._number = number
+        self._streams = streams
+        self._outlet = outlet
+        self._on_answer = on_answer
+        self._message: Message | None = None
+
+    @property
+    def inbox(self) -> Asked:
+        """Where what comes back is put: all of it is taken at once."""
+        return self
+
+    @property
+    def window(self) -> Window:
+        """What may be sent: nothing follows the request."""
+        return Window(0)
+
+    def put(self, *items: Any) -> None:
+        for item in items:
+            if type(item) is not dict:
+                self._streams.pop(self._number, None)
+                self._on_answer(self._message, item)
+                return
+            self._message = item
+            size_bytes = message_bytes(item)
+            if size_bytes >= WINDOW_BYTES // 2:
+                self._outlet.post((CREDIT, self._number, size_bytes))
+
+
 class Outlet(Protocol):
     """The part of a `daskserve.cluster.transport.Transport` that streams send through."""
 
@@ -107,7 +144,17 @@ class Accepted:
     Most handlers answer at once, with the start of a response, its body, and their end: in one frame.
     """
 
-    __slots__ = ("_frame", "_number", "_outlet", "_taken_bytes", "_turn", "inbox", "task", "window")
+    __slots__ = (
+        "_frame",
+        "_inbox",
+        "_number",
+        "_outlet",
+        "_taken_bytes",
+        "_turn",
+        "has_body",
+        "task",
+        "window",
+    )
 
     task: asyncio.Task[None]
 
@@ -119,11 +166,19 @@ class Accepted:
         self._turn = -1
         # Whoever begins to read a body wants more than its first message.
         self._taken_bytes = WINDOW_BYTES
-        self.inbox = Inbox()
+        self.has_body = has_body
+        self._inbox: Inbox | None = None
         #: What may be sent of the response.
         self.window = Window(WINDOW_BYTES)
-        if not has_body:
-            self.inbox.put({"type": "http.request", "body": b"", "more_body": False})
+
+    @property
+    def inbox(self) -> Inbox:
+        """What has come in of the request; made on first use."""
+        if self._inbox is None:
+            self._inbox = Inbox()
+            if not self.has_body:
+                self._inbox.put({"type": "http.request", "body": b"", "more_body": False})
+        return self._inbox
 
     async def receive(self) -> Message:
         """Return the client's next message."""
@@ -134,7 +189,7 @@ class Accepted:
             self._taken_bytes = 0
         return message
 
-    async def send(self, message: Message) -> None:
+    def send(self, message: Message) -> Awaitable[None]:
         """Send a message to the client, as fast as it reads."""
         if self._turn == self._outlet.turn:
             self._frame[2].append(wire_message(message))
@@ -142,8 +197,7 @@ class Accepted:
             self._turn = self._outlet.turn
             self._frame = [DATA, self._number, [wire_message(message)]]
             self._outlet.post(self._frame)
-        if not self.window.take(message_bytes(message)):
-            await self.window.wait()
+        return DONE if self.window.take(message_bytes(message)) else self.window.wait()
 
     def end(self, load: Load) -> None:
         """Tell the client that nothing more comes."""

@@ -22,7 +22,7 @@ from starlette.datastructures import State
 
 from daskserve import payload as pickled
 from daskserve.data.batching import MARK
-from daskserve.data.conversion import SENT, Answer, Unfinished, dump_result, failure, to_answer
+from daskserve.data.conversion import Answer, Unfinished, dump_result, failure, to_answer
 from daskserve.data.requests import Exchange, HTTPRequest, legacy_argument
 from daskserve.errors import ActorLostError, BadRequestError, ReplicaBusyError, ServeError, UnavailableError
 from daskserve.types import Message, Payload, Receive
@@ -271,6 +271,7 @@ class Servable:
         self._init_kwargs = init_kwargs
         self._backend_tag = backend_tag
         self._bound: dict[str, Callable[..., Any]] = {}
+        self._descriptions = {name: f"Method {name} of backend {backend_tag!r}" for name in self.methods}
         self._lifespan = Lifespan()
 
     @property
@@ -315,7 +316,7 @@ class Servable:
 
     def describe(self, method: Method) -> str:
         """Name a method in an error."""
-        return f"Method {method.name} of backend {self._backend_tag!r}"
+        return self._descriptions[method.name]
 
     def hook(self, name: str) -> Callable[..., Any]:
         """Return the user's ``reconfigure`` or ``check_health``; `BadRequestError` if there is none."""
@@ -385,7 +386,7 @@ class Servable:
                 raise RuntimeError("The ASGI application returned without a response.")
         except Exception as error:  # the user's, and logged as such
             return failure(error, is_debug=self.is_debug, is_started=exchange.is_started or not is_http)
-        return SENT
+        return Answer()
 
     async def answer_http(
         self, method: Method, scope: MutableMapping[str, Any], receive: Receive, body: bytes | None

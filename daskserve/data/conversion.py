@@ -68,9 +68,10 @@ class Unfinished:
         return isinstance(self.result, Generator)
 
 
-SENT = Answer()
 # Tuples, and always the same: the server looks up what it has written of them before.
-_PLAIN_HEADERS = {kind: ((b"content-type", kind),) for kind in (OCTETS, TEXT, EMPTY, JSON)}
+_PLAIN_HEADERS: Mapping[bytes, tuple[tuple[bytes, bytes], ...]] = {
+    kind: ((b"content-type", kind),) for kind in (OCTETS, TEXT, EMPTY, JSON)
+}
 _TEXT_HEADERS = _PLAIN_HEADERS[TEXT]
 _SIMPLE = frozenset({str, bytes, dict, list, int, float, bool, type(None)})
 _END = object()
@@ -100,7 +101,9 @@ def to_answer(result: Any) -> Answer | Unfinished:
             return Unfinished(result)
         body = bytes(result.body)
         length = (b"content-length", b"%d" % len(body))
-        return _whole(result.status_code, tuple([each for each in result.raw_headers if each != length]), body)
+        return _whole(
+            result.status_code, tuple([each for each in result.raw_headers if each != length]), body
+        )
     if isinstance(result, (Generator, AsyncIterator)) or inspect.isawaitable(result):
         return Unfinished(result)
     content_type, body = encode(result)
@@ -120,7 +123,7 @@ async def finish(
             await _stream(result, exchange)
     except Exception as error:  # the user's, and logged as such
         return failure(error, is_debug=is_debug, is_started=exchange.is_started)
-    return SENT
+    return Answer()
 
 
 async def _stream(chunks: AsyncIterator[Any], exchange: Exchange) -> None:
@@ -151,7 +154,7 @@ def finish_in_thread(result: Generator[Any, Any, Any], exchange: Exchange, *, is
         exchange.send_from_thread(_stream_end())
     except Exception as error:  # the user's, and logged as such
         return failure(error, is_debug=is_debug, is_started=exchange.is_started)
-    return SENT
+    return Answer()
 
 
 def dump_result(name: str, result: Any) -> Payload:

@@ -7,19 +7,28 @@ of that process's link; callers may be on any thread or loop.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Generator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, overload
 
 from daskserve.clock import stopwatch
 from daskserve.cluster.link import Link, present_link
 from daskserve.collectors import PROCESS
 from daskserve.context import current_request
-from daskserve.data.pending import start_call, wait_for_call
+from daskserve.data.pending import begin_call, start_call, wait_for_call
 from daskserve.data.response_stream import Pipe, ResponseGenerator
-from daskserve.data.router import Routers
+from daskserve.data.router import Router, Routers
+from daskserve.data.straight_call import StraightCall, no_answer
 from daskserve.deadlines import earliest, is_over, until
-from daskserve.errors import BadRequestError, ClosedError, InstanceError, RequestTimeoutError, ServeError
+from daskserve.errors import (
+    ActorLostError,
+    BadRequestError,
+    ClosedError,
+    InstanceError,
+    ReplicaBusyError,
+    RequestTimeoutError,
+)
 from daskserve.payload import PackedError, dump, load, load_error
 from daskserve.pending_call import PendingCall
 from daskserve.types import DONE, Envelope, EnvelopeKind, Message, Payload, Send
@@ -230,22 +239,53 @@ class Handle:
         deadline = None if current is None else current.deadline
         if own_s is not None:
             deadline = earliest(deadline, link.loop.time() + own_s)
-        put = None if pipe is None else pipe.put
-        call = self._call(dump((args, kwargs)), request_id, deadline, put)
-        if deadline is not None:
-            call = until(deadline, call, f"Request {request_id} was not answered in time.")
-        future = start_call(link, call)
+        payload = dump((args, kwargs))
+        if deadline is None and pipe is None:
+            future = self._start_straight(link, payload, request_id)
+        else:
+            call = self._call(payload, request_id, deadline, None if pipe is None else pipe.put)
+            if deadline is not None:
+                call = until(deadline, call, f"Request {request_id} was not answered in time.")
+            future = start_call(link, call)
         if current is not None:
             current.add_call(future)
         return future, link, request_id
 
-    async def _call(self, payload: Payload, request_id: str, deadline: float | None, put: Send | None) -> Any:
+    def _start_straight(self, link: Link, payload: Payload, request_id: str) -> PendingCall[Any]:
+        if link.is_closed:
+            raise link.closed_error()
+        future: PendingCall[Payload] = PendingCall()
+        if link.runs_here():
+            self._go(link, payload, request_id, future)
+        else:
+            link.hops.onto(link.loop).post(self._go, link, payload, request_id, future)
+        return future
+
+    def _go(self, link: Link, payload: Payload, request_id: str, future: PendingCall[Payload]) -> None:
+        """Send a call straight to a replica, on the link's loop; if it has to wait, by a task."""
+        if future.cancelled():
+            return
         cluster: Any = self._cluster
-        if cluster.is_ended:
-            raise ClosedError(f"Instance {self._instance!r} has been shut down; its handles are of no use.")
-        router = (await routers_of(cluster)).router(self._endpoint)
-        if not router.is_known:
-            await router.wait_until_known()
+        routers: Routers | None = cluster.shared.get("routers")
+        if routers is not None and not cluster.is_ended and cluster.listener.is_started:
+            router = routers.router(self._endpoint)
+            replicas = router.only
+            if replicas is not None:
+                envelope = Envelope(EnvelopeKind.CALL, self._head(router, request_id, None), payload)
+
+                def go_on(refused: ReplicaBusyError | ActorLostError) -> None:
+                    def send(keep: Send) -> Coroutine[Any, Any, None]:
+                        return replicas.send(envelope, _nothing_to_receive, keep, refused=refused)
+
+                    begin_call(link, self._answer(router, envelope, send), future)
+
+                straight = StraightCall(replicas, router.calls, envelope, future, go_on)
+                if straight.start(cluster):
+                    future.on_cancel(partial(_post_cancel, link, straight))
+                    return
+        begin_call(link, self._call(payload, request_id, None, None), future)
+
+    def _head(self, router: Router, request_id: str, put: Send | None) -> dict[str, Any]:
         options = self._options
         head: dict[str, Any] = {"method": options.method_name, "request_id": request_id}
         if router.is_legacy:
@@ -256,31 +296,49 @@ class Handle:
             }
         if put is not None:
             head["stream"] = True
+        return head
+
+    async def _call(self, payload: Payload, request_id: str, deadline: float | None, put: Send | None) -> Any:
+        cluster: Any = self._cluster
+        if cluster.is_ended:
+            raise ClosedError(f"Instance {self._instance!r} has been shut down; its handles are of no use.")
+        router = (await routers_of(cluster)).router(self._endpoint)
+        if not router.is_known:
+            await router.wait_until_known()
+        envelope = Envelope(EnvelopeKind.CALL, self._head(router, request_id, put), payload, deadline)
+        router.calls.begun += 1
+
+        def send(keep: Send) -> Coroutine[Any, Any, None]:
+            return router.send(envelope, _nothing_to_receive, put or keep, shard_key=self._options.shard_key)
+
+        return await self._answer(router, envelope, send)
+
+    async def _answer(
+        self, router: Router, envelope: Envelope, send: Callable[[Send], Coroutine[Any, Any, None]]
+    ) -> Any:
         answers: list[Payload] = []
 
         def keep(message: Message) -> Awaitable[None]:
             answers.append(message["payload"])
             return DONE
 
-        envelope = Envelope(EnvelopeKind.CALL, head, payload, deadline)
         figures = router.calls
-        figures.begun += 1
         began = stopwatch()
         try:
-            await router.send(envelope, _nothing_to_receive, put or keep, shard_key=options.shard_key)
+            await send(keep)
         except PackedError as packed:
             error = load_error(packed.data)
             figures.fail(error)
             raise error from error.__cause__  # the remote traceback
         except BaseException as error:
-            figures.fail(error, is_late=is_over(deadline, cluster.clock.now()))
+            figures.fail(error, is_late=is_over(envelope.deadline, self._cluster.clock.now()))
             raise
         finally:
             figures.latency.observe(stopwatch() - began)
-        if put is not None:
+        if "stream" in envelope.head:
             return None
         if not answers:
-            raise ServeError(f"The replica ended request {request_id} without an answer.")
+            raise no_answer(envelope)
         return answers[0]
 
 
@@ -299,6 +357,10 @@ def _kind_of(options: CallOptions) -> type[Handle]:
 
 async def _nothing_to_receive() -> Message:
     return {"type": "http.disconnect"}
+
+
+def _post_cancel(link: Link, call: StraightCall) -> None:
+    link.hops.onto(link.loop).post(call.cancel)
 
 
 def _rebuild(

@@ -35,9 +35,9 @@ def start_call(link: Link, coroutine: Coroutine[Any, Any, T]) -> PendingCall[T]:
         raise link.closed_error()
     call: PendingCall[T] = PendingCall()
     if link.runs_here():
-        _begin(link, coroutine, call)
+        begin_call(link, coroutine, call)
     else:
-        link.hops.onto(link.loop).post(_begin, link, coroutine, call)
+        link.hops.onto(link.loop).post(begin_call, link, coroutine, call)
     return call
 
 
@@ -63,7 +63,8 @@ async def wait_for_call(link: Link, call: PendingCall[Any]) -> None:
         raise
 
 
-def _begin(link: Link, coroutine: Coroutine[Any, Any, T], call: PendingCall[T]) -> None:
+def begin_call(link: Link, coroutine: Coroutine[Any, Any, T], call: PendingCall[T]) -> None:
+    """Have a coroutine end a call; on the link's loop."""
     if call.cancelled():
         coroutine.close()
         return

@@ -23,7 +23,7 @@ MAX_REPEATS = 3
 
 
 class Replay:
-    """Stands between the caller of an HTTP request and the replicas that it is sent to, one after the other."""
+    """Stands between the caller of an HTTP request and the replicas that it is sent to, one by one."""
 
     def __init__(self, envelope: Envelope, receive: Receive, send: Send) -> None:
         self._envelope = envelope

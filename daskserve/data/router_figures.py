@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from daskserve.errors import ReplicaBusyError
 from daskserve.figures import TIMEOUT, LatencyHistogram, cause_of
 from daskserve.metric_table import Sample
 
@@ -21,6 +22,10 @@ class SetFigures:
         self.retries = {BUSY: 0, LOST: 0}
         #: Of those requests that had to wait for a replica.
         self.waits = LatencyHistogram()
+
+    def note_retry(self, error: Exception) -> None:
+        """Count a request that is sent once more, because a replica was full or lost."""
+        self.retries[BUSY if isinstance(error, ReplicaBusyError) else LOST] += 1
 
     def samples(self, instance: str, backend: str, *, waiting: int, in_flight: int) -> list[Sample]:
         """Return it as metrics."""

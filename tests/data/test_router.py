@@ -17,15 +17,9 @@ from daskserve.cluster.base import Cluster
 from daskserve.cluster.long_poll import LongPollClient
 from daskserve.data.place import LEAST_PATIENCE_S, PATIENCE_S
 from daskserve.data.replay import KEPT_BYTES
+from daskserve.data.replica_set import BROKEN_S, EJECTED_S, ReplicaSet
 from daskserve.data.roster import AGAIN_S, REPORT_S
-from daskserve.data.router import (
-    BROKEN_S,
-    EJECTED_S,
-    KNOWN_S,
-    ReplicaSet,
-    Router,
-    Routers,
-)
+from daskserve.data.router import KNOWN_S, Router, Routers
 from daskserve.data.slots import SlotHolder
 from daskserve.errors import (
     ActorLostError,
