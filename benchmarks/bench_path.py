@@ -236,16 +236,27 @@ class Bench:
         self.replicas.append(replica)
         return replica
 
-    def channel_to(self, handle: Callable[[Envelope, Receive, Send], Coroutine[Any, Any, Load]]) -> Channel:
+    def channel_to(
+        self,
+        handle: Callable[[Envelope, Receive, Send], Coroutine[Any, Any, Load]],
+        answer_call: Callable[[Envelope, OnAnswer], Callable[[], None] | None] | None = None,
+    ) -> Channel:
         def dispatch(
             name: str, incarnation: int, envelope: Envelope, receive: Receive, send: Send
         ) -> Coroutine[Any, Any, Load]:
             return handle(envelope, receive, send)
 
+        def answer(
+            name: str, incarnation: int, envelope: Envelope, on_answer: OnAnswer
+        ) -> Callable[[], None] | None:
+            return None if answer_call is None else answer_call(envelope, on_answer)
+
         ends = socket.socketpair()
         for number, end in enumerate(ends):
             end.setblocking(False)
-            channel = Channel(SocketTransport(end, "the other end"), dispatch, first_stream=number)
+            channel = Channel(
+                SocketTransport(end, "the other end"), dispatch, first_stream=number, answer=answer
+            )
             self.tasks.append(asyncio.create_task(channel.serve()))
             self.channels.append(channel)
         return self.channels[-2]
@@ -320,7 +331,8 @@ class Bench:
             return lambda: channel.request(ADDRESS, Envelope(EnvelopeKind.CALL, head, payload), nothing, keep)
 
         near = self.channel_to((await self.replica(answer_call, "worker")).handle)
-        own = self.channel_to((await self.replica(answer_call, "own")).handle)
+        own_replica = await self.replica(answer_call, "own")
+        own = self.channel_to(own_replica.handle, own_replica.answer_call)
         calls: dict[str, Callable[[], Awaitable[Any]]] = {
             "a bare channel, 64 calls": by(self.channel_to(echo)),
             "+ replica, on the worker's loop, 64 calls": by(near),

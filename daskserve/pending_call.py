@@ -37,11 +37,7 @@ class PendingCall(Generic[T]):
 
     def cancel(self) -> bool:
         """End it as cancelled; return whether that is, or was before, how it ended."""
-        if not self._end(None, CancelledError()):
-            return self.cancelled()
-        if self._stop is not None:
-            self._stop()
-        return True
+        return self._end(None, CancelledError()) or self.cancelled()
 
     def set_result(self, value: T) -> None:
         """End it with a value."""
@@ -84,8 +80,10 @@ class PendingCall(Generic[T]):
 
     def on_cancel(self, stop: Callable[[], object]) -> None:
         """Have what would end the call stopped when it is cancelled, or now, if it has been; for one only."""
-        self._stop = stop
-        # Looked at last, as `cancel` looks at it last: one of the two sees the other. Stopping twice is fine.
+        with self._lock:
+            if not self._is_done:
+                self._stop = stop
+                return
         if self.cancelled():
             stop()
 
@@ -96,6 +94,9 @@ class PendingCall(Generic[T]):
             self._value, self._error = value, error
             self._is_done = True
             callbacks, self._callbacks = self._callbacks, []
+            stop, self._stop = self._stop, None  # it may refer to this call
         for callback in callbacks:
             callback(self)
+        if stop is not None and type(error) is CancelledError:
+            stop()
         return True

@@ -40,6 +40,7 @@ from daskserve.types import (
     Envelope,
     EnvelopeKind,
     Load,
+    Message,
     OnAnswer,
     Patience,
     Receive,
@@ -53,6 +54,10 @@ logger = logging.getLogger("daskserve.channel")
 #: Answers one stream: (actor name, incarnation, envelope, receive, send) -> load of the actor.
 Dispatch = Callable[[str, int, Envelope, Receive, Send], Coroutine[Any, Any, Load]]
 
+#: Answers a stream that is a call without a task, and returns what gives it up; None if it is one for
+#: `Dispatch`: (actor name, incarnation, envelope, what takes the answer) -> ...
+Answer = Callable[[str, int, Envelope, OnAnswer], Callable[[], None] | None]
+
 _KINDS: Mapping[str, EnvelopeKind] = {kind.value: kind for kind in EnvelopeKind}
 
 #: Returns a connection that a worker has taken over as a channel.
@@ -62,20 +67,25 @@ Connect = Callable[[WorkerAddress], Awaitable[Transport]]
 class Channel:
     """The streams of one connection; `serve` runs until it ends."""
 
-    def __init__(self, transport: Transport, dispatch: Dispatch, *, first_stream: int) -> None:
+    def __init__(
+        self, transport: Transport, dispatch: Dispatch, *, first_stream: int, answer: Answer | None = None
+    ) -> None:
         self._transport = transport
         self._post = transport.post
         self._dispatch = dispatch
         self._next_stream = first_stream
         self._opened: dict[int, Opened | Asked] = {}
         self._accepted: dict[int, Accepted] = {}
+        #: Streams that are answered without a task, each with what gives it up.
+        self._straight: dict[int, Callable[[], None]] = {}
+        self._answer = answer
         self._is_closed = False
 
     def __repr__(self) -> str:
         state = "closed" if self._is_closed else "open"
         return (
             f"<Channel to {self._transport.peer_address} {state} opened={len(self._opened)} "
-            f"handling={len(self._accepted)}>"
+            f"handling={len(self._accepted) + len(self._straight)}>"
         )
 
     @property
@@ -185,6 +195,9 @@ class Channel:
         # Numbers tell who has opened a stream, so it is in one of these or has ended.
         stream = self._opened.get(number) or self._accepted.get(number)
         if stream is None:
+            give_up = self._straight.pop(number, None) if kind == CANCEL else None
+            if give_up is not None:
+                give_up()
             return
         if kind == DATA:
             stream.inbox.put(*map(unwire_message, frame[2]))
@@ -221,11 +234,25 @@ class Channel:
             has_body,
             None if patience is None else Patience(*patience),
         )
+        if deadline is None and patience is None and kind == EnvelopeKind.CALL and self._answer is not None:
+            give_up = self._answer(name, incarnation, envelope, partial(self._answered, number))
+            if give_up is not None:
+                self._straight[number] = give_up
+                return
         stream = self._accepted[number] = Accepted(number, self._transport, has_body=has_body)
         # Without a name, which would take as long as the task.
         stream.task = asyncio.get_running_loop().create_task(
             self._handle(number, name, incarnation, envelope, stream)
         )
+
+    def _answered(self, number: int, message: Message | None, outcome: Load | Exception) -> None:
+        if self._straight.pop(number, None) is None:
+            return  # given up
+        if isinstance(outcome, Load):
+            messages = [] if message is None else [wire_message(message)]
+            self._post((ANSWER, number, messages, outcome.ongoing, outcome.queued))
+        else:
+            self._post((ERROR, number, dump_error(outcome)))
 
     async def _handle(
         self, number: int, name: str, incarnation: int, envelope: Envelope, stream: Accepted
@@ -262,6 +289,9 @@ class Channel:
             opened.inbox.put(ActorLostError(lost, begun=number not in unsent, is_disconnected=True))
         for number, accepted in list(self._accepted.items()):
             self._cancel(number, accepted)
+        straight, self._straight = self._straight, {}
+        for give_up in straight.values():
+            give_up()
 
 
 def _open_frame(stream: int, address: ActorAddress, envelope: Envelope) -> tuple[Any, ...]:
@@ -283,8 +313,9 @@ def _open_frame(stream: int, address: ActorAddress, envelope: Envelope) -> tuple
 class ChannelPool:
     """The channels of one process, one per other process, opened on first use."""
 
-    def __init__(self, dispatch: Dispatch, connect: Connect) -> None:
+    def __init__(self, dispatch: Dispatch, connect: Connect, answer: Answer | None = None) -> None:
         self._dispatch = dispatch
+        self._answer = answer
         self._connect = connect
         self._dialled: dict[WorkerAddress, asyncio.Task[Channel]] = {}
         self._serving: dict[Channel, asyncio.Task[None]] = {}
@@ -386,7 +417,7 @@ class ChannelPool:
     def _open(self, transport: Transport, *, first_stream: int) -> Channel:
         self._opened += 1
         transport.traffic = self._traffic
-        return Channel(transport, self._dispatch, first_stream=first_stream)
+        return Channel(transport, self._dispatch, first_stream=first_stream, answer=self._answer)
 
     def samples(self) -> list[Sample]:
         """Return the figures as metrics; see `daskserve.collectors.Source`."""

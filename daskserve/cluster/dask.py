@@ -18,7 +18,7 @@ from distributed.worker import _worker_cvar  # the public get_worker() only read
 from daskserve._version import __version__
 from daskserve.clock import Clock
 from daskserve.cluster.base import ActorSpec, StoreChange, TopicHandler, UseReport
-from daskserve.cluster.channel import ChannelPool, Dispatch
+from daskserve.cluster.channel import Answer, ChannelPool, Dispatch
 from daskserve.cluster.long_poll import LongPollClient
 from daskserve.collectors import PROCESS
 from daskserve.errors import ActorLostError, InstanceError, NotRunningError
@@ -121,7 +121,7 @@ class DaskCluster:
     link
         The `daskserve.cluster.link.Link` this view belongs to.
     local_worker
-        The worker this process is, with ``dispatch`` to its Host; None outside workers.
+        The worker this process is, with ``dispatch`` and ``answer`` of its Host; None outside workers.
     """
 
     def __init__(
@@ -134,6 +134,7 @@ class DaskCluster:
         link: Any = None,
         local_worker: Any = None,
         dispatch: Dispatch | None = None,
+        answer: Answer | None = None,
     ) -> None:
         self.instance = instance
         self.clock = clock
@@ -146,6 +147,7 @@ class DaskCluster:
         self._worker = local_worker
         self._here: WorkerAddress = ""  # that worker's, once it was asked for: it takes Dask two calls
         self._dispatch = dispatch
+        self._answer = answer
         self._controller: ActorAddress | None = None
         self._listener: LongPollClient | None = None
         self._is_ended = False
@@ -263,7 +265,11 @@ class DaskCluster:
     def ask(
         self, address: ActorAddress, envelope: Envelope, on_answer: OnAnswer
     ) -> Callable[[], None] | None:
-        return None if self.is_local(address) else self._channels.ask(address, envelope, on_answer)
+        if not self.is_local(address):
+            return self._channels.ask(address, envelope, on_answer)
+        if self._answer is None:
+            return None
+        return self._answer(address.name, address.incarnation, envelope, on_answer)
 
     async def controller(self) -> ActorAddress:
         if self._is_ended:

@@ -39,6 +39,7 @@ from daskserve.types import (
     EnvelopeKind,
     InstanceName,
     Load,
+    OnAnswer,
     Receive,
     Send,
 )
@@ -52,6 +53,8 @@ class _Entry:
     actor: Hosted
     starting: asyncio.Task[Mapping[str, Any]]
     ongoing: set[asyncio.Task[Any]] = field(default_factory=set)
+    #: What answers calls without a task, if the actor has such a thing; see `daskserve.data.replica.Replica`.
+    answer: Callable[[Envelope, OnAnswer], Callable[[], None] | None] | None = None
     was_ready: bool = False  # somebody has seen that it is; it stays so
 
     @property
@@ -108,7 +111,9 @@ class Host:
                 direct_to_workers=True,
                 name="daskserve-host",
             )
-            self.link = Link(client, role="worker", worker=self._worker, dispatch=self.dispatch)
+            self.link = Link(
+                client, role="worker", worker=self._worker, dispatch=self.dispatch, answer=self.answer
+            )
             # All that `close` takes back is done before the first wait, during which it may be called.
             self._worker.handlers[CHANNEL_OP] = self._accept
             self._tuning.open()
@@ -160,6 +165,15 @@ class Host:
             return self._ready_actor(name, incarnation).handle(envelope, receive, send)
         return entry.actor.handle(envelope, receive, send)
 
+    def answer(
+        self, name: str, incarnation: int, envelope: Envelope, on_answer: OnAnswer
+    ) -> Callable[[], None] | None:
+        """Have an actor answer a call without a task; None if it does not, for whatever reason."""
+        entry = self._entries.get(name)
+        if entry is None or not entry.was_ready or entry.spec.incarnation != incarnation:
+            return None
+        return None if entry.answer is None else entry.answer(envelope, on_answer)
+
     async def _control(self, name: str, incarnation: int, envelope: Envelope, send: Send) -> Load:
         verb, message = envelope.head["verb"], dict(envelope.head["message"])
         if name == HOST_ACTOR:
@@ -199,7 +213,7 @@ class Host:
         with current_worker_context(self._worker):
             actor = self._factories[spec.kind](context)
             starting = asyncio.create_task(self._start(actor), name=f"daskserve-start-{spec.name}")
-        entry = _Entry(spec, actor, starting)
+        entry = _Entry(spec, actor, starting, answer=getattr(actor, "answer_call", None))
         self._entries[spec.name] = entry
         PROCESS.add(actor)
         return entry

@@ -23,7 +23,7 @@ from distributed.comm import connect
 from daskserve import settings
 from daskserve._version import __version__
 from daskserve.clock import OneLoopClock, system_rng
-from daskserve.cluster.channel import ChannelPool, Dispatch
+from daskserve.cluster.channel import Answer, ChannelPool, Dispatch
 from daskserve.cluster.dask import DaskCluster, ask_supervisor
 from daskserve.cluster.dialling import Dialler
 from daskserve.cluster.probe import mismatch, version_probe
@@ -78,8 +78,8 @@ class Link:
     Parameters
     ----------
     client : distributed.Client
-    worker, dispatch
-        In a worker: the worker and the way to its Host's actors.
+    worker, dispatch, answer
+        In a worker: the worker and the ways to its Host's actors; see `daskserve.cluster.channel`.
     """
 
     def __init__(
@@ -89,6 +89,7 @@ class Link:
         role: str = "client",
         worker: Worker | None = None,
         dispatch: Dispatch | None = None,
+        answer: Answer | None = None,
     ) -> None:
         self.client = client
         # Tornado's IOLoop class does not tell that every IOLoop there is wraps an asyncio loop.
@@ -104,10 +105,11 @@ class Link:
         channel = settings.channel() if worker is None else ChannelSettings("direct")
         connection_args = client.security.get_connection_args(role)
         dialler = Dialler(connection_args, self._find_scheduler, channel, self.clock)
-        self.channels = ChannelPool(dispatch or _refuse, dialler.dial)
+        self.channels = ChannelPool(dispatch or _refuse, dialler.dial, answer)
         PROCESS.add(self.channels)
         self._worker = worker
         self._dispatch = dispatch
+        self._answer = answer
         self._clusters: dict[InstanceName, DaskCluster] = {}
         self._started: dict[InstanceName, None] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -157,6 +159,7 @@ class Link:
                 link=self,
                 local_worker=self._worker,
                 dispatch=self._dispatch,
+                answer=self._answer,
             )
         return self._clusters[instance]
 

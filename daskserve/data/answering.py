@@ -14,7 +14,7 @@ an ASGI application                     on the user's loop, its messages carried
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -204,6 +204,28 @@ class Answering:
                 rest = (servable.finish_call, method, result.result)
                 result = await self._begin(slot, in_place, context.copy(), False, *rest).wait()
         await send({"type": "call.result", "payload": result})
+
+    def straight_method(self, head: Mapping[str, Any]) -> Method | None:
+        """Return the method that a call is for, if all it takes is to cross the wall; else None."""
+        method = self._servable.methods.get(head.get("method") or CALL)
+        if method is None or method.is_asgi or method.accepts_batches or "stream" in head:
+            return None
+        if self._wall.is_closed or (method.is_async and self._wall.is_on_worker_loop):
+            return None
+        return method
+
+    def begin_call(self, method: Method, envelope: Envelope, slot: Slot) -> Call[Any]:
+        """Have user code answer a call; what it comes to is a pickled result, or `Unfinished`."""
+        servable = self._servable
+        function = servable.answer_call if method.is_async else servable.answer_call_in_thread
+        context = self._context_of(envelope)
+        parts = (method, envelope.head, envelope.payload)
+        return self._begin(slot, False, context, not method.is_async, function, *parts)
+
+    def finish_call(self, method: Method, envelope: Envelope, slot: Slot, result: Any) -> Call[Any]:
+        """Have user code go on with an `Unfinished` result of `begin_call`."""
+        context = self._context_of(envelope)
+        return self._begin(slot, False, context, False, self._servable.finish_call, method, result)
 
     # ---- both
 

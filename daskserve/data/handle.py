@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Literal, overload
 
 from daskserve.clock import stopwatch
@@ -272,18 +271,17 @@ class Handle:
             replicas = router.only
             if replicas is not None:
                 envelope = Envelope(EnvelopeKind.CALL, self._head(router, request_id, None), payload)
-
-                def go_on(refused: ReplicaBusyError | ActorLostError) -> None:
-                    def send(keep: Send) -> Coroutine[Any, Any, None]:
-                        return replicas.send(envelope, _nothing_to_receive, keep, refused=refused)
-
-                    begin_call(link, self._answer(router, envelope, send), future)
-
-                straight = StraightCall(replicas, router.calls, envelope, future, go_on)
-                if straight.start(cluster):
-                    future.on_cancel(partial(_post_cancel, link, straight))
+                if StraightCall(link, router, replicas, envelope, future, self._go_on).start(cluster):
                     return
         begin_call(link, self._call(payload, request_id, None, None), future)
+
+    def _go_on(self, call: StraightCall, refused: ReplicaBusyError | ActorLostError) -> None:
+        """Go on in a task with a call that a replica has refused."""
+
+        def send(keep: Send) -> Coroutine[Any, Any, None]:
+            return call.replicas.send(call.envelope, _nothing_to_receive, keep, refused=refused)
+
+        begin_call(call.link, self._answer(call.router, call.envelope, send), call.call)
 
     def _head(self, router: Router, request_id: str, put: Send | None) -> dict[str, Any]:
         options = self._options
@@ -357,10 +355,6 @@ def _kind_of(options: CallOptions) -> type[Handle]:
 
 async def _nothing_to_receive() -> Message:
     return {"type": "http.disconnect"}
-
-
-def _post_cancel(link: Link, call: StraightCall) -> None:
-    link.hops.onto(link.loop).post(call.cancel)
 
 
 def _rebuild(

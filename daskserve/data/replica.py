@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar
 
@@ -29,6 +29,7 @@ from daskserve.data.health import HealthWatch, probe_liveness
 from daskserve.data.replica_batches import ReplicaBatches
 from daskserve.data.requests import Slot
 from daskserve.data.slots import SlotHolder
+from daskserve.data.straight_answer import StraightAnswer
 from daskserve.data.wall import Wall
 from daskserve.deadlines import is_over
 from daskserve.errors import (
@@ -40,7 +41,7 @@ from daskserve.errors import (
 from daskserve.metric_table import Sample
 from daskserve.replica_figures import ReplicaFigures
 from daskserve.starts import ReplicaStart
-from daskserve.types import Envelope, Load, Receive, Send
+from daskserve.types import Envelope, Load, OnAnswer, Receive, Send
 
 logger = logging.getLogger("daskserve.replica")
 
@@ -197,6 +198,21 @@ class Replica(SlotHolder):
             figures.latency.observe(stopwatch() - began)
             slot.release()
         return self.load()
+
+    def answer_call(self, envelope: Envelope, on_answer: OnAnswer) -> Callable[[], None] | None:
+        """Answer a call without a task, and return what gives it up; None if it is one for `handle`."""
+        answering = self._answering
+        if not self._is_open or answering is None or self._ongoing >= self._concurrency:
+            return None
+        method = answering.straight_method(envelope.head)
+        if method is None:
+            return None
+        self._ongoing += 1
+        self._figures.handled += 1
+        slot = Slot(self._free_slot)
+        straight = StraightAnswer(answering, method, envelope, slot, self._figures, self.load, on_answer)
+        straight.start()
+        return straight.give_up
 
     def load(self) -> Load:
         """Return how many requests run, and how many wait: of these for their batch, or others for a slot."""

@@ -110,12 +110,9 @@ class ReplicaSet:
         """Stop using the replicas of a worker that left the cluster."""
         self._roster.forget_worker(worker)
 
-    def take_afar(self) -> ReplicaEntry | None:
-        """Return a replica elsewhere that has room, with one more request in flight.
-
-        None if there is none, or a request would not have to leave this process.
-        """
-        if self._waiting or self._roster.is_near:
+    def take_now(self) -> ReplicaEntry | None:
+        """Return a replica that has room, with one more request in flight; None if there is none yet."""
+        if self._waiting:
             return None
         replica = self._roster.take(self._clock.now(), self._rng)
         if replica is None or replica.is_in_line:

@@ -110,11 +110,6 @@ class Roster:
         return not self._entries
 
     @property
-    def is_near(self) -> bool:
-        """Whether a replica of this process has room."""
-        return bool(self._near)
-
-    @property
     def size(self) -> int:
         """How many replicas there are, with or without room."""
         return len(self._entries)

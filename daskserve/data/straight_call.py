@@ -14,16 +14,13 @@ from typing import Any
 
 from daskserve.clock import stopwatch
 from daskserve.cluster.base import Cluster
+from daskserve.cluster.link import Link
 from daskserve.data.replica_set import ReplicaSet
-from daskserve.data.roster import ReplicaEntry
-from daskserve.data.router_figures import CallFigures
+from daskserve.data.router import Router
 from daskserve.errors import ActorLostError, ReplicaBusyError, ServeError
 from daskserve.payload import PackedError, load_error
 from daskserve.pending_call import PendingCall
 from daskserve.types import Envelope, Load, Message, Payload
-
-#: Goes on with a call that a replica has refused.
-GoOn = Callable[[ReplicaBusyError | ActorLostError], None]
 
 
 class StraightCall:
@@ -32,73 +29,74 @@ class StraightCall:
     Parameters
     ----------
     go_on : callable
-        Takes the call over if the replica has refused it, with the reason; it also counts how that ends.
+        Takes a call over that the replica has refused, with the reason; it also counts how that ends.
     """
 
-    __slots__ = ("_began", "_call", "_envelope", "_figures", "_give_up", "_go_on", "_replica", "_replicas")
+    __slots__ = ("_began", "_give_up", "_go_on", "_replica", "call", "envelope", "link", "replicas", "router")
 
     def __init__(
         self,
+        link: Link,
+        router: Router,
         replicas: ReplicaSet,
-        figures: CallFigures,
         envelope: Envelope,
         call: PendingCall[Payload],
-        go_on: GoOn,
+        go_on: Callable[[StraightCall, ReplicaBusyError | ActorLostError], None],
     ) -> None:
-        self._replicas = replicas
-        self._figures = figures
-        self._envelope = envelope
-        self._call = call
+        self.link = link
+        self.router = router
+        self.replicas = replicas
+        self.envelope = envelope
+        self.call = call
         self._go_on = go_on
-        self._began = stopwatch()
-        self._replica: ReplicaEntry | None = None
-        self._give_up: Callable[[], None] | None = None
 
     def start(self, cluster: Cluster) -> bool:
         """Send the request; False, and nothing has happened, if that cannot be done at once."""
-        replica = self._replicas.take_afar()
+        replica = self.replicas.take_now()
         if replica is None:
             return False
         self._replica = replica
-        self._give_up = cluster.ask(replica.address, self._envelope, self._on_answer)
+        self._began = stopwatch()
+        self._give_up = cluster.ask(replica.address, self.envelope, self._on_answer)
         if self._give_up is None:
-            self._replicas.give_back(replica, None)
+            self.replicas.give_back(replica, None)
             return False
-        self._replicas.note_sent()
-        self._figures.begun += 1
+        self.replicas.note_sent()
+        self.router.calls.begun += 1
+        self.call.on_cancel(self._cancel_from_anywhere)
         return True
 
-    def cancel(self) -> None:
-        """Give the request up, if it has not ended."""
+    def _cancel_from_anywhere(self) -> None:
+        self.link.hops.onto(self.link.loop).post(self._cancel)
+
+    def _cancel(self) -> None:
         give_up, self._give_up = self._give_up, None
-        if give_up is not None and self._replica is not None:
+        if give_up is not None:
             give_up()
-            self._replicas.give_back(self._replica, None)
-            self._end(asyncio.CancelledError())
+            self.replicas.give_back(self._replica, None)
+            self._fail(asyncio.CancelledError())
 
     def _on_answer(self, message: Message | None, outcome: Load | Exception) -> None:
-        assert self._replica is not None
         self._give_up = None
-        self._replicas.give_back(self._replica, outcome)
+        self.replicas.give_back(self._replica, outcome)
         if type(outcome) is Load:
             if message is None:
-                self._end(no_answer(self._envelope))
+                self._fail(no_answer(self.envelope))
             else:
-                self._figures.latency.observe(stopwatch() - self._began)
-                self._call.set_result(message["payload"])
-        elif isinstance(outcome, ReplicaBusyError) or (
-            isinstance(outcome, ActorLostError) and not outcome.begun
-        ):
-            self._go_on(outcome)
+                self.router.calls.latency.observe(stopwatch() - self._began)
+                self.call.set_result(message["payload"])
+        elif isinstance(outcome, (ReplicaBusyError, ActorLostError)) and not getattr(outcome, "begun", False):
+            self._go_on(self, outcome)
         else:
-            self._end(outcome)
+            self._fail(outcome)
 
-    def _end(self, error: Any) -> None:
+    def _fail(self, error: Any) -> None:
         error = _unpacked(error)
-        self._figures.fail(error)
-        self._figures.latency.observe(stopwatch() - self._began)
-        if not isinstance(error, asyncio.CancelledError):
-            self._call.set_error(error)
+        figures = self.router.calls
+        figures.fail(error)
+        figures.latency.observe(stopwatch() - self._began)
+        if not isinstance(error, asyncio.CancelledError):  # that call has ended already
+            self.call.set_error(error)
 
 
 def no_answer(envelope: Envelope) -> ServeError:

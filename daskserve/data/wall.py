@@ -52,6 +52,8 @@ class Call(Generic[T]):
 
     # Most calls never have any of these, and one is made per request.
     _waiter: asyncio.Future[None] | None = None
+    #: Called in the place of whoever would wait, when the call has ended or `notify` was called.
+    watcher: Callable[[], None] | None = None
     _value: Any = None
     _error: BaseException | None = None
     _abort_error: BaseException | None = None
@@ -85,6 +87,8 @@ class Call(Generic[T]):
 
     def notify(self) -> None:
         """Wake whoever waits for a change."""
+        if self.watcher is not None:
+            self.watcher()
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -97,6 +101,11 @@ class Call(Generic[T]):
             raise error
         finally:
             del error  # else the traceback holds this frame, and this frame the error
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether `result` would return or raise what this is going to come to."""
+        return self.is_ended or self._abort_error is not None
 
     def abort(self, error: BaseException) -> None:
         """Cancel the code and make whoever waits for it raise ``error``."""
@@ -130,7 +139,7 @@ class Call(Generic[T]):
         self._wall.calls.discard(self)
         if self._on_end is not None:
             self._on_end()
-        if self._waiter is not None:
+        if self._waiter is not None or self.watcher is not None:
             self.notify()
 
 
