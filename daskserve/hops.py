@@ -7,7 +7,6 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 logger = logging.getLogger("daskserve.replica")
 
@@ -15,10 +14,10 @@ logger = logging.getLogger("daskserve.replica")
 class Hop:
     """A way onto an event loop from other threads. N posts before the loop gets to them cost one wake-up."""
 
-    __slots__ = ("_is_armed", "_loop", "_posts")
+    __slots__ = ("_is_armed", "_posts", "loop")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+        self.loop = loop
         self._posts: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
         self._is_armed = False
 
@@ -28,7 +27,7 @@ class Hop:
         if not self._is_armed:
             self._is_armed = True
             try:
-                self._loop.call_soon_threadsafe(self._drain)
+                self.loop.call_soon_threadsafe(self._drain)
             except RuntimeError:
                 pass  # the loop is closed
 
@@ -48,12 +47,17 @@ class Hops:
     """One `Hop` for each event loop that somebody waits on; for use from any thread."""
 
     def __init__(self) -> None:
-        self._hops: WeakKeyDictionary[asyncio.AbstractEventLoop, Hop] = WeakKeyDictionary()
+        #: By the identity of the loop, which is looked up several times a call.
+        self._hops: dict[int, Hop] = {}
 
     def onto(self, loop: asyncio.AbstractEventLoop) -> Hop:
         """Return the way onto a loop."""
-        hop = self._hops.get(loop)
-        if hop is None:
-            # Two threads may do this at once; then some posts share a wake-up with fewer others.
-            hop = self._hops[loop] = Hop(loop)
+        hop = self._hops.get(id(loop))
+        if hop is not None and hop.loop is loop:
+            return hop
+        # Two threads may do this at once; then some posts share a wake-up with fewer others. Programs may run
+        # loop after loop.
+        hops = {key: each for key, each in list(self._hops.items()) if not each.loop.is_closed()}
+        hop = hops[id(loop)] = Hop(loop)
+        self._hops = hops
         return hop

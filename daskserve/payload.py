@@ -50,12 +50,6 @@ def _dump_with(dumps: Callable[..., bytes], value: Any) -> Payload:
     return Payload(data, tuple(buffers))
 
 
-def _mentions_main(data: bytes) -> bool:
-    # The standard pickler stores functions and classes of __main__ by reference, and they are not there
-    # on the other side; cloudpickle stores them by value.
-    return b"__main__" in data
-
-
 def dump(value: Any) -> Payload:
     """Pickle a value.
 
@@ -66,7 +60,9 @@ def dump(value: Any) -> Payload:
     """
     try:
         payload = _dump_with(pickle.dumps, value)
-        if not _mentions_main(payload.data):
+        # The standard pickler stores functions and classes of __main__ by reference, and they are not there
+        # on the other side; cloudpickle stores them by value.
+        if b"__main__" not in payload.data:
             return payload
     except (pickle.PicklingError, TypeError, AttributeError, ImportError):
         pass

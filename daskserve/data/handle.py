@@ -108,7 +108,7 @@ class Response:
         return f"<Response {self.request_id} {state}>"
 
     def __await__(self) -> Generator[Any, None, Any]:
-        yield from wait_for_call(self._link, self._future).__await__()
+        yield from wait_for_call(self._link, self._future)
         return self._value()
 
     def _value(self) -> Any:

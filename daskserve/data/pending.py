@@ -41,8 +41,11 @@ def start_call(link: Link, coroutine: Coroutine[Any, Any, T]) -> PendingCall[T]:
     return call
 
 
-async def wait_for_call(link: Link, call: PendingCall[Any]) -> None:
-    """Return when a call has ended, with or without success; cancelling this cancels the call."""
+def wait_for_call(link: Link, call: PendingCall[Any]) -> Generator[Any, Any, None]:
+    """Return when a call has ended, with or without success; cancelling this cancels the call.
+
+    To be yielded from, in an ``__await__``: the coroutine in between would cost as much as the rest.
+    """
     if call.done():
         return
     loop = asyncio.get_running_loop()
@@ -57,7 +60,7 @@ async def wait_for_call(link: Link, call: PendingCall[Any]) -> None:
 
     call.add_done_callback(wake)
     try:
-        await waiter
+        yield from waiter
     except asyncio.CancelledError:
         call.cancel()
         raise

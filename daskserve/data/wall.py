@@ -357,9 +357,10 @@ class Wall:
         if self.is_on_worker_loop:
             call.begin(self.loop, _run_here, _run_here)
         else:
-            user_loop = self.user_loop
+            user_loop = self._user_loop or self.user_loop
             call.begin(user_loop.loop, user_loop.hop.post, self.to_worker.post)
-        self._arm_watch()
+        if self._watch is None or self._watch.timer is None:
+            self._arm_watch()
         return call
 
     def start_in_place(
