@@ -11,30 +11,52 @@ from typing import Any
 logger = logging.getLogger("daskserve.replica")
 
 
+_ASLEEP, _TO_BE_WOKEN, _WOKEN = range(3)
+
+
 class Hop:
     """A way onto an event loop from other threads. N posts before the loop gets to them cost one wake-up."""
 
-    __slots__ = ("_is_armed", "_posts", "loop")
+    __slots__ = ("_posts", "_state", "loop")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self._posts: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
-        self._is_armed = False
+        self._state = _ASLEEP
 
     def post(self, function: Callable[..., object], *args: Any) -> None:
         """Run ``function(*args)`` on the loop, in the order of posts; a closed loop drops it."""
         self._posts.append((function, args))
-        if not self._is_armed:
-            self._is_armed = True
-            try:
-                self.loop.call_soon_threadsafe(self._drain)
-            except RuntimeError:
-                pass  # the loop is closed
+        if self._state != _WOKEN:
+            self._wake()
+
+    def post_soon(self, function: Callable[..., object], *args: Any) -> None:
+        """As `post`, from the thread of another loop that is at the end of what it has to do.
+
+        A thread that is woken wants the interpreter's lock. If it comes before the one that woke it lets go
+        of that, it falls asleep again, and waking up takes longer than all the rest. So the wake-up waits for
+        the end of this turn of the present loop.
+        """
+        self._posts.append((function, args))
+        if self._state == _ASLEEP:
+            self._state = _TO_BE_WOKEN
+            asyncio.get_running_loop().call_soon(self._wake_if_asleep)
+
+    def _wake_if_asleep(self) -> None:
+        if self._state == _TO_BE_WOKEN:
+            self._wake()
+
+    def _wake(self) -> None:
+        self._state = _WOKEN
+        try:
+            self.loop.call_soon_threadsafe(self._drain)
+        except RuntimeError:
+            pass  # the loop is closed
 
     def _drain(self) -> None:
-        # Disarm first, count second: whoever posts after this line wakes the loop again, and whatever was
-        # posted before it is in the count.
-        self._is_armed = False
+        # The state first, the count second: whoever posts after this line wakes the loop again, and whatever
+        # was posted before it is in the count.
+        self._state = _ASLEEP
         for _ in range(len(self._posts)):
             function, args = self._posts.popleft()
             try:

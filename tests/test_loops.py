@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import gc
 import sys
-import weakref
 from contextlib import closing
 
 import dask
@@ -15,7 +13,7 @@ import pytest
 from daskserve import loops
 from daskserve.cluster.launch import command
 from daskserve.data.user_threads import UserLoop
-from daskserve.hops import Hop, Hops
+from daskserve.hops import Hop
 
 uvloop = pytest.importorskip("uvloop")
 
@@ -58,16 +56,3 @@ def test_workers_that_we_start_get_one_unless_dask_is_told_otherwise(
 ) -> None:
     with dask.config.set(config):
         assert f'"distributed.admin.event-loop": "{expected}"' in command("distributed.Worker", {})[-1]
-
-
-def test_loops_that_were_closed_are_forgotten() -> None:
-    hops = Hops()
-    refs = []
-    for _ in range(5):
-        loop = asyncio.new_event_loop()
-        assert hops.onto(loop) is hops.onto(loop)
-        refs.append(weakref.ref(loop))
-        loop.close()
-        del loop
-    gc.collect()
-    assert sum(ref() is not None for ref in refs) == 1  # the last one, until there is another

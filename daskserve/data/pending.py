@@ -53,8 +53,11 @@ def wait_for_call(link: Link, call: PendingCall[Any]) -> Generator[Any, Any, Non
 
     def wake(_: PendingCall[Any]) -> None:
         # The call may be cancelled from any thread.
-        if asyncio._get_running_loop() is loop:
+        running = asyncio._get_running_loop()
+        if running is loop:
             _settle(waiter)
+        elif running is link.loop:
+            link.hops.onto(loop).post_soon(_settle, waiter)
         else:
             link.hops.onto(loop).post(_settle, waiter)
 

@@ -358,7 +358,7 @@ class Wall:
             call.begin(self.loop, _run_here, _run_here)
         else:
             user_loop = self._user_loop or self.user_loop
-            call.begin(user_loop.loop, user_loop.hop.post, self.to_worker.post)
+            call.begin(user_loop.loop, user_loop.hop.post_soon, self._post_from_user)
         if self._watch is None or self._watch.timer is None:
             self._arm_watch()
         return call
@@ -438,6 +438,13 @@ class Wall:
         if self._user_loop is not None:
             closing.append(self._user_loop.close(grace_s))
         return all(await asyncio.gather(*closing))
+
+    def _post_from_user(self, function: Callable[..., object], *args: Any) -> None:
+        # What ends last on the user's loop has nothing behind it that could block that loop.
+        if len(self.calls) > 1:
+            self.to_worker.post(function, *args)
+        else:
+            self.to_worker.post_soon(function, *args)
 
     def _arm_watch(self) -> None:
         if self._watch is not None and self.is_watched:
