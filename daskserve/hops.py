@@ -39,8 +39,12 @@ class Hop:
         """
         self._posts.append((function, args))
         if self._state == _ASLEEP:
-            self._state = _TO_BE_WOKEN
-            asyncio.get_running_loop().call_soon(self._wake_if_asleep)
+            present = asyncio._get_running_loop()
+            if present is None:  # it has ended, and a coroutine of its is being closed
+                self._wake()
+            else:
+                self._state = _TO_BE_WOKEN
+                present.call_soon(self._wake_if_asleep)
 
     def _wake_if_asleep(self) -> None:
         if self._state == _TO_BE_WOKEN:

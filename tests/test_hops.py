@@ -93,3 +93,11 @@ def test_nothing_is_lost_however_posts_are_mixed(other_loop: asyncio.AbstractEve
     assert done.wait(DEADLINE_S)
     for kind in ("soon", "at once"):
         assert [number for each, number in seen if each == kind] == list(range(2000))
+
+
+def test_without_a_loop_of_its_own_whoever_posts_soon_posts_at_once(
+    other_loop: asyncio.AbstractEventLoop,
+) -> None:
+    done = threading.Event()
+    Hop(other_loop).post_soon(done.set)
+    assert done.wait(DEADLINE_S)
