@@ -264,6 +264,18 @@ class Handle:
         """Send a call straight to a replica, on the link's loop; if it has to wait, by a task."""
         if future.cancelled():
             return
+        try:
+            is_sent = self._send_straight(link, payload, request_id, future)
+        except Exception as error:
+            future.set_error(error)
+            return
+        if not is_sent:
+            begin_call(link, self._call(payload, request_id, None, None), future)
+
+    def _send_straight(
+        self, link: Link, payload: Payload, request_id: str, future: PendingCall[Payload]
+    ) -> bool:
+        """Send a call straight to a replica; False, and nothing has happened, if it has to wait."""
         cluster: Any = self._cluster
         routers: Routers | None = cluster.shared.get("routers")
         if routers is not None and not cluster.is_ended and cluster.listener.is_started:
@@ -271,9 +283,8 @@ class Handle:
             replicas = router.only
             if replicas is not None:
                 envelope = Envelope(EnvelopeKind.CALL, self._head(router, request_id, None), payload)
-                if StraightCall(link, router, replicas, envelope, future, self._go_on).start(cluster):
-                    return
-        begin_call(link, self._call(payload, request_id, None, None), future)
+                return StraightCall(link, router, replicas, envelope, future, self._go_on).start(cluster)
+        return False
 
     def _go_on(self, call: StraightCall, refused: ReplicaBusyError | ActorLostError) -> None:
         """Go on in a task with a call that a replica has refused."""
@@ -281,7 +292,7 @@ class Handle:
         def send(keep: Send) -> Coroutine[Any, Any, None]:
             return call.replicas.send(call.envelope, _nothing_to_receive, keep, refused=refused)
 
-        begin_call(call.link, self._answer(call.router, call.envelope, send), call.call)
+        begin_call(call.link, self._answer(call.router, call.envelope, send, call.began), call.call)
 
     def _head(self, router: Router, request_id: str, put: Send | None) -> dict[str, Any]:
         options = self._options
@@ -309,10 +320,14 @@ class Handle:
         def send(keep: Send) -> Coroutine[Any, Any, None]:
             return router.send(envelope, _nothing_to_receive, put or keep, shard_key=self._options.shard_key)
 
-        return await self._answer(router, envelope, send)
+        return await self._answer(router, envelope, send, stopwatch())
 
     async def _answer(
-        self, router: Router, envelope: Envelope, send: Callable[[Send], Coroutine[Any, Any, None]]
+        self,
+        router: Router,
+        envelope: Envelope,
+        send: Callable[[Send], Coroutine[Any, Any, None]],
+        began: float,
     ) -> Any:
         answers: list[Payload] = []
 
@@ -321,7 +336,6 @@ class Handle:
             return DONE
 
         figures = router.calls
-        began = stopwatch()
         try:
             await send(keep)
         except PackedError as packed:

@@ -121,6 +121,11 @@ class ReplicaSet:
             return None
         return replica
 
+    def put_back(self, replica: ReplicaEntry) -> None:
+        """Have the next request sent to a replica that was taken, as this one was not."""
+        self._roster.put_first(replica)
+        self.give_back(replica, None)
+
     def note_sent(self) -> None:
         """Count a request that was sent to a replica that was taken."""
         self._figures.sent += 1
@@ -193,7 +198,7 @@ class ReplicaSet:
                     load = await self._cluster.request(replica.address, envelope, receive, send)
             except (ReplicaBusyError, ActorLostError) as error:
                 self._note_refusal(replica, error, was_in_line=is_in_line)
-                self._rewind(replay, error)
+                _rewind(replay, error)
                 figures.note_retry(error)
                 is_rejected = True
             else:
@@ -203,14 +208,6 @@ class ReplicaSet:
                 roster.give_back(replica)
                 if self._waiting:
                     self._serve_waiting()
-
-    @staticmethod
-    def _rewind(replay: Replay | None, error: ReplicaBusyError | ActorLostError) -> None:
-        """Let the request be sent to another replica, or raise what became of it at this one."""
-        begun = isinstance(error, ActorLostError) and error.begun
-        may_go_on = not begun if replay is None else replay.rewind(begun=begun)
-        if not may_go_on:
-            raise error
 
     async def _stand_in_line(
         self, replica: ReplicaEntry, since: float, envelope: Envelope, receive: Receive, send: Send
@@ -311,3 +308,11 @@ class ReplicaSet:
             self._timer.cancel()
             self._timer = None
         self._fail_waiting()
+
+
+def _rewind(replay: Replay | None, error: ReplicaBusyError | ActorLostError) -> None:
+    """Let the request be sent to another replica, or raise what became of it at this one."""
+    begun = isinstance(error, ActorLostError) and error.begun
+    may_go_on = not begun if replay is None else replay.rewind(begun=begun)
+    if not may_go_on:
+        raise error

@@ -199,6 +199,11 @@ class Roster:
         if entry.place < 0:
             self._admit(entry)
 
+    def put_first(self, entry: ReplicaEntry) -> None:
+        """Have a replica, if it is elsewhere, asked next, as one that joins is."""
+        if entry.peers is self._far:
+            self._newcomers.appendleft(entry)
+
     def report(self, entry: ReplicaEntry, load: Load, now: float) -> None:
         """Take note of what a replica says of itself."""
         entry.reported = load.ongoing + load.queued

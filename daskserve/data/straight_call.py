@@ -32,7 +32,7 @@ class StraightCall:
         Takes a call over that the replica has refused, with the reason; it also counts how that ends.
     """
 
-    __slots__ = ("_began", "_give_up", "_go_on", "_replica", "call", "envelope", "link", "replicas", "router")
+    __slots__ = ("_give_up", "_go_on", "_replica", "began", "call", "envelope", "link", "replicas", "router")
 
     def __init__(
         self,
@@ -56,10 +56,14 @@ class StraightCall:
         if replica is None:
             return False
         self._replica = replica
-        self._began = stopwatch()
-        self._give_up = cluster.ask(replica.address, self.envelope, self._on_answer)
-        if self._give_up is None:
+        self.began = stopwatch()
+        try:
+            self._give_up = cluster.ask(replica.address, self.envelope, self._on_answer)
+        except BaseException:
             self.replicas.give_back(replica, None)
+            raise
+        if self._give_up is None:
+            self.replicas.put_back(replica)
             return False
         self.replicas.note_sent()
         self.router.calls.begun += 1
@@ -70,23 +74,28 @@ class StraightCall:
         self.link.hops.onto(self.link.loop).post(self._cancel)
 
     def _cancel(self) -> None:
-        give_up, self._give_up = self._give_up, None
-        if give_up is not None:
-            give_up()
-            self.replicas.give_back(self._replica, None)
+        replica, self._replica = self._replica, None
+        if replica is not None and self._give_up is not None:
+            self._give_up()
+            self.replicas.give_back(replica, None)
             self._fail(asyncio.CancelledError())
 
     def _on_answer(self, message: Message | None, outcome: Load | Exception) -> None:
-        self._give_up = None
-        self.replicas.give_back(self._replica, outcome)
+        # What cannot be sent is answered before `start` knows how to give it up.
+        replica, self._replica = self._replica, None
+        assert replica is not None
+        self.replicas.give_back(replica, outcome)
         if type(outcome) is Load:
             if message is None:
                 self._fail(no_answer(self.envelope))
             else:
-                self.router.calls.latency.observe(stopwatch() - self._began)
+                self.router.calls.latency.observe(stopwatch() - self.began)
                 self.call.set_result(message["payload"])
         elif isinstance(outcome, (ReplicaBusyError, ActorLostError)) and not getattr(outcome, "begun", False):
-            self._go_on(self, outcome)
+            if self.call.cancelled():
+                self._fail(asyncio.CancelledError())
+            else:
+                self._go_on(self, outcome)
         else:
             self._fail(outcome)
 
@@ -94,8 +103,10 @@ class StraightCall:
         error = _unpacked(error)
         figures = self.router.calls
         figures.fail(error)
-        figures.latency.observe(stopwatch() - self._began)
-        if not isinstance(error, asyncio.CancelledError):  # that call has ended already
+        figures.latency.observe(stopwatch() - self.began)
+        if isinstance(error, asyncio.CancelledError):
+            self.call.cancel()
+        else:
             self.call.set_error(error)
 
 
