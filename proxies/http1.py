@@ -184,7 +184,10 @@ class HeadCache:
         if request_id is None or type(headers) is not tuple:
             return None
         key = (message["status"], headers)
-        head = self._heads.get(key)
+        try:
+            head = self._heads.get(key)
+        except TypeError:
+            return None  # of lists, say: good for headers, but they cannot be looked up
         if head is None:
             head = self._make(*key)
         if not head:
@@ -199,8 +202,10 @@ class HeadCache:
         is_plain = status in _STATUS_LINES and status >= 200 and status not in (204, 304)
         lines = [_STATUS_LINES.get(status, b"")]
         for name, value in headers:
+            if len(name) > _MAX_CACHED_BYTES or len(value) > _MAX_CACHED_BYTES:
+                return b""  # not to be kept as a key either
             key = name.lower()
-            is_plain = is_plain and key not in _NOT_CACHED and len(value) <= _MAX_CACHED_BYTES
+            is_plain = is_plain and key not in _NOT_CACHED
             lines.append(b"%b: %b" % (key, value))
         head = b"\r\n".join([*lines, self._line, b"x-request-id: "])
         if not is_plain or has_stray_control(head, len(lines) + 1):
