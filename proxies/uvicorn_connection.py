@@ -281,6 +281,12 @@ class UvicornConnection(HttpToolsProtocol):
             self._dry_bytes = 0 if self._dry_bytes < 0 else self._dry_bytes + len(data)
             if self._dry_bytes > _MAX_OVERHEAD_BYTES:
                 self._refuse_overhead()
+        elif not self._is_last:
+            # Between requests there may be line breaks, and before a target spaces. The piece that the last
+            # request came in is counted too; the next target begins anew.
+            self._dry_bytes += len(data)
+            if self._dry_bytes > MAX_HEADER_BYTES + _PIECE_BYTES:
+                self._refuse(*_TOO_LARGE)
 
     def _refuse_overhead(self) -> None:
         if self._part == "head":
@@ -368,7 +374,7 @@ class UvicornConnection(HttpToolsProtocol):
         """Answer what cannot be read, in its turn, and read no more."""
         if self._is_deaf:
             return  # the parser stumbles on behind what was refused
-        method = self.parser.get_method().decode("ascii") if self._part == "head" else "GET"
+        method = self.parser.get_method().decode("ascii") if self._part != "body" else "GET"
         self._part = ""
         self._is_deaf = True
         exchange = self._exchange

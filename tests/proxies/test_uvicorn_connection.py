@@ -235,3 +235,74 @@ def test_without_file_descriptors_it_is_tried_again_later(caplog: pytest.LogCapt
 
     run(test)
     assert "Accepting no connections for 1 s" in caplog.text
+
+
+@pytest.mark.parametrize("filling", [b" ", b"\r\n"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_what_is_between_requests_or_before_a_target_may_be_so_long_and_no_longer(
+    filling: bytes, is_first: bool
+) -> None:
+    async def test() -> None:
+        async with serving(hello) as server:
+            for size, status in ((MAX_HEADER_BYTES // 2, 200), (4 * MAX_HEADER_BYTES, 431)):
+                async with connected(server) as client:
+                    if not is_first:
+                        assert (await client.get()).status == 200
+                    method, rest = request().split(b" ", 1)
+                    data = filling * (size // len(filling))
+                    data = method + data + b" " + rest if filling == b" " else data + method + b" " + rest
+                    for start in range(0, len(data), 10_000):
+                        client.writer.write(data[start : start + 10_000])
+                        await asyncio.sleep(0)
+                    response = await client.response()
+                    assert response.status == status
+                    if status == 431:
+                        assert await client.rest() == b""
+
+    run(test)
+
+
+def test_what_follows_the_last_request_of_a_connection_changes_nothing() -> None:
+    async def test() -> None:
+        may_answer = asyncio.Event()
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            await may_answer.wait()
+            await respond(send, b"last")
+
+        async with serving(app) as server, connected(server) as client:
+            await client.send(request("/", "Connection: close"))
+            for _ in range(30):
+                await client.send(b"\r\n" * 5_000)
+            may_answer.set()
+            assert (await client.response()).body == b"last"
+            assert await client.rest() == b""
+
+    run(test)
+
+
+def test_a_target_that_comes_in_parts_is_one() -> None:
+    async def test() -> None:
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            await respond(send, scope["raw_path"] + b"?" + scope["query_string"])
+
+        async with serving(app) as server, connected(server) as client:
+            for _ in range(2):
+                for part in (b"GE", b"T /a", b"b/", b"c?d", b"=e", b" HTTP/1.1\r\nHost: a\r\n\r", b"\n"):
+                    await client.send(part)
+                    for _ in range(5):  # the server is on the same loop
+                        await asyncio.sleep(0)
+                assert (await client.response()).body == b"/ab/c?d=e"
+
+    run(test)
+
+
+def test_the_refusal_of_a_head_request_has_no_body() -> None:
+    async def test() -> None:
+        async with serving(hello) as server, connected(server) as client:
+            await client.send(b"HEAD /\x01 HTTP/1.1\r\nHost: a\r\n\r\n")
+            status, _ = await client.head()
+            assert status == 400
+            assert await client.rest() == b""
+
+    run(test)
