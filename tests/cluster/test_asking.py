@@ -1,0 +1,404 @@
+"""Requests that one answer is asked of, without a task, over a pair of sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+
+from daskserve.cluster import frames
+from daskserve.cluster.channel import Channel, ChannelPool
+from daskserve.cluster.streams import WINDOW_BYTES
+from daskserve.cluster.transport import MAX_FRAMES, SocketTransport
+from daskserve.errors import ActorLostError, BadRequestError, UserCodeError
+from daskserve.types import ActorAddress, Envelope, EnvelopeKind, Load, Message, Payload, Receive, Send
+
+DEADLINE_S = 10.0
+ADDRESS = ActorAddress("local/replica/b#AAAAAA", "there", 1)
+Handler = Callable[[Envelope, Send], Awaitable[None]]
+
+
+def call(argument: bytes = b"", **head: Any) -> Envelope:
+    return Envelope(EnvelopeKind.CALL, head, Payload(argument))
+
+
+class Asker:
+    """Keeps what comes of one request."""
+
+    def __init__(self, channel: Channel, envelope: Envelope) -> None:
+        self.ends: list[tuple[Message | None, Load | Exception]] = []
+        self._ended = asyncio.Event()
+        self.give_up = channel.ask(ADDRESS, envelope, self._end)
+
+    def _end(self, message: Message | None, outcome: Load | Exception) -> None:
+        self.ends.append((message, outcome))
+        self._ended.set()
+
+    async def end(self) -> tuple[Message | None, Any]:
+        await self._ended.wait()
+        (only,) = self.ends
+        return only
+
+
+class Ends:
+    """Two channels on a pair of sockets; ``there`` answers by a handler."""
+
+    def __init__(self, handler: Handler) -> None:
+        async def dispatch(
+            name: str, incarnation: int, envelope: Envelope, receive: Receive, send: Send
+        ) -> Load:
+            assert (name, incarnation) == (ADDRESS.name, ADDRESS.incarnation)
+            self.begun.append(envelope)
+            try:
+                await handler(envelope, send)
+            except asyncio.CancelledError:
+                self.cancelled.append(envelope)
+                raise
+            return Load(3, 4)
+
+        self.begun: list[Envelope] = []
+        self.cancelled: list[Envelope] = []
+        self.transports = [SocketTransport(each, "there") for each in socket.socketpair()]
+        self.here = Channel(self.transports[0], dispatch, first_stream=0)
+        self.there = Channel(self.transports[1], dispatch, first_stream=1)
+        #: The kinds of frames that came there.
+        self.kinds: list[int] = []
+        receive = self.there._receive
+
+        def note(arrived: Any) -> None:
+            self.kinds += [frame[0] for frame in arrived]
+            receive(arrived)
+
+        self.there._receive = note  # type: ignore[method-assign]
+
+    def ask(self, argument: bytes = b"", **head: Any) -> Asker:
+        return Asker(self.here, call(argument, **head))
+
+    def remembered(self) -> int:
+        """Return how many streams either side still keeps."""
+        return sum(len(side._opened) + len(side._accepted) for side in (self.here, self.there))
+
+    async def settled(self) -> None:
+        """Return once the other side has taken all that was sent, and both have forgotten all streams."""
+        await Asker(self.here, call(b"last")).end()
+        assert self.remembered() == 0
+
+
+@asynccontextmanager
+async def connected(handler: Handler) -> AsyncIterator[Ends]:
+    ends = Ends(handler)
+    serving = [asyncio.create_task(side.serve()) for side in (ends.here, ends.there)]
+    try:
+        yield ends
+    finally:
+        ends.here.close()
+        ends.there.close()
+        await asyncio.gather(*serving)
+    assert ends.remembered() == 0
+
+
+def play(scenario: Callable[[], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            await scenario()
+
+    asyncio.run(main())
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():  # noqa: ASYNC110 - what happens on the other side has no event
+        await asyncio.sleep(0)
+
+
+async def echo(envelope: Envelope, send: Send) -> None:
+    assert envelope.payload is not None
+    if envelope.payload.data == b"hang":
+        await asyncio.Event().wait()
+    await send({"type": "call.result", "payload": envelope.payload})
+
+
+def test_the_answer_comes_with_the_load() -> None:
+    async def scenario() -> None:
+        async with connected(echo) as ends:
+            askers = [ends.ask(b"%d" % number) for number in range(3 * MAX_FRAMES)]
+            for number, asker in enumerate(askers):
+                message, load = await asker.end()
+                assert message == {"type": "call.result", "payload": Payload(b"%d" % number, ())}
+                assert load == Load(3, 4)
+            assert set(ends.kinds) == {frames.OPEN}
+            assert ends.begun[0].kind is EnvelopeKind.CALL
+            assert ends.begun[0].deadline is ends.begun[0].patience is None
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("size", [WINDOW_BYTES // 2, WINDOW_BYTES, 3 * WINDOW_BYTES])
+@pytest.mark.parametrize("is_buffer", [False, True])
+def test_a_large_answer_is_credited_so_that_its_handler_ends(size: int, is_buffer: bool) -> None:
+    data = bytes(range(256)) * (size // 256)
+    sent = []
+
+    async def answer(envelope: Envelope, send: Send) -> None:
+        payload = Payload(b"x", (bytearray(data),)) if is_buffer else Payload(data)
+        await send({"type": "call.result", "payload": payload})
+        sent.append(1)
+
+    async def scenario() -> None:
+        async with connected(answer) as ends:
+            asker = ends.ask()
+            message, load = await asker.end()
+            assert message is not None
+            payload = message["payload"]
+            assert bytes(payload.buffers[0] if is_buffer else payload.data) == data
+            assert (load, sent) == (Load(3, 4), [1])
+            await ends.settled()
+            assert ends.kinds[:2] == [frames.OPEN, frames.CREDIT]
+
+    play(scenario)
+
+
+def test_a_large_answer_that_nobody_wants_any_more_holds_up_nothing() -> None:
+    async def answer(envelope: Envelope, send: Send) -> None:
+        assert envelope.payload is not None
+        if envelope.payload.data != b"last":
+            await send({"type": "call.result", "payload": Payload(bytes(3 * WINDOW_BYTES))})
+
+    async def scenario() -> None:
+        async with connected(answer) as ends:
+            asker = ends.ask()
+            await until(lambda: ends.begun)
+            asker.give_up()
+            await ends.settled()
+            assert asker.ends == []
+            assert len(ends.cancelled) <= 1
+
+    play(scenario)
+
+
+def test_an_end_without_an_answer_says_so() -> None:
+    async def nothing(envelope: Envelope, send: Send) -> None:
+        pass
+
+    async def scenario() -> None:
+        async with connected(nothing) as ends:
+            assert await ends.ask().end() == (None, Load(3, 4))
+
+    play(scenario)
+
+
+class Odd(Exception):
+    """An error that no pickle can hold."""
+
+    def __init__(self) -> None:
+        super().__init__("odd")
+        self.lock = threading.Lock()
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "match"),
+    [
+        (BadRequestError("no"), BadRequestError, "no"),
+        (KeyError("k"), KeyError, "k"),
+        (Odd(), UserCodeError, "Odd: odd"),
+    ],
+)
+def test_errors_of_the_handler_are_outcomes(error: Exception, kind: type[Exception], match: str) -> None:
+    async def fail(envelope: Envelope, send: Send) -> None:
+        raise error
+
+    async def scenario() -> None:
+        async with connected(fail) as ends:
+            message, outcome = await ends.ask().end()
+            assert message is None
+            assert type(outcome) is kind
+            assert match in str(outcome)
+            assert (type(outcome.__cause__).__name__ == "RemoteTraceback") is (kind is not BadRequestError)
+
+    play(scenario)
+
+
+def test_giving_up_cancels_the_handler_once() -> None:
+    async def scenario() -> None:
+        async with connected(echo) as ends:
+            asker = ends.ask(b"hang")
+            await until(lambda: ends.begun)
+            for _ in range(3):
+                asker.give_up()
+            await ends.settled()
+            assert asker.ends == []
+            assert len(ends.cancelled) == 1
+            assert ends.kinds.count(frames.CANCEL) == 1
+
+    play(scenario)
+
+
+def test_giving_up_at_once_leaves_nothing_on_either_side() -> None:
+    async def scenario() -> None:
+        async with connected(echo) as ends:
+            asker = ends.ask(b"hang")
+            asker.give_up()
+            await ends.settled()
+            assert asker.ends == []
+            assert [each.payload and each.payload.data for each in ends.begun] == [b"last"]
+
+    play(scenario)
+
+
+def test_giving_up_after_the_answer_does_nothing() -> None:
+    async def scenario() -> None:
+        async with connected(echo) as ends:
+            asker = ends.ask(b"1")
+            await asker.end()
+            asker.give_up()
+            await ends.settled()
+            assert frames.CANCEL not in ends.kinds
+            assert len(asker.ends) == 1
+
+    play(scenario)
+
+
+def test_only_the_first_end_counts() -> None:
+    async def scenario() -> None:
+        async with connected(echo) as ends:
+            asker = ends.ask(b"hang")
+            await until(lambda: ends.begun)
+            (number,) = ends.here._opened
+            ends.there._post((frames.ANSWER, number, ({"type": "call.result", "payload": None},), 1, 1))
+            ends.there._post((frames.END, number, 2, 2))
+            ends.there._post((frames.CREDIT, number, 2))
+            assert (await asker.end())[1] == Load(1, 1)
+            for accepted in list(ends.there._accepted):
+                ends.there._cancel(accepted, ends.there._accepted[accepted])
+            await ends.settled()
+            assert len(asker.ends) == 1
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("who", ["here", "there"])
+def test_a_lost_connection_is_the_end_of_what_had_begun(who: str) -> None:
+    async def scenario() -> None:
+        async with connected(echo) as ends:
+            askers = [ends.ask(b"hang") for _ in range(3)]
+            given_up = ends.ask(b"hang")
+            await until(lambda: len(ends.begun) == 4)
+            given_up.give_up()
+            getattr(ends, who).close()
+            for asker in askers:
+                message, error = await asker.end()
+                assert message is None
+                assert isinstance(error, ActorLostError)
+                assert (error.begun, error.is_disconnected) == (True, True)
+                asker.give_up()
+            assert given_up.ends == []
+
+    play(scenario)
+
+
+def test_what_never_left_over_a_lost_connection_had_not_begun() -> None:
+    async def scenario() -> None:
+        async with connected(echo) as ends:
+            await ends.ask(b"1").end()
+            asker = ends.ask(b"2")
+            ends.here.close()  # before the turn is over in which it was to leave
+            late = ends.ask(b"3")
+            for each in (asker, late):
+                _, error = await each.end()
+                assert isinstance(error, ActorLostError)
+                assert not error.begun
+            assert len(ends.begun) == 1
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("count", [1, MAX_FRAMES])
+def test_a_request_that_cannot_be_packed_fails_alone(count: int, caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        async with connected(echo) as ends:
+            await ends.ask(b"0").end()
+            # The last one makes the frames leave at once, or not.
+            askers = [ends.ask(b"%d" % number) for number in range(count - 1)]
+            bad = ends.ask(headers={1, 2})
+            message, error = await bad.end()
+            assert message is None
+            assert isinstance(error, TypeError)
+            bad.give_up()
+            for asker in askers:
+                assert (await asker.end())[1] == Load(3, 4)
+            await ends.settled()
+            assert frames.CANCEL not in ends.kinds
+
+    play(scenario)
+    assert "cannot be sent" in caplog.text
+
+
+def test_an_answer_that_cannot_be_packed_is_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    async def answer(envelope: Envelope, send: Send) -> None:
+        assert envelope.payload is not None
+        if envelope.payload.data != b"last":
+            await send({"type": "call.result", "odd": {1, 2}})
+
+    async def scenario() -> None:
+        async with connected(answer) as ends:
+            message, error = await ends.ask().end()
+            assert message is None
+            assert isinstance(error, TypeError)
+            await ends.settled()
+
+    play(scenario)
+
+
+def test_a_pool_asks_over_open_connections_only() -> None:
+    async def dispatch(name: str, incarnation: int, envelope: Envelope, receive: Receive, send: Send) -> Load:
+        await echo(envelope, send)
+        return Load(1)
+
+    async def scenario() -> None:
+        far: list[Channel] = []
+        tasks: list[asyncio.Task[None]] = []
+
+        async def connect(worker: str) -> SocketTransport:
+            near, other = socket.socketpair()
+            far.append(Channel(SocketTransport(other, "here"), dispatch, first_stream=1))
+            tasks.append(asyncio.create_task(far[-1].serve()))
+            return SocketTransport(near, worker)
+
+        pool = ChannelPool(cast(Any, dispatch), connect)
+        ended: list[Any] = []
+        news = asyncio.Event()
+
+        def on_answer(message: Message | None, outcome: Load | Exception) -> None:
+            ended.append(outcome)
+            news.set()
+
+        async def drop(message: Message) -> None:
+            pass
+
+        async def nothing() -> Message:
+            raise AssertionError
+
+        assert pool.ask(ADDRESS, call(), on_answer) is None
+        await pool.request(ADDRESS, call(b"dials"), nothing, drop)
+        assert pool.ask(ADDRESS, call(b"1"), on_answer) is not None
+        await news.wait()
+        assert ended == [Load(1)]
+        assert pool.ask(replace(ADDRESS, worker="other"), call(), on_answer) is None
+        # Lost while one is under way: it is told, and nothing more is asked there.
+        news.clear()
+        assert pool.ask(ADDRESS, call(b"hang"), on_answer) is not None
+        await until(lambda: far[0]._accepted)
+        far[0].close()
+        await news.wait()
+        assert isinstance(ended[1], ActorLostError)
+        assert pool.ask(ADDRESS, call(), on_answer) is None
+        await pool.close()
+        await asyncio.gather(*tasks)
+        assert len(ended) == 2
+
+    play(scenario)
