@@ -171,7 +171,7 @@ def request_context(envelope: Envelope) -> RequestContext:
         try:
             ours = head["extensions"]["daskserve"]
             return RequestContext(ours["request_id"], ours["route"], envelope.deadline)
-        except KeyError:  # not by way of the ingress
+        except (KeyError, TypeError):  # not by way of the ingress
             return RequestContext(deadline=envelope.deadline)
     return RequestContext(head.get("request_id") or "", deadline=envelope.deadline)
 

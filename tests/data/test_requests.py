@@ -26,6 +26,7 @@ from daskserve.data.requests import (
 )
 from daskserve.data.wall import Wall
 from daskserve.errors import ServeError
+from daskserve.pending_call import PendingCall
 from daskserve.types import Envelope, EnvelopeKind, Message
 
 DEADLINE_S = 10.0
@@ -438,3 +439,94 @@ def test_cancelling_the_carrier_frees_a_thread_that_waits_for_a_slow_client() ->
         assert wall.abandoned == 0
 
     run(scenario)
+
+
+# ---- HTTPRequest beside Starlette's own
+
+
+def test_a_request_has_all_that_starlettes_own_has_and_shares_nothing_that_changes() -> None:
+    async def receive() -> Message:
+        raise AssertionError
+
+    own = Request(dict(SCOPE), receive)
+    ours = HTTPRequest(dict(SCOPE), receive)
+    for name, value in vars(own).items():
+        found = getattr(ours, name)
+        assert found == value, name
+        # What two of them have in common must be something that nobody can change.
+        if name not in vars(ours):
+            assert value is None or isinstance(value, (bool, int, str, bytes)) or callable(value), name
+    assert ours.receive is receive
+    assert not hasattr(ours, "_body")
+    # The class has nothing under the names by which a request says what it has read already.
+    assert {name for name in vars(HTTPRequest) if name in ("_body", "_json", "_headers", "_state")} == set()
+
+
+def test_what_one_request_learns_no_other_knows() -> None:
+    def make(*messages: Message) -> HTTPRequest:
+        left = list(messages)
+
+        async def receive() -> Message:
+            return left.pop(0)
+
+        scope = {**SCOPE, "headers": [(b"content-type", b"application/x-www-form-urlencoded")]}
+        return HTTPRequest(scope, receive)
+
+    async def main() -> None:
+        first, second = make(part(b"a=1", more=False)), make(part(b"a=2", more=False))
+        first.state.seen = True
+        assert dict(await first.form()) == {"a": "1"}
+        assert not hasattr(second.state, "seen")
+        assert second._form is None
+        assert second._stream_consumed is False
+        assert dict(await second.form()) == {"a": "2"}
+        third = make({"type": "http.disconnect"})
+        assert await third.is_disconnected()
+        assert make()._is_disconnected is False
+        await first.close()
+        assert await make(part(b"x", more=True), part(b"y", more=False)).body() == b"xy"
+        # Nobody pushes here; it must not be called with the request as its first argument either.
+        pushing = make()
+        pushing.scope["extensions"] = {"http.response.push": {}}
+        with pytest.raises(RuntimeError, match="Send channel"):
+            await pushing.send_push_promise("/")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("head", "request_id", "route"),
+    [
+        ({"extensions": {"daskserve": {"request_id": "id", "route": "/r", "shard_key": None}}}, "id", "/r"),
+        # Not by way of the ingress.
+        ({}, "", ""),
+        ({"extensions": None}, "", ""),
+        ({"extensions": {}}, "", ""),
+        ({"extensions": {"daskserve": None}}, "", ""),
+    ],
+)
+def test_the_context_of_a_request_says_what_the_ingress_knew(
+    head: dict[str, Any], request_id: str, route: str
+) -> None:
+    context = request_context(Envelope(EnvelopeKind.HTTP, head, deadline=3.0))
+    assert (context.request_id, context.route, context.deadline) == (request_id, route, 3.0)
+
+
+def test_the_calls_of_one_context_are_no_other_ones() -> None:
+    first, second = RequestContext("1"), RequestContext("1")
+    calls: list[PendingCall[Any]] = [PendingCall() for _ in range(3)]
+    first.add_call(calls[0])
+    second.add_call(calls[1])
+    assert first == second
+    first.cancel_calls()
+    assert [call.cancelled() for call in calls] == [True, False, False]
+    # What it calls later is cancelled too; one that has ended is forgotten.
+    first.add_call(calls[2])
+    assert calls[2].cancelled()
+    assert not first._calls
+    assert list(second._calls) == [calls[1]]
+    calls[1].set_result(1)
+    assert not second._calls
+    RequestContext().cancel_calls()
+    assert RequestContext._calls == frozenset()
+    assert not RequestContext._is_cancelled
