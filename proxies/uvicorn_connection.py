@@ -139,15 +139,10 @@ class UvicornConnection(HttpToolsProtocol):
 
     # ---- called by the parser
 
-    on_message_begin = None  # type: ignore[assignment]  # the parser does not call what there is not
-
-    def on_url(self, url: bytes) -> None:
+    def on_message_begin(self) -> None:
         if self._is_replaying:
             return
-        if self._part == "head":  # it comes in parts
-            self.url += url
-            return
-        self.url = url
+        self.url = b""
         self.headers = []
         self._framing = {}
         self._part = "head"
@@ -281,12 +276,6 @@ class UvicornConnection(HttpToolsProtocol):
             self._dry_bytes = 0 if self._dry_bytes < 0 else self._dry_bytes + len(data)
             if self._dry_bytes > _MAX_OVERHEAD_BYTES:
                 self._refuse_overhead()
-        elif not self._is_last:
-            # Between requests there may be line breaks, and before a target spaces. The piece that the last
-            # request came in is counted too; the next target begins anew.
-            self._dry_bytes += len(data)
-            if self._dry_bytes > MAX_HEADER_BYTES + _PIECE_BYTES:
-                self._refuse(*_TOO_LARGE)
 
     def _refuse_overhead(self) -> None:
         if self._part == "head":
@@ -374,7 +363,7 @@ class UvicornConnection(HttpToolsProtocol):
         """Answer what cannot be read, in its turn, and read no more."""
         if self._is_deaf:
             return  # the parser stumbles on behind what was refused
-        method = self.parser.get_method().decode("ascii") if self._part != "body" else "GET"
+        method = self.parser.get_method().decode("ascii") if self._part == "head" else "GET"
         self._part = ""
         self._is_deaf = True
         exchange = self._exchange

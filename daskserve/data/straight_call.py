@@ -16,6 +16,7 @@ from daskserve.clock import stopwatch
 from daskserve.cluster.base import Cluster
 from daskserve.cluster.link import Link
 from daskserve.data.replica_set import ReplicaSet
+from daskserve.data.roster import ReplicaEntry
 from daskserve.data.router import Router
 from daskserve.errors import ActorLostError, ReplicaBusyError, ServeError
 from daskserve.payload import PackedError, load_error
@@ -49,6 +50,8 @@ class StraightCall:
         self.envelope = envelope
         self.call = call
         self._go_on = go_on
+        self._replica: ReplicaEntry | None = None  # while it has the request
+        self._give_up: Callable[[], None] | None = None
 
     def start(self, cluster: Cluster) -> bool:
         """Send the request; False, and nothing has happened, if that cannot be done at once."""
