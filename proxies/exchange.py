@@ -142,7 +142,7 @@ class Exchange(RequestReader):
         if "," in framing.get("Content-Length", ""):
             # The same number several times: nobody behind us should have to wonder.
             headers = [header for header in headers if header[0] != b"content-length"]
-            headers.append((b"content-length", str(length).encode()))
+            headers.append((b"content-length", framing["Content-Length"].partition(",")[0].strip().encode()))
         scope = self._scope(path, query, version, headers)
         if "Upgrade" in framing and self._is_http11 and is_handshake(self._method, framing):
             if length == 0:

@@ -257,14 +257,19 @@ def test_heads_that_are_none(server: FuzzedServer, data: bytes) -> None:
 
 
 def test_a_length_that_is_said_twice_is_refused_or_passed_on_once(server: FuzzedServer) -> None:
-    for lines in ((b"Content-Length: 2", b"Content-Length: 2"), (b"Content-Length: 2 , 2",)):
+    twice = b"Content-Length: 2"
+    for lines in (
+        (twice, twice),
+        (b"Content-Length: 2 , 2",),
+        (b"Content-Length: 002", b"Content-Length: 002"),
+    ):
         outcome = check(server, Delivery(head(b"/echo", *lines) + b"hi"))
         if outcome.answer.startswith(b"HTTP/1.1 400 "):
             assert outcome.seen == []
             continue
         (seen,) = outcome.seen
         lengths = [value for name, value in seen.scope["headers"] if name == b"content-length"]
-        assert (lengths, bytes(seen.body)) == ([b"2"], b"hi")
+        assert (lengths, bytes(seen.body)) == ([lines[0].split()[1]], b"hi")
         assert outcome.answer.endswith(b"\r\n\r\nhi")
 
 
