@@ -235,7 +235,11 @@ class Channel:
             None if patience is None else Patience(*patience),
         )
         if deadline is None and patience is None and kind == EnvelopeKind.CALL and self._answer is not None:
-            give_up = self._answer(name, incarnation, envelope, partial(self._answered, number))
+            try:
+                give_up = self._answer(name, incarnation, envelope, partial(self._answered, number))
+            except Exception as error:  # this request's, and no reason to end the connection of all others
+                self._post((ERROR, number, dump_error(error)))
+                return
             if give_up is not None:
                 self._straight[number] = give_up
                 return

@@ -211,7 +211,12 @@ class Replica(SlotHolder):
         self._figures.handled += 1
         slot = Slot(self._free_slot)
         straight = StraightAnswer(answering, method, envelope, slot, self._figures, self.load, on_answer)
-        straight.start()
+        try:
+            straight.start()
+        except BaseException:
+            self._figures.failed += 1
+            slot.release()
+            raise
         return straight.give_up
 
     def load(self) -> Load:

@@ -13,11 +13,21 @@ from typing import Any, cast
 import pytest
 
 from daskserve.cluster import frames
-from daskserve.cluster.channel import Channel, ChannelPool
+from daskserve.cluster.channel import Answer, Channel, ChannelPool
 from daskserve.cluster.streams import WINDOW_BYTES
 from daskserve.cluster.transport import MAX_FRAMES, SocketTransport
 from daskserve.errors import ActorLostError, BadRequestError, UserCodeError
-from daskserve.types import ActorAddress, Envelope, EnvelopeKind, Load, Message, Payload, Receive, Send
+from daskserve.types import (
+    ActorAddress,
+    Envelope,
+    EnvelopeKind,
+    Load,
+    Message,
+    OnAnswer,
+    Payload,
+    Receive,
+    Send,
+)
 
 DEADLINE_S = 10.0
 ADDRESS = ActorAddress("local/replica/b#AAAAAA", "there", 1)
@@ -49,7 +59,7 @@ class Asker:
 class Ends:
     """Two channels on a pair of sockets; ``there`` answers by a handler."""
 
-    def __init__(self, handler: Handler) -> None:
+    def __init__(self, handler: Handler, answer: Answer | None) -> None:
         async def dispatch(
             name: str, incarnation: int, envelope: Envelope, receive: Receive, send: Send
         ) -> Load:
@@ -66,7 +76,7 @@ class Ends:
         self.cancelled: list[Envelope] = []
         self.transports = [SocketTransport(each, "there") for each in socket.socketpair()]
         self.here = Channel(self.transports[0], dispatch, first_stream=0)
-        self.there = Channel(self.transports[1], dispatch, first_stream=1)
+        self.there = Channel(self.transports[1], dispatch, first_stream=1, answer=answer)
         #: The kinds of frames that came there.
         self.kinds: list[int] = []
         receive = self.there._receive
@@ -82,7 +92,8 @@ class Ends:
 
     def remembered(self) -> int:
         """Return how many streams either side still keeps."""
-        return sum(len(side._opened) + len(side._accepted) for side in (self.here, self.there))
+        sides = (self.here, self.there)
+        return sum(len(side._opened) + len(side._accepted) + len(side._straight) for side in sides)
 
     async def settled(self) -> None:
         """Return once the other side has taken all that was sent, and both have forgotten all streams."""
@@ -91,8 +102,8 @@ class Ends:
 
 
 @asynccontextmanager
-async def connected(handler: Handler) -> AsyncIterator[Ends]:
-    ends = Ends(handler)
+async def connected(handler: Handler, answer: Answer | None = None) -> AsyncIterator[Ends]:
+    ends = Ends(handler, answer)
     serving = [asyncio.create_task(side.serve()) for side in (ends.here, ends.there)]
     try:
         yield ends
@@ -400,5 +411,92 @@ def test_a_pool_asks_over_open_connections_only() -> None:
         await pool.close()
         await asyncio.gather(*tasks)
         assert len(ended) == 2
+
+    play(scenario)
+
+
+# ---- on the other side, without a task
+
+
+class Straight:
+    """Answers calls without a task, by the hand of the test."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Envelope, OnAnswer]] = []
+        self.given_up = 0
+        self.error: Exception | None = None
+        self.takes = True
+
+    def answer(
+        self, name: str, incarnation: int, envelope: Envelope, on_answer: OnAnswer
+    ) -> Callable[[], None] | None:
+        if self.error is not None:
+            raise self.error
+        if not self.takes:
+            return None
+        self.asked.append((envelope, on_answer))
+        return self.give_up
+
+    def give_up(self) -> None:
+        self.given_up += 1
+
+
+def test_calls_are_answered_without_a_task_where_that_can_be_done() -> None:
+    straight = Straight()
+
+    async def scenario() -> None:
+        async with connected(echo, straight.answer) as ends:
+            first, second, third = (ends.ask(b"%d" % number) for number in range(3))
+            await until(lambda: len(straight.asked) == 3)
+            message: Message = {"type": "call.result", "payload": Payload(b"well")}
+            straight.asked[0][1](message, Load(5, 6))
+            straight.asked[1][1](None, KeyError("k"))
+            assert (await first.end())[1] == Load(5, 6)
+            assert first.ends[0][0] == {"type": "call.result", "payload": Payload(b"well", ())}
+            assert isinstance((await second.end())[1], KeyError)
+            # Given up: that is told once, and what comes of it nevertheless goes nowhere.
+            third.give_up()
+            await until(lambda: straight.given_up == 1)
+            assert not ends.there._straight
+            straight.asked[2][1](message, Load())
+            assert not ends.transports[1].unsent
+            straight.takes = False
+            assert (await ends.ask(b"by a task").end())[1] == Load(3, 4)
+            assert len(ends.begun) == 1
+            assert third.ends == []
+            assert straight.given_up == 1
+
+    play(scenario)
+
+
+def test_a_call_that_cannot_be_begun_fails_alone() -> None:
+    straight = Straight()
+
+    async def scenario() -> None:
+        async with connected(echo, straight.answer) as ends:
+            other = ends.ask(b"other")
+            await until(lambda: straight.asked)
+            straight.error = RuntimeError("can't start new thread")
+            message, error = await ends.ask(b"1").end()
+            assert message is None
+            assert isinstance(error, RuntimeError)
+            straight.asked[0][1](None, Load(1))
+            assert (await other.end())[1] == Load(1)
+
+    play(scenario)
+
+
+def test_a_lost_connection_gives_up_all_that_is_answered_on_it() -> None:
+    straight = Straight()
+
+    async def scenario() -> None:
+        async with connected(echo, straight.answer) as ends:
+            askers = [ends.ask(b"1") for _ in range(3)]
+            await until(lambda: len(straight.asked) == 3)
+            ends.here.close()
+            for asker in askers:
+                assert isinstance((await asker.end())[1], ActorLostError)
+            await until(lambda: straight.given_up == 3)
+            straight.asked[0][1](None, Load())
 
     play(scenario)
