@@ -79,18 +79,14 @@ class Channel:
         #: Streams that are answered without a task, each with what gives it up.
         self._straight: dict[int, Callable[[], None]] = {}
         self._answer = answer
-        self._is_closed = False
+        self.is_closed = False
 
     def __repr__(self) -> str:
-        state = "closed" if self._is_closed else "open"
+        state = "closed" if self.is_closed else "open"
         return (
             f"<Channel to {self._transport.peer_address} {state} opened={len(self._opened)} "
             f"handling={len(self._accepted) + len(self._straight)}>"
         )
-
-    @property
-    def is_closed(self) -> bool:
-        return self._is_closed
 
     async def serve(self) -> None:
         """Carry streams until either side closes; every open one then ends with an error."""
@@ -101,7 +97,7 @@ class Channel:
 
     def close(self) -> None:
         """End the connection at once."""
-        if not self._is_closed:
+        if not self.is_closed:
             self._transport.abort()
 
     async def request(self, address: ActorAddress, envelope: Envelope, receive: Receive, send: Send) -> Load:
@@ -114,7 +110,7 @@ class Channel:
         Exception
             What the actor's handler raised.
         """
-        if self._is_closed:
+        if self.is_closed:
             closed = f"The connection to {address.worker} is closed."
             raise ActorLostError(closed, begun=False, is_disconnected=True)
         stream = self._next_stream
@@ -140,7 +136,7 @@ class Channel:
                     else:
                         raise item
         except BaseException:
-            if stream in self._opened and not self._is_closed:
+            if stream in self._opened and not self.is_closed:
                 self._post((CANCEL, stream))
             raise
         finally:
@@ -161,7 +157,7 @@ class Channel:
         return partial(self._give_up, stream)
 
     def _give_up(self, stream: int) -> None:
-        if self._opened.pop(stream, None) is not None and not self._is_closed:
+        if self._opened.pop(stream, None) is not None and not self.is_closed:
             self._post((CANCEL, stream))
 
     async def _pump(self, stream: int, opened: Opened, receive: Receive) -> None:
@@ -285,7 +281,7 @@ class Channel:
         stream.task.add_done_callback(lambda _: self._accepted.pop(number, None))
 
     def _finish(self) -> None:
-        self._is_closed = True
+        self.is_closed = True
         self._transport.abort()
         unsent = {frame[1] for frame in self._transport.unsent if frame[0] == OPEN}
         for number, opened in list(self._opened.items()):
@@ -322,6 +318,8 @@ class ChannelPool:
         self._answer = answer
         self._connect = connect
         self._dialled: dict[WorkerAddress, asyncio.Task[Channel]] = {}
+        #: What that came to, as long as it is open.
+        self._open_to: dict[WorkerAddress, Channel] = {}
         self._serving: dict[Channel, asyncio.Task[None]] = {}
         self._is_closed = False
         # Figures.
@@ -347,7 +345,7 @@ class ChannelPool:
 
     async def request(self, address: ActorAddress, envelope: Envelope, receive: Receive, send: Send) -> Load:
         """Carry one request to an actor elsewhere; see `Channel.request`."""
-        channel = _channel_in(self._dialled.get(address.worker))
+        channel = self._open_to.get(address.worker)
         if channel is None:
             channel = await self._channel(address.worker)
         return await channel.request(address, envelope, receive, send)
@@ -356,7 +354,7 @@ class ChannelPool:
         self, address: ActorAddress, envelope: Envelope, on_answer: OnAnswer
     ) -> Callable[[], None] | None:
         """As `Channel.ask`; None if there is no open channel."""
-        channel = _channel_in(self._dialled.get(address.worker))
+        channel = self._open_to.get(address.worker)
         if channel is None or channel.is_closed:
             return None
         return channel.ask(address, envelope, on_answer)
@@ -364,6 +362,7 @@ class ChannelPool:
     def drop(self, worker: WorkerAddress) -> None:
         """Close the channel to a worker that is known to be gone, so that its requests fail at once."""
         self._reached.discard(worker)
+        self._open_to.pop(worker, None)
         dialled = self._dialled.pop(worker, None)
         if dialled is None:
             return
@@ -416,6 +415,7 @@ class ChannelPool:
         self._reached.add(worker)
         task = asyncio.create_task(self._serve_dialled(worker, channel), name="daskserve-channel")
         self._serving[channel] = task
+        self._open_to[worker] = channel
         return channel
 
     def _open(self, transport: Transport, *, first_stream: int) -> Channel:
@@ -441,6 +441,8 @@ class ChannelPool:
             self._serving.pop(channel, None)
             if _channel_in(self._dialled.get(worker)) is channel:
                 del self._dialled[worker]
+            if self._open_to.get(worker) is channel:
+                del self._open_to[worker]
 
 
 def _channel_in(dialled: asyncio.Task[Channel] | None) -> Channel | None:

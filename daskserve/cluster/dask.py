@@ -265,11 +265,12 @@ class DaskCluster:
     def ask(
         self, address: ActorAddress, envelope: Envelope, on_answer: OnAnswer
     ) -> Callable[[], None] | None:
-        if not self.is_local(address):
-            return self._channels.ask(address, envelope, on_answer)
-        if self._answer is None:
-            return None
-        return self._answer(address.name, address.incarnation, envelope, on_answer)
+        # Whoever chose the address has asked whether it `is_local`, so that is known.
+        if address.worker == self._here:
+            if self._answer is None:
+                return None
+            return self._answer(address.name, address.incarnation, envelope, on_answer)
+        return self._channels.ask(address, envelope, on_answer)
 
     async def controller(self) -> ActorAddress:
         if self._is_ended:

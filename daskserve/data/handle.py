@@ -264,27 +264,20 @@ class Handle:
         """Send a call straight to a replica, on the link's loop; if it has to wait, by a task."""
         if future.cancelled():
             return
-        try:
-            is_sent = self._send_straight(link, payload, request_id, future)
-        except Exception as error:
-            future.set_error(error)
-            return
-        if not is_sent:
-            begin_call(link, self._call(payload, request_id, None, None), future)
-
-    def _send_straight(
-        self, link: Link, payload: Payload, request_id: str, future: PendingCall[Payload]
-    ) -> bool:
-        """Send a call straight to a replica; False, and nothing has happened, if it has to wait."""
         cluster: Any = self._cluster
         routers: Routers | None = cluster.shared.get("routers")
-        if routers is not None and not cluster.is_ended and cluster.listener.is_started:
-            router = routers.router(self._endpoint)
-            replicas = router.only
-            if replicas is not None:
-                envelope = Envelope(EnvelopeKind.CALL, self._head(router, request_id, None), payload)
-                return StraightCall(link, router, replicas, envelope, future, self._go_on).start(cluster)
-        return False
+        try:
+            if routers is not None:
+                router = routers.router(self._endpoint)
+                replicas = router.only  # known, and neither deleted nor of an instance that has ended
+                if replicas is not None:
+                    envelope = Envelope(EnvelopeKind.CALL, self._head(router, request_id, None), payload)
+                    if StraightCall(link, router, replicas, envelope, future, self._go_on).start(cluster):
+                        return
+        except Exception as error:  # it is the caller's
+            future.set_error(error)
+            return
+        begin_call(link, self._call(payload, request_id, None, None), future)
 
     def _go_on(self, call: StraightCall, refused: ReplicaBusyError | ActorLostError) -> None:
         """Go on in a task with a call that a replica has refused."""

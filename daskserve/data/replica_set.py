@@ -119,16 +119,14 @@ class ReplicaSet:
             if replica is not None:
                 self._return(replica)
             return None
+        self._figures.sent += 1
         return replica
 
     def put_back(self, replica: ReplicaEntry) -> None:
         """Have the next request sent to a replica that was taken, as this one was not."""
+        self._figures.sent -= 1
         self._roster.put_first(replica)
         self.give_back(replica, None)
-
-    def note_sent(self) -> None:
-        """Count a request that was sent to a replica that was taken."""
-        self._figures.sent += 1
 
     def give_back(self, replica: ReplicaEntry, outcome: Load | Exception | None) -> None:
         """Note that a request has ended that was sent there, and how, as far as that tells of the replica."""

@@ -172,7 +172,9 @@ class Roster:
                 if score > NEAR_FACTOR * other.score(now) + NEAR_LEAD:
                     entry = other
         elif far:
-            entry = self._newcomer() or choose(far, now, rng)
+            entry = (self._newcomers and self._newcomer()) or (
+                far[0] if len(far) == 1 else choose(far, now, rng)
+            )
         elif self._full:
             entry = choose(self._full, now, rng)
             entry.is_in_line = True

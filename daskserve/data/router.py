@@ -35,22 +35,14 @@ class Router:
         self.endpoint = endpoint
         self._routers = routers
         self._policy: TrafficPolicy | None = None
-        self._only: ReplicaSet | None = None
-        self._is_legacy = True
+        #: Where all requests go, if that is always the same place and no copies are sent elsewhere.
+        self.only: ReplicaSet | None = None
+        #: Whether the endpoint's backends get one ``ServeRequest`` instead of the caller's arguments.
+        self.is_legacy = True
         self._changed = asyncio.Event()
         self._is_deleted = False
         #: What is counted of the calls by handle.
         self.calls = CallFigures()
-
-    @property
-    def is_legacy(self) -> bool:
-        """Whether the endpoint's backends get one ``ServeRequest`` instead of the caller's arguments."""
-        return self._is_legacy
-
-    @property
-    def only(self) -> ReplicaSet | None:
-        """Where all requests go, if that is always the same place and no copies are sent elsewhere."""
-        return self._only
 
     @property
     def is_known(self) -> bool:
@@ -65,14 +57,14 @@ class Router:
     def update(self, value: Any) -> None:
         """Take over what the controller published of the endpoint."""
         self._is_deleted = value is None
-        self._only = None
+        self.only = None
         if value is not None:
-            self._is_legacy = value["legacy"]
+            self.is_legacy = value["legacy"]
             self._policy = policy = TrafficPolicy(value["traffic"], value["shadows"])
             for backend in policy.backends:
                 self._routers.replica_set(backend)
             if policy.only is not None and not policy.has_shadows:
-                self._only = self._routers.replica_set(policy.only)
+                self.only = self._routers.replica_set(policy.only)
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
@@ -93,8 +85,8 @@ class Router:
         self, envelope: Envelope, receive: Receive, send: Send, *, shard_key: str = ""
     ) -> Coroutine[Any, Any, None]:
         """Carry a request to a replica of one of the endpoint's backends."""
-        if self._only is not None:
-            return self._only.send(envelope, receive, send)
+        if self.only is not None:
+            return self.only.send(envelope, receive, send)
         policy = self._policy
         if policy is None or self._is_deleted:
             return self._send_when_known(envelope, receive, send, shard_key)

@@ -63,12 +63,11 @@ class StraightCall:
         try:
             self._give_up = cluster.ask(replica.address, self.envelope, self._on_answer)
         except BaseException:
-            self.replicas.give_back(replica, None)
+            self.replicas.put_back(replica)
             raise
         if self._give_up is None:
             self.replicas.put_back(replica)
             return False
-        self.replicas.note_sent()
         self.router.calls.begun += 1
         self.call.on_cancel(self._cancel_from_anywhere)
         return True
