@@ -300,9 +300,12 @@ def look(dask_worker: Any) -> dict[str, list[str]]:
     The Dask client runs it there, with the server, whichever it is, as the argument of that name.
     """
     server = dask_worker
-    # Not all of ours have names of their own, but each runs code of ours.
-    tasks = {task: str(getattr(task.get_coro(), "cr_code", "")) for task in asyncio.all_tasks()}
-    task_names = [f"{task.get_name()} {code}" for task, code in tasks.items()]
+    # Requests that a channel carries are too many to have names.
+    tasks = {task: getattr(task.get_coro(), "__qualname__", "") for task in asyncio.all_tasks()}
+    task_names = [
+        "daskserve-channel-handle" if code == "Channel._handle" else task.get_name()
+        for task, code in tasks.items()
+    ]
     found = {
         "handlers": [name for name in server.handlers if "daskserve" in name],
         "threads": [each.name for each in threading.enumerate() if "daskserve" in each.name],
