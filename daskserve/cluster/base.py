@@ -184,10 +184,10 @@ class Cluster(Protocol):
     def ask(
         self, address: ActorAddress, envelope: Envelope, on_answer: OnAnswer
     ) -> Callable[[], None] | None:
-        """Carry a request that has one answer and no deadline to an actor elsewhere, without a task.
+        """Carry a request that has one answer and no deadline to an actor, without a task.
 
-        Returns what gives it up; None, and nothing has happened, if that cannot be done: the actor lives
-        here, or nothing connects this process to it yet.
+        Returns what gives it up; None, and nothing has happened, if that cannot be done: nothing connects
+        this process to the actor yet, or it lives here and has to wait for something.
         """
 
     async def inspect(

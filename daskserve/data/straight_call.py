@@ -1,8 +1,8 @@
 """Calls by handle that go straight to a replica and back, without a task.
 
 Problem: for a call that meets no obstacle the coroutine that carries it, its task and what wakes it cost more
-than the connection does. Choice: where a replica elsewhere has room and a channel to it is open, the request
-is sent at once, and the answer ends the call from where it arrives. As soon as anything has to be waited for,
+than the connection does. Choice: where a replica has room, and is here or a channel to it is open, the
+request is sent at once, and the answer ends the call from where it arrives. As soon as anything has to be waited for,
 because the replica is full after all, or was lost before it began, a coroutine goes on with the call.
 """
 
@@ -63,7 +63,8 @@ class StraightCall:
         try:
             self._give_up = cluster.ask(replica.address, self.envelope, self._on_answer)
         except BaseException:
-            self.replicas.put_back(replica)
+            if self._replica is not None:  # else that has been done
+                self.replicas.put_back(replica)
             raise
         if self._give_up is None:
             self.replicas.put_back(replica)
