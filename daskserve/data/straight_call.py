@@ -1,9 +1,9 @@
 """Calls by handle that go straight to a replica and back, without a task.
 
 Problem: for a call that meets no obstacle the coroutine that carries it, its task and what wakes it cost more
-than the connection does. Choice: where a replica has room, and is here or a channel to it is open, the
-request is sent at once, and the answer ends the call from where it arrives. As soon as anything has to be waited for,
-because the replica is full after all, or was lost before it began, a coroutine goes on with the call.
+than the connection does. Choice: where a replica has room, and lives here or has a channel open to it, the
+request is sent at once, and the answer ends the call from where it arrives. As soon as anything has to be
+waited for, because the replica is full after all, or was lost before it began, a coroutine goes on with it.
 """
 
 from __future__ import annotations
