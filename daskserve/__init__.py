@@ -114,8 +114,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'daskserve' has no attribute {name!r}")
     if importlib.util.find_spec("daskserve.proxies") is None:
         raise ImportError(
-            f"{__path__[0]} is only a part of daskserve: in a clone the proxies lie beside it. Run your "
-            "program in another directory, where the installed package is found, or install with pip install -e."
+            f"{__path__[0]} is only a part of daskserve: in a clone the proxies lie beside it. "
+            "Run your program in another directory, where the installed package is found, "
+            "or install with pip install -e."
         )
     module = importlib.import_module(f"daskserve.{home or name}")
     value = module if not home else getattr(module, name)
