@@ -80,7 +80,11 @@ class Bench:
         return self._runner.run(bounded())
 
     def __enter__(self) -> Bench:
-        self.facts = self.run(self.replica.start())
+        try:
+            self.facts = self.run(self.replica.start())
+        except BaseException:
+            self._runner.close()
+            raise
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -807,17 +811,18 @@ def test_a_cancelled_request_has_ended_when_its_code_has(tmp_path: Path) -> None
 
 
 def make_environment(folder: Path, *paths: Path | str) -> Path:
-    """Make a virtualenv quickly: without pip, and with other folders' packages."""
+    """Make a virtualenv quickly: without pip, and with what other folders of packages find."""
     venv.EnvBuilder(symlinks=True).create(folder)
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
-    (packages / "more.pth").write_text("".join(f"{path}\n" for path in paths))
+    lines = (f"import site; site.addsitedir({str(path)!r})\n" for path in paths)
+    (packages / "more.pth").write_text("".join(lines))
     return folder
 
 
 def test_a_virtualenv_is_used_with_its_own_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/of/the/worker")
     ours = sysconfig.get_path("purelib")
-    folder = make_environment(tmp_path / "env", ours, HERE.parent.parent, HERE)
+    folder = make_environment(tmp_path / "env", ours, HERE)
     with Bench("process", code.interpreter, tmp_path, environment=str(folder)) as bench:
         assert bench.run(call(bench.replica, "__call__")) == [str(folder), str(folder), ""]
 

@@ -19,7 +19,6 @@ from daskserve.api import deploy
 from daskserve.errors import BadRequestError, VersionMismatchError
 
 ISOLATED = {"isolation": "process"}
-ROOT = Path(__file__).parent.parent.parent
 
 
 def worker_pids(external: ExternalCluster) -> set[int]:
@@ -141,10 +140,11 @@ def test_processes_end_with_a_killed_worker(external: ExternalCluster, tmp_path:
 
 
 def make_environment(folder: Path, *paths: Path | str) -> str:
-    """Make a virtualenv quickly: without pip, and with other folders' packages."""
+    """Make a virtualenv quickly: without pip, and with what other folders of packages find."""
     venv.EnvBuilder(symlinks=True).create(folder)
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
-    (packages / "more.pth").write_text("".join(f"{path}\n" for path in paths))
+    lines = (f"import site; site.addsitedir({str(path)!r})\n" for path in paths)
+    (packages / "more.pth").write_text("".join(lines))
     return str(folder)
 
 
@@ -158,8 +158,8 @@ def test_backends_and_deployments_run_in_their_environments(
 
         return [os.getpid(), sys.prefix]
 
-    ours = (sysconfig.get_path("purelib"), ROOT)
-    one, two = make_environment(tmp_path / "one", *ours), make_environment(tmp_path / "two", *ours)
+    ours = sysconfig.get_path("purelib")
+    one, two = make_environment(tmp_path / "one", ours), make_environment(tmp_path / "two", ours)
     client.create_backend("classic", prefix, env=one)
     client.create_endpoint("classic", backend="classic", route="/classic")
     assert fetch(f"{url}/classic").json[1] == one
