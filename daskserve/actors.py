@@ -99,7 +99,7 @@ class ProxyActor:
             ),
             clock=self._context.clock,
         )
-        self._server.bind()
+        await self._server.bind()
         try:
             await self._context.clock.wait_for(self._routes_known.wait(), ROUTES_S)
         except TimeoutError:

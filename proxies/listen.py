@@ -7,6 +7,7 @@ is free before it opens the shared one.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import os
@@ -23,7 +24,7 @@ _FREE_PORT_ATTEMPTS = 8
 _NO_SUCH_ADDRESS = frozenset((errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT))
 
 
-def bind_sockets(
+async def bind_sockets(
     host: str, port: int, *, reuse_port: bool = False, claims_port: bool = True
 ) -> list[socket.socket]:
     """Return one listening, non-blocking socket for each address of ``host``, all on one port.
@@ -51,7 +52,7 @@ def bind_sockets(
     """
     if reuse_port and not hasattr(socket, "SO_REUSEPORT"):
         raise BadRequestError("This platform has no SO_REUSEPORT, so proxies cannot share one port.")
-    addresses = _resolve(host, port)
+    addresses = await _resolve(host, port)
     attempts_left = 1 if port else _FREE_PORT_ATTEMPTS
     while True:
         attempts_left -= 1
@@ -62,10 +63,18 @@ def bind_sockets(
                 raise
 
 
-def _resolve(host: str, port: int) -> list[tuple[int, Any]]:
-    bare = host.strip().removeprefix("[").removesuffix("]")
+async def _resolve(host: str, port: int) -> list[tuple[int, Any]]:
+    bare = host.strip().removeprefix("[").removesuffix("]") or None
+    flags = socket.AI_PASSIVE
     try:
-        found = socket.getaddrinfo(bare or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        try:
+            found = socket.getaddrinfo(
+                bare, port, type=socket.SOCK_STREAM, flags=flags | socket.AI_NUMERICHOST
+            )
+        except socket.gaierror:
+            # A name is looked up in another thread: a name server may take its time, the loop may not.
+            loop = asyncio.get_running_loop()
+            found = await loop.getaddrinfo(bare, port, type=socket.SOCK_STREAM, flags=flags)
     except (OSError, UnicodeError) as error:
         raise BadRequestError(
             f"Cannot listen on {host!r}: the name does not resolve ({error}). "

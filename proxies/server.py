@@ -124,7 +124,7 @@ class HTTPServer(abc.ABC):
         scheme = "http" if self._carrier.tls is None else "https"
         return (f"{scheme}://{host}:{self._port}",)
 
-    def bind(self) -> None:
+    async def bind(self) -> None:
         """Take the port.
 
         Raises
@@ -134,7 +134,7 @@ class HTTPServer(abc.ABC):
         BadRequestError, InstanceError
             The host is not one of this machine's, or the operating system refuses.
         """
-        self._sockets = bind_sockets(
+        self._sockets = await bind_sockets(
             self._host, self._port, reuse_port=self._reuse_port, claims_port=self._claims_port
         )
         self._port = self._sockets[0].getsockname()[1]

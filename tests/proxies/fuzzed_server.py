@@ -114,7 +114,7 @@ class FuzzedServer:
     async def _start(self, kind: str) -> None:
         logging.getLogger().addHandler(self._faults)
         self._server = SERVER_KINDS[kind](self._app, **OPTIONS)
-        self._server.bind()
+        await self._server.bind()
         self._server.start()
         await self._turn(QUIET_TURNS)
         self._base = asyncio.all_tasks() - {asyncio.current_task()}

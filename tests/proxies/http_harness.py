@@ -64,7 +64,7 @@ async def serving(app: ASGIApp, **options: Any) -> AsyncIterator[HTTPServer]:
     loop.set_exception_handler(lambda _, context: lost.append(context))
     before = asyncio.all_tasks(), timers(loop)
     server = make_server(app, **options)
-    server.bind()
+    await server.bind()
     server.start()
     try:
         yield server

@@ -1,17 +1,24 @@
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import socket
+import threading
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
 
 from daskserve.errors import BadRequestError, InstanceError, PortInUseError
-from daskserve.proxies.listen import bind_sockets
+from daskserve.proxies import listen
 
 needs_reuse_port = pytest.mark.skipif(not hasattr(socket, "SO_REUSEPORT"), reason="no SO_REUSEPORT here")
+
+
+def bind_sockets(host: str, port: int, **options: bool) -> list[socket.socket]:
+    return asyncio.run(listen.bind_sockets(host, port, **options))
 
 
 def has_ipv6() -> bool:
@@ -96,6 +103,31 @@ def test_a_host_that_does_not_resolve_is_named() -> None:
     with mock.patch("socket.getaddrinfo", side_effect=unknown):
         with pytest.raises(BadRequestError, match=r"'nowhere'.*does not resolve.*Name or service"):
             bind_sockets("nowhere", 0)
+
+
+def test_a_name_server_that_takes_its_time_holds_nobody_else_up() -> None:
+    """Other tasks of the loop go on meanwhile; they decide when the name is known."""
+    resolves = threading.Event()
+    real = socket.getaddrinfo
+
+    def getaddrinfo(
+        host: str, port: int, family: int = 0, type: int = 0, proto: int = 0, flags: int = 0
+    ) -> Any:
+        if flags & socket.AI_NUMERICHOST:
+            return real(host, port, family, type, proto, flags)
+        assert resolves.wait(10)
+        return real("127.0.0.1", port, family, type, proto, flags)
+
+    async def test() -> None:
+        binding = asyncio.create_task(listen.bind_sockets("slow.example", 0))
+        await asyncio.sleep(0)
+        resolves.set()
+        (sock,) = await binding
+        assert sock.getsockname()[0] == "127.0.0.1"
+        sock.close()
+
+    with mock.patch("socket.getaddrinfo", getaddrinfo):
+        asyncio.run(test())
 
 
 def test_a_host_that_is_no_name_at_all_is_named() -> None:

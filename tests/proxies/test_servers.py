@@ -61,7 +61,7 @@ def test_a_taken_port_is_refused_when_binding(reuse_port: bool) -> None:
         async with serving(hello, reuse_port=reuse_port) as server:
             second = make_server(hello, port=server.port, reuse_port=reuse_port)
             with pytest.raises(PortInUseError, match=str(server.port)):
-                second.bind()
+                await second.bind()
             await second.stop()
 
     run(test)
@@ -71,7 +71,7 @@ def test_servers_of_one_instance_share_their_port() -> None:
     async def test() -> None:
         async with serving(hello, reuse_port=True) as first:
             second = make_server(hello, host="127.0.0.1", port=first.port, reuse_port=True, claims_port=False)
-            second.bind()
+            await second.bind()
             second.start()
             async with connected(first) as client:
                 assert (await client.get()).status == 200
@@ -82,19 +82,19 @@ def test_servers_of_one_instance_share_their_port() -> None:
 
 def test_a_host_that_is_not_ours_is_refused_when_binding() -> None:
     with pytest.raises(BadRequestError, match="no address of this machine"):
-        make_server(hello, host="192.0.2.1", port=0).bind()
+        asyncio.run(make_server(hello, host="192.0.2.1", port=0).bind())
 
 
 def test_a_server_that_was_only_bound_lets_its_port_go() -> None:
     async def test() -> None:
         server = make_server(hello)
-        server.bind()
+        await server.bind()
         with socket.create_connection(("127.0.0.1", server.port)):
             await server.drain(60)
         await server.stop()
         await server.stop()
         again = make_server(hello, port=server.port)
-        again.bind()
+        await again.bind()
         await again.stop()
 
     run(test)
@@ -134,7 +134,7 @@ def test_stop_does_not_wait_for_a_request_that_will_not_end(
                 raise
 
         server = make_server(app)
-        server.bind()
+        await server.bind()
         server.start()
         async with connected(server) as client:
             await client.send(request())
@@ -345,7 +345,7 @@ def test_closing_one_of_several_servers_on_a_port_loses_no_request() -> None:
             clients = [asyncio.create_task(ask(first.port)) for _ in range(4)]
             for count in range(1, 11):
                 second = make_server(hello, port=first.port, reuse_port=True, claims_port=False)
-                second.bind()
+                await second.bind()
                 second.start()
                 await poll_for(lambda least=20 * count: len(answers) >= least)  # type: ignore[misc]
                 await second.drain(5)
