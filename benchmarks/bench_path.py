@@ -14,10 +14,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import itertools
 import random
 import socket
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any
 
 import uvloop
@@ -57,6 +58,8 @@ from daskserve.types import (
 )
 
 REQUEST = b"GET /b HTTP/1.1\r\nHost: 127.0.0.1:8000\r\n\r\n"
+#: No two in a row are the same, so that each has to be read.
+REQUESTS = tuple(REQUEST.replace(b"/b", b"/b?%d" % number) for number in range(2))
 CONNECTIONS, CALLS = 32, 64
 PER_ROUND = 2048
 HEADERS = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", b"2")]
@@ -136,10 +139,11 @@ class Seam:
 class Pretender(asyncio.Transport):
     """A transport whose client sends its next request as soon as it has an answer."""
 
-    def __init__(self, protocol: Any, requests: int) -> None:
+    def __init__(self, protocol: Any, count: int, requests: Iterable[bytes]) -> None:
         super().__init__()
         self._protocol = protocol
-        self._left = requests
+        self._left = count
+        self._requests = itertools.cycle(requests)
         self._loop = asyncio.get_running_loop()
         self._socket = socket.socket()
         self.ended = self._loop.create_future()
@@ -148,7 +152,7 @@ class Pretender(asyncio.Transport):
         return self._socket if name == "socket" else default
 
     def begin(self) -> None:
-        self._loop.call_soon(self._protocol.data_received, REQUEST)
+        self._loop.call_soon(self._protocol.data_received, next(self._requests))
 
     def write(self, data: bytes) -> None:  # type: ignore[override]
         if data.endswith(b"ok"):
@@ -190,11 +194,11 @@ def our_protocols(app: ASGIApp) -> Callable[[], Any]:
     return lambda: UvicornConnection(carrier, config, state)
 
 
-async def http_round(protocols: Callable[[], Any]) -> None:
+async def http_round(protocols: Callable[[], Any], requests: Iterable[bytes] = (REQUEST,)) -> None:
     pretenders = []
     for _ in range(CONNECTIONS):
         protocol = protocols()
-        pretender = Pretender(protocol, PER_ROUND // CONNECTIONS)
+        pretender = Pretender(protocol, PER_ROUND // CONNECTIONS, requests)
         protocol.connection_made(pretender)
         pretenders.append((protocol, pretender))
         pretender.begin()
@@ -306,8 +310,10 @@ class Bench:
                 self.app(self.channel_to(own.handle).request, is_local=False)
             ),
         }
+        all_parts = protocols["+ replica, on the worker's loop"]
         return {
             **{name: lambda each=each: http_round(each) for name, each in protocols.items()},  # type: ignore[misc]
+            "all but the channel, no two requests in a row the same": lambda: http_round(all_parts, REQUESTS),
             **await self.call_cases(),
         }
 

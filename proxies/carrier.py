@@ -11,6 +11,7 @@ from daskserve.clock import Clock
 from daskserve.proxies.asgi import ASGI_VERSIONS, ASGIApp, Scope
 from daskserve.proxies.http1 import DateHeader, HeadCache
 from daskserve.proxies.idle import IdleWatch
+from daskserve.proxies.repeats import LastRequest
 from daskserve.proxies.stream import Stream, addresses_of
 from daskserve.proxies.websocket import WebSocketSession
 
@@ -76,7 +77,7 @@ class Carrier:
 class Link:
     """One open connection: its stream, its addresses and the request that is read or answered on it."""
 
-    __slots__ = ("client", "exchange", "plain_framing", "scope", "stream")
+    __slots__ = ("client", "exchange", "last", "plain_framing", "scope", "stream")
 
     def __init__(self, stream: Stream, *, is_encrypted: bool = False) -> None:
         self.stream = stream
@@ -93,6 +94,8 @@ class Link:
         self.exchange: Ongoing | None = None
         #: What the last request said of its framing, if that was its host, and nothing else.
         self.plain_framing: Mapping[str, str] | None = None
+        #: The whole last request, if that is kept.
+        self.last = LastRequest()
 
     def close(self) -> None:
         """Close the connection, whatever is going on there."""

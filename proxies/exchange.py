@@ -31,6 +31,7 @@ from daskserve.proxies.asgi import Headers, Scope, split_whole
 from daskserve.proxies.carrier import Carrier, Link
 from daskserve.proxies.http1 import Buffer, ResponseWriter, as_buffer, plain_text
 from daskserve.proxies.http1_connection import RequestReader
+from daskserve.proxies.repeats import copy_of
 from daskserve.proxies.request_body import RequestBody
 from daskserve.proxies.request_head import (
     FRAMING_HEADERS,
@@ -114,18 +115,23 @@ class Exchange(RequestReader):
         version: str,
         headers: list[tuple[bytes, bytes]],
         framing: Mapping[str, str],
-    ) -> None:
-        """Start the application; it may answer before the body has come in."""
+    ) -> Scope | None:
+        """Start the application; it may answer before the body has come in.
+
+        Returns its scope, if the same head will always mean the same, for `begin_again`.
+        """
         self._method = method.upper()
         length: int | None = 0
+        is_plain = version == "HTTP/1.1" and framing == self._link.plain_framing
         try:
-            if version != "HTTP/1.1" or framing != self._link.plain_framing:
+            if not is_plain:
                 self._is_http11 = version != "HTTP/1.0"
                 self._closes = not keeps_alive(framing.get("Connection", ""), version)
                 check_host(framing, version)
                 length = body_length(framing, version)
                 if version == "HTTP/1.1" and len(framing) == 1:  # its host, without which it is none
                     self._link.plain_framing = framing
+                    is_plain = True
             if target[:1] == "/" and method != "CONNECT":
                 path, _, query = target.partition("?")
             else:
@@ -134,23 +140,32 @@ class Exchange(RequestReader):
             self._body = RequestBody(is_ended=True)  # as far as we care: where it ends is what is unclear
             self._closes = True
             self._answer(400, str(error))
-            return
+            return None
         self._body = RequestBody(is_ended=length == 0)
         if length is not None and length > self._carrier.max_body_bytes:
             self._refuse_body(is_coming="Expect" not in framing)
-            return
+            return None
         if "," in framing.get("Content-Length", ""):
             # The same number several times: nobody behind us should have to wonder.
             headers = [header for header in headers if header[0] != b"content-length"]
             headers.append((b"content-length", framing["Content-Length"].partition(",")[0].strip().encode()))
-        scope = self._scope(path, query, version, headers)
+        scope = _make_scope(self._link.scope, self._method, path, query, version, headers)
         if "Upgrade" in framing and self._is_http11 and is_handshake(self._method, framing):
             if length == 0:
                 self._open_socket(scope)
             else:
                 self._refuse(400, "The handshake of a WebSocket has no body.", is_coming=True)
-            return
+            return None
         self._task = asyncio.get_running_loop().create_task(self._run(scope))
+        self._carrier.tasks.add(self._task)
+        return scope if is_plain else None
+
+    def begin_again(self, scope: Scope) -> None:
+        """Start the application on a request that is whole, with a scope that `begin` has returned."""
+        self._method = scope["method"]
+        self._body = RequestBody(is_ended=True)
+        self._carrier.watch.unwatch(self._link)
+        self._task = asyncio.get_running_loop().create_task(self._run(copy_of(scope)))
         self._carrier.tasks.add(self._task)
 
     def data_received(self, chunk: bytes) -> asyncio.Future[None] | None:
@@ -307,22 +322,6 @@ class Exchange(RequestReader):
             # Not by a callback: each would be one more turn of the loop. `Carrier.cancel` has the exception.
             self._carrier.tasks.discard(self._task)
 
-    def _scope(
-        self, path: str, query: str, version: str, headers: list[tuple[bytes, bytes]]
-    ) -> dict[str, Any]:
-        raw = path.encode("latin-1")
-        if "%" in path or not path.isascii():
-            path = unquote_to_bytes(raw).decode("utf-8", "replace")
-        return {
-            **self._link.scope,
-            "http_version": version[5:],
-            "method": self._method,
-            "path": path,
-            "raw_path": raw,
-            "query_string": query.encode("latin-1"),
-            "headers": headers,
-        }
-
     def _open_socket(self, scope: dict[str, Any]) -> None:
         """Hand the connection over to a WebSocket's session, unless the handshake is not one."""
         del scope["method"]
@@ -448,6 +447,23 @@ class Exchange(RequestReader):
             self._is_over = True
             self._body.close()
             self._connection.close()
+
+
+def _make_scope(
+    common: Scope, method: str, path: str, query: str, version: str, headers: list[tuple[bytes, bytes]]
+) -> dict[str, Any]:
+    raw = path.encode("latin-1")
+    if "%" in path or not path.isascii():
+        path = unquote_to_bytes(raw).decode("utf-8", "replace")
+    return {
+        **common,
+        "http_version": version[5:],
+        "method": method,
+        "path": path,
+        "raw_path": raw,
+        "query_string": query.encode("latin-1"),
+        "headers": headers,
+    }
 
 
 def _request_line(scope: Scope) -> str:
