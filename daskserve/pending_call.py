@@ -1,7 +1,8 @@
 """The future of one call: made on one thread, ended on another, waited for on a third.
 
-`concurrent.futures.Future` with what calls need and no more, at a third of the price: that one makes a
-condition variable for each call, though nobody blocks a thread on it.
+`concurrent.futures.Future` with what calls need and no more, at a quarter of the price: that one makes a
+condition variable for each call, though nobody blocks a thread on it. Nor is there a lock: what two threads
+may both be after is in a list, and `list.pop` and `list.remove` give it to one of them.
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ T = TypeVar("T")
 class PendingCall(Generic[T]):
     """What a call comes to. Every method may be called from any thread; the first end counts."""
 
-    __slots__ = ("__weakref__", "_callbacks", "_error", "_is_done", "_lock", "_stop", "_value")
+    __slots__ = ("__weakref__", "_callbacks", "_error", "_is_done", "_open", "_stop", "_value")
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        #: Whoever gets the one item ends the call.
+        self._open = [True]
         self._is_done = False
         self._value: Any = None
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[PendingCall[Any]], object]] = []
-        self._stop: Callable[[], object] | None = None
+        self._stop: list[Callable[[], object]] | None = None
 
     def done(self) -> bool:
         """Whether the call has ended, well or not."""
@@ -72,31 +74,46 @@ class PendingCall(Generic[T]):
 
     def add_done_callback(self, callback: Callable[[PendingCall[Any]], object]) -> None:
         """Call back once, when the call has ended: on the thread that ends it, or at once on this one."""
-        with self._lock:
-            if not self._is_done:
-                self._callbacks.append(callback)
+        if not self._is_done:
+            self._callbacks.append(callback)
+            # Looked at after joining, as `_end` looks at the callbacks last: one of the two sees the other.
+            if not self.done():
                 return
+            try:
+                self._callbacks.remove(callback)
+            except ValueError:
+                return  # it is being called
         callback(self)
 
     def on_cancel(self, stop: Callable[[], object]) -> None:
         """Have what would end the call stopped when it is cancelled, or now, if it has been; for one only."""
-        with self._lock:
-            if not self._is_done:
-                self._stop = stop
-                return
-        if self.cancelled():
-            stop()
+        self._stop = [stop]
+        if self._is_done:
+            self._call_stop()
 
     def _end(self, value: Any, error: BaseException | None) -> bool:
-        with self._lock:
-            if self._is_done:
-                return False
-            self._value, self._error = value, error
-            self._is_done = True
-            callbacks, self._callbacks = self._callbacks, []
-            stop, self._stop = self._stop, None  # it may refer to this call
-        for callback in callbacks:
+        try:
+            self._open.pop()
+        except IndexError:
+            return False
+        self._value, self._error = value, error
+        self._is_done = True
+        callbacks = self._callbacks
+        while callbacks:
+            try:
+                callback = callbacks.pop(0)
+            except IndexError:
+                break  # who has added it calls it
             callback(self)
-        if stop is not None and type(error) is CancelledError:
-            stop()
+        if self._stop is not None:
+            self._call_stop()
         return True
+
+    def _call_stop(self) -> None:
+        stop, self._stop = self._stop, None  # it may refer to this call
+        if stop and type(self._error) is CancelledError:
+            try:
+                only = stop.pop()
+            except IndexError:
+                return  # another thread has it
+            only()

@@ -153,7 +153,10 @@ class Channel:
         stream = self._next_stream
         self._next_stream += 2
         self._opened[stream] = Asked(stream, self._opened, self._transport, on_answer)
-        self._post(_open_frame(stream, address, envelope))
+        name, incarnation, payload = address.name, address.incarnation, wire_payload(envelope.payload)
+        self._post(
+            (OPEN, stream, name, incarnation, envelope.kind, envelope.head, payload, False, None, None)
+        )
         return partial(self._give_up, stream)
 
     def _give_up(self, stream: int) -> None:
@@ -203,7 +206,11 @@ class Channel:
             if kind == CANCEL:
                 self._cancel(number, stream)
         elif kind == ANSWER:
-            stream.inbox.put(*map(unwire_message, frame[2]), Load(frame[3], frame[4]))
+            messages, load = [unwire_message(each) for each in frame[2]], Load(frame[3], frame[4])
+            if isinstance(stream, Asked):
+                stream.answer(messages, load)
+            else:
+                stream.inbox.put(*messages, load)
         elif kind == END:
             stream.inbox.put(Load(frame[2], frame[3]))
         elif kind == ERROR:

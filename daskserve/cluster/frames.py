@@ -35,19 +35,14 @@ OPEN, DATA, END, ERROR, CANCEL, CREDIT, ANSWER = range(7)
 OUT_OF_BAND_BYTES = 32 * 1024
 
 
-def _wire(value: Any) -> Any:
-    if isinstance(value, (bytes, bytearray, memoryview)) and len(value) >= OUT_OF_BAND_BYTES:
-        return to_serialize(value)
-    return value
-
-
 def wire_payload(payload: Payload | None) -> Any:
     """Return a payload as a frame carries it."""
     if payload is None:
         return None
-    if not payload.buffers:
-        return (_wire(payload.data), ())
-    return (_wire(payload.data), tuple(to_serialize(buffer) for buffer in payload.buffers))
+    data: Any = payload.data
+    if len(data) >= OUT_OF_BAND_BYTES:
+        data = to_serialize(data)
+    return (data, tuple(map(to_serialize, payload.buffers)) if payload.buffers else ())
 
 
 def unwire_payload(value: Any) -> Payload | None:
@@ -68,8 +63,9 @@ def wire_message(message: Message) -> Message:
 
 def unwire_message(message: Message) -> Message:
     """Undo `wire_message`, in place."""
-    if "payload" in message:
-        message["payload"] = unwire_payload(message["payload"])
+    value = message.get("payload")
+    if value is not None:
+        message["payload"] = Payload(value[0], tuple(value[1]))
     return message
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, MutableMapping
+from collections.abc import Awaitable, MutableMapping, Sequence
 from typing import Any, Protocol
 
 from daskserve.cluster.frames import ANSWER, CREDIT, DATA, END, is_last, wire_message
@@ -121,13 +121,20 @@ class Asked:
     def put(self, *items: Any) -> None:
         for item in items:
             if type(item) is not dict:
-                self._streams.pop(self._number, None)
-                self._on_answer(self._message, item)
+                self._end(self._message, item)
                 return
             self._message = item
             size_bytes = message_bytes(item)
             if size_bytes >= WINDOW_BYTES // 2:
                 self._outlet.post((CREDIT, self._number, size_bytes))
+
+    def answer(self, messages: Sequence[Message], load: Load) -> None:
+        """Take the last messages: nobody has to be told how much there is room for."""
+        self._end(messages[-1] if messages else self._message, load)
+
+    def _end(self, message: Message | None, outcome: Load | Exception) -> None:
+        self._streams.pop(self._number, None)
+        self._on_answer(message, outcome)
 
 
 class Outlet(Protocol):

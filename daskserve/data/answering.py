@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
-from daskserve.context import current_request
+from daskserve.context import RequestContext, current_request
 from daskserve.data.batching import BatchItem
 from daskserve.data.callables import CALL, Method, Servable
 from daskserve.data.conversion import Answer, Unfinished, finish, finish_in_thread
@@ -41,7 +41,7 @@ class Answering:
         self._wall = wall
         self._servable = servable
         self._batches = batches
-        self._figures = figures
+        self.figures = figures
         self._sockets: set[Exchange] = set()
         #: Whether HTTP requests name the method that they are for in a header.
         self.has_method_header = False
@@ -99,7 +99,7 @@ class Answering:
         finally:
             if exchange is not None:
                 exchange.close()
-        self._figures.failed += answer.is_failure
+        self.figures.failed += answer.is_failure
         if answer.message is not None:
             await send(answer.message)
 
@@ -143,7 +143,7 @@ class Answering:
             exchange.close()
             if self._sockets:
                 self._sockets.discard(exchange)
-        self._figures.failed += answer.is_failure
+        self.figures.failed += answer.is_failure
         if answer.message is not None:
             await send(answer.message)
 
@@ -214,18 +214,20 @@ class Answering:
             return None
         return method
 
-    def begin_call(self, method: Method, envelope: Envelope, slot: Slot) -> Call[Any]:
-        """Have user code answer a call; what it comes to is a pickled result, or `Unfinished`."""
-        servable = self._servable
-        function = servable.answer_call if method.is_async else servable.answer_call_in_thread
-        context = self._context_of(envelope)
-        parts = (method, envelope.head, envelope.payload)
-        return self._begin(slot, False, context, not method.is_async, function, *parts)
+    def begin_call(self, method: Method, envelope: Envelope) -> Call[Any]:
+        """Have user code answer a call of a `straight_method`: with a pickled result, or `Unfinished`."""
+        servable, wall, head = self._servable, self._wall, envelope.head
+        context = wall.context.copy()
+        context.run(current_request.set, RequestContext(head.get("request_id") or ""))
+        if method.is_async:
+            return wall.start_async(servable.answer_call, method, head, envelope.payload, context=context)
+        function = servable.answer_call_in_thread
+        return wall.start_sync(function, method, head, envelope.payload, context=context)
 
-    def finish_call(self, method: Method, envelope: Envelope, slot: Slot, result: Any) -> Call[Any]:
+    def finish_call(self, method: Method, envelope: Envelope, result: Any) -> Call[Any]:
         """Have user code go on with an `Unfinished` result of `begin_call`."""
         context = self._context_of(envelope)
-        return self._begin(slot, False, context, False, self._servable.finish_call, method, result)
+        return self._wall.start_async(self._servable.finish_call, method, result, context=context)
 
     # ---- both
 

@@ -7,6 +7,7 @@ of that process's link; callers may be on any thread or loop.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, overload
@@ -15,7 +16,7 @@ from daskserve.clock import stopwatch
 from daskserve.cluster.link import Link, present_link
 from daskserve.collectors import PROCESS
 from daskserve.context import current_request
-from daskserve.data.pending import begin_call, start_call, wait_for_call
+from daskserve.data.pending import begin_call, start_call, waiter_for
 from daskserve.data.response_stream import Pipe, ResponseGenerator
 from daskserve.data.router import Router, Routers
 from daskserve.data.straight_call import StraightCall, no_answer
@@ -108,7 +109,14 @@ class Response:
         return f"<Response {self.request_id} {state}>"
 
     def __await__(self) -> Generator[Any, None, Any]:
-        yield from wait_for_call(self._link, self._future)
+        # All of it here: each generator in between would be passed through with every step.
+        future = self._future
+        if not future.done():
+            try:
+                yield from waiter_for(self._link, future)
+            except asyncio.CancelledError:
+                future.cancel()
+                raise
         return self._value()
 
     def _value(self) -> Any:

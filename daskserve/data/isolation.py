@@ -182,16 +182,16 @@ class IsolatedReplica(SlotHolder):
         try:
             load = await child.request(number, envelope, receive, passage.send)
         except ActorLostError as error:
-            self._free_slot()
+            self.free_slot()
             raise await self._lost(child, error) from None
         except BaseException as error:
             # A request that the child gave up at its deadline may have left code that runs on, too.
             if passage.is_broken or isinstance(error, (asyncio.CancelledError, RequestTimeoutError)):
                 self._free_slot_later(child, number)
             else:
-                self._free_slot()
+                self.free_slot()
             raise
-        self._free_slot()
+        self.free_slot()
         self._queued = load.queued
         if passage.packed is not None:
             raise PackedError(passage.packed)
@@ -215,7 +215,7 @@ class IsolatedReplica(SlotHolder):
         except ServeError:
             pass  # the child is gone, and the request with it
         finally:
-            self._free_slot()
+            self.free_slot()
 
     async def _lost(self, child: ChildProcess, error: ActorLostError) -> ActorLostError:
         """Return what to tell whoever waited: what became of the child, if that is why they wait in vain."""
@@ -416,8 +416,8 @@ class ChildReplica(Replica):
         self._release()
         await left
 
-    def _free_slot(self) -> None:
-        super()._free_slot()
+    def free_slot(self) -> None:
+        super().free_slot()
         if self._left:
             # Not at once: a request that is about to leave `handle` lets go of its slot first.
             asyncio.get_running_loop().call_soon(self._release)

@@ -41,13 +41,11 @@ def start_call(link: Link, coroutine: Coroutine[Any, Any, T]) -> PendingCall[T]:
     return call
 
 
-def wait_for_call(link: Link, call: PendingCall[Any]) -> Generator[Any, Any, None]:
-    """Return when a call has ended, with or without success; cancelling this cancels the call.
+def waiter_for(link: Link, call: PendingCall[Any]) -> asyncio.Future[None]:
+    """Return a future of the present loop that ends when a call does, with or without success.
 
-    To be yielded from, in an ``__await__``: the coroutine in between would cost as much as the rest.
+    Whoever is cancelled while awaiting it should cancel the call.
     """
-    if call.done():
-        return
     loop = asyncio.get_running_loop()
     waiter: asyncio.Future[None] = loop.create_future()
 
@@ -62,11 +60,7 @@ def wait_for_call(link: Link, call: PendingCall[Any]) -> Generator[Any, Any, Non
             link.hops.onto(loop).post(_settle, waiter)
 
     call.add_done_callback(wake)
-    try:
-        yield from waiter
-    except asyncio.CancelledError:
-        call.cancel()
-        raise
+    return waiter
 
 
 def begin_call(link: Link, coroutine: Coroutine[Any, Any, T], call: PendingCall[T]) -> None:

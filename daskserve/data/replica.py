@@ -185,7 +185,7 @@ class Replica(SlotHolder):
             self._ongoing += 1
         figures.handled += 1
         began = stopwatch()
-        slot = Slot(self._free_slot)
+        slot = Slot(self.free_slot)
         try:
             await answering.answer(envelope, receive, send, slot)
         except asyncio.CancelledError:
@@ -209,13 +209,12 @@ class Replica(SlotHolder):
             return None
         self._ongoing += 1
         self._figures.handled += 1
-        slot = Slot(self._free_slot)
-        straight = StraightAnswer(answering, method, envelope, slot, self._figures, self.load, on_answer)
+        straight = StraightAnswer(self, answering, method, envelope, on_answer)
         try:
             straight.start()
         except BaseException:
             self._figures.failed += 1
-            slot.release()
+            self.free_slot()
             raise
         return straight.give_up
 

@@ -116,7 +116,7 @@ class SlotHolder:
         if self._ongoing < self._concurrency:
             self._ongoing += 1
         elif len(self._line.places) >= 2 * self._concurrency + SPARE_PLACES or not await self._line.wait(
-            patience, self._free_slot
+            patience, self.free_slot
         ):
             raise self._refusal()
         try:
@@ -125,10 +125,11 @@ class SlotHolder:
             load = self.load()
             await send({"type": SLOT_TAKEN, "ongoing": load.ongoing, "queued": load.queued})
         except BaseException:
-            self._free_slot()
+            self.free_slot()
             raise
 
-    def _free_slot(self) -> None:
+    def free_slot(self) -> None:
+        """Note that a request has really ended; its slot goes to the first in line."""
         if self._line.places and self._ongoing <= self._concurrency and self._line.pass_on():
             return
         self._ongoing -= 1

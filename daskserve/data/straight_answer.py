@@ -7,99 +7,76 @@ worker's loop itself, as a free slot, a batch or a deadline, there is `daskserve
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
 from daskserve.clock import stopwatch
 from daskserve.data.answering import Answering
 from daskserve.data.callables import Method
 from daskserve.data.conversion import Unfinished
-from daskserve.data.requests import Slot
 from daskserve.data.wall import Call
-from daskserve.replica_figures import ReplicaFigures
-from daskserve.types import Envelope, Load, Message, OnAnswer, Payload
+from daskserve.types import Envelope, Load, OnAnswer, Payload
+
+
+class Slots(Protocol):
+    """The part of a replica that is needed here."""
+
+    def load(self) -> Load: ...
+    def free_slot(self) -> None: ...
 
 
 class StraightAnswer:
-    """One call that is being answered; it has its slot.
+    """One call that is being answered; it has its slot until user code has really ended."""
 
-    Parameters
-    ----------
-    load : callable
-        Returns the replica's load.
-    """
-
-    __slots__ = (
-        "_answering",
-        "_began",
-        "_call",
-        "_envelope",
-        "_figures",
-        "_load",
-        "_method",
-        "_on_answer",
-        "_slot",
-    )
+    __slots__ = ("_answering", "_began", "_call", "_envelope", "_is_over", "_method", "_on_answer", "_slots")
 
     def __init__(
-        self,
-        answering: Answering,
-        method: Method,
-        envelope: Envelope,
-        slot: Slot,
-        figures: ReplicaFigures,
-        load: Callable[[], Load],
-        on_answer: OnAnswer,
+        self, slots: Slots, answering: Answering, method: Method, envelope: Envelope, on_answer: OnAnswer
     ) -> None:
+        self._slots = slots
         self._answering = answering
         self._method = method
         self._envelope = envelope
-        self._slot = slot
-        self._figures = figures
-        self._load = load
         self._on_answer = on_answer
         self._began = stopwatch()
-        #: None once the call is over, whatever user code goes on to do.
-        self._call: Call[Payload | Unfinished] | None = None
+        self._is_over = False  # nobody waits for the answer any more, whatever user code goes on to do
+        self._call: Call[Payload | Unfinished]
 
     def start(self) -> None:
         """Start user code."""
-        self._follow(self._answering.begin_call(self._method, self._envelope, self._slot))
+        self._call = call = self._answering.begin_call(self._method, self._envelope)
+        call.watcher = self._look
 
     def give_up(self) -> None:
         """Cancel user code, if it has not ended; nobody wants its answer."""
-        call = self._call
-        if call is not None:
-            self._figures.give_up(is_late=False)
-            self._leave(call)
-            call.cancel()
-
-    def _follow(self, call: Call[Payload | Unfinished]) -> None:
-        self._call = call
-        call.watcher = self._look
+        if not self._is_over:
+            self._answering.figures.give_up(is_late=False)
+            self._end()
+            self._call.cancel()
 
     def _look(self) -> None:
+        # Called when user code has ended, or was aborted, and may then end later, or both.
         call = self._call
-        if call is None or not call.is_decided:
+        if self._is_over:
+            if call.is_ended:
+                self._slots.free_slot()
             return
-        message: Message | None = None
         try:
             result = call.result()
-            if isinstance(result, Unfinished):
-                call.watcher = None
-                self._follow(
-                    self._answering.finish_call(self._method, self._envelope, self._slot, result.result)
-                )
+            if type(result) is Unfinished:
+                self._call = rest = self._answering.finish_call(self._method, self._envelope, result.result)
+                rest.watcher = self._look
                 return
-            message = {"type": "call.result", "payload": result}
         except Exception as error:  # it is for the caller
-            self._figures.failed += 1
-            self._leave(call)
+            self._answering.figures.failed += 1
+            self._end()
+            if call.is_ended:
+                self._slots.free_slot()
             self._on_answer(None, error)
         else:
-            self._leave(call)
-            self._on_answer(message, self._load())
+            self._end()
+            self._slots.free_slot()
+            self._on_answer({"type": "call.result", "payload": result}, self._slots.load())
 
-    def _leave(self, call: Call[Payload | Unfinished]) -> None:
-        self._call = call.watcher = None
-        self._figures.latency.observe(stopwatch() - self._began)
-        self._slot.release()
+    def _end(self) -> None:
+        self._is_over = True
+        self._answering.figures.latency.observe(stopwatch() - self._began)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from typing import Any, cast
 
 import pytest
 
 from daskserve.cluster.link import Link
-from daskserve.data.pending import start_call, wait_for_call
+from daskserve.data.handle import Response
+from daskserve.data.pending import start_call, waiter_for
 from daskserve.hops import Hops
-from daskserve.pending_call import PendingCall
 
 DEADLINE_S = 10.0
 
@@ -45,16 +45,6 @@ def link() -> Iterator[Link]:
     link.close()
 
 
-class Ended:
-    """The end of a call, to be awaited."""
-
-    def __init__(self, link: Link, call: PendingCall[Any]) -> None:
-        self._parts = link, call
-
-    def __await__(self) -> Generator[Any, Any, None]:
-        return wait_for_call(*self._parts)
-
-
 async def answer(value: Any) -> Any:
     if isinstance(value, BaseException):
         raise value
@@ -78,12 +68,12 @@ def test_who_waits_on_another_loop_is_woken_and_cancels_the_call_by_leaving(link
 
     async def main() -> None:
         call = start_call(link, answer(1))
-        await Ended(link, call)
+        await waiter_for(link, call)
         assert call.result() == 1
         call = start_call(link, hang())
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
-                await Ended(link, call)
+                await Response(call, link, "id")
         assert call.cancelled()
 
     asyncio.run(main())

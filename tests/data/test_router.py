@@ -421,7 +421,7 @@ class Slots(SlotHolder):
         try:
             await asyncio.sleep(self.took_s * (1 + self._jitter * (self._rng.random() - 0.5)))
         finally:
-            self._free_slot()
+            self.free_slot()
         load = self.load()
         await asyncio.sleep(self.TRANSIT_S)
         return load

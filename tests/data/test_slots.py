@@ -69,7 +69,7 @@ class Holder(SlotHolder):
             await asyncio.sleep(took_s)
         finally:
             self.running.remove(name)
-            self._free_slot()
+            self.free_slot()
 
 
 def run(concurrency: int, scenario: Callable[[Holder], Coroutine[Any, Any, None]]) -> None:
