@@ -307,7 +307,7 @@ class Bench:
             "+ replica, on the worker's loop": our_protocols(self.app(lambda _, *parts: near.handle(*parts))),
             "+ channel": our_protocols(self.app(self.channel_to(near.handle).request, is_local=False)),
             "+ a loop of the replica's own": our_protocols(
-                self.app(self.channel_to(own.handle).request, is_local=False)
+                self.app(self.channel_to(own.handle, own.answer_straight).request, is_local=False)
             ),
         }
         all_parts = protocols["+ replica, on the worker's loop"]
@@ -338,7 +338,7 @@ class Bench:
 
         near = self.channel_to((await self.replica(answer_call, "worker")).handle)
         own_replica = await self.replica(answer_call, "own")
-        own = self.channel_to(own_replica.handle, own_replica.answer_call)
+        own = self.channel_to(own_replica.handle, own_replica.answer_straight)
         calls: dict[str, Callable[[], Awaitable[Any]]] = {
             "a bare channel, 64 calls": by(self.channel_to(echo)),
             "+ replica, on the worker's loop, 64 calls": by(near),

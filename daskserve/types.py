@@ -8,9 +8,9 @@ not frozen, because making a frozen one takes three times as long.
 from __future__ import annotations
 
 import enum
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 InstanceName: TypeAlias = str
 BackendTag: TypeAlias = str
@@ -187,6 +187,16 @@ class Load:
     queued: int = 0
 
 
+class Rest(Protocol):
+    """A request for one answer that turned out to need more: the remainder, for a task to carry."""
+
+    def carry(self, receive: Receive, send: Send) -> Coroutine[Any, Any, Load]:
+        """Answer it."""
+
+    def drop(self) -> None:
+        """Let go of it, if `carry` has not been entered, or has not done that already."""
+
+
 #: Is told how a request has ended that one answer was asked of: with that, if it came, and with the actor's
-#: load or an error. It must not raise.
-OnAnswer: TypeAlias = Callable[[Message | None, Load | Exception], None]
+#: load or an error; or, of a request over HTTP, how it goes on. It must not raise.
+OnAnswer: TypeAlias = Callable[[Message | None, Load | Exception | Rest], None]

@@ -44,6 +44,7 @@ from daskserve.types import (
     OnAnswer,
     Patience,
     Receive,
+    Rest,
     Send,
     WorkerAddress,
 )
@@ -54,7 +55,7 @@ logger = logging.getLogger("daskserve.channel")
 #: Answers one stream: (actor name, incarnation, envelope, receive, send) -> load of the actor.
 Dispatch = Callable[[str, int, Envelope, Receive, Send], Coroutine[Any, Any, Load]]
 
-#: Answers a stream that is a call without a task, and returns what gives it up; None if it is one for
+#: Answers a stream that is for one answer without a task, and returns what gives it up; None if it is one for
 #: `Dispatch`: (actor name, incarnation, envelope, what takes the answer) -> ...
 Answer = Callable[[str, int, Envelope, OnAnswer], Callable[[], None] | None]
 
@@ -237,35 +238,63 @@ class Channel:
             has_body,
             None if patience is None else Patience(*patience),
         )
-        if deadline is None and patience is None and kind == EnvelopeKind.CALL and self._answer is not None:
+        is_for_one = kind == EnvelopeKind.CALL or (kind == EnvelopeKind.HTTP and not has_body)
+        if is_for_one and deadline is None and patience is None and self._answer is not None:
+            on_answer = partial(self._answered, number, name, incarnation, envelope)
             try:
-                give_up = self._answer(name, incarnation, envelope, partial(self._answered, number))
+                give_up = self._answer(name, incarnation, envelope, on_answer)
             except Exception as error:  # this request's, and no reason to end the connection of all others
                 self._post((ERROR, number, dump_error(error)))
                 return
             if give_up is not None:
                 self._straight[number] = give_up
                 return
-        stream = self._accepted[number] = Accepted(number, self._transport, has_body=has_body)
+        self._begin(number, name, incarnation, envelope)
+
+    def _begin(
+        self, number: int, name: str, incarnation: int, envelope: Envelope, rest: Rest | None = None
+    ) -> None:
+        stream = self._accepted[number] = Accepted(number, self._transport, has_body=envelope.has_body)
         # Without a name, which would take as long as the task.
         stream.task = asyncio.get_running_loop().create_task(
-            self._handle(number, name, incarnation, envelope, stream)
+            self._handle(number, name, incarnation, envelope, stream, rest)
         )
+        if rest is not None:
+            stream.task.add_done_callback(lambda _: rest.drop())  # it may be cancelled before its first step
 
-    def _answered(self, number: int, message: Message | None, outcome: Load | Exception) -> None:
+    def _answered(
+        self,
+        number: int,
+        name: str,
+        incarnation: int,
+        envelope: Envelope,
+        message: Message | None,
+        outcome: Load | Exception | Rest,
+    ) -> None:
         if self._straight.pop(number, None) is None:
             return  # given up
         if isinstance(outcome, Load):
             messages = [] if message is None else [wire_message(message)]
             self._post((ANSWER, number, messages, outcome.ongoing, outcome.queued))
-        else:
+        elif isinstance(outcome, Exception):
             self._post((ERROR, number, dump_error(outcome)))
+        else:
+            self._begin(number, name, incarnation, envelope, outcome)
 
     async def _handle(
-        self, number: int, name: str, incarnation: int, envelope: Envelope, stream: Accepted
+        self,
+        number: int,
+        name: str,
+        incarnation: int,
+        envelope: Envelope,
+        stream: Accepted,
+        rest: Rest | None,
     ) -> None:
         try:
-            answering: Any = self._dispatch(name, incarnation, envelope, stream.receive, stream.send)
+            if rest is None:
+                answering: Any = self._dispatch(name, incarnation, envelope, stream.receive, stream.send)
+            else:
+                answering = rest.carry(stream.receive, stream.send)
             if envelope.deadline is not None:
                 answering = until(envelope.deadline, answering, f"The time for a request to {name} is over.")
             load = await answering

@@ -53,7 +53,7 @@ class _Entry:
     actor: Hosted
     starting: asyncio.Task[Mapping[str, Any]]
     ongoing: set[asyncio.Task[Any]] = field(default_factory=set)
-    #: What answers calls without a task, if the actor has such a thing; see `daskserve.data.replica.Replica`.
+    #: What answers requests without a task, if the actor has such a thing, as replicas do.
     answer: Callable[[Envelope, OnAnswer], Callable[[], None] | None] | None = None
     was_ready: bool = False  # somebody has seen that it is; it stays so
 
@@ -168,7 +168,7 @@ class Host:
     def answer(
         self, name: str, incarnation: int, envelope: Envelope, on_answer: OnAnswer
     ) -> Callable[[], None] | None:
-        """Have an actor answer a call without a task; None if it does not, for whatever reason."""
+        """Have an actor answer a request without a task; None if it does not, for whatever reason."""
         entry = self._entries.get(name)
         if entry is None or not entry.was_ready or entry.spec.incarnation != incarnation:
             return None
@@ -213,7 +213,7 @@ class Host:
         with current_worker_context(self._worker):
             actor = self._factories[spec.kind](context)
             starting = asyncio.create_task(self._start(actor), name=f"daskserve-start-{spec.name}")
-        entry = _Entry(spec, actor, starting, answer=getattr(actor, "answer_call", None))
+        entry = _Entry(spec, actor, starting, answer=getattr(actor, "answer_straight", None))
         self._entries[spec.name] = entry
         PROCESS.add(actor)
         return entry

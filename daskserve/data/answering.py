@@ -14,7 +14,7 @@ an ASGI application                     on the user's loop, its messages carried
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
@@ -119,7 +119,7 @@ class Answering:
             body = await read_body(receive, first)
             if body is None:
                 return  # the client left
-        context = self._context_of(envelope)
+        context = self.context_of(envelope)
         exchange = open_exchange(self._wall, scope, receive, send, first)
         if scope["type"] == "websocket":
             self._sockets.add(exchange)
@@ -178,7 +178,7 @@ class Answering:
         method = servable.method(head.get("method") or CALL)
         if "stream" in head:
             begin = partial(self._begin, slot, False)
-            context = self._context_of(envelope)
+            context = self.context_of(envelope)
             await stream_call(self._wall, servable, method, envelope, send, begin, context)
             return
         result: Any
@@ -187,7 +187,7 @@ class Answering:
             if isinstance(result, Exception):
                 raise result
         else:
-            context = self._context_of(envelope)
+            context = self.context_of(envelope)
             in_place = envelope.deadline is None and self._wall.is_on_worker_loop
             parts = (method, head, envelope.payload)
             if not method.is_async:
@@ -205,10 +205,17 @@ class Answering:
                 result = await self._begin(slot, in_place, context.copy(), False, *rest).wait()
         await send({"type": "call.result", "payload": result})
 
-    def straight_method(self, head: Mapping[str, Any]) -> Method | None:
-        """Return the method that a call is for, if all it takes is to cross the wall; else None."""
-        method = self._servable.methods.get(head.get("method") or CALL)
-        if method is None or method.is_asgi or method.accepts_batches or "stream" in head:
+    # ---- either, without a task on the worker's loop
+
+    def straight_method(self, envelope: Envelope) -> Method | None:
+        """Return the method that a request is for, if all it takes is to cross the wall; else None."""
+        head, servable = envelope.head, self._servable
+        if envelope.kind is EnvelopeKind.HTTP:
+            is_simple = head["type"] == "http" and not envelope.has_body and not self.has_method_header
+            method = servable.methods.get(CALL) if is_simple else None
+        else:
+            method = None if "stream" in head else servable.methods.get(head.get("method") or CALL)
+        if method is None or method.is_asgi or method.accepts_batches:
             return None
         if self._wall.is_closed or (method.is_async and self._wall.is_on_worker_loop):
             return None
@@ -226,12 +233,42 @@ class Answering:
 
     def finish_call(self, method: Method, envelope: Envelope, result: Any) -> Call[Any]:
         """Have user code go on with an `Unfinished` result of `begin_call`."""
-        context = self._context_of(envelope)
+        context = self.context_of(envelope)
         return self._wall.start_async(self._servable.finish_call, method, result, context=context)
+
+    def begin_http(
+        self, method: Method, scope: dict[str, Any], exchange: Exchange, context: contextvars.Context
+    ) -> Call[Answer | Unfinished]:
+        """Have user code answer a request of a `straight_method`."""
+        servable, wall = self._servable, self._wall
+        parts = (method, scope, exchange.receive, b"")
+        if method.is_async:
+            return wall.start_async(servable.answer_http, *parts, context=context)
+        return wall.start_sync(servable.answer_http_in_thread, *parts, context=context)
+
+    async def finish_http(
+        self,
+        answer: Unfinished,
+        scope: dict[str, Any],
+        exchange: Exchange,
+        context: contextvars.Context,
+        send: Send,
+        slot: Slot,
+    ) -> None:
+        """Answer the rest of a request that `begin_http` has left unfinished."""
+        finished = await self._finish(answer, partial(self._begin, slot, False), context, scope, exchange)
+        self.figures.failed += finished.is_failure
+        if finished.message is not None:
+            await send(finished.message)
+
+    def open_exchange(self, scope: dict[str, Any], receive: Receive, send: Send) -> Exchange:
+        """Return the messages of a request without a body."""
+        return open_exchange(self._wall, scope, receive, send, _no_body())
 
     # ---- both
 
-    def _context_of(self, envelope: Envelope) -> contextvars.Context:
+    def context_of(self, envelope: Envelope) -> contextvars.Context:
+        """Return the context in which user code is to answer a request."""
         context = self._wall.context.copy()
         context.run(current_request.set, request_context(envelope))
         return context

@@ -30,6 +30,7 @@ from daskserve.data.replica_batches import ReplicaBatches
 from daskserve.data.requests import Slot
 from daskserve.data.slots import SlotHolder
 from daskserve.data.straight_answer import StraightAnswer
+from daskserve.data.straight_http import StraightHTTP
 from daskserve.data.wall import Wall
 from daskserve.deadlines import is_over
 from daskserve.errors import (
@@ -41,7 +42,7 @@ from daskserve.errors import (
 from daskserve.metric_table import Sample
 from daskserve.replica_figures import ReplicaFigures
 from daskserve.starts import ReplicaStart
-from daskserve.types import Envelope, Load, OnAnswer, Receive, Send
+from daskserve.types import Envelope, EnvelopeKind, Load, OnAnswer, Receive, Send
 
 logger = logging.getLogger("daskserve.replica")
 
@@ -199,17 +200,18 @@ class Replica(SlotHolder):
             slot.release()
         return self.load()
 
-    def answer_call(self, envelope: Envelope, on_answer: OnAnswer) -> Callable[[], None] | None:
-        """Answer a call without a task, and return what gives it up; None if it is one for `handle`."""
+    def answer_straight(self, envelope: Envelope, on_answer: OnAnswer) -> Callable[[], None] | None:
+        """Answer a request without a task, and return what gives it up; None if it is one for `handle`."""
         answering = self._answering
         if not self._is_open or answering is None or self._ongoing >= self._concurrency:
             return None
-        method = answering.straight_method(envelope.head)
+        method = answering.straight_method(envelope)
         if method is None:
             return None
         self._ongoing += 1
         self._figures.handled += 1
-        straight = StraightAnswer(self, answering, method, envelope, on_answer)
+        kind = StraightHTTP if envelope.kind is EnvelopeKind.HTTP else StraightAnswer
+        straight = kind(self, answering, method, envelope, on_answer)
         try:
             straight.start()
         except BaseException:

@@ -1,4 +1,5 @@
-"""Calls that a replica answers without a task; what `daskserve.data.straight_call` is on the other side.
+"""Calls that a replica answers without a task; what `daskserve.data.straight_call` is on the other side. HTTP
+requests are answered likewise by `daskserve.data.straight_http`.
 
 The worker's loop has nothing to do for a call but to pass it on, across the wall, and back. So it starts user
 code where the call comes in, and answers where its end is told. For all that has to be waited for on the
@@ -7,14 +8,14 @@ worker's loop itself, as a free slot, a batch or a deadline, there is `daskserve
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from daskserve.clock import stopwatch
 from daskserve.data.answering import Answering
 from daskserve.data.callables import Method
 from daskserve.data.conversion import Unfinished
 from daskserve.data.wall import Call
-from daskserve.types import Envelope, Load, OnAnswer, Payload
+from daskserve.types import Envelope, Load, Message, OnAnswer
 
 
 class Slots(Protocol):
@@ -39,7 +40,7 @@ class StraightAnswer:
         self._on_answer = on_answer
         self._began = stopwatch()
         self._is_over = False  # nobody waits for the answer any more, whatever user code goes on to do
-        self._call: Call[Payload | Unfinished]
+        self._call: Call[Any]
 
     def start(self) -> None:
         """Start user code."""
@@ -63,9 +64,9 @@ class StraightAnswer:
         try:
             result = call.result()
             if type(result) is Unfinished:
-                self._call = rest = self._answering.finish_call(self._method, self._envelope, result.result)
-                rest.watcher = self._look
+                self._go_on(result)
                 return
+            message = self._message_of(result)
         except Exception as error:  # it is for the caller
             self._answering.figures.failed += 1
             self._end()
@@ -75,7 +76,14 @@ class StraightAnswer:
         else:
             self._end()
             self._slots.free_slot()
-            self._on_answer({"type": "call.result", "payload": result}, self._slots.load())
+            self._on_answer(message, self._slots.load())
+
+    def _message_of(self, result: Any) -> Message | None:
+        return {"type": "call.result", "payload": result}
+
+    def _go_on(self, unfinished: Unfinished) -> None:
+        self._call = rest = self._answering.finish_call(self._method, self._envelope, unfinished.result)
+        rest.watcher = self._look
 
     def _end(self) -> None:
         self._is_over = True

@@ -21,7 +21,7 @@ from daskserve.data.router import Router
 from daskserve.errors import ActorLostError, ReplicaBusyError, ServeError
 from daskserve.payload import PackedError, load_error
 from daskserve.pending_call import PendingCall
-from daskserve.types import Envelope, Load, Message, Payload
+from daskserve.types import Envelope, Load, Message, Payload, Rest
 
 
 class StraightCall:
@@ -83,10 +83,11 @@ class StraightCall:
             self.replicas.give_back(replica, None)
             self._fail(asyncio.CancelledError())
 
-    def _on_answer(self, message: Message | None, outcome: Load | Exception) -> None:
+    def _on_answer(self, message: Message | None, outcome: Load | Exception | Rest) -> None:
         # What cannot be sent is answered before `start` knows how to give it up.
         replica, self._replica = self._replica, None
         assert replica is not None
+        assert isinstance(outcome, (Load, Exception))  # calls are answered whole
         self.replicas.give_back(replica, outcome)
         if type(outcome) is Load:
             if message is None:

@@ -24,6 +24,7 @@ from daskserve.types import (
     Load,
     Message,
     OnAnswer,
+    Patience,
     Payload,
     Receive,
     Send,
@@ -501,5 +502,123 @@ def test_a_lost_connection_gives_up_all_that_is_answered_on_it() -> None:
                 assert isinstance((await asker.end())[1], ActorLostError)
             await until(lambda: straight.given_up == 3)
             straight.asked[0][1](None, Load())
+
+    play(scenario)
+
+
+# ---- what goes on in a task after all
+
+
+class Remainder:
+    """A `daskserve.types.Rest` by the hand of the test."""
+
+    def __init__(self) -> None:
+        self.may_end = asyncio.Event()
+        self.happened: list[str] = []
+
+    async def carry(self, receive: Receive, send: Send) -> Load:
+        self.happened.append("entered")
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await self.may_end.wait()
+            await send({"type": "http.response.body", "body": b"end"})
+            return Load(7, 8)
+        except asyncio.CancelledError:
+            self.happened.append("cancelled")
+            raise
+
+    def drop(self) -> None:
+        self.happened.append("dropped")
+
+
+def get(**changes: Any) -> Envelope:
+    return Envelope(EnvelopeKind.HTTP, {"type": "http"}, has_body=False, **changes)
+
+
+async def nothing() -> Message:
+    raise AssertionError("there is no body")
+
+
+def test_a_request_that_needs_more_than_one_answer_goes_on_in_a_task() -> None:
+    straight = Straight()
+
+    async def scenario() -> None:
+        async with connected(echo, straight.answer) as ends:
+            sent: list[Message] = []
+
+            async def keep(message: Message) -> None:
+                sent.append(message)
+
+            asking = asyncio.create_task(ends.here.request(ADDRESS, get(), nothing, keep))
+            await until(lambda: straight.asked)
+            assert straight.asked[0][0] == get()
+            rest = Remainder()
+            straight.asked[0][1](None, rest)
+            assert not ends.there._straight
+            await until(lambda: sent)
+            rest.may_end.set()
+            assert await asking == Load(7, 8)
+            assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
+            await until(lambda: rest.happened == ["entered", "dropped"])
+            assert (ends.begun, straight.given_up) == ([], 0)
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("is_entered", [False, True])
+@pytest.mark.parametrize("by", ["client", "connection"])
+def test_a_rest_that_nobody_wants_is_dropped(is_entered: bool, by: str) -> None:
+    straight = Straight()
+
+    async def keep(message: Message) -> None: ...
+
+    async def scenario() -> None:
+        async with connected(echo, straight.answer) as ends:
+            asking = asyncio.create_task(ends.here.request(ADDRESS, get(), nothing, keep))
+            await until(lambda: straight.asked)
+            rest = Remainder()
+            straight.asked[0][1](None, rest)
+            (number,) = ends.there._accepted
+            if is_entered:
+                await until(lambda: rest.happened)
+            if by == "client":
+                ends.there._receive_frame((frames.CANCEL, number))
+            else:
+                ends.there.close()
+                ends.there._finish()
+            await until(lambda: rest.happened[-1:] == ["dropped"])
+            assert rest.happened == [*["entered", "cancelled"][: 2 * is_entered], "dropped"]
+            assert ends.remembered() <= 1
+            asking.cancel()
+            await asyncio.wait([asking])
+            assert straight.given_up == 0
+
+    play(scenario)
+
+
+@pytest.mark.parametrize(
+    "envelope",
+    [
+        replace(get(), has_body=True),
+        replace(get(), deadline=1e9),
+        replace(get(), patience=Patience(1.0)),
+        replace(get(), kind=EnvelopeKind.CONTROL, head={"verb": "look", "message": {}}),
+    ],
+    ids=["body", "deadline", "patience", "control"],
+)
+def test_nobody_is_asked_to_answer_at_once_what_may_have_to_wait(envelope: Envelope) -> None:
+    straight = Straight()
+
+    async def answer(envelope: Envelope, send: Send) -> None: ...
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def keep(message: Message) -> None: ...
+
+    async def scenario() -> None:
+        async with connected(answer, straight.answer) as ends:
+            assert await ends.here.request(ADDRESS, envelope, receive, keep) == Load(3, 4)
+            assert straight.asked == []
 
     play(scenario)

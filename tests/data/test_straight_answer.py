@@ -81,7 +81,7 @@ def run(scenario: Callable[[Replica], Awaitable[None]], **options: Any) -> None:
         spec = ActorSpec(ActorKind.REPLICA, "replica/b#AAAAAA", 1, "an-instance", start.encode())
         cluster: Any = types.SimpleNamespace()
         replica = Replica(ActorContext(spec, cluster, LoopClock(), random.Random(0)))
-        assert replica.answer_call(call("plain"), Answers()) is None  # it has not started
+        assert replica.answer_straight(call("plain"), Answers()) is None  # it has not started
         async with asyncio.timeout(DEADLINE_S):
             await replica.start()
             try:
@@ -89,7 +89,7 @@ def run(scenario: Callable[[Replica], Awaitable[None]], **options: Any) -> None:
             finally:
                 held.set()
                 await replica.stop(DEADLINE_S)
-        assert replica.answer_call(call("plain"), Answers()) is None
+        assert replica.answer_straight(call("plain"), Answers()) is None
         assert replica.load() == Load(0, 0)
 
     asyncio.run(main())
@@ -99,7 +99,7 @@ def run(scenario: Callable[[Replica], Awaitable[None]], **options: Any) -> None:
 def test_the_answer_comes_with_the_load_after_it(method: str) -> None:
     async def scenario(replica: Replica) -> None:
         answers = Answers()
-        assert replica.answer_call(call(method), answers) is not None
+        assert replica.answer_straight(call(method), answers) is not None
         assert replica.load() == Load(1, 0)
         await until(lambda: answers.ends)
         ((message, load),) = answers.ends
@@ -114,7 +114,7 @@ def test_the_answer_comes_with_the_load_after_it(method: str) -> None:
 def test_errors_are_outcomes(method: str, kind: type[Exception]) -> None:
     async def scenario(replica: Replica) -> None:
         answers = Answers()
-        replica.answer_call(call(method), answers)
+        replica.answer_straight(call(method), answers)
         await until(lambda: answers.ends)
         ((message, error),) = answers.ends
         assert message is None
@@ -128,7 +128,7 @@ def test_errors_are_outcomes(method: str, kind: type[Exception]) -> None:
 def test_what_is_given_up_tells_nobody_and_keeps_its_slot_until_its_code_ends(method: str) -> None:
     async def scenario(replica: Replica) -> None:
         answers = Answers()
-        give_up = replica.answer_call(call(method), answers)
+        give_up = replica.answer_straight(call(method), answers)
         assert give_up is not None
         await until(began.is_set)
         give_up()
@@ -146,7 +146,7 @@ def test_what_is_given_up_tells_nobody_and_keeps_its_slot_until_its_code_ends(me
 def test_what_is_given_up_after_its_answer_counts_once() -> None:
     async def scenario(replica: Replica) -> None:
         answers = Answers()
-        give_up = replica.answer_call(call("plain"), answers)
+        give_up = replica.answer_straight(call("plain"), answers)
         assert give_up is not None
         await until(lambda: answers.ends)
         give_up()
@@ -160,7 +160,7 @@ def test_a_replica_that_stops_ends_its_calls() -> None:
     answers = Answers()
 
     async def scenario(replica: Replica) -> None:
-        replica.answer_call(call("sleep"), answers)
+        replica.answer_straight(call("sleep"), answers)
         await until(began.is_set)
         await replica.stop(0)
         ((message, error),) = answers.ends
@@ -174,10 +174,10 @@ def test_it_takes_only_what_has_to_wait_for_nothing() -> None:
     async def scenario(replica: Replica) -> None:
         answers = Answers()
         for refused in (call("plain", stream=True), call("unknown")):
-            assert replica.answer_call(refused, answers) is None
+            assert replica.answer_straight(refused, answers) is None
         for _ in range(2):
-            assert replica.answer_call(call("hang"), answers) is not None
-        assert replica.answer_call(call("plain"), answers) is None  # it is full
+            assert replica.answer_straight(call("hang"), answers) is not None
+        assert replica.answer_straight(call("plain"), answers) is None  # it is full
         assert replica.load().ongoing == 2
         held.set()
         await until(lambda: len(answers.ends) == 2)
@@ -193,7 +193,7 @@ def test_a_call_that_cannot_be_started_gives_its_slot_back(monkeypatch: pytest.M
         with monkeypatch.context() as patched:
             patched.setattr(Wall, "start_sync", fail)
             with pytest.raises(RuntimeError, match="new thread"):
-                replica.answer_call(call("plain"), Answers())
+                replica.answer_straight(call("plain"), Answers())
         assert replica.load() == Load(0, 0)
 
     run(scenario)

@@ -1,0 +1,316 @@
+"""HTTP requests that a replica answers without a task: how they end, and go on in a task."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import types
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+from starlette.responses import JSONResponse, StreamingResponse
+
+from daskserve import payload
+from daskserve.clock import LoopClock
+from daskserve.cluster.base import ActorContext, ActorSpec
+from daskserve.data.replica import Replica
+from daskserve.errors import ActorLostError
+from daskserve.starts import ReplicaStart
+from daskserve.types import DONE, WHOLE_RESPONSE, ActorKind, Envelope, EnvelopeKind, Load, Message, Rest
+
+DEADLINE_S = 10.0
+held, began = threading.Event(), threading.Event()
+
+
+async def quick(request: Request) -> str:
+    assert await request.body() == b""
+    return f"{request.method} {request.query_params['a']}"
+
+
+def plain(request: Any) -> str:
+    return f"{request.method} {request.query_params['a']} {len(request.body_bytes)}"
+
+
+async def by_response(request: Request) -> JSONResponse:
+    return JSONResponse({"a": 1}, status_code=201)
+
+
+async def fail(request: Request) -> str:
+    raise KeyError("no")
+
+
+async def stream(request: Request) -> StreamingResponse:
+    async def parts() -> AsyncIterator[str]:
+        yield "a"
+        await request.is_disconnected()
+        yield "b"
+
+    return StreamingResponse(parts())
+
+
+def generate(request: Any) -> Iterator[str]:
+    yield "a"
+    yield "b"
+
+
+async def two_steps(request: Request) -> Any:
+    async def later() -> str:
+        return "later"
+
+    return later()
+
+
+async def held_stream(request: Request) -> StreamingResponse:
+    async def parts() -> AsyncIterator[str]:
+        yield "a"
+        began.set()
+        await asyncio.Event().wait()
+
+    return StreamingResponse(parts())
+
+
+async def hang(request: Request) -> str:
+    began.set()
+    await asyncio.Event().wait()
+    return "never"
+
+
+def hang_in_thread(request: Any) -> str:
+    began.set()
+    held.wait(DEADLINE_S)
+    return "late"
+
+
+async def listen(request: Request) -> str:
+    """Answer what there is to be received: the empty body, and then nothing until the client is gone."""
+    first = await request.receive()
+    reading = asyncio.ensure_future(request.receive())
+    await asyncio.sleep(0.01)
+    return f"{first['type']} {reading.done()}"
+
+
+async def listen_while_streaming(request: Request) -> StreamingResponse:
+    """Begin to listen for the end of the client before there is anything to listen to."""
+    await request.receive()
+    reading = asyncio.ensure_future(request.receive())
+    await asyncio.sleep(0.01)
+
+    async def parts() -> AsyncIterator[str]:
+        yield (await reading)["type"]
+
+    return StreamingResponse(parts())
+
+
+class Answers:
+    def __init__(self) -> None:
+        self.ends: list[tuple[Message | None, Any]] = []
+
+    def __call__(self, message: Message | None, outcome: Load | Exception | Rest) -> None:
+        self.ends.append((message, outcome))
+
+    async def end(self) -> tuple[Message | None, Any]:
+        await until(lambda: self.ends)
+        (only,) = self.ends
+        return only
+
+
+def get(**changes: Any) -> Envelope:
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.4"},
+        "method": "GET",
+        "path": "/x",
+        "root_path": "",
+        "query_string": b"a=7",
+        "headers": ((b"host", b"h"),),
+        **changes,
+    }
+    return Envelope(EnvelopeKind.HTTP, scope, has_body=False)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():  # noqa: ASYNC110 - what user code does has no event here
+        await asyncio.sleep(0.001)
+
+
+def run(function: Any, scenario: Callable[[Replica], Awaitable[None]], **options: Any) -> None:
+    """Start a replica, run the scenario, and hold it to leaving nothing behind."""
+    held.clear()
+    began.clear()
+
+    async def main() -> None:
+        options.setdefault("concurrency", 2)
+        start = ReplicaStart("b", "b#AAAAAA", payload.dump_bytes((function, (), {})), **options)
+        spec = ActorSpec(ActorKind.REPLICA, "replica/b#AAAAAA", 1, "an-instance", start.encode())
+        cluster: Any = types.SimpleNamespace()
+        replica = Replica(ActorContext(spec, cluster, LoopClock(), random.Random(0)))
+        async with asyncio.timeout(DEADLINE_S):
+            await replica.start()
+            try:
+                await scenario(replica)
+                await until(lambda: replica.load() == Load(0, 0))
+            finally:
+                held.set()
+                await replica.stop(DEADLINE_S)
+        assert replica.answer_straight(get(), Answers()) is None
+        assert replica.load() == Load(0, 0)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("function", "status", "body"),
+    [
+        (quick, 200, b"GET 7"),
+        (plain, 200, b"GET 7 0"),
+        (by_response, 201, b'{"a":1}'),
+        (fail, 500, None),
+        (listen, 200, b"http.request False"),
+    ],
+)
+def test_a_whole_response_comes_with_the_load_after_it(function: Any, status: int, body: Any) -> None:
+    async def scenario(replica: Replica) -> None:
+        answers = Answers()
+        assert replica.answer_straight(get(), answers) is not None
+        assert replica.load() == Load(1, 0)
+        message, load = await answers.end()
+        assert message is not None
+        assert (message["type"], message["status"]) == (WHOLE_RESPONSE, status)
+        assert body is None or message["body"] == body
+        assert load == replica.load() == Load(0, 0)
+        figures = await replica.statistics()
+        assert (figures["handled_total"], figures["failed_total"]) == (1, int(status == 500))
+
+    run(function, scenario)
+
+
+async def carry(rest: Any) -> tuple[list[Message], Load]:
+    """Have a rest carried by a task; return what it sends."""
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    def send(message: Message) -> Awaitable[None]:
+        sent.append(message)
+        return DONE
+
+    return sent, await rest.carry(receive, send)
+
+
+@pytest.mark.parametrize(
+    ("function", "body"),
+    [
+        (stream, b"ab"),
+        (generate, b"ab"),
+        (two_steps, b"later"),
+        (listen_while_streaming, b"http.disconnect"),
+    ],
+)
+def test_what_needs_more_goes_on_in_a_task_and_keeps_its_slot_until_then(function: Any, body: bytes) -> None:
+    async def scenario(replica: Replica) -> None:
+        answers = Answers()
+        give_up = replica.answer_straight(get(), answers)
+        assert give_up is not None
+        message, rest = await answers.end()
+        assert message is None
+        assert replica.load() == Load(1, 0)
+        give_up()  # it is the task that can be cancelled now
+        sent, load = await carry(rest)
+        assert b"".join(each.get("body", b"") for each in sent) == body
+        assert load == replica.load() == Load(0, 0)
+        rest.drop()
+        assert replica.load() == Load(0, 0)
+        figures = await replica.statistics()
+        assert (figures["handled_total"], figures["cancelled_total"]) == (1, 0)
+
+    run(function, scenario)
+
+
+def test_a_rest_whose_task_never_runs_is_let_go() -> None:
+    async def scenario(replica: Replica) -> None:
+        answers = Answers()
+        replica.answer_straight(get(), answers)
+        _, rest = await answers.end()
+        assert replica.load() == Load(1, 0)
+        rest.drop()
+        rest.drop()
+        assert replica.load() == Load(0, 0)
+
+    run(stream, scenario)
+
+
+def test_a_rest_that_is_cancelled_ends_its_code() -> None:
+    async def scenario(replica: Replica) -> None:
+        answers = Answers()
+        replica.answer_straight(get(), answers)
+        _, rest = await answers.end()
+        carrying = asyncio.ensure_future(carry(rest))
+        await until(began.is_set)
+        carrying.cancel()
+        await asyncio.wait([carrying])
+        await until(lambda: replica.load() == Load(0, 0))
+        assert (await replica.statistics())["cancelled_total"] == 1
+
+    run(held_stream, scenario)
+
+
+@pytest.mark.parametrize("function", [hang, hang_in_thread])
+def test_what_is_given_up_tells_nobody_and_keeps_its_slot_until_its_code_ends(function: Any) -> None:
+    async def scenario(replica: Replica) -> None:
+        answers = Answers()
+        give_up = replica.answer_straight(get(), answers)
+        assert give_up is not None
+        await until(began.is_set)
+        give_up()
+        give_up()
+        if function is hang_in_thread:
+            assert replica.load().ongoing == 1
+        held.set()
+        await until(lambda: replica.load().ongoing == 0)
+        assert answers.ends == []
+        assert (await replica.statistics())["cancelled_total"] == 1
+
+    run(function, scenario)
+
+
+def test_a_replica_that_stops_ends_its_requests() -> None:
+    answers = Answers()
+
+    async def scenario(replica: Replica) -> None:
+        replica.answer_straight(get(), answers)
+        await until(began.is_set)
+        await replica.stop(0)
+        message, error = await answers.end()
+        assert message is None
+        assert isinstance(error, ActorLostError)
+
+    run(hang, scenario)
+
+
+def test_it_takes_only_what_has_to_wait_for_nothing() -> None:
+    async def scenario(replica: Replica) -> None:
+        with_body = get(method="POST")
+        with_body.has_body = True
+        for refused in (with_body, get(type="websocket")):
+            assert replica.answer_straight(refused, Answers()) is None
+        answers = [Answers(), Answers()]
+        for each in answers:
+            assert replica.answer_straight(get(), each) is not None
+        assert replica.answer_straight(get(), Answers()) is None  # it is full
+        held.set()
+        for each in answers:
+            await each.end()
+
+    run(hang_in_thread, scenario)
+
+
+def test_neither_code_on_the_workers_loop_nor_named_methods_go_that_way() -> None:
+    async def scenario(replica: Replica) -> None:
+        assert replica.answer_straight(get(), Answers()) is None
+
+    run(quick, scenario, event_loop="worker")
+    run(quick, scenario, method_header=True)
