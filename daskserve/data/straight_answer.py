@@ -50,9 +50,10 @@ class StraightAnswer:
     def give_up(self) -> None:
         """Cancel user code, if it has not ended; nobody wants its answer."""
         if not self._is_over:
+            self._is_over = True
             self._answering.figures.give_up(is_late=False)
-            self._end()
             self._call.cancel()
+            self._end()
 
     def _look(self) -> None:
         # Called when user code has ended, or was aborted, and may then end later, or both.

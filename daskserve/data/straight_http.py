@@ -75,6 +75,7 @@ class StraightHTTP(StraightAnswer):
     def _end(self) -> None:
         super()._end()
         self._exchange.close()
+        del self._exchange  # it refers to this object
 
     async def _receive_later(self) -> Message:
         """Wait for what follows the request, which nobody looks at before there is a task."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import threading
 import types
@@ -17,6 +18,7 @@ from daskserve import payload
 from daskserve.clock import LoopClock
 from daskserve.cluster.base import ActorContext, ActorSpec
 from daskserve.data.replica import Replica
+from daskserve.data.straight_http import StraightHTTP
 from daskserve.errors import ActorLostError
 from daskserve.starts import ReplicaStart
 from daskserve.types import DONE, WHOLE_RESPONSE, ActorKind, Envelope, EnvelopeKind, Load, Message, Rest
@@ -102,6 +104,17 @@ async def listen_while_streaming(request: Request) -> StreamingResponse:
         yield (await reading)["type"]
 
     return StreamingResponse(parts())
+
+
+async def wait_for_the_client(request: Request) -> str:
+    await request.receive()
+    began.set()
+    try:
+        await request.receive()
+    except asyncio.CancelledError:
+        held.set()
+        raise
+    return "told"
 
 
 class Answers:
@@ -275,6 +288,41 @@ def test_what_is_given_up_tells_nobody_and_keeps_its_slot_until_its_code_ends(fu
         assert (await replica.statistics())["cancelled_total"] == 1
 
     run(function, scenario)
+
+
+@pytest.mark.parametrize("function", [quick, plain, fail, stream])
+def test_nothing_of_a_request_is_left_for_the_garbage_collector(function: Any) -> None:
+    async def scenario(replica: Replica) -> None:
+        for _ in range(3):
+            answers = Answers()
+            replica.answer_straight(get(), answers)
+            _, outcome = await answers.end()
+            if function is stream:
+                await carry(outcome)
+            answers.ends.clear()
+            del outcome
+        await asyncio.sleep(0)
+        assert [each for each in gc.get_objects() if isinstance(each, StraightHTTP)] == []
+
+    gc.collect()
+    gc.disable()
+    try:
+        run(function, scenario)
+    finally:
+        gc.enable()
+
+
+def test_code_that_waits_for_the_end_of_its_client_is_cancelled_and_not_told() -> None:
+    """As it is in a task: to be cancelled is to be told."""
+
+    async def scenario(replica: Replica) -> None:
+        give_up = replica.answer_straight(get(), Answers())
+        assert give_up is not None
+        await until(began.is_set)
+        give_up()
+        await until(held.is_set)
+
+    run(wait_for_the_client, scenario)
 
 
 def test_a_replica_that_stops_ends_its_requests() -> None:
