@@ -15,7 +15,7 @@ import argparse
 import statistics
 from pathlib import Path
 
-from http_load import Place, need_wrk, program, serving, wrk
+from http_load import POST, Place, need_wrk, program, serving, wrk
 
 PEERS = Path(__file__).parent / "peers"
 PEER_PROGRAMS = {
@@ -33,7 +33,8 @@ def measure(name: str, server: str, python: str, *, runs: int, seconds: float) -
         ratios, rates = [], []
         for number in range(runs + 1):
             ours, theirs = (
-                wrk(each, connections=32, seconds=seconds, posts=posts).rate for each in (url, peer_url)
+                wrk(each, connections=32, seconds=seconds, script=POST if posts else None).rate
+                for each in (url, peer_url)
             )
             if number:  # the first one warms up
                 ratios.append(ours / theirs)

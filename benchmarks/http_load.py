@@ -17,7 +17,8 @@ from daskserve.cluster.launch import start_local_cluster
 from daskserve.settings import LocalClusterSize
 
 PROGRAMS = Path(__file__).parent / "programs"
-POST = PROGRAMS / "post.lua"
+#: Scripts of ``wrk``: requests with a body, and requests of which no two in a row are the same.
+POST, VARY = PROGRAMS / "post.lua", PROGRAMS / "vary.lua"
 
 
 async def answer(request: Any) -> str:
@@ -38,10 +39,13 @@ def need_wrk() -> None:
         sys.exit("please install wrk")
 
 
-def wrk(url: str, *, connections: int, seconds: float, posts: bool = False) -> Told:
-    """Ask for ``url`` over so many connections, as fast as they are answered."""
-    script = ["-s", str(POST)] if posts else []
-    command = ["wrk", "-t1", f"-c{connections}", f"-d{seconds:g}s", "--latency", *script, url]
+def wrk(url: str, *, connections: int, seconds: float, script: Path | None = None) -> Told:
+    """Ask for ``url`` over so many connections, as fast as they are answered.
+
+    It takes whole seconds only, at least one.
+    """
+    scripts = [] if script is None else ["-s", str(script)]
+    command = ["wrk", "-t1", f"-c{connections}", f"-d{max(1, round(seconds))}s", "--latency", *scripts, url]
     told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     if "Non-2xx" in told or "Socket errors" in told:
         raise RuntimeError(f"not every request was answered: {told}")

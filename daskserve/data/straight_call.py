@@ -87,7 +87,7 @@ class StraightCall:
         # What cannot be sent is answered before `start` knows how to give it up.
         replica, self._replica = self._replica, None
         assert replica is not None
-        assert isinstance(outcome, (Load, Exception))  # calls are answered whole
+        assert isinstance(outcome, (Load, BaseException))  # calls are answered whole
         self.replicas.give_back(replica, outcome)
         if type(outcome) is Load:
             if message is None:
