@@ -16,7 +16,7 @@ from daskserve.clock import stopwatch
 from daskserve.cluster.link import Link, present_link
 from daskserve.collectors import PROCESS
 from daskserve.context import current_request
-from daskserve.data.pending import begin_call, start_call, waiter_for
+from daskserve.data.pending import begin_call, pause, start_call, waiter_for
 from daskserve.data.response_stream import Pipe, ResponseGenerator
 from daskserve.data.router import Router, Routers
 from daskserve.data.straight_call import StraightCall, no_answer
@@ -290,10 +290,13 @@ class Handle:
     def _go_on(self, call: StraightCall, refused: ReplicaBusyError | ActorLostError) -> None:
         """Go on in a task with a call that a replica has refused."""
 
-        def send(keep: Send) -> Coroutine[Any, Any, None]:
-            return call.replicas.send(call.envelope, _nothing_to_receive, keep, refused=refused)
+        async def send(keep: Send) -> None:
+            await pause()
+            await call.replicas.send(call.envelope, _nothing_to_receive, keep, refused=refused)
 
-        begin_call(call.link, self._answer(call.router, call.envelope, send, call.began), call.call)
+        # It counts as begun already, so it has to be entered, whatever happens, to count how it ends.
+        answer = self._answer(call.router, call.envelope, send, call.began)
+        begin_call(call.link, answer, call.call, pauses_itself=True)
 
     def _head(self, router: Router, request_id: str, put: Send | None) -> dict[str, Any]:
         options = self._options

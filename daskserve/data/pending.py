@@ -63,21 +63,27 @@ def waiter_for(link: Link, call: PendingCall[Any]) -> asyncio.Future[None]:
     return waiter
 
 
-def begin_call(link: Link, coroutine: Coroutine[Any, Any, T], call: PendingCall[T]) -> None:
-    """Have a coroutine end a call; on the link's loop."""
-    if call.cancelled():
+def begin_call(
+    link: Link, coroutine: Coroutine[Any, Any, T], call: PendingCall[T], *, pauses_itself: bool = False
+) -> None:
+    """Have a coroutine end a call; on the link's loop.
+
+    A coroutine that has to learn of its end, whenever that comes, begins with `pause` and says so.
+    """
+    if call.cancelled() and not pauses_itself:
         coroutine.close()
         return
-    carrying = _carry(coroutine, call)
+    carrying = _carry(coroutine, call, pauses_itself)
     # Begun by hand: it is to learn of its end even if its loop cancels the task before the first step of it.
     carrying.send(None)
     task = link.loop.create_task(carrying, context=Context())
     call.on_cancel(partial(_cancel, link, task))
 
 
-async def _carry(coroutine: Coroutine[Any, Any, T], call: PendingCall[T]) -> None:
+async def _carry(coroutine: Coroutine[Any, Any, T], call: PendingCall[T], pauses_itself: bool) -> None:
     try:
-        await _pause()
+        if not pauses_itself:
+            await pause()
         call.set_result(await coroutine)
     except asyncio.CancelledError:
         coroutine.close()
@@ -88,7 +94,8 @@ async def _carry(coroutine: Coroutine[Any, Any, T], call: PendingCall[T]) -> Non
 
 
 @types.coroutine
-def _pause() -> Generator[None, None, None]:
+def pause() -> Generator[None, None, None]:
+    """Let everything else have a turn; the first step of a coroutine that is begun by hand ends here."""
     yield
 
 

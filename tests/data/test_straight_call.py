@@ -274,6 +274,27 @@ def test_the_time_of_a_call_counts_from_its_first_replica_on(monkeypatch: pytest
     play(scenario)
 
 
+def test_a_call_whose_loop_cancels_everything_just_when_it_was_refused_counts_as_ended() -> None:
+    async def scenario(process: Process) -> None:
+        response = process.handle("r1", "r2").remote()
+        process.asked[0].end(None, ReplicaBusyError("full", ongoing=2))
+        (carrying,) = asyncio.all_tasks() - {asyncio.current_task()}
+        carrying.cancel()
+        await quiet()
+        assert process.requested == []
+        with pytest.raises(CancelledError):
+            response.result(0)
+        assert process.figures() == {
+            "router_requests": 1,
+            "handle_requests": 1,
+            "handle_request_duration_seconds": 1,
+            "handle_errors cancelled": 1,
+        }
+        assert process.idle_replicas() == {"r1": 0, "r2": 0}
+
+    play(scenario)
+
+
 def test_a_refused_call_goes_before_those_that_wait() -> None:
     async def scenario(process: Process) -> None:
         handle = process.handle("r1", concurrency=1)
