@@ -27,6 +27,7 @@ from daskserve.cluster.base import ActorContext, ActorFactory, ActorSpec, Hosted
 from daskserve.cluster.dask import HOST_ACTOR, current_worker_context
 from daskserve.cluster.dialling import CHANNEL_OP
 from daskserve.cluster.discovery import facts_of_server
+from daskserve.cluster.encryption import as_client
 from daskserve.cluster.interpreter import InterpreterTuning
 from daskserve.cluster.link import Link
 from daskserve.collectors import PROCESS
@@ -107,7 +108,7 @@ class Host:
                 self._worker.scheduler.address,
                 asynchronous=True,
                 set_as_default=False,
-                security=self._worker.security,
+                security=as_client(self._worker.security, "worker"),
                 direct_to_workers=True,
                 name="daskserve-host",
             )
@@ -117,7 +118,11 @@ class Host:
             # All that `close` takes back is done before the first wait, during which it may be called.
             self._worker.handlers[CHANNEL_OP] = self._accept
             self._tuning.open()
-            await client
+            try:
+                await client
+            except BaseException:
+                await self.close()
+                raise
         return {"pid": os.getpid(), "version": __version__, **facts_of_server(self._worker)}
 
     async def _accept(self, comm: Any, by_socket: bool) -> Any:

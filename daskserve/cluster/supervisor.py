@@ -24,6 +24,7 @@ from daskserve.cluster.controllers import START_TIMEOUT_S, ControllerKeeper, Ins
 from daskserve.cluster.dask import SUPERVISOR_OP, topic_of
 from daskserve.cluster.dialling import SPLICE_OP
 from daskserve.cluster.discovery import Targets
+from daskserve.cluster.encryption import as_client
 from daskserve.cluster.hosts import HostRegistry
 from daskserve.cluster.long_poll import ENDED, WORKERS
 from daskserve.cluster.scale_route import ScaleRoute
@@ -320,11 +321,16 @@ class Supervisor(SchedulerPlugin):
                     self._scheduler.address,
                     asynchronous=True,
                     set_as_default=False,
-                    security=self._scheduler.security,
+                    security=as_client(self._scheduler.security, "scheduler"),
                     direct_to_workers=True,
                     name=PLUGIN_NAME,
                 )
-                await self._client
+                try:
+                    await self._client
+                except BaseException:
+                    client, self._client = self._client, None
+                    await client.close()
+                    raise
                 self._hosts.open(self._client)
                 self._capacity.install()
                 self._targets.install()

@@ -275,10 +275,11 @@ def dask_worker(
 
 
 @contextmanager
-def dask_scheduler(folder: Path, *, prelude: str = "") -> Iterator[str]:
+def dask_scheduler(folder: Path, *, prelude: str = "", extra: Sequence[str] = ()) -> Iterator[str]:
     """Run a scheduler process and yield its address; it is killed at the end."""
     file = folder / f"scheduler-{time.monotonic_ns()}.json"
     arguments = ["--no-dashboard", "--host", "127.0.0.1", "--port", "0", "--scheduler-file", str(file)]
+    arguments += extra
     program = Program(dask_command("scheduler", *arguments, prelude=prelude), folder, keeps_stdin=True)
 
     def read_address() -> str | None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from clusters import nannied_cluster, worker_of
 from cut_off import MIB, cut_off_caller
-from dask_processes import fetch
+from dask_processes import dask_scheduler, dask_worker, fetch
 from distributed import Client, Security
 from scaling import QUICK, from_nothing_to_many_and_back
 
@@ -137,6 +137,51 @@ def test_a_cluster_of_ones_own_is_encrypted_if_dasks_configuration_says_so(secur
         assert client.scheduler_address.startswith("tls://")
         client.deploy("d", Doubler)
         assert client.get_handle("d").remote(21).result(20) == 42
+
+
+class CallsHello:
+    """Asks another backend, from wherever it runs."""
+
+    async def __call__(self, request: Any) -> Any:
+        return "and " + await serve.connect().get_handle("hello").remote()
+
+
+def test_processes_that_have_the_certificate_of_their_own_role_only(
+    security: Security, tmp_path: Path
+) -> None:
+    """As ``dask scheduler`` and ``dask worker`` get it by their options; both are clients here as well."""
+    flags, files = [], {}
+    for option, name in (
+        ("--tls-ca-file", "ca_file"),
+        ("--tls-cert", "client_cert"),
+        ("--tls-key", "client_key"),
+    ):
+        file = tmp_path / f"{name}.pem"
+        file.write_text(getattr(security, f"tls_{name}"))
+        flags += [option, str(file)]
+        files[f"tls_{name}"] = str(file)
+    with (
+        dask_scheduler(tmp_path, extra=["--protocol", "tls", *flags]) as address,
+        dask_worker(address, tmp_path, extra=flags),
+        dask_worker(address, tmp_path, extra=flags),
+        Client(
+            address, security=Security(**files, require_encryption=True), set_as_default=False
+        ) as dask_client,
+    ):
+        dask_client.wait_for_workers(2)
+        with serve.start(dask_client=dask_client, http_options={"port": 0}, detached=True) as client:
+            (apart,) = set(dask_client.scheduler_info(n_workers=-1)["workers"]) - {worker_of(client, "proxy")}
+            options = {"workers": [apart]}
+            client.create_backend("hello", hello, actor_options=options)
+            client.create_endpoint("hello", backend="hello", route="/hello")
+            isolated = {"isolation": "process"}
+            client.create_backend("caller", CallsHello, actor_options=options, config=isolated)
+            client.create_endpoint("caller", backend="caller", route="/caller")
+            for path, text in (("hello", "hello"), ("caller", "and hello")):
+                assert fetch(f"{client.http_urls()[0]}/{path}").text == text
+            assert client.get_handle("caller").remote().result(20) == "and hello"
+            assert set().union(*dask_client.run(connections).values()) == {"TLS"}
+            client.shutdown()
 
 
 def test_https(encrypted: Client, security: Security, tmp_path: Path) -> None:

@@ -1,0 +1,30 @@
+"""Which certificate a server shows where it is a client."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+from distributed import Security
+
+from daskserve.cluster.encryption import as_client
+
+
+@pytest.mark.parametrize("role", ["scheduler", "worker"])
+def test_a_server_without_a_clients_certificate_shows_its_own(role: Any) -> None:
+    files = {f"tls_{role}_cert": "own.pem", f"tls_{role}_key": "own.key", "tls_ca_file": "ca.pem"}
+    security = Security(**files, require_encryption=True)
+    changed = as_client(security, role)
+    assert changed.get_tls_config_for_role("client") == security.get_tls_config_for_role(role)
+    assert changed.require_encryption
+    assert security.tls_client_cert is None  # it is the server's, and others use it too
+
+
+def test_all_others_are_left_as_they_are() -> None:
+    with_one = Security.temporary()
+    foreign = types.SimpleNamespace(get_connection_args=None)
+    for each in (with_one, foreign):
+        assert as_client(each, "worker") is each
+    without = Security()
+    assert as_client(without, "worker").get_connection_args("client") == without.get_connection_args("client")
