@@ -51,14 +51,13 @@ class StraightHTTP(StraightAnswer):
             figures.failed += 1
             raise
         finally:
-            self.drop()
+            self._let_go()
         return self._slots.load()
 
     def drop(self) -> None:
-        slot, self._slot = self._slot, None
-        if slot is not None:
-            self._end()
-            slot.release()
+        if self._slot is not None:  # `carry` was not entered
+            self._answering.figures.give_up(is_late=False)
+            self._let_go()
 
     # ---- what `StraightAnswer` leaves open
 
@@ -76,6 +75,12 @@ class StraightHTTP(StraightAnswer):
         super()._end()
         self._exchange.close()
         del self._exchange  # it refers to this object
+
+    def _let_go(self) -> None:
+        slot, self._slot = self._slot, None
+        if slot is not None:
+            self._end()
+            slot.release()
 
     async def _receive_later(self) -> Message:
         """Wait for what follows the request, which nobody looks at before there is a task."""

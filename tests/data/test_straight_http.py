@@ -252,6 +252,7 @@ def test_a_rest_whose_task_never_runs_is_let_go() -> None:
         rest.drop()
         rest.drop()
         assert replica.load() == Load(0, 0)
+        assert (await replica.statistics())["cancelled_total"] == 1
 
     run(stream, scenario)
 
