@@ -121,6 +121,7 @@ class Answering:
                 return  # the client left
         context = self.context_of(envelope)
         exchange = open_exchange(self._wall, scope, receive, send, first)
+        exchange.is_body_assumed = not envelope.has_body
         if scope["type"] == "websocket":
             self._sockets.add(exchange)
         begin = partial(self._begin, slot, in_place)
@@ -263,7 +264,9 @@ class Answering:
 
     def open_exchange(self, scope: dict[str, Any], receive: Receive, send: Send) -> Exchange:
         """Return the messages of a request without a body."""
-        return open_exchange(self._wall, scope, receive, send, _no_body())
+        exchange = open_exchange(self._wall, scope, receive, send, _no_body())
+        exchange.is_body_assumed = True
+        return exchange
 
     # ---- both
 

@@ -233,6 +233,8 @@ class Exchange:
     # Most requests never change any of these, and one is made for each.
     #: Whether user code has begun its response.
     is_started = False
+    #: Whether the first message was made up, because there is no body: the client's side has one as well.
+    is_body_assumed = False
     _is_closed = _is_accepted = _is_leaving = False
     # Outgoing. The user's side counts `_sent`, the worker's side `_passed`; nobody else writes them.
     _call: Call[Any] | None = None
@@ -372,6 +374,8 @@ class Exchange:
             message: Message | Exception
             try:
                 message = await self._receive()
+                if self.is_body_assumed and message["type"] == "http.request":
+                    message = await self._receive()
                 is_last = not message.get("more_body", message["type"] == "websocket.receive")
             except Exception as error:  # it is for the user's code to see
                 message, is_last = error, True
@@ -399,9 +403,14 @@ class DirectExchange(Exchange):
             raise
 
     async def receive(self) -> Message:
-        message = self._inbox.popleft() if self._inbox else await self._receive()
-        if isinstance(message, Exception):
-            raise message
+        if self._inbox:
+            message = self._inbox.popleft()
+            if isinstance(message, Exception):
+                raise message
+            return message
+        message = await self._receive()
+        if self.is_body_assumed and message["type"] == "http.request":
+            message = await self._receive()
         return message
 
     async def send(self, message: Message) -> None:
