@@ -257,7 +257,8 @@ class Answering:
         slot: Slot,
     ) -> None:
         """Answer the rest of a request that `begin_http` has left unfinished."""
-        finished = await self._finish(answer, partial(self._begin, slot, False), context, scope, exchange)
+        begin = partial(self._begin, slot, self._wall.is_on_worker_loop)  # as `answer` does it
+        finished = await self._finish(answer, begin, context, scope, exchange)
         self.figures.failed += finished.is_failure
         if finished.message is not None:
             await send(finished.message)
