@@ -104,6 +104,7 @@ class OneLink:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self.hops = Hops()
+        self.hop = self.hops.onto(loop)
         self.rng = random.Random(0)
         self.request_ids = RequestIds(self.rng)
 

@@ -54,7 +54,9 @@ class RequestContext:
 
     def add_call(self, call: PendingCall[Any]) -> None:
         """Take note of a call, from whatever thread it is made."""
-        calls: set[PendingCall[Any]] = vars(self).setdefault("_calls", set())  # one step, for all threads
+        calls: Any = self._calls
+        if not calls:  # a set of its own, made in one step for all threads
+            calls = vars(self).setdefault("_calls", set())
         calls.add(call)
         call.add_done_callback(calls.discard)
         # Looked at last, as `cancel_calls` looks at the calls last: one of the two sees the other.

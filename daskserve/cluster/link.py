@@ -99,6 +99,7 @@ class Link:
         self.clock = OneLoopClock(self.loop)
         #: Ways onto event loops: this link's own, and those of its callers.
         self.hops = Hops()
+        self.hop = self.hops.onto(self.loop)
         self.rng = system_rng()
         self.request_ids = RequestIds(self.rng)
         # Workers of one cluster reach each other, or Dask itself would not work.

@@ -7,7 +7,7 @@ from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from daskserve.errors import BadRequestError, ClusterUnreachableError, NotRunningError
-from daskserve.hops import Hops
+from daskserve.hops import Hop, Hops
 from daskserve.request_ids import RequestIds
 from daskserve.types import InstanceName
 
@@ -37,6 +37,11 @@ class LocalLink:
     def loop(self) -> asyncio.AbstractEventLoop:
         """The event loop that the whole cluster runs on."""
         return self._cluster.loop
+
+    @property
+    def hop(self) -> Hop:
+        """The way onto that loop from other threads."""
+        return self.hops.onto(self.loop)
 
     @property
     def is_open(self) -> bool:

@@ -265,7 +265,7 @@ class Handle:
         if link.runs_here():
             self._go(link, payload, request_id, future)
         else:
-            link.hops.onto(link.loop).post(self._go, link, payload, request_id, future)
+            link.hop.post(self._go, link, payload, request_id, future)
         return future
 
     def _go(self, link: Link, payload: Payload, request_id: str, future: PendingCall[Payload]) -> None:

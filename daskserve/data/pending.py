@@ -37,7 +37,7 @@ def start_call(link: Link, coroutine: Coroutine[Any, Any, T]) -> PendingCall[T]:
     if link.runs_here():
         begin_call(link, coroutine, call)
     else:
-        link.hops.onto(link.loop).post(begin_call, link, coroutine, call)
+        link.hop.post(begin_call, link, coroutine, call)
     return call
 
 
@@ -101,7 +101,7 @@ def pause() -> Generator[None, None, None]:
 
 def _cancel(link: Link, task: asyncio.Task[None]) -> None:
     if not task.done():
-        link.hops.onto(link.loop).post(task.cancel)
+        link.hop.post(task.cancel)
 
 
 def _settle(waiter: asyncio.Future[None]) -> None:

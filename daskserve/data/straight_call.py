@@ -74,7 +74,7 @@ class StraightCall:
         return True
 
     def _cancel_from_anywhere(self) -> None:
-        self.link.hops.onto(self.link.loop).post(self._cancel)
+        self.link.hop.post(self._cancel)
 
     def _cancel(self) -> None:
         replica, self._replica = self._replica, None

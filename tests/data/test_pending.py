@@ -26,6 +26,7 @@ class LoopLink:
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
         self.hops = Hops()
+        self.hop = self.hops.onto(self.loop)
         self.thread = threading.Thread(target=self.loop.run_forever)
         self.thread.start()
 

@@ -74,6 +74,7 @@ class Process:
         self.on_ask: Callable[[Asked], None] = lambda asked: None
         self.loop = asyncio.get_running_loop()
         self.hops = Hops()
+        self.hop = self.hops.onto(self.loop)
         self.clock = Clock()
         self.request_ids = SimpleNamespace(next=lambda: "id")
         self.listener = Listener()
