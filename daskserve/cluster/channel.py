@@ -30,7 +30,7 @@ from daskserve.cluster.frames import (
     wire_payload,
 )
 from daskserve.cluster.streams import WINDOW_BYTES, Accepted, Asked, Opened
-from daskserve.cluster.transport import Frames, Traffic, Transport, take_over
+from daskserve.cluster.transport import CALL_WORK, FRAME_WORK, Frames, Traffic, Transport, take_over
 from daskserve.deadlines import until
 from daskserve.errors import ActorLostError
 from daskserve.metric_table import Sample
@@ -155,9 +155,8 @@ class Channel:
         self._next_stream += 2
         self._opened[stream] = Asked(stream, self._opened, self._transport, on_answer)
         name, incarnation, payload = address.name, address.incarnation, wire_payload(envelope.payload)
-        self._post(
-            (OPEN, stream, name, incarnation, envelope.kind, envelope.head, payload, False, None, None)
-        )
+        frame = (OPEN, stream, name, incarnation, envelope.kind, envelope.head, payload, False, None, None)
+        self._post(frame, CALL_WORK)
         return partial(self._give_up, stream)
 
     def _give_up(self, stream: int) -> None:
@@ -275,7 +274,8 @@ class Channel:
             return  # given up
         if isinstance(outcome, Load):
             messages = [] if message is None else [wire_message(message)]
-            self._post((ANSWER, number, messages, outcome.ongoing, outcome.queued))
+            work = CALL_WORK if envelope.kind is EnvelopeKind.CALL else FRAME_WORK
+            self._post((ANSWER, number, messages, outcome.ongoing, outcome.queued), work)
         elif isinstance(outcome, Exception):
             self._post((ERROR, number, dump_error(outcome)))
         else:

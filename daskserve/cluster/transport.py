@@ -46,8 +46,10 @@ _BYTES, _BUFFER, _SMALL = 1, 2, 3
 
 #: Large parts are given to the socket in pieces, as it takes them.
 PIECE_BYTES = 256 * 1024
-#: So many frames are not kept waiting for more: the other side may as well begin with them.
-MAX_FRAMES = 16
+#: Frames with so much work in them are not kept waiting for more: the other side may as well begin with them.
+#: A call by handle, or its answer, takes half the work that most others do.
+MAX_WORK = 32
+CALL_WORK, FRAME_WORK = 1, 2
 #: How much may wait in the event loop's own buffer.
 HIGH_WATER_BYTES = 1024 * 1024
 
@@ -82,8 +84,8 @@ class Transport(Protocol):
     async def run(self, receive: Receiver, refuse: Refuser) -> None:
         """Read and write until either side closes."""
 
-    def post(self, frame: Any) -> None:
-        """Send a frame, together with all others of this turn of the event loop."""
+    def post(self, frame: Any, work: int = FRAME_WORK) -> None:
+        """Send a frame, together with others of this turn of the event loop, until they are enough work."""
 
     def abort(self) -> None:
         """End the connection at once; idempotent."""
@@ -124,7 +126,7 @@ class CommTransport:
             writer.cancel()
             self._comm.abort()
 
-    def post(self, frame: Any) -> None:
+    def post(self, frame: Any, work: int = FRAME_WORK) -> None:
         self._outbox.append(frame)
         self._outbox_filled.set()
 
@@ -177,6 +179,7 @@ class SocketTransport(asyncio.BufferedProtocol):
         self.traffic = Traffic()
         self._peer_address = peer_address
         self._outbox: list[Any] = []
+        self._work = 0
         self._pieces: deque[Buffer] = deque()
         self.turn = 0
         self._is_flushing = self._is_full = self._is_aborted = False
@@ -209,9 +212,10 @@ class SocketTransport(asyncio.BufferedProtocol):
         finally:
             self.abort()
 
-    def post(self, frame: Any) -> None:
+    def post(self, frame: Any, work: int = FRAME_WORK) -> None:
         self._outbox.append(frame)
-        if len(self._outbox) >= MAX_FRAMES:
+        self._work += work
+        if self._work >= MAX_WORK:
             self._flush()
         elif not self._is_flushing:
             self._is_flushing = True
@@ -279,6 +283,7 @@ class SocketTransport(asyncio.BufferedProtocol):
         if self._transport is None or self._is_aborted or not self._outbox:
             return  # not connected yet: then all goes out at once
         frames, self._outbox = self._outbox, []
+        self._work = 0
         self.turn += 1
         try:
             self._queue(frames)

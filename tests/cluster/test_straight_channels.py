@@ -15,7 +15,7 @@ import pytest
 from daskserve.cluster import frames
 from daskserve.cluster.channel import Answer, Channel, ChannelPool
 from daskserve.cluster.streams import WINDOW_BYTES
-from daskserve.cluster.transport import MAX_FRAMES, SocketTransport
+from daskserve.cluster.transport import MAX_WORK, SocketTransport
 from daskserve.errors import ActorLostError, BadRequestError, UserCodeError
 from daskserve.types import (
     ActorAddress,
@@ -138,7 +138,7 @@ async def echo(envelope: Envelope, send: Send) -> None:
 def test_the_answer_comes_with_the_load() -> None:
     async def scenario() -> None:
         async with connected(echo) as ends:
-            askers = [ends.ask(b"%d" % number) for number in range(3 * MAX_FRAMES)]
+            askers = [ends.ask(b"%d" % number) for number in range(3 * MAX_WORK)]
             for number, asker in enumerate(askers):
                 message, load = await asker.end()
                 assert message == {"type": "call.result", "payload": Payload(b"%d" % number, ())}
@@ -332,7 +332,7 @@ def test_what_never_left_over_a_lost_connection_had_not_begun() -> None:
     play(scenario)
 
 
-@pytest.mark.parametrize("count", [1, MAX_FRAMES])
+@pytest.mark.parametrize("count", [1, MAX_WORK])
 def test_a_request_that_cannot_be_packed_fails_alone(count: int, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         async with connected(echo) as ends:

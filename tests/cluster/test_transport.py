@@ -12,7 +12,15 @@ import pytest
 from distributed.protocol import to_serialize
 
 from daskserve.cluster.parts import HEAD, LARGE_BYTES, SIZE
-from daskserve.cluster.transport import HIGH_WATER_BYTES, MAGIC, MAX_FRAMES, PIECE_BYTES, SocketTransport
+from daskserve.cluster.transport import (
+    CALL_WORK,
+    FRAME_WORK,
+    HIGH_WATER_BYTES,
+    MAGIC,
+    MAX_WORK,
+    PIECE_BYTES,
+    SocketTransport,
+)
 from daskserve.loops import new_event_loop
 
 DEADLINE_S = 10.0
@@ -85,18 +93,20 @@ def test_frames_come_out_as_they_went_in(runner: asyncio.Runner) -> None:
     runner.run(main())
 
 
-def test_many_frames_of_one_turn_leave_in_groups(runner: asyncio.Runner) -> None:
+@pytest.mark.parametrize("work", [CALL_WORK, FRAME_WORK])
+def test_many_frames_of_one_turn_leave_in_groups(runner: asyncio.Runner, work: int) -> None:
     async def main() -> None:
         async with pair() as (here, there):
             here.transport.post("first")
             await there.until(1)
+            group = MAX_WORK // work
             turn = here.transport.turn
-            for number in range(2 * MAX_FRAMES + 1):
-                here.transport.post(number)
+            for number in range(2 * group + 1):
+                here.transport.post(number, work)
             assert here.transport.turn == turn + 2, "those that have left may not be changed any more"
-            await there.until(2 * MAX_FRAMES + 2)
-            assert there.frames == ["first", *range(2 * MAX_FRAMES + 1)]
-            assert there.sizes == [1, MAX_FRAMES, MAX_FRAMES, 1]
+            await there.until(2 * group + 2)
+            assert there.frames == ["first", *range(2 * group + 1)]
+            assert there.sizes == [1, group, group, 1]
 
     runner.run(main())
 
