@@ -30,6 +30,7 @@ from daskserve.cluster.frames import (
     wire_payload,
 )
 from daskserve.cluster.streams import WINDOW_BYTES, Accepted, Asked, Opened
+from daskserve.cluster.tasks import is_cancelling
 from daskserve.cluster.transport import CALL_WORK, FRAME_WORK, Frames, Traffic, Transport, take_over
 from daskserve.deadlines import until
 from daskserve.errors import ActorLostError
@@ -436,7 +437,7 @@ class ChannelPool:
         except OSError as error:
             raise ActorLostError(f"Worker {worker} cannot be reached: {error}", begun=False) from error
         except asyncio.CancelledError:
-            if task.cancelled():
+            if task.cancelled() and not is_cancelling():
                 raise ActorLostError(f"Worker {worker} left the cluster.", begun=False) from None
             raise
 

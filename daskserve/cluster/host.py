@@ -30,6 +30,7 @@ from daskserve.cluster.discovery import facts_of_server
 from daskserve.cluster.encryption import as_client
 from daskserve.cluster.interpreter import InterpreterTuning
 from daskserve.cluster.link import Link
+from daskserve.cluster.tasks import is_cancelling
 from daskserve.collectors import PROCESS
 from daskserve.errors import ActorLostError, BadRequestError, UnavailableError
 from daskserve.payload import dump_error
@@ -204,7 +205,7 @@ class Host:
         try:
             return dict(await asyncio.shield(entry.starting))
         except asyncio.CancelledError:
-            if entry.starting.cancelled():
+            if entry.starting.cancelled() and not is_cancelling():
                 raise ActorLostError(f"{wanted.name} was stopped while it started.") from None
             raise
         except Exception:

@@ -18,6 +18,7 @@ from daskserve.clock import Clock
 from daskserve.cluster.base import ActorSpec, Hosted, Store, StoreChange, TopicHandler, UseReport
 from daskserve.cluster.local_link import LocalLink
 from daskserve.cluster.long_poll import LongPollClient
+from daskserve.cluster.tasks import is_cancelling
 from daskserve.errors import (
     ActorLostError,
     BadRequestError,
@@ -126,7 +127,7 @@ class LocalHost:
             # Shielded: a caller that gives up, or a second caller, must not end the start of the actor.
             return dict(await asyncio.shield(entry.starting))
         except asyncio.CancelledError:
-            if entry.starting.cancelled():
+            if entry.starting.cancelled() and not is_cancelling():
                 raise ActorLostError(f"{spec.name} was stopped while it started.") from None
             raise
         except Exception:

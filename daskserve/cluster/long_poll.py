@@ -142,6 +142,7 @@ class LongPollClient:
         self._left: list[Callable[[str], None]] = []
         self._ended: list[Callable[[], None]] = []
         self._tasks: list[asyncio.Task[None]] = []
+        self._is_stopped = False
         self._starting: asyncio.Task[None] | None = None
         self._unsubscribe: Callable[[], Awaitable[None]] | None = None
         # Figures.
@@ -175,6 +176,7 @@ class LongPollClient:
         await asyncio.shield(self._starting)
 
     async def _start(self) -> None:
+        self._is_stopped = False
         self._unsubscribe = await self._cluster.subscribe(self._hear)
         self._tasks.append(asyncio.create_task(self._keep_fetching(), name="daskserve-long-poll"))
         PROCESS.add(self)
@@ -182,6 +184,7 @@ class LongPollClient:
     async def stop(self) -> None:
         """Unsubscribe and forget everything; idempotent."""
         PROCESS.remove(self)
+        self._is_stopped = True
         if self._starting is not None and not self._starting.done():
             self._starting.cancel()
         for task in self._tasks:
@@ -289,7 +292,8 @@ class LongPollClient:
 
     async def _keep_fetching(self) -> None:
         delay_s = 0.01
-        while True:
+        # Asked as well, should something that ends along with us turn our cancellation into an error.
+        while not self._is_stopped:
             try:
                 await self._clock.wait_for(self._fetch_wanted.wait(), SILENCE_S)
             except TimeoutError:

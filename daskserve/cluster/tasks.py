@@ -33,3 +33,9 @@ class TaskSet:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             self._logger.error("A task in the background failed", exc_info=task.exception())
+
+
+def is_cancelling() -> bool:
+    """Whether the present task has been cancelled: what ends along with it is not to hide that."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

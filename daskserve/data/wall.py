@@ -22,6 +22,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextvars import Context
 from typing import Any, Generic, TypeVar
 
+from daskserve.cluster.tasks import is_cancelling
 from daskserve.context import current_request
 from daskserve.data.loop_watch import LoopWatch, SharedLoopWatch
 from daskserve.data.user_threads import UserLoop, UserThreads
@@ -282,12 +283,6 @@ class ThreadCall(Call[T]):
             post(self._end, None, reportable(error))
         else:
             post(self._end, value, None)
-
-
-def is_cancelling() -> bool:
-    """Whether the present task has been cancelled."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
 
 
 def reportable(error: BaseException) -> Exception:
