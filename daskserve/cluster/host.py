@@ -119,11 +119,7 @@ class Host:
             # All that `close` takes back is done before the first wait, during which it may be called.
             self._worker.handlers[CHANNEL_OP] = self._accept
             self._tuning.open()
-            try:
-                await client
-            except BaseException:
-                await self.close()
-                raise
+            await client
         return {"pid": os.getpid(), "version": __version__, **facts_of_server(self._worker)}
 
     async def _accept(self, comm: Any, by_socket: bool) -> Any:

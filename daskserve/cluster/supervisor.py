@@ -325,12 +325,7 @@ class Supervisor(SchedulerPlugin):
                     direct_to_workers=True,
                     name=PLUGIN_NAME,
                 )
-                try:
-                    await self._client
-                except BaseException:
-                    client, self._client = self._client, None
-                    await client.close()
-                    raise
+                await self._client
                 self._hosts.open(self._client)
                 self._capacity.install()
                 self._targets.install()

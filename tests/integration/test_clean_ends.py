@@ -249,3 +249,43 @@ def test_slow_constructor_times_out(client: serve.Client, tmp_path: Path) -> Non
     assert client.list_backends() == {}
     assert_works(client, "tag")
     go.touch()
+
+
+# ---- servers that are somebody's client
+
+
+#: The first Dask client that daskserve makes in this process does not connect.
+_FIRST_CLIENT_FAILS = """
+import distributed
+import daskserve.cluster.{module} as module
+
+class FailsOnce(distributed.Client):
+    has_failed = False
+    async def _start(self, *args, **kwargs):
+        if not FailsOnce.has_failed:
+            FailsOnce.has_failed = True
+            raise OSError("no route to the scheduler")
+        return await super()._start(*args, **kwargs)
+
+module.Client = FailsOnce
+"""
+
+
+@pytest.mark.parametrize("module", ["supervisor", "host"])
+def test_a_server_that_does_not_connect_at_first_fails_one_start_and_not_the_next(
+    module: str, tmp_path: Path
+) -> None:
+    prelude = _FIRST_CLIENT_FAILS.format(module=module)
+    of_scheduler, of_worker = (prelude, "") if module == "supervisor" else ("", prelude)
+    with ExitStack() as stack:
+        address = stack.enter_context(dask_scheduler(tmp_path, prelude=of_scheduler))
+        stack.enter_context(dask_worker(address, tmp_path, prelude=of_worker))
+        dask_client = stack.enter_context(Client(address, set_as_default=False))
+        dask_client.wait_for_workers(1)
+        with (
+            pytest.raises((OSError, serve.errors.InstanceError), match="no route to the scheduler"),
+            within(10),
+        ):
+            serve.start(http_options=NO_SERVER, dask_client=dask_client)
+        with serve.start(http_options=NO_SERVER, dask_client=dask_client) as client:
+            assert_works(client, "tag")
