@@ -17,25 +17,28 @@ from daskserve.types import ActorAddress, Envelope, EnvelopeKind
 ADDRESS = ActorAddress("an-instance/replica/b#AAAAAA", "tcp://there", 1)
 
 
-@pytest.mark.parametrize("is_cancelled", [False, True])
-def test_a_request_that_is_cancelled_while_its_connection_is_given_up(is_cancelled: bool) -> None:
-    async def hang(*_: Any) -> Any:
-        await asyncio.Event().wait()
+async def hang(*_: Any) -> Any:
+    await asyncio.Event().wait()
 
+
+@pytest.mark.parametrize("turns", [None, 0, 1, 2])
+def test_a_request_that_is_cancelled_while_its_connection_is_given_up(turns: int | None) -> None:
     async def main() -> None:
         pool = ChannelPool(cast(Any, hang), hang)
         request = pool.request(ADDRESS, Envelope(EnvelopeKind.CALL, {}), cast(Any, hang), cast(Any, hang))
         requesting = asyncio.create_task(request)
         for _ in range(3):
             await asyncio.sleep(0)
-        if is_cancelled:
-            requesting.cancel()
         pool.abort()
-        await asyncio.wait([requesting])
-        if is_cancelled:
-            assert requesting.cancelled()
-        else:
+        if turns is None:
+            await asyncio.wait([requesting])
             assert isinstance(requesting.exception(), ActorLostError)
+            return
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        assert requesting.cancel()
+        await asyncio.wait([requesting])
+        assert requesting.cancelled()
 
     asyncio.run(main())
 
