@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import random
-import threading
-import types
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from straight_replicas import DEADLINE_S, Answers, began, held, run_replica, until
 
 from daskserve import payload
-from daskserve.clock import LoopClock
-from daskserve.cluster.base import ActorContext, ActorSpec
 from daskserve.data.replica import Replica
 from daskserve.data.wall import Wall
 from daskserve.errors import ActorLostError, UserCodeError
-from daskserve.starts import ReplicaStart
-from daskserve.types import ActorKind, Envelope, EnvelopeKind, Load, Message
-
-DEADLINE_S = 10.0
-held, began = threading.Event(), threading.Event()
+from daskserve.types import Envelope, EnvelopeKind, Load
 
 
 class Backend:
@@ -53,46 +45,12 @@ class Backend:
         await asyncio.Event().wait()
 
 
-class Answers:
-    def __init__(self) -> None:
-        self.ends: list[tuple[Message | None, Any]] = []
-
-    def __call__(self, message: Message | None, outcome: Load | Exception) -> None:
-        self.ends.append((message, outcome))
-
-
 def call(method: str, value: Any = 7, **head: Any) -> Envelope:
     return Envelope(EnvelopeKind.CALL, {"method": method, **head}, payload.dump(((value,), {})))
 
 
-async def until(condition: Callable[[], object]) -> None:
-    while not condition():  # noqa: ASYNC110 - what user code does has no event here
-        await asyncio.sleep(0.001)
-
-
-def run(scenario: Callable[[Replica], Awaitable[None]], **options: Any) -> None:
-    """Start a replica, run the scenario, and hold it to leaving nothing behind."""
-    held.clear()
-    began.clear()
-
-    async def main() -> None:
-        options.setdefault("concurrency", 2)
-        start = ReplicaStart("b", "b#AAAAAA", payload.dump_bytes((Backend, (), {})), **options)
-        spec = ActorSpec(ActorKind.REPLICA, "replica/b#AAAAAA", 1, "an-instance", start.encode())
-        cluster: Any = types.SimpleNamespace()
-        replica = Replica(ActorContext(spec, cluster, LoopClock(), random.Random(0)))
-        assert replica.answer_straight(call("plain"), Answers()) is None  # it has not started
-        async with asyncio.timeout(DEADLINE_S):
-            await replica.start()
-            try:
-                await scenario(replica)
-            finally:
-                held.set()
-                await replica.stop(DEADLINE_S)
-        assert replica.answer_straight(call("plain"), Answers()) is None
-        assert replica.load() == Load(0, 0)
-
-    asyncio.run(main())
+def run(scenario: Callable[[Replica], Awaitable[None]]) -> None:
+    run_replica(Backend, call("plain"), scenario)
 
 
 @pytest.mark.parametrize("method", ["plain", "coroutine", "awaitable"])

@@ -4,27 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import random
-import threading
-import types
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
+from straight_replicas import DEADLINE_S, Answers, began, held, run_replica, until
 
-from daskserve import payload
-from daskserve.clock import LoopClock
-from daskserve.cluster.base import ActorContext, ActorSpec
 from daskserve.data.replica import Replica
 from daskserve.data.straight_http import StraightHTTP
 from daskserve.errors import ActorLostError
-from daskserve.starts import ReplicaStart
-from daskserve.types import DONE, WHOLE_RESPONSE, ActorKind, Envelope, EnvelopeKind, Load, Message, Rest
-
-DEADLINE_S = 10.0
-held, began = threading.Event(), threading.Event()
+from daskserve.types import DONE, WHOLE_RESPONSE, Envelope, EnvelopeKind, Load, Message
 
 
 async def quick(request: Request) -> str:
@@ -117,19 +108,6 @@ async def wait_for_the_client(request: Request) -> str:
     return "told"
 
 
-class Answers:
-    def __init__(self) -> None:
-        self.ends: list[tuple[Message | None, Any]] = []
-
-    def __call__(self, message: Message | None, outcome: Load | Exception | Rest) -> None:
-        self.ends.append((message, outcome))
-
-    async def end(self) -> tuple[Message | None, Any]:
-        await until(lambda: self.ends)
-        (only,) = self.ends
-        return only
-
-
 def get(**changes: Any) -> Envelope:
     scope = {
         "type": "http",
@@ -144,34 +122,8 @@ def get(**changes: Any) -> Envelope:
     return Envelope(EnvelopeKind.HTTP, scope, has_body=False)
 
 
-async def until(condition: Callable[[], object]) -> None:
-    while not condition():  # noqa: ASYNC110 - what user code does has no event here
-        await asyncio.sleep(0.001)
-
-
 def run(function: Any, scenario: Callable[[Replica], Awaitable[None]], **options: Any) -> None:
-    """Start a replica, run the scenario, and hold it to leaving nothing behind."""
-    held.clear()
-    began.clear()
-
-    async def main() -> None:
-        options.setdefault("concurrency", 2)
-        start = ReplicaStart("b", "b#AAAAAA", payload.dump_bytes((function, (), {})), **options)
-        spec = ActorSpec(ActorKind.REPLICA, "replica/b#AAAAAA", 1, "an-instance", start.encode())
-        cluster: Any = types.SimpleNamespace()
-        replica = Replica(ActorContext(spec, cluster, LoopClock(), random.Random(0)))
-        async with asyncio.timeout(DEADLINE_S):
-            await replica.start()
-            try:
-                await scenario(replica)
-                await until(lambda: replica.load() == Load(0, 0))
-            finally:
-                held.set()
-                await replica.stop(DEADLINE_S)
-        assert replica.answer_straight(get(), Answers()) is None
-        assert replica.load() == Load(0, 0)
-
-    asyncio.run(main())
+    run_replica(function, get(), scenario, **options)
 
 
 @pytest.mark.parametrize(
