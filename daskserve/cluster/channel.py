@@ -155,9 +155,7 @@ class Channel:
         stream = self._next_stream
         self._next_stream += 2
         self._opened[stream] = Asked(stream, self._opened, self._transport, on_answer)
-        name, incarnation, payload = address.name, address.incarnation, wire_payload(envelope.payload)
-        frame = (OPEN, stream, name, incarnation, envelope.kind, envelope.head, payload, False, None, None)
-        self._post(frame, CALL_WORK)
+        self._post(_open_frame(stream, address, envelope), CALL_WORK)
         return partial(self._give_up, stream)
 
     def _give_up(self, stream: int) -> None:

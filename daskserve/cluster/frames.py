@@ -63,9 +63,8 @@ def wire_message(message: Message) -> Message:
 
 def unwire_message(message: Message) -> Message:
     """Undo `wire_message`, in place."""
-    value = message.get("payload")
-    if value is not None:
-        message["payload"] = Payload(value[0], tuple(value[1]))
+    if "payload" in message:
+        message["payload"] = unwire_payload(message["payload"])
     return message
 
 

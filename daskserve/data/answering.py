@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
-from daskserve.context import RequestContext, current_request
+from daskserve.context import current_request
 from daskserve.data.batching import BatchItem
 from daskserve.data.callables import CALL, Method, Servable
 from daskserve.data.conversion import Answer, Unfinished, finish, finish_in_thread
@@ -224,13 +224,12 @@ class Answering:
 
     def begin_call(self, method: Method, envelope: Envelope) -> Call[Any]:
         """Have user code answer a call of a `straight_method`: with a pickled result, or `Unfinished`."""
-        servable, wall, head = self._servable, self._wall, envelope.head
-        context = wall.context.copy()
-        context.run(current_request.set, RequestContext(head.get("request_id") or ""))
+        servable, wall = self._servable, self._wall
+        context = self.context_of(envelope)
+        parts = (method, envelope.head, envelope.payload)
         if method.is_async:
-            return wall.start_async(servable.answer_call, method, head, envelope.payload, context=context)
-        function = servable.answer_call_in_thread
-        return wall.start_sync(function, method, head, envelope.payload, context=context)
+            return wall.start_async(servable.answer_call, *parts, context=context)
+        return wall.start_sync(servable.answer_call_in_thread, *parts, context=context)
 
     def finish_call(self, method: Method, envelope: Envelope, result: Any) -> Call[Any]:
         """Have user code go on with an `Unfinished` result of `begin_call`."""

@@ -367,15 +367,19 @@ class Exchange:
         elif self._reading is None or self._reading.done():
             self._reading = self._wall.loop.create_task(self._read_ahead())
 
+    async def _receive_next(self) -> Message:
+        message = await self._receive()
+        if self.is_body_assumed and message["type"] == "http.request":
+            message = await self._receive()
+        return message
+
     async def _read_ahead(self) -> None:
         to_user = self._wall.user_loop.hop
         is_last = False
         while not is_last:
             message: Message | Exception
             try:
-                message = await self._receive()
-                if self.is_body_assumed and message["type"] == "http.request":
-                    message = await self._receive()
+                message = await self._receive_next()
                 is_last = not message.get("more_body", message["type"] == "websocket.receive")
             except Exception as error:  # it is for the user's code to see
                 message, is_last = error, True
@@ -403,14 +407,9 @@ class DirectExchange(Exchange):
             raise
 
     async def receive(self) -> Message:
-        if self._inbox:
-            message = self._inbox.popleft()
-            if isinstance(message, Exception):
-                raise message
-            return message
-        message = await self._receive()
-        if self.is_body_assumed and message["type"] == "http.request":
-            message = await self._receive()
+        message = self._inbox.popleft() if self._inbox else await self._receive_next()
+        if isinstance(message, Exception):
+            raise message
         return message
 
     async def send(self, message: Message) -> None:

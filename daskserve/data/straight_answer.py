@@ -1,9 +1,9 @@
-"""Calls that a replica answers without a task; what `daskserve.data.straight_call` is on the other side. HTTP
-requests are answered likewise by `daskserve.data.straight_http`.
+"""Calls that a replica answers without a task; what `daskserve.data.straight_call` is on the other side.
 
 The worker's loop has nothing to do for a call but to pass it on, across the wall, and back. So it starts user
 code where the call comes in, and answers where its end is told. For all that has to be waited for on the
 worker's loop itself, as a free slot, a batch or a deadline, there is `daskserve.data.replica.Replica.handle`.
+HTTP requests are answered likewise by `daskserve.data.straight_http`.
 """
 
 from __future__ import annotations

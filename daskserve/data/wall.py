@@ -57,8 +57,7 @@ class Call(Generic[T]):
     watcher: Callable[[], None] | None = None
     _value: Any = None
     _error: BaseException | None = None
-    #: What whoever waits for it gets, whatever the code comes to.
-    abort_error: BaseException | None = None
+    _abort_error: BaseException | None = None
     is_cancelled = False
     is_ended = False
     #: Whether it only runs while it is awaited.
@@ -75,7 +74,7 @@ class Call(Generic[T]):
 
     async def changed(self) -> None:
         """Return when the call has ended or `notify` was called; raise if it was aborted."""
-        if self.abort_error is None:
+        if self._abort_error is None:
             self._waiter = self._wall.loop.create_future()
             try:
                 await self._waiter
@@ -84,8 +83,8 @@ class Call(Generic[T]):
                 raise
             finally:
                 self._waiter = None
-        if self.abort_error is not None:
-            raise self.abort_error
+        if self._abort_error is not None:
+            raise self._abort_error
 
     def notify(self) -> None:
         """Wake whoever waits for a change."""
@@ -96,7 +95,7 @@ class Call(Generic[T]):
 
     def result(self) -> T:
         """Return or raise what the ended call came to."""
-        error, self._error = self.abort_error or self._error, None
+        error, self._error = self._abort_error or self._error, None
         if error is None:
             return self._value  # type: ignore[no-any-return]
         try:
@@ -107,7 +106,7 @@ class Call(Generic[T]):
     def abort(self, error: BaseException) -> None:
         """Cancel the code and make whoever waits for it raise ``error``."""
         if not self.is_ended:
-            self.abort_error = error
+            self._abort_error = error
             self.cancel()
             self.notify()
 
@@ -222,11 +221,11 @@ class InPlaceCall(Call[T]):
         except StopIteration as end:
             value = end.value
             self._end(value, None)
-            if self.abort_error is None:
+            if self._abort_error is None:
                 return value  # type: ignore[no-any-return]
         except asyncio.CancelledError as error:
             self._end(None, reportable(error))
-            if self.abort_error is None and is_cancelling():
+            if self._abort_error is None and is_cancelling():
                 raise
         except GeneratorExit:
             self._end(None, None)
