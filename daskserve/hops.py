@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 logger = logging.getLogger("daskserve.replica")
@@ -14,13 +15,54 @@ logger = logging.getLogger("daskserve.replica")
 _ASLEEP, _TO_BE_WOKEN, _WOKEN = range(3)
 
 
-class Hop:
-    """A way onto an event loop from other threads. N posts before the loop gets to them cost one wake-up."""
+class Landing:
+    """Where hops onto an event loop arrive. All that share one share its wake-ups, too."""
 
-    __slots__ = ("_posts", "_state", "loop")
+    __slots__ = ("_arrived", "_is_woken", "_loop")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._arrived: deque[Hop] = deque()
+        self._is_woken = False
+
+    def wake_for(self, hop: Hop) -> None:
+        """Have the loop look after a hop, soon; from any thread. A closed loop will not."""
+        self._arrived.append(hop)
+        if not self._is_woken:
+            self._is_woken = True
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._wake)
+
+    def catch_up(self) -> None:
+        """Do at once what has arrived, on the loop; for who is about to do what can wait for it.
+
+        The loop itself would come to it after all else that it was woken for.
+        """
+        arrived = self._arrived
+        for _ in range(len(arrived)):
+            arrived.popleft().drain()
+
+    def _wake(self) -> None:
+        # First: whoever comes after this line wakes the loop again.
+        self._is_woken = False
+        self.catch_up()
+
+
+class Hop:
+    """A way onto an event loop from other threads. N posts before the loop gets to them cost one wake-up.
+
+    Parameters
+    ----------
+    loop : asyncio.AbstractEventLoop
+    landing : Landing, optional
+        Of that loop; default: one of its own.
+    """
+
+    __slots__ = ("_landing", "_posts", "_state", "loop")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, landing: Landing | None = None) -> None:
         self.loop = loop
+        self._landing = landing or Landing(loop)
         self._posts: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
         self._state = _ASLEEP
 
@@ -52,12 +94,10 @@ class Hop:
 
     def _wake(self) -> None:
         self._state = _WOKEN
-        try:
-            self.loop.call_soon_threadsafe(self._drain)
-        except RuntimeError:
-            pass  # the loop is closed
+        self._landing.wake_for(self)
 
-    def _drain(self) -> None:
+    def drain(self) -> None:
+        """Do what was posted; on the loop."""
         # The state first, the count second: whoever posts after this line wakes the loop again, and whatever
         # was posted before it is in the count.
         self._state = _ASLEEP
@@ -76,14 +116,14 @@ class Hops:
         #: By the identity of the loop, which is looked up several times a call.
         self._hops: dict[int, Hop] = {}
 
-    def onto(self, loop: asyncio.AbstractEventLoop) -> Hop:
-        """Return the way onto a loop."""
+    def onto(self, loop: asyncio.AbstractEventLoop, landing: Landing | None = None) -> Hop:
+        """Return the way onto a loop; made on first use, to arrive at a landing of its own or at this one."""
         hop = self._hops.get(id(loop))
         if hop is not None and hop.loop is loop:
             return hop
         # Two threads may do this at once; then some posts share a wake-up with fewer others. Programs may run
         # loop after loop.
         hops = {key: each for key, each in list(self._hops.items()) if not each.loop.is_closed()}
-        hop = hops[id(loop)] = Hop(loop)
+        hop = hops[id(loop)] = Hop(loop, landing)
         self._hops = hops
         return hop

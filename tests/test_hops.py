@@ -7,10 +7,11 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from daskserve.hops import Hop, Hops
+from daskserve.hops import Hop, Hops, Landing
 
 DEADLINE_S = 10.0
 
@@ -101,3 +102,90 @@ def test_without_a_loop_of_its_own_whoever_posts_soon_posts_at_once(
     done = threading.Event()
     Hop(other_loop).post_soon(done.set)
     assert done.wait(DEADLINE_S)
+
+
+class NeverAwake(asyncio.AbstractEventLoop):
+    """A loop that counts how often it is woken, and stays asleep."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def call_soon_threadsafe(self, callback: Any, *args: Any, context: Any = None) -> Any:  # type: ignore[override]
+        self.calls.append(callback)
+
+
+def test_hops_that_arrive_at_one_landing_share_its_wake_ups() -> None:
+    loop = NeverAwake()
+    landing = Landing(loop)
+    one, other = Hop(loop, landing), Hop(loop, landing)
+    seen: list[int] = []
+    one.post(seen.append, 1)
+    other.post(seen.append, 2)
+    one.post(seen.append, 3)
+    assert (len(loop.calls), seen) == (1, [])
+    loop.calls.pop()()
+    assert seen == [1, 3, 2]
+    other.post(seen.append, 4)
+    loop.calls.pop()()
+    assert seen == [1, 3, 2, 4]
+
+
+def test_what_has_arrived_can_be_done_before_the_loop_wakes() -> None:
+    loop = NeverAwake()
+    landing = Landing(loop)
+    hop = Hop(loop, landing)
+    seen: list[int] = []
+
+    def first() -> None:
+        seen.append(1)
+        hop.post(seen.append, 3)
+
+    hop.post(first)
+    hop.post(seen.append, 2)
+    landing.catch_up()
+    assert seen == [1, 2], "what comes meanwhile has its own turn"
+    assert len(loop.calls) == 1, "it is woken already"
+    loop.calls.pop()()
+    assert seen == [1, 2, 3]
+    landing.catch_up()
+    assert seen == [1, 2, 3]
+
+
+def test_nothing_is_lost_while_the_loop_catches_up() -> None:
+    seen: list[tuple[int, int]] = []
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        landing = Landing(loop)
+        hops = [Hop(loop, landing) for _ in range(3)]
+        ended = asyncio.Event()
+
+        def post(poster: int) -> None:
+            for number in range(5000):
+                hops[(poster + number) % 3 if poster == 3 else poster].post(seen.append, (poster, number))
+
+        def tell() -> None:
+            for poster in posters:
+                poster.join()
+            hops[0].post(ended.set)
+
+        posters = [threading.Thread(target=post, args=(each,)) for each in range(4)]
+        for each in (*posters, threading.Thread(target=tell)):
+            each.start()
+        async with asyncio.timeout(DEADLINE_S):
+            while not ended.is_set():
+                landing.catch_up()
+                await asyncio.sleep(0)
+
+    asyncio.run(main())
+    for poster in range(3):
+        assert [number for each, number in seen if each == poster] == list(range(5000))
+    assert sorted(number for each, number in seen if each == 3) == list(range(5000))
+
+
+def test_a_landing_on_a_closed_loop_drops_what_comes() -> None:
+    loop = asyncio.new_event_loop()
+    landing = Landing(loop)
+    loop.close()
+    for _ in range(2):
+        Hop(loop, landing).post(print)

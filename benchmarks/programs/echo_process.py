@@ -18,7 +18,7 @@ from typing import Any
 from distributed.comm import CommClosedError, listen
 from distributed.protocol import to_serialize
 
-from daskserve.cluster.channel import ChannelPool
+from daskserve.cluster.channel_pool import ChannelPool
 from daskserve.cluster.dialling import dial_worker
 from daskserve.loops import new_event_loop
 from daskserve.payload import dump

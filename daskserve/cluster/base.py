@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from daskserve.clock import Clock
+from daskserve.hops import Landing
 from daskserve.metric_table import Sample
 from daskserve.types import (
     ActorAddress,
@@ -67,6 +68,8 @@ class ActorContext:
     clock: Clock
     rng: random.Random
     worker: WorkerAddress = ""
+    #: Where other threads' ways onto this loop are to arrive, if it matters to anybody.
+    landing: Landing | None = None
 
 
 class Hosted(Protocol):

@@ -210,7 +210,8 @@ class Host:
 
     def _make(self, spec: ActorSpec) -> _Entry:
         link = self._open_link
-        context = ActorContext(spec, link.cluster(spec.instance), link.clock, link.rng, self._worker.address)
+        cluster = link.cluster(spec.instance)
+        context = ActorContext(spec, cluster, link.clock, link.rng, self._worker.address, link.landing)
         # User code reached from here finds this worker by Dask's own get_worker() and get_client().
         with current_worker_context(self._worker):
             actor = self._factories[spec.kind](context)

@@ -23,14 +23,15 @@ from distributed.comm import connect
 from daskserve import settings
 from daskserve._version import __version__
 from daskserve.clock import OneLoopClock, system_rng
-from daskserve.cluster.channel import Answer, ChannelPool, Dispatch
+from daskserve.cluster.channel import Answer, Dispatch
+from daskserve.cluster.channel_pool import ChannelPool
 from daskserve.cluster.dask import DaskCluster, ask_supervisor
 from daskserve.cluster.dialling import Dialler
 from daskserve.cluster.probe import mismatch, version_probe
 from daskserve.collectors import PROCESS
 from daskserve.context import current_replica
 from daskserve.errors import ClusterUnreachableError, InstanceError, VersionMismatchError
-from daskserve.hops import Hops
+from daskserve.hops import Hops, Landing
 from daskserve.request_ids import RequestIds
 from daskserve.settings import ChannelSettings
 from daskserve.types import Envelope, InstanceName, Load, Receive, Send
@@ -99,14 +100,15 @@ class Link:
         self.clock = OneLoopClock(self.loop)
         #: Ways onto event loops: this link's own, and those of its callers.
         self.hops = Hops()
-        self.hop = self.hops.onto(self.loop)
+        self.landing = Landing(self.loop)
+        self.hop = self.hops.onto(self.loop, self.landing)
         self.rng = system_rng()
         self.request_ids = RequestIds(self.rng)
         # Workers of one cluster reach each other, or Dask itself would not work.
         channel = settings.channel() if worker is None else ChannelSettings("direct")
         connection_args = client.security.get_connection_args(role)
         dialler = Dialler(connection_args, self._find_scheduler, channel, self.clock)
-        self.channels = ChannelPool(dispatch or _refuse, dialler.dial, answer)
+        self.channels = ChannelPool(dispatch or _refuse, dialler.dial, answer, self.landing)
         PROCESS.add(self.channels)
         self._worker = worker
         self._dispatch = dispatch

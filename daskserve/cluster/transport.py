@@ -23,13 +23,14 @@ import logging
 import socket
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import msgpack
 from distributed.comm.tcp import TCP
 from distributed.protocol import Serialize
 
 from daskserve.cluster.parts import HEAD, LARGE_BYTES, MAX_PARTS, SIZE, Buffer, PartReader
+from daskserve.cluster.readiness import Readiness
 
 logger = logging.getLogger("daskserve.channel")
 
@@ -50,8 +51,8 @@ PIECE_BYTES = 256 * 1024
 #: A call by handle, or its answer, takes half the work that most others do.
 MAX_WORK = 32
 CALL_WORK, FRAME_WORK = 1, 2
-#: How much may wait in the event loop's own buffer.
-HIGH_WATER_BYTES = 1024 * 1024
+#: How much is given to the socket in one turn of the event loop, if it takes so much.
+TURN_BYTES = 1024 * 1024
 
 
 class Traffic:
@@ -86,6 +87,9 @@ class Transport(Protocol):
 
     def post(self, frame: Any, work: int = FRAME_WORK) -> None:
         """Send a frame, together with others of this turn of the event loop, until they are enough work."""
+
+    def flush(self) -> None:
+        """Send now what would have left at the end of this turn."""
 
     def abort(self) -> None:
         """End the connection at once; idempotent."""
@@ -130,6 +134,9 @@ class CommTransport:
         self._outbox.append(frame)
         self._outbox_filled.set()
 
+    def flush(self) -> None:
+        """Nothing: another task writes."""
+
     def abort(self) -> None:
         self._comm.abort()  # wakes the reader, which finishes
 
@@ -171,7 +178,7 @@ def _written(found: Any) -> int:
     return found if isinstance(found, int) else 0
 
 
-class SocketTransport(asyncio.BufferedProtocol):
+class SocketTransport:
     """A connected stream socket, which is closed at the end."""
 
     def __init__(self, sock: socket.socket, peer_address: str) -> None:
@@ -183,7 +190,7 @@ class SocketTransport(asyncio.BufferedProtocol):
         self._pieces: deque[Buffer] = deque()
         self.turn = 0
         self._is_flushing = self._is_full = self._is_aborted = False
-        self._transport: asyncio.Transport | None = None
+        self._readiness: Readiness | None = None
         self._lost: asyncio.Future[None] | None = None
         self._parts = PartReader(MAGIC, self._unpack)
         self._receive: Receiver | None = None
@@ -201,13 +208,13 @@ class SocketTransport(asyncio.BufferedProtocol):
         self._receive, self._refuse = receive, refuse
         if self._is_aborted:
             return
-        loop = asyncio.get_running_loop()
-        self._lost = loop.create_future()
+        self._lost = asyncio.get_running_loop().create_future()
         try:
-            if self._socket.family == getattr(socket, "AF_UNIX", None):
-                await loop.create_unix_connection(lambda: self, sock=self._socket)
-            else:
-                await loop.create_connection(lambda: self, sock=self._socket)
+            self._socket.setblocking(False)
+            if self._socket.family in (socket.AF_INET, socket.AF_INET6):
+                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._readiness = Readiness(self._socket, self._read)
+            self.flush()
             await self._lost
         finally:
             self.abort()
@@ -216,57 +223,54 @@ class SocketTransport(asyncio.BufferedProtocol):
         self._outbox.append(frame)
         self._work += work
         if self._work >= MAX_WORK:
-            self._flush()
+            self.flush()
         elif not self._is_flushing:
             self._is_flushing = True
-            asyncio.get_running_loop().call_soon(self._flush)
+            asyncio.get_running_loop().call_soon(self._flush_turn)
+
+    def flush(self) -> None:
+        if self._readiness is None or self._is_aborted or not self._outbox:
+            return  # not running yet: then all goes out at once
+        frames, self._outbox = self._outbox, []
+        self._work = 0
+        self.turn += 1
+        try:
+            self._queue(frames)
+        except (TypeError, ValueError, OverflowError):
+            # One frame that cannot be packed must not take its neighbours along.
+            self._queue_one_by_one(frames)
+        if not self._is_full:
+            self._write()
 
     def abort(self) -> None:
+        if self._is_aborted:
+            return
         self._is_aborted = True
         self._pieces.clear()
-        if self._transport is not None:
-            self._transport.abort()
-        elif self._lost is None:
-            self._socket.close()
-
-    # ---- called by the event loop
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's are no subclasses of asyncio's.
-        self._transport = transport = cast(asyncio.Transport, transport)
-        transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
-        if self._is_aborted:
-            transport.abort()
-        elif self._outbox:
-            self._flush()
-
-    def get_buffer(self, sizehint: int) -> memoryview:
-        return self._parts.room()
-
-    def buffer_updated(self, nbytes: int) -> None:
-        self.traffic.received_bytes += nbytes
-        try:
-            self._parts.filled(nbytes)
-        except Exception:
-            logger.exception("%s sent what is no frame; the connection is given up", self._peer_address)
-            self.abort()
-
-    def eof_received(self) -> bool:
-        return False  # closes
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._is_aborted = True
+        if self._readiness is not None:
+            self._readiness.close()
+        self._socket.close()
         if self._lost is not None and not self._lost.done():
             self._lost.set_result(None)
 
-    def pause_writing(self) -> None:
-        self._is_full = True
-
-    def resume_writing(self) -> None:
-        self._is_full = False
-        self._write_pieces()
-
     # ---- the rest is private
+
+    def _read(self) -> None:
+        try:
+            size_bytes = self._socket.recv_into(self._parts.room())
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            size_bytes = 0
+        if not size_bytes:
+            self.abort()
+            return
+        self.traffic.received_bytes += size_bytes
+        try:
+            self._parts.filled(size_bytes)
+        except Exception:
+            logger.exception("%s sent what is no frame; the connection is given up", self._peer_address)
+            self.abort()
 
     def _unpack(self, parts: Sequence[Buffer]) -> None:
         def refer(code: int, data: bytes) -> Any:
@@ -278,20 +282,9 @@ class SocketTransport(asyncio.BufferedProtocol):
         assert self._receive is not None
         self._receive(msgpack.unpackb(parts[0], use_list=False, strict_map_key=False, ext_hook=refer))
 
-    def _flush(self) -> None:
+    def _flush_turn(self) -> None:
         self._is_flushing = False
-        if self._transport is None or self._is_aborted or not self._outbox:
-            return  # not connected yet: then all goes out at once
-        frames, self._outbox = self._outbox, []
-        self._work = 0
-        self.turn += 1
-        try:
-            self._queue(frames)
-        except (TypeError, ValueError, OverflowError):
-            # One frame that cannot be packed must not take its neighbours along.
-            self._queue_one_by_one(frames)
-        if not self._is_full:
-            self._write_pieces()
+        self.flush()
 
     def _queue_one_by_one(self, frames: list[Any]) -> None:
         assert self._refuse is not None
@@ -323,12 +316,28 @@ class SocketTransport(asyncio.BufferedProtocol):
         for view in (memoryview(body), *large):
             self._pieces += [view[at : at + PIECE_BYTES] for at in range(0, len(view), PIECE_BYTES)]
 
-    def _write_pieces(self) -> None:
-        assert self._transport is not None
-        while self._pieces and not self._is_full:
-            piece = self._pieces.popleft()
-            self.traffic.sent_bytes += len(piece)
-            self._transport.write(piece)
+    def _write(self) -> None:
+        """Give the socket what it takes, and the rest, or what would take long, when it takes more."""
+        left_bytes = TURN_BYTES
+        while self._pieces and left_bytes > 0:
+            piece = self._pieces[0]
+            try:
+                sent_bytes = self._socket.send(piece)
+            except (BlockingIOError, InterruptedError):
+                break
+            except OSError:
+                self.abort()
+                return
+            self.traffic.sent_bytes += sent_bytes
+            left_bytes -= sent_bytes
+            if sent_bytes == len(piece):
+                self._pieces.popleft()
+            else:
+                self._pieces[0] = memoryview(piece)[sent_bytes:]
+        if bool(self._pieces) != self._is_full:
+            self._is_full = not self._is_full
+            assert self._readiness is not None
+            self._readiness.on_writable(self._write if self._is_full else None)
 
 
 def take_over(comm: Any, *, by_socket: bool = True) -> Transport:

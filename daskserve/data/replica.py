@@ -98,7 +98,11 @@ class Replica(SlotHolder):
         began = stopwatch()
         context = contextvars.copy_context()
         self._wall = Wall(
-            start.replica_tag, context, threads=_threads(start.concurrency), event_loop=start.event_loop
+            start.replica_tag,
+            context,
+            threads=_threads(start.concurrency),
+            event_loop=start.event_loop,
+            landing=self._context.landing,
         )
         self._wall.is_watched = False
         self._set_current_replica(None)

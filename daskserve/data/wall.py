@@ -27,7 +27,7 @@ from daskserve.context import current_request
 from daskserve.data.loop_watch import LoopWatch, SharedLoopWatch
 from daskserve.data.user_threads import UserLoop, UserThreads
 from daskserve.errors import ClosedError, UserCodeError
-from daskserve.hops import Hop
+from daskserve.hops import Hop, Landing
 
 T = TypeVar("T")
 Post = Callable[..., None]
@@ -307,11 +307,21 @@ class Wall:
     event_loop : str
         ``"own"``: async code has a loop in its own thread. ``"worker"``: it runs on the worker's loop, with
         nothing in between; plain functions keep to their threads.
+    landing : Landing, optional
+        Where what comes back is to arrive on the worker's loop.
     """
 
-    def __init__(self, name: str, context: Context, *, threads: int = 1, event_loop: str = "own") -> None:
+    def __init__(
+        self,
+        name: str,
+        context: Context,
+        *,
+        threads: int = 1,
+        event_loop: str = "own",
+        landing: Landing | None = None,
+    ) -> None:
         self.loop = asyncio.get_running_loop()
-        self.to_worker = Hop(self.loop)
+        self.to_worker = Hop(self.loop, landing)
         self.context = context
         self.is_on_worker_loop = event_loop == "worker"
         #: Calls that were given up but run on.

@@ -9,7 +9,7 @@ import pytest
 
 from daskserve.clock import LoopClock
 from daskserve.cluster.base import Cluster
-from daskserve.cluster.channel import ChannelPool
+from daskserve.cluster.channel_pool import ChannelPool
 from daskserve.cluster.long_poll import LongPollClient
 from daskserve.errors import ActorLostError, UnavailableError
 from daskserve.types import ActorAddress, Envelope, EnvelopeKind

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from daskserve.cluster.channel import WINDOW_BYTES, Channel, ChannelPool
+from daskserve.cluster.channel import WINDOW_BYTES, Channel
+from daskserve.cluster.channel_pool import ChannelPool
 from daskserve.cluster.dialling import READY
 from daskserve.cluster.transport import CommTransport
 from daskserve.errors import ActorLostError, BadRequestError, RequestTimeoutError

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from daskserve.cluster.channel import Channel, ChannelPool
+from daskserve.cluster.channel import Channel
+from daskserve.cluster.channel_pool import ChannelPool
 from daskserve.cluster.transport import SocketTransport, Transport
 from daskserve.errors import ActorLostError
 from daskserve.types import ActorAddress, Envelope, EnvelopeKind, Load, Message, Receive, Send

@@ -13,10 +13,12 @@ from typing import Any, cast
 import pytest
 
 from daskserve.cluster import frames
-from daskserve.cluster.channel import Answer, Channel, ChannelPool
+from daskserve.cluster.channel import Answer, Channel, _open_frame
+from daskserve.cluster.channel_pool import ChannelPool
 from daskserve.cluster.streams import WINDOW_BYTES
 from daskserve.cluster.transport import MAX_WORK, SocketTransport
 from daskserve.errors import ActorLostError, BadRequestError, UserCodeError
+from daskserve.hops import Hop, Landing
 from daskserve.types import (
     ActorAddress,
     Envelope,
@@ -620,5 +622,35 @@ def test_nobody_is_asked_to_answer_at_once_what_may_have_to_wait(envelope: Envel
         async with connected(answer, straight.answer) as ends:
             assert await ends.here.request(ADDRESS, envelope, receive, keep) == Load(3, 4)
             assert straight.asked == []
+
+    play(scenario)
+
+
+def test_what_other_threads_have_ready_leaves_before_what_comes_in_is_begun() -> None:
+    async def scenario() -> None:
+        did: list[Any] = []
+
+        class Outlet:
+            def post(self, frame: Any, work: int = 0) -> None:
+                did.append(frame)
+
+            def flush(self) -> None:
+                did.append("left")
+
+        def answer(
+            name: str, incarnation: int, envelope: Envelope, on_answer: OnAnswer
+        ) -> Callable[[], None]:
+            did.append("begun")
+            return lambda: None
+
+        landing = Landing(asyncio.get_running_loop())
+        outlet = Outlet()
+        channel = Channel(cast(Any, outlet), cast(Any, None), first_stream=1, answer=answer, landing=landing)
+        hop = Hop(asyncio.get_running_loop(), landing)
+        poster = threading.Thread(target=hop.post, args=(outlet.post, "ready"))
+        poster.start()
+        poster.join()  # and this loop has had no turn since
+        channel._receive([_open_frame(0, ADDRESS, call())])
+        assert did == ["ready", "left", "begun"]
 
     play(scenario)

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
+import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from distributed.protocol import to_serialize
 
+from daskserve.cluster import readiness
 from daskserve.cluster.parts import HEAD, LARGE_BYTES, SIZE
 from daskserve.cluster.transport import (
     CALL_WORK,
     FRAME_WORK,
-    HIGH_WATER_BYTES,
     MAGIC,
     MAX_WORK,
     PIECE_BYTES,
+    TURN_BYTES,
     SocketTransport,
 )
 from daskserve.loops import new_event_loop
@@ -111,7 +116,7 @@ def test_many_frames_of_one_turn_leave_in_groups(runner: asyncio.Runner, work: i
     runner.run(main())
 
 
-@pytest.mark.parametrize("size", [0, 5, LARGE_BYTES - 1, LARGE_BYTES, PIECE_BYTES + 1, 3 * HIGH_WATER_BYTES])
+@pytest.mark.parametrize("size", [0, 5, LARGE_BYTES - 1, LARGE_BYTES, PIECE_BYTES + 1, 3 * TURN_BYTES])
 def test_bytes_stay_bytes_and_buffers_can_be_written_to(runner: asyncio.Runner, size: int) -> None:
     async def main() -> None:
         async with pair() as (here, there):
@@ -190,17 +195,14 @@ def test_a_slow_reader_does_not_fill_the_event_loops_buffer(runner: asyncio.Runn
         end = End(ours)
         with theirs:
             theirs.setblocking(False)
-            frame = to_serialize(bytes(32 * HIGH_WATER_BYTES))
+            frame = to_serialize(bytes(32 * TURN_BYTES))
             end.transport.post(frame)
             async with asyncio.timeout(DEADLINE_S):
                 for _ in range(1000):
                     await asyncio.sleep(0)
                 assert end.transport._is_full
-                inner = end.transport._transport
-                assert inner is not None
-                assert inner.get_write_buffer_size() <= HIGH_WATER_BYTES + PIECE_BYTES
                 loop, received = asyncio.get_running_loop(), 0
-                while received < 32 * HIGH_WATER_BYTES:
+                while received < 32 * TURN_BYTES:
                     received += len(await loop.sock_recv(theirs, 1 << 20))
             end.transport.abort()
             await end.running
@@ -230,5 +232,129 @@ def test_an_end_in_the_middle_of_a_message_delivers_nothing_of_it(runner: asynci
         async with asyncio.timeout(DEADLINE_S):
             await end.running
         assert end.frames == []
+
+    runner.run(main())
+
+
+def test_a_group_that_is_full_leaves_at_once(runner: asyncio.Runner) -> None:
+    async def main() -> None:
+        ours, theirs = socket.socketpair()
+        end = End(ours)
+        with theirs:
+            theirs.setblocking(False)
+            await asyncio.sleep(0)  # it runs now
+            for number in range(MAX_WORK):
+                end.transport.post(number, CALL_WORK)
+            assert theirs.recv(1 << 16), "this turn of the loop is not over"
+            end.transport.post("half a group", CALL_WORK)
+            with pytest.raises(BlockingIOError):
+                theirs.recv(1 << 16)
+            end.transport.flush()
+            assert theirs.recv(1 << 16)
+            end.transport.abort()
+            await end.running
+
+    runner.run(main())
+
+
+@pytest.mark.parametrize("is_waiting_for_room", [False, True])
+def test_a_connection_that_breaks_while_it_is_written_to_has_ended(
+    runner: asyncio.Runner, is_waiting_for_room: bool
+) -> None:
+    async def main() -> None:
+        ours, theirs = socket.socketpair()
+        end = End(ours)
+        await asyncio.sleep(0)
+        if is_waiting_for_room:
+            end.transport.post(to_serialize(bytes(8 * TURN_BYTES)))
+            end.transport.flush()
+            await asyncio.sleep(0)
+        theirs.close()
+        end.transport.post("frame")
+        end.transport.flush()
+        async with asyncio.timeout(DEADLINE_S):
+            await end.running
+        end.transport.post("after its end")
+        end.transport.flush()
+        assert end.transport.unsent == ["after its end"]
+
+    runner.run(main())
+
+
+def test_a_reset_is_an_end(runner: asyncio.Runner) -> None:
+    async def main() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            ours = socket.create_connection(server.getsockname())
+            theirs, _ = server.accept()
+        end = End(ours)
+        await asyncio.sleep(0)
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        theirs.close()
+        async with asyncio.timeout(DEADLINE_S):
+            await end.running
+        assert end.frames == []
+
+    runner.run(main())
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts file descriptors by /proc")
+def test_nothing_stays_open(runner: asyncio.Runner) -> None:
+    async def main() -> None:
+        async with pair() as (here, there):
+            here.transport.post("frame")
+            await there.until(1)
+        open_files = len(os.listdir("/proc/self/fd"))
+        for _ in range(5):
+            async with pair() as (here, there):
+                here.transport.post(to_serialize(bytes(8 * TURN_BYTES)))
+                here.transport.flush()
+                await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert len(os.listdir("/proc/self/fd")) == open_files
+
+    runner.run(main())
+
+
+def test_a_reader_as_fast_as_the_writer_does_not_hold_up_the_loop(runner: asyncio.Runner) -> None:
+    size = 64 * TURN_BYTES
+
+    def drain(theirs: socket.socket) -> int:
+        received = 0
+        while received < size:
+            received += len(theirs.recv(1 << 20))
+        return received
+
+    async def main() -> None:
+        ours, theirs = socket.socketpair()
+        end = End(ours)
+        with theirs:
+            await asyncio.sleep(0)
+            draining = asyncio.create_task(asyncio.to_thread(drain, theirs))
+            end.transport.post(to_serialize(bytes(size)))
+            turns = 0
+            async with asyncio.timeout(DEADLINE_S):
+                while not draining.done():
+                    turns += 1
+                    await asyncio.sleep(0)
+            assert turns >= size // TURN_BYTES
+            end.transport.abort()
+            await end.running
+
+    runner.run(main())
+
+
+def test_where_there_is_no_epoll_the_socket_itself_is_waited_for(
+    runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readiness, "sys", SimpleNamespace(platform="another"))
+
+    async def main() -> None:
+        async with pair() as (here, there):
+            data = bytes(8 * TURN_BYTES)
+            here.transport.post(to_serialize(data))
+            there.transport.post("frame")
+            await there.until(1)
+            await here.until(1)
+            assert (there.frames, here.frames) == ([data], ["frame"])
 
     runner.run(main())

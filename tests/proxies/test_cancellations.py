@@ -20,7 +20,7 @@ from distributed.comm import listen
 
 from daskserve.clock import LoopClock
 from daskserve.cluster.base import ActorContext, ActorSpec, Cluster
-from daskserve.cluster.channel import ChannelPool
+from daskserve.cluster.channel_pool import ChannelPool
 from daskserve.cluster.dialling import dial_worker
 from daskserve.cluster.long_poll import LongPollClient
 from daskserve.config import HTTPOptions
