@@ -40,12 +40,19 @@ class Landing:
         """
         arrived = self._arrived
         for _ in range(len(arrived)):
-            arrived.popleft().drain()
+            if arrived:  # what is done may have caught up as well
+                arrived.popleft().drain()
 
     def _wake(self) -> None:
         # First: whoever comes after this line wakes the loop again.
         self._is_woken = False
-        self.catch_up()
+        try:
+            self.catch_up()
+        finally:
+            # As after a sys.exit() in one of them: the others believe that they are on their way.
+            if self._arrived and not self._is_woken:
+                self._is_woken = True
+                self._loop.call_soon(self._wake)
 
 
 class Hop:
@@ -105,7 +112,7 @@ class Hop:
             function, args = self._posts.popleft()
             try:
                 function(*args)
-            except Exception:
+            except (Exception, asyncio.CancelledError):
                 logger.exception("Internal error while crossing between threads in %r", function)
 
 

@@ -7,6 +7,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -113,6 +114,8 @@ class NeverAwake(asyncio.AbstractEventLoop):
     def call_soon_threadsafe(self, callback: Any, *args: Any, context: Any = None) -> Any:  # type: ignore[override]
         self.calls.append(callback)
 
+    call_soon = call_soon_threadsafe  # type: ignore[assignment]
+
 
 def test_hops_that_arrive_at_one_landing_share_its_wake_ups() -> None:
     loop = NeverAwake()
@@ -189,3 +192,25 @@ def test_a_landing_on_a_closed_loop_drops_what_comes() -> None:
     loop.close()
     for _ in range(2):
         Hop(loop, landing).post(print)
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError, KeyboardInterrupt])
+def test_nothing_that_one_hop_brings_keeps_back_what_others_bring(error: type[BaseException]) -> None:
+    loop = NeverAwake()
+    landing = Landing(loop)
+    one, other = Hop(loop, landing), Hop(loop, landing)
+    seen: list[int] = []
+
+    def fail() -> None:
+        raise error
+
+    one.post(fail)
+    other.post(seen.append, 1)
+    with suppress(KeyboardInterrupt):
+        loop.calls.pop()()
+    while loop.calls:
+        loop.calls.pop()()
+    other.post(seen.append, 2)
+    while loop.calls:
+        loop.calls.pop()()
+    assert seen == [1, 2]

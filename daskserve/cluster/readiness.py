@@ -14,6 +14,7 @@ import select
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 
 
 class Readiness:
@@ -25,9 +26,10 @@ class Readiness:
         self._has_writer = False
         self._close_epoll: Callable[[], object] | None = None
         if sys.platform == "linux":
-            epoll = select.epoll()
-            epoll.register(sock, select.EPOLLIN)
-            self._number, self._close_epoll = epoll.fileno(), epoll.close
+            with suppress(OSError):  # too many files are open, perhaps; the socket itself will do
+                epoll = select.epoll()
+                epoll.register(sock, select.EPOLLIN)
+                self._number, self._close_epoll = epoll.fileno(), epoll.close
         self._loop.add_reader(self._number, on_readable)
 
     def on_writable(self, callback: Callable[[], object] | None) -> None:
@@ -39,7 +41,7 @@ class Readiness:
         self._has_writer = callback is not None
 
     def close(self) -> None:
-        """Call back no more. To be done before the socket is closed; idempotent."""
+        """Call back no more. To be done once, before the socket is closed."""
         self.on_writable(None)
         if not self._loop.is_closed():
             self._loop.remove_reader(self._number)

@@ -23,6 +23,7 @@ import logging
 import socket
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any, Protocol
 
 import msgpack
@@ -47,6 +48,8 @@ _BYTES, _BUFFER, _SMALL = 1, 2, 3
 
 #: Large parts are given to the socket in pieces, as it takes them.
 PIECE_BYTES = 256 * 1024
+#: So many pieces are given at a time.
+MAX_PIECES = 8
 #: Frames with so much work in them are not kept waiting for more: the other side may as well begin with them.
 #: A call by handle, or its answer, takes half the work that most others do.
 MAX_WORK = 32
@@ -189,7 +192,7 @@ class SocketTransport:
         self._work = 0
         self._pieces: deque[Buffer] = deque()
         self.turn = 0
-        self._is_flushing = self._is_full = self._is_aborted = False
+        self._is_flushing = self._is_full = self._is_broken = self._is_aborted = False
         self._readiness: Readiness | None = None
         self._lost: asyncio.Future[None] | None = None
         self._parts = PartReader(MAGIC, self._unpack)
@@ -229,8 +232,8 @@ class SocketTransport:
             asyncio.get_running_loop().call_soon(self._flush_turn)
 
     def flush(self) -> None:
-        if self._readiness is None or self._is_aborted or not self._outbox:
-            return  # not running yet: then all goes out at once
+        if self._readiness is None or self._is_broken or self._is_aborted or not self._outbox:
+            return  # if it does not run yet, all goes out at once when it does
         frames, self._outbox = self._outbox, []
         self._work = 0
         self.turn += 1
@@ -250,27 +253,37 @@ class SocketTransport:
         if self._readiness is not None:
             self._readiness.close()
         self._socket.close()
-        if self._lost is not None and not self._lost.done():
+        if self._lost is not None and not self._lost.done() and not self._lost.get_loop().is_closed():
             self._lost.set_result(None)
 
     # ---- the rest is private
 
-    def _read(self) -> None:
+    def _read(self) -> bool:
+        """Take what has come; return whether there may be more."""
         try:
             size_bytes = self._socket.recv_into(self._parts.room())
         except (BlockingIOError, InterruptedError):
-            return
+            return False
         except OSError:
             size_bytes = 0
         if not size_bytes:
             self.abort()
-            return
+            return False
         self.traffic.received_bytes += size_bytes
         try:
             self._parts.filled(size_bytes)
         except Exception:
             logger.exception("%s sent what is no frame; the connection is given up", self._peer_address)
             self.abort()
+        except BaseException:
+            self.abort()  # it has half a message, and nobody would hear of the rest
+            raise
+        return True
+
+    def _read_to_end(self) -> None:
+        while not self._is_aborted and self._read():
+            pass
+        self.abort()
 
     def _unpack(self, parts: Sequence[Buffer]) -> None:
         def refer(code: int, data: bytes) -> Any:
@@ -320,24 +333,34 @@ class SocketTransport:
         """Give the socket what it takes, and the rest, or what would take long, when it takes more."""
         left_bytes = TURN_BYTES
         while self._pieces and left_bytes > 0:
-            piece = self._pieces[0]
             try:
-                sent_bytes = self._socket.send(piece)
+                sent_bytes = self._socket.sendmsg(list(islice(self._pieces, MAX_PIECES)))
             except (BlockingIOError, InterruptedError):
                 break
             except OSError:
-                self.abort()
-                return
+                # Nothing more can be sent, but what the other side had sent before can still be read. Later,
+                # as this may be in the middle of reading.
+                self._is_broken = True
+                self._pieces.clear()
+                asyncio.get_running_loop().call_soon(self._read_to_end)
+                break
             self.traffic.sent_bytes += sent_bytes
             left_bytes -= sent_bytes
-            if sent_bytes == len(piece):
-                self._pieces.popleft()
-            else:
-                self._pieces[0] = memoryview(piece)[sent_bytes:]
+            self._forget(sent_bytes)
         if bool(self._pieces) != self._is_full:
             self._is_full = not self._is_full
             assert self._readiness is not None
             self._readiness.on_writable(self._write if self._is_full else None)
+
+    def _forget(self, sent_bytes: int) -> None:
+        pieces = self._pieces
+        while sent_bytes:
+            size_bytes = len(pieces[0])
+            if sent_bytes < size_bytes:
+                pieces[0] = memoryview(pieces[0])[sent_bytes:]
+                return
+            pieces.popleft()
+            sent_bytes -= size_bytes
 
 
 def take_over(comm: Any, *, by_socket: bool = True) -> Transport:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import gc
 import os
 import socket
 import struct
+import termios
+import warnings
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgpack
 import pytest
 from distributed.protocol import to_serialize
 
 from daskserve.cluster import readiness
-from daskserve.cluster.parts import HEAD, LARGE_BYTES, SIZE
+from daskserve.cluster.parts import BUFFER_BYTES, HEAD, LARGE_BYTES, SIZE
 from daskserve.cluster.transport import (
     CALL_WORK,
     FRAME_WORK,
@@ -358,3 +363,67 @@ def test_where_there_is_no_epoll_the_socket_itself_is_waited_for(
             assert (there.frames, here.frames) == ([data], ["frame"])
 
     runner.run(main())
+
+
+@pytest.mark.parametrize("family", ["unix", "tcp"])
+def test_what_was_sent_before_the_end_is_read_even_by_who_cannot_send_any_more(
+    runner: asyncio.Runner, family: str
+) -> None:
+    def connect() -> tuple[socket.socket, socket.socket]:
+        if family == "unix":
+            return socket.socketpair()
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 << 20)
+            there = socket.create_connection(server.getsockname())
+            return server.accept()[0], there
+
+    async def main() -> None:
+        here, there = connect()
+        there.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
+        bodies = [msgpack.packb([(number, bytes(20_000))]) for number in range(16)]
+        data = b"".join(HEAD.pack(MAGIC, 1) + SIZE.pack(len(body)) + body for body in bodies)
+        end = End(here)
+
+        def answer(frames: Any) -> None:
+            end.receive(frames)
+            end.transport.post("answer")
+            end.transport.flush()
+
+        await asyncio.sleep(0)
+        end.transport._receive = answer
+        with there:
+            there.setblocking(False)
+            there.send(data)
+            # All that this side has room for, which is more than it reads at a time.
+            (arrived,) = struct.unpack("i", fcntl.ioctl(here, termios.FIONREAD, bytes(4)))
+            assert arrived > BUFFER_BYTES
+        async with asyncio.timeout(DEADLINE_S):
+            await end.running
+        assert [number for number, _ in end.frames] == list(range(arrived * len(bodies) // len(data)))
+
+    runner.run(main())
+
+
+def test_a_loop_that_is_closed_under_a_channel_leaves_nothing_to_complain_about(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loop = new_event_loop()
+
+    async def begin() -> None:
+        ours, theirs = socket.socketpair()
+        kept.extend((End(ours), theirs))
+        await asyncio.sleep(0)
+
+    kept: list[Any] = []
+    loop.run_until_complete(begin())
+    loop.close()
+    end, theirs = kept
+    with theirs, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        end.running._log_destroy_pending = False
+        end.transport.abort()
+        assert theirs.recv(1) == b""
+        kept.clear()
+        del end
+        gc.collect()
+    assert (caplog.records, capsys.readouterr().err) == ([], "")
