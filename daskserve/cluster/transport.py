@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import islice
@@ -48,7 +49,7 @@ _BYTES, _BUFFER, _SMALL = 1, 2, 3
 
 #: Large parts are given to the socket in pieces, as it takes them.
 PIECE_BYTES = 256 * 1024
-#: So many pieces are given at a time.
+#: So many pieces are given at a time, where the system takes several at once.
 MAX_PIECES = 8
 #: Frames with so much work in them are not kept waiting for more: the other side may as well begin with them.
 #: A call by handle, or its answer, takes half the work that most others do.
@@ -334,7 +335,7 @@ class SocketTransport:
         left_bytes = TURN_BYTES
         while self._pieces and left_bytes > 0:
             try:
-                sent_bytes = self._socket.sendmsg(list(islice(self._pieces, MAX_PIECES)))
+                sent_bytes = self._send()
             except (BlockingIOError, InterruptedError):
                 break
             except OSError:
@@ -351,6 +352,11 @@ class SocketTransport:
             self._is_full = not self._is_full
             assert self._readiness is not None
             self._readiness.on_writable(self._write if self._is_full else None)
+
+    def _send(self) -> int:
+        if len(self._pieces) == 1 or sys.platform == "win32":
+            return self._socket.send(self._pieces[0])
+        return self._socket.sendmsg(list(islice(self._pieces, MAX_PIECES)))
 
     def _forget(self, sent_bytes: int) -> None:
         pieces = self._pieces

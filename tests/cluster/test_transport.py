@@ -20,7 +20,7 @@ import msgpack
 import pytest
 from distributed.protocol import to_serialize
 
-from daskserve.cluster import readiness
+from daskserve.cluster import readiness, transport
 from daskserve.cluster.parts import BUFFER_BYTES, HEAD, LARGE_BYTES, SIZE
 from daskserve.cluster.transport import (
     CALL_WORK,
@@ -348,10 +348,11 @@ def test_a_reader_as_fast_as_the_writer_does_not_hold_up_the_loop(runner: asynci
     runner.run(main())
 
 
-def test_where_there_is_no_epoll_the_socket_itself_is_waited_for(
+def test_where_there_is_no_epoll_and_no_sendmsg_it_works_without(
     runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(readiness, "sys", SimpleNamespace(platform="another"))
+    for module in (readiness, transport):
+        monkeypatch.setattr(module, "sys", SimpleNamespace(platform="win32"))
 
     async def main() -> None:
         async with pair() as (here, there):
