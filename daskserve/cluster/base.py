@@ -68,7 +68,7 @@ class ActorContext:
     clock: Clock
     rng: random.Random
     worker: WorkerAddress = ""
-    #: Where other threads' ways onto this loop are to arrive, if it matters to anybody.
+    #: Where what user code's threads have for this loop is to arrive; None: anywhere.
     landing: Landing | None = None
 
 

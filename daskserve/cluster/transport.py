@@ -21,10 +21,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import sys
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import islice
 from typing import Any, Protocol
 
 import msgpack
@@ -49,8 +47,6 @@ _BYTES, _BUFFER, _SMALL = 1, 2, 3
 
 #: Large parts are given to the socket in pieces, as it takes them.
 PIECE_BYTES = 256 * 1024
-#: So many pieces are given at a time, where the system takes several at once.
-MAX_PIECES = 8
 #: Frames with so much work in them are not kept waiting for more: the other side may as well begin with them.
 #: A call by handle, or its answer, takes half the work that most others do.
 MAX_WORK = 32
@@ -335,7 +331,7 @@ class SocketTransport:
         left_bytes = TURN_BYTES
         while self._pieces and left_bytes > 0:
             try:
-                sent_bytes = self._send()
+                sent_bytes = self._socket.send(self._pieces[0])
             except (BlockingIOError, InterruptedError):
                 break
             except OSError:
@@ -347,26 +343,14 @@ class SocketTransport:
                 break
             self.traffic.sent_bytes += sent_bytes
             left_bytes -= sent_bytes
-            self._forget(sent_bytes)
+            if sent_bytes == len(self._pieces[0]):
+                self._pieces.popleft()
+            else:
+                self._pieces[0] = memoryview(self._pieces[0])[sent_bytes:]
         if bool(self._pieces) != self._is_full:
             self._is_full = not self._is_full
             assert self._readiness is not None
             self._readiness.on_writable(self._write if self._is_full else None)
-
-    def _send(self) -> int:
-        if len(self._pieces) == 1 or sys.platform == "win32":
-            return self._socket.send(self._pieces[0])
-        return self._socket.sendmsg(list(islice(self._pieces, MAX_PIECES)))
-
-    def _forget(self, sent_bytes: int) -> None:
-        pieces = self._pieces
-        while sent_bytes:
-            size_bytes = len(pieces[0])
-            if sent_bytes < size_bytes:
-                pieces[0] = memoryview(pieces[0])[sent_bytes:]
-                return
-            pieces.popleft()
-            sent_bytes -= size_bytes
 
 
 def take_over(comm: Any, *, by_socket: bool = True) -> Transport:
