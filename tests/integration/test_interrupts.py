@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,25 +21,36 @@ from daskserve.errors import InstanceError
 from daskserve.starts import ControllerStart
 
 
-@contextmanager
-def interrupted_when(condition: Callable[[], Any]) -> Iterator[None]:
-    """Raise KeyboardInterrupt in the block, as Ctrl-C does, once the condition holds; swallow it."""
+def interrupt(call: Callable[[], Any], when: Callable[[], Any]) -> None:
+    """Make the call and raise KeyboardInterrupt in it, as Ctrl-C does, once the condition holds; swallow it.
+
+    The condition has to say that the call is under way, or the interrupt comes before it.
+    """
 
     def wait() -> None:
-        poll_for(condition, 20, every_s=0.001)
+        poll_for(when, 20, every_s=0.001)
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=wait, daemon=True)
     is_raised = False
+    # One block from the thread's start to its end: wherever the interrupt comes, it is caught here.
     try:
         thread.start()
-        yield
+        call()
         # The call was quicker; the signal is still to come.
         thread.join()
     except KeyboardInterrupt:
         is_raised = True
     thread.join()
     assert is_raised
+
+
+def is_in(function: Callable[..., Any]) -> bool:
+    """Whether the main thread is executing the function, or what that calls."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and frame.f_code is not function.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -54,9 +66,12 @@ def test_start(delay_ms: int, detached: bool, external: ExternalCluster) -> None
     passed = threading.Event()
     timer = threading.Timer(delay_ms / 1000, passed.set)
     made: list[serve.Client] = []
-    with interrupted_when(passed.is_set):
+
+    def start() -> None:
         timer.start()
         made.append(serve.start(detached=detached, http_options={"port": 0}, dask_client=external.client))
+
+    interrupt(start, passed.is_set)
     for client in made:
         client.shutdown()
     external.assert_clean(topics=False)
@@ -68,13 +83,17 @@ def test_start_beside_a_detached_instance(delay_ms: int, external: ExternalClust
     """An interrupted second start does not end the instance that was there before."""
     passed = threading.Event()
     timer = threading.Timer(delay_ms / 1000, passed.set)
+
+    def start() -> None:
+        timer.start()
+        with suppress(serve.errors.AlreadyRunningError):
+            serve.start(detached=True, http_options={"port": 0}, dask_client=external.client)
+
     with serve.start(detached=True, http_options={"port": 0}, dask_client=external.client) as first:
         first.create_backend("echo", "served.echo")
         first.create_endpoint("echo", backend="echo")
         handle = first.get_handle("echo")
-        with interrupted_when(passed.is_set), suppress(serve.errors.AlreadyRunningError):
-            timer.start()
-            serve.start(detached=True, http_options={"port": 0}, dask_client=external.client)
+        interrupt(start, passed.is_set)
         assert handle.remote(text="lives").result(10) == "lives"
         assert list(serve.connect(dask_client=external.client).list_backends()) == ["echo"]
 
@@ -92,8 +111,7 @@ class Slow:
 
 def test_create_backend(client: serve.Client, tmp_path: Path) -> None:
     """The backend that is still being made is taken back; the tag is free at once."""
-    with interrupted_when((tmp_path / "begun").exists):
-        client.create_backend("slow", Slow, tmp_path)
+    interrupt(lambda: client.create_backend("slow", Slow, tmp_path), (tmp_path / "begun").exists)
     assert client.list_backends() == {}
     assert client.status().replicas() == ()
     client.create_backend("slow", "served.echo")
@@ -107,9 +125,13 @@ def test_create_backend_whose_tag_is_taken(client: serve.Client, tmp_path: Path)
     """What was there before is not what is taken back."""
     client.create_backend("taken", "served.echo")
     passed = threading.Event()
-    with interrupted_when(passed.is_set), suppress(serve.errors.AlreadyRegisteredError):
+
+    def create() -> None:
         passed.set()
-        client.create_backend("taken", Slow, tmp_path)
+        with suppress(serve.errors.AlreadyRegisteredError):
+            client.create_backend("taken", Slow, tmp_path)
+
+    interrupt(create, passed.is_set)
     assert list(client.list_backends()) == ["taken"]
 
 
@@ -124,8 +146,7 @@ def test_waiting_for_a_result(client: serve.Client, tmp_path: Path) -> None:
     client.create_backend("wait", wait_for_go)
     client.create_endpoint("wait", backend="wait")
     response = client.get_handle("wait").remote()
-    with interrupted_when((tmp_path / "begun").exists):
-        response.result()
+    interrupt(response.result, lambda: (tmp_path / "begun").exists() and is_in(type(response).result))
     (tmp_path / "go").touch()
     assert response.result(10) == "done"
 
