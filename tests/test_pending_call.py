@@ -146,13 +146,24 @@ def test_what_is_to_be_stopped_is_stopped_once_though_both_sides_see_to_it() -> 
     assert stopped == [2]
 
 
-def test_of_two_ends_at_a_time_one_counts() -> None:
+@pytest.mark.parametrize(("at", "first"), [("before append", 2), ("after append", 1)])
+def test_of_two_ends_at_a_time_the_first_counts(at: str, first: int) -> None:
     call: PendingCall[int] = PendingCall()
     seen: list[Any] = []
     call.add_done_callback(seen.append)
-    call._open = Interrupted(call._open, "before pop", lambda: call.set_result(2))
+    call._ends = Interrupted(call._ends, at, lambda: call.set_result(2))
     call.set_result(1)
-    assert (call.result(), seen) == (2, [call])
+    assert (call.result(), seen) == (first, [call])
+    assert len(call._ends) == 1
+
+
+@pytest.mark.parametrize("at", ["before append", "after append"])
+def test_who_cancels_while_another_thread_does_is_told_that_it_is_cancelled(at: str) -> None:
+    call: PendingCall[int] = PendingCall()
+    told: list[bool] = []
+    call._ends = Interrupted(call._ends, at, lambda: told.append(call.cancel()))
+    told.append(call.cancel())
+    assert told == [True, True]
 
 
 def test_a_thread_that_blocks_is_woken() -> None:
