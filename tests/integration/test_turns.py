@@ -118,14 +118,14 @@ time.sleep(600)
 
 def test_a_program_that_is_killed_in_line_leaves_it(external: ExternalCluster) -> None:
     async def hold(request: Any) -> str:
-        await asyncio.sleep(2)
+        await asyncio.sleep(600 if request.query_params.get("long") else 2)
         return "done"
 
     with serve.start(detached=True, dask_client=external.client, http_options={"port": 0}) as client:
         client.create_backend("b", hold, config={"max_concurrent_queries": 1})
         client.create_endpoint("e", backend="b")
         handle = client.get_handle("e")
-        holding = handle.remote()
+        holding = handle.remote(long="yes")
         command = [sys.executable, "-c", COMPETITOR, external.address]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
             try:
