@@ -54,8 +54,21 @@ class Deployment:
         )
 
     def bind(self, *args: Any, **kwargs: Any) -> Application:
-        """Return the application that `run` deploys: this deployment with its constructor's arguments."""
+        """Return the application that `run` deploys: this deployment with its constructor's arguments.
+
+        Raises
+        ------
+        TypeError
+            One of them is, or holds, another deployment or application: an application is one deployment.
+        """
         inspect_definition(self.definition, args, kwargs)
+        other = _deployment_in((args, kwargs))
+        if other is not None:
+            raise TypeError(
+                f"Deployment {self.name!r} cannot have {other!r} as an argument: an application is one "
+                f"deployment. Run {other!r} by itself, and have the constructor of {self.name!r} get its "
+                f"handle, by serve.connect().get_handle({other!r})."
+            )
         return Application(self, args, kwargs)
 
 
@@ -66,6 +79,22 @@ class Application:
     deployment: Deployment
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _deployment_in(arguments: tuple[Any, ...]) -> str | None:
+    """Return the name of a deployment that stands in arguments, in containers of theirs as well."""
+    found: list[Any] = [arguments]
+    seen: set[int] = set()
+    while found:
+        value = found.pop()
+        if isinstance(value, Application):
+            return value.deployment.name
+        if isinstance(value, Deployment):
+            return value.name
+        if isinstance(value, (list, tuple, set, frozenset, Mapping)) and id(value) not in seen:
+            seen.add(id(value))  # it may hold itself
+            found.extend(value.values() if isinstance(value, Mapping) else value)
+    return None
 
 
 def _config_of(config: BackendConfig | Mapping[str, Any] | None, options: Mapping[str, Any]) -> BackendConfig:
