@@ -66,6 +66,9 @@ class ChannelSettings:
     direct_timeout_s: float = 1.5
     #: After that long a host that could not be dialled is tried again, by new connections.
     retry_direct_s: float = 300.0
+    #: A connection is lost when the machine at its other end has acknowledged nothing for so long; at least
+    #: 3, or 0 to leave that to TCP.
+    lost_after_s: float = 5.0
 
 
 def channel() -> ChannelSettings:
@@ -75,6 +78,11 @@ def channel() -> ChannelSettings:
         raise ValueError(
             f"Dask's configuration has daskserve.channel.route: {found.route!r}; it must be auto, direct or "
             "scheduler."
+        )
+    if found.lost_after_s != 0 and not found.lost_after_s >= 3:
+        raise ValueError(
+            f"Dask's configuration has daskserve.channel.lost-after-s: {found.lost_after_s!r}; it must be at "
+            "least 3, or 0 for never."
         )
     return found
 

@@ -10,6 +10,7 @@ from daskserve.cluster.channel import Answer, Channel, Dispatch
 from daskserve.cluster.dialling import READY
 from daskserve.cluster.tasks import is_cancelling
 from daskserve.cluster.transport import Traffic, Transport, take_over
+from daskserve.cluster.vanishing import PeerWatch
 from daskserve.errors import ActorLostError
 from daskserve.hops import Landing
 from daskserve.metric_table import Sample
@@ -28,10 +29,13 @@ class ChannelPool:
         connect: Connect,
         answer: Answer | None = None,
         landing: Landing | None = None,
+        *,
+        lost_after_s: float = 0.0,
     ) -> None:
         self._dispatch = dispatch
         self._answer = answer
         self._landing = landing
+        self._lost_after_s = lost_after_s
         self._connect = connect
         self._dialled: dict[WorkerAddress, asyncio.Task[Channel]] = {}
         #: What that came to, as long as it is open.
@@ -137,13 +141,16 @@ class ChannelPool:
     def _open(self, transport: Transport, *, first_stream: int) -> Channel:
         self._opened += 1
         transport.traffic = self._traffic
-        return Channel(
+        channel = Channel(
             transport,
             self._dispatch,
             first_stream=first_stream,
             answer=self._answer,
             landing=self._landing,
         )
+        if transport.sock is not None:
+            PeerWatch(transport.sock, self._lost_after_s, channel.close)
+        return channel
 
     def samples(self) -> list[Sample]:
         """Return the figures as metrics; see `daskserve.collectors.Source`."""

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from distributed import Client, Security, Worker, get_worker
@@ -33,7 +34,6 @@ from daskserve.context import current_replica
 from daskserve.errors import ClusterUnreachableError, InstanceError, VersionMismatchError
 from daskserve.hops import Hops, Landing
 from daskserve.request_ids import RequestIds
-from daskserve.settings import ChannelSettings
 from daskserve.types import Envelope, InstanceName, Load, Receive, Send
 
 T = TypeVar("T")
@@ -105,10 +105,12 @@ class Link:
         self.rng = system_rng()
         self.request_ids = RequestIds(self.rng)
         # Workers of one cluster reach each other, or Dask itself would not work.
-        channel = settings.channel() if worker is None else ChannelSettings("direct")
+        channel = settings.channel() if worker is None else replace(settings.channel(), route="direct")
         connection_args = client.security.get_connection_args(role)
         dialler = Dialler(connection_args, self._find_scheduler, channel, self.clock)
-        self.channels = ChannelPool(dispatch or _refuse, dialler.dial, answer, self.landing)
+        self.channels = ChannelPool(
+            dispatch or _refuse, dialler.dial, answer, self.landing, lost_after_s=channel.lost_after_s
+        )
         PROCESS.add(self.channels)
         self._worker = worker
         self._dispatch = dispatch

@@ -24,10 +24,12 @@ from distributed.comm.tcp import TCP
 from distributed.core import Status
 from tornado.iostream import IOStream
 
+from daskserve import settings
 from daskserve._version import __version__
 from daskserve.cluster.dialling import begin_channel, connect_once, handshake_of
 from daskserve.cluster.hosts import HostRegistry
-from daskserve.cluster.transport import is_plain_tcp
+from daskserve.cluster.transport import is_plain_tcp, socket_of
+from daskserve.cluster.vanishing import PeerWatch
 from daskserve.errors import ActorLostError, ServeError, VersionMismatchError
 from daskserve.payload import dump_error
 from daskserve.types import WorkerAddress
@@ -68,6 +70,7 @@ class Splices:
         try:
             near_stream, far_stream = _stream_of(comm), _stream_of(far)
             is_bytes = near_stream is not None and far_stream is not None
+            self._watch(comm, far)
             handshake = handshake_of(far.remote_info) if is_bytes else None
             await comm.write({"handshake": handshake, "by_socket": by_socket})
             if near_stream is not None and far_stream is not None:
@@ -95,6 +98,13 @@ class Splices:
         for comm, (_, far) in list(self._open.items()):
             far.abort()
             comm.abort()
+
+    def _watch(self, *comms: Any) -> None:
+        # Once either is aborted, its direction ends, and the other with it.
+        for comm in comms:
+            sock = socket_of(comm)
+            if sock is not None:
+                PeerWatch(sock, settings.channel().lost_after_s, comm.abort)
 
     async def _dial(self, comm: Any, worker: WorkerAddress, version: str) -> Any:
         if version != __version__:

@@ -75,6 +75,10 @@ class Transport(Protocol):
         """Where the other end is."""
 
     @property
+    def sock(self) -> socket.socket | None:
+        """What it runs over in the end, if it is a socket; for looking at only."""
+
+    @property
     def unsent(self) -> Frames:
         """The frames that were posted and of which nothing has been written; they stay here at the end."""
 
@@ -109,6 +113,10 @@ class CommTransport:
     @property
     def peer_address(self) -> str:
         return str(self._comm.peer_address)
+
+    @property
+    def sock(self) -> socket.socket | None:
+        return socket_of(self._comm)
 
     @property
     def unsent(self) -> Frames:
@@ -199,6 +207,10 @@ class SocketTransport:
     @property
     def peer_address(self) -> str:
         return self._peer_address
+
+    @property
+    def sock(self) -> socket.socket:
+        return self._socket
 
     @property
     def unsent(self) -> Frames:
@@ -367,6 +379,12 @@ def take_over(comm: Any, *, by_socket: bool = True) -> Transport:
     peer_address = str(comm.peer_address)
     comm.abort()
     return SocketTransport(sock, peer_address)
+
+
+def socket_of(comm: Any) -> socket.socket | None:
+    """Return the socket of a Dask comm over TCP, with TLS or without; None of others, and of closed ones."""
+    stream = comm.stream if isinstance(comm, TCP) else None
+    return None if stream is None else stream.socket
 
 
 def is_plain_tcp(comm: Any) -> bool:
