@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
-from daskserve.control import goals
+from daskserve.control import endpoint_state, goals
 from daskserve.control.observed import Observed
 from daskserve.control.placement import Demand, demand_of, explain, place
 from daskserve.control.records import (
@@ -224,6 +224,9 @@ class _Stepper:
             text = f"{error}\n{getattr(error, 'user_traceback', '')}".strip()
             previous = replace(previous, goal=None, last_error=text)
             self.set_backend(taken_back(previous, self.backend, self.world.wall))
+            if goal.previous_endpoint is not None:
+                before = from_plain("endpoint", goal.previous_endpoint)
+                self.step.change.update(endpoint_state.routed_as_before(self.world.state, before))
         return True
 
     def check_deadline(self) -> None:

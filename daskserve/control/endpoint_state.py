@@ -111,6 +111,21 @@ def deploy_endpoint(
     return {} if record == existing else {record.key: record}
 
 
+def routed_as_before(state: State, before: EndpointRecord) -> Change:
+    """Bring a deployment's endpoint back to the route and methods that it had, its traffic as it is now.
+
+    If another endpoint has taken the route meanwhile, or this one is gone, nothing changes.
+    """
+    existing = state.endpoints.get(before.name)
+    holder = None if before.route is None else state.endpoint_at(before.route)
+    if existing is None or existing.is_legacy or (holder is not None and holder.name != before.name):
+        return {}
+    record = replace(
+        existing, route=before.route, methods=before.methods, python_methods=before.python_methods
+    )
+    return {} if record == existing else {record.key: record}
+
+
 def delete_endpoint(state: State, name: EndpointTag) -> Change:
     """Remove an endpoint; its backends stay. An unknown name changes nothing."""
     return {state.endpoints[name].key: None} if name in state.endpoints else {}

@@ -36,12 +36,15 @@ def open_goal(
     """
     current = state.backends.get(backend.tag)
     previous = None if current is None else to_plain(current)
+    endpoint = state.endpoints.get(backend.tag) if backend.is_deployment else None
+    previous_endpoint = None if endpoint is None else to_plain(endpoint)
     if current is not None and current.goal in state.goals:
         old = state.goals[current.goal]
-        change[old.key] = replace(old, state=GoalState.DONE)
+        change[old.key] = finish(old)
         previous = dict(old.previous) if old.previous is not None else None
+        previous_endpoint = dict(old.previous_endpoint) if old.previous_endpoint is not None else None
     if current is not None and current.is_deleting:
-        previous = None  # what was to be deleted must not come back
+        previous = previous_endpoint = None  # what was to be deleted must not come back
     if previous is not None:
         previous["goal"] = None
     goal = GoalRecord(
@@ -51,6 +54,7 @@ def open_goal(
         number=1 + max((each.number for each in state.goals.values()), default=0),
         timeout_s=timeout_s,
         previous=previous,
+        previous_endpoint=previous_endpoint,
     )
     change[goal.key] = goal
     _sweep(state.goals.values(), change)
@@ -62,8 +66,10 @@ def open_goal(
 def finish(goal: GoalRecord, error: ServeError | None = None) -> GoalRecord:
     """Return the goal as done, or as failed with a reason."""
     if error is None:
-        return replace(goal, state=GoalState.DONE, previous=None)
-    return replace(goal, state=GoalState.FAILED, previous=None, error=dump_error(error))
+        return replace(goal, state=GoalState.DONE, previous=None, previous_endpoint=None)
+    return replace(
+        goal, state=GoalState.FAILED, previous=None, previous_endpoint=None, error=dump_error(error)
+    )
 
 
 def _sweep(goals: Iterable[GoalRecord], change: Change) -> None:

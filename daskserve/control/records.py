@@ -250,6 +250,8 @@ class GoalRecord:
     ----------
     previous : dict or None
         The backend's record before the change, to go back to; None if the change made the backend.
+    previous_endpoint : dict or None
+        The record of a deployment's endpoint at that time.
     failures : int
         Constructors that failed in a row while this goal was pending.
     error : bytes or None
@@ -266,6 +268,7 @@ class GoalRecord:
     previous: Mapping[str, Any] | None = None
     failures: int = 0
     error: bytes | None = None
+    previous_endpoint: Mapping[str, Any] | None = None
 
     @property
     def key(self) -> str:
@@ -343,7 +346,10 @@ def from_plain(kind: str, values: Mapping[str, Any]) -> Any:
 def to_plain(record: Record) -> dict[str, Any]:
     """Return a record as plain values."""
     values = asdict(record)
+    # As they come back from a store, where they may have been within another record meanwhile.
+    for name in ("methods", "python_methods"):
+        if name in values:
+            values[name] = list(values[name])
     if "scalings" in values:
-        # As it comes back from a store, where it may have been within another record meanwhile.
         values["scalings"] = [list(each) for each in values["scalings"]]
     return values

@@ -688,6 +688,55 @@ def test_a_deployment_that_never_came_about_takes_its_endpoint_along() -> None:
     assert set(bench.state.endpoints) == {"x"}
 
 
+def routed(bench: Bench, route: str) -> None:
+    bench.state.apply(
+        endpoint_state.deploy_endpoint(bench.state, "b", route=route, methods=["GET"], python_methods=["m"])
+    )
+
+
+def failing_twice_over() -> Bench:
+    """Return a deployment whose second version, at a route of its own, was superseded by one that fails."""
+    bench = Bench()
+    bench.deploy(version="1")
+    routed(bench, "/1")
+    bench.settle()
+    for version in ("2", "3"):
+        bench.deploy(version=version)
+        routed(bench, f"/{version}")
+    return bench
+
+
+def fail_for_good(bench: Bench) -> None:
+    for _ in range(3):
+        fail(bench)
+    bench.settle()
+    assert {each.version for each in bench.state.replicas_of("b")} == {"1"}
+
+
+def test_a_new_version_that_fails_goes_back_to_the_last_route_that_came_about() -> None:
+    bench = failing_twice_over()
+    shadowed = replace(bench.state.endpoints["b"], shadows={"b": 0.5}, python_methods=("m", "n"))
+    bench.state.apply({shadowed.key: shadowed})
+    fail_for_good(bench)
+    found = bench.state.endpoints["b"]
+    assert (found.route, found.python_methods, found.shadows) == ("/1", ("m",), {"b": 0.5})
+    assert bench.state.endpoint_at("/3") is None
+
+
+def test_a_route_that_somebody_else_has_taken_meanwhile_is_not_taken_back() -> None:
+    bench = failing_twice_over()
+    bench.state.apply({"endpoint/x": endpoint("x", "/1")})
+    fail_for_good(bench)
+    assert {tag: each.route for tag, each in bench.state.endpoints.items()} == {"b": "/3", "x": "/1"}
+
+
+def test_an_endpoint_that_was_deleted_meanwhile_is_not_brought_back() -> None:
+    bench = failing_twice_over()
+    bench.state.apply({"endpoint/b": None})
+    fail_for_good(bench)
+    assert bench.state.endpoints == {}
+
+
 def test_a_classic_endpoint_of_the_same_name_stays() -> None:
     bench = Bench()
     bench.create()

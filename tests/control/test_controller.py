@@ -257,6 +257,24 @@ def test_a_deployment_that_fails_leaves_its_route_free() -> None:
     play(scenario)
 
 
+def test_a_new_version_that_fails_gives_its_new_route_back() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.deploy("d", "/old", version="1")
+        before = stage.stored("endpoint")
+        stage.start = boom()
+        with pytest.raises(ReplicaStartError):
+            await stage.deploy("d", "/new", version="2")
+        assert stage.stored("endpoint") == before
+        poll = {tuple(each.routes) for each in stage.proxies.values()}
+        assert poll == {("/old",)}
+        stage.start = None
+        await stage.deploy("other", "/new")
+        await stage.deploy("d", "/newer", version="3")
+        assert {tuple(sorted(each.routes)) for each in stage.proxies.values()} == {("/new", "/newer")}
+
+    play(scenario, http=EVERY_WORKER)
+
+
 def test_a_deployment_is_one_transaction() -> None:
     written: list[set[str]] = []
 

@@ -57,6 +57,17 @@ backends = st.builds(
     is_deployment=st.booleans(),
 )
 methods = st.lists(names, max_size=3).map(tuple)
+endpoints = st.builds(
+    EndpointRecord,
+    name=names,
+    route=st.none() | names,
+    methods=methods,
+    traffic=amounts,
+    shadows=amounts,
+    request_id=names,
+    is_legacy=st.booleans(),
+    python_methods=methods,
+)
 records: st.SearchStrategy[Record] = st.one_of(
     backends,
     st.builds(CodeRecord, name=names, backend=names, code=st.binary(max_size=50)),
@@ -72,17 +83,7 @@ records: st.SearchStrategy[Record] = st.one_of(
         incarnation=numbers,
         is_forced=st.booleans(),
     ),
-    st.builds(
-        EndpointRecord,
-        name=names,
-        route=st.none() | names,
-        methods=methods,
-        traffic=amounts,
-        shadows=amounts,
-        request_id=names,
-        is_legacy=st.booleans(),
-        python_methods=methods,
-    ),
+    endpoints,
     st.builds(ProxyRecord, name=names, worker=names, host=names, incarnation=numbers, port=numbers),
     st.builds(
         GoalRecord,
@@ -92,6 +93,7 @@ records: st.SearchStrategy[Record] = st.one_of(
         number=numbers,
         timeout_s=st.none() | st.floats(0, 1e6),
         previous=st.none() | backends.map(to_plain),
+        previous_endpoint=st.none() | endpoints.map(to_plain),
         failures=numbers,
         error=maybe_bytes,
     ),
