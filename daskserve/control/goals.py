@@ -37,7 +37,7 @@ def open_goal(
     current = state.backends.get(backend.tag)
     previous = None if current is None else to_plain(current)
     endpoint = state.endpoints.get(backend.tag) if backend.is_deployment else None
-    previous_endpoint = None if endpoint is None else to_plain(endpoint)
+    previous_endpoint = None if endpoint is None or endpoint.is_legacy else to_plain(endpoint)
     if current is not None and current.goal in state.goals:
         old = state.goals[current.goal]
         change[old.key] = finish(old)

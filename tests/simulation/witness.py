@@ -319,16 +319,19 @@ class Witness:
             current = before.backends.get(tag)
             if backend == current:
                 continue
-            fallback = self.fallbacks.get(tag, current)
+            fallback = self.fallbacks.get(tag, (current, before.endpoints.get(tag)))
             is_leaving = current is not None and current.is_deleting
-            self.fallbacks[tag] = None if is_leaving else fallback
+            self.fallbacks[tag] = (None, None) if is_leaving else fallback
 
     def _check_withdrawn(self, tag: str, before: Wanted, new: Wanted) -> None:
         """Whether a failed goal was taken back to what had come about last, and failed for a reason."""
-        fallback = self.fallbacks.get(tag)
+        fallback, old_endpoint = self.fallbacks.get(tag, (None, None))
         backend, endpoint = before.backends[tag], before.endpoints.get(tag)
         if fallback is not None:
-            allowed = [before.with_backend(tag, fallback)]
+            expected = before.with_backend(tag, fallback)
+            if backend.is_deployment and _may_return(before, tag, endpoint, old_endpoint):
+                expected = expected.with_endpoint(tag, replace(endpoint, route=old_endpoint.route))
+            allowed = [expected]
         else:
             expected = before
             if backend.is_deployment and endpoint is not None and not endpoint.is_legacy:
@@ -392,6 +395,14 @@ class Witness:
         for replica in self.of(ReplicaRecord):
             if replica.backend not in backends:
                 self.wrong(f"{replica} belongs to nothing")
+
+
+def _may_return(wanted: Wanted, tag: str, endpoint: Any, old: Any) -> bool:
+    """Whether a deployment's endpoint can go back to the route that it had."""
+    if endpoint is None or old is None or endpoint.is_legacy or old.is_legacy:
+        return False
+    others = [each.route for name, each in wanted.endpoints.items() if name != tag]
+    return old.route is None or old.route not in others
 
 
 def _scaling(backend: BackendRecord) -> tuple[Any, ...]:
