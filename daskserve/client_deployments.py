@@ -86,7 +86,7 @@ class DeploymentVerbs(EndpointVerbs):
         BadRequestError
             A `ValueError`: ``prev_version`` is not the present one, or the version is reserved.
         ReplicaStartError, NoCapacityError
-            The new version did not start, and the old one goes on; see `create_backend`.
+            The new version did not start, and the old one goes on, where it did; see `create_backend`.
         """
         return self.deploy_wish(
             make_wish(
