@@ -30,7 +30,7 @@ from daskserve.cluster.discovery import facts_of_server
 from daskserve.cluster.encryption import as_client
 from daskserve.cluster.interpreter import InterpreterTuning
 from daskserve.cluster.link import Link
-from daskserve.cluster.tasks import is_cancelling
+from daskserve.cluster.tasks import TaskSet, is_cancelling
 from daskserve.collectors import PROCESS
 from daskserve.errors import ActorLostError, BadRequestError, UnavailableError
 from daskserve.payload import dump_error
@@ -94,6 +94,7 @@ class Host:
         #: The link of this worker's process; None until `open`.
         self.link: Link | None = None
         self._entries: dict[str, _Entry] = {}
+        self._stopping = TaskSet(logger)
         # Here, in a task thread, imports do not hold up the event loop; a deploy then finds them done.
         self._factories = {kind: load_factory(kind) for kind in ActorKind}
         self._verbs: dict[str, Callable[..., Awaitable[Any]]] = {
@@ -233,6 +234,11 @@ class Host:
             await self._remove(entry, grace_s)
 
     async def _remove(self, entry: _Entry, grace_s: float) -> None:
+        # Shielded: who asked may go, as a controller that is killed. Nobody else would end what is half ended
+        # and no entry any more.
+        await asyncio.shield(self._stopping.spawn(self._stop(entry, grace_s), f"stop-{entry.spec.name}"))
+
+    async def _stop(self, entry: _Entry, grace_s: float) -> None:
         if not entry.starting.done():
             entry.starting.cancel()
         try:

@@ -18,7 +18,7 @@ from daskserve.clock import Clock
 from daskserve.cluster.base import ActorSpec, Hosted, Store, StoreChange, TopicHandler, UseReport
 from daskserve.cluster.local_link import LocalLink
 from daskserve.cluster.long_poll import LongPollClient
-from daskserve.cluster.tasks import is_cancelling
+from daskserve.cluster.tasks import TaskSet, is_cancelling
 from daskserve.errors import (
     ActorLostError,
     BadRequestError,
@@ -74,6 +74,7 @@ class LocalHost:
         self.process = process
         self.entries: dict[str, _Entry] = {}
         self._make_actor = make_actor
+        self._stopping = TaskSet(logger)
         self._carried: dict[asyncio.Task[Any], asyncio.Future[Any]] = {}
 
     async def carry(self, work: Callable[[], Coroutine[Any, Any, T]], caller: LocalProcess) -> T:
@@ -144,6 +145,10 @@ class LocalHost:
             await self.remove(entry, grace_s)
 
     async def remove(self, entry: _Entry, grace_s: float) -> None:
+        # Shielded: who asked may go, and nobody else would end what is half ended and no entry any more.
+        await asyncio.shield(self._stopping.spawn(self._stop(entry, grace_s), f"stop-{entry.spec.name}"))
+
+    async def _stop(self, entry: _Entry, grace_s: float) -> None:
         if not entry.starting.done():
             entry.starting.cancel()
         try:

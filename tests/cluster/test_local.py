@@ -47,6 +47,7 @@ class Echo:
         self.context = context
         self.payload = context.spec.payload
         self.stopped: list[float] = []
+        self.ended: list[float] = []
         self.cancelled = 0
 
     async def start(self) -> Mapping[str, Any]:
@@ -71,6 +72,8 @@ class Echo:
 
     async def stop(self, grace_s: float) -> None:
         self.stopped.append(grace_s)
+        await self.context.clock.sleep(grace_s)
+        self.ended.append(grace_s)
 
     async def echo(self, **message: Any) -> Any:
         return message
@@ -251,6 +254,34 @@ def test_destroying_stops_and_forgets_and_what_is_gone_is_no_error() -> None:
         await cluster.program.destroy(ActorAddress("x", "local://never", 1), 5)
         assert made.stopped == [5]
         assert cluster.actors() == []
+
+    run(scenario)
+
+
+def test_who_asks_for_an_end_and_goes_does_not_leave_it_half_done() -> None:
+    """As a controller does that is killed: its successor finds the actor as long as it is there."""
+
+    async def scenario(cluster: LocalCluster) -> None:
+        address = await make(cluster)
+        made = actor(cluster, address)
+        with pytest.raises(TimeoutError):
+            await cluster.clock.wait_for(cluster.program.destroy(address, 5), 1)
+        assert (made.stopped, made.ended, cluster.actors()) == ([5], [], [address])
+        await cluster.clock.sleep(5)
+        assert (made.ended, cluster.actors()) == ([5], [])
+
+    run(scenario)
+
+
+def test_an_end_that_is_asked_for_again_may_be_quicker() -> None:
+    async def scenario(cluster: LocalCluster) -> None:
+        address = await make(cluster)
+        made = actor(cluster, address)
+        patient = asyncio.create_task(cluster.program.destroy(address, 5))
+        await wait_until(lambda: made.stopped == [5])
+        await cluster.program.destroy(address, 1)
+        assert (made.ended, cluster.actors()) == ([1], [])
+        await patient
 
     run(scenario)
 

@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,51 @@ def test_a_killed_controller_is_replaced_while_all_goes_on(is_busy: bool) -> Non
         assert load.failures == []
         assert client.status().epoch == 2
         assert took_s < 3.0  # 0.5 s on a quiet machine; probes that find nothing take longer than 3 s
+
+
+class Holds:
+    """Holds a request until it is told to go on, and leaves a note when it is taken apart."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    async def __call__(self, request: Any) -> str:
+        (self.folder / "begun").touch()
+        while not (self.folder / "go").exists():  # noqa: ASYNC110 - another process makes it
+            await asyncio.sleep(0.01)
+        return "done"
+
+    def __del__(self) -> None:
+        (self.folder / "gone").touch()
+
+
+def test_a_replica_that_was_ending_when_the_controller_died_ends(tmp_path: Path) -> None:
+    """It finishes what it has begun, and then nothing of it is left in its worker."""
+
+    def threads() -> dict[str, list[str]]:
+        def look() -> list[str]:
+            return [each.name for each in threading.enumerate() if each.name.startswith("daskserve-held#")]
+
+        return {worker: found for worker, found in dask.run(look).items() if found}
+
+    with nannied_cluster(3) as dask, serve.start(dask_client=dask, **EPHEMERAL) as client:
+        client.create_backend("held", Holds, tmp_path)
+        client.create_endpoint("held", backend="held")
+        request = client.get_handle("held").remote()
+        poll_for((tmp_path / "begun").exists)
+        victim = worker_of(client, "controller")
+        assert victim not in running(client, "held")
+        client.delete_endpoint("held")
+        client.delete_backend("held", blocking=False)
+        poll_for(lambda: not running(client, "held"))
+        assert threads() != {}
+        os.kill(pids(dask)[victim], signal.SIGKILL)
+        poll_for(lambda: client.status().epoch == 2)
+        (tmp_path / "go").touch()
+        assert request.result(10) == "done"
+        poll_for(lambda: threads() == {}, 10, what=threads)
+        assert (tmp_path / "gone").exists()
+        poll_for(lambda: "held" not in client.list_backends())
 
 
 def test_a_stopped_controller_is_replaced_and_does_no_harm_when_it_wakes_up() -> None:
