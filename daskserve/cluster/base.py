@@ -72,6 +72,10 @@ class ActorContext:
     landing: Landing | None = None
 
 
+#: What stopping may take beyond its grace; then it is given up, and the actor forgotten.
+STOP_MARGIN_S = 10.0
+
+
 class Hosted(Protocol):
     """An object that a Host can carry."""
 
@@ -85,7 +89,7 @@ class Hosted(Protocol):
         """Answer one request stream; cancelled when the caller goes away."""
 
     async def stop(self, grace_s: float) -> None:
-        """End, letting running requests finish for up to ``grace_s``; idempotent."""
+        """End, letting running requests finish for up to ``grace_s``; idempotent. Cancelled only if late."""
 
     def samples(self) -> Iterable[Sample]:
         """Return its figures as metrics; see `daskserve.collectors.Source`."""

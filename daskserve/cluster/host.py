@@ -23,7 +23,7 @@ from distributed import Client, get_worker
 from distributed.core import Status
 
 from daskserve._version import __version__
-from daskserve.cluster.base import ActorContext, ActorFactory, ActorSpec, Hosted
+from daskserve.cluster.base import STOP_MARGIN_S, ActorContext, ActorFactory, ActorSpec, Hosted
 from daskserve.cluster.dask import HOST_ACTOR, current_worker_context
 from daskserve.cluster.dialling import CHANNEL_OP
 from daskserve.cluster.discovery import facts_of_server
@@ -242,7 +242,7 @@ class Host:
         if not entry.starting.done():
             entry.starting.cancel()
         try:
-            await entry.actor.stop(grace_s)
+            await self._open_link.clock.wait_for(entry.actor.stop(grace_s), grace_s + STOP_MARGIN_S)
         finally:
             if self._entries.get(entry.spec.name) is entry:
                 del self._entries[entry.spec.name]

@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgpack
 
 from daskserve.clock import Clock
-from daskserve.cluster.base import ActorSpec, Hosted, Store, StoreChange, TopicHandler, UseReport
+from daskserve.cluster.base import (
+    STOP_MARGIN_S,
+    ActorSpec,
+    Hosted,
+    Store,
+    StoreChange,
+    TopicHandler,
+    UseReport,
+)
 from daskserve.cluster.local_link import LocalLink
 from daskserve.cluster.long_poll import LongPollClient
 from daskserve.cluster.tasks import TaskSet, is_cancelling
@@ -152,7 +160,7 @@ class LocalHost:
         if not entry.starting.done():
             entry.starting.cancel()
         try:
-            await entry.actor.stop(grace_s)
+            await self.process.clock.wait_for(entry.actor.stop(grace_s), grace_s + STOP_MARGIN_S)
         finally:
             if self.entries.get(entry.spec.name) is entry:
                 del self.entries[entry.spec.name]

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 from daskserve.clock import Clock
-from daskserve.cluster.base import ActorSpec, Cluster, UseReport
+from daskserve.cluster.base import STOP_MARGIN_S, ActorSpec, Cluster, UseReport
 from daskserve.control.backend_state import ReconfigureReplica, StartReplica, StopReplica
 from daskserve.control.http_state import StartProxy, StopProxy
 from daskserve.control.observed import Observed
@@ -28,8 +28,6 @@ logger = logging.getLogger("daskserve.controller")
 
 #: Pause before an actor that could not be reached is asked again.
 RETRY_S = 0.2
-#: Beyond its grace, a stopping actor gets this long before it is given up as gone.
-STOP_MARGIN_S = 10.0
 #: What a proxy that has to go may take to finish its requests.
 PROXY_GRACE_S = 5.0
 

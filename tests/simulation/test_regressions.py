@@ -111,3 +111,15 @@ def test_the_silence_of_a_stopped_process_is_no_refusal_of_a_config() -> None:
         state.harm_worker(1, "suspend", seconds=0.002)
         state.harm_store("reach", 3)
         state.wait(8.0)
+
+
+def test_a_version_that_does_not_start_gives_its_route_back() -> None:
+    with played(stock="d", focus="d") as state:
+        state.rest()
+        witness = state.world.witness
+        before = witness.wanted.endpoints
+        state.script_starts("d", ["fail"] * 4)
+        state.deploy("d", "2", None, 1, None, {}, "/elsewhere", seconds=0.1)
+        state.rest()
+        assert any(each.route == "/elsewhere" for then in witness.history for each in then.endpoints.values())
+        assert witness.wanted.endpoints == before
