@@ -353,7 +353,8 @@ class Play:
             asking = asyncio.create_task(self._ask(method))
             if interrupt:
                 await until(began.is_set)
-                await until(lambda: len(self.sent) >= 1 or "stream" not in interrupt)
+                # All that was sent before it began to hang, not just the start of the response.
+                await until(lambda: "stream" not in interrupt or any(each.get("body") for each in self.sent))
                 await self._interrupt(interrupt.removesuffix(" stream"), asking)
             try:
                 outcome = await asking
