@@ -21,15 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from daskserve.cluster.base import ActorContext, StoreChange
-from daskserve.cluster.local import LocalCluster
-from daskserve.cluster.store import open_store
-from daskserve.config import BackendConfig
+from daskserve.cluster.local.cluster import LocalCluster
+from daskserve.cluster.store.opening import open_store
 from daskserve.control import backend_state, backend_verbs, checkpoint
 from daskserve.control.backend_verbs import Wish
 from daskserve.control.controller import Controller
 from daskserve.control.observed import Observed
 from daskserve.control.records import Change, encode
 from daskserve.control.state import State
+from daskserve.options.config import BackendConfig
 from daskserve.starts import ControllerStart
 from daskserve.types import ActorKind, WorkerInfo
 

@@ -31,7 +31,7 @@ import psutil
 from http_load import served
 
 from daskserve.cluster.link import default_client
-from daskserve.loops import new_event_loop
+from daskserve.loops.event_loop import new_event_loop
 
 MIB = 1 << 20
 LIMIT_BYTES = 5 * MIB
@@ -128,7 +128,7 @@ async def gauges(dask_worker: Any) -> int:
     """On a worker: return what its proxies and replicas say is going on, after a garbage collection."""
     import gc
 
-    from daskserve.cluster.host import Host
+    from daskserve.cluster.worker.host import Host
 
     ongoing = 0
     for actor in dask_worker.state.actors.values():

@@ -18,19 +18,19 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 
 from daskserve import metrics
 from daskserve.clock import stopwatch
-from daskserve.cluster.transport import Traffic
-from daskserve.collectors import ProcessMetrics
+from daskserve.cluster.channel.transport import Traffic
 from daskserve.context import ReplicaContext, current_replica
 from daskserve.control.control_figures import ControlFigures
 from daskserve.control.observed import Observed
 from daskserve.control.records import BackendRecord, Change, ReplicaRecord
 from daskserve.control.state import State
-from daskserve.data.router_figures import SetFigures
-from daskserve.figures import LATENCY_BUCKETS_S
-from daskserve.metric_table import Sample
-from daskserve.proxies.ingress_figures import IngressFigures
-from daskserve.proxies.routes import Route
-from daskserve.replica_figures import ReplicaFigures
+from daskserve.data.caller.router_figures import SetFigures
+from daskserve.figures.collector import ProcessMetrics
+from daskserve.figures.histogram import LATENCY_BUCKETS_S
+from daskserve.figures.replica import ReplicaFigures
+from daskserve.figures.table import Sample
+from daskserve.proxies.ingress.figures import IngressFigures
+from daskserve.proxies.ingress.routes import Route
 from daskserve.types import Load, ReplicaState
 
 REQUESTS = 50_000

@@ -26,22 +26,21 @@ from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from daskserve.clock import OneLoopClock
+from daskserve.clock import OneLoopClock, RequestIds
 from daskserve.cluster.base import ActorContext, ActorSpec
-from daskserve.cluster.channel import Channel
-from daskserve.cluster.transport import SocketTransport
-from daskserve.config import HTTPOptions
-from daskserve.data.handle import Handle
-from daskserve.data.replica import Replica
-from daskserve.data.router import Routers
-from daskserve.hops import Hops
+from daskserve.cluster.channel.channel import Channel
+from daskserve.cluster.channel.transport import SocketTransport
+from daskserve.data.caller.handle import Handle
+from daskserve.data.caller.router import Routers
+from daskserve.data.replica.replica import Replica
+from daskserve.loops.hops import Hops
+from daskserve.options.config import HTTPOptions
 from daskserve.payload import dump, dump_bytes
-from daskserve.proxies.app import IngressApp
 from daskserve.proxies.asgi import ASGIApp, Scope
-from daskserve.proxies.carrier import Carrier
-from daskserve.proxies.routes import RouteTable
-from daskserve.proxies.uvicorn_connection import SharedState, UvicornConnection
-from daskserve.request_ids import RequestIds
+from daskserve.proxies.ingress.app import IngressApp
+from daskserve.proxies.ingress.routes import RouteTable
+from daskserve.proxies.server.carrier import Carrier
+from daskserve.proxies.server.uvicorn_connection import SharedState, UvicornConnection
 from daskserve.starts import ReplicaStart
 from daskserve.types import (
     DONE,

@@ -17,7 +17,7 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from daskserve.autoscaling_config import AutoscalingConfig
+from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.simulation.fleet import Outcome, Service, simulate
 from daskserve.simulation.peers import knative_autoscaler
 from daskserve.simulation.trace import Trace

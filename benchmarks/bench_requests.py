@@ -9,7 +9,7 @@ Needs ``wrk`` (Debian has a package). Run:
 ``python benchmarks/bench_requests.py [--runs N] [--seconds S] [--only WORD] [--vary]``; a line per case:
 requests per second at 32 connections (or as many as it says), the ratio to the floor with its range, the p99
 there, and the p50 at one connection, both in multiples of the floor's. All requests are the same, which is
-an advantage under uvicorn (`daskserve.proxies.repeats`); with ``--vary`` no two in a row are.
+an advantage under uvicorn (`daskserve.proxies.exchange.repeats`); with ``--vary`` no two in a row are.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from http_load import floor, served
 
-from daskserve.loops import new_event_loop
+from daskserve.loops.event_loop import new_event_loop
 
 END = b"0\r\n\r\n"
 

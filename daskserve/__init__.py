@@ -11,57 +11,66 @@ from daskserve._version import __version__
 
 if TYPE_CHECKING:
     from daskserve import errors, metrics
-    from daskserve.api import connect, explain, run, scale, set_target_capacity, shutdown, start, status
-    from daskserve.autoscaling import AutoscalingContext, Decision
-    from daskserve.autoscaling_config import AutoscalingConfig
-    from daskserve.client import Client
-    from daskserve.config import ActorOptions, BackendConfig, HTTPOptions
+    from daskserve.autoscaling.context import AutoscalingContext, Decision
+    from daskserve.client.api import (
+        connect,
+        explain,
+        run,
+        scale,
+        set_target_capacity,
+        shutdown,
+        start,
+        status,
+    )
+    from daskserve.client.client import Client
+    from daskserve.client.deployments import Application, Deployment, deployment
+    from daskserve.client.explanation import Explanation
+    from daskserve.client.status import Status
     from daskserve.context import get_current_backend_tag, get_current_replica_tag
-    from daskserve.data.batched import batch
-    from daskserve.data.batching import accept_batch
-    from daskserve.data.handle import Handle, Response
-    from daskserve.data.requests import ServeRequest
-    from daskserve.data.response_stream import ResponseGenerator
-    from daskserve.deployments import Application, Deployment, deployment
-    from daskserve.environment import CondaEnv
+    from daskserve.data.batching.decorator import batch
+    from daskserve.data.caller.handle import Handle, Response
+    from daskserve.data.caller.response_stream import ResponseGenerator
+    from daskserve.data.replica.accept_batch import accept_batch
+    from daskserve.data.replica.requests import ServeRequest
     from daskserve.errors import ServeError
-    from daskserve.explanation import Explanation
-    from daskserve.instance_status import Status
+    from daskserve.options.autoscaling import AutoscalingConfig
+    from daskserve.options.config import ActorOptions, BackendConfig, HTTPOptions
+    from daskserve.options.environment import CondaEnv
 
 #: Where each public name lives. Loaded on first use: importing daskserve must cost little and start nothing.
 _HOMES: Mapping[str, str] = {
     # instances
-    "start": "api",
-    "connect": "api",
-    "shutdown": "api",
-    "status": "api",
-    "Status": "instance_status",
-    "explain": "api",
-    "scale": "api",
-    "Explanation": "explanation",
-    "set_target_capacity": "api",
-    "Client": "client",
+    "start": "client.api",
+    "connect": "client.api",
+    "shutdown": "client.api",
+    "status": "client.api",
+    "Status": "client.status",
+    "explain": "client.api",
+    "scale": "client.api",
+    "Explanation": "client.explanation",
+    "set_target_capacity": "client.api",
+    "Client": "client.client",
     # deployments
-    "deployment": "deployments",
-    "run": "api",
-    "Deployment": "deployments",
-    "Application": "deployments",
+    "deployment": "client.deployments",
+    "run": "client.api",
+    "Deployment": "client.deployments",
+    "Application": "client.deployments",
     # options
-    "HTTPOptions": "config",
-    "BackendConfig": "config",
-    "ActorOptions": "config",
-    "AutoscalingConfig": "autoscaling_config",
-    "CondaEnv": "environment",
+    "HTTPOptions": "options.config",
+    "BackendConfig": "options.config",
+    "ActorOptions": "options.config",
+    "AutoscalingConfig": "options.autoscaling",
+    "CondaEnv": "options.environment",
     # policies
     "AutoscalingContext": "autoscaling",
     "Decision": "autoscaling",
     # calls
-    "Handle": "data.handle",
-    "Response": "data.handle",
-    "ResponseGenerator": "data.response_stream",
-    "ServeRequest": "data.requests",
-    "accept_batch": "data.batching",
-    "batch": "data.batched",
+    "Handle": "data.caller.handle",
+    "Response": "data.caller.handle",
+    "ResponseGenerator": "data.caller.response_stream",
+    "ServeRequest": "data.replica.requests",
+    "accept_batch": "data.replica.accept_batch",
+    "batch": "data.batching.decorator",
     # inside a backend
     "get_current_backend_tag": "context",
     "get_current_replica_tag": "context",

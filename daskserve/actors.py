@@ -8,18 +8,18 @@ from collections.abc import Coroutine, Mapping
 from typing import Any
 
 from daskserve.cluster.base import ActorContext
-from daskserve.data.handle import routers_of
-from daskserve.data.isolation import IsolatedReplica
-from daskserve.data.replica import Replica
+from daskserve.data.caller.handle import routers_of
+from daskserve.data.replica.isolation import IsolatedReplica
+from daskserve.data.replica.replica import Replica
 from daskserve.errors import BadRequestError, ServeError
-from daskserve.metric_table import Sample
+from daskserve.figures.table import Sample
 from daskserve.payload import load_bytes
-from daskserve.proxies.app import IngressApp, build_app
-from daskserve.proxies.forwarded import ForwardedHeaders
-from daskserve.proxies.routes import RouteTable
-from daskserve.proxies.server import HTTPServer
-from daskserve.proxies.servers import server_type
-from daskserve.proxies.tls import server_context
+from daskserve.proxies.ingress.app import IngressApp, build_app
+from daskserve.proxies.ingress.forwarded import ForwardedHeaders
+from daskserve.proxies.ingress.routes import RouteTable
+from daskserve.proxies.server.choice import server_type
+from daskserve.proxies.server.life import HTTPServer
+from daskserve.proxies.server.tls import server_context
 from daskserve.starts import ProxyStart, ReplicaStart
 from daskserve.types import Envelope, Load, Receive, Send
 
@@ -141,7 +141,7 @@ class ProxyActor:
         }
 
     def samples(self) -> list[Sample]:
-        """Return the figures as metrics; see `daskserve.collectors.Source`."""
+        """Return the figures as metrics; see `daskserve.figures.collector.Source`."""
         if self._ingress is None:
             return []
         instance = self._context.spec.instance

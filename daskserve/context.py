@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from daskserve.errors import ServeError
-from daskserve.pending_call import PendingCall
-from daskserve.replica_figures import ReplicaFigures
+from daskserve.figures.replica import ReplicaFigures
+from daskserve.loops.pending_call import PendingCall
 from daskserve.types import BackendTag, InstanceName, ReplicaTag
 
 

@@ -21,10 +21,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
-from daskserve.collectors import PROCESS
 from daskserve.context import current_replica, current_request
-from daskserve.metric_table import MetricKind
-from daskserve.user_figures import UserFigures, UserMetric
+from daskserve.figures.collector import PROCESS
+from daskserve.figures.table import MetricKind
+from daskserve.figures.user import UserFigures, UserMetric
 
 __all__ = ["Counter", "Gauge", "Histogram"]
 

@@ -38,7 +38,7 @@ class ReplicaStart(StartMessage):
     user_config : bytes or None
         ``dump_bytes`` of what ``reconfigure`` gets; None: do not call it.
     event_loop : str
-        ``"own"`` or ``"worker"``, see `daskserve.config.BackendConfig`.
+        ``"own"`` or ``"worker"``, see `daskserve.options.config.BackendConfig`.
     has_liveness : bool
         Whether to probe that user code can run at all; the user's ``check_health`` is asked in any case.
     method_header : bool
@@ -46,10 +46,10 @@ class ReplicaStart(StartMessage):
     debug : bool
         Whether HTTP answers to failed requests show the user's traceback.
     isolation : str
-        ``"thread"`` or ``"process"``, see `daskserve.config.BackendConfig`.
+        ``"thread"`` or ``"process"``, see `daskserve.options.config.BackendConfig`.
     environment : str or None
-        The Python environment of a process, as `daskserve.environment.parse_environment` returns it; None
-        is the worker's own.
+        The Python environment of a process, as `daskserve.options.environment.parse_environment` returns it;
+        None is the worker's own.
     """
 
     backend_tag: str
@@ -78,7 +78,7 @@ class ProxyStart(StartMessage):
     Attributes
     ----------
     options : dict
-        `daskserve.config.HTTPOptions` without the middlewares, as plain values.
+        `daskserve.options.config.HTTPOptions` without the middlewares, as plain values.
     middlewares : bytes or None
         ``dump_bytes`` of the list of Starlette ``Middleware`` objects.
     claims_port : bool
@@ -101,7 +101,7 @@ class ControllerStart(StartMessage):
     Attributes
     ----------
     http : dict
-        `daskserve.config.HTTPOptions` without the middlewares, as plain values.
+        `daskserve.options.config.HTTPOptions` without the middlewares, as plain values.
     middlewares : bytes or None
         As in `ProxyStart`; the controller passes them on unread.
     """

@@ -20,8 +20,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 if TYPE_CHECKING:
-    from daskserve.client import Client
-    from daskserve.config import HTTPOptions
+    from daskserve.client.client import Client
+    from daskserve.options.config import HTTPOptions
 
 T = TypeVar("T")
 
@@ -210,11 +210,11 @@ def local_instance(
     """
     # Only those who want an instance need the layers that make one.
     from daskserve import actors
-    from daskserve.calls import ControllerCalls, wait_for_http
-    from daskserve.client import Client
+    from daskserve.client.calls import ControllerCalls, wait_for_http
+    from daskserve.client.client import Client
     from daskserve.cluster.link import Link
-    from daskserve.cluster.local import LocalCluster
-    from daskserve.config import HTTPOptions, parse_options
+    from daskserve.cluster.local.cluster import LocalCluster
+    from daskserve.options.config import HTTPOptions, parse_options
     from daskserve.payload import dump_bytes
     from daskserve.starts import ControllerStart
     from daskserve.types import ActorKind, Location

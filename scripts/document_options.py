@@ -12,7 +12,7 @@ from generated_tables import GeneratedTables
 from pydantic import AliasChoices
 from pydantic.fields import FieldInfo
 
-from daskserve import config
+from daskserve.options import config
 
 #: Set by daskserve itself; not an option.
 INTERNAL = frozenset({"internal_metadata"})

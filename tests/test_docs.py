@@ -11,9 +11,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from daskserve.config import BackendConfig, HTTPOptions
 from daskserve.dashboards.grafana import DASHBOARDS
-from daskserve.figures import CAUSES
+from daskserve.figures.histogram import CAUSES
+from daskserve.options.config import BackendConfig, HTTPOptions
 
 ROOT = Path(__file__).parent.parent
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from daskserve.autoscaling import AutoscalingContext, Decision, Sample
-from daskserve.autoscaling_config import BUILT_IN_POLICIES, AutoscalingConfig
-from daskserve.control.autoscaling.autoscaler import Autoscaler
-from daskserve.control.autoscaling.groups import decide_together
-from daskserve.control.autoscaling.loading import load_policy
+from daskserve.autoscaling.autoscaler import Autoscaler
+from daskserve.autoscaling.groups import decide_together
+from daskserve.autoscaling.loading import load_policy
+from daskserve.options.autoscaling import BUILT_IN_POLICIES, AutoscalingConfig
 
 TEXT = (Path(__file__).parent.parent / "docs/autoscaling.md").read_text()
 EXAMPLES = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)

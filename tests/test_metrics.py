@@ -14,10 +14,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 import daskserve as serve
 from daskserve import metrics
-from daskserve.collectors import ProcessMetrics
 from daskserve.context import ReplicaContext, RequestContext, current_replica, current_request
-from daskserve.replica_figures import ReplicaFigures
-from daskserve.user_figures import UserSample
+from daskserve.figures.collector import ProcessMetrics
+from daskserve.figures.replica import ReplicaFigures
+from daskserve.figures.user import UserSample
 
 
 @pytest.fixture(autouse=True)

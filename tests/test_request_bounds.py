@@ -14,11 +14,11 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from daskserve.client import Client
-from daskserve.cluster.local import LocalCluster
-from daskserve.config import HTTPOptions
+from daskserve.client.client import Client
+from daskserve.cluster.local.cluster import LocalCluster
 from daskserve.context import current_request
 from daskserve.errors import BadRequestError, RequestTimeoutError
+from daskserve.options.config import HTTPOptions
 from daskserve.testing import local_instance
 
 PATIENCE_S = 10.0

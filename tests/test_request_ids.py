@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import uuid
 
-from daskserve.request_ids import RequestIds
+from daskserve.clock import RequestIds
 
 
 def test_drawn_ids_are_valid_and_differ_for_any_bits() -> None:

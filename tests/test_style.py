@@ -30,7 +30,7 @@ FUNCTION_LINES = 60  # of code: a docstring that states a contract in full is no
 SIZE_EXCEPTIONS: Mapping[str, str] = {}
 #: ``"daskserve/x.py:NAME": "why this module-level object may change"``
 STATE_EXCEPTIONS: Mapping[str, str] = {
-    "daskserve/collectors.py:PROCESS": "it is in Prometheus' registry, which is the process's too",
+    "daskserve/figures/collector.py:PROCESS": "it is in Prometheus' registry, which is the process's too",
     "daskserve/types.py:DONE": "it is an empty tuple, of a class that can be awaited",
 }
 #: ``"daskserve/x.py": "why this file reads or hands on the environment"``
@@ -39,7 +39,12 @@ ENVIRONMENT_EXCEPTIONS: Mapping[str, str] = {}
 #: Where time and chance come from.
 CLOCKWORK = ("daskserve/clock.py", "daskserve/cluster/", "daskserve/testing.py", "examples/", "benchmarks/")
 #: What users read: everything public in here has a docstring.
-DOCUMENTED = ("daskserve/client.py", "daskserve/api.py", "daskserve/config.py", "daskserve/errors.py")
+DOCUMENTED = (
+    "daskserve/client/client.py",
+    "daskserve/client/api.py",
+    "daskserve/options/config.py",
+    "daskserve/errors.py",
+)
 
 Tree = Mapping[str, str]
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -12,8 +12,8 @@ from typing import Any, Literal
 import pytest
 
 from daskserve.clock import LoopClock
-from daskserve.config import HTTPOptions
 from daskserve.errors import BadRequestError, ReplicaStartError
+from daskserve.options.config import HTTPOptions
 from daskserve.testing import (
     DeadlockError,
     LivelockError,
@@ -231,8 +231,8 @@ def test_a_local_instance_serves_http_if_asked_to(server: Literal["tornado", "uv
 
 
 def test_a_server_that_is_not_installed_is_refused_by_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("uvicorn_server", "uvicorn_connection"):
-        monkeypatch.delitem(sys.modules, f"daskserve.proxies.{name}", raising=False)
+    for name in ("uvicorn", "uvicorn_connection"):
+        monkeypatch.delitem(sys.modules, f"daskserve.proxies.server.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     with pytest.raises(BadRequestError, match=r"uvicorn.*pip install 'daskserve\[uvicorn\]'"):
         with local_instance(http_options={"port": 0, "server": "uvicorn"}):

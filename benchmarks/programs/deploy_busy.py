@@ -35,7 +35,7 @@ def answer(request):
 
 def use_empty_proxies(dask_worker):
     """On a worker: from now on, what its Host makes as a proxy is an actor that does nothing."""
-    from daskserve.cluster.host import Host
+    from daskserve.cluster.worker.host import Host
     from daskserve.types import ActorKind
 
     class Empty:

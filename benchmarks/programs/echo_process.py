@@ -18,9 +18,9 @@ from typing import Any
 from distributed.comm import CommClosedError, listen
 from distributed.protocol import to_serialize
 
-from daskserve.cluster.channel_pool import ChannelPool
-from daskserve.cluster.dialling import dial_worker
-from daskserve.loops import new_event_loop
+from daskserve.cluster.channel.dialling import dial_worker
+from daskserve.cluster.channel.pool import ChannelPool
+from daskserve.loops.event_loop import new_event_loop
 from daskserve.payload import dump
 from daskserve.types import ActorAddress, Envelope, EnvelopeKind, Load, Message, Receive, Send
 

@@ -13,7 +13,7 @@ from tornado.httpserver import HTTPServer
 from tornado.httputil import HTTPHeaders, HTTPServerRequest, ResponseStartLine
 from tornado.netutil import bind_sockets
 
-from daskserve.loops import new_event_loop
+from daskserve.loops.event_loop import new_event_loop
 
 COUNT, SIZE_BYTES = int(sys.argv[1]), int(sys.argv[2])
 

@@ -9,7 +9,7 @@ from tornado.httpserver import HTTPServer
 from tornado.httputil import HTTPHeaders, HTTPServerRequest, ResponseStartLine
 from tornado.netutil import bind_sockets
 
-from daskserve.loops import new_event_loop
+from daskserve.loops.event_loop import new_event_loop
 
 BODY = b"ok"
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import uvicorn
 
-from daskserve.loops import new_event_loop
+from daskserve.loops.event_loop import new_event_loop
 
 START = {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]}
 

@@ -1,7 +1,7 @@
 """What the layers above ask of a cluster, as protocols.
 
-`daskserve.cluster.dask` answers them on a real Dask cluster, `daskserve.cluster.local` in one process and
-one event loop. Nothing above this layer knows which.
+`daskserve.cluster.dask` answers them on a real Dask cluster, `daskserve.cluster.local.cluster` in one process
+and one event loop. Nothing above this layer knows which.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from daskserve.clock import Clock
-from daskserve.hops import Landing
-from daskserve.metric_table import Sample
+from daskserve.figures.table import Sample
+from daskserve.loops.hops import Landing
 from daskserve.types import (
     ActorAddress,
     ActorKind,
@@ -92,7 +92,7 @@ class Hosted(Protocol):
         """End, letting running requests finish for up to ``grace_s``; idempotent. Cancelled only if late."""
 
     def samples(self) -> Iterable[Sample]:
-        """Return its figures as metrics; see `daskserve.collectors.Source`."""
+        """Return its figures as metrics; see `daskserve.figures.collector.Source`."""
 
 
 ActorFactory = Callable[[ActorContext], Hosted]

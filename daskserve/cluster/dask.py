@@ -18,11 +18,11 @@ from distributed.worker import _worker_cvar  # the public get_worker() only read
 from daskserve._version import __version__
 from daskserve.clock import Clock
 from daskserve.cluster.base import ActorSpec, StoreChange, TopicHandler, UseReport
-from daskserve.cluster.channel import Answer, Dispatch
-from daskserve.cluster.channel_pool import ChannelPool
+from daskserve.cluster.channel.channel import Answer, Dispatch
+from daskserve.cluster.channel.pool import ChannelPool
 from daskserve.cluster.long_poll import LongPollClient
-from daskserve.collectors import PROCESS
 from daskserve.errors import ActorLostError, InstanceError, NotRunningError
+from daskserve.figures.collector import PROCESS
 from daskserve.payload import load_error
 from daskserve.types import (
     ActorAddress,

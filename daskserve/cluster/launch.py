@@ -33,7 +33,7 @@ from distributed.deploy.spec import ProcessInterface
 from distributed.worker_memory import parse_memory_limit
 
 from daskserve.errors import InstanceError
-from daskserve.loops import uses_uvloop
+from daskserve.loops.event_loop import uses_uvloop
 from daskserve.settings import LocalClusterSize, process_variables
 
 logger = logging.getLogger("daskserve.launch")

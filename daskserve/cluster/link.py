@@ -23,17 +23,16 @@ from distributed.comm import connect
 
 from daskserve import settings
 from daskserve._version import __version__
-from daskserve.clock import OneLoopClock, system_rng
-from daskserve.cluster.channel import Answer, Dispatch
-from daskserve.cluster.channel_pool import ChannelPool
+from daskserve.clock import OneLoopClock, RequestIds, system_rng
+from daskserve.cluster.channel.channel import Answer, Dispatch
+from daskserve.cluster.channel.dialling import Dialler
+from daskserve.cluster.channel.pool import ChannelPool
 from daskserve.cluster.dask import DaskCluster, ask_supervisor
-from daskserve.cluster.dialling import Dialler
 from daskserve.cluster.probe import mismatch, version_probe
-from daskserve.collectors import PROCESS
 from daskserve.context import current_replica
 from daskserve.errors import ClusterUnreachableError, InstanceError, VersionMismatchError
-from daskserve.hops import Hops, Landing
-from daskserve.request_ids import RequestIds
+from daskserve.figures.collector import PROCESS
+from daskserve.loops.hops import Hops, Landing
 from daskserve.types import Envelope, InstanceName, Load, Receive, Send
 
 T = TypeVar("T")
@@ -80,7 +79,7 @@ class Link:
     ----------
     client : distributed.Client
     worker, dispatch, answer
-        In a worker: the worker and the ways to its Host's actors; see `daskserve.cluster.channel`.
+        In a worker: the worker and the ways to its Host's actors; see `daskserve.cluster.channel.channel`.
     """
 
     def __init__(
@@ -122,7 +121,7 @@ class Link:
         self.owning_instances: set[InstanceName] = set()
         #: The Dask cluster that was started for this link, to be closed with its last instance.
         self.own_cluster: Any = None
-        #: The `daskserve.client.Client` that `serve.run` reuses, if there is one.
+        #: The `daskserve.client.client.Client` that `serve.run` reuses, if there is one.
         self.default_instance: Any = None
         self._address = "an unknown scheduler"
 

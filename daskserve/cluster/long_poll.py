@@ -20,10 +20,10 @@ import msgpack
 
 from daskserve.clock import Clock
 from daskserve.cluster.base import Cluster
-from daskserve.collectors import PROCESS
 from daskserve.errors import NotRunningError, ServeError, UnavailableError
-from daskserve.figures import LatencyHistogram
-from daskserve.metric_table import Sample
+from daskserve.figures.collector import PROCESS
+from daskserve.figures.histogram import LatencyHistogram
+from daskserve.figures.table import Sample
 from daskserve.types import SnapshotId
 
 logger = logging.getLogger("daskserve.long_poll")
@@ -151,7 +151,7 @@ class LongPollClient:
         self._fetches = self._fetch_failures = 0
 
     def samples(self) -> list[Sample]:
-        """Return the figures as metrics; see `daskserve.collectors.Source`."""
+        """Return the figures as metrics; see `daskserve.figures.collector.Source`."""
         labels = (self._cluster.instance,)
         return [
             ("long_poll_delay_seconds", labels, self._delays),

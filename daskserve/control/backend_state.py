@@ -26,7 +26,7 @@ from daskserve.control.records import (
 )
 from daskserve.control.replica_lifecycle import ReplicaEvent, move
 from daskserve.control.rollout import Burdens, next_steps
-from daskserve.control.scaling import autoscaling_of, bounds_of, scaled, taken_back
+from daskserve.control.scaled import autoscaling_of, bounds_of, scaled, taken_back
 from daskserve.control.state import State
 from daskserve.errors import DeployError, NoCapacityError, RequestTimeoutError, ServeError
 from daskserve.types import ReplicaState, WorkerAddress

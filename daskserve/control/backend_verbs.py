@@ -10,12 +10,13 @@ from typing import Any
 import msgpack
 from pydantic import ValidationError
 
-from daskserve.config import ActorOptions, BackendConfig
-from daskserve.control import goals, scaling
+from daskserve.control import goals
+from daskserve.control import scaled as scaling
 from daskserve.control.records import BackendRecord, Change, CodeRecord
 from daskserve.control.state import State
 from daskserve.control.target_capacity import at_capacity
 from daskserve.errors import AlreadyRegisteredError, BadRequestError, NotFoundError, NotRegisteredError
+from daskserve.options.config import ActorOptions, BackendConfig
 from daskserve.types import BackendTag, EndpointTag, GoalId
 
 #: Config fields that running replicas need not hear of.

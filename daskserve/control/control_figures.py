@@ -13,8 +13,8 @@ from daskserve.control import views
 from daskserve.control.observed import Observed
 from daskserve.control.records import GoalState
 from daskserve.control.state import State
-from daskserve.figures import LatencyHistogram
-from daskserve.metric_table import Sample
+from daskserve.figures.histogram import LatencyHistogram
+from daskserve.figures.table import Sample
 from daskserve.types import ReplicaState
 
 #: Reasons of the autoscaler are for people: their numbers would make a new series each time.

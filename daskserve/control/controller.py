@@ -110,7 +110,7 @@ class Controller(ChangingVerbs):
         return list(dict.fromkeys(urls))
 
     async def status(self) -> dict[str, Any]:
-        """Return the instance in plain values; `daskserve.instance_status.Status` is what users see of it."""
+        """Return the instance in plain values; `daskserve.client.status.Status` is what users see of it."""
         state, observed = self._state, self._observed
         controller = {"worker": self._worker, "pid": os.getpid()}
         return {

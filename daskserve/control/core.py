@@ -15,18 +15,18 @@ from typing import Any
 from daskserve.clock import Clock
 from daskserve.cluster.base import ActorContext, Cluster
 from daskserve.cluster.long_poll import WORKERS, LongPollHost
-from daskserve.config import HTTPOptions
 from daskserve.control import backend_state, checkpoint, endpoint_state
 from daskserve.control.acting import Acting
 from daskserve.control.observed import Observed
 from daskserve.control.reconcile import Reconciler
 from daskserve.control.records import Change, GoalRecord, GoalState, ProxyRecord
-from daskserve.control.scaler import Scaler
+from daskserve.control.scaling.scaler import Scaler
 from daskserve.control.state import State
 from daskserve.control.watch import WorkerWatch
 from daskserve.control.writing import Writer
 from daskserve.errors import InstanceError, ServeError, StaleEpochError
-from daskserve.metric_table import Sample
+from daskserve.figures.table import Sample
+from daskserve.options.config import HTTPOptions
 from daskserve.starts import ControllerStart, ProxyStart
 from daskserve.types import Location, SnapshotId, WorkerInfo
 
@@ -117,7 +117,7 @@ class ControllerCore:
         return {"epoch": self._epoch}
 
     def samples(self) -> list[Sample]:
-        """Return the figures as metrics; see `daskserve.collectors.Source`."""
+        """Return the figures as metrics; see `daskserve.figures.collector.Source`."""
         if self._reconciler is None:
             return []
         figures = self._reconciler.figures

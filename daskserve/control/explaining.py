@@ -1,4 +1,4 @@
-"""Why a backend has as many replicas as it has, in plain values; users see `daskserve.explanation`."""
+"""Why a backend has as many replicas as it has, in plain values; users see `daskserve.client.explanation`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from daskserve.control import backend_verbs
 from daskserve.control.observed import Observed
-from daskserve.control.scaling import autoscaling_of, bounds_of
+from daskserve.control.scaled import autoscaling_of, bounds_of
 from daskserve.control.state import State
 from daskserve.errors import NotFoundError
 from daskserve.types import BackendTag, ReplicaState

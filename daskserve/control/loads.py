@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from daskserve.autoscaling import Sample
+from daskserve.autoscaling.context import Sample
 from daskserve.types import BackendTag, ReplicaTag
 
 #: Longer than three reports that did not come.

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from daskserve.autoscaling import Sample
+from daskserve.autoscaling.context import Sample
 from daskserve.control.loads import Loads
 from daskserve.control.records import BackendRecord
 from daskserve.types import BackendTag, GoalId, ReplicaTag, WorkerAddress, WorkerInfo

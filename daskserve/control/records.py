@@ -14,8 +14,8 @@ from typing import Any, ClassVar, TypeAlias
 
 import msgpack
 
-from daskserve.bounds import share_of
 from daskserve.errors import InstanceError
+from daskserve.options.bounds import share_of
 from daskserve.types import (
     ActorAddress,
     BackendTag,

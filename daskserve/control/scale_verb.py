@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from daskserve.control.records import Change
-from daskserve.control.scaling import scaled
+from daskserve.control.scaled import scaled
 from daskserve.control.state import State
 from daskserve.errors import ExternalScalerDisabledError, NotFoundError
-from daskserve.external_scaling import checked_number
+from daskserve.options.external_scaling import checked_number
 
 REASON = "asked for by the external scaler"
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from daskserve.bounds import DOWN, UP, checked_capacity
 from daskserve.control.records import BackendRecord, CapacityRecord, Change
-from daskserve.control.scaling import autoscaling_of, within_bounds
+from daskserve.control.scaled import autoscaling_of, within_bounds
 from daskserve.control.state import State
+from daskserve.options.bounds import DOWN, UP, checked_capacity
 
 
 def set_target_capacity(state: State, percent: float | None, wall: float) -> Change:

@@ -12,8 +12,8 @@ from daskserve.control import backend_state, backend_verbs, endpoint_state
 from daskserve.control.observed import Observed
 from daskserve.control.records import BackendRecord, GoalState, ProxyRecord
 from daskserve.control.state import State
-from daskserve.credentials import masked
 from daskserve.errors import NotFoundError
+from daskserve.options.credentials import masked
 from daskserve.types import ActorKind, ReplicaState
 
 UNVERSIONED = "Unversioned"

@@ -12,7 +12,7 @@ from daskserve.dashboards.alerts import Limits, rules
 from daskserve.dashboards.deployment_page import DEPLOYMENT
 from daskserve.dashboards.overview import OVERVIEW
 from daskserve.dashboards.panels import Dashboard, Panel, PanelKind, Place, Query, Row, placed
-from daskserve.metric_table import METRICS
+from daskserve.figures.table import METRICS
 
 DASHBOARDS: Sequence[Dashboard] = (OVERVIEW, DEPLOYMENT)
 #: The version of the format that Grafana 10.0 wrote. Later ones read it, and bring it up to theirs.

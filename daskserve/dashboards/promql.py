@@ -1,7 +1,7 @@
 """Expressions of PromQL over daskserve's own metrics. What is not exported cannot be asked for.
 
-Names and labels are looked up in `daskserve.metric_table`, so that a metric which is renamed takes its panels
-and alerts along, or fails them in the first test that imports them.
+Names and labels are looked up in `daskserve.figures.table`, so that a metric which is renamed takes its
+panels and alerts along, or fails them in the first test that imports them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypedDict, Unpack
 
-from daskserve.metric_table import METRICS, MetricKind
+from daskserve.figures.table import METRICS, MetricKind
 
 #: What a dashboard filters by, as far as a metric has the label. Grafana puts in what was chosen.
 VARIABLES: Sequence[str] = ("serve_instance", "deployment")

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist
 
-from daskserve.autoscaling import Sample
-from daskserve.autoscaling_config import AutoscalingConfig
-from daskserve.bounds import Bounds
+from daskserve.autoscaling.autoscaler import Autoscaler, ScalingStep
+from daskserve.autoscaling.context import Sample
 from daskserve.clock import seeded_rng
-from daskserve.control.autoscaling.autoscaler import Autoscaler, ScalingStep
+from daskserve.options.autoscaling import AutoscalingConfig
+from daskserve.options.bounds import Bounds
 from daskserve.simulation.events import EventQueue
 from daskserve.simulation.queueing import FluidQueue, Limits, Queue
 from daskserve.simulation.trace import Trace

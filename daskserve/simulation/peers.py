@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 
-from daskserve.autoscaling import ROUNDING, AutoscalingContext, Decision
-from daskserve.autoscaling_config import AutoscalingConfig
-from daskserve.control.autoscaling.autoscaler import Autoscaler
-from daskserve.control.autoscaling.damping import Damping
+from daskserve.autoscaling.autoscaler import Autoscaler
+from daskserve.autoscaling.context import ROUNDING, AutoscalingContext, Decision
+from daskserve.autoscaling.damping import Damping
+from daskserve.options.autoscaling import AutoscalingConfig
 
 STABLE_S, PANIC_S, PANIC_THRESHOLD = 60.0, 6.0, 2.0
 MAX_UP, MAX_DOWN = 1000.0, 2.0

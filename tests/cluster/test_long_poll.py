@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from daskserve.clock import LoopClock
 from daskserve.cluster.base import Cluster, TopicHandler
-from daskserve.cluster.local_process import plain_copy
+from daskserve.cluster.local.process import plain_copy
 from daskserve.cluster.long_poll import (
     CONTROLLER,
     ENDED,

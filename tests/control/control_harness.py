@@ -6,7 +6,6 @@ import random
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from daskserve.config import BackendConfig
 from daskserve.control import backend_verbs
 from daskserve.control.backend_state import Step, World, step
 from daskserve.control.backend_verbs import Outcome, Wish
@@ -21,6 +20,7 @@ from daskserve.control.records import (
     ReplicaRecord,
 )
 from daskserve.control.state import State
+from daskserve.options.config import BackendConfig
 from daskserve.types import ReplicaState, WorkerInfo
 
 #: What a replica occupies unless the test says otherwise.

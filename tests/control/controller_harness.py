@@ -10,15 +10,15 @@ from typing import Any, cast
 
 from control_harness import wish
 
-from daskserve.calls import ControllerCalls
+from daskserve.client.calls import ControllerCalls
 from daskserve.cluster.base import ActorContext, StoreChange
 from daskserve.cluster.link import Link
-from daskserve.cluster.local import LocalCluster
-from daskserve.cluster.store import MemoryStore
-from daskserve.config import HTTPOptions
+from daskserve.cluster.local.cluster import LocalCluster
+from daskserve.cluster.store.opening import MemoryStore
 from daskserve.control.controller import Controller
 from daskserve.control.records import CorruptRecordError, Record, ReplicaRecord, decode
 from daskserve.errors import ReplicaStartError
+from daskserve.options.config import HTTPOptions
 from daskserve.starts import ControllerStart, ProxyStart, ReplicaStart
 from daskserve.testing import run_virtual, wait_until
 from daskserve.types import (

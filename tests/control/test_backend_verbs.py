@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from control_harness import backend, endpoint, goal, state_of, wish
 
-from daskserve.config import BackendConfig
 from daskserve.control import backend_verbs as verbs
 from daskserve.control.backend_verbs import Outcome, Wish
 from daskserve.control.records import BackendRecord, Change, CodeRecord, GoalRecord
 from daskserve.control.state import State
 from daskserve.errors import AlreadyRegisteredError, BadRequestError, NotFoundError, NotRegisteredError
+from daskserve.options.config import BackendConfig
 
 
 def backend_of(outcome: Outcome, tag: str = "b") -> BackendRecord:

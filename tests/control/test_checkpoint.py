@@ -9,7 +9,7 @@ import pytest
 from control_harness import backend, endpoint, goal, replica
 
 from daskserve.cluster.base import StoreChange
-from daskserve.cluster.store import MemoryStore
+from daskserve.cluster.store.opening import MemoryStore
 from daskserve.control.checkpoint import restore, write
 from daskserve.control.records import Change, CodeRecord, CorruptRecordError, encode
 from daskserve.errors import StaleEpochError

@@ -11,7 +11,7 @@ from daskserve.control.control_figures import ControlFigures, bounded
 from daskserve.control.observed import Observed, Scaling
 from daskserve.control.state import State
 from daskserve.errors import ReplicaStartError
-from daskserve.figures import Histogram
+from daskserve.figures.histogram import Histogram
 
 
 async def exported(stage: Stage) -> dict[tuple[str, ...], float]:

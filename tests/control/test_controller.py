@@ -9,7 +9,6 @@ import pytest
 from controller_harness import ScriptedReplica, Stage, boom, hang, play
 
 from daskserve.cluster.base import ActorContext, ActorSpec
-from daskserve.config import HTTPOptions
 from daskserve.control.controller import Controller
 from daskserve.control.core import MAX_WAIT_S, REFRESH_S
 from daskserve.control.records import EndpointRecord, encode
@@ -23,6 +22,7 @@ from daskserve.errors import (
     ReplicaStartError,
     RequestTimeoutError,
 )
+from daskserve.options.config import HTTPOptions
 from daskserve.starts import ControllerStart
 from daskserve.testing import run_virtual
 from daskserve.types import ActorKind, Location

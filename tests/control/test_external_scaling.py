@@ -8,7 +8,7 @@ import pytest
 from controller_harness import Stage, boom, play
 from pydantic import ValidationError
 
-from daskserve.config import BackendConfig
+from daskserve.client.explanation import Explanation
 from daskserve.control.records import BackendRecord
 from daskserve.errors import (
     BadRequestError,
@@ -17,8 +17,8 @@ from daskserve.errors import (
     ReplicaStartError,
     http_status_of,
 )
-from daskserve.explanation import Explanation
-from daskserve.external_scaling import MOST_REPLICAS, checked_number, number_in
+from daskserve.options.config import BackendConfig
+from daskserve.options.external_scaling import MOST_REPLICAS, checked_number, number_in
 
 OPEN = {"external_scaler_enabled": True}
 

@@ -13,11 +13,11 @@ from control_harness import backend
 from controller_harness import ScriptedReplica, ScriptedStore, Stage, boom, hang, play
 
 from daskserve.cluster.base import StoreChange
-from daskserve.config import HTTPOptions
 from daskserve.control.reconcile import RETRY_S, TICK_S
 from daskserve.control.records import BackendRecord, CodeRecord, ReplicaRecord, encode
 from daskserve.control.watch import MISSES
 from daskserve.errors import ActorLostError, BadRequestError, ReplicaStartError, UnavailableError
+from daskserve.options.config import HTTPOptions
 from daskserve.testing import run_virtual
 from daskserve.types import Location, ReplicaState
 

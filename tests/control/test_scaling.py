@@ -11,7 +11,7 @@ from control_harness import Bench, backend
 
 from daskserve.control.observed import Scaling
 from daskserve.control.records import BackendRecord
-from daskserve.control.scaling import carried_over
+from daskserve.control.scaled import carried_over
 
 OPTIONS: Mapping[str, Any] = {"min_replicas": 2, "max_replicas": 20}
 DRY: Mapping[str, Any] = {**OPTIONS, "dry_run": True}

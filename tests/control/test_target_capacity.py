@@ -11,14 +11,14 @@ import pytest
 from control_harness import Bench, backend, state_of
 from controller_harness import ScriptedReplica, Stage, play
 
+from daskserve.client.explanation import Explanation
+from daskserve.client.status import Status
 from daskserve.control.records import BackendRecord, CapacityRecord
 from daskserve.control.scale_verb import scale
-from daskserve.control.scaling import carried_over
+from daskserve.control.scaled import carried_over
 from daskserve.control.state import State
 from daskserve.control.target_capacity import set_target_capacity
 from daskserve.errors import BadRequestError, ReplicaStartError
-from daskserve.explanation import Explanation
-from daskserve.instance_status import Status
 from daskserve.payload import dump_bytes
 
 OPTIONS: Mapping[str, Any] = {"min_replicas": 2, "max_replicas": 20, "initial_replicas": 10}

@@ -8,8 +8,8 @@ from typing import Any
 from controller_harness import ScriptedReplica, Stage, play
 
 from daskserve.cluster.base import ActorSpec
-from daskserve.config import HTTPOptions
 from daskserve.control.watch import ANSWER_S, MISSES, PERIOD_S, SWEEP_S
+from daskserve.options.config import HTTPOptions
 from daskserve.starts import ProxyStart
 from daskserve.testing import run_virtual
 from daskserve.types import ActorKind, Location

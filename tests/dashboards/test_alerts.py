@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from daskserve.cli import main
+from daskserve.cli.main import main
 from daskserve.dashboards.alerts import Alert, Limits, alerts, rules
 
 needs_promtool = pytest.mark.skipif(

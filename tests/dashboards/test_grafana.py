@@ -11,11 +11,11 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
-from daskserve.cli import main
+from daskserve.cli.main import main
 from daskserve.dashboards.grafana import DASHBOARDS, as_json, files
 from daskserve.dashboards.panels import GRID_COLUMNS, Dashboard, Panel, PanelKind, Query, Row, placed
 from daskserve.dashboards.promql import gauge, mean, quantile, rate
-from daskserve.metric_table import METRICS
+from daskserve.figures.table import METRICS
 
 #: What Prometheus and prometheus_client export besides.
 FOREIGN = {"up", "ALERTS", "process_cpu_seconds_total", "process_resident_memory_bytes"}

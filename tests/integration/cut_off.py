@@ -22,7 +22,7 @@ from dask_processes import PATIENCE_S, Program
 from distributed import Client
 
 import daskserve as serve
-from daskserve.data.handle import routers_of
+from daskserve.data.caller.handle import routers_of
 from daskserve.errors import ActorLostError
 from daskserve.types import Envelope, EnvelopeKind, Message
 

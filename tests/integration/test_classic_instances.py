@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import daskserve as serve
 from daskserve.cluster.dask import topic_of
-from daskserve.cluster.supervisor import SECOND_SWEEP_S
+from daskserve.cluster.scheduler.supervisor import SECOND_SWEEP_S
 
 
 class AddHeader:

@@ -271,12 +271,12 @@ module.Client = FailsOnce
 """
 
 
-@pytest.mark.parametrize("module", ["supervisor", "host"])
+@pytest.mark.parametrize("module", ["scheduler.supervisor", "worker.host"])
 def test_a_server_that_does_not_connect_at_first_fails_one_start_and_not_the_next(
     module: str, tmp_path: Path
 ) -> None:
     prelude = _FIRST_CLIENT_FAILS.format(module=module)
-    of_scheduler, of_worker = (prelude, "") if module == "supervisor" else ("", prelude)
+    of_scheduler, of_worker = (prelude, "") if module == "scheduler.supervisor" else ("", prelude)
     with ExitStack() as stack:
         address = stack.enter_context(dask_scheduler(tmp_path, prelude=of_scheduler))
         stack.enter_context(dask_worker(address, tmp_path, prelude=of_worker))

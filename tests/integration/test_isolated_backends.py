@@ -15,7 +15,7 @@ import pytest
 from dask_processes import ExternalCluster, alive, dask_worker, fetch, poll_for, wait_until_gone
 
 import daskserve as serve
-from daskserve.api import deploy
+from daskserve.client.api import deploy
 from daskserve.errors import BadRequestError, VersionMismatchError
 
 ISOLATED = {"isolation": "process"}

@@ -20,7 +20,7 @@ from cut_off import MIB, Caller, cut_off_caller
 from dask_processes import ExternalCluster, dask_worker, poll_for, within
 from tornado.iostream import IOStream
 
-from daskserve.cluster.splice import LARGE_BYTES, _carry_bytes
+from daskserve.cluster.scheduler.splice import LARGE_BYTES, _carry_bytes
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,8 @@ import pytest
 import uvloop
 
 from daskserve.proxies.asgi import ASGIApp, Scope
-from daskserve.proxies.server import HTTPServer
-from daskserve.proxies.servers import server_type
+from daskserve.proxies.server.choice import server_type
+from daskserve.proxies.server.life import HTTPServer
 from daskserve.types import Receive, Send
 
 DEADLINE_S = 10.0

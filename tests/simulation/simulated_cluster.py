@@ -1,9 +1,9 @@
 """A cluster in virtual time that can be harmed: the in-process cluster, with the real keeper of controllers.
 
 `SimulatedCluster` is a `LocalCluster` whose controllers are started, asked and replaced by the code that does
-so in the scheduler (`daskserve.cluster.controllers.ControllerKeeper`); it is to the keeper what the registry
-of Hosts is there. `SimulatedStore` can be slow or out of reach, can lose its answers, and can bring harm to
-the controller right after the n-th commit: written, and not acted on.
+so in the scheduler (`daskserve.cluster.scheduler.controllers.ControllerKeeper`); it is to the keeper what the
+registry of Hosts is there. `SimulatedStore` can be slow or out of reach, can lose its answers, and can bring
+harm to the controller right after the n-th commit: written, and not acted on.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from dataclasses import asdict, replace
 from typing import Any, Protocol
 
 from daskserve.cluster.base import ActorSpec, StoreChange
-from daskserve.cluster.controllers import ControllerKeeper, Instance
-from daskserve.cluster.local import LocalCluster
+from daskserve.cluster.local.cluster import LocalCluster
 from daskserve.cluster.long_poll import WORKERS
-from daskserve.cluster.store import MemoryStore, StoreUnavailableError
+from daskserve.cluster.scheduler.controllers import ControllerKeeper, Instance
+from daskserve.cluster.store.opening import MemoryStore, StoreUnavailableError
 from daskserve.errors import InstanceError
 from daskserve.types import ActorAddress, ActorKind, WorkerAddress, WorkerInfo
 

@@ -17,10 +17,9 @@ from scripted_actors import Script, ScriptedProxy, ScriptedReplica
 from simulated_cluster import LATE_S, SimulatedCluster, SimulatedStore, delivery
 from witness import Call, Witness, listing
 
-from daskserve.calls import ControllerCalls
+from daskserve.client.calls import ControllerCalls
 from daskserve.cluster.base import ActorContext, UseReport
 from daskserve.cluster.link import Link
-from daskserve.config import HTTPOptions
 from daskserve.control.controller import Controller
 from daskserve.control.records import (
     BackendRecord,
@@ -31,8 +30,9 @@ from daskserve.control.records import (
     ProxyRecord,
     ReplicaRecord,
 )
-from daskserve.data.load_reports import LoadReports
+from daskserve.data.caller.load_reports import LoadReports
 from daskserve.errors import ClosedError, ServeError
+from daskserve.options.config import HTTPOptions
 from daskserve.starts import ControllerStart
 from daskserve.testing import VirtualTimeLoop
 from daskserve.types import ActorAddress, ActorKind, Location, ReplicaState, WorkerInfo

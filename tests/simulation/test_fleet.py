@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daskserve.autoscaling_config import AutoscalingConfig
 from daskserve.clock import seeded_rng
+from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.simulation.events import EventQueue
 from daskserve.simulation.fleet import Fleet, Outcome, Service, duration_parts_s, simulate
 from daskserve.simulation.peers import knative_autoscaler

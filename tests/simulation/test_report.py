@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from daskserve.autoscaling_config import AutoscalingConfig
+from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.simulation.fleet import Outcome, Service, simulate
 from daskserve.simulation.report import as_dict, changes, picture, resampled, sparkline, table
 from daskserve.simulation.svg import plot

@@ -26,7 +26,7 @@ from daskserve.control.records import (
     ReplicaRecord,
     decode,
 )
-from daskserve.control.scaling import autoscaling_of, bounds_of
+from daskserve.control.scaled import autoscaling_of, bounds_of
 from daskserve.errors import BadRequestError, NotFoundError
 from daskserve.types import ReplicaState
 

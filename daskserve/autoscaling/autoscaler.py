@@ -1,0 +1,327 @@
+"""One backend's autoscaler: it keeps the newest figures, asks the policy and tames the answer.
+
+It reads no clock and does no I/O. Whoever drives it hands in samples as they come and calls `step` at each
+``metrics_interval_s``, and at once when requests come in for a backend that has no replica:
+
+    scaler.observe(sample)
+    step = scaler.step(now=..., wall=..., current=3, target=4)
+    if step.replicas != 4: ...
+
+Nothing that it knows has to outlive the process. A new one waits a little longer before it changes anything.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from daskserve.autoscaling.answers import as_decision
+from daskserve.autoscaling.context import AutoscalingContext, Decision, Sample
+from daskserve.autoscaling.custom import CustomMetrics, CustomViews, PerReplica
+from daskserve.autoscaling.damping import Damping, Patience
+from daskserve.autoscaling.loading import CallablePolicy, load_policy
+from daskserve.options.autoscaling import AutoscalingConfig
+from daskserve.options.bounds import Bounds
+from daskserve.types import BackendTag, ReplicaTag
+
+logger = logging.getLogger("daskserve.autoscaling.context")
+
+#: Samples kept at most, whatever the look-back period and the rate at which they come.
+MOST_SAMPLES = 4096
+#: Figures older than so many intervals, and than so many seconds, tell nothing of the present.
+STALE_INTERVALS = 2
+STALE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingStep:
+    """What came of one look.
+
+    Attributes
+    ----------
+    replicas : int
+        How many replicas to have from now on; within the bounds, unless it is a dry run.
+    wanted : int
+        What the policy wants, within the bounds.
+    reason : str
+        Why, for people to read.
+    error : BaseException or None
+        What the policy raised, or what is wrong with its answer. The number then stays.
+    """
+
+    replicas: int
+    wanted: int
+    reason: str
+    error: BaseException | None = None
+
+
+class Autoscaler:
+    """Decides how many replicas one backend has.
+
+    Parameters
+    ----------
+    name : str
+        The backend, for policies and for people.
+    config : AutoscalingConfig
+        Its options.
+    policy : callable, optional
+        What decides, if not what ``config.policy`` names: a policy that was unpickled, or one for a test.
+    damping : Damping, optional
+        How it is tamed, if not as the config says.
+
+    Raises
+    ------
+    ValueError
+        The policy does not exist, or does not take ``config.policy_kwargs``.
+    """
+
+    def __init__(
+        self,
+        name: BackendTag,
+        config: AutoscalingConfig,
+        *,
+        policy: CallablePolicy | None = None,
+        damping: Damping | None = None,
+        latency_bounds_s: Sequence[float] = (),
+    ) -> None:
+        self.name = name
+        self.latency_bounds_s = latency_bounds_s
+        self._samples: deque[Sample] = deque(maxlen=MOST_SAMPLES)
+        self._newest: Sample | None = None
+        self._replica_ongoing: Mapping[ReplicaTag, float] = {}
+        self._custom = CustomMetrics(MOST_SAMPLES)
+        self._state: Mapping[str, Any] = {}
+        self._target: int | None = None
+        self._idle_since: float | None = None
+        self._last_up: float | None = None
+        self._last_down: float | None = None
+        self._patience = Patience()
+        #: The failure that is in the log already; it would be there every second.
+        self._logged = ""
+        self.configure(config, policy=policy, damping=damping)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name!r} target={self._target} samples={len(self._samples)}>"
+
+    def configure(
+        self,
+        config: AutoscalingConfig,
+        *,
+        policy: CallablePolicy | None = None,
+        damping: Damping | None = None,
+    ) -> None:
+        """Go by other options from now on, with the figures that are there. A bad policy changes nothing."""
+        loaded = load_policy(config, policy)
+        for doubt in config.doubts():
+            logger.warning("backend %s: autoscaling: %s", self.name, doubt)
+        self.config = config
+        self._bounds = Bounds.of(config)
+        self._policy = loaded
+        self._damping = Damping.of(config) if damping is None else damping
+        self._state = {}
+
+    def observe(
+        self,
+        sample: Sample,
+        *,
+        replica_ongoing: Mapping[ReplicaTag, float] | None = None,
+        custom: PerReplica | None = None,
+    ) -> None:
+        """Take in what was seen. Samples come in the order of their times; an older one is ignored.
+
+        Parameters
+        ----------
+        replica_ongoing, custom
+            What each running replica was running; by name, what the user's code in each of them measures.
+        """
+        if self._newest is not None and sample.at <= self._newest.at:
+            return
+        self._newest = sample
+        self._samples.append(sample)
+        self._replica_ongoing = {} if replica_ongoing is None else replica_ongoing
+        self._custom.observe(sample.at, {} if custom is None else custom)
+        if not sample.is_idle:
+            self._idle_since = None
+        elif self._idle_since is None:
+            self._idle_since = sample.at
+
+    def step(
+        self,
+        *,
+        now: float,
+        wall: float,
+        current: int,
+        target: int,
+        queries: Mapping[str, float] | None = None,
+        bounds: Bounds | None = None,
+    ) -> ScalingStep:
+        """Return how many replicas to have from now on.
+
+        Parameters
+        ----------
+        now, wall : float
+            The time, on the clock of the samples and since the epoch.
+        current : int
+            How many replicas run.
+        target : int
+            How many are wanted at present, whoever said so.
+        queries : mapping
+            Values of PromQL expressions by name.
+        bounds : Bounds
+            Between which numbers to choose, if not between those of the config.
+        """
+        context = self.context(now, wall, current, target, queries, bounds)
+        try:
+            answer = self._policy(context)
+            if inspect.isawaitable(answer):
+                if inspect.iscoroutine(answer):
+                    answer.close()
+                raise TypeError("the policy is async; it has to be asked by step_async()")
+        except Exception as error:
+            return self._failed(context, error)
+        return self.answered(context, answer)
+
+    async def step_async(
+        self,
+        *,
+        now: float,
+        wall: float,
+        current: int,
+        target: int,
+        queries: Mapping[str, float] | None = None,
+        bounds: Bounds | None = None,
+    ) -> ScalingStep:
+        """Do what `step` does, for a policy that may be async."""
+        context = self.context(now, wall, current, target, queries, bounds)
+        try:
+            answer = self._policy(context)
+            if inspect.isawaitable(answer):
+                answer = await answer
+        except Exception as error:
+            return self._failed(context, error)
+        return self.answered(context, answer)
+
+    # ---- the parts of a step
+
+    def context(
+        self,
+        now: float,
+        wall: float,
+        current: int,
+        target: int,
+        queries: Mapping[str, float] | None,
+        bounds: Bounds | None,
+    ) -> AutoscalingContext:
+        """Return what a policy is to decide by; see `step`."""
+        self._notice(target, now)
+        horizon = now - self._damping.look_back_period_s
+        while self._samples and self._samples[0].at <= horizon:
+            self._samples.popleft()
+        is_stale = self._is_stale(now)
+        custom = CustomViews() if is_stale else self._custom.views(horizon, self.config.aggregation_function)
+        return AutoscalingContext(
+            self.name,
+            self.config,
+            now,
+            wall,
+            current,
+            target,
+            tuple(self._samples),
+            self._replica_ongoing,
+            custom.overall,
+            {} if queries is None else queries,
+            self._state,
+            self._last_up,
+            self._last_down,
+            None if is_stale else self._idle_since,
+            self.latency_bounds_s,
+            custom.newest,
+            custom.aggregated,
+            self._bounds if bounds is None else bounds,
+        )
+
+    def _notice(self, target: int, now: float) -> None:
+        """Begin anew what a change of the wanted number, whoever made it, has made worthless."""
+        before, self._target = self._target, target
+        if before is None or before == target:
+            return
+        if target > before:
+            self._last_up = now
+        else:
+            self._last_down = now
+        self._patience.reset()
+        if self._damping.cuts_look_back:
+            self._samples.clear()
+            self._custom.clear()
+
+    def answered(self, context: AutoscalingContext, answer: Any) -> ScalingStep:
+        """Return what comes of a policy's answer about a context."""
+        try:
+            decision = as_decision(answer)
+        except (TypeError, ValueError) as error:
+            return self._failed(context, error)
+        self._state, self._logged = decision.state, ""
+        return self._settled(context, decision)
+
+    def _settled(self, context: AutoscalingContext, decision: Decision) -> ScalingStep:
+        present = context.target_num_replicas
+        bounds = context.bounds or self._bounds
+        wanted, why = self._bounded(context, decision, bounds)
+        if not bounds.allows(present):
+            self._patience.reset()
+            replicas, wait = wanted, ""
+        else:
+            replicas, wait = self._patience.settle(
+                context, wanted, self._damping, is_urgent=decision.is_urgent
+            )
+        reason = "; ".join(part for part in (decision.reason, why, wait) if part)
+        if self.config.dry_run:
+            would = (
+                f"would go from {present} to {replicas}"
+                if replicas != present
+                else f"would stay at {present}"
+            )
+            return ScalingStep(present, wanted, f"dry run, {would}: {reason}")
+        if replicas != present:
+            self._notice(replicas, context.current_time)
+        return ScalingStep(replicas, wanted, reason)
+
+    def _bounded(self, context: AutoscalingContext, decision: Decision, bounds: Bounds) -> tuple[int, str]:
+        wanted = decision.replicas
+        if context.target_num_replicas == 0 and self._is_asked_for(context):
+            # Whatever the policy says: nobody else would ever answer those who wait.
+            wanted = max(wanted, math.ceil(self.config.up_factor), 1)
+        if wanted < bounds.least:
+            return bounds.least, f"{bounds.least} at least (min_replicas{bounds.note})"
+        if wanted > bounds.most:
+            return bounds.most, f"{bounds.most} at most (max_replicas{bounds.note})"
+        why = f"{wanted} for the requests that wait" if wanted != decision.replicas else ""
+        whole = bounds.nearest(wanted)
+        if whole != wanted:
+            groups = f"{whole} in whole groups of {bounds.multiple_of}"
+            why = f"{why}; {groups}" if why else groups
+        return whole, why
+
+    def _is_asked_for(self, context: AutoscalingContext) -> bool:
+        newest = self._newest
+        return newest is not None and not self._is_stale(context.current_time) and newest.is_waited_for
+
+    def _is_stale(self, now: float) -> bool:
+        limit_s = max(STALE_INTERVALS * self.config.metrics_interval_s, STALE_S)
+        return self._newest is None or now - self._newest.at > limit_s
+
+    def _failed(self, context: AutoscalingContext, error: Exception) -> ScalingStep:
+        """Keep the number, within the bounds, where there is no sound answer."""
+        if repr(error) != self._logged:
+            logger.error("backend %s: the autoscaling policy failed", self.name, exc_info=error)
+            self._logged = repr(error)
+        decision = Decision(
+            context.target_num_replicas,
+            f"the policy failed, so nothing changes: {type(error).__name__}: {error}",
+        )
+        return replace(self._settled(context, decision), error=error)

@@ -1,0 +1,123 @@
+"""A policy that keeps a latency below an objective.
+
+Latency does not say how many replicas are missing: below a certain load per replica it hardly moves, above it
+runs away. So the policy learns that load. What one replica carried while the objective was met, and what it
+carried when it was missed, are its state for an hour; from the one follows how far to go down at once,
+and the other stops the next try. A policy that has forgotten, in a new controller, tries again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from daskserve.autoscaling.context import ROUNDING, AutoscalingContext, Decision, Policy
+
+#: Below this share of the objective there is something to give away.
+COMFORT = 0.8
+#: So near to a load that was too much is near enough.
+MARGIN = 0.9
+#: One step up at most multiplies the replicas by this: latencies of a queue say nothing of its end.
+MOST_AT_ONCE = 2.0
+#: The share of the replicas given up in a try, while it is not known what is too much.
+TRIED = 0.1
+#: Code and callers change: what was learned holds for so long.
+MEMORY_S = 3600.0
+
+
+def latency_objective(objective_s: float, quantile: float = 0.95) -> Policy:
+    """Return a policy that wants ``quantile`` of the requests to take at most ``objective_s``.
+
+    Raises
+    ------
+    ValueError
+        The objective is not above 0, or the quantile not between 0 and 1.
+    """
+    if not 0 < objective_s < math.inf:
+        raise ValueError(f"objective_s is {objective_s!r}; give seconds above 0, such as 0.2")
+    if not 0 < quantile < 1:
+        raise ValueError(f"quantile is {quantile!r}; give a share between 0 and 1, such as 0.95")
+
+    def decide(context: AutoscalingContext) -> Decision:
+        present = context.target_num_replicas
+        if present == 0:
+            waiting = context.samples[-1].queued if context.samples else 0
+            return Decision(1 if waiting > 0 else 0, f"{waiting:g} requests wait", context.state)
+        if not context.samples:
+            return Decision(present, "no figures yet since the last change", context.state)
+        rate = sum([each.rate for each in context.samples]) / len(context.samples)
+        taken_s = _latency(context, rate, quantile, objective_s)
+        if taken_s is None:
+            return Decision(present, "no latencies among the figures, so nothing changes", context.state)
+        known = {
+            name: pair for name, pair in context.state.items() if pair[1] > context.current_time - MEMORY_S
+        }
+        text = f"p{100 * quantile:g} is {taken_s:.3g} s, {objective_s:g} s wanted"
+        if context.current_num_replicas < present:
+            return Decision(present, f"{text}; waiting for {present} to run", known)
+        if taken_s > objective_s:
+            return _more(context, rate, taken_s / objective_s, text, known)
+        if taken_s > COMFORT * objective_s:
+            return Decision(present, f"{text}: {present} is right", known)
+        return _fewer(context, rate, text, known)
+
+    return decide
+
+
+def quantile_of(counts: Sequence[float], bounds_s: Sequence[float], quantile: float) -> float:
+    """Return a quantile of what the buckets count, evenly spread in each; the last bucket has no end."""
+    rank, below, lower = quantile * sum(counts), 0.0, 0.0
+    for count, upper in zip(counts, bounds_s, strict=False):
+        if count and below + count >= rank - ROUNDING:
+            return lower + (upper - lower) * max(0.0, rank - below) / count
+        below += count
+        lower = upper
+    return math.inf
+
+
+def _latency(context: AutoscalingContext, rate: float, quantile: float, objective_s: float) -> float | None:
+    """Return the latency, in which those who still wait count too; None if it is not known."""
+    samples, bounds_s = context.samples, context.latency_bounds_s
+    counted = [each.latency_counts for each in samples if each.latency_counts]
+    counts = list(map(sum, zip(*counted, strict=True)))
+    waiting = sum([each.queued for each in samples]) / len(samples)
+    if sum(counts) > 0:
+        return max(quantile_of(counts, bounds_s, quantile), waiting / rate if rate > 0 else 0.0)
+    if context.idle_since is not None:
+        return 0.0
+    was_busy = all(each.ongoing + each.queued > 0 for each in samples)
+    return math.inf if was_busy and context.current_time - samples[0].at > objective_s and rate <= 0 else None
+
+
+def _more(
+    context: AutoscalingContext, rate: float, ratio: float, text: str, known: Mapping[str, Any]
+) -> Decision:
+    present, each_carried = context.target_num_replicas, rate / context.current_num_replicas
+    bad = min([each_carried, *(pair[0] for name, pair in known.items() if name == "bad")])
+    state = {**known, "bad": (bad, context.current_time)} if each_carried > 0 else dict(known)
+    if "good" in state and state["good"][0] >= bad > 0:
+        del state["good"]
+    wanted = max(present + 1, math.ceil(present * min(MOST_AT_ONCE, ratio) - ROUNDING))
+    is_urgent = ratio >= MOST_AT_ONCE and context.config.burst_s > 0
+    return Decision(wanted, f"{text}: {wanted}", state, is_urgent)
+
+
+def _fewer(context: AutoscalingContext, rate: float, text: str, known: Mapping[str, Any]) -> Decision:
+    present = context.target_num_replicas
+    if rate <= 0:
+        return Decision(0, f"{text}, and nothing comes: 0", known)
+    carried = rate / context.current_num_replicas
+    good = max([carried, *(pair[0] for name, pair in known.items() if name == "good")])
+    state = {**known, "good": (good, context.current_time)}
+    wanted = math.ceil(rate / good - ROUNDING)
+    if "bad" in known:
+        # Half way between what is carried and what was too much, as ratios go.
+        most = MARGIN * known["bad"][0]
+        wanted = max(
+            min(wanted, math.ceil(rate / math.sqrt(carried * most))), math.ceil(rate / most - ROUNDING)
+        )
+    elif wanted >= present:
+        wanted = present - max(1, math.floor(TRIED * present))
+    wanted = max(1, min(present, wanted))
+    return Decision(wanted, f"{text}: {wanted}", state)

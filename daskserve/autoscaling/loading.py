@@ -1,0 +1,100 @@
+"""From what a config names to a function that can be asked."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+from daskserve.autoscaling import custom, latency, load, promql, queue, schedule
+from daskserve.autoscaling.context import AutoscalingContext
+from daskserve.options.autoscaling import AutoscalingConfig
+from daskserve.options.credentials import masked
+
+#: A policy as users may write it: its answer is not judged yet.
+CallablePolicy: TypeAlias = Callable[..., Any]
+
+#: Each makes a policy of its keyword arguments.
+MAKERS: Mapping[str, Callable[..., Callable[[AutoscalingContext], Any]]] = {
+    "target_ongoing_requests": load.target_ongoing_requests,
+    "classic": load.classic,
+    "latency": latency.latency_objective,
+    "promql": promql.promql,
+    "custom_metric": custom.custom_metric,
+    "queue": queue.queue,
+}
+
+
+def load_policy(
+    config: AutoscalingConfig, policy: CallablePolicy | None = None
+) -> Callable[[AutoscalingContext], Any]:
+    """Return the function that decides.
+
+    Parameters
+    ----------
+    config : AutoscalingConfig
+        Names the policy and its keyword arguments.
+    policy : callable, optional
+        What the name stands for, where the config holds it pickled.
+
+    Raises
+    ------
+    ValueError
+        There is no such policy, or it does not take these arguments.
+    """
+    named = config.policy if policy is None else policy
+    if named == "schedule":
+        return _scheduled(config)
+    if isinstance(named, str):
+        maker = MAKERS.get(named)
+        if maker is not None:
+            return _made(named, maker, config.policy_kwargs)
+        named = _imported(named)
+    if not callable(named):
+        raise ValueError(f"the policy is {named!r}, which cannot be called; unpickle it first")
+    if inspect.isclass(named):
+        return _made(named.__name__, named, config.policy_kwargs)
+    return functools.partial(named, **config.policy_kwargs) if config.policy_kwargs else named
+
+
+def _scheduled(config: AutoscalingConfig) -> Callable[[AutoscalingContext], Any]:
+    arguments = dict(config.policy_kwargs)
+    base = arguments.pop("policy", None)
+    if base == "schedule":
+        raise ValueError("a schedule cannot have a schedule as the policy below it; name another one")
+    if base is not None:
+        below = config.model_copy(
+            update={"policy": base, "policy_kwargs": arguments.pop("policy_kwargs", {})}
+        )
+        arguments["policy"] = load_policy(below)
+    return _made("schedule", schedule.scheduled, arguments)
+
+
+def _made(
+    name: str, maker: Callable[..., Any], arguments: Mapping[str, Any]
+) -> Callable[[AutoscalingContext], Any]:
+    try:
+        inspect.signature(maker).bind(**arguments)
+    except TypeError as error:
+        raise ValueError(
+            f"the policy {name!r} does not take policy_kwargs={masked(dict(arguments))!r}: {error}; it is "
+            f"{name}{inspect.signature(maker)}"
+        ) from None
+    made: Callable[[AutoscalingContext], Any] = maker(**arguments)
+    return made
+
+
+def _imported(path: str) -> Any:
+    module_name, _, name = path.partition(":")
+    try:
+        found: Any = importlib.import_module(module_name)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"the policy {path!r} cannot be imported here: {error}; it has to be installed where the "
+            "controller runs, or be passed as a function"
+        ) from error
+    return found

@@ -1,0 +1,54 @@
+"""A policy by whatever a Prometheus server knows: the length of a queue elsewhere, lag, tokens per second."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from daskserve.autoscaling.context import AutoscalingContext, Decision, Policy
+
+
+def promql(targets: Mapping[str, float]) -> Policy:
+    """Return a policy that has as many replicas as the largest of the config's queries wants.
+
+    Parameters
+    ----------
+    targets : mapping
+        How much of each query's value one replica is for, by the query's name.
+
+    Raises
+    ------
+    ValueError
+        There is no target, or one that is not above 0.
+    """
+    if not isinstance(targets, Mapping) or not targets:
+        raise ValueError(
+            f"targets is {targets!r}; say how much one replica is for by the names of prometheus_queries, "
+            'such as policy_kwargs={"targets": {"lag": 100}}'
+        )
+    for name, target in targets.items():
+        if isinstance(target, bool) or not isinstance(target, int | float) or not 0 < target < math.inf:
+            raise ValueError(f"the target of {name!r} is {target!r}; it has to be a number above 0")
+
+    def decide(context: AutoscalingContext) -> Decision:
+        unknown = sorted(set(targets) - set(context.config.prometheus_queries))
+        if unknown:
+            known = ", ".join(sorted(context.config.prometheus_queries)) or "none"
+            raise ValueError(f"no query {unknown[0]!r} in prometheus_queries; there are: {known}")
+        present = context.target_num_replicas
+        most, parts = 0, []
+        missing = sorted(set(targets) - set(context.queries))
+        for name, target in targets.items():
+            value = context.queries.get(name)
+            if value is not None and math.isfinite(value):
+                most = max(most, context.whole_replicas(max(0.0, value) / target))
+                parts.append(f"{name} is {value:g}, {target:g} per replica wanted")
+            elif name not in missing:
+                missing.append(name)
+        if missing:
+            # What is not known may well be what wants the most: never fewer than there are.
+            most = max(most, present)
+            parts.append(f"no fresh value of {', '.join(missing)}, so not fewer than {present}")
+        return Decision(most, f"{'; '.join(parts)}: {most}")
+
+    return decide

@@ -1,0 +1,118 @@
+"""A policy by the time of day and week, alone or as bounds of another one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Any
+from zoneinfo import ZoneInfo
+
+from daskserve.autoscaling.answers import as_decision
+from daskserve.autoscaling.context import AutoscalingContext, Decision, Policy
+from daskserve.autoscaling.cron import CronLine
+
+BOUNDS = ("min_replicas", "max_replicas")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What holds from the times of one line on, until another line's time comes."""
+
+    line: CronLine
+    least: int
+    most: int | None
+
+
+def scheduled(
+    schedule: Mapping[str, Any], timezone: str = "UTC", policy: Callable[..., Any] | None = None
+) -> Policy:
+    """Return a policy that goes by lines of cron.
+
+    Parameters
+    ----------
+    schedule : mapping
+        From lines such as ``"0 8 * * mon-fri"`` to a number of replicas, or to a dict with ``min_replicas``,
+        ``max_replicas`` or both. Each holds until another line's time comes.
+    timezone : str
+        Where the clock hangs, such as ``Europe/Berlin``.
+    policy : callable, optional
+        Decides between the bounds; a number is then its lower bound.
+
+    Raises
+    ------
+    ValueError
+        A line, a number or the time zone is none.
+    """
+    if not isinstance(schedule, Mapping) or not schedule:
+        raise ValueError(
+            f'schedule is {schedule!r}; give numbers by lines of cron, such as {{"0 8 * * mon-fri": 10, '
+            '"0 18 * * *": 2}'
+        )
+    entries = [_entry(text, value) for text, value in schedule.items()]
+    zone = _zone(timezone)
+    minute, entry = -1, entries[0]
+
+    def decide(context: AutoscalingContext) -> Decision:
+        nonlocal minute, entry
+        if context.wall_time // 60 != minute:  # looking back over the days is worth remembering
+            minute = int(context.wall_time // 60)
+            local = datetime.fromtimestamp(context.wall_time, UTC).astimezone(zone).replace(tzinfo=None)
+            entry = _in_force(entries, local)
+        text = f'by the schedule since "{entry.line.text}"'
+        if policy is None:
+            return Decision(entry.least, f"{entry.least} {text}")
+        decision = as_decision(policy(context))
+        if decision.replicas < entry.least:
+            return replace(
+                decision, replicas=entry.least, reason=f"{decision.reason}; {entry.least} at least {text}"
+            )
+        if entry.most is not None and decision.replicas > entry.most:
+            return replace(
+                decision, replicas=entry.most, reason=f"{decision.reason}; {entry.most} at most {text}"
+            )
+        return decision
+
+    return decide
+
+
+def _in_force(entries: list[Entry], local: datetime) -> Entry:
+    """Return the entry whose time came last; of several at once, the last one given."""
+    best, best_at = entries[0], datetime.min
+    for entry in entries:
+        at = entry.line.last_before(local)
+        if at is not None and at >= best_at:
+            best, best_at = entry, at
+    return best
+
+
+def _entry(text: str, value: Any) -> Entry:
+    line = CronLine.parse(text)
+    if isinstance(value, Mapping):
+        unknown = sorted(set(value) - set(BOUNDS))
+        if unknown or not value:
+            raise ValueError(
+                f"the schedule has {dict(value)!r} for {text!r}; it takes {' and '.join(BOUNDS)}"
+            )
+        least = _number(text, value.get("min_replicas", 0))
+        most = _number(text, value["max_replicas"]) if "max_replicas" in value else None
+        if most is not None and most < least:
+            raise ValueError(f"the schedule for {text!r} has max_replicas={most} below min_replicas={least}")
+        return Entry(line, least, most)
+    return Entry(line, _number(text, value), None)
+
+
+def _number(text: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"the schedule has {value!r} for {text!r}; give a number of replicas, 0 or more")
+    return value
+
+
+def _zone(name: str) -> ZoneInfo:
+    try:
+        return ZoneInfo(name)
+    except (KeyError, OSError, ValueError, TypeError):
+        raise ValueError(
+            f'timezone is {name!r}, which is not known here; give a name such as "Europe/Berlin" (where the '
+            "system has no time zones, pip install tzdata)"
+        ) from None

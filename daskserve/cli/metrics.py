@@ -1,0 +1,212 @@
+"""``daskserve metrics``: what Prometheus needs to find the metrics, and what they mean."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import tempfile
+import threading
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import click
+import dask.config
+
+from daskserve.cli.grafana import grafana
+from daskserve.errors import ServeError
+from daskserve.figures.table import SECTIONS
+
+#: How long anything that is asked may take to answer.
+TIMEOUT_S = 10.0
+#: Where the scheduler's HTTP server lists the targets.
+TARGETS_PATH = "/daskserve/targets"
+
+CONFIGURATION = """\
+# For prometheus.yml.
+scrape_configs:
+  - job_name: daskserve
+    scrape_interval: {interval_s}s
+    {discovery}
+"""
+HTTP_DISCOVERY = """\
+http_sd_configs:
+      - url: {url}
+        refresh_interval: {interval_s}s"""
+FILE_DISCOVERY = """\
+file_sd_configs:
+      - files: [{file}]"""
+
+#: The names that the classic system exported, as recording rules of Prometheus.
+CLASSIC_RULES = """\
+groups:
+  - name: classic-names
+    rules:
+      - record: serve_num_http_requests
+        expr: sum by (route) (daskserve_http_requests_total)
+      - record: serve_num_router_requests
+        expr: sum by (deployment) (daskserve_router_requests_total)
+      - record: serve_handle_request_counter
+        expr: sum by (endpoint) (daskserve_handle_requests_total)
+      - record: serve_deployment_request_counter
+        expr: sum by (deployment, replica) (daskserve_replica_requests_total)
+      - record: serve_backend_request_counter
+        expr: >-
+          sum by (backend) (label_replace(
+          daskserve_deployment_requests_total, "backend", "$1", "deployment", "(.*)"))
+      - record: serve_backend_error_counter
+        expr: >-
+          sum by (backend) (label_replace(
+          daskserve_deployment_errors_total, "backend", "$1", "deployment", "(.*)"))
+      - record: serve_deployment_queued_queries
+        expr: sum by (deployment) (daskserve_router_queued_requests)
+      - record: serve_replica_processing_queries
+        expr: sum by (deployment, replica) (daskserve_replica_ongoing_requests)
+"""
+
+
+@click.group()
+def metrics() -> None:
+    """Bring Prometheus and daskserve together."""
+
+
+metrics.add_command(grafana)
+
+
+@metrics.command("list")
+def list_metrics() -> None:
+    """Print all metrics: name, kind, labels, meaning."""
+    for title, specs in SECTIONS.items():
+        click.echo(f"{title}:")
+        for spec in specs:
+            labels = f"{{{', '.join(spec.labels)}}}" if spec.labels else ""
+            click.echo(f"  {spec.exported_name}{labels}  {spec.kind.value}\n      {spec.meaning}")
+
+
+@metrics.command()
+def rules() -> None:
+    """Print recording rules that export the classic system's names as well."""
+    click.echo(CLASSIC_RULES, nl=False)
+
+
+@metrics.command("scrape-config")
+@click.argument("scheduler", default="")
+@click.option("--file", "file", type=click.Path(dir_okay=False), help="Read targets from this file instead.")
+@click.option("--interval", "interval_s", default=15, show_default=True, help="Seconds between two scrapes.")
+def scrape_config(scheduler: str, file: str | None, interval_s: int) -> None:
+    """Print the part of prometheus.yml that scrapes a whole cluster.
+
+    SCHEDULER is the address of the scheduler's dashboard, such as http://scheduler:8787. With --file, targets
+    are read from a file that `daskserve metrics targets --file ... --follow` keeps up to date.
+    """
+    if file is not None:
+        discovery = FILE_DISCOVERY.format(file=json.dumps(os.path.abspath(file)))
+    elif scheduler.startswith(("http://", "https://")):
+        discovery = HTTP_DISCOVERY.format(url=json.dumps(_url(scheduler)), interval_s=interval_s)
+    else:
+        raise click.UsageError("Give the scheduler's dashboard, such as http://scheduler:8787, or --file.")
+    click.echo(CONFIGURATION.format(discovery=discovery, interval_s=interval_s), nl=False)
+
+
+@metrics.command()
+@click.argument("scheduler", default="")
+@click.option("--file", "file", type=click.Path(dir_okay=False, path_type=Path), help="Write them here.")
+@click.option("--follow", is_flag=True, help="Go on, as workers come and go, until interrupted.")
+@click.option("--interval", "interval_s", default=5.0, show_default=True, help="Seconds between two looks.")
+def targets(scheduler: str, file: Path | None, follow: bool, interval_s: float) -> None:
+    """Print where metrics are to be scraped, or keep a file of it (file_sd) up to date.
+
+    SCHEDULER is the address of the scheduler's dashboard, such as http://scheduler:8787, or of the scheduler
+    itself, such as tcp://scheduler:8786; default: Dask's scheduler-address. A file is replaced as a whole,
+    and stays as it is while the scheduler does not answer.
+    """
+    address = scheduler or str(dask.config.get("scheduler-address", None) or "")
+    if not address:
+        raise click.UsageError(
+            "Give the scheduler's address, or set scheduler-address in Dask's configuration."
+        )
+    if follow and file is None:
+        raise click.UsageError("--follow needs a --file.")
+    if not follow:
+        text = _fetch(address)
+        click.echo(text, nl=False) if file is None else replace(file, text)
+        return
+    assert file is not None
+    _follow(address, file, interval_s)
+
+
+def _follow(address: str, file: Path, interval_s: float) -> None:
+    ended = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: ended.set())
+    written = trouble = ""
+    while True:
+        try:
+            text = _fetch(address)
+            if text != written or not file.exists():
+                replace(file, text)
+                written = text
+            trouble = ""
+        except (click.ClickException, OSError) as error:
+            told = error.format_message() if isinstance(error, click.ClickException) else str(error)
+            if told != trouble:  # once, not at each look
+                click.echo(f"Trying again every {interval_s:g} s: {told}", err=True)
+            trouble = told
+        if ended.wait(interval_s):
+            return
+
+
+def replace(file: Path, text: str) -> None:
+    """Put a new file in the place of an old one, so that readers see the one or the other."""
+    handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as new:
+            new.write(text)
+            new.flush()
+            os.fsync(new.fileno())
+        os.chmod(name, 0o644)  # Prometheus mostly runs as a user of its own
+        os.replace(name, file)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def _fetch(address: str) -> str:
+    """Return the list of targets as text that differs only if they do."""
+    try:
+        found = _targets(address)
+    except (ServeError, OSError, ValueError, http.client.HTTPException) as error:
+        raise click.ClickException(f"{address} did not give a list of targets: {error}") from error
+    found.sort(key=lambda each: (each["labels"].get("dask_role", ""), each["targets"]))
+    return json.dumps(found, indent=2) + "\n"
+
+
+def _targets(address: str) -> list[dict[str, Any]]:
+    if not address.startswith(("http://", "https://")):
+        # Imported here: all of Dask, which whoever asks by HTTP does not need.
+        from daskserve.cluster.scheduler.discovery import ask_targets
+
+        return ask_targets(address, TIMEOUT_S)
+    try:
+        with urllib.request.urlopen(_url(address), timeout=TIMEOUT_S) as answer:
+            found: list[dict[str, Any]] = json.load(answer)
+    except urllib.error.HTTPError as error:
+        error.close()
+        if error.code == 404:
+            raise ValueError("no instance of daskserve runs there") from None
+        raise
+    if not isinstance(found, list) or not all(map(_is_target, found)):
+        raise ValueError("what it answered is no list of targets")
+    return found
+
+
+def _is_target(each: object) -> bool:
+    return isinstance(each, dict) and isinstance(each.get("labels"), dict) and "targets" in each
+
+
+def _url(dashboard: str) -> str:
+    base = dashboard.rstrip("/").removesuffix("/status")
+    return base if base.endswith(TARGETS_PATH) else base + TARGETS_PATH

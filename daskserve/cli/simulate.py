@@ -1,0 +1,241 @@
+"""``daskserve simulate``: what an autoscaling policy would have done to a recorded load."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+import yaml
+
+from daskserve.clock import seeded_rng
+from daskserve.options.autoscaling import AutoscalingConfig
+from daskserve.simulation.fleet import Outcome, Service
+from daskserve.simulation.fleet import simulate as run_simulation
+from daskserve.simulation.peers import knative_autoscaler
+from daskserve.simulation.queueing import Limits
+from daskserve.simulation.report import as_dict, changes, picture, table
+from daskserve.simulation.svg import plot
+from daskserve.simulation.trace import Trace, TraceError, read_trace
+
+#: Not a policy that can be deployed, but one to compare with.
+KNATIVE = "knative"
+CommandT = TypeVar("CommandT", bound=Callable[..., Any])
+
+
+@click.group()
+def simulate() -> None:
+    """Try autoscaling policies on a recorded load."""
+
+
+def _config_options(command: CommandT) -> CommandT:
+    """Add the options that make an `AutoscalingConfig`."""
+    for option in reversed(
+        [
+            click.option("--policy", help="What decides; a name or an import path, as in AutoscalingConfig."),
+            click.option(
+                "--config",
+                "config_path",
+                type=click.Path(exists=True, dir_okay=False),
+                help="YAML file with options of AutoscalingConfig; those given here win.",
+            ),
+            click.option(
+                "--set", "settings", multiple=True, metavar="OPTION=VALUE", help="Any other option."
+            ),
+            click.option("--target", type=float, help="target_ongoing_requests."),
+            click.option("--min", "min_replicas", type=int, help="min_replicas."),
+            click.option("--max", "max_replicas", type=int, help="max_replicas.  [default: 100]"),
+            click.option("--initial", "initial_replicas", type=int, help="initial_replicas."),
+        ]
+    ):
+        command = option(command)
+    return command
+
+
+def _service_options(command: CommandT) -> CommandT:
+    """Add the options that make a `Service`."""
+    for option in reversed(
+        [
+            click.option(
+                "--concurrency",
+                type=int,
+                default=8,
+                show_default=True,
+                help="Requests a replica runs at a time.",
+            ),
+            click.option(
+                "--duration-s",
+                type=float,
+                default=0.1,
+                show_default=True,
+                help="How long a request runs, if the trace does not say.",
+            ),
+            click.option(
+                "--duration-cv",
+                type=float,
+                default=1.0,
+                show_default=True,
+                help="Spread of durations, as their deviation by their mean, if the trace does not say.",
+            ),
+            click.option(
+                "--start-up-s", type=float, default=10.0, show_default=True, help="How long a replica starts."
+            ),
+            click.option("--max-queued", type=float, default=1000.0, show_default=True, help="Refuse more."),
+            click.option("--deadline-s", type=float, default=math.inf, help="Give up who waited so long."),
+        ]
+    ):
+        command = option(command)
+    return command
+
+
+@simulate.command("policy")
+@click.option(
+    "--trace",
+    "trace_path",
+    required=True,
+    type=click.Path(exists=True, dir_okay=False),
+    help="CSV with the columns timestamp_s,requests, or timestamp_s and a line per request; duration_s "
+    "may be added.",
+)
+@_config_options
+@_service_options
+@click.option(
+    "--compare", multiple=True, metavar="POLICY", help="Another policy, or knative. May be repeated."
+)
+@click.option("--price", type=float, default=0.0, help="Of one replica for one hour.")
+@click.option("--starts-at", help="Time of day of the trace's first second, ISO 8601, for schedules.")
+@click.option("--exact", is_flag=True, help="Request by request instead of as a fluid.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of what chance there is.")
+@click.option("--plot", "plot_path", type=click.Path(dir_okay=False), help="Draw it, as FILE.svg.")
+@click.option("--json", "is_json", is_flag=True, help="Print JSON instead of a table.")
+def policy_command(
+    trace_path: str,
+    compare: tuple[str, ...],
+    price: float,
+    starts_at: str | None,
+    exact: bool,
+    seed: int,
+    plot_path: str | None,
+    is_json: bool,
+    **options: Any,
+) -> None:
+    """Simulate a policy, with the code that also runs in the controller, over a trace."""
+    if plot_path is not None and Path(plot_path).suffix != ".svg":
+        raise click.UsageError(
+            f"--plot draws SVG: give {Path(plot_path).with_suffix('.svg')}, not {plot_path}"
+        )
+    try:
+        trace = read_trace(trace_path)
+        service = _service(options)
+        offset_s = 0.0 if starts_at is None else _wall_time(starts_at) - trace.starts_at
+        configs = _configs(options, compare)
+        outcomes = [
+            run_simulation(
+                trace,
+                config,
+                service,
+                name=name,
+                make=knative_autoscaler if name == KNATIVE else None,
+                is_exact=exact,
+                wall_offset_s=offset_s,
+                rng=seeded_rng(seed),
+            )
+            for name, config in configs.items()
+        ]
+    except (TraceError, ValueError) as error:
+        raise click.ClickException(str(error)) from error
+    if plot_path is not None:
+        try:
+            Path(plot_path).write_text(plot(outcomes), encoding="utf-8")
+        except OSError as error:
+            raise click.ClickException(f"--plot cannot be written: {error}") from error
+    if is_json:
+        click.echo(json.dumps([as_dict(outcome, price) for outcome in outcomes], indent=2))
+    else:
+        _print(trace, outcomes, price)
+
+
+def _print(trace: Trace, outcomes: list[Outcome], price: float) -> None:
+    seconds = len(trace.counts)
+    click.echo(f"{trace.requests:,.0f} requests in {seconds:,} s, {trace.requests / seconds:,.1f} a second\n")
+    click.echo(table(outcomes, price))
+    for outcome in outcomes:
+        click.echo(f"\n{picture(outcome)}")
+    if outcomes[0].history.changes:
+        click.echo(f"\nWhat {outcomes[0].name} changed, and why:\n{changes(outcomes[0])}")
+
+
+def _configs(options: dict[str, Any], compare: tuple[str, ...]) -> dict[str, AutoscalingConfig]:
+    """Return the config of each policy by the name to show, the one asked about first."""
+    values = _from_file(options["config_path"]) | _from_settings(options["settings"])
+    for name, option in (
+        ("policy", "policy"),
+        ("target_ongoing_requests", "target"),
+        ("min_replicas", "min_replicas"),
+        ("max_replicas", "max_replicas"),
+        ("initial_replicas", "initial_replicas"),
+    ):
+        if options[option] is not None:
+            values[name] = options[option]
+    values.setdefault("max_replicas", max(100, values.get("min_replicas") or 1))
+    first = str(values.get("policy", AutoscalingConfig.model_fields["policy"].default))
+    found = {}
+    for name in dict.fromkeys((first, *compare)):
+        # Arguments of one policy are none of another's.
+        own = (
+            values
+            if name == first
+            else {key: value for key, value in values.items() if key != "policy_kwargs"}
+        )
+        own = {key: value for key, value in own.items() if key != "policy"}
+        found[name] = AutoscalingConfig(**own) if name == KNATIVE else AutoscalingConfig(policy=name, **own)
+    return found
+
+
+def _from_file(path: str | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    try:
+        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not YAML: {error}") from error
+    if found is None:
+        return {}
+    if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
+        raise ValueError(f"{path} has to be a mapping of options, such as max_replicas: 10")
+    return found
+
+
+def _from_settings(settings: tuple[str, ...]) -> dict[str, Any]:
+    found = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not equals:
+            raise ValueError(f"--set {setting!r} has no '='; write --set upscale_delay_s=10")
+        try:
+            found[name.strip()] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ValueError(f"--set {setting!r} has a value that is not YAML: {error}") from error
+    return found
+
+
+def _service(options: dict[str, Any]) -> Service:
+    return Service(
+        concurrency=options["concurrency"],
+        duration_s=options["duration_s"],
+        duration_cv=options["duration_cv"],
+        start_up_s=options["start_up_s"],
+        limits=Limits(options["max_queued"], options["deadline_s"]),
+    )
+
+
+def _wall_time(text: str) -> float:
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError:
+        raise ValueError(f"--starts-at is {text!r}; write it as 2024-03-08T06:00+01:00") from None
+    return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()

@@ -1,0 +1,1 @@
+"""What programs call: `serve.start`, `serve.run`, the client and the deployments."""

@@ -1,0 +1,441 @@
+"""The functions of ``import daskserve as serve``: starting, finding and ending instances, and deployments."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import string
+import uuid
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import dask.config
+
+from daskserve import settings
+from daskserve.client.calls import ControllerCalls, end_instance, wait_for_http
+from daskserve.client.client import Client
+from daskserve.client.deployment_verbs import python_methods
+from daskserve.client.deployments import Application, Deployment
+from daskserve.client.explanation import Explanation
+from daskserve.client.status import Status
+from daskserve.client.wishes import check_name, check_route, make_wish
+from daskserve.cluster.launch import start_detached_cluster, start_local_cluster
+from daskserve.cluster.link import Link, dial, link_of, present_link
+from daskserve.cluster.scheduler.install import start_instance
+from daskserve.context import current_replica
+from daskserve.data.caller.handle import Handle
+from daskserve.errors import AlreadyRunningError, ClosedError, NotRunningError
+from daskserve.options.config import HTTPOptions, parse_options
+from daskserve.payload import dump_bytes
+from daskserve.starts import ControllerStart
+from daskserve.types import DEFAULT_INSTANCE, InstanceName
+
+logger = logging.getLogger("daskserve.client.api")
+
+#: Tells an argument that was left out from one that was given its default.
+_UNSET: Any = object()
+
+
+def start(
+    detached: bool = False,
+    http_host: str | None = _UNSET,
+    http_port: int = _UNSET,
+    http_middlewares: Sequence[Any] = _UNSET,
+    http_options: HTTPOptions | Mapping[str, Any] | None = None,
+    *,
+    dask_client: Any = None,
+    address: str | None = None,
+    store: str = "memory://",
+    name: str | None = None,
+    dashboard: bool = True,
+) -> Client:
+    """Start an instance and return its client once every proxy listens.
+
+    Without ``dask_client`` and ``address``, Dask's default client of this process is used; if there is
+    none, a local cluster of processes is started, which ends with its last instance. The one made for a
+    detached instance goes on without this program; others reach it by ``client.scheduler_address``.
+
+    Parameters
+    ----------
+    detached : bool
+        Let the instance outlive this program. A cluster has at most one detached instance, which
+        `connect` finds. Otherwise the instance ends with the returned client.
+    http_host, http_port, http_middlewares
+        Deprecated; use ``http_options``.
+    http_options : HTTPOptions or dict, optional
+    dask_client : distributed.Client, optional
+    address : str, optional
+        Of a Dask scheduler to connect to.
+    store : str
+        URL of where the instance's records are kept: ``memory://``, ``sqlite:///path`` or any URL of fsspec.
+        Paths are those of the scheduler's host. An instance that finds records of its name there brings back
+        what they describe.
+    name : str, optional
+        The instance's name. Default: a random one, or, if detached, the well-known one that `connect` looks
+        for. Give one to find a durable store's records again.
+    dashboard : bool
+        Whether a local cluster that is made here has Dask's dashboard (if bokeh is installed).
+
+    Raises
+    ------
+    AlreadyRunningError
+        A detached instance is already running.
+    ClusterUnreachableError, VersionMismatchError, InstanceError
+        The cluster cannot be reached, or has no fitting daskserve, or no worker.
+    PortInUseError
+        Something listens on the wanted port.
+    TimeoutError
+        The proxies did not listen in time.
+    """
+    options = _http_options(http_host, http_port, http_middlewares, http_options)
+    if name is not None:
+        check_name(name, "name")
+        if detached and name != DEFAULT_INSTANCE:
+            raise ValueError("A detached instance has the well-known name that serve.connect() looks for.")
+    if name is None and not detached and not store.startswith("memory:"):
+        raise ValueError(
+            f"An instance with a random name would never find its records in {store!r} again; give it a "
+            "name=, or start it with detached=True."
+        )
+    link = _find_link(dask_client, address)
+    made_here = link is None
+    if link is None:
+        link = _make_cluster(detached, dashboard)
+    instance = name or (DEFAULT_INSTANCE if detached else _new_name(link))
+    start_id = uuid.uuid4().hex
+    message = {
+        "owner": None if detached else link.owner_id,
+        "owns_cluster": detached and made_here,
+        "store": store,
+        "start_id": start_id,
+    }
+    try:
+        if made_here and detached:
+            link.owning_instances.add(instance)
+        link.instance_started(instance)
+        link.sync(_start(link, instance, options, message))
+        return Client(link, instance, is_owner=not detached)
+    except BaseException as error:
+        # Nothing half-made stays, not even on Ctrl-C; but an instance that was there before does.
+        if made_here or not isinstance(error, AlreadyRunningError):
+            try:
+                end_instance(link, instance, start_id=start_id)
+            except Exception:
+                # What went wrong first is what the caller must see.
+                logger.exception("The instance that did not start could not be ended in order")
+        if address is not None:
+            link.hang_up()
+        raise
+
+
+def _make_cluster(detached: bool, dashboard: bool) -> Link:
+    size = settings.local_cluster_size()
+    if detached:
+        return link_of(start_detached_cluster(size, has_dashboard=dashboard))
+    cluster, client = start_local_cluster(size, has_dashboard=dashboard)
+    link = link_of(client)
+    link.own_cluster = cluster
+    return link
+
+
+def _http_options(
+    http_host: Any,
+    http_port: Any,
+    http_middlewares: Any,
+    http_options: HTTPOptions | Mapping[str, Any] | None,
+) -> HTTPOptions:
+    old = {
+        name: value
+        for name, value in (("host", http_host), ("port", http_port), ("middlewares", http_middlewares))
+        if value is not _UNSET
+    }
+    if old and http_options is not None:
+        raise ValueError(
+            f"You cannot specify both http_options and http_{next(iter(old))}; put it into http_options."
+        )
+    if old:
+        names = ", ".join(f"http_{name}" for name in old)
+        warnings.warn(f"{names}: use http_options instead.", DeprecationWarning, stacklevel=3)
+        old["middlewares"] = list(old.get("middlewares", []))
+        return HTTPOptions(**{**settings.http_defaults(), **old})
+    if isinstance(http_options, HTTPOptions):
+        return http_options
+    given = parse_options(HTTPOptions, http_options, what="http_options")
+    return HTTPOptions(**{**settings.http_defaults(), **given.model_dump(exclude_unset=True)})
+
+
+async def _start(
+    link: Link, instance: InstanceName, options: HTTPOptions, message: Mapping[str, Any]
+) -> None:
+    timeouts = settings.timeouts()
+    plain = options.model_dump(mode="json", exclude={"middlewares"})
+    controller = ControllerStart(
+        http=plain,
+        middlewares=dump_bytes(options.middlewares) if options.middlewares else None,
+        settings={"start_s": timeouts.start_s},
+    )
+    await start_instance(
+        link,
+        instance,
+        timeout_s=timeouts.proxy_s,
+        grace_s=timeouts.grace_s,
+        payload=controller.encode(),
+        **message,
+    )
+    await wait_for_http(ControllerCalls(link, instance), timeouts.proxy_s)
+
+
+def _new_name(link: Link) -> InstanceName:
+    return f"{DEFAULT_INSTANCE}-{''.join(link.rng.choices(string.ascii_letters, k=6))}"
+
+
+def _find_link(dask_client: Any, address: str | None) -> Link | None:
+    if dask_client is not None and address is not None:
+        raise ValueError("Give either dask_client or address, not both.")
+    if dask_client is not None:
+        return link_of(dask_client)
+    if address is not None:
+        return link_of(dial(address, settings.timeouts().connect_s))
+    return present_link()
+
+
+def connect(*, dask_client: Any = None, address: str | None = None) -> Client:
+    """Return a client of an instance that runs already; never starts one, nor a cluster.
+
+    Inside a backend this is the backend's own instance. Elsewhere it is the detached instance of the
+    cluster that ``dask_client``, ``address``, Dask's default client or Dask's ``scheduler-address``
+    configuration names, in this order.
+
+    Raises
+    ------
+    NotRunningError
+        There is no such instance.
+    ClusterUnreachableError
+        No Dask scheduler answers there.
+    """
+    replica = current_replica.get()
+    if replica is not None and dask_client is None and address is None:
+        return Client(replica.cluster.link, replica.instance, is_owner=False)
+    link = _find_link(dask_client, address)
+    if link is None:
+        address = dask.config.get("scheduler-address", None)
+        if address is None:
+            raise NotRunningError(
+                "There is no Dask cluster to look on: pass address=..., make a distributed.Client, or start "
+                "an instance with serve.start(detached=True)."
+            )
+        link = link_of(dial(address, settings.timeouts().connect_s))
+    try:
+        return _connect(link)
+    except BaseException:
+        if address is not None:
+            link.hang_up()
+        raise
+
+
+def _connect(link: Link) -> Client:
+    timeouts = settings.timeouts()
+    no_instance = NotRunningError(
+        f"No detached instance runs on the cluster {link.scheduler_address}; start one with "
+        "serve.start(detached=True)."
+    )
+    if not link.sync(link.check_scheduler(timeouts.connect_s)):
+        raise no_instance
+    try:
+        running = link.sync(link.ask("instances"))
+    except NotRunningError:
+        raise no_instance from None
+    if DEFAULT_INSTANCE not in running:
+        raise no_instance
+    if running[DEFAULT_INSTANCE]["owns_cluster"]:
+        link.owning_instances.add(DEFAULT_INSTANCE)
+    return Client(link, DEFAULT_INSTANCE, is_owner=False)
+
+
+def _present_client() -> Client | None:
+    """Return a client of the instance that calls without one mean.
+
+    It is the one that `run` started in this process, else the last that `start` did and that still runs, else
+    the detached one of this process's Dask cluster.
+    """
+    link = _find_link(None, None)
+    if link is None:
+        return None
+    if link.default_instance is not None:
+        found: Client = link.default_instance
+        return found
+    started = link.latest_started()
+    if started is not None:
+        return Client(link, started, is_owner=False)
+    try:
+        return connect()
+    except NotRunningError:
+        return None
+
+
+def shutdown() -> None:
+    """End the instance that `run` uses; nothing to end is no error."""
+    client = _present_client()
+    if client is not None:
+        client.shutdown()
+
+
+def status() -> Status:
+    """Return what runs of the instance that `run` uses, and why what does not; empty if none runs."""
+    client = _present_client()
+    try:
+        return Status() if client is None else client.status()
+    except ClosedError:
+        return Status()  # it ended just now
+
+
+def explain(name: str) -> Explanation:
+    """Return why a deployment of the instance that `run` uses has as many replicas as it has.
+
+    Print it to read it: how many there are and should be, between which bounds, what the policy says, the
+    last figures and changes, and what replicas wait for.
+
+    Raises
+    ------
+    NotFoundError
+        There is no such deployment.
+    NotRunningError
+        No instance runs.
+    """
+    return _running_client().explain(name)
+
+
+def scale(name: str, target_num_replicas: int) -> int:
+    """Say how many replicas a deployment has that is scaled from outside; return the number.
+
+    See `daskserve.client.client.Client.scale`.
+
+    Raises
+    ------
+    ExternalScalerDisabledError
+        Its config does not have ``external_scaler_enabled=True``.
+    NotFoundError
+        There is no such deployment.
+    BadRequestError
+        There cannot be so many replicas.
+    NotRunningError
+        No instance runs.
+    """
+    return _running_client().scale(name, target_num_replicas)
+
+
+def _running_client() -> Client:
+    client = _present_client()
+    if client is None:
+        raise NotRunningError("No instance runs here; deploy something with serve.run() first.")
+    return client
+
+
+def set_target_capacity(percent: float | None) -> None:
+    """Let everything in the instance that `run` uses have this percentage of its replicas; None: all of them.
+
+    See `daskserve.client.client.Client.set_target_capacity`.
+
+    Raises
+    ------
+    BadRequestError
+        A `ValueError`: it is not a number from 0 to 100.
+    NotRunningError
+        No instance runs.
+    """
+    client = _present_client()
+    if client is None:
+        raise NotRunningError("No instance runs here; deploy something with serve.run() first.")
+    client.set_target_capacity(percent)
+
+
+def run(
+    target: Any,
+    *,
+    route_prefix: str | None = "/",
+    blocking: bool = False,
+    http_options: HTTPOptions | Mapping[str, Any] | None = None,
+    timeout_s: float | None = None,
+) -> Handle:
+    """Deploy an application and return its handle once it answers.
+
+    Uses the default instance of this process's Dask cluster, or starts it (and, without a Dask cluster, a
+    local one of processes). Running the same application again changes nothing; a changed one replaces it,
+    new replicas before old ones.
+
+    Parameters
+    ----------
+    target : Application
+        What ``.bind()`` returns.
+    route_prefix : str, optional
+        Where it answers HTTP; None: by handle only.
+    blocking : bool
+        Serve until Ctrl-C, then end the instance.
+    http_options : HTTPOptions or dict, optional
+        For the instance, if this call starts it.
+    timeout_s : float, optional
+        After so long the deployment is taken back and the call fails.
+
+    Raises
+    ------
+    TypeError
+        The target is not an application.
+    ReplicaStartError, NoCapacityError
+        See `daskserve.client.client.Client.create_backend`.
+    """
+    if not isinstance(target, Application):
+        hint = " (did you forget .bind()?)" if isinstance(target, Deployment) else ""
+        raise TypeError(f"serve.run() takes what .bind() returns, got {target!r}{hint}")
+    check_route(route_prefix)
+    client = default_instance(http_options)
+    handle = deploy(client, target, route_prefix=route_prefix, timeout_s=timeout_s)
+    if blocking:
+        client.serve_until_interrupted()
+    return handle
+
+
+def default_instance(http_options: HTTPOptions | Mapping[str, Any] | None = None) -> Client:
+    """Return the client of the default instance, starting one if there is none.
+
+    See `_present_client` for which one that is.
+    """
+    present = _present_client()
+    if present is not None:
+        if http_options is not None:
+            warnings.warn(
+                "An instance runs already; its HTTP options stay as they are.", UserWarning, stacklevel=3
+            )
+        return present
+    client = start(http_options=http_options)
+    client.become_default()
+    return client
+
+
+def deploy(
+    client: Client, target: Application, *, route_prefix: str | None, timeout_s: float | None = None
+) -> Handle:
+    """Deploy an application on an instance; see `run`."""
+    wanted = target.deployment
+    wish = make_wish(
+        wanted.name,
+        wanted.definition,
+        target.args,
+        target.kwargs,
+        actor_options=wanted.actor_options,
+        config=wanted.config,
+        timeout_s=timeout_s,
+        version=wanted.version,
+        user_version=wanted.version,
+        env=wanted.env,
+    )
+    client.deploy_wish(wish, route=route_prefix, methods=python_methods(wanted.definition))
+    return client.get_handle(wanted.name, sync=not _in_event_loop())
+
+
+def _in_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

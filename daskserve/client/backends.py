@@ -1,0 +1,181 @@
+"""The client's verbs about backends."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from daskserve import settings
+from daskserve.client.base import ClientBase
+from daskserve.client.wishes import join_config, make_wish, split_config
+from daskserve.errors import ServeError
+from daskserve.options.config import ActorOptions, BackendConfig, parse_options
+from daskserve.options.external_scaling import checked_number
+from daskserve.types import GoalId
+
+logger = logging.getLogger("daskserve.client.client")
+
+
+class BackendVerbs(ClientBase):
+    """Callables and how they run."""
+
+    def create_backend(
+        self,
+        backend_tag: str,
+        backend_def: Any,
+        *init_args: Any,
+        actor_options: ActorOptions | Mapping[str, Any] | None = None,
+        config: BackendConfig | Mapping[str, Any] | None = None,
+        env: Any = None,
+        timeout_s: float | None = None,
+        ray_actor_options: Mapping[str, Any] | None = None,
+        blocking: bool = True,
+        **init_kwargs: Any,
+    ) -> GoalId | None:
+        """Register a backend and return when all its replicas run.
+
+        Parameters
+        ----------
+        backend_tag : str
+            Its name; without ``#`` and ``/``.
+        backend_def
+            A function, a class with ``__call__``, an ASGI application, or an import path such as
+            ``"pkg.mod.Name"`` that the replicas import.
+        *init_args, **init_kwargs
+            For the constructor of a class.
+        actor_options : ActorOptions or dict, optional
+            What each replica occupies, and where it may be. ``ray_actor_options`` is the same.
+        config : BackendConfig or dict, optional
+        env : CondaEnv, str or path, optional
+            The Python environment the callable runs in, in a process of its own for each replica: a
+            `CondaEnv` or its name, or the path of a virtualenv or conda environment. It must be there on
+            every worker that may run the backend, with this daskserve and the worker's version of Python.
+            None: the worker's own environment (not, as in the classic system, the caller's).
+        timeout_s : float, optional
+            After so long the backend is taken back and the call fails; default from
+            ``daskserve.timeouts.change-s`` (60).
+        blocking : bool
+            False: return at once; see the return value.
+
+        Returns
+        -------
+        str or None
+            With ``blocking=False`` the goal for `wait_for_goal`; None if there is nothing to wait for.
+
+        Raises
+        ------
+        AlreadyRegisteredError
+            The tag is taken.
+        BadRequestError, TypeError, ValueError
+            The arguments are wrong, or a worker does not have the environment.
+        VersionMismatchError
+            The environment has no daskserve, or another version of it or of Python.
+        ReplicaStartError
+            The constructor raised, three times; carries its traceback.
+        NoCapacityError
+            No worker had room within ``timeout_s``.
+        """
+        self._check_open()
+        wish = make_wish(
+            backend_tag,
+            backend_def,
+            init_args,
+            init_kwargs,
+            actor_options=actor_options if actor_options is not None else ray_actor_options,
+            config=config,
+            timeout_s=timeout_s,
+            env=env,
+        )
+        try:
+            return self._change("create_backend", blocking=blocking, **wish)
+        except KeyboardInterrupt:
+            self._take_back(wish)
+            raise
+
+    def _take_back(self, wish: Mapping[str, Any]) -> None:
+        """Delete the backend that an interrupted call was making."""
+        try:
+            # The same wish again changes nothing where it was registered, and fails where another one is.
+            self._change("create_backend", blocking=False, **wish)
+            self._change("delete_backend", tag=wish["tag"], force=True)
+        except ServeError as error:
+            logger.info("Backend %s was not made, or is in use already: %s", wish["tag"], error)
+
+    def update_backend_config(
+        self,
+        backend_tag: str,
+        config_options: BackendConfig | Mapping[str, Any],
+        *,
+        timeout_s: float | None = None,
+        blocking: bool = True,
+    ) -> GoalId | None:
+        """Change the given options of a backend and return when its replicas have them; others stay.
+
+        A change of ``user_config`` calls ``reconfigure`` on each replica; no replica is restarted. With
+        ``blocking=False`` it returns at once, with the goal for `wait_for_goal`.
+
+        Raises
+        ------
+        TypeError
+            The options are neither a `BackendConfig` nor a dict.
+        NotRegisteredError
+            There is no such backend.
+        """
+        if config_options is None:
+            raise TypeError("config_options must be a BackendConfig or a dict of its options, got None")
+        config = parse_options(BackendConfig, config_options, what="config_options")
+        plain, user_config = split_config(config)
+        return self._change(
+            "update_backend_config",
+            blocking=blocking,
+            tag=backend_tag,
+            config=plain,
+            user_config=user_config,
+            sets_user_config="user_config" in config.model_fields_set,
+            timeout_s=timeout_s if timeout_s is not None else settings.timeouts().change_s,
+        )
+
+    def scale(self, name: str, target_num_replicas: int) -> int:
+        """Say how many replicas a backend or deployment has that is scaled from outside; return the number.
+
+        It is recorded when this returns, and outlives the controller and the replicas; they come and go
+        afterwards. The same as a POST to the scheduler's HTTP server, see docs/autoscaling.md.
+
+        Raises
+        ------
+        ExternalScalerDisabledError
+            Its config does not have ``external_scaler_enabled=True``.
+        NotFoundError
+            There is no such backend.
+        BadRequestError
+            There cannot be so many replicas: not a whole number, or none.
+        """
+        return int(self._call("scale", name=name, number=checked_number(target_num_replicas)))
+
+    def get_backend_config(self, backend_tag: str) -> BackendConfig:
+        """Return a backend's config; `NotRegisteredError` (a `ValueError`) if there is no such backend."""
+        return join_config(self._call("get_backend_config", tag=backend_tag))
+
+    def list_backends(self) -> dict[str, BackendConfig]:
+        """Return the config of every backend, by tag."""
+        return {tag: join_config(found) for tag, found in self._call("list_backends").items()}
+
+    def delete_backend(
+        self, backend_tag: str, force: bool = False, *, blocking: bool = True
+    ) -> GoalId | None:
+        """Stop a backend's replicas and forget it; an unknown tag is no error.
+
+        Parameters
+        ----------
+        force : bool
+            Do not let running requests finish.
+        blocking : bool
+            False: return at once, with the goal for `wait_for_goal`.
+
+        Raises
+        ------
+        BadRequestError
+            An endpoint still sends it traffic or shadows.
+        """
+        return self._change("delete_backend", blocking=blocking, tag=backend_tag, force=force)

@@ -1,0 +1,163 @@
+"""Calls from a user program to an instance's controller, and the end of an instance."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from daskserve.cluster.dask import DaskCluster
+from daskserve.cluster.link import Link
+from daskserve.cluster.store.errors import StoreUnavailableError
+from daskserve.errors import (
+    ActorLostError,
+    ClosedError,
+    ClusterUnreachableError,
+    NotRunningError,
+    RequestTimeoutError,
+    ServeError,
+    UnavailableError,
+)
+from daskserve.types import GoalId, InstanceName
+
+logger = logging.getLogger("daskserve.client.client")
+
+#: One call to the controller waits for a goal this long at most, then asks again.
+POLL_S = 25.0
+#: How long a call is tried again while the controller is being replaced.
+CONTROLLER_S = 30.0
+RETRY_S = 0.05
+#: A call that takes longer looks whether its controller is still the present one.
+CHECK_S = 1.0
+#: How long `Client.shutdown` waits for everything to be gone.
+SHUTDOWN_S = 15.0
+
+
+class ControllerCalls:
+    """Calls to an instance's controller, tried again while it is being replaced.
+
+    Runs on the link's loop. Trying again is safe because every verb is idempotent.
+    """
+
+    def __init__(self, link: Link, instance: InstanceName) -> None:
+        self.link = link
+        self.instance = instance
+
+    async def call(self, verb: str, **message: Any) -> Any:
+        cluster = self.link.cluster(self.instance)
+        deadline = self.link.clock.now() + CONTROLLER_S
+        while True:
+            try:
+                return await self._call_one(cluster, verb, message)
+            except StoreUnavailableError:
+                raise  # the controller is there and has said what is wrong; serving goes on meanwhile
+            except (ActorLostError, UnavailableError):
+                cluster.forget_controller()
+                if self.link.clock.now() > deadline:
+                    raise
+            except NotRunningError as error:
+                raise ClosedError(f"Instance {self.instance!r} has been shut down.") from error
+            except OSError as error:
+                if isinstance(error, ServeError):
+                    raise
+                raise ClusterUnreachableError(
+                    f"The connection to the Dask scheduler {self.link.scheduler_address} was lost: {error}"
+                ) from error
+            await self.link.clock.sleep(RETRY_S)
+
+    @staticmethod
+    async def _call_one(cluster: DaskCluster, verb: str, message: Mapping[str, Any]) -> Any:
+        """Call the present controller; give up on it when it is not the present one any more.
+
+        A controller whose process is stopped keeps its connections and never answers.
+        """
+        address = await cluster.controller()
+        call = asyncio.ensure_future(cluster.call(address, verb, **message))
+        try:
+            while True:
+                done, _ = await asyncio.wait([call], timeout=CHECK_S)
+                if done:
+                    return call.result()
+                cluster.forget_controller()
+                if await cluster.controller() != address:
+                    raise ActorLostError(f"The controller {address} was replaced.")
+        finally:
+            call.cancel()
+
+    async def change(self, verb: str, *, blocking: bool = True, **message: Any) -> GoalId | None:
+        """Call a verb that changes something; return when the change has come about and is seen here.
+
+        With ``blocking=False`` it returns as soon as the change is accepted, with the goal to wait for.
+        """
+        answer = await self.call(verb, **message)
+        goal: GoalId | None = answer.get("goal")
+        if goal is not None and not blocking:
+            return goal
+        if goal is not None:
+            await self.wait_for_goal(goal, None)
+        else:
+            await self.see(answer.get("snapshot"))
+        return None
+
+    async def wait_for_goal(self, goal: GoalId, timeout_s: float | None) -> bool:
+        """Return whether a goal was reached in time; raise why it failed."""
+        deadline = None if timeout_s is None else self.link.clock.now() + timeout_s
+        while True:
+            left_s = POLL_S if deadline is None else min(POLL_S, deadline - self.link.clock.now())
+            answer = await self.call("wait_for_goal", goal_id=goal, timeout_s=max(0.0, left_s))
+            if answer["is_done"]:
+                await self.see(answer.get("snapshot"))
+                return True
+            if deadline is not None and self.link.clock.now() >= deadline:
+                return False
+
+    async def see(self, snapshot: Sequence[int] | None) -> None:
+        """Wait until this process's own routers, if it has any, act on a change."""
+        cluster = self.link.cluster(self.instance)
+        if snapshot is not None and "routers" in cluster.shared:
+            try:
+                await cluster.listener.wait_for_snapshot((snapshot[0], snapshot[1]), POLL_S)
+            except TimeoutError:
+                logger.warning("This process did not hear of a change within %s s", POLL_S)
+
+
+def end_instance(link: Link, instance: InstanceName, *, start_id: str | None = None) -> None:
+    """End an instance from any thread; an instance, or a cluster, that is gone already is no error.
+
+    With a ``start_id`` it ends only if it was started under that id, not one that was there before.
+    """
+    message = {} if start_id is None else {"start_id": start_id}
+
+    async def end() -> None:
+        if start_id is None:
+            await link.drop_cluster(instance)
+        try:
+            async with asyncio.timeout(SHUTDOWN_S):
+                has_ended = await link.ask("end_instance", instance=instance, **message)
+        except NotRunningError:
+            pass
+        except (OSError, TimeoutError) as error:
+            logger.warning("Instance %s did not end in order: %r", instance, error)
+        else:
+            if has_ended:
+                await link.drop_cluster(instance)
+
+    link.release_default(instance)
+    if link.runs_here():
+        # A client collected by the garbage collector on the link's own loop must not block it.
+        link.spawn(end())
+        return
+    try:
+        if link.is_open:
+            link.sync(end())
+    finally:
+        link.instance_ended(instance)
+
+
+async def wait_for_http(calls: ControllerCalls, timeout_s: float) -> None:
+    """Return when every proxy listens; raise what keeps one from it."""
+    try:
+        await calls.call("wait_for_http", timeout_s=timeout_s)
+    except RequestTimeoutError as error:
+        raise TimeoutError(f"HTTP proxies not available after {timeout_s:g}s: {error}") from error

@@ -1,0 +1,166 @@
+"""The client of an instance. Its methods block until what they ask for holds."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from daskserve.client.deployment_verbs import DeploymentVerbs
+from daskserve.client.explanation import Explanation
+from daskserve.client.status import Status
+from daskserve.cluster.link import Link
+from daskserve.data.caller.handle import Handle, routers_of
+from daskserve.errors import NotFoundError
+from daskserve.options.bounds import checked_capacity
+from daskserve.types import InstanceName, SnapshotId
+
+
+class Client(DeploymentVerbs):
+    """One instance, as a user program holds it. Made by `daskserve.start` and `daskserve.connect`.
+
+    An instance that was started without ``detached=True`` ends with its client: by `shutdown`, when the
+    client is garbage collected, or when the program ends.
+    """
+
+    def get_handle(self, endpoint_name: str, missing_ok: bool = False, sync: bool = True) -> Handle:
+        """Return a handle that calls an endpoint from Python.
+
+        Parameters
+        ----------
+        missing_ok : bool
+            Do not look whether the endpoint exists.
+        sync : bool
+            Whether you will ask for ``.result()`` (True) or await (False). Both work on every handle; a
+            mismatch with where you are only warns.
+
+        Raises
+        ------
+        NotFoundError
+            A `KeyError`: there is no such endpoint.
+        """
+        self._warn_about_loop(sync)
+        try:
+            facts = self._call("get_endpoint", name=endpoint_name)
+        except NotFoundError:
+            if not missing_ok:
+                raise
+            facts = {"is_legacy": True, "python_methods": []}
+        self._prepare_routers()
+        return Handle(
+            self._instance,
+            endpoint_name,
+            is_legacy=facts["is_legacy"],
+            python_methods=tuple(facts["python_methods"]),
+            cluster=self._link.cluster(self._instance),
+        )
+
+    def _prepare_routers(self) -> None:
+        # Begun here and not at the first call, so that later changes through this client are seen by it.
+        self._link.sync(_start_routers(self._link, self._instance))
+
+    @staticmethod
+    def _warn_about_loop(sync: bool) -> None:
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            if not sync:
+                warnings.warn(
+                    "You asked for a handle with sync=False outside an event loop; its responses can only be "
+                    "awaited there. Use sync=True and .result() in blocking code.",
+                    UserWarning,
+                    stacklevel=3,
+                )
+        else:
+            if sync:
+                warnings.warn(
+                    "You asked for a handle with sync=True inside an event loop; .result() would block it. "
+                    "Use sync=False and await the responses.",
+                    UserWarning,
+                    stacklevel=3,
+                )
+
+    def http_urls(self) -> list[str]:
+        """Return where the proxies listen, for instance ``["http://127.0.0.1:8000"]``."""
+        return list(self._call("http_urls"))
+
+    def status(self) -> Status:
+        """Return what runs and what does not, with the reasons; all empty once the instance has ended."""
+        if self._is_closed:
+            return Status()
+        return Status.of(self._call("status"))
+
+    def set_target_capacity(self, percent: float | None) -> None:
+        """Let every backend have this percentage of its replicas, rounded up; None: all of them.
+
+        Of autoscaled backends that is ``min_replicas``, ``max_replicas`` and ``initial_replicas``, of others
+        ``num_replicas``. The options stay as they are, and come back with the capacity. At 0 there are no
+        replicas at all, and requests are refused with 503. While the capacity goes up, backends have their
+        ``initial_replicas`` at least, until it is set to None.
+
+        Returns when routers and the controller go by it, before all replicas have started or ended; `status`
+        tells of both, and `explain` of one backend. It outlives controllers, as other changes do.
+
+        Raises
+        ------
+        BadRequestError
+            A `ValueError`: it is not a number from 0 to 100.
+        """
+        self._change("set_target_capacity", percent=checked_capacity(percent))
+
+    def explain(self, name: str) -> Explanation:
+        """Return why a backend or deployment has as many replicas as it has; print it to read it.
+
+        Raises
+        ------
+        NotFoundError
+            There is no such backend.
+        """
+        return Explanation.of(self._call("explain", name=name))
+
+    def view(self, name: str) -> Any:
+        """Return something of the controller's inside in plain values, under the classic system's names.
+
+        ``get_all_backends``, ``get_all_endpoints``, ``get_http_config``, ``get_http_proxies``,
+        ``all_replica_handles``, ``get_router_config``, ``get_traffic_policies``, ``get_backend_configs``, ...
+
+        Raises
+        ------
+        NotFoundError
+            There is no such view; the message names those there are.
+        """
+        return self._call("view", name=name)
+
+    def report_queue_lengths(self, router: str, lengths: Mapping[str, int]) -> None:
+        """Tell the controller what waits in a router, by backend; ``view("queue_lengths")`` shows it."""
+        self._call("report_queue_lengths", router=router, lengths=dict(lengths))
+
+    def listen_for_change(
+        self, keys_to_snapshot_ids: Mapping[str, SnapshotId | None]
+    ) -> dict[str, tuple[SnapshotId, Any]]:
+        """Return the published values that are newer than the snapshots given, waiting for one if need be.
+
+        Parameters
+        ----------
+        keys_to_snapshot_ids : dict
+            The snapshot id that was seen last of each key, None for none. Keys are ``routes``,
+            ``endpoint/<name>`` and ``backend/<tag>``.
+
+        Returns
+        -------
+        dict
+            The new snapshot id and value of each key that changed; empty after 30 s without a change.
+        """
+        ids = {key: None if seen is None else list(seen) for key, seen in keys_to_snapshot_ids.items()}
+        found = self._call("listen_for_change", snapshot_ids=ids)
+        return {key: ((seen[0], seen[1]), value) for key, (seen, value) in found.items()}
+
+    def snapshot(self) -> str:
+        """Return what is deployed as JSON, in the shape of the classic system's snapshot."""
+        return json.dumps(self._call("snapshot"))
+
+
+async def _start_routers(link: Link, instance: InstanceName) -> None:
+    await routers_of(link.cluster(instance))

@@ -1,0 +1,135 @@
+"""The client's verbs about deployments: a backend and an endpoint of one name, managed together."""
+
+from __future__ import annotations
+
+import inspect
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from daskserve.client.endpoints import EndpointVerbs
+from daskserve.client.wishes import check_route, make_wish
+from daskserve.options.config import ActorOptions, BackendConfig
+from daskserve.types import ALL_HTTP_METHODS, GoalId
+
+#: Tells a route that was left out from None, which means no route.
+_NAME_AS_ROUTE: Any = object()
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentInfo:
+    """What is known of a deployment. ``version`` is None if it was deployed without one."""
+
+    name: str
+    version: str | None
+    config: Mapping[str, Any]
+    actor_options: Mapping[str, Any]
+    python_methods: tuple[str, ...]
+    deployed_at: float
+    running: int
+
+
+def _info_of(found: Mapping[str, Any]) -> tuple[DeploymentInfo, str | None]:
+    known = {field.name: found[field.name] for field in fields(DeploymentInfo)}
+    known["python_methods"] = tuple(known["python_methods"])
+    return DeploymentInfo(**known), found["route"]
+
+
+def python_methods(definition: Any) -> list[str]:
+    """Return the names of the public methods that a handle may call."""
+    if not inspect.isclass(definition):
+        return []
+    return sorted(
+        name
+        for name, value in inspect.getmembers(definition, callable)
+        if not name.startswith("_") and not inspect.isclass(value)
+    )
+
+
+class DeploymentVerbs(EndpointVerbs):
+    """Deploying, with versions."""
+
+    def deploy(
+        self,
+        name: str,
+        deployment_def: Any,
+        *init_args: Any,
+        version: str | None = None,
+        prev_version: str | None = None,
+        route_prefix: str | None = _NAME_AS_ROUTE,
+        config: BackendConfig | Mapping[str, Any] | None = None,
+        actor_options: ActorOptions | Mapping[str, Any] | None = None,
+        env: Any = None,
+        timeout_s: float | None = None,
+        blocking: bool = True,
+        **init_kwargs: Any,
+    ) -> GoalId | None:
+        """Deploy a callable under a name, or bring the deployment of that name to this code and config.
+
+        The same version and config change nothing; the same version with another config is reconfigured in
+        place; another version, or none, replaces the replicas one by one, new before old.
+
+        Parameters
+        ----------
+        version : str, optional
+            Names the code. Without one, every call replaces the replicas.
+        prev_version : str, optional
+            Deploy only over this version.
+        route_prefix : str, optional
+            Default ``/{name}``; None: reached by handle only.
+        blocking : bool
+            False: return at once, with the goal for `wait_for_goal`; None if nothing changes.
+
+        Raises
+        ------
+        BadRequestError
+            A `ValueError`: ``prev_version`` is not the present one, or the version is reserved.
+        ReplicaStartError, NoCapacityError
+            The new version did not start, and the old one goes on, where it did; see `create_backend`.
+        """
+        return self.deploy_wish(
+            make_wish(
+                name,
+                deployment_def,
+                init_args,
+                init_kwargs,
+                actor_options=actor_options,
+                config=config,
+                timeout_s=timeout_s,
+                env=env,
+                version=version or f"unversioned-{uuid.uuid4().hex[:16]}",
+                user_version=version,
+                prev_version=prev_version,
+            ),
+            route=f"/{name}" if route_prefix is _NAME_AS_ROUTE else route_prefix,
+            methods=python_methods(deployment_def),
+            blocking=blocking,
+        )
+
+    def deploy_wish(
+        self, wish: Mapping[str, Any], *, route: str | None, methods: list[str], blocking: bool = True
+    ) -> GoalId | None:
+        """Bring a deployment about; `daskserve.client.wishes.make_wish` makes the wish."""
+        check_route(route)
+        return self._change(
+            "deploy",
+            blocking=blocking,
+            wish=dict(wish),
+            route=route,
+            methods=list(ALL_HTTP_METHODS),
+            python_methods=methods,
+        )
+
+    def delete_deployment(self, name: str, force: bool = False, *, blocking: bool = True) -> GoalId | None:
+        """Remove a deployment, its backend and its endpoint; an unknown name is no error."""
+        return self._change("delete_deployment", blocking=blocking, name=name, force=force)
+
+    def get_deployment_info(self, name: str) -> tuple[DeploymentInfo, str | None]:
+        """Return a deployment's info and route; `NotFoundError` (a `KeyError`) if there is none."""
+        return _info_of(self._call("get_deployment_info", name=name))
+
+    def list_deployments(self) -> dict[str, tuple[DeploymentInfo, str | None]]:
+        """Return the info and route of every deployment, by name."""
+        found = self._call("view", name="list_deployments")
+        return {name: _info_of(each) for name, each in found.items()}

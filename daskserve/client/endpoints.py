@@ -1,0 +1,98 @@
+"""The client's verbs about endpoints."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from daskserve.client.backends import BackendVerbs
+from daskserve.client.wishes import check_name
+from daskserve.errors import BadRequestError
+
+
+class EndpointVerbs(BackendVerbs):
+    """Routes, and where their requests go."""
+
+    def create_endpoint(
+        self,
+        endpoint_name: str,
+        *,
+        backend: str | None = None,
+        route: str | None = None,
+        methods: Sequence[str] = ("GET",),
+    ) -> None:
+        """Register an endpoint whose traffic goes to one backend; every proxy serves it when this returns.
+
+        Parameters
+        ----------
+        route : str, optional
+            The path prefix it answers at; None makes it reachable by handle only.
+        methods : list of str
+            The HTTP methods it answers; others get 405.
+
+        Raises
+        ------
+        TypeError
+            An argument is of the wrong type.
+        AlreadyRegisteredError, NotRegisteredError
+            The name or route is taken; the backend does not exist.
+        """
+        check_name(endpoint_name, "endpoint_name")
+        if not isinstance(backend, str):
+            raise TypeError(f"backend must be the tag of a registered backend, got {backend!r}")
+        if route is not None and (not isinstance(route, str) or not route.startswith("/")):
+            raise TypeError(f"route must be a string that starts with '/', got {route!r}")
+        if not isinstance(methods, (list, tuple)) or not all(isinstance(each, str) for each in methods):
+            raise TypeError(f"methods must be a list of strings, got {methods!r}")
+        self._change(
+            "create_endpoint",
+            name=endpoint_name,
+            route=route,
+            methods=list(methods),
+            backend=backend,
+            request_id=uuid.uuid4().hex,
+        )
+
+    def delete_endpoint(self, endpoint: str) -> None:
+        """Remove an endpoint; its backends stay, an unknown name is no error."""
+        self._change("delete_endpoint", name=endpoint)
+
+    def list_endpoints(self) -> dict[str, dict[str, Any]]:
+        """Return ``{name: {"route", "methods", "traffic", "shadows"}}``."""
+        return {
+            name: {
+                "route": facts["route"],
+                "methods": list(facts["methods"]),
+                "traffic": dict(facts["traffic"]),
+                "shadows": dict(facts["shadows"]),
+            }
+            for name, facts in self._call("list_endpoints").items()
+        }
+
+    def set_traffic(self, endpoint_name: str, traffic_policy_dictionary: Mapping[str, float]) -> None:
+        """Split an endpoint's traffic over backends, by weights in 0..1 that sum to 1.
+
+        Raises
+        ------
+        BadRequestError
+            A `ValueError`: bad weights, not a dict, or an endpoint or backend that does not exist.
+        """
+        if not isinstance(traffic_policy_dictionary, Mapping):
+            raise BadRequestError(
+                f"Traffic must be a dict of backend tags and weights, got {traffic_policy_dictionary!r}"
+            )
+        self._change("set_traffic", name=endpoint_name, traffic=dict(traffic_policy_dictionary))
+
+    def shadow_traffic(self, endpoint_name: str, backend_tag: str, proportion: float) -> None:
+        """Send copies of a proportion of an endpoint's requests to a backend and drop its answers; 0 stops.
+
+        Raises
+        ------
+        TypeError
+            The proportion is not a number in 0..1.
+        """
+        is_number = isinstance(proportion, (int, float)) and not isinstance(proportion, bool)
+        if not is_number or not 0 <= proportion <= 1:
+            raise TypeError(f"proportion must be a number in 0..1, got {proportion!r}")
+        self._change("shadow_traffic", name=endpoint_name, backend=backend_tag, proportion=float(proportion))

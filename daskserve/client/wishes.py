@@ -1,0 +1,145 @@
+"""What a client wishes for, checked and put into the plain values that the controller takes."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from daskserve import settings
+from daskserve.data.replica.definitions import CallableFacts, inspect_definition
+from daskserve.errors import BadRequestError
+from daskserve.options.config import ActorOptions, BackendConfig, BackendMetadata, parse_options
+from daskserve.options.environment import parse_environment
+from daskserve.payload import dump_bytes, load_bytes
+
+
+def check_name(name: Any, what: str) -> None:
+    """Raise `TypeError` or `BadRequestError` unless the name fits replica tags and store keys."""
+    if not isinstance(name, str):
+        raise TypeError(f"{what} must be a string, got {name!r}")
+    if not name or "#" in name or "/" in name:
+        raise BadRequestError(f"{what} must be a name without '#' and '/', got {name!r}")
+
+
+def check_route(route: Any) -> None:
+    """Raise `TypeError` or `BadRequestError` unless it is None or a path that a route can be."""
+    if route is None:
+        return
+    if not isinstance(route, str):
+        raise TypeError(f"route_prefix must be a string or None, got {route!r}")
+    if not route.startswith("/") or "{" in route or "}" in route:
+        raise BadRequestError(f"route_prefix must start with '/' and hold no braces, got {route!r}")
+    if route != "/" and route.endswith("/"):
+        raise BadRequestError(f"route_prefix must not end with '/', got {route!r}")
+
+
+def split_config(config: BackendConfig) -> tuple[dict[str, Any], bytes | None]:
+    """Return the options that were set as plain values, and the user_config pickled."""
+    plain = config.model_dump(exclude_unset=True, exclude={"user_config", "internal_metadata"})
+    autoscaling = plain.get("autoscaling_config")
+    if autoscaling is not None and callable(autoscaling.get("policy")):
+        # Code of the user's, which only the controller may load.
+        try:
+            autoscaling["policy"] = dump_bytes(autoscaling["policy"])
+        except Exception as error:
+            # As with the callable: whatever a foreign object raises.
+            raise BadRequestError(
+                f"The autoscaling policy cannot be pickled: {type(error).__name__}: {error}. Name it by its "
+                'import path, "module:function", if the workers have that module.'
+            ) from error
+    return plain, None if config.user_config is None else dump_bytes(config.user_config)
+
+
+def join_config(found: Mapping[str, Any]) -> BackendConfig:
+    """Return a config that the controller told, with the defaults that depend on the callable filled in."""
+    config = dict(found["config"])
+    if found["user_config"] is not None:
+        config["user_config"] = load_bytes(found["user_config"])
+    result = BackendConfig(**config)
+    if result.max_concurrent_queries is None:
+        result.max_concurrent_queries = result.concurrency()
+    if result.autoscaling_config is not None:
+        result.internal_metadata.autoscaling_config = result.autoscaling_config.model_dump()
+    return result
+
+
+def make_wish(
+    tag: str,
+    definition: Any,
+    init_args: Sequence[Any],
+    init_kwargs: Mapping[str, Any],
+    *,
+    actor_options: ActorOptions | Mapping[str, Any] | None,
+    config: BackendConfig | Mapping[str, Any] | None,
+    timeout_s: float | None,
+    version: str | None = None,
+    user_version: str | None = None,
+    prev_version: str | None = None,
+    env: Any = None,
+) -> dict[str, Any]:
+    """Check what a client wants and return it as the controller takes it: user code as bytes.
+
+    Raises
+    ------
+    TypeError, ValueError
+        The definition, its arguments or its options are wrong, or cannot be pickled.
+    """
+    check_name(tag, "backend_tag")
+    facts = inspect_definition(definition, init_args, init_kwargs)
+    options = parse_options(ActorOptions, actor_options, what="actor_options")
+    wanted = parse_options(BackendConfig, config, what="config")
+    _check_batching(tag, wanted, facts, definition)
+    plain, user_config = split_config(wanted)
+    metadata = BackendMetadata(
+        class_name=_name_of(definition),
+        accepts_batches=facts.accepts_batches,
+        is_blocking=facts.is_blocking,
+        is_asgi_app=facts.is_asgi_app,
+    )
+    plain["internal_metadata"] = metadata.model_dump()
+    environment = parse_environment(env)
+    if environment is not None:
+        if plain.get("isolation") == "thread":
+            raise BadRequestError(
+                f"Backend '{tag}' cannot have a Python environment of its own with isolation='thread'; leave "
+                "isolation out, or make it 'process'."
+            )
+        plain["isolation"] = "process"
+    try:
+        code = dump_bytes((definition, tuple(init_args), dict(init_kwargs)))
+    except Exception as error:
+        # Whatever a foreign object raises when it is pickled; the tag and the remedy are ours to add.
+        raise BadRequestError(
+            f"The callable of backend '{tag}', or one of its arguments, cannot be pickled: "
+            f"{type(error).__name__}: {error}. Make such objects in the class's __init__, where the replica "
+            "runs, or name the callable by its import path."
+        ) from error
+    return {
+        "tag": tag,
+        "code": code,
+        "config": plain,
+        "user_config": user_config,
+        "actor_options": options.model_dump(exclude_unset=True),
+        "version": version,
+        "user_version": user_version,
+        "prev_version": prev_version,
+        "env": environment,
+        "request_id": uuid.uuid4().hex,
+        "timeout_s": timeout_s if timeout_s is not None else settings.timeouts().change_s,
+    }
+
+
+def _name_of(definition: Any) -> str:
+    if isinstance(definition, str):
+        return definition
+    return str(getattr(definition, "__name__", type(definition).__name__))
+
+
+def _check_batching(tag: str, config: BackendConfig, facts: CallableFacts, definition: Any) -> None:
+    wants_batches = config.max_batch_size is not None and config.max_batch_size > 1
+    if wants_batches and not facts.accepts_batches and not isinstance(definition, str):
+        raise BadRequestError(
+            f"max_batch_size is {config.max_batch_size} but the callable of backend '{tag}' does not take "
+            "batches; mark it with @serve.accept_batch."
+        )

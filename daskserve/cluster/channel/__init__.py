@@ -1,0 +1,1 @@
+"""Multiplexed connections between two processes: the way of requests."""

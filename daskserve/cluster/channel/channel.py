@@ -1,0 +1,352 @@
+"""Channels: one persistent, multiplexed connection between two processes that carries request streams.
+
+Problem: an actor call costs 0.4 ms and one message each way; requests need streaming both ways,
+cancellation and tens of thousands of calls a second. Choice: take over one Dask comm per pair of
+processes (so TLS and the other transports come with it; see `daskserve.cluster.channel.transport`) and send
+lists of small frames both ways, all frames of one event-loop turn in one write. Large bytes go out of band,
+uncopied.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
+from typing import Any
+
+from daskserve.cluster.channel.frames import (
+    ANSWER,
+    CANCEL,
+    CREDIT,
+    DATA,
+    END,
+    ERROR,
+    OPEN,
+    is_last,
+    unwire_message,
+    unwire_payload,
+    wire_message,
+    wire_payload,
+)
+from daskserve.cluster.channel.streams import WINDOW_BYTES, Accepted, Asked, Opened
+from daskserve.cluster.channel.transport import CALL_WORK, FRAME_WORK, Frames, Transport
+from daskserve.errors import ActorLostError
+from daskserve.loops.deadlines import until
+from daskserve.loops.hops import Landing
+from daskserve.payload import dump_error, load_error, message_bytes
+from daskserve.types import (
+    ActorAddress,
+    Envelope,
+    EnvelopeKind,
+    Load,
+    Message,
+    OnAnswer,
+    Patience,
+    Receive,
+    Rest,
+    Send,
+)
+
+logger = logging.getLogger("daskserve.channel")
+
+
+#: Answers one stream: (actor name, incarnation, envelope, receive, send) -> load of the actor.
+Dispatch = Callable[[str, int, Envelope, Receive, Send], Coroutine[Any, Any, Load]]
+
+#: Answers a stream that is for one answer without a task, and returns what gives it up; None if it is one for
+#: `Dispatch`: (actor name, incarnation, envelope, what takes the answer) -> ...
+Answer = Callable[[str, int, Envelope, OnAnswer], Callable[[], None] | None]
+
+_KINDS: Mapping[str, EnvelopeKind] = {kind.value: kind for kind in EnvelopeKind}
+
+
+class Channel:
+    """The streams of one connection; `serve` runs until it ends."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        dispatch: Dispatch,
+        *,
+        first_stream: int,
+        answer: Answer | None = None,
+        landing: Landing | None = None,
+    ) -> None:
+        self._transport = transport
+        self._post = transport.post
+        self._dispatch = dispatch
+        self._next_stream = first_stream
+        self._opened: dict[int, Opened | Asked] = {}
+        self._accepted: dict[int, Accepted] = {}
+        #: Streams that are answered without a task, each with what gives it up.
+        self._straight: dict[int, Callable[[], None]] = {}
+        self._answer = answer
+        self._landing = landing
+        self.is_closed = False
+
+    def __repr__(self) -> str:
+        state = "closed" if self.is_closed else "open"
+        return (
+            f"<Channel to {self._transport.peer_address} {state} opened={len(self._opened)} "
+            f"handling={len(self._accepted) + len(self._straight)}>"
+        )
+
+    async def serve(self) -> None:
+        """Carry streams until either side closes; every open one then ends with an error."""
+        try:
+            await self._transport.run(self._receive, self._refuse)
+        finally:
+            self._finish()
+
+    def close(self) -> None:
+        """End the connection at once."""
+        if not self.is_closed:
+            self._transport.abort()
+
+    async def request(self, address: ActorAddress, envelope: Envelope, receive: Receive, send: Send) -> Load:
+        """Open a stream to an actor of the other side and carry it to its end.
+
+        Raises
+        ------
+        ActorLostError
+            The connection ended first; ``begun`` tells whether the request may have been seen.
+        Exception
+            What the actor's handler raised.
+        """
+        if self.is_closed:
+            closed = f"The connection to {address.worker} is closed."
+            raise ActorLostError(closed, begun=False, is_disconnected=True)
+        stream = self._next_stream
+        self._next_stream += 2
+        opened = self._opened[stream] = Opened()
+        pump = None
+        taken_bytes = 0
+        if envelope.has_body and envelope.kind is EnvelopeKind.HTTP:
+            # Made before anything is posted: what it posts at once then leaves in one piece with that.
+            pump = asyncio.create_task(self._pump(stream, opened, receive), name="daskserve-channel-pump")
+        self._post(_open_frame(stream, address, envelope))
+        try:
+            while True:
+                for item in await opened.inbox.get_all():
+                    if type(item) is dict:
+                        await send(item)
+                        taken_bytes += message_bytes(item)
+                        if taken_bytes >= WINDOW_BYTES // 2:
+                            self._post((CREDIT, stream, taken_bytes))
+                            taken_bytes = 0
+                    elif isinstance(item, Load):
+                        return item
+                    else:
+                        raise item
+        except BaseException:
+            if stream in self._opened and not self.is_closed:
+                self._post((CANCEL, stream))
+            raise
+        finally:
+            self._opened.pop(stream, None)
+            if pump is not None:
+                pump.cancel()
+
+    def ask(self, address: ActorAddress, envelope: Envelope, on_answer: OnAnswer) -> Callable[[], None]:
+        """Open a stream for one answer, which goes to a callback, and return what gives it up.
+
+        It is for requests without a deadline or a body of their own, and costs half of what `request` does.
+        The connection must be open; if it ends before the answer has come, that is an `ActorLostError`.
+        """
+        stream = self._next_stream
+        self._next_stream += 2
+        self._opened[stream] = Asked(stream, self._opened, self._transport, on_answer)
+        self._post(_open_frame(stream, address, envelope), CALL_WORK)
+        return partial(self._give_up, stream)
+
+    def _give_up(self, stream: int) -> None:
+        if self._opened.pop(stream, None) is not None and not self.is_closed:
+            self._post((CANCEL, stream))
+
+    async def _pump(self, stream: int, opened: Opened, receive: Receive) -> None:
+        while stream in self._opened:
+            message = await receive()
+            self._post((DATA, stream, (wire_message(message),)))
+            if is_last(message):
+                # A disconnect after the body reaches us as the cancellation of the whole request.
+                return
+            if not opened.window.take(message_bytes(message)):
+                await opened.window.wait()
+
+    def _refuse(self, frame: Any, error: Exception) -> None:
+        """End the stream of a frame that cannot be sent."""
+        logger.error("A message of stream %s cannot be sent: %s", frame[1], error)
+        problem = TypeError(f"A message holds a value that cannot be sent: {error}")
+        if frame[1] in self._opened:
+            self._opened[frame[1]].inbox.put(problem)
+        else:
+            self._post((ERROR, frame[1], dump_error(problem)))
+
+    def _receive(self, frames: Frames) -> None:
+        if self._landing is not None:
+            # What other threads have ready to be sent: the other side then works on that while this one is
+            # busy with what has just come in.
+            self._landing.catch_up()
+            self._transport.flush()
+        for frame in frames:
+            self._receive_frame(frame)
+
+    def _receive_frame(self, frame: Any) -> None:
+        kind, number = frame[0], frame[1]
+        if kind == OPEN:
+            self._accept_stream(number, *frame[2:])
+            return
+        # Numbers tell who has opened a stream, so it is in one of these or has ended.
+        stream = self._opened.get(number) or self._accepted.get(number)
+        if stream is None:
+            give_up = self._straight.pop(number, None) if kind == CANCEL else None
+            if give_up is not None:
+                give_up()
+            return
+        if kind == DATA:
+            stream.inbox.put(*map(unwire_message, frame[2]))
+        elif kind == CREDIT:
+            stream.window.give(frame[2])
+        elif isinstance(stream, Accepted):
+            if kind == CANCEL:
+                self._cancel(number, stream)
+        elif kind == ANSWER:
+            messages, load = [unwire_message(each) for each in frame[2]], Load(frame[3], frame[4])
+            if isinstance(stream, Asked):
+                stream.answer(messages, load)
+            else:
+                stream.inbox.put(*messages, load)
+        elif kind == END:
+            stream.inbox.put(Load(frame[2], frame[3]))
+        elif kind == ERROR:
+            stream.inbox.put(load_error(frame[2]))
+
+    def _accept_stream(
+        self,
+        number: int,
+        name: str,
+        incarnation: int,
+        kind: str,
+        head: Mapping[str, Any],
+        payload: Any,
+        has_body: bool,
+        left_s: float | None,
+        patience: tuple[float, float] | None,
+    ) -> None:
+        deadline = None if left_s is None else asyncio.get_running_loop().time() + left_s
+        envelope = Envelope(
+            _KINDS[kind],
+            head,
+            unwire_payload(payload),
+            deadline,
+            has_body,
+            None if patience is None else Patience(*patience),
+        )
+        is_for_one = kind == EnvelopeKind.CALL or (kind == EnvelopeKind.HTTP and not has_body)
+        if is_for_one and deadline is None and patience is None and self._answer is not None:
+            on_answer = partial(self._answered, number, name, incarnation, envelope)
+            try:
+                give_up = self._answer(name, incarnation, envelope, on_answer)
+            except Exception as error:  # this request's, and no reason to end the connection of all others
+                self._post((ERROR, number, dump_error(error)))
+                return
+            if give_up is not None:
+                self._straight[number] = give_up
+                return
+        self._begin(number, name, incarnation, envelope)
+
+    def _begin(
+        self, number: int, name: str, incarnation: int, envelope: Envelope, rest: Rest | None = None
+    ) -> None:
+        stream = self._accepted[number] = Accepted(number, self._transport, has_body=envelope.has_body)
+        # Without a name, which would take as long as the task.
+        stream.task = asyncio.get_running_loop().create_task(
+            self._handle(number, name, incarnation, envelope, stream, rest)
+        )
+        if rest is not None:
+            stream.task.add_done_callback(lambda _: rest.drop())  # it may be cancelled before its first step
+
+    def _answered(
+        self,
+        number: int,
+        name: str,
+        incarnation: int,
+        envelope: Envelope,
+        message: Message | None,
+        outcome: Load | Exception | Rest,
+    ) -> None:
+        if self._straight.pop(number, None) is None:
+            return  # given up
+        if isinstance(outcome, Load):
+            messages = [] if message is None else [wire_message(message)]
+            work = CALL_WORK if envelope.kind is EnvelopeKind.CALL else FRAME_WORK
+            self._post((ANSWER, number, messages, outcome.ongoing, outcome.queued), work)
+        elif isinstance(outcome, Exception):
+            self._post((ERROR, number, dump_error(outcome)))
+        else:
+            self._begin(number, name, incarnation, envelope, outcome)
+
+    async def _handle(
+        self,
+        number: int,
+        name: str,
+        incarnation: int,
+        envelope: Envelope,
+        stream: Accepted,
+        rest: Rest | None,
+    ) -> None:
+        try:
+            if rest is None:
+                answering: Any = self._dispatch(name, incarnation, envelope, stream.receive, stream.send)
+            else:
+                answering = rest.carry(stream.receive, stream.send)
+            if envelope.deadline is not None:
+                answering = until(envelope.deadline, answering, f"The time for a request to {name} is over.")
+            load = await answering
+            stream.end(load)
+        except asyncio.CancelledError:
+            # By its opener, who does not listen any more, or because the actor was stopped under it.
+            stopped = ActorLostError(f"{name} was stopped.", begun=True)
+            self._post((ERROR, number, dump_error(stopped)))
+            raise
+        except Exception as error:
+            # The opener gets every error of the handler; nothing is lost here.
+            self._post((ERROR, number, dump_error(error)))
+        finally:
+            # Not by a callback, which would be one more turn of the loop; `_cancel` has the exception.
+            self._accepted.pop(number, None)
+
+    def _cancel(self, number: int, stream: Accepted) -> None:
+        stream.task.cancel()
+        # One that is cancelled before its first step never gets to forget itself.
+        stream.task.add_done_callback(lambda _: self._accepted.pop(number, None))
+
+    def _finish(self) -> None:
+        self.is_closed = True
+        self._transport.abort()
+        unsent = {frame[1] for frame in self._transport.unsent if frame[0] == OPEN}
+        for number, opened in list(self._opened.items()):
+            lost = f"The connection to {self._transport.peer_address} was lost."
+            opened.inbox.put(ActorLostError(lost, begun=number not in unsent, is_disconnected=True))
+        for number, accepted in list(self._accepted.items()):
+            self._cancel(number, accepted)
+        straight, self._straight = self._straight, {}
+        for give_up in straight.values():
+            give_up()
+
+
+def _open_frame(stream: int, address: ActorAddress, envelope: Envelope) -> tuple[Any, ...]:
+    deadline, patience = envelope.deadline, envelope.patience
+    return (
+        OPEN,
+        stream,
+        address.name,
+        address.incarnation,
+        envelope.kind,  # a str
+        envelope.head,
+        wire_payload(envelope.payload),
+        envelope.has_body,
+        None if deadline is None else deadline - asyncio.get_running_loop().time(),
+        None if patience is None else (patience.left_s, patience.waited_s),
+    )

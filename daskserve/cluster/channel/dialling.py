@@ -1,0 +1,231 @@
+"""Dialling: how a process gets its connection to a worker, straight or through the scheduler.
+
+Problem: a user program may reach the scheduler alone (NAT, a firewall, Kubernetes), and a dial that is not
+answered takes seconds to fail. Choice: dial the worker once, for a short time; if that fails, ask the
+scheduler, which knows whether the worker lives, to splice a connection to it
+(`daskserve.cluster.scheduler.splice`). What was found is remembered for a while, by host, so that later
+connections do not pay again.
+
+A worker that is really gone costs one question more: the scheduler says so at once, and nothing is remembered
+of its host.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from distributed.comm import get_address_host, parse_address
+from distributed.comm.registry import get_backend
+
+from daskserve._version import __version__
+from daskserve.clock import Clock
+from daskserve.cluster.channel.transport import Transport, is_plain_tcp, take_over
+from daskserve.errors import ActorLostError
+from daskserve.payload import load_error
+from daskserve.settings import ChannelSettings
+from daskserve.types import WorkerAddress
+
+logger = logging.getLogger("daskserve.channel")
+
+#: The scheduler handler that splices, and the worker handler that takes over a channel's connection.
+SPLICE_OP = "daskserve_splice"
+CHANNEL_OP = "daskserve_channel"
+#: What a Host says before both sides go over to frames.
+READY = "ready"
+
+#: What two ends tell each other when they connect and have to agree on.
+HANDSHAKE_FIELDS = ("compression", "python", "pickle-protocol")
+#: The scheduler is there, or nothing works; so a connection to it may take its time.
+SCHEDULER_TIMEOUT_S = 10.0
+#: So may a worker that there is no other way to.
+ONLY_ROUTE_TIMEOUT_S = 5.0
+
+
+async def connect_once(
+    address: str, timeout_s: float, *, overrides: Mapping[str, Any] | None = None, **connection_args: Any
+) -> Any:
+    """Return a Dask comm to an address after a single attempt.
+
+    `distributed.comm.connect` tries a refused connection again until its time is up, and waits for ever for
+    a server that accepts the connection and then says nothing, as some middleboxes do.
+
+    Raises
+    ------
+    OSError
+        Nobody answers there; `TimeoutError`, which is one, if nobody did in time.
+    """
+    scheme, location = parse_address(address)
+    comm = None
+    try:
+        async with asyncio.timeout(timeout_s):
+            comm = await get_backend(scheme).get_connector().connect(location, **connection_args)
+            comm.local_info = {**comm.handshake_info(), **(overrides or {}), "address": comm.local_address}
+            await comm.write(comm.local_info)
+            comm.remote_info = {**await comm.read(), "address": comm.peer_address}
+            comm.handshake_options = comm.handshake_configuration(comm.local_info, comm.remote_info)
+    except TimeoutError:
+        _abort(comm)
+        raise TimeoutError(f"{address} did not answer within {timeout_s:g} s") from None
+    except BaseException:
+        _abort(comm)
+        raise
+    return comm
+
+
+def _abort(comm: Any) -> None:
+    if comm is not None:
+        comm.abort()
+
+
+async def begin_channel(
+    comm: Any, worker: WorkerAddress, timeout_s: float, *, by_socket: bool = True
+) -> None:
+    """Have a worker's Host take a new connection over as a channel; see `take_over` for ``by_socket``.
+
+    Raises
+    ------
+    ActorLostError
+        It has no Host: it is not, or not any more, the worker that was meant.
+    OSError
+        It has gone, or did not answer in time.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            await comm.write({"op": CHANNEL_OP, "by_socket": by_socket})
+            answer = await comm.read()
+        if answer != READY:  # Dask answers None to an operation it does not know
+            raise ActorLostError(f"Worker {worker} has no Host of daskserve.", begun=False)
+    except TimeoutError:
+        comm.abort()
+        raise TimeoutError(f"{worker} did not answer within {timeout_s:g} s") from None
+    except BaseException:
+        comm.abort()
+        raise
+
+
+async def dial_worker(
+    worker: WorkerAddress,
+    timeout_s: float = ONLY_ROUTE_TIMEOUT_S,
+    *,
+    connect: Callable[..., Awaitable[Any]] = connect_once,
+    **connection_args: Any,
+) -> Transport:
+    """Return a connection to a worker that its Host has taken over as a channel; see `begin_channel`."""
+    comm = await connect(worker, timeout_s, **connection_args)
+    comm.name = "daskserve channel"
+    await begin_channel(comm, worker, timeout_s)
+    return take_over(comm)
+
+
+def handshake_of(info: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what one end said of itself, to be told to a third."""
+    return {name: info[name] for name in HANDSHAKE_FIELDS if name in info}
+
+
+class RouteMemory:
+    """Which hosts could not be dialled lately."""
+
+    def __init__(self, expiry_s: float) -> None:
+        self._expiry_s = expiry_s
+        self._blocked_until: dict[str, float] = {}
+        self._has_reached_one = False
+
+    def is_blocked(self, host: str, now: float) -> bool:
+        """Whether it is not worth dialling a host.
+
+        Where one host is blocked and none was ever reached, as behind NAT, no other one is tried either.
+        """
+        blocked = {each for each, until in self._blocked_until.items() if now < until}
+        return host in blocked or (bool(blocked) and not self._has_reached_one)
+
+    def reached(self, host: str) -> None:
+        self._has_reached_one = True
+        self._blocked_until.pop(host, None)
+
+    def blocked(self, host: str, now: float) -> None:
+        self._blocked_until = {each: until for each, until in self._blocked_until.items() if now < until}
+        self._blocked_until[host] = now + self._expiry_s
+
+
+class Dialler:
+    """Makes the connections that a process's channels run over.
+
+    Parameters
+    ----------
+    connection_args
+        For Dask's comms, TLS among them.
+    find_scheduler
+        Returns the scheduler's address, None if there is no connection to it any more.
+    """
+
+    def __init__(
+        self,
+        connection_args: Mapping[str, Any],
+        find_scheduler: Callable[[], str | None],
+        settings: ChannelSettings,
+        clock: Clock,
+        connect: Callable[..., Awaitable[Any]] = connect_once,
+    ) -> None:
+        self._connection_args = dict(connection_args)
+        self._find_scheduler = find_scheduler
+        self._settings = settings
+        self._clock = clock
+        self._connect = connect
+        self._memory = RouteMemory(settings.retry_direct_s)
+
+    async def dial(self, worker: WorkerAddress) -> Transport:
+        """Return a connection that a worker's Host has taken over as a channel.
+
+        Raises
+        ------
+        ActorLostError
+            The scheduler says that the worker is gone, or cannot reach it either.
+        OSError
+            The scheduler cannot be reached, or, if only the direct route is wanted, the worker.
+        """
+        if self._settings.route == "direct":
+            return await self._dial_directly(worker, ONLY_ROUTE_TIMEOUT_S)
+        host = get_address_host(worker)
+        if self._settings.route == "scheduler" or self._memory.is_blocked(host, self._clock.now()):
+            return await self._dial_through_scheduler(worker)
+        try:
+            transport = await self._dial_directly(worker, self._settings.direct_timeout_s)
+        except (OSError, ValueError) as error:
+            # ValueError: an address that means nothing in this process.
+            transport = await self._dial_through_scheduler(worker)
+            # Only now is it known that the worker lives.
+            self._memory.blocked(host, self._clock.now())
+            logger.info(
+                "Worker %s cannot be dialled (%s); its requests go through the scheduler", worker, error
+            )
+            return transport
+        self._memory.reached(host)
+        return transport
+
+    async def _dial_directly(self, worker: WorkerAddress, timeout_s: float) -> Transport:
+        return await dial_worker(worker, timeout_s, connect=self._connect, **self._connection_args)
+
+    async def _dial_through_scheduler(self, worker: WorkerAddress) -> Transport:
+        scheduler = self._find_scheduler()
+        if scheduler is None:
+            raise OSError("the Dask client is closed")
+        comm = await self._connect(scheduler, SCHEDULER_TIMEOUT_S, **self._connection_args)
+        comm.name = f"daskserve channel to {worker}"
+        message = {"worker": worker, "version": __version__, "by_socket": is_plain_tcp(comm)}
+        try:
+            await comm.write({"op": SPLICE_OP, **message})
+            answer = await comm.read()
+            if answer is None:  # Dask's answer to an operation it does not know
+                raise ActorLostError("No daskserve instance runs on this Dask cluster.", begun=False)
+            if "error" in answer:
+                raise load_error(answer["error"])
+        except BaseException:
+            comm.abort()
+            raise
+        if answer["handshake"] is not None:
+            # The other end of this connection is the worker from now on.
+            comm.handshake_options = comm.handshake_configuration(comm.local_info, answer["handshake"])
+        return take_over(comm, by_socket=answer["by_socket"])

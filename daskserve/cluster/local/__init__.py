@@ -1,0 +1,1 @@
+"""A cluster in one process and one event loop, for tests."""

@@ -1,0 +1,106 @@
+"""What handles and clients find in a process of a `daskserve.cluster.local.cluster.LocalCluster`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from daskserve.clock import RequestIds
+from daskserve.errors import BadRequestError, ClusterUnreachableError, NotRunningError
+from daskserve.loops.hops import Hop, Hops
+from daskserve.types import InstanceName
+
+if TYPE_CHECKING:
+    from daskserve.cluster.local.cluster import LocalCluster
+    from daskserve.cluster.local.process import LocalProcess
+
+T = TypeVar("T")
+
+
+class LocalLink:
+    """As much of `daskserve.cluster.link.Link` as handles and clients use of their process."""
+
+    scheduler_address = "local"
+    dashboard_link = None
+    default_instance: Any = None
+
+    def __init__(self, cluster: LocalCluster, process: LocalProcess) -> None:
+        self.clock = cluster.clock
+        self.rng = cluster.rng
+        self.request_ids = RequestIds(self.rng)
+        self.hops = Hops()
+        self._cluster = cluster
+        self._process = process
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop that the whole cluster runs on."""
+        return self._cluster.loop
+
+    @property
+    def hop(self) -> Hop:
+        """The way onto that loop from other threads."""
+        return self.hops.onto(self.loop)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether blocking calls can still be carried out."""
+        return self.loop.is_running()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing can be carried out any more."""
+        return self.loop.is_closed()
+
+    def closed_error(self) -> ClusterUnreachableError:
+        """Return what to raise if `is_closed`."""
+        return ClusterUnreachableError("The local cluster has been closed.")
+
+    def runs_here(self) -> bool:
+        """Whether the caller is on the cluster's own loop."""
+        try:
+            return asyncio.get_running_loop() is self.loop
+        except RuntimeError:
+            return False
+
+    def cluster(self, instance: InstanceName) -> LocalProcess:
+        """Return this process's view of the only instance there is; `NotRunningError` for any other."""
+        if instance != self._cluster.instance:
+            raise NotRunningError(f"Instance {instance!r} does not run on this cluster.")
+        return self._process
+
+    async def drop_cluster(self, instance: InstanceName) -> None:
+        """Stop listening to the instance."""
+        await self._process.close()
+
+    async def ask(self, verb: str, **message: Any) -> Any:
+        """Answer those verbs of the supervisor that a client needs."""
+        if verb == "end_instance":
+            await self._cluster.end()
+            return None
+        if verb == "instances":
+            return [self._cluster.instance]
+        raise BadRequestError(f"A local cluster has no verb {verb!r}.")
+
+    def sync(self, coroutine: Coroutine[Any, Any, T], *, timeout_s: float | None = None) -> T:
+        """Run a coroutine on the cluster's loop and return its result to this thread."""
+        if self.runs_here():
+            coroutine.close()
+            raise RuntimeError("A blocking call was made on the event loop that would have to carry it out.")
+        future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        try:
+            return future.result(timeout_s)
+        except BaseException:
+            future.cancel()
+            raise
+
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine without waiting for it; call on the loop only."""
+        self._cluster.spawn(coroutine)
+
+    def release_default(self, instance: InstanceName) -> None:
+        """Nothing: a local instance is nobody's default."""
+
+    def instance_ended(self, instance: InstanceName) -> None:
+        """Nothing: a local cluster is closed by whoever made it."""

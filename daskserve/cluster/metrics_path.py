@@ -1,0 +1,25 @@
+"""Where the HTTP server of a Dask process serves its metrics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+METRICS_PATH = "/metrics"
+
+
+def metrics_path(application: Any) -> str:
+    """Return the path of a Dask server's metrics, which may have a prefix."""
+    for router in (application.wildcard_router, application.default_router):
+        for rule in router.rules:
+            pattern = str(getattr(getattr(rule.matcher, "regex", None), "pattern", "")).rstrip("$")
+            if pattern.endswith(METRICS_PATH):
+                return pattern
+    return METRICS_PATH
+
+
+def facts_of_server(server: Any) -> dict[str, Any]:
+    """Return where the HTTP server of a Dask worker listens, and the path of its metrics."""
+    return {
+        "http_address": server.http_server.address,
+        "metrics_path": metrics_path(server.http_application),
+    }

@@ -1,0 +1,1 @@
+"""What runs in the scheduler process: the supervisor plugin and its parts."""

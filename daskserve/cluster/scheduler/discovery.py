@@ -1,0 +1,141 @@
+"""Where Prometheus finds the metrics: a list of all targets, by HTTP service discovery on the scheduler.
+
+Dask serves ``/metrics`` in the scheduler and in every worker, the workers mostly on ports of chance. While
+instances run, the scheduler's HTTP server answers `PATH` with the targets as they are then, in the format of
+https://prometheus.io/docs/prometheus/latest/http_sd/, so that they need no configuration as they come and go.
+
+Several workers may share one process, and then its one registry: of these one is listed, or Prometheus
+would count everything several times.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import dask.config
+from distributed import Scheduler
+from distributed.comm import get_address_host
+from tornado.web import RequestHandler
+
+from daskserve.cluster.dask import ask_supervisor
+from daskserve.cluster.link import dial
+from daskserve.cluster.metrics_path import METRICS_PATH, metrics_path
+from daskserve.cluster.scheduler.route import SchedulerRoute
+from daskserve.types import WorkerAddress
+
+#: Below the scheduler's own prefix, if it has one.
+PATH = "/daskserve/targets"
+#: Addresses that say where a server listens, and not where it is reached.
+_WILDCARDS = frozenset(("", "0.0.0.0", "::"))
+
+Target = dict[str, Any]
+
+
+def reachable(bound: str, host: str) -> str:
+    """Return where an HTTP server is reached, by where it listens and which host Dask reaches."""
+    return host if bound in _WILDCARDS else bound
+
+
+def target(address: str, port: int, *, role: str, name: str, path: str) -> Target:
+    """Return one entry of the list."""
+    host = f"[{address}]" if ":" in address else address
+    is_encrypted = dask.config.get("distributed.scheduler.dashboard.tls.cert", None)
+    return {
+        "targets": [f"{host}:{port}"],
+        "labels": {
+            "__metrics_path__": path,
+            "__scheme__": "https" if is_encrypted else "http",
+            "dask_role": role,
+            "dask_name": name,
+        },
+    }
+
+
+def one_per_process(found: Iterable[tuple[Any, Target]]) -> list[Target]:
+    """Return the targets, of those with the same process only the first; None: of its own."""
+    seen = set()
+    kept = []
+    for process, each in found:
+        if process is None or process not in seen:
+            seen.add(process)
+            kept.append(each)
+    return kept
+
+
+class Targets:
+    """The list, and its route on the scheduler's HTTP server.
+
+    Parameters
+    ----------
+    facts_of
+        Returns what a worker's Host said of its process, if there is one: `facts_of_server` and ``pid``.
+    """
+
+    def __init__(self, scheduler: Scheduler, facts_of: Callable[[WorkerAddress], Mapping[str, Any]]) -> None:
+        self._scheduler: Any = scheduler
+        self._facts_of = facts_of
+        self._route = SchedulerRoute(scheduler, PATH, TargetsHandler, {"targets": self})
+
+    def install(self) -> None:
+        """Add the route; idempotent."""
+        self._route.install()
+
+    def uninstall(self) -> None:
+        """Take the route away; idempotent."""
+        self._route.uninstall()
+
+    def found(self) -> list[Target]:
+        """Return all targets there are now, the scheduler first."""
+        scheduler = self._scheduler
+        head_host = get_address_host(scheduler.address)
+        found: list[tuple[Any, Target]] = []
+        server = getattr(scheduler, "http_server", None)
+        if server is not None:
+            host = reachable(server.address, head_host)
+            path = metrics_path(scheduler.http_application)
+            entry = target(host, server.port, role="scheduler", name="scheduler", path=path)
+            found.append(((head_host, os.getpid()), entry))
+        for address, worker in scheduler.workers.items():
+            port = worker.services.get("dashboard")
+            if port is None:
+                continue
+            facts = self._facts_of(address)
+            path = facts.get("metrics_path", METRICS_PATH)
+            process = (worker.host, facts["pid"]) if "pid" in facts else None
+            host = reachable(facts.get("http_address", ""), worker.host)
+            entry = target(host, port, role="worker", name=str(worker.name), path=path)
+            found.append((process, entry))
+        return one_per_process(found)
+
+    async def describe(self) -> list[Target]:
+        """Return the same, as a verb of the supervisor's."""
+        return self.found()
+
+
+class TargetsHandler(RequestHandler):
+    """Answers with the list."""
+
+    def initialize(self, targets: Targets) -> None:
+        self._targets = targets
+
+    def get(self) -> None:
+        self.set_header("Content-Type", "application/json")
+        self.write(json.dumps(self._targets.found()))
+
+
+def ask_targets(scheduler: str, timeout_s: float) -> list[Target]:
+    """Return the list of the scheduler at an address of Dask's, for those whom its HTTP server is closed to.
+
+    Raises
+    ------
+    NotRunningError
+        No instance runs there.
+    ClusterUnreachableError
+        Nothing that speaks Dask's protocol answers there.
+    """
+    with dial(scheduler, timeout_s) as client:
+        found = client.sync(ask_supervisor, client, "targets")
+    return [{**each, "targets": list(each["targets"])} for each in found]

@@ -1,0 +1,28 @@
+"""What the supervisor knows, as metrics of the scheduler's process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from daskserve.cluster.scheduler.controllers import Instance
+from daskserve.cluster.scheduler.hosts import HostRegistry
+from daskserve.figures.table import Sample
+from daskserve.types import InstanceName
+
+
+class SupervisorFigures:
+    """A `daskserve.figures.collector.Source`."""
+
+    def __init__(self, instances: Mapping[InstanceName, Instance], hosts: HostRegistry) -> None:
+        self._instances = instances
+        self._hosts = hosts
+
+    def samples(self) -> list[Sample]:
+        """Return the figures as they are now."""
+        instances = list(self._instances.values())
+        return [
+            ("supervisor_instances", (), len(instances)),
+            ("supervisor_hosts", (), self._hosts.count),
+            ("supervisor_refused_workers", (), len(self._hosts.refused())),
+            *(("supervisor_controller_starts", (each.name,), each.starts) for each in instances),
+        ]

@@ -1,0 +1,327 @@
+"""The Hosts as the supervisor sees them: which worker has one, which may not, and why."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from distributed import Client, Future, Scheduler, wait
+from distributed.comm import get_address_host
+from distributed.core import Status
+from distributed.protocol import to_serialize
+from distributed.utils import get_ip
+
+from daskserve._version import __version__
+from daskserve.cluster.probe import mismatch, version_probe
+from daskserve.cluster.worker.host import Host
+from daskserve.errors import ActorLostError, InstanceError, VersionMismatchError
+from daskserve.loops.tasks import TaskSet
+from daskserve.payload import load_error
+from daskserve.types import InstanceName, WorkerAddress
+
+logger = logging.getLogger("daskserve.supervisor")
+
+#: How the keys of Hosts begin.
+HOST_KEY = "daskserve-host-"
+#: A worker that does not answer the version probe by then is refused until it joins again.
+PROBE_TIMEOUT_S = 5.0
+#: Once one Host is up, the others get this long to join the first instance's start.
+STRAGGLER_S = 2.0
+#: How long the actors of one worker may take to stop when their instance ends.
+END_TIMEOUT_S = 4.0
+#: How often to look whether Dask has forgotten a Host that was released; it takes milliseconds.
+RELEASE_POLL_S = 0.005
+
+
+@dataclass(slots=True)
+class _HostEntry:
+    key: str
+    future: Future[Host]
+    is_open: bool = False
+    #: What it says of its process.
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+class HostRegistry:
+    """One Host per worker, each a Dask actor that the supervisor's client holds."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._client: Client | None = None
+        self._entries: dict[WorkerAddress, _HostEntry] = {}
+        self._refused: dict[WorkerAddress, str] = {}
+        self._failed: dict[WorkerAddress, str] = {}
+        #: Workers that are to leave the cluster in order; they get nothing new.
+        self.retiring: set[WorkerAddress] = set()
+        #: Workers whose process did not answer lately; they get nothing new until they do.
+        self.suspects: set[WorkerAddress] = set()
+        self._tasks = TaskSet(logger)
+        self._admitting: dict[WorkerAddress, asyncio.Task[bool]] = {}
+
+    def open(self, client: Client) -> None:
+        """Use this client from now on."""
+        self._client = client
+
+    def has(self, worker: WorkerAddress) -> bool:
+        return worker in self._entries and self._entries[worker].is_open
+
+    @property
+    def count(self) -> int:
+        """How many workers have one."""
+        return sum(entry.is_open for entry in list(self._entries.values()))
+
+    def facts_of(self, worker: WorkerAddress) -> Mapping[str, Any]:
+        """Return what a worker's Host says of its process; nothing if there is none."""
+        entry = self._entries.get(worker)
+        return {} if entry is None else entry.facts
+
+    def refused(self) -> dict[WorkerAddress, str]:
+        """Return the workers without a fitting daskserve, each with what to do about it."""
+        return dict(self._refused)
+
+    def infos(self) -> list[dict[str, Any]]:
+        """Return the workers with a Host, as the fields of `daskserve.types.WorkerInfo`."""
+        head_host = get_address_host(self._scheduler.address)
+        found = []
+        for address, worker in self._scheduler.workers.items():
+            if self.has(address):
+                found.append(
+                    {
+                        "address": address,
+                        "host": worker.host,
+                        "threads": worker.nthreads,
+                        "memory_bytes": worker.memory_limit or 0,
+                        "resources": dict(worker.resources),
+                        "name": str(worker.name),
+                        "pid": worker.pid if hasattr(worker, "pid") else 0,
+                        "is_available": worker.status is Status.running
+                        and address not in self.retiring
+                        and address not in self.suspects,
+                        "is_head": worker.host in (head_host, get_ip()),
+                        "is_retiring": address in self.retiring,
+                    }
+                )
+        return found
+
+    async def describe(self) -> dict[str, Any]:
+        """Return the workers that may hold actors, and those that may not, in plain values."""
+        return {"workers": self.infos(), "refused": self.refused()}
+
+    async def ready(self, timeout_s: float) -> None:
+        """Give every worker a Host; return when all have one, or the stragglers have had their time.
+
+        Raises
+        ------
+        VersionMismatchError
+            A worker has no daskserve, or another version of it; the message names all such workers.
+        InstanceError
+            The cluster has no worker, or none that could take a Host in time.
+        """
+        workers = list(self._scheduler.workers)
+        if not workers:
+            raise InstanceError(
+                f"The Dask cluster at {self._scheduler.address} has no workers; add some, then start again."
+            )
+        self._refused = {}
+        tasks = [asyncio.create_task(self.admit(worker)) for worker in workers]
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        try:
+            pending: set[asyncio.Task[bool]] = set(tasks)
+            while pending and not any(self.has(worker) for worker in workers):
+                left_s = deadline - asyncio.get_running_loop().time()
+                if left_s <= 0:
+                    raise InstanceError(
+                        f"No worker of {self._scheduler.address} had a free task thread for {timeout_s:g} s, "
+                        "which daskserve needs once per worker; wait for the running work or add workers."
+                    )
+                _, pending = await asyncio.wait(pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                self._raise_refused()
+            if pending:
+                await asyncio.wait(pending, timeout=STRAGGLER_S)
+            self._raise_refused()
+            if not any(self.has(worker) for worker in workers):
+                raise InstanceError(
+                    f"No worker could start a daskserve Host: {'; '.join(self._failed.values())}"
+                )
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            raise
+
+    def _raise_refused(self) -> None:
+        if self._refused:
+            raise VersionMismatchError(" ".join(self._refused.values()))
+
+    async def admit(self, worker: WorkerAddress) -> bool:
+        """Check a worker's daskserve and give it a Host; return whether it has one now."""
+        task = self._admitting.get(worker)
+        if task is None:
+            task = asyncio.create_task(self._admit(worker), name=f"daskserve-admit-{worker}")
+            self._admitting[worker] = task
+            task.add_done_callback(lambda _: self._admitting.pop(worker, None))
+        try:
+            return await asyncio.shield(task)
+        except Exception as error:
+            # One worker's trouble must not keep the others from their Hosts; it is told if none gets one.
+            self._failed[worker] = f"worker {worker}: {error!r}"
+            logger.exception("A Host could not be started on %s", worker)
+            return False
+
+    async def _admit(self, worker: WorkerAddress) -> bool:
+        if self.has(worker):
+            return True
+        if worker in self.retiring:
+            return False
+        if not await self._fits(worker):
+            return False
+        assert self._client is not None
+        key = f"{HOST_KEY}{uuid.uuid4().hex}"
+        future = self._client.submit(
+            Host, actor=True, key=key, workers=[worker], allow_other_workers=False, pure=False, priority=1000
+        )
+        entry = self._entries[worker] = _HostEntry(key, future)
+        with self._client.as_current():  # wait() takes the default client, which may be a user's, or none
+            waiting = wait(future)
+        await waiting
+        if future.status != "finished":
+            self._entries.pop(worker, None)
+            if worker in self._scheduler.workers:
+                self._failed[worker] = f"worker {worker}: {await future.exception()!r}"
+                logger.error("A Host could not be started on %s", self._failed[worker])
+            return False
+        entry.facts = await self._execute(worker, "open")
+        entry.is_open = self._entries.get(worker) is entry
+        return entry.is_open
+
+    async def _fits(self, worker: WorkerAddress) -> bool:
+        assert self._client is not None
+        try:
+            answers = await asyncio.wait_for(
+                self._client.run(version_probe(), workers=[worker], on_error="return"), PROBE_TIMEOUT_S
+            )
+            answer = answers[worker]
+        except (OSError, TimeoutError, KeyError) as error:
+            answer = error
+        if isinstance(answer, BaseException):
+            if worker in self._scheduler.workers:
+                self._refused[worker] = f"Worker {worker} did not answer the version check: {answer!r}."
+            return False
+        problem = mismatch(f"Worker {worker}", answer, __version__)
+        if problem is None:
+            self._refused.pop(worker, None)
+            return True
+        self._refused[worker] = problem
+        logger.error("%s It gets no actors of daskserve.", problem)
+        return False
+
+    def forget(self, worker: WorkerAddress) -> None:
+        """Drop a worker that left the cluster."""
+        for known in (self._entries, self._refused, self._failed):
+            known.pop(worker, None)
+        self.retiring.discard(worker)
+        self.suspects.discard(worker)
+
+    def best_for_controller(self, excluded: set[WorkerAddress]) -> WorkerAddress | None:
+        """Return the worker where a controller disturbs and risks least, or None."""
+        candidates = [
+            info
+            for info in self.infos()
+            if info["address"] not in excluded and info["address"] not in self.retiring
+        ]
+        if not candidates:
+            return None
+        # The proxy of HeadOnly takes the first worker of the head's host, so the controller takes the last.
+        best = max(candidates, key=lambda info: (info["is_available"], info["is_head"], info["address"]))
+        return str(best["address"])
+
+    async def run(self, worker: WorkerAddress, verb: str, message: Mapping[str, Any]) -> Any:
+        """Call a verb of a worker's Host; raises what it raised, `ActorLostError` if the worker is gone."""
+        answer = await self._execute(worker, "run", verb, dict(message))
+        if "error" in answer:
+            raise load_error(answer["error"])
+        return answer["value"]
+
+    async def end_instance(self, instance: InstanceName) -> None:
+        """Stop all actors of an instance everywhere; a worker that does not answer is left behind."""
+        workers = [worker for worker in self._entries if self.has(worker)]
+        await asyncio.gather(*(self._end_on(worker, instance) for worker in workers))
+
+    async def _end_on(self, worker: WorkerAddress, instance: InstanceName) -> None:
+        try:
+            await asyncio.wait_for(self.run(worker, "end_instance", {"instance": instance}), END_TIMEOUT_S)
+        except (OSError, TimeoutError, ActorLostError) as error:
+            logger.warning("Instance %s on %s did not end in order: %s", instance, worker, error)
+
+    async def release(self, worker: WorkerAddress) -> None:
+        """Close the Host of a worker that leaves, so that Dask finds no actor there."""
+        if worker not in self._entries:
+            return
+        key = self._entries[worker].key
+        await self._close_host(worker)
+        self._entries.pop(worker, None)
+        for _ in range(int(END_TIMEOUT_S / RELEASE_POLL_S)):
+            if key not in self._scheduler.tasks:
+                return
+            await asyncio.sleep(RELEASE_POLL_S)
+
+    async def restart(self, worker: WorkerAddress) -> None:
+        """Have a worker that does not answer killed and started anew by its nanny; done in the background.
+
+        Raises
+        ------
+        InstanceError
+            It has no nanny.
+        """
+        known = self._scheduler.workers.get(worker)
+        if known is None:
+            return
+        if not known.nanny:
+            raise InstanceError(f"Worker {worker} has no nanny that could restart it.")
+        logger.warning("Worker %s does not answer and is restarted by its nanny", worker)
+        self._tasks.spawn(
+            self._scheduler.restart_workers(
+                workers=[worker],
+                timeout=30,
+                wait_for_workers=False,
+                on_error="return",
+                stimulus_id="daskserve-restart-worker",
+            )
+        )
+
+    async def close(self) -> None:
+        """Close and release every Host."""
+        for task in list(self._admitting.values()):
+            task.cancel()
+        await asyncio.gather(*(self._close_host(worker) for worker in list(self._entries)))
+        self._entries.clear()
+
+    async def _close_host(self, worker: WorkerAddress) -> None:
+        entry = self._entries[worker]
+        # Also one that is just being opened: whoever waited for that may have given up.
+        if entry.future.status == "finished":
+            try:
+                await asyncio.wait_for(self._execute(worker, "close"), END_TIMEOUT_S)
+            except (OSError, TimeoutError, ActorLostError) as error:
+                logger.warning("The Host on %s did not close in order: %s", worker, error)
+        entry.future.release()
+
+    async def _execute(self, worker: WorkerAddress, function: str, *arguments: Any) -> Any:
+        assert self._client is not None
+        entry = self._entries.get(worker)
+        if entry is None:
+            raise ActorLostError(f"Worker {worker} has no daskserve Host.", begun=False)
+        try:
+            answer = await self._client.rpc(worker).actor_execute(
+                actor=entry.key, function=function, args=[to_serialize(each) for each in arguments], kwargs={}
+            )
+        except OSError as error:
+            raise ActorLostError(f"Worker {worker} is gone: {error}") from error
+        except KeyError as error:
+            raise ActorLostError(f"The Host on {worker} is gone: {error}", begun=False) from error
+        if answer["status"] != "OK":
+            raise answer["exception"]
+        return answer["result"]

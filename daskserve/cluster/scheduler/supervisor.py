@@ -1,0 +1,418 @@
+"""The supervisor: a scheduler plugin that is to daskserve what a control store is elsewhere.
+
+It keeps the registry of instances and Hosts, the stores, and the one Dask client that holds the Hosts, so
+that they outlive whoever started them. It answers one scheduler operation (``daskserve``) whose messages
+and answers are plain values; user code passes through it as bytes and is never unpickled here. It decides
+nothing about backends: that is the controller's work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from distributed import Client, Scheduler, SchedulerPlugin
+from distributed.core import Status
+
+from daskserve._version import __version__
+from daskserve.cluster.base import StoreChange, UseReport
+from daskserve.cluster.channel.dialling import SPLICE_OP
+from daskserve.cluster.dask import SUPERVISOR_OP, topic_of
+from daskserve.cluster.encryption import as_client
+from daskserve.cluster.long_poll import ENDED, WORKERS
+from daskserve.cluster.scheduler.capacity import Capacity
+from daskserve.cluster.scheduler.controllers import START_TIMEOUT_S, ControllerKeeper, Instance, plain
+from daskserve.cluster.scheduler.discovery import Targets
+from daskserve.cluster.scheduler.figures import SupervisorFigures
+from daskserve.cluster.scheduler.hosts import HostRegistry
+from daskserve.cluster.scheduler.scale_route import ScaleRoute
+from daskserve.cluster.scheduler.splice import Splices
+from daskserve.cluster.store.opening import open_store
+from daskserve.errors import (
+    AlreadyRunningError,
+    InstanceError,
+    NotRunningError,
+    ServeError,
+    StaleEpochError,
+    UnavailableError,
+    VersionMismatchError,
+)
+from daskserve.figures.collector import PROCESS
+from daskserve.loops.tasks import TaskSet
+from daskserve.payload import dump_error
+from daskserve.types import DEFAULT_INSTANCE, InstanceName, WorkerAddress
+
+logger = logging.getLogger("daskserve.supervisor")
+
+PLUGIN_NAME = "daskserve-supervisor"
+#: A client that unsubscribes late makes Dask create the topic again, empty; it is dropped once more.
+SECOND_SWEEP_S = 1.0
+#: A supervisor without any instance leaves after that long; who starts one then registers another.
+UNUSED_S = 2.0
+#: So many interrupted starts are remembered; each is of interest for milliseconds.
+GIVEN_UP = 100
+#: How long a worker that is to leave waits for its actors to be replaced elsewhere.
+EVACUATION_S = 60.0
+
+
+class Supervisor(SchedulerPlugin):
+    """See the module. Registered by the first ``serve.start()``, gone after the last ``shutdown()``."""
+
+    name = PLUGIN_NAME
+    idempotent = True
+
+    def __init__(self) -> None:
+        self._instances: dict[InstanceName, Instance] = {}
+        self._tasks = TaskSet(logger)
+
+    async def start(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._client: Client | None = None
+        self._hosts = HostRegistry(scheduler)
+        self._splices = Splices(scheduler, self._hosts)
+        adaptive = {"kind": WORKERS, "joined": [], "left": [], "is_adaptive": True}
+        self._capacity = Capacity(scheduler, self._evacuate, lambda: self._tell(None, adaptive))
+        self._targets = Targets(scheduler, self._hosts.facts_of)
+        self._scaling = ScaleRoute(scheduler, self._instances, self._hosts)
+        self._controllers = ControllerKeeper(
+            self._hosts, self._instances, tell=self._tell, spawn=self._tasks.spawn
+        )
+        self._watching: asyncio.Task[Any] | None = None
+        self._lock = asyncio.Lock()
+        self._reported = asyncio.Event()
+        #: Calls of ``serve.start()`` that were interrupted before they got here.
+        self._given_up: deque[str] = deque(maxlen=GIVEN_UP)
+        self._is_closed = False
+        self._verbs: dict[str, Callable[..., Awaitable[Any]]] = {
+            "start_instance": self._start_instance,
+            "end_instance": self._end_instance,
+            "controller": self._find_controller,
+            "instances": self._list_instances,
+            "workers": self._hosts.describe,
+            "load_records": self._load_records,
+            "commit_records": self._commit_records,
+            "report": self._report,
+            "restart_worker": self._hosts.restart,
+            "targets": self._targets.describe,
+        }
+        self._figures = SupervisorFigures(self._instances, self._hosts)
+        PROCESS.add(self._figures)
+        scheduler.handlers[SUPERVISOR_OP] = self.handle
+        scheduler.handlers[SPLICE_OP] = self._splices.accept
+        # Who registered it may be interrupted, or killed, before starting an instance.
+        self._unused = asyncio.get_running_loop().call_later(
+            UNUSED_S, lambda: self._tasks.spawn(self._leave_if_unused())
+        )
+
+    async def handle(self, verb: str, message: Mapping[str, Any], version: str) -> dict[str, Any]:
+        """Answer one verb; errors travel as bytes that the caller unpacks."""
+        try:
+            if version != __version__:
+                raise VersionMismatchError(
+                    f"The scheduler {self._scheduler.address} has daskserve {__version__}, this program has "
+                    f"{version}; install the same version on both and restart the older one."
+                )
+            return {"value": await self._verbs[verb](**message)}
+        except Exception as error:
+            # Every error goes back to the caller, who raises it.
+            return {"error": dump_error(error)}
+
+    # Dask's events
+
+    def add_worker(self, scheduler: Scheduler, worker: str) -> None:
+        if self._instances:
+            self._tasks.spawn(self._admit(worker))
+
+    def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
+        self._hosts.forget(worker)
+        self._splices.drop(worker)
+        self._reported.set()
+        for instance in list(self._instances.values()):
+            self._tell(instance.name, {"kind": WORKERS, "joined": [], "left": [worker]})
+            if instance.controller is not None and instance.controller.worker == worker:
+                self._controllers.lose(instance)
+                self._tasks.spawn(self._controllers.start(instance))
+
+    def valid_workers_downscaling(self, scheduler: Scheduler, workers: list[Any]) -> list[Any]:
+        held = self._capacity.in_use() | {
+            each.controller.worker for each in self._instances.values() if each.controller is not None
+        }
+        return [worker for worker in workers if worker.address not in held]
+
+    def add_client(self, scheduler: Scheduler, client: str) -> None:
+        for instance in self._instances.values():
+            if instance.owner == client and instance.grace is not None:
+                instance.grace.cancel()
+                instance.grace = None
+
+    def remove_client(self, scheduler: Scheduler, client: str) -> None:
+        loop = asyncio.get_running_loop()
+        for instance in self._instances.values():
+            if instance.owner == client and instance.grace is None and not instance.is_ending:
+                logger.info(
+                    "Owner of instance %s went away; it ends in %s s", instance.name, instance.grace_s
+                )
+                instance.grace = loop.call_later(
+                    instance.grace_s,
+                    lambda name, start_id: self._tasks.spawn(self._end_instance(name, start_id)),
+                    instance.name,
+                    instance.start_id,
+                )
+
+    # Verbs
+
+    async def _start_instance(
+        self,
+        instance: InstanceName,
+        owner: str | None,
+        owns_cluster: bool,
+        grace_s: float,
+        payload: bytes,
+        store: str,
+        timeout_s: float,
+        start_id: str = "",
+    ) -> dict[str, Any]:
+        if self._is_closed:
+            raise NotRunningError("The supervisor has just left with its last instance; register it again.")
+        if start_id in self._given_up:
+            raise InstanceError(f"The start of {instance!r} was given up before it began.")
+        if instance in self._instances:
+            if instance == DEFAULT_INSTANCE:
+                raise AlreadyRunningError(
+                    "A detached instance is already running on this cluster; use serve.connect() to reach "
+                    "it, or connect and shut it down first."
+                )
+            raise AlreadyRunningError(f"An instance named {instance!r} is already running.")
+        try:
+            opened = open_store(store, instance)
+        except ServeError:
+            await self._leave_if_unused()
+            raise
+        entry = Instance(instance, owner, owns_cluster, grace_s, payload, opened, start_id)
+        self._instances[instance] = entry
+        try:
+            try:
+                await entry.store.open()
+                await self._hosts_ready(entry, timeout_s)
+                await self._controllers.start(entry)
+            finally:
+                entry.has_begun.set()
+            if entry.controller is None:
+                raise InstanceError(f"The controller of {instance!r} could not be started on any worker.")
+        except BaseException:
+            # By its id: another instance may have its name by now.
+            await self._end_instance(instance, start_id)
+            raise
+        return {"controller": plain(entry.controller)}
+
+    async def _end_instance(self, instance: InstanceName, start_id: str | None = None) -> bool:
+        """End an instance, with a ``start_id`` only if that call of ``serve.start()`` made it.
+
+        Returns whether there is none any more.
+        """
+        entry = self._instances.get(instance)
+        if start_id is not None and (entry is None or start_id != entry.start_id):
+            # The call that is to be undone may still be on its way: this one can have overtaken it.
+            self._given_up.append(start_id)
+        if entry is None:
+            # Who was interrupted between registering the supervisor and starting an instance ends up here.
+            await self._leave_if_unused()
+            return True
+        if start_id is not None and start_id != entry.start_id:
+            return False
+        if entry.ending is None:
+            entry.is_ending = True
+            entry.ending = self._tasks.spawn(self._end(entry))
+        await asyncio.shield(entry.ending)
+        return True
+
+    async def _end(self, entry: Instance) -> None:
+        if entry.grace is not None:
+            entry.grace.cancel()
+        self._tell(entry.name, {"kind": ENDED})
+        if entry.awaiting_hosts is not None:
+            entry.awaiting_hosts.cancel()
+        await self._hosts.end_instance(entry.name)
+        if entry.starting.locked() or not entry.has_begun.is_set():
+            # Whoever is just starting it, or a controller for it, sees now that it ends.
+            try:
+                async with asyncio.timeout(START_TIMEOUT_S):
+                    await entry.has_begun.wait()
+                    async with entry.starting:
+                        pass
+            except TimeoutError:
+                logger.warning("Instance %s ends while its store or a worker hangs", entry.name)
+            await self._hosts.end_instance(entry.name)
+        self._drop_topic(entry.name)
+        loop = asyncio.get_running_loop()
+        loop.call_later(SECOND_SWEEP_S, self._drop_topic, entry.name)
+        self._capacity.forget(entry.name)
+        self._reported.set()
+        await entry.store.close()
+        async with self._lock:
+            self._instances.pop(entry.name, None)
+        await self._leave_if_unused()
+
+    async def _find_controller(self, instance: InstanceName) -> dict[str, Any]:
+        entry = self._known(instance)
+        if entry.controller is None:
+            # A moment of patience spares every caller a loop of its own; never long, because the caller's
+            # connection to the scheduler is busy meanwhile.
+            try:
+                await asyncio.wait_for(entry.controller_up.wait(), 0.5)
+            except TimeoutError:
+                pass
+        if entry.controller is None:
+            raise UnavailableError(f"The controller of {instance!r} is being replaced; try again.")
+        return plain(entry.controller)
+
+    async def _list_instances(self) -> dict[str, Any]:
+        return {
+            name: {"owns_cluster": entry.owns_cluster}
+            for name, entry in self._instances.items()
+            if not entry.is_ending
+        }
+
+    async def _load_records(self, instance: InstanceName) -> dict[str, Any]:
+        store = self._known(instance).store
+        return {"records": await store.load(), "problems": dict(store.problems())}
+
+    async def _commit_records(
+        self, instance: InstanceName, epoch: int, records: Mapping[str, bytes | None]
+    ) -> None:
+        entry = self._known(instance)
+        if epoch < entry.epoch:
+            # The store would refuse it only after the new controller's first write.
+            raise StaleEpochError(f"Controller epoch {epoch} was replaced by {entry.epoch}.")
+        await entry.store.commit(epoch, StoreChange(records))
+
+    async def _report(
+        self,
+        instance: InstanceName,
+        epoch: int,
+        in_use: list[WorkerAddress],
+        retiring: list[WorkerAddress],
+        waiting_workers: int,
+    ) -> bool:
+        entry = self._known(instance)
+        if epoch == entry.epoch:
+            report = UseReport(frozenset(in_use), frozenset(retiring), waiting_workers)
+            self._capacity.report(instance, report)
+            self._reported.set()
+        return self._capacity.is_adaptive
+
+    def _known(self, instance: InstanceName) -> Instance:
+        entry = self._instances.get(instance)
+        if entry is None or entry.is_ending:
+            raise NotRunningError(
+                f"Instance {instance!r} does not run on this cluster; start one with serve.start()."
+            )
+        return entry
+
+    # Acting
+
+    async def _hosts_ready(self, entry: Instance, timeout_s: float) -> None:
+        async with self._lock:
+            if self._client is None:
+                self._client = Client(
+                    self._scheduler.address,
+                    asynchronous=True,
+                    set_as_default=False,
+                    security=as_client(self._scheduler.security, "scheduler"),
+                    direct_to_workers=True,
+                    name=PLUGIN_NAME,
+                )
+                await self._client
+                self._hosts.open(self._client)
+                self._capacity.install()
+                self._targets.install()
+                self._scaling.install()
+                self._watching = self._tasks.spawn(self._controllers.watch())
+        if not entry.is_ending:
+            waiting = entry.awaiting_hosts = asyncio.create_task(self._hosts.ready(timeout_s))
+            await asyncio.wait({waiting})
+            if not entry.is_ending:
+                return await waiting
+        raise InstanceError(f"Instance {entry.name!r} was ended while it was being started.")
+
+    async def _admit(self, worker: WorkerAddress) -> None:
+        if self._client is None or self._client.status != "running":
+            return
+        if await self._hosts.admit(worker):
+            joined = [info for info in self._hosts.infos() if info["address"] == worker]
+            for name in list(self._instances):
+                self._tell(name, {"kind": WORKERS, "joined": joined, "left": []})
+            for entry in list(self._instances.values()):
+                if entry.controller is None and not entry.is_ending and entry.epoch:
+                    self._tasks.spawn(self._controllers.start(entry))
+
+    async def _evacuate(self, workers: list[WorkerAddress]) -> None:
+        """Return when these workers hold nothing of ours, or when that took too long to come about."""
+        leaving = {worker for worker in workers if self._hosts.has(worker)}
+        if not leaving:
+            return
+        self._hosts.retiring |= leaving
+        for entry in list(self._instances.values()):
+            self._tell(entry.name, {"kind": WORKERS, "joined": [], "left": [], "retiring": sorted(leaving)})
+            if entry.controller is not None and entry.controller.worker in leaving:
+                await self._controllers.replace(entry, leaving)
+        try:
+            async with asyncio.timeout(EVACUATION_S):
+                # Of those that have left already, in order or not, nobody reports any more.
+                while not self._is_closed and (here := {each for each in leaving if self._hosts.has(each)}):
+                    if self._capacity.is_free(here, self._controllers.expected(here)):
+                        break
+                    self._reported.clear()
+                    await self._reported.wait()
+        except TimeoutError:
+            logger.warning("Workers %s leave with actors of daskserve: there is no room elsewhere", leaving)
+        for worker in leaving:
+            await self._hosts.release(worker)
+        self._reported.set()
+
+    def _tell(self, instance: InstanceName | None, message: Mapping[str, Any]) -> None:
+        """Send plain values to an instance's topic; None sends them to every instance's."""
+        for name in list(self._instances) if instance is None else [instance]:
+            self._scheduler.log_event(topic_of(name), dict(message))
+
+    def _drop_topic(self, instance: InstanceName) -> None:
+        # Long after the end of an instance another one of its name may run, under another supervisor.
+        present = self._scheduler.plugins.get(PLUGIN_NAME)
+        if not (isinstance(present, Supervisor) and present.is_running(instance)):
+            self._scheduler._broker._topics.pop(topic_of(instance), None)
+
+    def is_running(self, instance: InstanceName) -> bool:
+        """Whether there is an instance of that name that is not being ended."""
+        return instance in self._instances and not self._instances[instance].is_ending
+
+    async def _leave_if_unused(self) -> None:
+        async with self._lock:
+            if not self._instances and not self._is_closed:
+                await self.close()
+
+    async def close(self) -> None:
+        """Leave nothing in the scheduler: the reverse of `start` and `_hosts_ready`."""
+        self._is_closed = True
+        PROCESS.remove(self._figures)
+        for instance in self._instances:  # they end with this scheduler, in whatever order
+            PROCESS.forget(instance)
+        self._reported.set()
+        self._unused.cancel()
+        self._capacity.uninstall()
+        self._targets.uninstall()
+        self._scaling.uninstall()
+        if self._watching is not None:
+            self._watching.cancel()
+        self._scheduler.handlers.pop(SUPERVISOR_OP, None)
+        self._scheduler.handlers.pop(SPLICE_OP, None)
+        self._splices.close()
+        if PLUGIN_NAME in self._scheduler.plugins:
+            self._scheduler.remove_plugin(PLUGIN_NAME)
+        if self._client is not None:
+            client, self._client = self._client, None
+            if self._scheduler.status is Status.running:
+                await self._hosts.close()
+            await client.close()

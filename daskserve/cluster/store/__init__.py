@@ -1,0 +1,1 @@
+"""The durable records of an instance."""

@@ -1,0 +1,298 @@
+"""Folders of immutable objects: all that a journal asks of a file system.
+
+An object appears under its name whole or not at all, is never rewritten, and is only made if there is none
+of that name. How that is had differs:
+
+1. On a disk (`LocalFolder`): written and synced under a temporary name, then *hard-linked* to its own name,
+   and the folder synced. A rename would be as atomic, but replaces what is there without a word; a link
+   fails. Where there are no hard links, the name is taken first by an empty file, which the object is renamed
+   over: a crash in between leaves an empty object, which the journal passes over.
+2. On an object store (`RemoteFolder`, S3, GCS, Azure and whatever implements fsspec's ``mode="create"``
+   itself): one conditional put. Puts are whole or nothing there anyway.
+3. On any other file system of fsspec (HDFS, SFTP, SMB): written under a temporary name, then renamed if there
+   is nothing of that name. Looking and renaming are two steps, so two writers that claim the same name within
+   that moment may both believe they have it; the object is read back to make that moment short.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from daskserve.cluster.store.errors import StoreError, StoreUnavailableError, without_password
+from daskserve.errors import ServeError
+
+TEMPORARY = "tmp"
+#: A temporary file of that age belongs to nobody.
+ABANDONED_S = 3600.0
+
+
+class Folder(Protocol):
+    """Objects by name, such as ``txn/00000001-0000000001``. Blocking; not for an event loop."""
+
+    def prepare(self, folders: Sequence[str]) -> None:
+        """Make ready; raise `StoreError` if objects cannot be kept here."""
+
+    def create(self, name: str, data: bytes) -> None:
+        """Make an object, for good once this returns; raise `FileExistsError` if there is one."""
+
+    def read(self, names: Sequence[str]) -> dict[str, bytes]:
+        """Return some objects; raise `FileNotFoundError` if any is gone."""
+
+    def names(self, folder: str) -> list[str]:
+        """Return the names of the objects in a folder, without the folder's own."""
+
+    def remove(self, names: Sequence[str]) -> None:
+        """Remove objects; those that are gone are no error."""
+
+    def close(self) -> None:
+        """Let go of whatever the folder holds open."""
+
+
+class LocalFolder:
+    """Objects in a folder on a disk."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def prepare(self, folders: Sequence[str]) -> None:
+        # The instance's folder is ours, and so is the store's above it; what is above that is not.
+        base = self._root.parent
+        if not base.parent.is_dir():
+            raise StoreError(
+                f"The store cannot be opened: there is no folder {base.parent} on the scheduler's machine; "
+                "make it or name another one."
+            )
+        for path in (base, self._root, *(self._root / each for each in (*folders, TEMPORARY))):
+            if not path.is_dir():
+                with contextlib.suppress(FileExistsError):
+                    path.mkdir()
+                _sync(path.parent)
+        self._clear_temporary()
+
+    def _clear_temporary(self) -> None:
+        """Remove what writers left behind that died; young files may belong to one that lives."""
+        for left in (self._root / TEMPORARY).iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - left.stat().st_mtime > ABANDONED_S:
+                    left.unlink()
+
+    def create(self, name: str, data: bytes) -> None:
+        path = self._root / name
+        temporary = self._root / TEMPORARY / uuid.uuid4().hex
+        try:
+            with open(temporary, "xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            self._publish(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        _sync(path.parent)
+
+    def _publish(self, temporary: Path, path: Path) -> None:
+        try:
+            os.link(temporary, path)
+            return
+        except (FileExistsError, FileNotFoundError):
+            raise
+        except OSError:
+            pass  # there are no hard links on this file system
+        with open(path, "xb"):
+            pass
+        os.replace(temporary, path)
+
+    def read(self, names: Sequence[str]) -> dict[str, bytes]:
+        return {name: (self._root / name).read_bytes() for name in names}
+
+    def names(self, folder: str) -> list[str]:
+        return os.listdir(self._root / folder)
+
+    def remove(self, names: Sequence[str]) -> None:
+        for name in names:
+            (self._root / name).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        pass
+
+
+def _sync(folder: Path) -> None:
+    """Make the names in a folder as durable as the files they name."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+class RemoteFolder:
+    """Objects on any file system of fsspec.
+
+    Parameters
+    ----------
+    files
+        The `fsspec.AbstractFileSystem`.
+    root : str
+        The folder's path there, without the scheme.
+    """
+
+    def __init__(self, files: Any, root: str) -> None:
+        self._files = files
+        self._root = root.rstrip("/")
+        self._is_exclusive = has_conditional_put(files)
+        # fsspec takes these for patterns where it is given several paths at once.
+        self._takes_many = not set("*?[") & set(self._root)
+
+    def prepare(self, folders: Sequence[str]) -> None:
+        if not self._is_exclusive:
+            for each in (*folders, TEMPORARY):
+                self._files.makedirs(self._path(each), exist_ok=True)
+
+    def create(self, name: str, data: bytes) -> None:
+        path = self._path(name)
+        try:
+            if self._is_exclusive:
+                self._files.pipe_file(path, data, mode="create")
+                return
+            self._rename_into_place(path, data)
+        except Exception as error:
+            # "There is one" comes in many forms, and may mean our own: a put that was answered too late is
+            # tried again inside many of these libraries.
+            found = self._find(path)
+            if found is None:
+                raise
+            if found != data:
+                raise FileExistsError(f"{path} exists") from error
+            return
+        if self._find(path) != data:
+            raise FileExistsError(f"{path} was made by another writer at the same time")
+
+    def _rename_into_place(self, path: str, data: bytes) -> None:
+        temporary = self._path(f"{TEMPORARY}/{uuid.uuid4().hex}")
+        self._files.pipe_file(temporary, data)
+        if self._files.exists(path):
+            self._files.rm_file(temporary)
+            raise FileExistsError(f"{path} exists")
+        self._files.mv(temporary, path)
+
+    def _find(self, path: str) -> bytes | None:
+        self._files.invalidate_cache()
+        try:
+            return bytes(self._files.cat_file(path))
+        except FileNotFoundError:
+            return None
+
+    def read(self, names: Sequence[str]) -> dict[str, bytes]:
+        self._files.invalidate_cache()
+        if not self._takes_many or len(names) < 2:
+            return {name: bytes(self._files.cat_file(self._path(name))) for name in names}
+        found = self._files.cat([self._path(name) for name in names], on_error="return")
+        contents: dict[str, bytes] = {}
+        for name in names:
+            data = found.get(self._path(name), FileNotFoundError(name))
+            if isinstance(data, BaseException):
+                raise data
+            contents[name] = bytes(data)
+        return contents
+
+    def names(self, folder: str) -> list[str]:
+        self._files.invalidate_cache()
+        try:
+            paths = self._files.ls(self._path(folder), detail=False)
+        except FileNotFoundError:
+            return []  # object stores have no folders without objects
+        return [str(path).rstrip("/").rpartition("/")[2] for path in paths]
+
+    def remove(self, names: Sequence[str]) -> None:
+        if self._takes_many and len(names) > 1:
+            try:
+                self._files.rm([self._path(name) for name in names])
+                return
+            except FileNotFoundError:
+                pass  # somebody else has begun to; one by one, then
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                self._files.rm_file(self._path(name))
+
+    def close(self) -> None:
+        self._files.invalidate_cache()
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+
+def has_conditional_put(files: Any) -> bool:
+    """Whether a file system implements ``pipe_file(mode="create")`` itself, so in one step."""
+    from fsspec import AbstractFileSystem
+    from fsspec.asyn import AsyncFileSystem
+
+    is_async = isinstance(files, AsyncFileSystem)
+    put = type(files)._pipe_file if is_async else type(files).pipe_file
+    base = AsyncFileSystem._pipe_file if is_async else AbstractFileSystem.pipe_file
+    return put is not base and "mode" in inspect.signature(put).parameters
+
+
+def connect(url: str, instance_folder: str) -> Folder:
+    """Return the folder of one instance at a URL that fsspec knows.
+
+    Raises
+    ------
+    StoreError
+        The scheme's package is missing, or the URL names no folder, or one behind a cache.
+    """
+    from fsspec.core import url_to_fs
+    from fsspec.implementations.cached import CachingFileSystem
+    from fsspec.implementations.dirfs import DirFileSystem
+    from fsspec.implementations.local import LocalFileSystem
+
+    shown = without_password(url)
+    try:
+        files, path = url_to_fs(url, skip_instance_cache=True)
+    except ImportError as error:
+        raise StoreError(
+            f"The store {shown} needs a package that is not installed in the scheduler's Python environment: "
+            f"{error}"
+        ) from error
+    while isinstance(files, DirFileSystem):
+        files, path = files.fs, files.path
+    if isinstance(files, CachingFileSystem):
+        raise StoreError(f"The store {shown} is behind a cache; name the file system itself.")
+    if not path.strip("/"):
+        raise StoreError(f"The store {shown} names no folder; add a path.")
+    if isinstance(files, LocalFileSystem):
+        return LocalFolder(Path(path) / instance_folder)
+    return RemoteFolder(files, f"{path.rstrip('/')}/{instance_folder}")
+
+
+#: Errors that do not pass by themselves.
+LASTING = (
+    FileNotFoundError,
+    PermissionError,
+    NotADirectoryError,
+    IsADirectoryError,
+    NotImplementedError,
+)
+
+
+@contextlib.contextmanager
+def explained(url: str) -> Iterator[None]:
+    """Turn what a file system raises into what a store raises; `FileExistsError` passes."""
+    try:
+        yield
+    except (ServeError, FileExistsError):
+        raise
+    except LASTING as error:
+        raise StoreError(
+            f"The store {url} cannot be used ({type(error).__name__}: {error}). It must be a folder that the "
+            "scheduler may read and write: mend that or name another one."
+        ) from error
+    except Exception as error:
+        raise StoreUnavailableError(
+            f"The store {url} cannot be reached: {type(error).__name__}: {error}"
+        ) from error

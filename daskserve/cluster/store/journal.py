@@ -1,0 +1,208 @@
+"""What the objects of a journal hold, and what a set of them means. Pure: no file is touched here.
+
+A *change* is one commit; a *snapshot* is all records as of one change. Each is written once, under a name
+that is its position, ``<epoch>-<number>``, and never rewritten. Every change names the position it builds on
+(``after``): the last one that its writer knew to be part of the history. So the history is a chain, and
+which changes belong to it is decided by those that came later, not by when an object happened to arrive:
+
+* a change between another one's position and what that one builds on is no part of the history. It is what a
+  controller wrote that had been replaced already, or a write that was reported as failed and landed late.
+
+An object is a line that tells what it is, then frames, each with length and checksum: a header that every
+later format can read, then a key and a value per record. A damaged change counts as a whole (none of it is
+applied); of a damaged snapshot every record is used that can be read.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import msgpack
+
+from daskserve.cluster.store.errors import check_format
+
+#: What this module writes, and the newest that it reads.
+FORMAT = 1
+MAGIC = b"daskserve\n"
+_FRAME = struct.Struct(">II")
+_NAME = re.compile(r"(\d{1,18})-(\d{1,18})")
+
+
+class Position(NamedTuple):
+    """Where a change stands: the controller's epoch, and its how-manieth change it is."""
+
+    epoch: int
+    number: int
+
+    @property
+    def name(self) -> str:
+        """The object's name; names sort as positions do."""
+        return f"{self.epoch:08d}-{self.number:010d}"
+
+    @classmethod
+    def parse(cls, name: str) -> Position | None:
+        """Return the position that an object's name tells; None for other names."""
+        match = _NAME.fullmatch(name)
+        return None if match is None else cls(int(match[1]), int(match[2]))
+
+
+START = Position(0, 0)
+
+
+class DamagedError(Exception):
+    """An object is not what was written; the message says how."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One commit."""
+
+    position: Position
+    after: Position
+    records: Mapping[str, bytes | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All records as of a position.
+
+    Attributes
+    ----------
+    damaged : tuple of str
+        What could not be read of it.
+    """
+
+    position: Position
+    records: Mapping[str, bytes]
+    damaged: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class History:
+    """What a set of objects amounts to; ``last`` is the newest change that is part of it."""
+
+    records: dict[str, bytes] = field(default_factory=dict)
+    last: Position = START
+
+
+def encode_change(change: Change, writer: str) -> bytes:
+    """Return a change as an object. ``writer`` makes objects of equal contents differ."""
+    header = {"kind": "change", "position": change.position, "after": change.after, "writer": writer}
+    return _encode(header, change.records)
+
+
+def encode_snapshot(snapshot: Snapshot, writer: str) -> bytes:
+    """Return a snapshot as an object."""
+    return _encode({"kind": "snapshot", "position": snapshot.position, "writer": writer}, snapshot.records)
+
+
+def _encode(header: Mapping[str, Any], records: Mapping[str, bytes | None]) -> bytes:
+    parts = [MAGIC]
+
+    def add(data: bytes) -> None:
+        parts.append(_FRAME.pack(len(data), zlib.crc32(data)))
+        parts.append(data)
+
+    add(bytes(msgpack.packb({"format": FORMAT, "count": len(records), **header})))
+    for key, value in records.items():
+        add((b"-" if value is None else b"+") + key.encode())
+        if value is not None:
+            add(value)
+    return b"".join(parts)
+
+
+def decode_change(url: str, data: bytes) -> Change:
+    """Return the change that an object holds.
+
+    Raises
+    ------
+    DamagedError
+        Any part of it cannot be read.
+    StoreFormatError
+        A newer daskserve wrote it.
+    """
+    header, frames = _header(url, data, "change")
+    records: dict[str, bytes | None] = {}
+    for _ in range(header["count"]):
+        key = _whole(next(frames, None))
+        records[key[1:].decode()] = None if key[:1] == b"-" else _whole(next(frames, None))
+    return Change(Position(*header["position"]), Position(*header["after"]), records)
+
+
+def decode_snapshot(url: str, data: bytes) -> Snapshot:
+    """Return the snapshot that an object holds, or as much of it as can be read.
+
+    Raises
+    ------
+    DamagedError
+        Not even its header can be read.
+    StoreFormatError
+        A newer daskserve wrote it.
+    """
+    header, frames = _header(url, data, "snapshot")
+    records: dict[str, bytes] = {}
+    damaged: list[str] = []
+    for index in range(header["count"]):
+        key, value = next(frames, None), next(frames, None)
+        name = f"record number {index + 1}" if key is None else repr(key[1:].decode(errors="replace"))
+        if key is None or value is None:
+            damaged.append(name)
+        else:
+            records[key[1:].decode()] = value
+    return Snapshot(Position(*header["position"]), records, tuple(damaged))
+
+
+def _header(url: str, data: bytes, kind: str) -> tuple[dict[str, Any], Iterator[bytes | None]]:
+    if not data.startswith(MAGIC):
+        raise DamagedError("it is empty" if not data else "it does not begin as daskserve's objects do")
+    frames = _frames(data)
+    header: dict[str, Any] = msgpack.unpackb(_whole(next(frames, None)))
+    check_format(url, header["format"], FORMAT)
+    if header["kind"] != kind:
+        raise DamagedError(f"it holds a {header['kind']}, not a {kind}")
+    return header, frames
+
+
+def _frames(data: bytes) -> Iterator[bytes | None]:
+    """Yield every frame, None for a damaged one, up to where the object ends or makes no sense."""
+    offset = len(MAGIC)
+    while offset + _FRAME.size <= len(data):
+        length, crc = _FRAME.unpack_from(data, offset)
+        offset += _FRAME.size
+        if offset + length > len(data):
+            return
+        frame = data[offset : offset + length]
+        yield frame if zlib.crc32(frame) == crc else None
+        offset += length
+
+
+def _whole(frame: bytes | None) -> bytes:
+    if frame is None:
+        raise DamagedError("its contents are cut off or changed")
+    return frame
+
+
+def replay(base: Snapshot | None, changes: Iterable[Change]) -> History:
+    """Return what a snapshot and the changes after it amount to."""
+    history = History()
+    if base is not None:
+        history.records = dict(base.records)
+        history.last = base.position
+    chain: list[Change] = []
+    for change in sorted(changes, key=lambda each: each.position, reverse=True):
+        if change.position > history.last and (not chain or change.position <= chain[-1].after):
+            chain.append(change)
+    for change in reversed(chain):
+        for key, value in change.records.items():
+            if value is None:
+                history.records.pop(key, None)
+            else:
+                history.records[key] = value
+    if chain:
+        history.last = chain[0].position
+    return history

@@ -1,0 +1,134 @@
+"""Stores: where an instance's records live.
+
+A store is opened in the scheduler process, one per instance. It knows keys and bytes, nothing of their
+meaning. A commit is one transaction and names the controller epoch that makes it; the store refuses an
+epoch older than the newest it has seen, so a controller that was replaced can do no harm.
+
+================  ==========================================  =============================================
+URL               an acknowledged commit survives             two schedulers that share it are fenced
+================  ==========================================  =============================================
+memory://         every process but the scheduler             nothing is shared
+sqlite:///path    SIGKILL, power loss                         exactly, by a lock around every commit
+any of fsspec     SIGKILL, power loss (local folders are      exactly where objects can be made exclusively
+                  synced); what the service promises (else)   (see `daskserve.cluster.store.fsspec`)
+================  ==========================================  =============================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+from daskserve.cluster.base import InstanceStore, StoreChange
+from daskserve.cluster.store.errors import (
+    StoreError,
+    StoreFormatError,
+    StoreUnavailableError,
+    stale,
+    without_password,
+)
+from daskserve.errors import BadRequestError
+from daskserve.types import InstanceName
+
+__all__ = [
+    "MemoryStore",
+    "StoreError",
+    "StoreFormatError",
+    "StoreUnavailableError",
+    "open_store",
+]
+
+
+class MemoryStore:
+    """Records in the scheduler's memory: they survive every process but the scheduler's."""
+
+    def __init__(self) -> None:
+        self._records: dict[str, bytes] = {}
+        self._epoch = 0
+
+    async def open(self) -> None:
+        """There is nothing to open."""
+
+    async def close(self) -> None:
+        """There is nothing to close; the records go with this object."""
+
+    async def load(self) -> Mapping[str, bytes]:
+        return dict(self._records)
+
+    async def commit(self, epoch: int, change: StoreChange) -> None:
+        if epoch < self._epoch:
+            raise stale(epoch, self._epoch)
+        self._epoch = epoch
+        for key, value in change.records.items():
+            if value is None:
+                self._records.pop(key, None)
+            else:
+                self._records[key] = value
+
+    async def newest_epoch(self) -> int:
+        return self._epoch
+
+    async def claim_epoch(self) -> int:
+        self._epoch += 1
+        return self._epoch
+
+    def problems(self) -> Mapping[str, str]:
+        return {}
+
+
+def open_store(url: str, instance: InstanceName) -> InstanceStore:
+    """Return the store that a URL names, for one instance; it is still to be opened with ``await open()``.
+
+    Parameters
+    ----------
+    url : str
+        ``memory://``; ``sqlite:///relative.db`` or ``sqlite:////absolute.db``; or a folder by any URL that
+        fsspec knows, such as ``file:///folder`` or ``s3://bucket/folder``. Paths are those of the process
+        that opens the store: the Dask scheduler.
+    instance : str
+        Whose records these are. Several instances may share one file or folder; none sees another's.
+
+    Raises
+    ------
+    BadRequestError
+        The URL names no store. Nothing is touched yet; trouble with the place itself comes from ``open()``.
+    """
+    scheme, colon, rest = url.partition("://")
+    if scheme == "memory":
+        if rest:
+            raise BadRequestError(
+                f"Store URL {url!r} has a path, but memory:// is one instance's own and has none; use "
+                "sqlite:///path or file:///folder for records that outlive it."
+            )
+        return MemoryStore()
+    if scheme == "sqlite":
+        return _sqlite_store(url, rest, instance)
+    if not colon:
+        raise BadRequestError(f"Store URL {url!r} has no scheme; for a folder write file:///path/to/folder.")
+    return _fsspec_store(url, instance)
+
+
+def _sqlite_store(url: str, rest: str, instance: InstanceName) -> InstanceStore:
+    from daskserve.cluster.store.sqlite import SqliteStore
+
+    path = rest.removeprefix("/")
+    if path == rest or not path or path == ":memory:":
+        raise BadRequestError(
+            f"Store URL {url!r} names no file; write sqlite:///relative/path.db, sqlite:////absolute/path.db "
+            "or, for records that need not outlive the scheduler, memory://."
+        )
+    return SqliteStore(url, instance, path)
+
+
+def _fsspec_store(url: str, instance: InstanceName) -> InstanceStore:
+    import fsspec
+
+    from daskserve.cluster.store.fsspec import FsspecStore
+
+    scheme = urlsplit(url.partition("::")[0]).scheme or url.partition("::")[0]
+    if scheme not in fsspec.available_protocols():
+        raise BadRequestError(
+            f"Store URL {without_password(url)!r} has an unknown scheme {scheme!r}; known: memory://, "
+            "sqlite:///path, and those of fsspec, such as file:///folder or s3://bucket/folder."
+        )
+    return FsspecStore(url, instance)

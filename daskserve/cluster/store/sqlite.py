@@ -1,0 +1,283 @@
+"""Records in an SQLite file.
+
+The embedded choice for instances that outlive their scheduler: one file, no server. Write-ahead logging with
+``synchronous=FULL`` makes every commit one sequential write and one sync: a commit that returned survives the
+death of the process, of the machine and of its power, as far as the disk keeps what it says it has. Each
+commit is one ``BEGIN IMMEDIATE`` transaction that checks the epoch under the same lock as it writes, so the
+fence holds between processes too: two schedulers on one file are safe, and the one whose controller is older
+is refused. The file must be on a disk of this machine: SQLite's log does not work on network file systems.
+
+The tables begin with ``daskserve_``, so the file may be shared with others. Each record carries a checksum,
+because SQLite has none: a record that was damaged on the disk is moved to ``daskserve_aside``, not served.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from daskserve.cluster.store.errors import StoreError, StoreUnavailableError, check_format, stale
+from daskserve.cluster.store.thread import ThreadedStore
+from daskserve.errors import ServeError
+from daskserve.types import InstanceName
+
+#: What this module writes, and the newest that it reads.
+FORMAT = 1
+#: How to make an older format one newer; there is none yet.
+UPGRADES: Mapping[int, str] = {}
+
+#: How long another program's transaction is waited for.
+BUSY_TIMEOUT_S = 5.0
+BUSY_RETRY_S = 0.02
+
+TABLES = (
+    "CREATE TABLE IF NOT EXISTS daskserve_meta (name TEXT PRIMARY KEY, value INTEGER NOT NULL)",
+    "CREATE TABLE IF NOT EXISTS daskserve_epochs (instance TEXT PRIMARY KEY, epoch INTEGER NOT NULL)",
+    "CREATE TABLE IF NOT EXISTS daskserve_records (instance TEXT NOT NULL, key TEXT NOT NULL, "
+    "value BLOB NOT NULL, crc INTEGER NOT NULL, PRIMARY KEY (instance, key))",
+    "CREATE TABLE IF NOT EXISTS daskserve_aside (instance TEXT NOT NULL, key TEXT NOT NULL, "
+    "value BLOB, crc INTEGER, reason TEXT NOT NULL)",
+)
+UPSERT = (
+    "INSERT INTO daskserve_records (instance, key, value, crc) VALUES (?, ?, ?, ?) "
+    "ON CONFLICT (instance, key) DO UPDATE SET value = excluded.value, crc = excluded.crc"
+)
+SET_EPOCH = (
+    "INSERT INTO daskserve_epochs (instance, epoch) VALUES (?, ?) "
+    "ON CONFLICT (instance) DO UPDATE SET epoch = excluded.epoch"
+)
+
+#: SQLite's error names (the beginning of them) that may pass by themselves, with what to do.
+PASSING: Mapping[str, str] = {
+    "SQLITE_BUSY": f"another program has held its lock for more than {BUSY_TIMEOUT_S:g} s; end that program "
+    "or its transaction",
+    "SQLITE_LOCKED": "another program holds its lock; end that program or its transaction",
+    "SQLITE_FULL": "the disk is full; make room",
+    "SQLITE_IOERR": "the disk reports an error; look at the system's log",
+    "SQLITE_NOMEM": "there is no memory left",
+}
+#: Those that will not.
+LASTING: Mapping[str, str] = {
+    "SQLITE_READONLY": "it cannot be written; give the scheduler's user the right to write the file and its "
+    "folder, or name another file",
+    "SQLITE_PERM": "the scheduler's user may not use it; change its permissions or name another file",
+    "SQLITE_CANTOPEN": "it cannot be opened; the path must name a file, in a folder that the scheduler's "
+    "user may write",
+    "SQLITE_NOTADB": "the file is there, but it is not an SQLite database; name another file",
+    "SQLITE_CORRUPT": "the file is damaged; make a copy, repair it with sqlite3's .recover command or bring "
+    "back a backup",
+    "SQLITE_PROTOCOL": "SQLite's locks do not work there; use a disk of the scheduler's machine, or another "
+    "kind of store",
+}
+
+
+class SqliteStore(ThreadedStore):
+    """See `daskserve.cluster.base.InstanceStore`, and the module for what it guarantees."""
+
+    def __init__(self, url: str, instance: InstanceName, path: str) -> None:
+        super().__init__(url, instance)
+        self._path = Path(path)
+        self._connection: sqlite3.Connection | None = None
+
+    # Lifecycle
+
+    def do_open(self) -> None:
+        path = self._path.absolute()
+        if not path.parent.is_dir():
+            raise StoreError(
+                f"The store {self.url} cannot be opened: there is no folder {path.parent} on the scheduler's "
+                "machine; make it or name another file."
+            )
+        with self._explained():
+            self._connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
+            # A damaged key must not keep the others from being read; its checksum tells.
+            self._connection.text_factory = lambda data: data.decode("utf-8", "surrogateescape")
+            self._use_log()
+            self._connection.execute("PRAGMA synchronous = FULL")
+        with self._transaction() as db:
+            self._prepare(db)
+
+    def do_close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _use_log(self) -> None:
+        deadline = time.monotonic() + BUSY_TIMEOUT_S
+        while True:
+            try:
+                (mode,) = self._db.execute("PRAGMA journal_mode = WAL").fetchone()
+            except sqlite3.OperationalError as error:
+                # SQLite's own time-out does not cover the switch to the log.
+                if not _name_of(error).startswith("SQLITE_BUSY") or time.monotonic() > deadline:
+                    raise
+                time.sleep(BUSY_RETRY_S)
+                continue
+            if mode != "wal":
+                raise StoreError(
+                    f"The store {self.url} cannot be used: SQLite cannot keep a write-ahead log there (it "
+                    f"chose {mode!r}); use a disk of the scheduler's machine, or another kind of store."
+                )
+            return
+
+    def _prepare(self, db: sqlite3.Connection) -> None:
+        found = self._format(db)
+        if found is None:
+            for statement in TABLES:
+                db.execute(statement)
+            db.execute("INSERT INTO daskserve_meta VALUES ('format', ?)", (FORMAT,))
+            return
+        check_format(self.url, found, FORMAT)
+        for older in range(found, FORMAT):
+            db.execute(UPGRADES[older])
+            db.execute("UPDATE daskserve_meta SET value = ? WHERE name = 'format'", (older + 1,))
+
+    @staticmethod
+    def _format(db: sqlite3.Connection) -> int | None:
+        if db.execute("SELECT 1 FROM sqlite_master WHERE name = 'daskserve_meta'").fetchone() is None:
+            return None
+        row = db.execute("SELECT value FROM daskserve_meta WHERE name = 'format'").fetchone()
+        return None if row is None else int(row[0])
+
+    # Records
+
+    def do_load(self) -> Mapping[str, bytes]:
+        with self._explained():
+            try:
+                rows = self._db.execute(
+                    "SELECT rowid, key, value, crc FROM daskserve_records WHERE instance = ?",
+                    (self.instance,),
+                ).fetchall()
+                unreadable: dict[str, str] = {}
+            except sqlite3.DatabaseError as error:
+                if not _name_of(error).startswith("SQLITE_CORRUPT"):
+                    raise
+                rows, unreadable = self._salvage()
+        records = {}
+        damaged = []
+        for rowid, key, value, crc in rows:
+            if isinstance(key, str) and isinstance(value, bytes) and _checksum(key, value) == crc:
+                records[key] = value
+            else:
+                damaged.append(rowid)
+        self._set_aside(damaged)
+        self._note_problems(unreadable)
+        return records
+
+    def _salvage(self) -> tuple[list[tuple[int, str, bytes, int]], dict[str, str]]:
+        """Read a damaged file record by record."""
+        rows: list[tuple[int, str, bytes, int]] = []
+        unreadable = {}
+        where = "FROM daskserve_records WHERE instance = ? AND key = ?"
+        keys = self._db.execute(
+            "SELECT key FROM daskserve_records WHERE instance = ? ORDER BY key", (self.instance,)
+        ).fetchall()  # the index answers this alone
+        for (key,) in keys:
+            try:
+                found = self._db.execute(f"SELECT rowid, key, value, crc {where}", (self.instance, key))
+                rows.extend(found.fetchall())
+            except sqlite3.DatabaseError as error:
+                unreadable[key] = f"The record cannot be read ({error}). It stays where it is in the file."
+        return rows, unreadable
+
+    def _set_aside(self, rowids: list[int]) -> None:
+        if not rowids:
+            return
+        reason = "The record was damaged in the file (its checksum differs)."
+        with self._transaction() as db:
+            for rowid in rowids:
+                db.execute(
+                    "INSERT INTO daskserve_aside SELECT instance, key, value, crc, ? "
+                    "FROM daskserve_records WHERE rowid = ?",
+                    (reason, rowid),
+                )
+                db.execute("DELETE FROM daskserve_records WHERE rowid = ?", (rowid,))
+
+    def _note_problems(self, unreadable: Mapping[str, str]) -> None:
+        with self._explained():
+            aside = self._db.execute(
+                "SELECT key, reason FROM daskserve_aside WHERE instance = ?", (self.instance,)
+            ).fetchall()
+        kept = {key: f"{reason} It is kept in the table daskserve_aside." for key, reason in aside}
+        self.report_problems({**kept, **unreadable})
+
+    def do_commit(self, epoch: int, records: Mapping[str, bytes | None]) -> None:
+        written = [
+            (self.instance, key, value, _checksum(key, value))
+            for key, value in records.items()
+            if value is not None
+        ]
+        removed = [(self.instance, key) for key, value in records.items() if value is None]
+        with self._transaction() as db:
+            newest = self._epoch(db)
+            if epoch < newest:
+                raise stale(epoch, newest)
+            if epoch > newest:
+                db.execute(SET_EPOCH, (self.instance, epoch))
+            db.executemany(UPSERT, written)
+            db.executemany("DELETE FROM daskserve_records WHERE instance = ? AND key = ?", removed)
+
+    # Epochs
+
+    def do_newest_epoch(self) -> int:
+        with self._explained():
+            return self._epoch(self._db)
+
+    def do_claim_epoch(self) -> int:
+        with self._transaction() as db:
+            # A newer daskserve may have written here since this store was opened.
+            check_format(self.url, self._format(db) or FORMAT, FORMAT)
+            claimed = self._epoch(db) + 1
+            db.execute(SET_EPOCH, (self.instance, claimed))
+        return claimed
+
+    def _epoch(self, db: sqlite3.Connection) -> int:
+        row = db.execute("SELECT epoch FROM daskserve_epochs WHERE instance = ?", (self.instance,)).fetchone()
+        return 0 if row is None else int(row[0])
+
+    # SQLite
+
+    @property
+    def _db(self) -> sqlite3.Connection:
+        assert self._connection is not None
+        return self._connection
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        db = self._db
+        with self._explained():
+            db.execute("BEGIN IMMEDIATE")
+            try:
+                yield db
+                db.execute("COMMIT")
+            except BaseException:
+                if db.in_transaction:
+                    db.execute("ROLLBACK")
+                raise
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise self._explain(error) from error
+
+    def _explain(self, error: sqlite3.Error) -> ServeError:
+        name = _name_of(error)
+        for kinds, error_class in ((PASSING, StoreUnavailableError), (LASTING, StoreError)):
+            for beginning, remedy in kinds.items():
+                if name.startswith(beginning):
+                    return error_class(f"The store {self.url} cannot be used: {remedy}. ({name}: {error})")
+        return StoreError(f"The store {self.url} cannot be used: {name or type(error).__name__}: {error}")
+
+
+def _checksum(key: str, value: bytes) -> int:
+    return zlib.crc32(value, zlib.crc32(key.encode("utf-8", "surrogateescape")))
+
+
+def _name_of(error: sqlite3.Error) -> str:
+    return getattr(error, "sqlite_errorname", None) or ""

@@ -1,0 +1,1 @@
+"""What runs in a worker process: the Host, and child processes of other interpreters."""

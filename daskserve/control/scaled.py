@@ -1,0 +1,91 @@
+"""The number that the autoscaler wants, as it is recorded: within its bounds, and with the reasons. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from daskserve.control import external
+from daskserve.control.records import BackendRecord
+from daskserve.options.autoscaling import AutoscalingConfig
+from daskserve.options.bounds import Bounds
+
+#: Changes of the wanted number that are remembered of each backend.
+KEPT_SCALINGS = 10
+
+
+def autoscaling_of(backend: BackendRecord) -> AutoscalingConfig | None:
+    """Return the autoscaler's options of a backend; None if nothing scales it."""
+    plain = backend.autoscaling
+    return None if plain is None or backend.is_deleting else AutoscalingConfig(**plain)
+
+
+def scaled(backend: BackendRecord, wanted: int, reason: str, wall: float) -> BackendRecord:
+    """Return the backend's record with another wanted number, and the change among those remembered."""
+    before = backend.configured_replicas if backend.scaled_to is None else backend.scaled_to
+    event = (wall, before, wanted, reason)
+    return replace(backend, scaled_to=wanted, scalings=(*backend.scalings, event)[-KEPT_SCALINGS:])
+
+
+def bounds_of(backend: BackendRecord, config: AutoscalingConfig) -> Bounds:
+    """Return between which numbers the autoscaler may choose, at the target capacity of now."""
+    return Bounds.of(config, backend.capacity, backend.capacity_direction)
+
+
+def carried_over(backend: BackendRecord, before: BackendRecord | None, wall: float) -> BackendRecord:
+    """Return a backend's record, perhaps with another config, with the number that was wanted before it.
+
+    That number is what the load asked for, whatever the code and the options are now; but new bounds hold at
+    once. One that was not autoscaled begins with the replicas it has.
+    """
+    if backend.is_scaled_externally:
+        return external.carried_over(backend, before)
+    config = autoscaling_of(backend)
+    if before is not None and before.is_deleting:
+        before = None
+    if config is None or (config.dry_run and (before is None or "num_replicas" in backend.config)):
+        return replace(backend, scaled_to=None, scalings=())
+    if before is None:
+        return replace(backend, scaled_to=bounds_of(backend, config).first, scalings=())
+    if config.dry_run:
+        return _held(backend, before)
+    backend = replace(backend, scaled_to=before.num_replicas, scalings=before.scalings)
+    return within_bounds(backend, config, wall)
+
+
+def within_bounds(backend: BackendRecord, config: AutoscalingConfig, wall: float) -> BackendRecord:
+    """Return the backend's record with the nearest number that its bounds allow now."""
+    bounds = bounds_of(backend, config)
+    allowed = bounds.nearest(backend.num_replicas)
+    if allowed == backend.scaled_to:
+        return backend
+    groups = f" in groups of {bounds.multiple_of}" if bounds.multiple_of > 1 else ""
+    why = f"{bounds.least} to {bounds.most} replicas{groups} are allowed now{bounds.note}"
+    return scaled(backend, allowed, why, wall)
+
+
+def _held(backend: BackendRecord, before: BackendRecord) -> BackendRecord:
+    """Keep the number in a dry run that names none; one at least, as nothing would wake it from zero."""
+    fixed = replace(backend, scaled_to=None, scalings=())
+    wanted = max(1, before.full_replicas)
+    return (
+        fixed
+        if wanted == fixed.configured_replicas
+        else replace(fixed, scaled_to=wanted, scalings=before.scalings)
+    )
+
+
+def taken_back(previous: BackendRecord, failed: BackendRecord, wall: float) -> BackendRecord:
+    """Return the record to go back to when a change failed, with the number that the load wants by now.
+
+    Where nothing scaled the backend meanwhile, it is the number from before the change.
+    """
+    # What holds for all of the instance is no part of the change.
+    previous = replace(previous, capacity=failed.capacity, capacity_direction=failed.capacity_direction)
+    if previous.is_scaled_externally:
+        return external.taken_back(previous, failed)
+    config = autoscaling_of(previous)
+    if config is None or config.dry_run:
+        return previous
+    if failed.scaled_to is None:
+        return within_bounds(previous, config, wall)
+    return carried_over(previous, failed, wall)

@@ -1,0 +1,1 @@
+"""Collect what autoscaling policies need, ask them, and apply their decisions."""

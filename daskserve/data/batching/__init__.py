@@ -1,0 +1,1 @@
+"""The queue behind `batch` and `accept_batch`."""

@@ -1,0 +1,382 @@
+"""Handles: what Python callers hold of an endpoint, and the responses its calls give.
+
+A handle works in any process that can reach the cluster: a user program, a replica, a Dask task. It is
+pickled as a name and finds its way anew where it is unpickled. The router it uses runs on the event loop
+of that process's link; callers may be on any thread or loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, overload
+
+from daskserve.clock import stopwatch
+from daskserve.cluster.link import Link, present_link
+from daskserve.context import current_request
+from daskserve.data.caller.pending import begin_call, pause, start_call, waiter_for
+from daskserve.data.caller.response_stream import Pipe, ResponseGenerator
+from daskserve.data.caller.router import Router, Routers
+from daskserve.data.caller.straight_call import StraightCall, no_answer
+from daskserve.errors import (
+    ActorLostError,
+    BadRequestError,
+    ClosedError,
+    InstanceError,
+    ReplicaBusyError,
+    RequestTimeoutError,
+)
+from daskserve.figures.collector import PROCESS
+from daskserve.loops.deadlines import earliest, is_over, until
+from daskserve.loops.pending_call import PendingCall
+from daskserve.payload import PackedError, dump, load, load_error
+from daskserve.types import DONE, Envelope, EnvelopeKind, Message, Payload, Send
+
+
+def find_link() -> Link:
+    """Return the link of the code that calls.
+
+    Raises
+    ------
+    InstanceError
+        There is none: the process is not connected to a Dask cluster.
+    """
+    link = present_link()
+    if link is None:
+        raise InstanceError(
+            "This process is not connected to a Dask cluster; make a distributed.Client, or call "
+            "serve.connect()."
+        )
+    return link
+
+
+async def routers_of(cluster: Any) -> Routers:
+    """Return the routers of a process for an instance, listening; made on first use."""
+    routers = cluster.shared.get("routers")
+    if routers is None:
+        routers = Routers(cluster, cluster.listener, cluster.clock, cluster.link.rng)
+        cluster.shared["routers"] = routers
+        PROCESS.add(routers)
+    if not cluster.listener.is_started:
+        await routers.start()
+    return routers  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, slots=True)
+class CallOptions:
+    """How a handle calls.
+
+    Attributes
+    ----------
+    method_name : str
+        The method of the backend's class.
+    shard_key : str
+        Calls with the same key go to the same backend until the traffic policy changes.
+    http_method, http_headers
+        What a classic backend finds in its request object.
+    timeout_s : float or None
+        Give the call up after so many seconds, wherever it is then, with a `RequestTimeoutError`. A call made
+        for a request ends with the time of that request in any case.
+    stream : bool
+        The method is a generator: calls give a `ResponseGenerator` of what it yields.
+    """
+
+    method_name: str = "__call__"
+    shard_key: str = ""
+    http_method: str = "GET"
+    http_headers: Mapping[str, str] = field(default_factory=dict)
+    timeout_s: float | None = None
+    stream: bool = False
+
+    def __post_init__(self) -> None:
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise BadRequestError(f"timeout_s must be more than 0, or None, not {self.timeout_s!r}.")
+
+
+class Response:
+    """The answer to one call, when it comes. Await it, or ask for `result` from a thread that may block."""
+
+    def __init__(self, future: PendingCall[Payload], link: Link, request_id: str) -> None:
+        self._future = future
+        self._link = link
+        self._loaded: Any = None
+        self._is_loaded = False
+        self.request_id = request_id
+
+    def __repr__(self) -> str:
+        state = "cancelled" if self._future.cancelled() else "done" if self._future.done() else "pending"
+        return f"<Response {self.request_id} {state}>"
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        # All of it here: each generator in between would be passed through with every step.
+        future = self._future
+        if not future.done():
+            try:
+                yield from waiter_for(self._link, future)
+            except asyncio.CancelledError:
+                future.cancel()
+                raise
+        return self._value()
+
+    def _value(self) -> Any:
+        # Unpickled on the caller's side, once: it is the caller's code that may run here.
+        if not self._is_loaded:
+            self._loaded = load(self._future.result())
+            self._is_loaded = True
+        return self._loaded
+
+    def result(self, timeout_s: float | None = None) -> Any:
+        """Return the answer, waiting for it for up to ``timeout_s`` seconds (None: for ever).
+
+        Raises
+        ------
+        RequestTimeoutError
+            It took longer; the request goes on.
+        RuntimeError
+            Called on the event loop that would have to produce the answer.
+        Exception
+            What the backend raised, with its own type.
+        """
+        if not self._future.done() and self._link.runs_here():
+            raise RuntimeError(
+                "result() would block the event loop that has to produce the answer; await the response."
+            )
+        try:
+            self._future.result(timeout_s)
+        except TimeoutError:
+            if self._future.done():
+                raise  # a TimeoutError of user code
+            raise RequestTimeoutError(
+                f"No answer to request {self.request_id} within {timeout_s:g} s."
+            ) from None
+        return self._value()
+
+    def done(self) -> bool:
+        """Whether there is an answer, or an error, already."""
+        return self._future.done()
+
+    def cancel(self) -> bool:
+        """Give the request up; best effort. Returns whether it was still pending."""
+        return self._future.cancel()
+
+
+class Handle:
+    """Calls an endpoint from Python. Immutable: `options` returns a changed copy that shares the router.
+
+    ``handle.remote(...)`` starts a call and returns its `Response` at once; ``handle.method.remote(...)``
+    calls another method of a deployment.
+    """
+
+    def __init__(
+        self,
+        instance: str,
+        endpoint: str,
+        *,
+        is_legacy: bool = True,
+        python_methods: tuple[str, ...] = (),
+        options: CallOptions | None = None,
+        cluster: Any = None,
+    ) -> None:
+        self._instance = instance
+        self._endpoint = endpoint
+        self._is_legacy = is_legacy
+        self._python_methods = python_methods
+        self._options = options or CallOptions()
+        self._cluster: Any = cluster
+
+    def __repr__(self) -> str:
+        return f"<Handle of {self._endpoint!r} method={self._options.method_name!r}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        state = (self._instance, self._endpoint, self._is_legacy, self._python_methods, self._options)
+        return (_rebuild, state)
+
+    def __getattr__(self, name: str) -> Handle:
+        if name in self.__dict__.get("_python_methods", ()):
+            return self.options(method_name=name)
+        if self.__dict__.get("_is_legacy", True):
+            raise AttributeError(
+                f"A handle has no attribute {name!r}; to call another method of the backend use "
+                f"handle.options(method_name={name!r}).remote(...)."
+            )
+        known = ", ".join(self.__dict__.get("_python_methods", ())) or "none"
+        raise AttributeError(f"Deployment {self._endpoint!r} has no method {name!r}; it has: {known}.")
+
+    @overload
+    def options(self, *, stream: Literal[True], **changes: Any) -> StreamHandle: ...
+
+    @overload
+    def options(self, **changes: Any) -> Handle: ...
+
+    def options(self, **changes: Any) -> Handle:
+        """Return a copy that calls with other `CallOptions`; those not named stay."""
+        try:
+            options = replace(self._options, **changes)
+        except TypeError:
+            known = ", ".join(CallOptions.__dataclass_fields__)
+            unknown = sorted(set(changes) - set(CallOptions.__dataclass_fields__))
+            raise TypeError(f"A handle has no option {unknown[0]!r}; known options: {known}.") from None
+        return _kind_of(options)(
+            self._instance,
+            self._endpoint,
+            is_legacy=self._is_legacy,
+            python_methods=self._python_methods,
+            options=options,
+            cluster=self._cluster,
+        )
+
+    def remote(self, *args: Any, **kwargs: Any) -> Response:
+        """Start a call and return its `Response`.
+
+        The arguments are pickled before this returns, so later changes to them are not seen.
+        """
+        return Response(*self._start(args, kwargs))
+
+    def _start(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], pipe: Pipe | None = None
+    ) -> tuple[PendingCall[Any], Link, str]:
+        """Start a call, whose items go into the pipe if there is one; return its future, link and id."""
+        if self._cluster is None:
+            self._cluster = find_link().cluster(self._instance)
+        link: Link = self._cluster.link
+        current = current_request.get()
+        request_id = (current.request_id if current is not None else "") or link.request_ids.next()
+        own_s = self._options.timeout_s
+        deadline = None if current is None else current.deadline
+        if own_s is not None:
+            deadline = earliest(deadline, link.loop.time() + own_s)
+        payload = dump((args, kwargs))
+        if deadline is None and pipe is None:
+            future = self._start_straight(link, payload, request_id)
+        else:
+            call = self._call(payload, request_id, deadline, None if pipe is None else pipe.put)
+            if deadline is not None:
+                call = until(deadline, call, f"Request {request_id} was not answered in time.")
+            future = start_call(link, call)
+        if current is not None:
+            current.add_call(future)
+        return future, link, request_id
+
+    def _start_straight(self, link: Link, payload: Payload, request_id: str) -> PendingCall[Any]:
+        if link.is_closed:
+            raise link.closed_error()
+        future: PendingCall[Payload] = PendingCall()
+        if link.runs_here():
+            self._go(link, payload, request_id, future)
+        else:
+            link.hop.post(self._go, link, payload, request_id, future)
+        return future
+
+    def _go(self, link: Link, payload: Payload, request_id: str, future: PendingCall[Payload]) -> None:
+        """Send a call straight to a replica, on the link's loop; if it has to wait, by a task."""
+        if future.cancelled():
+            return
+        cluster: Any = self._cluster
+        routers: Routers | None = cluster.shared.get("routers")
+        try:
+            if routers is not None:
+                router = routers.router(self._endpoint)
+                replicas = router.only  # known, and neither deleted nor of an instance that has ended
+                if replicas is not None:
+                    envelope = Envelope(EnvelopeKind.CALL, self._head(router, request_id, None), payload)
+                    if StraightCall(link, router, replicas, envelope, future, self._go_on).start(cluster):
+                        return
+        except Exception as error:  # it is the caller's
+            future.set_error(error)
+            return
+        begin_call(link, self._call(payload, request_id, None, None), future)
+
+    def _go_on(self, call: StraightCall, refused: ReplicaBusyError | ActorLostError) -> None:
+        """Go on in a task with a call that a replica has refused."""
+
+        async def send(keep: Send) -> None:
+            await pause()
+            await call.replicas.send(call.envelope, _nothing_to_receive, keep, refused=refused)
+
+        # It counts as begun already, so it has to be entered, whatever happens, to count how it ends.
+        answer = self._answer(call.router, call.envelope, send, call.began)
+        begin_call(call.link, answer, call.call, pauses_itself=True)
+
+    def _head(self, router: Router, request_id: str, put: Send | None) -> dict[str, Any]:
+        options = self._options
+        head: dict[str, Any] = {"method": options.method_name, "request_id": request_id}
+        if router.is_legacy:
+            head |= {
+                "legacy": True,
+                "http_method": options.http_method,
+                "http_headers": dict(options.http_headers),
+            }
+        if put is not None:
+            head["stream"] = True
+        return head
+
+    async def _call(self, payload: Payload, request_id: str, deadline: float | None, put: Send | None) -> Any:
+        cluster: Any = self._cluster
+        if cluster.is_ended:
+            raise ClosedError(f"Instance {self._instance!r} has been shut down; its handles are of no use.")
+        router = (await routers_of(cluster)).router(self._endpoint)
+        if not router.is_known:
+            await router.wait_until_known()
+        envelope = Envelope(EnvelopeKind.CALL, self._head(router, request_id, put), payload, deadline)
+        router.calls.begun += 1
+
+        def send(keep: Send) -> Coroutine[Any, Any, None]:
+            return router.send(envelope, _nothing_to_receive, put or keep, shard_key=self._options.shard_key)
+
+        return await self._answer(router, envelope, send, stopwatch())
+
+    async def _answer(
+        self,
+        router: Router,
+        envelope: Envelope,
+        send: Callable[[Send], Coroutine[Any, Any, None]],
+        began: float,
+    ) -> Any:
+        answers: list[Payload] = []
+
+        def keep(message: Message) -> Awaitable[None]:
+            answers.append(message["payload"])
+            return DONE
+
+        figures = router.calls
+        try:
+            await send(keep)
+        except PackedError as packed:
+            error = load_error(packed.data)
+            figures.fail(error)
+            raise error from error.__cause__  # the remote traceback
+        except BaseException as error:
+            figures.fail(error, is_late=is_over(envelope.deadline, self._cluster.clock.now()))
+            raise
+        finally:
+            figures.latency.observe(stopwatch() - began)
+        if "stream" in envelope.head:
+            return None
+        if not answers:
+            raise no_answer(envelope)
+        return answers[0]
+
+
+class StreamHandle(Handle):
+    """A handle that calls generators: what ``handle.options(stream=True)`` returns."""
+
+    def remote(self, *args: Any, **kwargs: Any) -> ResponseGenerator:  # type: ignore[override]
+        """Start a call and return a `ResponseGenerator` of what it yields; otherwise as `Handle.remote`."""
+        pipe = Pipe()
+        return ResponseGenerator(pipe, *self._start(args, kwargs, pipe))
+
+
+def _kind_of(options: CallOptions) -> type[Handle]:
+    return StreamHandle if options.stream else Handle
+
+
+async def _nothing_to_receive() -> Message:
+    return {"type": "http.disconnect"}
+
+
+def _rebuild(
+    instance: str, endpoint: str, is_legacy: bool, python_methods: tuple[str, ...], options: CallOptions
+) -> Handle:
+    kind = _kind_of(options)
+    return kind(instance, endpoint, is_legacy=is_legacy, python_methods=python_methods, options=options)

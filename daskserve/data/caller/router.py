@@ -1,0 +1,206 @@
+"""Routers: from an endpoint's name to a running replica, with a bounded queue in between.
+
+One `Routers` per process and instance holds a `Router` per endpoint and a `ReplicaSet` per backend; what a
+process has in flight is thus counted once, whoever sends it. What they know comes by long poll and stays
+good while the controller is away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from daskserve.clock import Clock
+from daskserve.cluster.base import Cluster
+from daskserve.cluster.long_poll import LongPollClient
+from daskserve.data.caller.load_reports import LoadReports
+from daskserve.data.caller.replica_set import ReplicaSet
+from daskserve.data.caller.router_figures import CallFigures
+from daskserve.data.caller.routing import TrafficPolicy, shard_draw
+from daskserve.data.caller.shadow import Shadow
+from daskserve.errors import NotFoundError, RequestTimeoutError, UnavailableError
+from daskserve.figures.table import Sample
+from daskserve.types import BackendTag, EndpointTag, Envelope, Message, Receive, Send
+
+#: How long a process waits to learn of an endpoint that somebody uses.
+KNOWN_S = 10.0
+
+
+class Router:
+    """Sends the requests of one endpoint."""
+
+    def __init__(self, endpoint: EndpointTag, routers: Routers) -> None:
+        self.endpoint = endpoint
+        self._routers = routers
+        self._policy: TrafficPolicy | None = None
+        #: Where all requests go, if that is always the same place and no copies are sent elsewhere.
+        self.only: ReplicaSet | None = None
+        #: Whether the endpoint's backends get one ``ServeRequest`` instead of the caller's arguments.
+        self.is_legacy = True
+        self._changed = asyncio.Event()
+        self._is_deleted = False
+        #: What is counted of the calls by handle.
+        self.calls = CallFigures()
+
+    @property
+    def is_known(self) -> bool:
+        """Whether requests can be sent at once."""
+        return self._policy is not None and not self._is_deleted
+
+    @property
+    def is_deleted(self) -> bool:
+        """Whether the endpoint is known not to exist."""
+        return self._is_deleted
+
+    def update(self, value: Any) -> None:
+        """Take over what the controller published of the endpoint."""
+        self._is_deleted = value is None
+        self.only = None
+        if value is not None:
+            self.is_legacy = value["legacy"]
+            self._policy = policy = TrafficPolicy(value["traffic"], value["shadows"])
+            for backend in policy.backends:
+                self._routers.replica_set(backend)
+            if policy.only is not None and not policy.has_shadows:
+                self.only = self._routers.replica_set(policy.only)
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def wait_until_known(self) -> None:
+        """Return once the endpoint's traffic is known here; `NotFoundError` if there is no such endpoint."""
+        while self._policy is None and not self._is_deleted:
+            try:
+                await self._routers.clock.wait_for(self._changed.wait(), KNOWN_S)
+            except TimeoutError:
+                raise RequestTimeoutError(
+                    f"Nothing was heard of endpoint '{self.endpoint}' for {KNOWN_S:g} s; the controller may "
+                    "be starting anew, try again."
+                ) from None
+        if self._is_deleted:
+            raise NotFoundError(f"Endpoint '{self.endpoint}' does not exist.")
+
+    def send(
+        self, envelope: Envelope, receive: Receive, send: Send, *, shard_key: str = ""
+    ) -> Coroutine[Any, Any, None]:
+        """Carry a request to a replica of one of the endpoint's backends."""
+        if self.only is not None:
+            return self.only.send(envelope, receive, send)
+        policy = self._policy
+        if policy is None or self._is_deleted:
+            return self._send_when_known(envelope, receive, send, shard_key)
+        backend = policy.only
+        rng = self._routers.rng
+        if backend is None:
+            backend = policy.draw(shard_draw(shard_key) if shard_key else rng.random())
+            if backend is None:
+                raise UnavailableError(f"Endpoint '{self.endpoint}' has no backend with traffic.")
+        shadows = policy.shadows(rng) if policy.has_shadows else None
+        if shadows:
+            return self._send_with_copies(backend, shadows, envelope, receive, send)
+        return self._routers.replica_set(backend).send(envelope, receive, send)
+
+    async def _send_when_known(
+        self, envelope: Envelope, receive: Receive, send: Send, shard_key: str
+    ) -> None:
+        await self.wait_until_known()
+        await self.send(envelope, receive, send, shard_key=shard_key)
+
+    async def _send_with_copies(
+        self, backend: BackendTag, shadows: list[BackendTag], envelope: Envelope, receive: Receive, send: Send
+    ) -> None:
+        copies = [self._routers.send_shadow(shadow, envelope) for shadow in shadows]
+        if not envelope.has_body:
+            for copy in copies:
+                copy.put({"type": "http.request", "body": b"", "more_body": False})
+
+        async def receive_and_copy() -> Message:
+            message = await receive()
+            if envelope.has_body:
+                for copy in copies:
+                    copy.put(message)
+            return message
+
+        try:
+            await self._routers.replica_set(backend).send(envelope, receive_and_copy, send)
+        except asyncio.CancelledError:
+            # Nobody wants it any more; and a copy of a stream without an end would never end.
+            for copy in copies:
+                copy.task.cancel()
+            raise
+        finally:
+            for copy in copies:
+                copy.end()
+
+
+class Routers:
+    """All routers of one process for one instance. Runs on one event loop."""
+
+    def __init__(self, cluster: Cluster, listener: LongPollClient, clock: Clock, rng: random.Random) -> None:
+        self.clock = clock
+        self.rng = rng
+        self._cluster = cluster
+        self._listener = listener
+        self._routers: dict[EndpointTag, Router] = {}
+        self._sets: dict[BackendTag, ReplicaSet] = {}
+        self._stop_watching: list[Callable[[], None]] = []
+        self._shadows: set[asyncio.Task[None]] = set()
+        self._reports = LoadReports(cluster, clock, self._sets)
+        listener.on_worker_left(self._forget_worker)
+        listener.on_ended(self.close)
+
+    async def start(self) -> None:
+        """Begin to listen; idempotent."""
+        await self._listener.start()
+
+    def router(self, endpoint: EndpointTag) -> Router:
+        """Return the router of an endpoint, made on first use."""
+        router = self._routers.get(endpoint)
+        if router is None:
+            router = self._routers[endpoint] = Router(endpoint, self)
+            self._stop_watching.append(self._listener.watch(f"endpoint/{endpoint}", router.update))
+        return router
+
+    def replica_set(self, backend: BackendTag) -> ReplicaSet:
+        """Return the replicas of a backend, watched from the first use on."""
+        found = self._sets.get(backend)
+        if found is None:
+            found = self._sets[backend] = ReplicaSet(
+                backend, self._cluster, self.clock, self.rng, reports=self._reports
+            )
+            self._stop_watching.append(self._listener.watch(f"backend/{backend}", found.update))
+        return found
+
+    def samples(self) -> list[Sample]:
+        """Return the figures of all routers as metrics; see `daskserve.figures.collector.Source`."""
+        instance = self._cluster.instance
+        found = [sample for each in list(self._sets.values()) for sample in each.samples()]
+        for router in list(self._routers.values()):
+            if not router.is_deleted:
+                found += router.calls.samples(instance, router.endpoint)
+        return found
+
+    def send_shadow(self, backend: BackendTag, envelope: Envelope) -> Shadow:
+        """Send a copy of a request whose answer is dropped; its messages are to be put into it."""
+        shadow = Shadow(backend, envelope, self.replica_set(backend).send)
+        self._shadows.add(shadow.task)
+        shadow.task.add_done_callback(self._shadows.discard)
+        return shadow
+
+    def _forget_worker(self, worker: str) -> None:
+        for each in self._sets.values():
+            each.forget_worker(worker)
+
+    def close(self) -> None:
+        """Stop watching and fail what waits."""
+        for stop in self._stop_watching:
+            stop()
+        self._stop_watching.clear()
+        self._reports.close()
+        for task in self._shadows:
+            task.cancel()
+        for each in self._sets.values():
+            each.close()
+        for router in self._routers.values():
+            router.update(None)

@@ -1,0 +1,71 @@
+"""What the routers of a process count, and what the samples of that are called."""
+
+from __future__ import annotations
+
+import asyncio
+
+from daskserve.errors import ReplicaBusyError
+from daskserve.figures.histogram import TIMEOUT, LatencyHistogram, cause_of
+from daskserve.figures.table import Sample
+
+#: Why a request was sent again.
+BUSY, LOST = "busy", "lost"
+
+
+class SetFigures:
+    """What is counted of the requests to one backend."""
+
+    __slots__ = ("rejected", "retries", "sent", "waits")
+
+    def __init__(self) -> None:
+        self.sent = self.rejected = 0
+        self.retries = {BUSY: 0, LOST: 0}
+        #: Of those requests that had to wait for a replica.
+        self.waits = LatencyHistogram()
+
+    def note_retry(self, error: Exception) -> None:
+        """Count a request that is sent once more, because a replica was full or lost."""
+        self.retries[BUSY if isinstance(error, ReplicaBusyError) else LOST] += 1
+
+    def samples(self, instance: str, backend: str, *, waiting: int, in_flight: int) -> list[Sample]:
+        """Return it as metrics."""
+        labels = (instance, backend)
+        return [
+            ("router_requests", labels, self.sent),
+            ("router_rejections", labels, self.rejected),
+            ("router_queue_wait_seconds", labels, self.waits),
+            ("router_queued_requests", labels, waiting),
+            ("router_ongoing_requests", labels, in_flight),
+            *(("router_retries", (*labels, cause), count) for cause, count in self.retries.items()),
+        ]
+
+
+class CallFigures:
+    """What is counted of the calls by handle to one endpoint."""
+
+    __slots__ = ("begun", "errors", "latency")
+
+    def __init__(self) -> None:
+        self.begun = 0
+        #: By the words of `daskserve.figures.histogram.cause_of`.
+        self.errors: dict[str, int] = {}
+        self.latency = LatencyHistogram()
+
+    def fail(self, error: BaseException, *, is_late: bool = False) -> None:
+        """Count a call that raised, or was cancelled: ``is_late`` if its time was over."""
+        if isinstance(error, asyncio.CancelledError):
+            cause = TIMEOUT if is_late else "cancelled"
+        else:
+            cause = cause_of(error)
+        self.errors[cause] = self.errors.get(cause, 0) + 1
+
+    def samples(self, instance: str, endpoint: str) -> list[Sample]:
+        """Return it as metrics; nothing if there were no calls."""
+        if not self.begun:
+            return []
+        labels = (instance, endpoint)
+        return [
+            ("handle_requests", labels, self.begun),
+            ("handle_request_duration_seconds", labels, self.latency),
+            *(("handle_errors", (*labels, cause), count) for cause, count in list(self.errors.items())),
+        ]

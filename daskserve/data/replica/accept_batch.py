@@ -1,0 +1,149 @@
+"""Classic batching: many requests in one call of the user's code.
+
+A callable marked with `accept_batch` gets a list of requests and returns a list of as many results. Who goes
+together is decided on the worker's loop (`daskserve.data.replica.batches`); a `Batch` does the user's side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import (
+    AsyncGenerator,
+    Callable,
+    Generator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from daskserve import payload as pickled
+from daskserve.data.batching.results import as_results
+from daskserve.data.replica.conversion import Answer, Unfinished, dump_result, failure, to_answer
+from daskserve.data.replica.requests import HTTPRequest, ServeRequest, legacy_argument
+from daskserve.errors import ServeError, UserCodeError
+from daskserve.types import Payload, Receive
+
+CallableT = TypeVar("CallableT", bound=Callable[..., Any])
+
+MARK = "_serve_accept_batch"
+
+
+def accept_batch(callable_: CallableT) -> CallableT:
+    """Mark a function, a method or a class as taking a list of requests.
+
+    Its ``max_batch_size`` and ``batch_wait_timeout`` are options of the backend. It must return a list of as
+    many results, in order; a result that is an exception fails that request alone.
+
+    Examples
+    --------
+    >>> @accept_batch
+    ... def double(requests):
+    ...     return [2 * int(request.query_params["n"]) for request in requests]
+    """
+    setattr(callable_, MARK, True)
+    return callable_
+
+
+@dataclass(frozen=True, slots=True)
+class BatchItem:
+    """One request on its way into a batch: an HTTP scope with its whole body, or the head of a call."""
+
+    head: Mapping[str, Any]
+    scope: MutableMapping[str, Any] | None = None
+    body: bytes = b""
+    payload: Payload | None = None
+
+    def request(self, receive: Receive) -> HTTPRequest | ServeRequest | Any:
+        """Return what the user's code gets for it."""
+        if self.scope is not None:
+            return HTTPRequest(self.scope, receive, self.body)
+        args, kwargs = ((), {}) if self.payload is None else pickled.load(self.payload)
+        return legacy_argument(self.head, args, kwargs)
+
+
+#: What becomes of one item: a response, the pickled result of a call, or the error of a call.
+Outcome = Answer | Unfinished | Payload | Exception
+
+
+class Batch:
+    """The user's side of one batch: its requests, and then the outcome of each."""
+
+    def __init__(self, name: str, items: Sequence[BatchItem], *, is_debug: bool) -> None:
+        self._name = name
+        self._is_debug = is_debug
+        self._items = items
+        self._outcomes: list[Outcome | None] = [None] * len(items)
+        self.requests: list[Any] = []
+        for index, item in enumerate(items):
+            try:
+                self.requests.append(item.request(_no_message))
+            except Exception as error:  # an unreadable argument is that caller's trouble only
+                self._outcomes[index] = self._failed(item, error)
+
+    def split(self, results: Any) -> list[Outcome]:
+        """Return all outcomes, given what the user's code returned."""
+        try:
+            results = as_results(self._name, results, len(self.requests))
+        except ServeError as error:
+            return self.fail(error)
+        remaining = iter(results)
+        return [
+            self._convert(item, next(remaining)) if outcome is None else outcome
+            for item, outcome in zip(self._items, self._outcomes, strict=True)
+        ]
+
+    def fail(self, error: Exception) -> list[Outcome]:
+        """Return all outcomes, given what the user's code raised. It is logged once."""
+        answer: Answer | None = None
+        outcomes: list[Outcome] = []
+        for item, outcome in zip(self._items, self._outcomes, strict=True):
+            if outcome is None and item.scope is not None:
+                answer = answer or failure(error, is_debug=self._is_debug)
+                outcome = answer
+            outcomes.append(error if outcome is None else outcome)
+        return outcomes
+
+    def _convert(self, item: BatchItem, result: Any) -> Outcome:
+        try:
+            if isinstance(result, Exception):
+                return self._failed(item, result)
+            if item.scope is not None:
+                return to_answer(result)
+            if isinstance(result, (Generator, AsyncGenerator)):
+                raise UserCodeError(
+                    f"{self._name} gave a generator for a request of its batch; what takes batches "
+                    "gives each call a single result."
+                )
+            return dump_result(self._name, result)
+        except Exception as error:  # one result that cannot be written is one failure
+            return self._failed(item, error)
+
+    def _failed(self, item: BatchItem, error: Exception) -> Outcome:
+        return error if item.scope is None else failure(error, is_debug=self._is_debug)
+
+
+async def answer_batch(
+    function: Callable[[list[Any]], Any], name: str, items: Sequence[BatchItem], is_debug: bool
+) -> list[Outcome]:
+    """Let an async function answer a batch."""
+    batch = Batch(name, items, is_debug=is_debug)
+    try:
+        return batch.split(await function(batch.requests) if batch.requests else [])
+    except Exception as error:  # the user's, and the answer to all of them
+        return batch.fail(error)
+
+
+def answer_batch_in_thread(
+    function: Callable[[list[Any]], Any], name: str, items: Sequence[BatchItem], is_debug: bool
+) -> list[Outcome]:
+    """Let a plain function answer a batch."""
+    batch = Batch(name, items, is_debug=is_debug)
+    try:
+        return batch.split(function(batch.requests) if batch.requests else [])
+    except Exception as error:  # the user's, and the answer to all of them
+        return batch.fail(error)
+
+
+async def _no_message() -> Any:
+    return {"type": "http.disconnect"}

@@ -1,0 +1,206 @@
+"""What user code tells autoscaling of itself: the outcome of its ``record_autoscaling_stats``.
+
+Whoever asks gets the newest values at once, and has the user's method called anew where user code runs. So
+neither requests nor the watch of the workers ever wait for it. It is never called twice at a time. An async
+one that takes too long is cancelled; a plain one occupies a thread that serves nothing else until it returns.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+from daskserve.clock import Clock
+from daskserve.data.replica.conversion import user_traceback
+from daskserve.data.replica.definitions import is_async
+from daskserve.data.replica.servable import Servable
+from daskserve.data.replica.wall import Call, Wall
+from daskserve.errors import ActorLostError, UserCodeError
+
+logger = logging.getLogger("daskserve.replica")
+
+#: The name is that of today's Ray Serve.
+HOOK = "record_autoscaling_stats"
+#: What takes longer is not gone by.
+LIMIT_S = 2.0
+#: Older values are no longer told.
+KEPT_S = 3.5
+MOST_VALUES = 32
+MOST_CHARACTERS = 100
+
+Parts = Callable[[], tuple[Wall, Servable]]
+
+
+def checked(answer: Any) -> tuple[dict[str, float], str]:
+    """Return what can be gone by of a hook's answer, and what is wrong with the rest; on the user's side."""
+    if not isinstance(answer, Mapping):
+        if inspect.iscoroutine(answer):
+            answer.close()
+        return {}, f"returned {type(answer).__name__}; return a dict of numbers by name"
+    answer = dict(answer)  # user code may go on changing it
+    if len(answer) > MOST_VALUES:
+        return {}, f"returned {len(answer)} values; {MOST_VALUES} are allowed, so none is gone by"
+    values, wrong = {}, ""
+    for name, value in answer.items():
+        number = _finite(value)
+        # What is not printable might not be encodable either.
+        if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= MOST_CHARACTERS:
+            wrong = f"returned the name {name!r:.120}; a name has 1 to {MOST_CHARACTERS} printable characters"
+        elif number is None:
+            wrong = f"returned {value!r:.120} for {name!r}; a value has to be a finite number"
+        else:
+            values[name] = number
+    return values, wrong
+
+
+def _finite(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """What came of a call: values, None if it failed; what was wrong, of which kind, and where."""
+
+    values: dict[str, float] | None
+    wrong: str = ""
+    kind: str = "answer"
+    traceback: str = ""
+
+    @classmethod
+    def failure(cls, error: Exception) -> _Recorded:
+        # As text, because the error would keep the user's object alive.
+        kind = type(error).__name__
+        return cls(None, f"raised {kind}: {error}", kind, user_traceback(error))
+
+
+async def _record(target: Any) -> _Recorded:
+    try:
+        return _Recorded(*checked(await getattr(target, HOOK)()))
+    except Exception as error:  # the user's, and logged as such
+        return _Recorded.failure(error)
+
+
+def _record_in_thread(target: Any) -> _Recorded:
+    try:
+        return _Recorded(*checked(getattr(target, HOOK)()))
+    except Exception as error:  # the user's, and logged as such
+        return _Recorded.failure(error)
+
+
+class StatsRecorder:
+    """Calls the hook of a replica's user code, if it has one.
+
+    Parameters
+    ----------
+    parts
+        Returns what runs user code, and the user code; raises `ActorLostError` if it does not run.
+    """
+
+    def __init__(self, replica_tag: str, parts: Parts, clock: Clock) -> None:
+        self._replica_tag = replica_tag
+        self._parts = parts
+        self._clock = clock
+        self._values: dict[str, float] = {}
+        self._recorded_at = -math.inf
+        self._call: Call[_Recorded] | None = None
+        self._began = 0.0
+        self._is_async = False
+        #: The kinds of trouble that are in the log already; they would be there every second.
+        self._logged: set[str] = set()
+
+    def figures(self) -> dict[str, Any]:
+        """Return the newest values as ``{"custom": ...}``, nothing if there are none; have them renewed."""
+        now = self._clock.now()
+        if self._call is None:
+            self._begin(now)
+        elif self._is_late(now):
+            self._give_up(self._call)
+        return {"custom": dict(self._values)} if self._values and now - self._recorded_at <= KEPT_S else {}
+
+    def _begin(self, now: float) -> None:
+        try:
+            wall, servable = self._parts()
+        except ActorLostError:
+            return
+        target = servable.target
+        # As its class has it: no code of the user's may run here, such as what hands on all it is asked for.
+        hook = inspect.getattr_static(type(target), HOOK, None)
+        hook = getattr(hook, "__func__", hook)
+        if not servable.is_class or not callable(hook):
+            return
+        self._began, self._is_async = now, is_async(hook)
+        if self._is_async:
+            self._call = wall.start_async(_record, target, on_end=self._end)
+        else:
+            self._call = wall.start_sync(_record_in_thread, target, on_end=self._end, threads=wall.aside)
+
+    def _is_late(self, now: float) -> bool:
+        return now - self._began > LIMIT_S
+
+    def _give_up(self, call: Call[Any]) -> None:
+        self._complain("late", f"has not returned within {LIMIT_S:g} s")
+        # A thread cannot be stopped, and one that was given up would count as a slot that is lost.
+        if self._is_async:
+            call.cancel()
+
+    def _end(self) -> None:
+        call, self._call = self._call, None
+        if call is None or call.is_cancelled:
+            return  # it was late, or the replica stops
+        now = self._clock.now()
+        try:
+            found = call.result()
+        except UserCodeError as error:  # it tried to end its thread
+            found = _Recorded.failure(error)
+        if found.values is None:
+            self._complain(found.kind, found.wrong, found.traceback)
+        elif self._is_late(now):
+            self._complain("late", f"took {now - self._began:.1f} s, more than {LIMIT_S:g}")
+        else:
+            self._values, self._recorded_at = found.values, now
+            if found.wrong:
+                self._log(found.kind, found.wrong)
+
+    def _complain(self, kind: str, what: str, traceback: str = "") -> None:
+        self._values = {}
+        self._log(kind, f"{what}; its values are left out", traceback)
+
+    def _log(self, kind: str, what: str, traceback: str = "") -> None:
+        level = logging.DEBUG if kind in self._logged else logging.ERROR
+        self._logged.add(kind)
+        more = f"\n{traceback}" if traceback else ""
+        logger.log(level, "%s() of replica %s %s%s", HOOK, self._replica_tag, what, more)
+
+
+class ChildStats:
+    """The values of a child process, asked for with its other figures while anybody wants them."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._values: Mapping[str, float] = {}
+        self._told_at = self._wanted_at = -math.inf
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether somebody has asked lately."""
+        return self._clock.now() - self._wanted_at <= KEPT_S
+
+    def told(self, values: Mapping[str, float]) -> None:
+        """Take note of what the child said."""
+        self._values, self._told_at = values, self._clock.now()
+
+    def figures(self) -> dict[str, Any]:
+        """Do what `StatsRecorder.figures` does."""
+        now = self._wanted_at = self._clock.now()
+        return {"custom": dict(self._values)} if self._values and now - self._told_at <= KEPT_S else {}

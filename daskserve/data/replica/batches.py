@@ -1,0 +1,82 @@
+"""A replica's requests on their way into classic batches, and from there behind the wall."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from daskserve.data.batching.queue import BatchQueue, Limits
+from daskserve.data.replica.accept_batch import BatchItem, Outcome, answer_batch, answer_batch_in_thread
+from daskserve.data.replica.definitions import Method
+from daskserve.data.replica.servable import Servable
+from daskserve.data.replica.slots import Slot
+from daskserve.data.replica.wall import Call, Wall
+from daskserve.figures.replica import ReplicaFigures
+
+
+class ReplicaBatches:
+    """The queues of one replica, one for each of its methods that takes batches.
+
+    Parameters
+    ----------
+    running : callable
+        Returns the replica's wall and servable; raises if it does not run any more.
+    """
+
+    def __init__(
+        self,
+        running: Callable[[], tuple[Wall, Servable]],
+        max_batch_size: int,
+        wait_s: float,
+        figures: ReplicaFigures,
+    ) -> None:
+        self._running = running
+        self._figures = figures
+        self._limits = Limits(max(1, max_batch_size), wait_s)
+        #: What waits, by the name of the method that it is for.
+        self.queues: dict[str, BatchQueue[tuple[BatchItem, Slot], Outcome]] = {}
+
+    @property
+    def queued(self) -> int:
+        """How many requests wait for their batch to run."""
+        return sum(queue.queued for queue in list(self.queues.values())) if self.queues else 0
+
+    def reconfigure(self, max_batch_size: int, wait_s: float) -> None:
+        """Change the limits, for what waits already, too."""
+        self._limits.max_batch_size = max(1, max_batch_size)
+        self._limits.wait_s = wait_s
+        for queue in self.queues.values():
+            queue.reconsider()
+
+    async def submit(self, method: Method, item: BatchItem, slot: Slot) -> Outcome:
+        """Return what became of a request; it holds its slot until its whole batch has ended."""
+        queue = self.queues.get(method.name)
+        if queue is None:
+            # A plain function runs one batch at a time; what comes meanwhile gathers.
+            queue = self.queues[method.name] = BatchQueue(
+                partial(self._run, method),
+                self._limits,
+                max_running=None if method.is_async else 1,
+                on_batch=self._figures.batches_of(method.name).observe,
+            )
+        return await queue.submit((item, slot))
+
+    async def _run(self, method: Method, entries: list[tuple[BatchItem, Slot]]) -> list[Outcome]:
+        wall, servable = self._running()
+        items = [item for item, _ in entries]
+        slots = [slot for _, slot in entries]
+
+        def release_all() -> None:
+            for slot in slots:
+                slot.release()
+
+        start = wall.start_async if method.is_async else wall.start_sync
+        answer: Any = answer_batch if method.is_async else answer_batch_in_thread
+        function, name = servable.bound(method), servable.describe(method)
+        call: Call[list[Outcome]] = start(
+            answer, function, name, items, servable.is_debug, on_end=release_all
+        )
+        for slot in slots:
+            slot.hold()
+        return await call.wait()

@@ -1,0 +1,348 @@
+"""What user code returns or raises, as an HTTP response.
+
+All of this runs on the user's side of the wall: turning a large frame into JSON is user work.
+
+=====================================  =================================================
+``None``                               empty, ``text/plain``
+``bytes`` and the like                 as they are, ``application/octet-stream``
+``str``                                ``text/plain; charset=utf-8``
+Starlette ``Response``                 as it is: headers, cookies, streaming, background task
+generator, async generator             streamed as it is produced, ``text/plain; charset=utf-8``
+anything else                          JSON, ``application/json``
+=====================================  =================================================
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import decimal
+import enum
+import inspect
+import json
+import logging
+import os
+import sys
+import traceback
+import uuid
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+
+from daskserve.context import current_replica, current_request
+from daskserve.data.replica.crossing import Exchange
+from daskserve.errors import StreamOptionError, UserCodeError
+from daskserve.payload import dump
+from daskserve.types import WHOLE_RESPONSE, Message, Payload
+
+logger = logging.getLogger("daskserve.replica")
+
+OCTETS = b"application/octet-stream"
+TEXT = b"text/plain; charset=utf-8"
+EMPTY = b"text/plain"
+JSON = b"application/json"
+
+
+@dataclass(slots=True)
+class Answer:
+    """A whole response, ready to be sent; None if it has been sent already."""
+
+    message: Message | None = None
+    is_failure: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """A result that takes more than one step: an awaitable, a generator, a response that sends itself."""
+
+    result: Any
+
+    @property
+    def needs_thread(self) -> bool:
+        """Whether the rest is plain, possibly blocking code."""
+        return isinstance(self.result, Generator)
+
+
+# Tuples, and always the same: the server looks up what it has written of them before.
+_PLAIN_HEADERS: Mapping[bytes, tuple[tuple[bytes, bytes], ...]] = {
+    kind: ((b"content-type", kind),) for kind in (OCTETS, TEXT, EMPTY, JSON)
+}
+_TEXT_HEADERS = _PLAIN_HEADERS[TEXT]
+_SIMPLE = frozenset({str, bytes, dict, list, int, float, bool, type(None)})
+_END = object()
+
+
+# ---- results
+
+
+def to_answer(result: Any) -> Answer | Unfinished:
+    """Return the response to a result, or, if that takes more than plain code, the result as `Unfinished`.
+
+    Raises
+    ------
+    UserCodeError
+        The result cannot be written as JSON; the message names its type.
+    """
+    kind = type(result)
+    if kind is str:
+        body = result.encode()
+        return Answer({"type": WHOLE_RESPONSE, "status": 200, "headers": _TEXT_HEADERS, "body": body})
+    if kind in _SIMPLE:
+        content_type, body = encode(result)
+        return _whole(200, _PLAIN_HEADERS[content_type], body)
+    if isinstance(result, Response):
+        # Subclasses that only render differently are as good as whole; all others send themselves.
+        if type(result).__call__ is not Response.__call__ or result.background is not None:
+            return Unfinished(result)
+        body = bytes(result.body)
+        length = (b"content-length", b"%d" % len(body))
+        return _whole(
+            result.status_code, tuple([each for each in result.raw_headers if each != length]), body
+        )
+    if isinstance(result, (Generator, AsyncIterator)) or inspect.isawaitable(result):
+        return Unfinished(result)
+    content_type, body = encode(result)
+    return _whole(200, _PLAIN_HEADERS[content_type], body)
+
+
+async def finish(
+    scope: MutableMapping[str, Any], exchange: Exchange, result: Any, *, is_debug: bool
+) -> Answer | Unfinished:
+    """Send an unfinished result from the user's loop, or turn an awaitable into what it stands for."""
+    try:
+        if isinstance(result, Response):
+            await result(scope, exchange.receive, exchange.send)
+        elif inspect.isawaitable(result):
+            return to_answer(await result)
+        else:
+            await _stream(result, exchange)
+    except Exception as error:  # the user's, and logged as such
+        return failure(error, is_debug=is_debug, is_started=exchange.is_started)
+    return Answer()
+
+
+async def _stream(chunks: AsyncIterator[Any], exchange: Exchange) -> None:
+    # The first chunk comes before the start: an error until then can still be answered.
+    chunk = await anext(chunks, _END)
+    try:
+        await exchange.send(_stream_start())
+        while chunk is not _END:
+            await exchange.send(_stream_chunk(chunk))
+            chunk = await anext(chunks, _END)
+    finally:
+        if isinstance(chunks, AsyncGenerator):
+            await chunks.aclose()
+    await exchange.send(_stream_end())
+
+
+def finish_in_thread(result: Generator[Any, Any, Any], exchange: Exchange, *, is_debug: bool) -> Answer:
+    """Send a plain generator's chunks, blocking this thread while the client is slow."""
+    try:
+        chunk = next(result, _END)
+        is_wanted = exchange.send_from_thread(_stream_start())
+        try:
+            while is_wanted and chunk is not _END:
+                is_wanted = exchange.send_from_thread(_stream_chunk(chunk))
+                chunk = next(result, _END) if is_wanted else _END
+        finally:
+            result.close()
+        exchange.send_from_thread(_stream_end())
+    except Exception as error:  # the user's, and logged as such
+        return failure(error, is_debug=is_debug, is_started=exchange.is_started)
+    return Answer()
+
+
+def dump_result(name: str, result: Any) -> Payload:
+    """Pickle the result of a Python call.
+
+    Raises
+    ------
+    UserCodeError
+        It cannot be pickled; the message names its type.
+    StreamOptionError
+        It is a generator.
+    """
+    try:
+        return dump(result)
+    except Exception as error:
+        if isinstance(result, (Generator, AsyncGenerator)):
+            raise StreamOptionError(
+                f"{name} is a generator; call it with handle.options(stream=True)."
+            ) from None
+        raise UserCodeError(
+            f"{name} returned a {_name(result)}, which cannot be pickled for the caller: {error}"
+        ) from error
+
+
+def encode(result: Any) -> tuple[bytes, bytes]:
+    """Return the content type and the body for a plain result."""
+    if isinstance(result, str):
+        return TEXT, result.encode()
+    if result is None:
+        return EMPTY, b""
+    if isinstance(result, (bytes, bytearray, memoryview)):
+        return OCTETS, bytes(result)
+    return JSON, to_json(result)
+
+
+def _whole(status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> Answer:
+    return Answer({"type": WHOLE_RESPONSE, "status": status, "headers": headers, "body": body})
+
+
+def _stream_start() -> Message:
+    return {"type": "http.response.start", "status": 200, "headers": [(b"content-type", TEXT)]}
+
+
+def _stream_chunk(chunk: Any) -> Message:
+    return {"type": "http.response.body", "body": encode(chunk)[1], "more_body": True}
+
+
+def _stream_end() -> Message:
+    return {"type": "http.response.body", "body": b"", "more_body": False}
+
+
+# ---- JSON
+
+
+def to_json(value: Any) -> bytes:
+    """Return a value as compact JSON, naming the type of what cannot be written."""
+    try:
+        return _ENCODER.encode(value).encode()
+    except TypeError:
+        # Keys that are not strings do not reach the encoder's hook; mend them and try once more.
+        return _ENCODER.encode(_with_plain_keys(value)).encode()
+    except (ValueError, RecursionError) as error:
+        raise UserCodeError(f"A result of type {_name(value)} cannot be written as JSON: {error}") from error
+
+
+def to_jsonable(value: Any) -> Any:
+    """Return something closer to JSON for a value that `json` does not know.
+
+    numpy, pandas and pydantic are looked up, never imported: a value of theirs implies that they are there.
+    """
+    for module, convert in _LIBRARIES.items():
+        if module in sys.modules:
+            converted = convert(sys.modules[module], value)
+            if converted is not NotImplemented:
+                return converted
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    for types, convert_plain in _PLAIN:
+        if isinstance(value, types):
+            return convert_plain(value)
+    raise UserCodeError(f"A result of type {_name(value)} cannot be written as JSON.")
+
+
+_ENCODER = json.JSONEncoder(default=to_jsonable, separators=(",", ":"), ensure_ascii=False)
+
+
+def _is_a(value: Any, module: Any, name: str) -> bool:
+    # A module that another thread is still importing may not have the name yet.
+    return isinstance(value, getattr(module, name, ()))
+
+
+def _from_numpy(numpy: Any, value: Any) -> Any:
+    if _is_a(value, numpy, "ndarray"):
+        return value.tolist()
+    if _is_a(value, numpy, "generic"):
+        plain = value.item()
+        # Types without a Python counterpart (longdouble) return themselves.
+        return str(plain) if _is_a(plain, numpy, "generic") else plain
+    return NotImplemented
+
+
+def _from_pandas(pandas: Any, value: Any) -> Any:
+    if _is_a(value, pandas, "DataFrame"):
+        return value.to_dict(orient="records")
+    if _is_a(value, pandas, "Series") or _is_a(value, pandas, "Index"):
+        return value.tolist()
+    return NotImplemented
+
+
+def _from_pydantic(pydantic: Any, value: Any) -> Any:
+    return value.model_dump(mode="json") if _is_a(value, pydantic, "BaseModel") else NotImplemented
+
+
+_LIBRARIES: Mapping[str, Any] = {"numpy": _from_numpy, "pandas": _from_pandas, "pydantic": _from_pydantic}
+_PLAIN: tuple[tuple[Any, Any], ...] = (
+    ((datetime.datetime, datetime.date, datetime.time), lambda value: value.isoformat()),
+    (datetime.timedelta, lambda value: value.total_seconds()),
+    ((uuid.UUID, BaseException), str),
+    (enum.Enum, lambda value: value.value),
+    (decimal.Decimal, float),
+    (os.PathLike, os.fspath),
+    ((bytes, bytearray, memoryview), lambda value: bytes(value).decode()),
+    (Mapping, dict),
+    ((set, frozenset, deque, type({}.keys()), type({}.values()), type({}.items()), map, zip), list),
+)
+
+
+def _with_plain_keys(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {_key(key): _with_plain_keys(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_with_plain_keys(item) for item in value]
+    return value
+
+
+def _key(key: Any) -> Any:
+    if isinstance(key, (str, int, float, bool)) or key is None:
+        return key
+    plain = to_jsonable(key)
+    return plain if isinstance(plain, (str, int, float)) else str(plain)
+
+
+def _name(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+# ---- errors
+
+
+def failure(error: Exception, *, is_debug: bool, is_started: bool = False) -> Answer:
+    """Log an error of user code and return the response to it, which tells nothing of it unless ``is_debug``.
+
+    An ``HTTPException`` is an answer, not a failure, and a client that leaves is nobody's. If a response
+    ``is_started``, it can only be cut off: then the error is raised again.
+    """
+    if isinstance(error, ClientDisconnect):
+        if is_started:
+            raise error
+        return _whole(400, _TEXT_HEADERS, b"")  # for nobody to read
+    if isinstance(error, HTTPException) and not is_started:
+        body = str(error.detail or "").encode()
+        extra = [(k.lower().encode("latin-1"), v.encode("latin-1")) for k, v in (error.headers or {}).items()]
+        if error.status_code in (204, 304):
+            return _whole(error.status_code, extra, b"")
+        return _whole(error.status_code, (*_TEXT_HEADERS, *extra), body)
+    text = user_traceback(error)
+    replica, request = current_replica.get(), current_request.get()
+    logger.error(
+        "Request %s to %s failed:\n%s",
+        request.request_id if request else "",
+        replica.replica_tag if replica else "a backend",
+        text,
+    )
+    if is_started:
+        raise error
+    body = f"Task Error. Traceback: {text}".encode() if is_debug else b"Internal Server Error"
+    answer = _whole(500, _TEXT_HEADERS, body)
+    answer.is_failure = True
+    return answer
+
+
+def user_traceback(error: BaseException) -> str:
+    """Return an error's traceback as text, from the first frame that is not ours."""
+    frames = error.__traceback__
+    while frames is not None and _is_ours(frames.tb_frame.f_globals.get("__name__", "")):
+        frames = frames.tb_next
+    return "".join(traceback.format_exception(type(error), error, frames or error.__traceback__))
+
+
+def _is_ours(module: str) -> bool:
+    return module.startswith("daskserve.data.") or module == "daskserve.payload"

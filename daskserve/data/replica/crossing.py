@@ -1,0 +1,250 @@
+"""The messages of one request, on their way between the worker's loop and user code."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, TypeVar
+
+from daskserve.clock import LoopClock
+from daskserve.data.replica.wall import Call, Wall
+from daskserve.types import Message, Receive, Send
+
+T = TypeVar("T")
+
+#: How many messages of one request may be under way in one direction.
+WINDOW = 16
+
+
+class Exchange:
+    """The messages of one request, on their way across the wall.
+
+    User code holds `receive`, `send` and `send_from_thread`; the worker's loop runs `carry`.
+
+    Parameters
+    ----------
+    first : Message or None
+        What the worker's side has received already. A whole small body needs no crossing that way.
+    """
+
+    def __init__(
+        self, wall: Wall, scope: Mapping[str, Any], receive: Receive, send: Send, first: Message | None = None
+    ) -> None:
+        self._wall = wall
+        self._kind = scope["type"]
+        self._receive = receive
+        self._send = send
+        self._outbox: deque[Message] = deque()
+        self._blocked: deque[Callable[[], None]] = deque()
+        self._inbox: deque[Message | Exception] = deque() if first is None else deque((first,))
+        self._readers: list[asyncio.Future[None]] = []
+
+    # Most requests never change any of these, and one is made for each.
+    #: Whether user code has begun its response.
+    is_started = False
+    #: Whether the first message was made up, because there is no body: the client's side has one as well.
+    is_body_assumed = False
+    _is_closed = _is_accepted = _is_leaving = False
+    # Outgoing. The user's side counts `_sent`, the worker's side `_passed`; nobody else writes them.
+    _call: Call[Any] | None = None
+    _sent = _passed = 0
+    # Incoming. The worker's side counts `_arrived`, the user's side `_taken`.
+    _arrived = _taken = 0
+    _reading: asyncio.Task[None] | None = None
+
+    # ---- on the user's side
+
+    async def receive(self) -> Message:
+        """Return the next message of the client."""
+        while not self._inbox:
+            if self._is_closed:
+                return (
+                    {"type": "websocket.disconnect", "code": 1006, "reason": ""}
+                    if (self._kind == "websocket")
+                    else {"type": "http.disconnect"}
+                )
+            reader = asyncio.get_running_loop().create_future()
+            self._readers.append(reader)
+            self._wall.to_worker.post(self._read_more)
+            await reader
+        message = self._inbox.popleft()
+        self._taken += 1
+        if isinstance(message, Exception):
+            raise message
+        return message
+
+    async def send(self, message: Message) -> None:
+        """Send a message to the client, waiting only while too many are under way."""
+        self._post(message)
+        if self._is_closed:
+            # The cancellation that is on its way would never reach code that waits for nothing else.
+            await LoopClock().sleep(0)
+        elif self._sent - self._passed >= WINDOW:
+            room: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._block(partial(self._wall.user_loop.hop.post, _wake, room))
+            await room
+
+    def send_from_thread(self, message: Message) -> bool:
+        """Send a message from a plain function; return False if nobody wants more."""
+        self._post(message)
+        if self._sent - self._passed >= WINDOW and not self._is_closed:
+            room = threading.Event()
+            self._block(room.set)
+            room.wait()
+        return not self._is_closed
+
+    def _post(self, message: Message) -> None:
+        if not self._is_closed:
+            self.is_started = True
+            self._sent += 1
+            self._wall.to_worker.post(self._arrive, message)
+
+    def _block(self, release: Callable[[], None]) -> None:
+        self._blocked.append(release)
+        # Look again after joining the queue: the last message may have been passed on in between.
+        if self._has_room() or self._is_closed:
+            release()
+
+    def _has_room(self) -> bool:
+        return self._sent - self._passed <= WINDOW // 2
+
+    def _deliver(self, message: Message | Exception | None) -> None:
+        if message is not None:
+            self._inbox.append(message)
+        readers, self._readers = self._readers, []
+        for reader in readers:
+            _wake(reader)
+
+    # ---- on the worker's loop
+
+    async def carry(self, call: Call[T]) -> T:
+        """Pass messages on until the call has ended; return or raise what it came to.
+
+        If the connection fails, or this is cancelled, so is the call.
+        """
+        self._call = call
+        try:
+            while True:
+                while self._outbox:
+                    await self._send(self._outbox.popleft())
+                    self._passed += 1
+                    if self._blocked and self._has_room():
+                        self._release()
+                if call.is_ended:
+                    return call.result()
+                await call.changed()
+        except BaseException:
+            call.cancel()
+            self.close()
+            raise
+
+    def leave(self) -> None:
+        """Send away a WebSocket's client as soon as it is open; user code gets its disconnect in return."""
+        self._is_leaving = True
+        # Not `is_started`: user code may have accepted it, and its message be on its way across.
+        if self._is_accepted:
+            self._arrive(_going_away())
+
+    def close(self) -> None:
+        """Let go of the client: user code that still runs sends into the void and receives a disconnect."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._blocked:
+            self._release()
+        if self._reading is not None:
+            self._reading.cancel()
+        if self._readers:
+            self._wall.user_loop.hop.post(self._deliver, None)
+
+    def _arrive(self, message: Message) -> None:
+        self._outbox.append(message)
+        if message["type"] == "websocket.accept":
+            self._is_accepted = True
+            if self._is_leaving:
+                self._outbox.append(_going_away())
+        if self._call is not None:
+            self._call.notify()
+
+    def _release(self) -> None:
+        while self._blocked:
+            self._blocked.popleft()()
+
+    def _read_more(self) -> None:
+        if self._is_closed:
+            self._wall.user_loop.hop.post(self._deliver, None)
+        elif self._reading is None or self._reading.done():
+            self._reading = self._wall.loop.create_task(self._read_ahead())
+
+    async def _receive_next(self) -> Message:
+        message = await self._receive()
+        if self.is_body_assumed and message["type"] == "http.request":
+            message = await self._receive()
+        return message
+
+    async def _read_ahead(self) -> None:
+        to_user = self._wall.user_loop.hop
+        is_last = False
+        while not is_last:
+            message: Message | Exception
+            try:
+                message = await self._receive_next()
+                is_last = not message.get("more_body", message["type"] == "websocket.receive")
+            except Exception as error:  # it is for the user's code to see
+                message, is_last = error, True
+            self._arrived += 1
+            to_user.post(self._deliver, message)
+            is_last = is_last or self._arrived - self._taken >= WINDOW
+
+
+class DirectExchange(Exchange):
+    """An exchange for user code that runs on the worker's loop: there is nothing to cross."""
+
+    def close(self) -> None:
+        if self._blocked or self._reading or self._readers:
+            super().close()
+        else:
+            self._is_closed = True
+
+    async def carry(self, call: Call[T]) -> T:
+        if not call.is_in_place:
+            return await super().carry(call)
+        try:
+            return await call.wait()
+        except BaseException:
+            self.close()
+            raise
+
+    async def receive(self) -> Message:
+        message = self._inbox.popleft() if self._inbox else await self._receive_next()
+        if isinstance(message, Exception):
+            raise message
+        return message
+
+    async def send(self, message: Message) -> None:
+        self.is_started = True
+        await self._send(message)
+        if message["type"] == "websocket.accept":
+            self._is_accepted = True
+            if self._is_leaving:
+                await self._send(_going_away())
+
+
+def open_exchange(
+    wall: Wall, scope: Mapping[str, Any], receive: Receive, send: Send, first: Message | None = None
+) -> Exchange:
+    """Return the exchange that fits how the wall runs async code."""
+    kind = DirectExchange if wall.is_on_worker_loop else Exchange
+    return kind(wall, scope, receive, send, first)
+
+
+def _going_away() -> Message:
+    return {"type": "websocket.close", "code": 1001, "reason": "going away"}
+
+
+def _wake(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

@@ -1,0 +1,158 @@
+"""Read a definition without running it: its methods, and how each can be called."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from daskserve.data.replica.accept_batch import MARK
+from daskserve.errors import BadRequestError
+
+CALL = "__call__"
+
+
+ASGI_PARAMETERS = ("scope", "receive", "send")
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One thing that user code can be asked to do."""
+
+    name: str
+    is_async: bool
+    takes_argument: bool
+    is_asgi: bool = False
+    accepts_batches: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CallableFacts:
+    """What a definition says of itself. The defaults hold for an import path, of which nothing is known."""
+
+    is_blocking: bool = True
+    is_asgi_app: bool = False
+    accepts_batches: bool = False
+    methods: Mapping[str, Method] = field(default_factory=dict)
+
+
+def inspect_definition(
+    definition: Any, init_args: Sequence[Any] = (), init_kwargs: Mapping[str, Any] | None = None
+) -> CallableFacts:
+    """Return what is known of a definition before any of it runs.
+
+    Raises
+    ------
+    TypeError
+        It is nothing that can be served.
+    ValueError
+        It takes no init arguments (it is not a class) and there are some.
+    """
+    if isinstance(definition, str):
+        return CallableFacts()
+    if inspect.isclass(definition) and _class_has(definition, CALL):
+        methods = _methods_of_class(definition)
+    elif callable(definition) and not inspect.isclass(definition):
+        if init_args or init_kwargs:
+            raise ValueError(
+                f"Only a class takes init arguments; {_describe(definition)} is already made and gets none."
+            )
+        methods = {CALL: _method(CALL, definition, definition)}
+    else:
+        raise TypeError(
+            "Backend definition must be a function, a class with __call__, an ASGI application or an "
+            f"import path, got {_describe(definition)}"
+        )
+    call = methods[CALL]
+    return CallableFacts(not call.is_async, call.is_asgi, call.accepts_batches, methods)
+
+
+def _describe(definition: Any) -> str:
+    if inspect.isclass(definition):
+        return f"class {definition.__name__}"
+    name = getattr(definition, "__name__", None)
+    return f"{type(definition).__name__} {name}" if name else f"{type(definition).__name__}: {definition!r}"
+
+
+def _class_has(cls: type, name: str) -> bool:
+    # hasattr() would find the metaclass's __call__, which every class has.
+    return any(name in vars(base) for base in cls.__mro__)
+
+
+def _methods_of_class(cls: type) -> dict[str, Method]:
+    methods = {}
+    for name in dir(cls):
+        value = getattr(cls, name, None)
+        if (name == CALL or not name.startswith("_")) and callable(value) and not inspect.isclass(value):
+            static = inspect.getattr_static(cls, name)
+            is_bound = isinstance(static, (staticmethod, classmethod))
+            methods[name] = _method(name, value, cls, skip=0 if is_bound else 1)
+    return methods
+
+
+def _method(name: str, function: Any, owner: Any, skip: int = 0) -> Method:
+    positional = _positional_parameters(function)[skip:]
+    is_asgi = tuple(positional[:3]) == ASGI_PARAMETERS
+    return Method(
+        name,
+        is_async=is_asgi or is_async(function),
+        takes_argument=bool(positional),
+        is_asgi=is_asgi,
+        accepts_batches=hasattr(function, MARK) or hasattr(owner, MARK),
+    )
+
+
+def _positional_parameters(function: Any) -> list[str]:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (ValueError, TypeError):  # some builtins have none; assume they take the request
+        return ["request"]
+    kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
+    names = []
+    for parameter in parameters:
+        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+            # Whatever has been skipped by then, there is always one more.
+            names += [f"{parameter.name}{index}" for index in range(2)]
+        elif parameter.kind not in kinds:
+            names.append(parameter.name)
+    return names
+
+
+def is_async(function: Any) -> bool:
+    while isinstance(function, functools.partial):
+        function = function.func
+    if not (inspect.isroutine(function) or inspect.isclass(function)):
+        function = type(function).__call__  # an object made callable by its class
+    return inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
+
+
+def import_definition(path: str) -> Any:
+    """Return what ``"pkg.mod.Name"`` or ``"pkg.mod:Name"`` names.
+
+    Raises
+    ------
+    BadRequestError
+        The path has another form, there is no such module, or the module has no such name. Errors inside
+        the module, a missing import of its own included, are raised as they are.
+    """
+    module_name, colon, name = path.partition(":")
+    if not colon:
+        module_name, _, name = path.rpartition(".")
+    if not all(part.isidentifier() for part in [*module_name.split("."), *name.split(".")]):
+        raise BadRequestError(f"Import path {path!r} must have the form 'pkg.mod.Name' or 'pkg.mod:Name'.")
+    try:
+        found = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if module_name != missing and not module_name.startswith(f"{missing}."):
+            raise
+        raise BadRequestError(f"Import path {path!r}: there is no module {missing!r} here.") from error
+    for part in name.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError as error:
+            raise BadRequestError(f"Import path {path!r}: {module_name} has no {name!r}.") from error
+    return found

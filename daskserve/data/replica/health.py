@@ -1,0 +1,121 @@
+"""Health: whether a replica's user code can still run where it runs.
+
+A replica whose loop is blocked, or whose every slot is held by a call that nobody waits for any more, looks
+alive from outside: its process answers. So each replica probes itself, where its user code runs, and the
+cluster only reads the outcome. Problem with a single late probe: code that computes for a while is late
+too. Choice: a probe every ``period_s`` from start to start, each with a deadline, and so many misses in a row
+before the replica counts as unhealthy. At the defaults that is at most 35 s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from daskserve.clock import Clock
+from daskserve.data.replica.servable import Servable
+from daskserve.data.replica.wall import Wall
+from daskserve.errors import UnavailableError
+
+logger = logging.getLogger("daskserve.replica")
+
+
+class HealthWatch:
+    """Probes again and again, and remembers how it went.
+
+    Parameters
+    ----------
+    probe : callable
+        ``await probe()`` returns if all is well and raises if not; it may take for ever.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        probe: Callable[[], Awaitable[None]],
+        clock: Clock,
+        *,
+        period_s: float,
+        timeout_s: float,
+        threshold: int,
+    ) -> None:
+        self._name = name
+        self._probe = probe
+        self._clock = clock
+        self._period_s = period_s
+        self._timeout_s = timeout_s
+        self._threshold = threshold
+        self._failures = 0
+        #: How many probes have failed at all.
+        self.failures_total = 0
+        self._detail = ""
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def is_healthy(self) -> bool:
+        """False after ``threshold`` probes in a row that failed."""
+        return self._failures < self._threshold
+
+    def facts(self) -> dict[str, Any]:
+        """Return the state of health in plain values."""
+        return {"is_healthy": self.is_healthy, "failures": self._failures, "detail": self._detail}
+
+    def start(self) -> None:
+        """Begin to probe, first after one period; idempotent."""
+        if self._task is None:
+            self._task = asyncio.create_task(self._run(), name=f"daskserve-health-{self._name}")
+
+    async def stop(self) -> None:
+        """Probe no more; when it returns, nothing of the last probe is left."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    async def check(self) -> None:
+        """Probe once; raise what the probe raised, or `TimeoutError`."""
+        await self._clock.wait_for(self._probe(), self._timeout_s)
+
+    async def _run(self) -> None:
+        await self._clock.sleep(self._period_s)
+        while True:
+            began = self._clock.now()
+            try:
+                await self.check()
+            except TimeoutError:
+                self._fail(f"the probe got no answer within {self._timeout_s:g} s")
+            except Exception as error:
+                # Whatever user code or a child process comes up with: it is what the probe is there to find.
+                self._fail(str(error))
+            else:
+                self._failures, self._detail = 0, ""
+            await self._clock.sleep(max(0.0, began + self._period_s - self._clock.now()))
+
+    def _fail(self, detail: str) -> None:
+        self._failures += 1
+        self.failures_total += 1
+        self._detail = detail
+        level = logging.WARNING if self._failures == self._threshold else logging.INFO
+        logger.log(level, "Health probe %d of %s failed: %s", self._failures, self._name, detail)
+
+
+async def probe_liveness(wall: Wall, servable: Servable, replica_tag: str, concurrency: int) -> None:
+    """Return if user code can run where it runs; raise `UnavailableError`, or never return, if not."""
+    if servable.is_plain_at_all:
+        if wall.abandoned >= concurrency:
+            raise UnavailableError(
+                f"All {concurrency} slots of replica {replica_tag!r} are held by calls that were given up "
+                "and run on."
+            )
+        await wall.run_sync(_do_nothing, reserved=True)
+    if servable.is_async_at_all and not wall.is_on_worker_loop:
+        await wall.run_async(_do_nothing_async)
+
+
+def _do_nothing() -> None:
+    pass
+
+
+async def _do_nothing_async() -> None:
+    pass

@@ -1,0 +1,56 @@
+"""The lifespan protocol of ASGI applications: their start-up and shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from daskserve.errors import ServeError
+from daskserve.types import Message
+
+logger = logging.getLogger("daskserve.replica")
+
+
+class Lifespan:
+    """An ASGI application's own start-up and shutdown, on the user's loop; null for those that have none."""
+
+    def __init__(self) -> None:
+        #: What the application keeps for its requests, as ``scope["state"]``.
+        self.state: dict[str, Any] = {}
+        self._task: asyncio.Task[None] | None = None
+        self._to_app: asyncio.Queue[Message] = asyncio.Queue()
+        self._from_app: asyncio.Queue[Message] = asyncio.Queue()
+
+    @property
+    def is_open(self) -> bool:
+        return self._task is not None and not self._task.done()
+
+    async def open(self, app: Callable[..., Awaitable[None]]) -> None:
+        """Return when the application is ready; `ServeError` if it says that it failed.
+
+        One that raises knows no lifespan, says the protocol, and is served without.
+        """
+        self._task = asyncio.create_task(self._run(app))
+        answer = await self._ask("lifespan.startup")
+        if answer["type"] == "lifespan.startup.failed":
+            raise ServeError(f"The ASGI application's start-up failed: {answer.get('message', '')}")
+
+    async def close(self) -> None:
+        """Let the application shut down."""
+        if self.is_open:
+            await self._ask("lifespan.shutdown")
+
+    async def _ask(self, kind: str) -> Message:
+        self._to_app.put_nowait({"type": kind})
+        return await self._from_app.get()
+
+    async def _run(self, app: Callable[..., Awaitable[None]]) -> None:
+        scope = {"type": "lifespan", "asgi": {"version": "3.0", "spec_version": "2.0"}, "state": self.state}
+        try:
+            await app(scope, self._to_app.get, self._from_app.put)
+        except Exception as error:
+            logger.debug("The ASGI application takes no part in the lifespan protocol: %r", error)
+        finally:
+            self._from_app.put_nowait({"type": "lifespan.gone"})

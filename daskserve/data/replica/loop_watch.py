@@ -1,0 +1,126 @@
+"""Watching event loops that run user code for being blocked."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Sized
+from types import FrameType
+from typing import Protocol
+
+from daskserve.data.replica.user_threads import UserLoop
+
+logger = logging.getLogger("daskserve.replica")
+
+#: How often a loop that runs user code is asked for a sign of life, and what is too long for an answer.
+WATCH_INTERVAL_S = 0.03
+BLOCKED_AFTER_S = 0.1
+
+
+class Watched(Protocol):
+    """What is asked of a `daskserve.data.replica.wall.Wall`."""
+
+    blocked_count: int
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop: ...
+    @property
+    def calls(self) -> Sized: ...
+    @property
+    def is_closed(self) -> bool: ...
+
+
+class LoopWatch:
+    """Logs and counts, from the worker's loop and while calls run, that a user's loop does not answer.
+
+    One that is blocked for half as long again as `BLOCKED_AFTER_S` was asked early enough to be seen, even if
+    that is over by the time that somebody looks.
+    """
+
+    def __init__(self, wall: Watched, user_loop: UserLoop) -> None:
+        self._wall = wall
+        self._user_loop = user_loop
+        #: When it looks next; None while it is not armed.
+        self.timer: asyncio.TimerHandle | None = None
+        self._asked_at = self._took_s = 0.0
+        self._is_answered = self._is_reported = True
+        self._place = ""
+
+    def arm(self) -> None:
+        if self.timer is None and not self._wall.is_closed:
+            self.timer = self._wall.loop.call_later(WATCH_INTERVAL_S, self._tick)
+
+    def _tick(self) -> None:
+        self.timer = None
+        now = self._wall.loop.time()
+        if not self._is_reported:
+            is_answered = self._is_answered
+            if not is_answered:  # by the time it is late enough it may be over
+                frame = sys._current_frames().get(self._user_loop.thread.ident or 0)
+                self._place = describe_stack(frame)
+            if (self._took_s if is_answered else now - self._asked_at) >= BLOCKED_AFTER_S:
+                self._report()
+        if self._is_answered:
+            if not self._wall.calls:
+                return
+            self._is_answered = self._is_reported = False
+            self._asked_at = now
+            self._user_loop.hop.post(self._answer)
+        self.arm()
+
+    def _answer(self) -> None:
+        self._took_s = self._user_loop.loop.time() - self._asked_at
+        self._is_answered = True
+
+    def _report(self) -> None:
+        self._is_reported = True
+        self._wall.blocked_count += 1
+        logger.warning(
+            "User code blocks the event loop of %s for more than %d ms, at %s; its other requests wait. "
+            "Make it a plain function, or move what blocks to a thread.",
+            self._user_loop.thread.name,
+            BLOCKED_AFTER_S * 1000,
+            self._place or "an unknown place",
+        )
+
+
+class SharedLoopWatch:
+    """Logs and counts, while calls run on the worker's own loop, that this loop was blocked.
+
+    Nobody can look while that is so; a timer that comes late tells afterwards. It cannot tell the place.
+    """
+
+    def __init__(self, wall: Watched, name: str) -> None:
+        self._wall = wall
+        self._name = name
+        #: When it looks next; None while it is not armed.
+        self.timer: asyncio.TimerHandle | None = None
+
+    def arm(self) -> None:
+        if self.timer is None and not self._wall.is_closed:
+            self.timer = self._wall.loop.call_later(WATCH_INTERVAL_S, self._tick)
+
+    def _tick(self) -> None:
+        assert self.timer is not None
+        late_s = self._wall.loop.time() - self.timer.when()
+        self.timer = None
+        if late_s >= BLOCKED_AFTER_S:
+            self._wall.blocked_count += 1
+            logger.warning(
+                "The worker's event loop was blocked for %d ms while code of %s ran on it; everything in the "
+                "process waited. With event_loop='own' it would hold up its own replica only.",
+                late_s * 1000,
+                self._name,
+            )
+        if self._wall.calls:
+            self.arm()
+
+
+def describe_stack(frame: FrameType | None) -> str:
+    """Return the innermost places of a stack as ``file:line function``, up to this module's own frames."""
+    places: list[str] = []
+    while frame is not None and len(places) < 5 and frame.f_code.co_filename != __file__:
+        places.append(f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}")
+        frame = frame.f_back
+    return " < ".join(places) or "an unknown place"

@@ -1,0 +1,286 @@
+"""User code, whatever its form, as one thing that can be asked to answer requests.
+
+A *definition* is a function, a class with ``__call__``, an ASGI application or an import path of one of
+these. `inspect_definition` looks at one without running it; `load_definition` and `Servable` belong to the
+user's side of the wall, where imports, constructors and handlers may take as long as they like.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import inspect
+import logging
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from types import CoroutineType
+from typing import Any
+
+from starlette.datastructures import State
+
+from daskserve import payload as pickled
+from daskserve.data.replica.conversion import Answer, Unfinished, dump_result, failure, to_answer
+from daskserve.data.replica.crossing import Exchange
+from daskserve.data.replica.definitions import CALL, Method, import_definition, inspect_definition
+from daskserve.data.replica.lifespan import Lifespan
+from daskserve.data.replica.requests import HTTPRequest, legacy_argument
+from daskserve.errors import ActorLostError, BadRequestError, ReplicaBusyError, UnavailableError
+from daskserve.types import Payload, Receive
+
+logger = logging.getLogger("daskserve.replica")
+
+
+def _reduce_state(state: State) -> tuple[type[State], tuple[dict[str, Any]]]:
+    return State, (state._state,)
+
+
+# Starlette's `State` asks itself for its dict before it has one, so unpickling it recurses without end, and
+# with it every Starlette and FastAPI application. Whoever inspects a definition can also pickle it.
+copyreg.pickle(State, _reduce_state)
+
+
+# ---- loading
+
+
+def load_definition(code: bytes, *, backend_tag: str, is_debug: bool = False) -> Servable:
+    """Return the servable in `daskserve.starts.ReplicaStart.code`, not yet constructed."""
+    definition, init_args, init_kwargs = pickled.load_bytes(code)
+    if isinstance(definition, str):
+        definition = import_definition(definition)
+        if isinstance(definition, str):
+            raise BadRequestError(
+                f"An import path must name something to serve, not the text {definition!r}."
+            )
+    return Servable(
+        definition, tuple(init_args), dict(init_kwargs or {}), backend_tag=backend_tag, is_debug=is_debug
+    )
+
+
+# ---- serving
+
+
+class Servable:
+    """User code that answers requests.
+
+    What is plain (``..._in_thread``) runs in a user's thread, what is a coroutine function on the user's
+    loop; which a method needs, `Method.is_async` says. Only the properties are for the worker's loop.
+    """
+
+    def __init__(
+        self,
+        definition: Any,
+        init_args: tuple[Any, ...],
+        init_kwargs: dict[str, Any],
+        *,
+        backend_tag: str = "",
+        is_debug: bool = False,
+    ) -> None:
+        self.facts = inspect_definition(definition, init_args, init_kwargs)
+        self.methods = self.facts.methods
+        self.is_debug = is_debug
+        #: The user's object once it is made.
+        self.target: Any = None
+        self._definition = definition
+        self._init_args = init_args
+        self._init_kwargs = init_kwargs
+        self._backend_tag = backend_tag
+        self._bound: dict[str, Callable[..., Any]] = {}
+        self._descriptions = {name: f"Method {name} of backend {backend_tag!r}" for name in self.methods}
+        self._lifespan = Lifespan()
+
+    @property
+    def is_class(self) -> bool:
+        return inspect.isclass(self._definition)
+
+    @property
+    def is_plain_at_all(self) -> bool:
+        """Whether any of it answers requests in threads."""
+        return any(not method.is_async for method in self.methods.values())
+
+    @property
+    def is_async_at_all(self) -> bool:
+        """Whether any of it runs on an event loop; then it is best made there, too."""
+        return any(method.is_async for method in self.methods.values()) or self.must_be_made_on_loop
+
+    @property
+    def must_be_made_on_loop(self) -> bool:
+        return self.is_class and inspect.iscoroutinefunction(self._definition.__init__)
+
+    @property
+    def must_be_closed_on_loop(self) -> bool:
+        return self._lifespan.is_open or inspect.iscoroutinefunction(getattr(self.target, "__del__", None))
+
+    def method(self, name: str) -> Method:
+        """Return a method that callers may ask for; `BadRequestError` names those that they may."""
+        method = self.methods.get(name)
+        if method is None:
+            raise BadRequestError(
+                f"Backend {self._backend_tag!r} has no public method {name!r}; "
+                f"it has: {', '.join(sorted(self.methods))}."
+            )
+        if method.is_asgi:
+            raise BadRequestError(
+                f"Backend {self._backend_tag!r} is an ASGI application: send it HTTP requests, not calls."
+            )
+        return method
+
+    def bound(self, method: Method) -> Callable[..., Any]:
+        """Return what to call for a method."""
+        return self._bound[method.name]
+
+    def describe(self, method: Method) -> str:
+        """Name a method in an error."""
+        return self._descriptions[method.name]
+
+    def hook(self, name: str) -> Callable[..., Any]:
+        """Return the user's ``reconfigure`` or ``check_health``; `BadRequestError` if there is none."""
+        hook = getattr(self.target, name, None) if self.is_class else None
+        if not callable(hook):
+            raise BadRequestError(f"The callable of backend {self._backend_tag!r} has no {name}() method.")
+        return hook  # type: ignore[no-any-return]
+
+    def check_batching(self, max_batch_size: int) -> None:
+        """Raise `BadRequestError` if batches of that size are wanted, and the callable takes none."""
+        if max_batch_size > 1 and not self.facts.accepts_batches:
+            raise BadRequestError(
+                f"max_batch_size is {max_batch_size}, but the callable does not take batches: mark it with "
+                "@accept_batch, or leave max_batch_size unset."
+            )
+
+    # ---- from constructor to destructor
+
+    def construct_in_thread(self) -> None:
+        made = self._definition(*self._init_args, **self._init_kwargs) if self.is_class else self._definition
+        self._adopt(made)
+
+    async def construct(self) -> None:
+        if self.must_be_made_on_loop:
+            made = self._definition.__new__(self._definition, *self._init_args, **self._init_kwargs)
+            await made.__init__(*self._init_args, **self._init_kwargs)
+            self._adopt(made)
+        else:
+            self.construct_in_thread()
+
+    def _adopt(self, made: Any) -> None:
+        self.target = made
+        self._bound = {name: getattr(made, name) if self.is_class else made for name in self.methods}
+
+    async def open(self) -> None:
+        """Run the start-up half of an ASGI application's lifespan."""
+        await self._lifespan.open(self._bound[CALL])
+
+    async def close(self) -> None:
+        """End the lifespan and let go of the user's object, awaiting an async ``__del__``."""
+        await self._lifespan.close()
+        made = self.target
+        self.close_in_thread()
+        if inspect.iscoroutinefunction(getattr(made, "__del__", None)):
+            try:
+                await made.__del__()
+            finally:
+                # Python would call it again, and nobody could await that.
+                kind = type(made)
+                made.__class__ = type(kind.__name__, (kind,), {"__slots__": (), "__del__": lambda _: None})
+
+    def close_in_thread(self) -> None:
+        """Let go of the user's object; unless others hold it, its ``__del__`` runs here."""
+        self._bound = {}
+        self.target = None
+
+    # ---- HTTP
+
+    async def answer_app(self, scope: MutableMapping[str, Any], exchange: Exchange) -> Answer:
+        """Let an ASGI application answer."""
+        if self._lifespan.state:
+            scope["state"] = dict(self._lifespan.state)
+        is_http = scope["type"] == "http"
+        try:
+            await self._bound[CALL](scope, exchange.receive, exchange.send)
+            if is_http and not exchange.is_started:
+                raise RuntimeError("The ASGI application returned without a response.")
+        except Exception as error:  # the user's, and logged as such
+            return failure(error, is_debug=self.is_debug, is_started=exchange.is_started or not is_http)
+        return Answer()
+
+    async def answer_http(
+        self, method: Method, scope: MutableMapping[str, Any], receive: Receive, body: bytes | None
+    ) -> Answer | Unfinished:
+        """Let an async callable answer; ``body`` is given if it is all there."""
+        try:
+            if method.takes_argument:
+                result = self._bound[method.name](HTTPRequest(scope, receive, body))
+            else:
+                result = self._bound[method.name]()
+            return to_answer(await result if type(result) is CoroutineType else result)
+        except Exception as error:  # the user's, and logged as such
+            return failure(error, is_debug=self.is_debug)
+
+    def answer_http_in_thread(
+        self, method: Method, scope: MutableMapping[str, Any], receive: Receive, body: bytes
+    ) -> Answer | Unfinished:
+        """Let a plain callable answer a request whose whole body is there."""
+        try:
+            if method.takes_argument:
+                return to_answer(self._bound[method.name](HTTPRequest(scope, receive, body)))
+            return to_answer(self._bound[method.name]())
+        except Exception as error:  # the user's, and logged as such
+            return failure(error, is_debug=self.is_debug)
+
+    # ---- calls
+
+    async def answer_call(self, method: Method, head: Mapping[str, Any], payload: Payload | None) -> Payload:
+        """Let an async method answer a Python call."""
+        try:
+            args, kwargs = call_arguments(method, head, payload)
+            result = self._bound[method.name](*args, **kwargs)
+            if type(result) is not CoroutineType:
+                return await self.finish_call(method, result)
+            return dump_result(self.describe(method), await result)
+        except (ReplicaBusyError, ActorLostError) as error:
+            raise as_own_trouble(error) from error
+
+    def answer_call_in_thread(
+        self, method: Method, head: Mapping[str, Any], payload: Payload | None
+    ) -> Payload | Unfinished:
+        """Let a plain method answer a Python call."""
+        try:
+            args, kwargs = call_arguments(method, head, payload)
+            result = self._bound[method.name](*args, **kwargs)
+        except (ReplicaBusyError, ActorLostError) as error:
+            raise as_own_trouble(error) from error
+        return (
+            Unfinished(result) if inspect.isawaitable(result) else dump_result(self.describe(method), result)
+        )
+
+    async def finish_call(self, method: Method, result: Any) -> Payload:
+        """Await what a call returned, if that is what it takes, and pickle it."""
+        if inspect.isawaitable(result):
+            result = await result
+        return dump_result(self.describe(method), result)
+
+
+def call_arguments(
+    method: Method, head: Mapping[str, Any], payload: Payload | None
+) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """Return what a method is to be called with."""
+    args, kwargs = ((), {}) if payload is None else pickled.load(payload)
+    if not head.get("legacy"):
+        return args, kwargs
+    return ((legacy_argument(head, args, kwargs),) if method.takes_argument else ()), {}
+
+
+def as_own_trouble(error: Exception) -> UnavailableError:
+    """Return what to raise in the place of a `ReplicaBusyError` or `ActorLostError` that user code met.
+
+    Raised as they are, they would tell the router that *this* replica is busy or gone, and that the request
+    has not begun here.
+    """
+    return UnavailableError(f"A call made by this backend failed: {error}")
+
+
+def run_hook_in_thread(hook: Callable[..., Any], *pickles: bytes) -> Any:
+    """Call a user's hook with unpickled arguments; what an async one returns is to be awaited."""
+    return hook(*map(pickled.load_bytes, pickles))
+
+
+async def run_hook(hook: Callable[..., Any], *pickles: bytes) -> None:
+    """Call and await a user's async hook with unpickled arguments."""
+    await run_hook_in_thread(hook, *pickles)

@@ -1,0 +1,1 @@
+"""Event loops and threads: crossing between them, waiting and deadlines."""

@@ -1,0 +1,1 @@
+"""HTTP messages: one request and its response, streams and WebSockets."""

@@ -1,0 +1,471 @@
+"""One HTTP request under either server, and the ASGI application that answers it.
+
+The server reads: it calls the exchange as parts of the request come in, and waits while `data_received`'s
+future is pending. Writing goes straight to the stream (`daskserve.proxies.exchange.response_head`); the
+connection's ``finish`` then only tells the server to go on to the next request. Tornado's classes are the
+model for what a `Stream` and a `Connection` are: an exchange is a delegate of Tornado's, and uvicorn's
+connections (`daskserve.proxies.server.uvicorn_connection`) call it in the same way. How a request can end:
+
+1. The response is whole and so is the request: finish; the server keeps or closes the connection.
+2. The response is whole, the request is not: what still comes in is dropped for `LINGER_S`, because closing
+   a socket with unread data resets the connection and may take the response with it.
+3. The client went away: the task is cancelled, and its sends raise `ConnectionResetError`.
+4. The application failed: 500 if nothing was sent, else the connection is cut.
+5. The body is too large: 413, or a cut, and the task is cancelled.
+6. The server stops: as 3, and the connection is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Mapping
+from typing import Any
+from urllib.parse import unquote_to_bytes
+
+from tornado import httputil
+from tornado.iostream import StreamClosedError
+
+from daskserve.errors import http_status_of
+from daskserve.proxies.asgi import Headers, Scope, split_whole
+from daskserve.proxies.exchange.repeats import copy_of
+from daskserve.proxies.exchange.request_body import RequestBody
+from daskserve.proxies.exchange.request_head import (
+    FRAMING_HEADERS,
+    body_length,
+    check_host,
+    is_handshake,
+    keeps_alive,
+    settle_expectation,
+    split_target,
+)
+from daskserve.proxies.exchange.response_head import Buffer, ResponseWriter, as_buffer, plain_text
+from daskserve.proxies.exchange.stream import Connection, Stream
+from daskserve.proxies.exchange.websocket import BadHandshakeError, WebSocketSession
+from daskserve.proxies.server.carrier import Carrier, Link
+from daskserve.proxies.server.tornado_connection import RequestReader
+from daskserve.types import DONE, WHOLE_RESPONSE, Message
+
+log = logging.getLogger("daskserve.proxies")
+
+#: How long a client that has got its response may go on sending a request body nobody wants.
+LINGER_S = 2.0
+#: Parts of a response up to this size are joined into one write.
+_JOIN_BYTES = 64 * 1024
+_GONE = "the client has gone away"
+
+
+class Exchange(RequestReader):
+    """Reads one request, runs the application on it, writes what that sends. Its maker watches the link."""
+
+    _body: RequestBody  # there is none before the headers
+
+    def __init__(self, carrier: Carrier, link: Link, connection: Connection) -> None:
+        self._carrier = carrier
+        self._link = link
+        self._connection = connection
+        self._stream = link.stream
+        link.exchange = self
+
+    # One is made for each request, and most never change all of these.
+    _task: asyncio.Task[None] | None = None
+    _method = ""
+    _is_http11 = True
+    _closes = False
+    _start: Message | None = None
+    _writer: ResponseWriter | None = None
+    _is_begun = False  # something of the response was written
+    _is_whole = False  # the response was written to its end
+    _is_gone = False  # nobody listens to the response any more
+    _is_over = False  # the server has been told to go on
+    _linger: asyncio.TimerHandle | None = None
+
+    @property
+    def has_task(self) -> bool:
+        return self._task is not None
+
+    # ---- called by the server, in this order
+
+    def headers_received(
+        self,
+        start_line: httputil.RequestStartLine | httputil.ResponseStartLine,
+        headers: httputil.HTTPHeaders,
+    ) -> None:
+        """Take the head as Tornado gives it."""
+        method, target, version = start_line
+        pairs: list[tuple[bytes, bytes]] = []
+        framing: dict[str, str] = {}
+        for name, value in headers.get_all():
+            pairs.append((name.lower().encode("latin-1"), value.encode("latin-1")))
+            if name in FRAMING_HEADERS:
+                framing[name] = f"{framing[name]},{value}" if name in framing else value
+        if "Expect" in framing:
+            settle_expectation(headers, str(version))
+        if "," in framing.get("Content-Length", ""):
+            # If they are not all the same, the request is refused.
+            headers["Content-Length"] = framing["Content-Length"].partition(",")[0].strip()
+        self.begin(str(method), str(target), str(version), pairs, framing)
+        if self._task is not None:
+            self._connection.set_close_callback(self.on_connection_close)
+
+    def begin(
+        self,
+        method: str,
+        target: str,
+        version: str,
+        headers: list[tuple[bytes, bytes]],
+        framing: Mapping[str, str],
+    ) -> Scope | None:
+        """Start the application; it may answer before the body has come in.
+
+        Returns its scope, if the same head will always mean the same, for `begin_again`.
+        """
+        self._method = method.upper()
+        length: int | None = 0
+        is_plain = version == "HTTP/1.1" and framing == self._link.plain_framing
+        try:
+            if not is_plain:
+                self._is_http11 = version != "HTTP/1.0"
+                self._closes = not keeps_alive(framing.get("Connection", ""), version)
+                check_host(framing, version)
+                length = body_length(framing, version)
+                if version == "HTTP/1.1" and len(framing) == 1:  # its host, without which it is none
+                    self._link.plain_framing = framing
+                    is_plain = True
+            if target[:1] == "/" and method != "CONNECT":
+                path, _, query = target.partition("?")
+            else:
+                path, query = split_target(method, target)
+        except ValueError as error:
+            self._body = RequestBody(is_ended=True)  # as far as we care: where it ends is what is unclear
+            self._closes = True
+            self._answer(400, str(error))
+            return None
+        self._body = RequestBody(is_ended=length == 0)
+        if length is not None and length > self._carrier.max_body_bytes:
+            self._refuse_body(is_coming="Expect" not in framing)
+            return None
+        if "," in framing.get("Content-Length", ""):
+            # The same number several times: nobody behind us should have to wonder.
+            headers = [header for header in headers if header[0] != b"content-length"]
+            headers.append((b"content-length", framing["Content-Length"].partition(",")[0].strip().encode()))
+        scope = _make_scope(self._link.scope, self._method, path, query, version, headers)
+        if "Upgrade" in framing and self._is_http11 and is_handshake(self._method, framing):
+            if length == 0:
+                self._open_socket(scope)
+            else:
+                self._refuse(400, "The handshake of a WebSocket has no body.", is_coming=True)
+            return None
+        self._task = asyncio.get_running_loop().create_task(self._run(scope))
+        self._carrier.tasks.add(self._task)
+        return scope if is_plain else None
+
+    def begin_again(self, scope: Scope) -> None:
+        """Start the application on a request that is whole, with a scope that `begin` has returned."""
+        self._method = scope["method"]
+        self._body = RequestBody(is_ended=True)
+        self._carrier.watch.unwatch(self._link)
+        self._task = asyncio.get_running_loop().create_task(self._run(copy_of(scope)))
+        self._carrier.tasks.add(self._task)
+
+    def data_received(self, chunk: bytes) -> asyncio.Future[None] | None:
+        """Take a part of the body; the server waits for the returned future before it reads on."""
+        watch = self._carrier.watch
+        room = self._body.feed(chunk)
+        if self._is_gone or self._is_whole:
+            return None  # lingering
+        if self._body.received_bytes > self._carrier.max_body_bytes:
+            self._refuse_body(is_coming=True)
+            return None
+        if room is not None:
+            # It is the application that is slow now, not the client.
+            watch.unwatch(self._link)
+            room.add_done_callback(self._expect_more)
+        else:
+            watch.watch(self._link)
+        return room
+
+    def finish(self) -> None:
+        """Note that the request has come in whole."""
+        self._carrier.watch.unwatch(self._link)
+        if not self._body.is_ended:
+            self._body.end()
+        if self._is_whole:
+            self._go_on()
+
+    def reject(self, reason: str) -> None:
+        """Take note that the body is malformed: 400, or a cut if a response has begun."""
+        log.info("Malformed request from %s: %s", self._link, reason)
+        if self._is_whole:
+            self._go_on()
+        else:
+            self._refuse(400, f"The request body is malformed: {reason}", is_coming=False)
+
+    def on_connection_close(self) -> None:
+        """Take note that the client is gone, in whatever state that is; idempotent."""
+        self._is_gone = self._is_over = True
+        self._carrier.watch.unwatch(self._link)
+        if self._linger is not None:
+            self._linger.cancel()
+        if self._task is None:
+            return
+        self._body.close()
+        if not self._is_whole:
+            self._carrier.cancel(self._task)
+
+    @property
+    def wants_body(self) -> bool:
+        """Whether more of the body is to come, and someone is there to take it."""
+        return not (self._body.is_ended or self._is_gone or self._is_whole)
+
+    @property
+    def unread(self) -> Stream | None:
+        """The connection, if nothing is read from it now: a whole request is being answered."""
+        is_deaf = self._task is not None and not self._is_over and self._body.is_ended
+        return self._stream if is_deaf else None
+
+    # ---- called by the application
+
+    def send(self, message: Message) -> Awaitable[None]:
+        """Write one ASGI message, as fast as the client reads.
+
+        Raises
+        ------
+        OSError
+            The client is gone.
+        RuntimeError, TypeError, ValueError
+            The message is not valid at this point.
+        """
+        if self._is_gone:
+            raise ConnectionResetError(_GONE)
+        kind = message["type"]
+        if kind == WHOLE_RESPONSE:
+            return self._send_whole(message)
+        if kind == "http.response.start":
+            if self._start is not None:
+                raise RuntimeError("a response was started a second time")
+            self._start = message
+            return DONE
+        if kind != "http.response.body":
+            raise RuntimeError(f"a message of type {kind!r} is not part of an HTTP response")
+        if self._start is None or self._is_whole:
+            raise RuntimeError("a response body was sent before its start or after its end")
+        more_body = bool(message.get("more_body", False))
+        try:
+            flushed = self._write(as_buffer(message.get("body", b"")), more_body)
+        except StreamClosedError as error:
+            self._is_gone = True
+            raise ConnectionResetError(_GONE) from error
+        if flushed is not None and not flushed.done():
+            return self._flush(flushed, more_body)
+        if not more_body:
+            self._complete()
+        return DONE
+
+    # ---- the rest is private
+
+    def _send_whole(self, message: Message) -> Awaitable[None]:
+        if self._start is not None:
+            raise RuntimeError("a response was started a second time")
+        data = None
+        is_usual = self._is_http11 and self._body.is_ended and self._method != "HEAD" and not self._closes
+        if is_usual and len(message["body"]) <= _JOIN_BYTES and not self._carrier.is_draining:
+            data = self._carrier.heads.write(message)
+        if data is None:
+            self._start, body = split_whole(message)
+            return self.send(body)
+        self._start = message
+        self._is_begun = True
+        try:
+            flushed = self._stream.write(data)
+        except StreamClosedError as error:
+            self._is_gone = True
+            raise ConnectionResetError(_GONE) from error
+        if not flushed.done():
+            return self._flush(flushed, False)
+        self._is_whole = True
+        self._body.close()
+        self._go_on()
+        return DONE
+
+    async def _flush(self, flushed: asyncio.Future[None], more_body: bool) -> None:
+        try:
+            # Shielded: Tornado looks at how its future ended, and a cancellation it does not expect.
+            await asyncio.shield(flushed)
+        except StreamClosedError as error:
+            self._is_gone = True
+            raise ConnectionResetError(_GONE) from error
+        if not more_body:
+            self._complete()
+
+    async def _run(self, scope: Scope) -> None:
+        """Top loop of one request: whatever goes wrong in the application ends here, in the log."""
+        try:
+            await self._carrier.app(scope, self._body.receive, self.send)
+        except asyncio.CancelledError:
+            if not self._is_gone and not self._is_whole:
+                self._fail()  # cancelled by the application itself, or with the whole loop
+            raise
+        except Exception as error:
+            if self._is_gone:
+                log.debug("A request failed after its client had gone", exc_info=error)
+                return
+            # Errors of ours with a status of their own say all there is to say.
+            is_fault = http_status_of(error) == 500
+            log.error("%s failed: %r", _request_line(scope), error, exc_info=is_fault)
+            self._fail()
+        else:
+            if not self._is_whole and not self._is_gone:
+                log.error("%s was left without a whole response", _request_line(scope))
+                self._fail()
+        finally:
+            # Not by a callback: each would be one more turn of the loop. `Carrier.cancel` has the exception.
+            self._carrier.tasks.discard(self._task)
+
+    def _open_socket(self, scope: dict[str, Any]) -> None:
+        """Hand the connection over to a WebSocket's session, unless the handshake is not one."""
+        del scope["method"]
+        scope |= {"type": "websocket", "scheme": "ws" + scope["scheme"].removeprefix("http")}
+        scope["extensions"] = {"websocket.http.response": {}}
+        carrier = self._carrier
+        try:
+            session = WebSocketSession(
+                carrier.app,
+                scope,
+                self._stream,
+                max_message_bytes=carrier.max_message_bytes,
+                clock=carrier.clock,
+                on_end=carrier.sockets.discard,
+            )
+        except BadHandshakeError as error:
+            self._closes = True
+            self._answer(error.status, str(error), headers=error.headers)
+            return
+        self._is_over = True
+        carrier.watch.unwatch(self._link)
+        self._connection.detach()
+        carrier.sockets.add(session)
+        if carrier.is_draining:
+            session.leave()
+        task = session.start()
+        carrier.tasks.add(task)
+        task.add_done_callback(carrier.tasks.discard)
+
+    def _write(self, body: Buffer, more_body: bool) -> asyncio.Future[None] | None:
+        writer = self._writer
+        if writer is None:
+            assert self._start is not None
+            writer = ResponseWriter(
+                self._start,
+                method=self._method,
+                is_http11=self._is_http11,
+                closes=self._closes or self._carrier.is_draining,
+            )
+            parts = writer.first(body, more_body, self._carrier.date.line())
+            self._writer = writer  # only now: a head that cannot be made leaves room for a 500
+            self._is_begun = True
+            self._closes = writer.closes
+            if more_body:
+                # A stream's parts are small and wanted at once; Nagle's algorithm would hold them back.
+                self._stream.set_nodelay(True)
+        else:
+            parts = writer.next(body, more_body)
+        if not self._body.is_ended and not self._body.is_full:
+            # A client may take its time over a body while it is being answered; if nothing moves either
+            # way, it is gone.
+            self._carrier.watch.watch(self._link)
+        if not parts:
+            return None
+        if len(body) <= _JOIN_BYTES:
+            parts = [b"".join(parts)]
+        for part in parts[:-1]:
+            self._stream.write(part)
+        return self._stream.write(parts[-1])
+
+    def _complete(self) -> None:
+        self._is_whole = True
+        self._body.close()
+        if self._body.is_ended:
+            self._go_on()
+        elif not self._is_over:
+            self._linger = asyncio.get_running_loop().call_later(LINGER_S, self._go_on)
+
+    def _go_on(self) -> None:
+        if self._is_over:
+            return
+        self._is_over = True
+        if self._linger is not None:
+            self._linger.cancel()
+        self._connection.finish()  # closes, if the client asked for it or has not sent everything
+        if self._closes:
+            self._connection.close()
+
+    def _expect_more(self, _: asyncio.Future[None]) -> None:
+        if not self._is_gone and not self._is_whole and not self._body.is_ended:
+            self._carrier.watch.watch(self._link)
+
+    def _refuse_body(self, *, is_coming: bool) -> None:
+        limit = self._carrier.max_body_bytes
+        self._refuse(413, f"The request body is larger than the {limit} bytes allowed.", is_coming=is_coming)
+
+    def _refuse(self, status: int, text: str, *, is_coming: bool) -> None:
+        # What has come in must not pass for the whole body, not even with who cleans up.
+        self._body.close()
+        self._carrier.watch.unwatch(self._link)
+        if self._task is not None:
+            self._carrier.cancel(self._task)
+        if self._is_begun:
+            self._cut()
+            return
+        self._closes = True
+        self._answer(status, text, is_coming=is_coming)
+
+    def _fail(self) -> None:
+        if not self._is_begun:
+            self._answer(500, "Internal Server Error")
+        else:
+            self._cut()
+
+    def _answer(self, status: int, text: str, *, is_coming: bool = True, headers: Headers = ()) -> None:
+        # A response of our own, in place of the application's.
+        self._start, body = plain_text(status, text)
+        self._start["headers"] += headers
+        if self._stream.closed():
+            return
+        flushed = self._write(body, False)
+        self._is_gone = True
+        if not is_coming:
+            self._body.is_ended = True
+        if flushed is None or flushed.done():
+            self._complete()
+        else:
+            flushed.add_done_callback(lambda _: self._complete())
+
+    def _cut(self) -> None:
+        if not self._is_whole and not self._is_over:
+            self._is_gone = True
+            self._is_over = True
+            self._body.close()
+            self._connection.close()
+
+
+def _make_scope(
+    common: Scope, method: str, path: str, query: str, version: str, headers: list[tuple[bytes, bytes]]
+) -> dict[str, Any]:
+    raw = path.encode("latin-1")
+    if "%" in path or not path.isascii():
+        path = unquote_to_bytes(raw).decode("utf-8", "replace")
+    return {
+        **common,
+        "http_version": version[5:],
+        "method": method,
+        "path": path,
+        "raw_path": raw,
+        "query_string": query.encode("latin-1"),
+        "headers": headers,
+    }
+
+
+def _request_line(scope: Scope) -> str:
+    # Not the decoded path, which may hold line breaks.
+    return f"{scope['method']} {scope['raw_path'].decode('latin-1')}"

@@ -1,0 +1,477 @@
+"""One WebSocket under either server, and the ASGI application that it talks to.
+
+The server hands over the connection once a request's headers ask for a WebSocket (RFC 6455); from then on
+wsproto speaks the protocol and this class carries its messages. A session ends in one of these ways:
+
+1. The application closes it: with the code it names, or 403 if it never accepted.
+2. The application answers the handshake with a response of its own (a 404 of the ingress, say).
+3. The application returns: 1000. It fails: 500 before the connection was accepted, 1011 after.
+4. The client closes it, or is gone: the application is told, gets `LEAVE_S` to end, and is cancelled then.
+5. The client breaks the protocol (1002, 1007), or sends a message that is too large (1009): as 4.
+6. Nothing is heard of the client, not even answers to pings: 1011, as 4.
+7. The server drains: 1001, as 4.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections import deque
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from tornado.iostream import StreamClosedError
+from wsproto import ConnectionType, WSConnection
+from wsproto.connection import ConnectionState
+from wsproto.events import (
+    AcceptConnection,
+    BytesMessage,
+    CloseConnection,
+    Event,
+    Ping,
+    RejectConnection,
+    RejectData,
+    Request,
+    TextMessage,
+)
+from wsproto.events import (
+    Message as DataMessage,
+)
+from wsproto.utilities import LocalProtocolError, RemoteProtocolError
+
+from daskserve.clock import Clock
+from daskserve.proxies.asgi import ASGIApp, Headers, Scope
+from daskserve.proxies.exchange.stream import Stream, sent_bytes
+from daskserve.types import Message
+
+log = logging.getLogger("daskserve.proxies")
+
+_HANDSHAKE_HEADERS = frozenset(
+    (
+        b"connection",
+        b"upgrade",
+        b"sec-websocket-key",
+        b"sec-websocket-version",
+        b"sec-websocket-protocol",
+        b"sec-websocket-extensions",
+    )
+)
+_KEY = re.compile(rb"[A-Za-z0-9+/]{22}==")
+
+#: How long an application may take to end once its client is gone, before it is cancelled.
+LEAVE_S = 5.0
+#: How long a client may take to answer the closing of the connection.
+CLOSE_S = 2.0
+#: So much may have come in that the application has not taken yet; then the client has to wait.
+INBOX_BYTES = 1024 * 1024
+#: How often a silent client is asked whether it is there, and how long it may take to say so.
+PING_S = 20.0
+#: So little is read at a time that its parsing holds up nobody else.
+_READ_BYTES = 16 * 1024
+#: So many answers to pings may wait for a client that does not read.
+MAX_PONGS = 64
+#: What a message, or a part of one, counts for besides its data.
+_PART_BYTES = 256
+#: A message may come in this many bytes' worth of parts beyond its size.
+_MANY_BYTES = 1024 * 1024
+
+
+class BadHandshakeError(ValueError):
+    """A request is no proper handshake; it carries the response to it."""
+
+    def __init__(self, message: str, status: int = 400, headers: Headers = ()) -> None:
+        super().__init__(message)
+        self.status = status
+        self.headers = headers
+
+
+class _Inbox:
+    """What a client has sent and the application has not taken yet; in the end its farewell, for ever."""
+
+    def __init__(self) -> None:
+        self._messages: deque[tuple[Message, int]] = deque()
+        self._held_bytes = 0
+        self._changed = asyncio.Event()
+        self._parts: list[Any] = []
+        self._parts_bytes = 0
+        self.farewell: Message | None = None
+
+    @property
+    def is_full(self) -> bool:
+        return self._held_bytes > INBOX_BYTES and self.farewell is None
+
+    def put(self, message: Message, size_bytes: int) -> None:
+        self._messages.append((message, size_bytes))
+        self._held_bytes += size_bytes
+        self._changed.set()
+
+    def add_part(self, event: TextMessage | BytesMessage, max_bytes: int) -> bool:
+        """Take a message, or a part of one; False if it is too large."""
+        self._parts.append(event.data)
+        self._parts_bytes += len(event.data)
+        # Many small parts are large too.
+        overhead_bytes = _PART_BYTES * len(self._parts)
+        if self._parts_bytes > max_bytes or self._parts_bytes + overhead_bytes > max_bytes + _MANY_BYTES:
+            return False
+        if event.message_finished:
+            message: Message = {"type": "websocket.receive", "text": None, "bytes": None}
+            if isinstance(event, TextMessage):
+                message["text"] = "".join(self._parts)
+            else:
+                message["bytes"] = b"".join(bytes(part) for part in self._parts)
+            self.put(message, self._parts_bytes + _PART_BYTES)
+            self._parts, self._parts_bytes = [], 0
+        return True
+
+    def end(self, farewell: Message) -> None:
+        self.farewell = farewell
+        self._changed.set()
+
+    async def take(self) -> Message:
+        while not self._messages:
+            if self.farewell is not None:
+                return self.farewell
+            self._changed.clear()
+            await self._changed.wait()
+        message, size_bytes = self._messages.popleft()
+        self._held_bytes -= size_bytes
+        self._changed.set()
+        return message
+
+    async def wait_for_room(self) -> None:
+        while self.is_full:
+            self._changed.clear()
+            await self._changed.wait()
+
+
+def _shake_hands(protocol: WSConnection, headers: Headers) -> list[str]:
+    """Have wsproto look at a handshake; return the subprotocols that the client offers."""
+    # No more than it looks at. It takes paths, hosts and all else for ASCII or IDNA, which they need not be.
+    wanted = [header for header in headers if header[0] in _HANDSHAKE_HEADERS]
+    keys = [value for name, value in wanted if name == b"sec-websocket-key"]
+    try:
+        protocol.initiate_upgrade_connection([(b"host", b"here"), *wanted], "/")
+        request = next(protocol.events())
+    except RemoteProtocolError as error:
+        hint = error.event_hint
+        told = (hint.status_code, hint.headers) if isinstance(hint, RejectConnection) else (400, ())
+        raise BadHandshakeError(f"This is not a WebSocket handshake: {error}.", *told) from error
+    except UnicodeError as error:
+        raise BadHandshakeError("The headers of a WebSocket handshake are ASCII.") from error
+    if len(keys) != 1 or _KEY.fullmatch(keys[0]) is None:
+        raise BadHandshakeError("Sec-WebSocket-Key must be 16 bytes in base64, once.")
+    assert isinstance(request, Request)
+    return [offered for offered in request.subprotocols if offered]
+
+
+OnEnd: TypeAlias = Callable[["WebSocketSession"], None]
+
+
+class WebSocketSession:
+    """Carries the messages between a client and the application.
+
+    Parameters
+    ----------
+    scope : mapping
+        The ASGI scope of type ``websocket``.
+    max_message_bytes : int
+        A client that sends a larger message is sent away with code 1009.
+    on_end : callable
+        ``on_end(session)`` is called once, when the application has ended and the connection is closed.
+
+    Raises
+    ------
+    BadHandshakeError
+        The request is no proper handshake.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        scope: Scope,
+        stream: Stream,
+        *,
+        max_message_bytes: int,
+        clock: Clock,
+        on_end: OnEnd,
+    ) -> None:
+        self._app = app
+        self._scope = scope
+        self._stream = stream
+        self._max_message_bytes = max_message_bytes
+        self._clock = clock
+        self._on_end = on_end
+        self._protocol = WSConnection(ConnectionType.SERVER)
+        self._inbox = _Inbox()
+        self._inbox.put({"type": "websocket.connect"}, 0)
+        self._pongs = 0
+        self._denial: Message | None = None
+        self._is_accepted = self._is_closing = self._is_leaving = self._is_gone = False
+        self._is_heard = True
+        self._waiting_from: int | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._timers: list[asyncio.TimerHandle] = []
+        scope["subprotocols"] = _shake_hands(self._protocol, scope["headers"])
+
+    def __repr__(self) -> str:
+        state = "gone" if self._is_gone else "open" if self._is_accepted else "opening"
+        return f"<WebSocketSession {self._scope['path']} {state}>"
+
+    @property
+    def unread(self) -> Stream | None:
+        """The connection, if nothing is read from it now: not yet, or not before the application has."""
+        is_deaf = not self._is_gone and (not self._is_accepted or self._inbox.is_full)
+        return self._stream if is_deaf else None
+
+    def start(self) -> asyncio.Task[None]:
+        """Start the application; the session ends with the returned task."""
+        self._stream.set_nodelay(True)
+        self._stream.set_close_callback(self._note_lost)
+        self._task = asyncio.get_running_loop().create_task(self._run())
+        return self._task
+
+    def leave(self, code: int = 1001, reason: str = "going away") -> None:
+        """Close the connection as soon as it is open. Idempotent."""
+        self._is_leaving = True
+        self._close(code, reason)
+
+    # ---- the application's side
+
+    async def receive(self) -> Message:
+        """Return the client's next message; once it is gone, that, however often it is asked for."""
+        return await self._inbox.take()
+
+    async def send(self, message: Message) -> None:
+        """Send one ASGI message, as fast as the client reads.
+
+        Raises
+        ------
+        OSError
+            The client is gone.
+        RuntimeError
+            The message makes no sense at this point.
+        """
+        kind = message["type"]
+        if self._is_gone or (self._is_closing and kind != "websocket.http.response.body"):
+            # An application that sends on and on must not keep the loop from telling it.
+            await self._clock.sleep(0)
+            raise ConnectionResetError("the WebSocket is closed")
+        if kind == "websocket.send" and self._is_accepted:
+            data = message.get("bytes")
+            frame = DataMessage(data=message["text"] if data is None else bytes(data))
+            await self._write(self._packed(frame))
+        elif kind == "websocket.close" and self._is_accepted:
+            self._close(message.get("code") or 1000, message.get("reason") or "")
+        elif self._is_accepted:
+            raise RuntimeError(f"a message of type {kind!r} was sent over an open WebSocket")
+        else:
+            await self._answer_handshake(message)
+
+    async def _answer_handshake(self, message: Message) -> None:
+        kind = message["type"]
+        if kind == "websocket.accept" and self._denial is None:
+            headers = [(bytes(name), bytes(value)) for name, value in message.get("headers", ())]
+            accept = AcceptConnection(subprotocol=message.get("subprotocol"), extra_headers=headers)
+            data = self._packed(accept)
+            self._is_accepted = True
+            self._reading = asyncio.get_running_loop().create_task(self._read())
+            self._arm_ping()
+            await self._write(data)
+            if self._is_leaving:
+                self.leave()
+        elif kind == "websocket.close" and self._denial is None:
+            await self._deny({"status": 403, "headers": ()}, b"", more_body=False)
+        elif kind == "websocket.http.response.start" and self._denial is None:
+            self._denial = message
+        elif kind == "websocket.http.response.body" and self._denial is not None:
+            more_body = bool(message.get("more_body", False))
+            await self._deny(self._denial, bytes(message.get("body", b"")), more_body=more_body)
+        else:
+            raise RuntimeError(f"a message of type {kind!r} does not answer a WebSocket's handshake")
+
+    async def _deny(self, start: Any, body: bytes, *, more_body: bool) -> None:
+        if not self._is_closing:
+            headers = [(bytes(name), bytes(value)) for name, value in start.get("headers", ())]
+            if not any(name.lower() in (b"content-length", b"transfer-encoding") for name, _ in headers):
+                headers.append((b"connection", b"close"))  # the end of the body is the end of the connection
+            data = self._packed(RejectConnection(status_code=start["status"], headers=headers, has_body=True))
+            self._is_closing = True
+            await self._write(data)
+        await self._write(self._packed(RejectData(data=body, body_finished=not more_body)))
+        if not more_body:
+            self._end_stream()
+
+    # ---- the client's side
+
+    async def _read(self) -> None:
+        try:
+            while True:
+                await self._inbox.wait_for_room()
+                data = await self._stream.read_bytes(_READ_BYTES, partial=True)
+                # Of what has come in already Tornado gives without waiting, and others want their turn.
+                await self._clock.sleep(0)
+                self._is_heard = True
+                self._protocol.receive_data(data)
+                for event in self._protocol.events():
+                    if not self._take(event):
+                        return
+        except StreamClosedError:
+            self._note_lost()
+
+    def _take(self, event: Event) -> bool:
+        """Take in what the client sent; False if that was the last."""
+        if isinstance(event, (TextMessage, BytesMessage)):
+            self._take_part(event)
+        elif isinstance(event, Ping):
+            # Before a client that asks and asks and does not read, answers must not pile up.
+            self._pongs = self._pongs + 1 if self._stream.writing() else 0
+            if self._pongs <= MAX_PONGS:
+                self._post(event.response())
+        elif isinstance(event, CloseConnection):
+            if self._protocol.state is ConnectionState.REMOTE_CLOSING:
+                self._post(event.response())
+            elif self._protocol.state is ConnectionState.OPEN:
+                self._post(event)  # what wsproto makes of a broken frame: the code to close with
+            self._say_farewell(int(event.code), event.reason or "")
+            self._is_closing = True
+            self._end_stream()
+            return False
+        return True
+
+    def _take_part(self, event: TextMessage | BytesMessage) -> None:
+        if self._is_closing:
+            return  # it comes too late, but the client's closing may still follow
+        if not self._inbox.add_part(event, self._max_message_bytes):
+            self._close(1009, f"a message may have {self._max_message_bytes} bytes")
+
+    def _arm_ping(self) -> None:
+        self._timers = [asyncio.get_running_loop().call_later(PING_S, self._ping)]
+
+    def _ping(self) -> None:
+        if self._is_gone or self._is_closing:
+            return
+        # A client that takes in what waited for it, however slowly, is there as much as one that sends.
+        written_bytes = sent_bytes(self._stream)
+        is_reading = self._waiting_from is not None and written_bytes > self._waiting_from
+        if not self._is_heard and not is_reading and not self._inbox.is_full:
+            self._close(1011, "nothing was heard for too long")
+            return
+        self._is_heard = False
+        self._waiting_from = written_bytes if self._stream.writing() else None
+        self._post(Ping())
+        self._arm_ping()
+
+    def _note_lost(self) -> None:
+        """Take note that the connection is no more; idempotent."""
+        self._is_gone = True
+        self._say_farewell(1006, "")
+
+    def _say_farewell(self, code: int, reason: str) -> None:
+        if self._inbox.farewell is not None:
+            return
+        self._inbox.end({"type": "websocket.disconnect", "code": code, "reason": reason})
+        if self._task is not None:
+            self._timers.append(asyncio.get_running_loop().call_later(LEAVE_S, self._task.cancel))
+
+    # ---- the rest
+
+    async def _run(self) -> None:
+        """Top loop of one session: whatever goes wrong in the application ends here, in the log."""
+        try:
+            await self._app(self._scope, self.receive, self.send)
+        except asyncio.CancelledError:
+            self._close(1001, "going away")
+            raise
+        except Exception as error:
+            if self._is_gone or self._is_closing:
+                log.debug("A WebSocket's application failed after its client had gone", exc_info=error)
+            else:
+                log.exception("WebSocket %s failed", self._scope["path"])
+                await self._fail()
+        else:
+            if self._is_accepted:
+                self._close(1000, "")
+            elif not self._is_closing and not self._is_gone:
+                log.error("WebSocket %s was left without an answer", self._scope["path"])
+                await self._fail()
+        finally:
+            self._finish()
+
+    async def _fail(self) -> None:
+        if self._is_accepted:
+            self._close(1011, "internal error")
+            return
+        try:
+            await self._deny({"status": 500, "headers": ()}, b"Internal Server Error", more_body=False)
+        except OSError:
+            pass  # whoever was to be told is gone
+
+    def _finish(self) -> None:
+        self._task = None
+        for timer in self._timers:
+            timer.cancel()
+        if self._stream.closed():
+            self._on_end(self)
+            return
+        # The client gets some time to read what is left for it, and to answer the closing.
+        limit = asyncio.get_running_loop().call_later(CLOSE_S, self._stream.close)
+
+        def closed() -> None:
+            limit.cancel()
+            self._on_end(self)
+
+        self._stream.set_close_callback(closed)
+        if self._reading is None or self._reading.done():
+            self._end_stream()
+
+    def close(self) -> None:
+        """End the connection at once; an open one with 1001, if that can be sent without waiting."""
+        self.leave()
+        self._note_lost()
+        self._stream.close()
+
+    def _close(self, code: int, reason: str) -> None:
+        """Begin to close an open connection, and tell the application; idempotent."""
+        if self._is_gone or self._is_closing or not self._is_accepted:
+            return
+        self._is_closing = True
+        self._post(CloseConnection(code=code, reason=reason[:120]))
+        self._say_farewell(code, reason)
+
+    def _post(self, event: Event) -> None:
+        """Send without waiting for the client to read it."""
+        try:
+            self._stream.write(self._protocol.send(event))
+        except (StreamClosedError, LocalProtocolError) as error:
+            log.debug("A WebSocket was closed already: %r", error)
+
+    def _packed(self, event: Event) -> bytes:
+        try:
+            return self._protocol.send(event)
+        except LocalProtocolError as error:
+            raise RuntimeError(f"the WebSocket cannot send that: {error}") from error
+
+    async def _write(self, data: bytes) -> None:
+        try:
+            flushed = self._stream.write(data)
+            if not flushed.done():
+                await asyncio.shield(flushed)
+        except StreamClosedError as error:
+            self._note_lost()
+            raise ConnectionResetError("the client has gone away") from error
+
+    def _end_stream(self) -> None:
+        if self._stream.closed():
+            return
+        if not self._stream.writing():
+            self._stream.close()
+            return
+
+        def written(done: asyncio.Future[None]) -> None:
+            if not done.cancelled():
+                done.exception()  # looked at: whoever was to read it is gone
+            self._stream.close()
+
+        self._stream.write(b"").add_done_callback(written)

@@ -1,0 +1,1 @@
+"""The ingress: one ASGI application that finds the endpoint of a request and calls it."""

@@ -1,0 +1,490 @@
+"""The ingress: one ASGI application between the HTTP server and the routers.
+
+It finds the route, names the request, holds it to its deadline and turns errors into responses. Everything
+here runs once per request, so it looks at each header once, builds no request object and awaits nothing but
+the dispatch itself. What it hands on is a scope of plain values that can cross a channel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import random
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from daskserve.clock import RequestIds, stopwatch
+from daskserve.errors import RequestTimeoutError
+from daskserve.figures.histogram import cause_of
+from daskserve.loops.deadlines import until
+from daskserve.proxies.asgi import JSON, REQUEST_ID, ASGIApp, Headers, Scope, send_whole, split_whole
+from daskserve.proxies.ingress.errors import reply_to
+from daskserve.proxies.ingress.figures import NO_ROUTE, SYSTEM_ROUTES, IngressFigures
+from daskserve.proxies.ingress.routes import Route, RouteTable, normalize_prefix
+from daskserve.types import DONE, WHOLE_RESPONSE, Envelope, EnvelopeKind, Message, Receive, Send
+
+log = logging.getLogger("daskserve.proxies")
+
+Dispatch = Callable[[str, Envelope, Receive, Send], Coroutine[Any, Any, None]]
+
+REQUEST_TIMEOUT = b"x-request-timeout-seconds"
+SHARD_KEY = b"x-serve-shard-key"
+HOST = b"host"
+CONTENT_LENGTH = b"content-length"
+TRANSFER_ENCODING = b"transfer-encoding"
+_HEADERS_READ = frozenset((REQUEST_ID, REQUEST_TIMEOUT, SHARD_KEY, HOST, CONTENT_LENGTH, TRANSFER_ENCODING))
+
+#: Octets that no server should have let pass in a header.
+_CONTROLS = frozenset(b"\0\r\n")
+
+#: The extension of ASGI by which a handshake is answered with a whole response.
+DENIAL = "websocket.http.response"
+
+NOT_POPULATED = "Route table is not populated yet."
+DRAINING = "This node is being drained."
+
+#: What the scope of an HTTP request consists of; see https://asgi.readthedocs.io/en/latest/specs/www.html
+_HTTP_KEYS = frozenset(
+    (
+        "type",
+        "asgi",
+        "http_version",
+        "method",
+        "scheme",
+        "path",
+        "raw_path",
+        "query_string",
+        "root_path",
+        "headers",
+        "client",
+        "server",
+    )
+)
+_SCOPE_KEYS = _HTTP_KEYS | {"subprotocols"}
+#: Belongs to the process that made it, even where its value looks plain.
+_SCOPE_KEYS_KEPT_HERE = frozenset(("app", "state", "extensions"))
+_PLAIN_TYPES = (str, bytes, int, float, type(None))
+
+
+class IngressOptions(Protocol):
+    """The part of `daskserve.options.config.HTTPOptions` that the ingress reads, once."""
+
+    @property
+    def root_path(self) -> str: ...
+    @property
+    def request_timeout_s(self) -> float | None: ...
+    @property
+    def debug(self) -> bool: ...
+
+
+class StarletteMiddleware(Protocol):
+    """What `starlette.middleware.Middleware` carries."""
+
+    @property
+    def cls(self) -> Any: ...
+    @property
+    def args(self) -> Any: ...
+    @property
+    def kwargs(self) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class IngressStatistics:
+    """Counts since the ingress was made.
+
+    Attributes
+    ----------
+    ongoing : int
+        Requests that are being answered now.
+    responses : mapping
+        Responses that were started, by status class: ``{"2xx": 7, ...}``.
+    unanswered : int
+        Requests that ended without a response; the client went away, or the server stopped.
+    timed_out : int
+        Requests cut off at their deadline, whether answered with 408 or in the middle of a response.
+    busy_s : float
+        Seconds spent on all requests that have ended.
+    """
+
+    ongoing: int
+    responses: Mapping[str, int]
+    unanswered: int
+    timed_out: int
+    busy_s: float
+
+
+class _Exchange:
+    """One request as the ingress follows it: what was read from its headers and how far its answer is."""
+
+    def __init__(self, headers: Iterable[tuple[bytes, bytes]], send: Send, takes_whole: bool = False) -> None:
+        self._send = send
+        self._takes_whole = takes_whole
+        for name, value in headers:
+            if name in _HEADERS_READ:
+                if name == HOST:
+                    self.host = value
+                elif name == REQUEST_ID:
+                    if not _CONTROLS.intersection(value):  # it stands in the response again
+                        self.request_id = self.request_id or value
+                elif name == SHARD_KEY:
+                    self.shard_key = value
+                elif name == REQUEST_TIMEOUT:
+                    self.timeout = value
+                else:
+                    self.has_body = self.has_body or value != b"0"
+
+    # Most requests never change any of these, and one is made for each.
+    request_id = b""
+    shard_key: bytes | None = None
+    timeout: bytes | None = None
+    host = b""
+    status = 0
+    is_gone = False
+    has_body = False
+    #: For the figures: what answered, and what went wrong, in a word of theirs.
+    route = NO_ROUTE
+    cause = ""
+    _start: Message | None = None
+
+    def send(self, message: Message) -> Awaitable[None]:
+        """Pass a message on to the server; a response without a request id gets one.
+
+        The start of a response waits here for its first bytes: as long as none are out, a failure can
+        still be answered properly.
+        """
+        kind = message["type"]
+        if kind == "http.response.start" or kind == WHOLE_RESPONSE:
+            if self.status or self._start is not None:
+                raise RuntimeError("a response was started a second time")
+            status = message["status"]
+            if not isinstance(status, int):
+                raise TypeError(f"the status of a response is a number, not {status!r}")
+            if kind == "http.response.start":
+                self._start = self._named(message)
+                return DONE
+            message = {**message, "request_id": self.request_id}
+            if self._takes_whole:
+                self.status = status
+            else:
+                self._start, message = split_whole(message)
+        try:
+            start = self._start
+            if start is not None:
+                self._start = None
+                self.status = start["status"]
+                sent = self._send(start)
+                if sent is not DONE:
+                    return self._send_after(sent, message)
+            sent = self._send(message)
+        except OSError:
+            self.is_gone = True
+            raise
+        return DONE if sent is DONE else self._send_after(sent)
+
+    def _named(self, start: Message) -> Message:
+        headers = start.get("headers", ())
+        for name, _ in headers:
+            if name == REQUEST_ID or name.lower() == REQUEST_ID:
+                return start
+        return {**start, "headers": [*headers, (REQUEST_ID, self.request_id)]}
+
+    async def _send_after(self, sent: Awaitable[None], message: Message | None = None) -> None:
+        try:
+            await sent
+            if message is not None:
+                await self._send(message)
+        except OSError:
+            self.is_gone = True
+            raise
+
+    def drop_start(self) -> None:
+        """Forget the start of a response that will not follow."""
+        self._start = None
+
+
+class _SocketExchange(_Exchange):
+    """A WebSocket as the ingress follows it; what would be a response of its own denies the handshake."""
+
+    async def send(self, message: Message) -> None:
+        """Pass a message on to the server."""
+        kind = message["type"]
+        if kind.startswith("http.response."):
+            kind = f"websocket.{kind}"
+            message = {**message, "type": kind}
+        try:
+            await self._send(message)
+        except OSError:
+            self.is_gone = True
+            if self.status != 101:
+                raise
+            return  # its disconnect is on its way to the application, which may have to clean up then
+        if not self.status:
+            answers = {"websocket.accept": 101, "websocket.close": 403}
+            self.status = answers.get(kind) or message.get("status", 0)
+
+
+class IngressApp:
+    """The ASGI application in front of all endpoints.
+
+    Parameters
+    ----------
+    options : IngressOptions
+        ``root_path``, ``request_timeout_s`` and ``debug``.
+    routes : callable
+        Returns the current `RouteTable`, or None as long as none has been received.
+    dispatch : callable
+        ``await dispatch(endpoint, envelope, receive, send)`` has the request answered. The envelope's head
+        is the ASGI scope with ``extensions["daskserve"]`` of ``request_id``, ``shard_key`` and ``route``.
+    rng : random.Random
+        Draws the ids of requests that bring none.
+    takes_whole : bool
+        Whether the server is one of ours, with nobody in between, and so takes a `WHOLE_RESPONSE`.
+    """
+
+    def __init__(
+        self,
+        *,
+        options: IngressOptions,
+        routes: Callable[[], RouteTable | None],
+        dispatch: Dispatch,
+        rng: random.Random,
+        takes_whole: bool = False,
+    ) -> None:
+        self._root = normalize_prefix(options.root_path)
+        self._root_bytes = self._root.encode()
+        self._timeout_s = options.request_timeout_s
+        self._debug = options.debug
+        self._routes = routes
+        self._dispatch = dispatch
+        self._takes_whole = takes_whole
+        self._request_ids = RequestIds(rng)
+        self._is_draining = False
+        self._ongoing = 0
+        self._responses = [0] * 10
+        self._unanswered = 0
+        self._timed_out = 0
+        self._busy_s = 0.0
+        self.figures = IngressFigures()
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        kind = scope["type"]
+        if kind == "http":
+            return self._serve(_Exchange(scope["headers"], send, self._takes_whole), scope, receive)
+        if kind == "websocket":
+            return self._serve(_SocketExchange(scope["headers"], send), scope, receive)
+        if kind == "lifespan":
+            return _serve_lifespan(receive, send)
+        raise ValueError(f"the ingress has no answer to a scope of type {kind!r}")
+
+    def start_draining(self) -> None:
+        """Have ``/-/healthz`` answer 503 from now on; requests are served as before."""
+        self._is_draining = True
+
+    def statistics(self) -> IngressStatistics:
+        """Return the counts as they are now."""
+        return IngressStatistics(
+            ongoing=self._ongoing,
+            responses={f"{leading}xx": count for leading, count in enumerate(self._responses) if count},
+            unanswered=self._unanswered,
+            timed_out=self._timed_out,
+            busy_s=self._busy_s,
+        )
+
+    def __repr__(self) -> str:
+        state = "draining" if self._is_draining else "open"
+        return f"<IngressApp {state}, {self._ongoing} ongoing, {sum(self._responses)} answered>"
+
+    async def _serve(self, exchange: _Exchange, scope: Scope, receive: Receive) -> None:
+        if not exchange.request_id:
+            exchange.request_id = self._request_ids.next().encode()
+        started = stopwatch()
+        self._ongoing += 1
+        try:
+            await self._answer(exchange, scope, receive)
+        except Exception as error:
+            if exchange.is_gone:
+                raise
+            await self._answer_error(exchange, error)
+        finally:
+            self._ongoing -= 1
+            seconds = stopwatch() - started
+            self._busy_s += seconds
+            method = "WEBSOCKET" if scope["type"] == "websocket" else scope["method"]
+            self.figures.observe(exchange.route, method, exchange.status, seconds, exchange.cause)
+            if exchange.status:
+                self._responses[exchange.status // 100 % 10] += 1
+            else:
+                self._unanswered += 1
+
+    def _answer(self, exchange: _Exchange, scope: Scope, receive: Receive) -> Awaitable[None]:
+        # No coroutine of its own, nor are those it calls: each would be passed through with every step.
+        path = own_path = scope["path"]
+        root = self._root
+        if root:
+            # Reverse proxies differ in whether they take the prefix off. ASGI wants it in `path`, routes
+            # do not have it.
+            if path.startswith(root) and path[len(root) : len(root) + 1] in ("", "/"):
+                own_path = path[len(root) :] or "/"
+            else:
+                path = root + path
+        # A WebSocket's handshake is a GET, and its scope does not say so.
+        method = scope.get("method", "GET")
+        if own_path.startswith("/-/") and own_path in SYSTEM_ROUTES:
+            exchange.route = SYSTEM_ROUTES[own_path]
+            return self._answer_system(exchange, own_path, method)
+        table = self._routes()
+        if table is None:
+            exchange.cause = "no_routes_yet"
+            return self._refuse(exchange, 503, NOT_POPULATED, ((b"retry-after", b"1"),))
+        route = table.match(own_path)
+        if route is None:
+            exchange.cause = "no_route"
+            host = exchange.host.decode("latin-1") or _server_of(scope)
+            url = f"{scope.get('scheme', 'http')}://{host}{root}/-/routes"
+            return self._refuse(exchange, 404, f"Path '{path}' not found. Ping {url} for available routes.")
+        exchange.route = route
+        if method not in route.methods:
+            exchange.cause = "method_not_allowed"
+            return self._refuse_method(exchange, method, route.methods)
+        return self._call(exchange, route.endpoint, self._head(exchange, scope, path, route), receive)
+
+    async def _answer_system(self, exchange: _Exchange, path: str, method: str) -> None:
+        if method not in ("GET", "HEAD"):
+            await self._refuse_method(exchange, method, ("GET", "HEAD"))
+            return
+        table = self._routes()
+        if table is None:
+            await self._refuse(exchange, 503, NOT_POPULATED)
+        elif path == "/-/routes":
+            body = json.dumps(table.endpoints()).encode()
+            await send_whole(exchange.send, 200, body, content_type=JSON)
+        elif self._is_draining:
+            await self._refuse(exchange, 503, DRAINING)
+        else:
+            await send_whole(exchange.send, 200, b"success")
+
+    def _head(self, exchange: _Exchange, scope: Scope, path: str, route: Route) -> dict[str, Any]:
+        if self._takes_whole and scope["type"] == "http":
+            head: Any = scope  # it was made for this request, and nobody else has seen it
+        else:
+            head = dict(scope)
+            # A middleware may have left something for the endpoint.
+            for key, value in scope.items():
+                if key in _SCOPE_KEYS_KEPT_HERE or not (key in _SCOPE_KEYS or is_plain(value)):
+                    del head[key]
+        if path is not head["path"]:
+            head["path"] = path
+            if "raw_path" in head:
+                head["raw_path"] = self._root_bytes + head["raw_path"]
+        has_denial = DENIAL in (scope.get("extensions") or ())
+        head["root_path"] = self._root if route.route == "/" else self._root + route.route
+        shard_key = exchange.shard_key
+        head["extensions"] = {
+            "daskserve": {
+                "request_id": exchange.request_id.decode("latin-1"),
+                "shard_key": None if shard_key is None else shard_key.decode("latin-1"),
+                "route": route.route,
+            }
+        }
+        if has_denial:
+            head["extensions"][DENIAL] = {}
+        return head  # type: ignore[no-any-return]
+
+    def _call(
+        self, exchange: _Exchange, endpoint: str, head: dict[str, Any], receive: Receive
+    ) -> Awaitable[None]:
+        # A WebSocket is no request that could be late.
+        is_socket = isinstance(exchange, _SocketExchange)
+        timeout_s = None if is_socket else self._timeout_s
+        if exchange.timeout is not None and not is_socket:
+            timeout_s = parse_timeout(exchange.timeout, default_s=timeout_s)
+        if timeout_s is not None:
+            return self._call_until(exchange, endpoint, head, receive, timeout_s)
+        envelope = Envelope(EnvelopeKind.HTTP, head, None, None, exchange.has_body or is_socket)
+        return self._dispatch(endpoint, envelope, receive, exchange.send)
+
+    async def _call_until(
+        self, exchange: _Exchange, endpoint: str, head: dict[str, Any], receive: Receive, timeout_s: float
+    ) -> None:
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        envelope = Envelope(EnvelopeKind.HTTP, head, deadline=deadline, has_body=exchange.has_body)
+        request_id = exchange.request_id.decode("latin-1")
+        try:
+            await until(
+                deadline,
+                self._dispatch(endpoint, envelope, receive, exchange.send),
+                f"Request {request_id} timed out after {timeout_s:g}s.",
+            )
+        except RequestTimeoutError:
+            self._timed_out += asyncio.get_running_loop().time() >= deadline
+            raise
+
+    async def _answer_error(self, exchange: _Exchange, error: Exception) -> None:
+        exchange.cause = cause_of(error)
+        request_id = exchange.request_id.decode("latin-1")
+        if exchange.status:
+            # Headers are out; only a cut connection still tells the client that this is not the whole answer.
+            log.warning("Request %s failed after its response had begun: %r", request_id, error)
+            raise error
+        exchange.drop_start()
+        reply = reply_to(error, debug=self._debug)
+        if reply.is_fault:
+            log.error("Request %s failed", request_id, exc_info=error)
+        await self._refuse(exchange, reply.status, reply.text, reply.headers)
+
+    async def _refuse(self, exchange: _Exchange, status: int, text: str, headers: Headers = ()) -> None:
+        await send_whole(exchange.send, status, text.encode("utf-8", "replace"), headers=headers)
+
+    async def _refuse_method(self, exchange: _Exchange, method: str, allowed: Iterable[str]) -> None:
+        names = sorted(allowed)
+        await self._refuse(
+            exchange,
+            405,
+            f"Methods {method} not allowed. Available HTTP methods are {names}.",
+            ((b"allow", ", ".join(names).encode("latin-1", "replace")),),
+        )
+
+
+async def _serve_lifespan(receive: Receive, send: Send) -> None:
+    while True:
+        kind = (await receive())["type"]
+        await send({"type": f"{kind}.complete"})
+        if kind == "lifespan.shutdown":
+            return
+
+
+def _server_of(scope: Scope) -> str:
+    host, port = scope.get("server") or ("localhost", None)
+    return f"{host}:{port}" if port else str(host)
+
+
+def parse_timeout(value: bytes, *, default_s: float | None) -> float | None:
+    """Return the seconds a header asks for: None (no limit) if not positive, the default if unreadable."""
+    try:
+        seconds = float(value)
+    except ValueError:
+        return default_s
+    if seconds != seconds:  # "nan" is a float, but no time
+        return default_s
+    return seconds if 0 < seconds < float("inf") else None
+
+
+def is_plain(value: object) -> bool:
+    """Whether a value can cross a channel as it is: text, bytes, numbers, and containers of them."""
+    if isinstance(value, _PLAIN_TYPES):
+        return True
+    if isinstance(value, (list, tuple)):
+        return all(map(is_plain, value))
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and is_plain(item) for key, item in value.items())
+    return False
+
+
+def build_app(ingress: ASGIApp, middlewares: Iterable[StarletteMiddleware] = ()) -> ASGIApp:
+    """Wrap Starlette ``Middleware`` objects around the ingress, the first one outermost."""
+    app = ingress
+    for middleware in reversed(list(middlewares)):
+        app = middleware.cls(app, *middleware.args, **middleware.kwargs)
+    return app

@@ -1,0 +1,1 @@
+"""HTTP servers that carry the ingress: Tornado, and uvicorn."""

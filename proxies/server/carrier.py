@@ -1,0 +1,110 @@
+"""What the requests of one server share, and those of one connection."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Mapping
+from typing import Protocol
+
+from daskserve.clock import Clock
+from daskserve.proxies.asgi import ASGI_VERSIONS, ASGIApp, Scope
+from daskserve.proxies.exchange.repeats import LastRequest
+from daskserve.proxies.exchange.response_head import DateHeader, HeadCache
+from daskserve.proxies.exchange.stream import Stream, addresses_of
+from daskserve.proxies.exchange.websocket import WebSocketSession
+from daskserve.proxies.server.idle import IdleWatch
+
+
+class Ongoing(Protocol):
+    """What a connection has to know of the request on it; `daskserve.proxies.exchange.exchange.Exchange` is
+    it.
+    """
+
+    @property
+    def unread(self) -> Stream | None:
+        """The connection, if nothing is read from it now."""
+
+    def on_connection_close(self) -> None:
+        """Take note that the client is gone."""
+
+
+class Carrier:
+    """What all requests of one server share.
+
+    Attributes
+    ----------
+    tasks : set
+        The tasks of all requests whose application is still running.
+    links : set
+        The open connections that carry HTTP.
+    sockets : set
+        The open WebSockets.
+    is_draining : bool
+        Whether each response is the last on its connection.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        max_body_bytes: int,
+        idle_timeout_s: float,
+        clock: Clock,
+        max_message_bytes: int = 16 << 20,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self.app = app
+        self.tls = tls
+        self.idle_timeout_s = idle_timeout_s
+        self.max_body_bytes = max_body_bytes
+        self.max_message_bytes = max_message_bytes
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.links: set[Link] = set()
+        self.sockets: set[WebSocketSession] = set()
+        self.is_draining = False
+        self.watch = IdleWatch(idle_timeout_s, Link.close)
+        self.clock = clock
+        self.date = DateHeader(clock)
+        self.heads = HeadCache(self.date)
+
+    def cancel(self, task: asyncio.Task[None]) -> None:
+        """Cancel one of the tasks, unless it is busy cleaning up after an earlier cancellation."""
+        if not task.cancelling():
+            task.cancel()
+            # One that is cancelled before its first step never gets to leave the set by itself.
+            task.add_done_callback(self.tasks.discard)
+
+
+class Link:
+    """One open connection: its stream, its addresses and the request that is read or answered on it."""
+
+    __slots__ = ("client", "exchange", "last", "plain_framing", "scope", "stream")
+
+    def __init__(self, stream: Stream, *, is_encrypted: bool = False) -> None:
+        self.stream = stream
+        self.client, server = addresses_of(stream.socket)
+        #: What the scopes of all its requests have in common.
+        self.scope: Scope = {
+            "type": "http",
+            "asgi": ASGI_VERSIONS,
+            "scheme": "https" if is_encrypted else "http",
+            "root_path": "",
+            "client": self.client,
+            "server": server,
+        }
+        self.exchange: Ongoing | None = None
+        #: What the last request said of its framing, if that was its host, and nothing else.
+        self.plain_framing: Mapping[str, str] | None = None
+        #: The whole last request, if that is kept.
+        self.last = LastRequest()
+
+    def close(self) -> None:
+        """Close the connection, whatever is going on there."""
+        if self.exchange is not None:
+            self.exchange.on_connection_close()
+        self.stream.close()
+
+    def __str__(self) -> str:
+        # Tornado puts this into its log lines.
+        return "{}:{}".format(*self.client) if self.client else "unknown client"

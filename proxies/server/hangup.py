@@ -1,0 +1,51 @@
+"""Finds clients that have hung up behind data that nobody reads yet.
+
+While a request is answered, nothing further is read from its connection. If the client has sent more, or goes
+on to, its end of the connection comes after that and no read tells of it: the application would work on for
+nobody. The operating system knows; it is asked once a second, and only about such connections.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import select
+
+from daskserve.proxies.exchange.websocket import WebSocketSession
+from daskserve.proxies.server.carrier import Carrier, Link
+
+#: How often to ask.
+PERIOD_S = 1.0
+
+
+class HangupWatch:
+    """Ends the requests of clients that have gone, by one timer for all connections of a server."""
+
+    def __init__(self, carrier: Carrier) -> None:
+        self._carrier = carrier
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Begin to look; does nothing where the operating system does not tell (it must be Linux)."""
+        if hasattr(select, "POLLRDHUP"):
+            self._timer = asyncio.get_running_loop().call_later(PERIOD_S, self._look)
+
+    def stop(self) -> None:
+        """Look no more. Idempotent."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _look(self) -> None:
+        self.start()
+        deaf: dict[int, Link | WebSocketSession] = {}
+        holders: list[Link | WebSocketSession] = [*self._carrier.links, *self._carrier.sockets]
+        for holder in holders:
+            asked = holder.exchange if isinstance(holder, Link) else holder
+            stream = asked.unread if asked is not None else None
+            if stream is not None and not stream.closed():
+                deaf[stream.socket.fileno()] = holder
+        poll = select.poll()
+        for number in deaf:
+            poll.register(number, select.POLLRDHUP)
+        for number, _ in poll.poll(0):
+            deaf[number].close()

@@ -1,0 +1,216 @@
+"""The life of an HTTP server, in order: `HTTPServer.bind`, `start`, `drain`, `stop`.
+
+What differs between Tornado and uvicorn is how connections are accepted and read. What happens to one
+request is in `daskserve.proxies.exchange.exchange` for both.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import logging
+import selectors
+import socket
+import ssl
+from typing import Protocol
+
+from daskserve.clock import Clock, LoopClock
+from daskserve.proxies.asgi import ASGIApp
+from daskserve.proxies.server.carrier import Carrier
+from daskserve.proxies.server.hangup import HangupWatch
+from daskserve.proxies.server.listen import bind_sockets
+
+log = logging.getLogger("daskserve.proxies")
+
+#: While draining, how long a kept connection may stay silent before it counts as one nobody needs.
+_QUIET_S = 0.1
+#: How long cancelled requests may take to clean up.
+_CANCEL_S = 5.0
+
+_WILDCARDS = frozenset(("", "0.0.0.0", "::", "[::]"))
+
+
+class Listener(Protocol):
+    """Accepts connections and reads them."""
+
+    def start(self, sockets: list[socket.socket]) -> None:
+        """Accept connections on these sockets, which listen already."""
+
+    def stop(self) -> None:
+        """Accept nothing more."""
+
+    async def wait_made(self) -> None:
+        """Return once all that was accepted is among the carrier's links."""
+
+    async def wait_closed(self) -> None:
+        """Return once all connections have ended; they have been told to."""
+
+
+class HTTPServer(abc.ABC):
+    """Carries an ASGI application over HTTP/1.1 on the running event loop.
+
+    Parameters
+    ----------
+    app : ASGI application
+        Gets ``http`` scopes. Cancelled when its client goes away.
+    host, port
+        Where to listen: a name, an IPv4 or an IPv6 address; port 0 takes a free one.
+    reuse_port : bool
+        Let further servers of this user listen on the same port.
+    claims_port : bool
+        Whether a port that is shared already counts as taken; False for the second and later servers of one
+        instance on a host.
+    max_body_bytes : int
+        A larger request body is answered with 413.
+    max_message_bytes : int
+        A WebSocket whose client sends a larger message is closed with code 1009.
+    keep_alive_timeout_s : float
+        Close a connection on which for so long no request came in, or nothing more of one that is not whole
+        while nothing was answered either.
+    public_host : str
+        Stands in `urls` for a host that means every address, such as ``0.0.0.0``.
+    tls : ssl.SSLContext, optional
+        Speak HTTPS, with this certificate.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        host: str,
+        port: int,
+        reuse_port: bool = False,
+        claims_port: bool = True,
+        max_body_bytes: int = 1 << 30,
+        max_message_bytes: int = 16 << 20,
+        keep_alive_timeout_s: float = 90.0,
+        public_host: str = "127.0.0.1",
+        tls: ssl.SSLContext | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._host = host
+        self._port = port
+        self._reuse_port = reuse_port
+        self._claims_port = claims_port
+        self._public_host = public_host
+        self._clock: Clock = clock or LoopClock()
+        self._carrier = Carrier(
+            app,
+            max_body_bytes=max_body_bytes,
+            max_message_bytes=max_message_bytes,
+            idle_timeout_s=keep_alive_timeout_s,
+            clock=self._clock,
+            tls=tls,
+        )
+        self._hangups = HangupWatch(self._carrier)
+        self._sockets: list[socket.socket] = []
+        self._listener: Listener | None = None
+
+    @abc.abstractmethod
+    def _make_listener(self, carrier: Carrier) -> Listener:
+        """Return what accepts and reads connections."""
+
+    @property
+    def port(self) -> int:
+        """The port; the real one once `bind` has found a free one."""
+        return self._port
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Where clients reach the server."""
+        host = self._public_host if self._host in _WILDCARDS else self._host
+        if ":" in host and not host.startswith("["):
+            host = f"[{host}]"
+        scheme = "http" if self._carrier.tls is None else "https"
+        return (f"{scheme}://{host}:{self._port}",)
+
+    async def bind(self) -> None:
+        """Take the port.
+
+        Raises
+        ------
+        PortInUseError
+            Something listens there.
+        BadRequestError, InstanceError
+            The host is not one of this machine's, or the operating system refuses.
+        """
+        self._sockets = await bind_sockets(
+            self._host, self._port, reuse_port=self._reuse_port, claims_port=self._claims_port
+        )
+        self._port = self._sockets[0].getsockname()[1]
+
+    def start(self) -> None:
+        """Begin to accept connections."""
+        self._listener = self._make_listener(self._carrier)
+        self._listener.start(self._sockets)
+        self._hangups.start()
+        log.info("Listening on %s", self.urls[0])
+
+    async def drain(self, grace_s: float) -> None:
+        """Accept nothing new and let what runs finish, for up to ``grace_s``.
+
+        Responses now end their connections. Connections still in the backlog are accepted first, because
+        closing the socket would reset them.
+        """
+        self._carrier.is_draining = True
+        deadline = self._clock.now() + grace_s
+        if self._listener is not None:
+            while self._clock.now() < deadline and _has_backlog(self._sockets):
+                await self._clock.sleep(0)
+        await self._close_sockets()
+        for session in list(self._carrier.sockets):
+            session.leave()
+        while (left_s := deadline - self._clock.now()) > 0 and (self._carrier.links or self._carrier.sockets):
+            if self._carrier.tasks:
+                await asyncio.wait(self._carrier.tasks, timeout=left_s)
+            else:
+                # A client may be about to use its connection once more.
+                await self._clock.sleep(min(left_s, _QUIET_S))
+                if not self._carrier.tasks:
+                    break
+
+    async def stop(self) -> None:
+        """End everything at once: listeners, requests, connections. Idempotent."""
+        self._carrier.is_draining = True
+        await self._close_sockets()
+        self._carrier.watch.stop()
+        self._hangups.stop()
+        tasks = set(self._carrier.tasks)
+        for link in list(self._carrier.links):
+            link.close()
+        for session in list(self._carrier.sockets):
+            session.close()
+        for task in tasks:
+            self._carrier.cancel(task)
+        if tasks:
+            _, stuck = await asyncio.wait(tasks, timeout=_CANCEL_S)
+            if stuck:
+                log.warning(
+                    "%d requests did not end within %g s of their cancellation", len(stuck), _CANCEL_S
+                )
+        if self._listener is not None:
+            await self._listener.wait_closed()
+
+    def __repr__(self) -> str:
+        carrier = self._carrier
+        state = "draining" if carrier.is_draining else "open"
+        return (
+            f"<{type(self).__name__} {self.urls[0]} {state}, {len(carrier.links)} links, "
+            f"{len(carrier.tasks)} tasks>"
+        )
+
+    async def _close_sockets(self) -> None:
+        if self._listener is not None:
+            self._listener.stop()
+        for sock in self._sockets:
+            sock.close()  # a second time does no harm
+        self._sockets = []
+        if self._listener is not None:
+            await self._listener.wait_made()
+
+
+def _has_backlog(sockets: list[socket.socket]) -> bool:
+    with selectors.DefaultSelector() as selector:
+        for sock in sockets:
+            selector.register(sock, selectors.EVENT_READ)
+        return bool(selector.select(0))

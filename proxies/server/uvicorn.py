@@ -1,0 +1,128 @@
+"""uvicorn as the server of an ASGI application, on the event loop that runs already.
+
+What happens to one connection is in `daskserve.proxies.server.uvicorn_connection`, the life of the server in
+`daskserve.proxies.server.life`. ``uvicorn.Server`` has no part in it: it handles signals, and wants to have
+the last word about the loop. Nor has the loop's own server: asyncio's drops connections that it was still
+setting up when it was closed, and neither it nor uvloop's tells when there are none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import socket
+
+from uvicorn import Config
+
+from daskserve.proxies.server.carrier import Carrier
+from daskserve.proxies.server.life import HTTPServer, Listener
+from daskserve.proxies.server.uvicorn_connection import SharedState, UvicornConnection
+
+log = logging.getLogger("daskserve.proxies")
+
+#: So many connections are accepted before others have their turn.
+_ACCEPT_AT_ONCE = 128
+#: How long to accept nothing when the process has run out of file descriptors or memory.
+_EXHAUSTED_S = 1.0
+#: A server that closes its port gives those who are shaking hands this long.
+_HANDSHAKES_S = 0.5
+_EXHAUSTED = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
+
+
+class UvicornServer(HTTPServer):
+    """Carries the application on uvicorn's protocol classes."""
+
+    def _make_listener(self, carrier: Carrier) -> Listener:
+        return _UvicornListener(carrier)
+
+
+class _UvicornListener:
+    """Accepts sockets and has uvicorn read them."""
+
+    def __init__(self, carrier: Carrier) -> None:
+        self._carrier = carrier
+        self._loop = asyncio.get_running_loop()
+        self._sockets: list[socket.socket] = []
+        self._setups: set[asyncio.Task[object]] = set()
+        self._pauses: set[asyncio.TimerHandle] = set()
+        self._state = SharedState()
+        # Most of this is for `uvicorn.Server`, but connections look at it too.
+        self._config = Config(
+            carrier.app,
+            loop="none",
+            http=UvicornConnection,
+            ws="none",
+            lifespan="off",
+            interface="asgi3",
+            log_config=None,
+            proxy_headers=False,
+        )
+        self._config.load()
+
+    def start(self, sockets: list[socket.socket]) -> None:
+        self._sockets = list(sockets)
+        for sock in sockets:
+            self._loop.add_reader(sock, self._accept, sock)
+
+    def stop(self) -> None:
+        for sock in self._sockets:
+            self._loop.remove_reader(sock)
+        for pause in self._pauses:
+            pause.cancel()
+        self._sockets = []
+        self._pauses = set()
+
+    async def wait_made(self) -> None:
+        if self._setups:
+            # TLS's handshakes take as long as clients like.
+            await asyncio.wait(self._setups, timeout=None if self._carrier.tls is None else _HANDSHAKES_S)
+
+    async def wait_closed(self) -> None:
+        if self._setups:
+            for setup in self._setups:
+                setup.cancel()
+            await asyncio.wait(self._setups)
+        while self._state.open_streams:
+            await self._carrier.clock.sleep(0)
+
+    def _accept(self, listener: socket.socket) -> None:
+        for _ in range(_ACCEPT_AT_ONCE):
+            try:
+                sock, _address = listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                if error.errno not in _EXHAUSTED:
+                    raise
+                log.error("Accepting no connections for %g s: %s", _EXHAUSTED_S, error)
+                self._pause(listener)
+                return
+            sock.setblocking(False)
+            setup = self._loop.create_task(self._set_up(sock))
+            self._setups.add(setup)
+            setup.add_done_callback(self._setups.discard)
+
+    async def _set_up(self, sock: socket.socket) -> None:
+        carrier = self._carrier
+        timeout_s = None if carrier.tls is None else carrier.idle_timeout_s
+        try:
+            await self._loop.connect_accepted_socket(
+                self._make_protocol, sock, ssl=carrier.tls, ssl_handshake_timeout=timeout_s
+            )
+        except OSError as error:
+            log.debug("A client was gone, or shook no hands, before its connection was set up: %r", error)
+            sock.close()
+
+    def _pause(self, listener: socket.socket) -> None:
+        self._loop.remove_reader(listener)
+
+        def go_on() -> None:
+            self._pauses.discard(pause)
+            self._loop.add_reader(listener, self._accept, listener)
+
+        pause = self._loop.call_later(_EXHAUSTED_S, go_on)
+        self._pauses.add(pause)
+
+    def _make_protocol(self) -> UvicornConnection:
+        return UvicornConnection(self._carrier, self._config, self._state)

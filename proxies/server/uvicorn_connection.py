@@ -1,0 +1,417 @@
+"""One connection under uvicorn: its parser reads requests, `daskserve.proxies.exchange.exchange` answers
+them.
+
+uvicorn's own cycle of request and response tells an application that its client has gone but lets it run on,
+limits neither heads nor bodies, and takes from the application what HTTP cannot carry. So of uvicorn's
+``HttpToolsProtocol`` this keeps the parser, the transport and the flow of what is read, and hands each
+request to the same `Exchange` that serves it under Tornado. What is left to do here:
+
+1. A client may send further requests before the first is answered. They wait, and nothing more is read.
+2. A head that is too large, or no HTTP, is answered with 431 or 400, after the answers that were due before.
+3. The parser stops at each head that asks for an upgrade and takes it to have no body. Only a WebSocket is
+   really one; for the others it starts anew behind the head.
+4. The parser calls back for each part of a head. Requests without a body that are the same as the one before
+   are not read again (`daskserve.proxies.exchange.repeats`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import httptools
+from uvicorn import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from daskserve.proxies.asgi import Scope
+from daskserve.proxies.exchange.exchange import LINGER_S, Exchange
+from daskserve.proxies.exchange.request_head import MAX_HEADER_BYTES
+from daskserve.proxies.exchange.response_head import ResponseWriter, plain_text
+from daskserve.proxies.exchange.stream import TransportStream
+from daskserve.proxies.server.carrier import Carrier, Link
+
+log = logging.getLogger("daskserve.proxies")
+
+#: So much is parsed at a time. It bounds how many requests can wait, and how much of a body beyond its room.
+_PIECE_BYTES = 64 * 1024
+#: So long may be what is between the parts of a body, or behind them: extensions of chunks, trailers.
+_MAX_OVERHEAD_BYTES = 16 * 1024
+
+_FRAMING_NAMES: Mapping[bytes, str] = {
+    b"host": "Host",
+    b"connection": "Connection",
+    b"content-length": "Content-Length",
+    b"transfer-encoding": "Transfer-Encoding",
+    b"expect": "Expect",
+    b"upgrade": "Upgrade",
+}
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_TOO_LARGE = (431, "The request's headers are too large.")
+_NO_CHUNKS = (400, "The extensions of a chunk, or the trailers, are too long.")
+_NO_HTTP = (400, "This is not an HTTP request.")
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A request that came in before its turn, or the refusal of what is none."""
+
+    head: tuple[str, str, str, list[tuple[bytes, bytes]], Mapping[str, str]] | None
+    refusal: tuple[int, str, str] | None = None
+    chunks: list[bytes] = field(default_factory=list)
+    is_read: bool = False
+
+
+class SharedState(ServerState):
+    """What the connections of one server share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open_streams: set[TransportStream] = set()
+
+
+class UvicornConnection(HttpToolsProtocol):
+    """Reads the requests of one connection; the `Connection` of their exchanges."""
+
+    server_state: SharedState
+    _link: Link
+    _stream: TransportStream
+
+    def __init__(self, carrier: Carrier, config: Config, state: SharedState) -> None:
+        super().__init__(config, state, {}, asyncio.get_running_loop())
+        self._carrier = carrier
+        self._framing: dict[str, str] = {}
+        self._part = ""  # of a request that comes in: "head" or "body"
+        self._dry_bytes = -1  # came in without anything to show for it; -1 within a piece that had something
+        self._is_replaying = False  # the parser is being told of a head that was taken already
+        self._is_upgrade = False  # the parser has stopped behind the present head
+        self._exchange: Exchange | None = None
+        self._is_busy = False  # the exchange is not over
+        self._is_read = True  # its request has come in whole
+        self._waiting: deque[_Waiting] = deque()
+        self._room: asyncio.Future[None] | None = None  # what the exchange's body waits for
+        self._rest = memoryview(b"")  # what came in and is not parsed yet
+        self._is_deaf = False  # whatever comes in is dropped
+        self._is_last = False  # the parser drops what comes after a request that ends its connection
+        self._linger: asyncio.TimerHandle | None = None
+
+    # ---- called by the transport
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._stream = TransportStream(transport, self.server_state.open_streams)
+        self._link = Link(self._stream, is_encrypted=self._carrier.tls is not None)
+        self._carrier.links.add(self._link)
+        self._carrier.watch.watch(self._link)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_deaf:
+            return
+        last = self._link.last
+        is_idle = not (self._is_busy or self._part or self._waiting)
+        if is_idle and last.scope is not None and data == last.data:
+            self._is_busy = self._is_read = True
+            self._exchange = exchange = Exchange(self._carrier, self._link, self)
+            exchange.begin_again(last.scope)
+            return
+        if len(data) <= _PIECE_BYTES and not self._rest:
+            last.begun = None  # what has begun since belongs to a longer piece
+            self._parse(data)
+            last.note(data if is_idle and not (self._part or self._waiting) else b"")
+            if self._rest or self._waiting or self._room is not None:
+                self._read_on()
+        else:
+            self._rest = memoryview(bytes(self._rest) + data) if self._rest else memoryview(data)
+            self._read_on()
+
+    def pause_writing(self) -> None:
+        self._stream.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._stream.resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.connections.discard(self)
+        self._is_deaf = True
+        self._waiting.clear()
+        self._rest = memoryview(b"")
+        if self._linger is not None:
+            self._linger.cancel()
+        link = self._link
+        self._carrier.links.discard(link)
+        self._carrier.watch.unwatch(link)
+        if link.exchange is not None:
+            link.exchange.on_connection_close()
+            link.exchange = None
+        self._exchange = None
+        self._stream.connection_lost(exc)
+        self.parser = None  # type: ignore[assignment]  # it refers to this object
+
+    # ---- called by the parser
+
+    def on_message_begin(self) -> None:
+        if self._is_replaying:
+            return
+        self.url = b""
+        self.headers = []
+        self._framing = {}
+        self._part = "head"
+        self._dry_bytes = -1
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._part != "head":
+            return  # a trailer, or part of a replay
+        key = name.lower()
+        value = value.rstrip(b" \t")
+        self.headers.append((key, value))
+        known = _FRAMING_NAMES.get(key)
+        if known is not None:
+            framing = self._framing
+            text = value.decode("latin-1")
+            framing[known] = f"{framing[known]},{text}" if known in framing else text
+
+    def on_headers_complete(self) -> None:
+        if self._is_replaying:
+            return
+        if self._is_deaf:
+            return
+        if self._dry_bytes >= 0 and _size_of(self.url, self.headers) > MAX_HEADER_BYTES:
+            self._refuse(*_TOO_LARGE)
+            return
+        parser = self.parser
+        version = parser.get_http_version()
+        if version not in ("1.1", "1.0"):
+            self._refuse(*_NO_HTTP)
+            return
+        self._part = "body"
+        self._dry_bytes = 0
+        self._is_upgrade = parser.should_upgrade()
+        head = (
+            parser.get_method().decode("ascii"),
+            self.url.decode("latin-1"),
+            "HTTP/" + version,
+            self.headers,
+            self._framing,
+        )
+        if self._is_busy or self._waiting:
+            self._waiting.append(_Waiting(head))
+        else:
+            self._link.last.begun = self._begin(*head)
+
+    def on_body(self, body: bytes) -> None:
+        self._dry_bytes = -1
+        if self._waiting:
+            self._waiting[-1].chunks.append(body)
+        elif not self._is_deaf and self._exchange is not None:
+            self._feed(self._exchange, body)
+
+    def on_message_complete(self) -> None:
+        self._part = ""
+        if self._is_upgrade:
+            return  # as the parser believes
+        if not self.parser.should_keep_alive():
+            self._is_last = True
+        if self._waiting:
+            self._waiting[-1].is_read = True
+        elif not self._is_deaf and self._exchange is not None and not self._is_read:
+            self._is_read = True
+            self._exchange.finish()
+
+    # ---- called by the exchange
+
+    def set_close_callback(self, callback: object, /) -> None:
+        """Do nothing: `connection_lost` calls the exchange, whatever it is doing."""
+
+    def finish(self) -> None:
+        """Go on to the next request; close the connection if this one was not read to its end."""
+        self._is_busy = False
+        if not self._is_read:
+            self.close()
+        elif self._waiting:
+            self.loop.call_soon(self._begin_next)
+        elif self._is_last:
+            self.close()
+        else:
+            self._carrier.watch.watch(self._link)
+
+    def close(self) -> None:
+        """Close the connection as soon as what was sent is on its way."""
+        self._is_deaf = True
+        if self.transport.is_closing():
+            return
+        self.transport.close()
+        if self._stream.writing():
+            self._carrier.watch.watch(self._link)  # for a client that does not read
+
+    def detach(self) -> TransportStream:
+        """Leave the connection to a WebSocket."""
+        self.connections.discard(self)
+        self._carrier.links.discard(self._link)
+        self._link.exchange = None
+        self._exchange = None
+        self._is_deaf = True
+        self._stream.take_over()
+        return self._stream
+
+    # ---- reading
+
+    def _read_on(self) -> None:
+        """Parse what is there, for as long as there is someone to take it."""
+        while self._rest and not self._is_deaf and not self._waiting and self._room is None:
+            piece, self._rest = self._rest[:_PIECE_BYTES], self._rest[_PIECE_BYTES:]
+            self._parse(piece)
+        if self._is_deaf:
+            self._rest = memoryview(b"")
+        if self.transport.is_closing():
+            return
+        if self._waiting or self._room is not None:
+            self.flow.pause_reading()
+        else:
+            self.flow.resume_reading()
+
+    def _parse(self, data: bytes | memoryview) -> None:
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._rest = memoryview(bytes(data[upgrade.args[0] :]) + bytes(self._rest))
+            if not self._waiting:
+                self._leave_head()
+            return
+        except httptools.HttpParserCallbackError:
+            log.exception("Reading a request failed")
+            self._stream.close()
+        except httptools.HttpParserError:
+            self._refuse(*_NO_HTTP)
+        if self._part:
+            self._dry_bytes = 0 if self._dry_bytes < 0 else self._dry_bytes + len(data)
+            if self._dry_bytes > _MAX_OVERHEAD_BYTES:
+                self._refuse_overhead()
+
+    def _refuse_overhead(self) -> None:
+        if self._part == "head":
+            if self._dry_bytes > MAX_HEADER_BYTES:
+                self._refuse(*_TOO_LARGE)
+        elif self._dry_bytes > _MAX_OVERHEAD_BYTES + _size_of(self.url, self.headers):
+            self._refuse(*_NO_CHUNKS)  # the head may have been in that piece as well
+
+    def _begin(
+        self,
+        method: str,
+        target: str,
+        version: str,
+        headers: list[tuple[bytes, bytes]],
+        framing: Mapping[str, str],
+    ) -> Scope | None:
+        self._is_busy = True
+        self._is_read = False
+        self._exchange = exchange = Exchange(self._carrier, self._link, self)
+        scope = exchange.begin(method, target, version, headers, framing)
+        if exchange.wants_body:
+            self._carrier.watch.watch(self._link)
+        is_asking = "Expect" in framing and framing["Expect"].lower() == "100-continue"
+        if is_asking and version != "HTTP/1.0" and exchange.wants_body:
+            self._stream.write(_CONTINUE)
+        return scope
+
+    def _begin_next(self) -> None:
+        if not self._waiting or self._is_busy or self.transport.is_closing():
+            return
+        request = self._waiting.popleft()
+        if request.head is None:
+            assert request.refusal is not None
+            self._say_and_leave(*request.refusal)
+            return
+        self._begin(*request.head)
+        exchange = self._exchange
+        if exchange is not None:
+            for chunk in request.chunks:
+                self._feed(exchange, chunk)
+            if request.is_read:
+                self._is_read = True
+                exchange.finish()
+        if self._is_upgrade and not self._waiting:
+            self._leave_head()
+        self._read_on()
+
+    def _feed(self, exchange: Exchange, chunk: bytes) -> None:
+        room = exchange.data_received(chunk)
+        if room is not None:
+            self._room = room
+            room.add_done_callback(self._take_room)
+
+    def _take_room(self, room: asyncio.Future[None]) -> None:
+        if room is self._room:
+            self._room = None
+            self._read_on()
+
+    def _leave_head(self) -> None:
+        """Go on behind a head at which the parser has stopped."""
+        self._is_upgrade = False
+        if self._exchange is None:  # a WebSocket now
+            rest, self._rest = bytes(self._rest), memoryview(b"")
+            self.parser = None  # type: ignore[assignment]  # it refers to this object
+            if rest:
+                self._stream.data_received(rest)
+            return
+        framing = self._framing
+        lines = [
+            f"{name}: {framing[name]}" for name in ("Content-Length", "Transfer-Encoding") if name in framing
+        ]
+        self._part = "body"
+        self._dry_bytes = 0
+        self.parser = httptools.HttpRequestParser(self)
+        self._is_replaying = True
+        try:
+            self.parser.feed_data("\r\n".join(["POST / HTTP/1.1", *lines, "", ""]).encode("latin-1"))
+        except httptools.HttpParserError:
+            self.close()  # the exchange has said why
+        finally:
+            self._is_replaying = False
+
+    # ---- refusing
+
+    def _refuse(self, status: int, text: str) -> None:
+        """Answer what cannot be read, in its turn, and read no more."""
+        if self._is_deaf:
+            return  # the parser stumbles on behind what was refused
+        method = self.parser.get_method().decode("ascii") if self._part == "head" else "GET"
+        self._part = ""
+        self._is_deaf = True
+        exchange = self._exchange
+        if self._waiting or (self._is_busy and self._is_read):
+            if self._waiting and not self._waiting[-1].is_read:
+                head = self._waiting.pop().head
+                method = head[0] if head is not None else method
+            self._waiting.append(_Waiting(None, (status, text, method)))
+            if not self._is_busy:
+                self._begin_next()
+        elif not self._is_busy or exchange is None:
+            self._say_and_leave(status, text, method)
+        elif exchange.wants_body:
+            exchange.reject(text)
+        else:
+            self.close()
+
+    def _say_and_leave(self, status: int, text: str, method: str) -> None:
+        start, body = plain_text(status, text)
+        writer = ResponseWriter(start, method=method, is_http11=True, closes=True)
+        self._stream.write(b"".join(writer.first(body, False, self._carrier.date.line())))
+        # To close a socket with unread data would reset the connection, and might take the answer with it.
+        if not self.transport.can_write_eof():  # TLS
+            self.close()
+            return
+        try:
+            if not self.transport.is_closing():
+                self.transport.write_eof()
+        except OSError:
+            self._stream.close()  # the client has reset the connection
+            return
+        self._carrier.watch.unwatch(self._link)
+        self._linger = self.loop.call_later(LINGER_S, self._stream.close)
+
+
+def _size_of(url: bytes, headers: list[tuple[bytes, bytes]]) -> int:
+    return len(url) + sum(len(name) + len(value) + 4 for name, value in headers)

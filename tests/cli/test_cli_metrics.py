@@ -1,0 +1,192 @@
+"""The command line around metrics: targets, scrape configuration, rules."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from daskserve.cli.main import main
+from daskserve.cli.metrics import replace
+from daskserve.figures.table import METRICS
+
+TARGETS = [
+    {"targets": ["h:2"], "labels": {"dask_role": "worker"}},
+    {"targets": ["h:1"], "labels": {"dask_role": "scheduler"}},
+]
+
+
+class Scheduler:
+    """What answers as the scheduler's HTTP server does."""
+
+    def __init__(self) -> None:
+        outer = self
+        self.answer: tuple[int, Any] = (200, TARGETS)
+        self.asked: list[str] = []
+        self.missing_bytes = 0
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                outer.asked.append(self.path)
+                status, body = outer.answer
+                self.send_response(status)
+                data = json.dumps(body).encode()
+                self.send_header("Content-Length", str(len(data) + outer.missing_bytes))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+
+
+@pytest.fixture
+def scheduler() -> Iterator[Scheduler]:
+    found = Scheduler()
+    thread = threading.Thread(target=lambda: found.server.serve_forever(poll_interval=0.01))
+    thread.start()
+    yield found
+    found.server.shutdown()
+    found.server.server_close()
+    thread.join()
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["metrics", *arguments])
+
+
+@pytest.mark.parametrize("suffix", ["", "/", "/status", "/daskserve/targets"])
+def test_targets_are_printed_in_an_order_of_their_own(scheduler: Scheduler, suffix: str) -> None:
+    result = run("targets", scheduler.url + suffix)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.output) == list(reversed(TARGETS))
+    assert scheduler.asked == ["/daskserve/targets"]
+
+
+def test_targets_are_written_to_a_file_that_everybody_may_read(scheduler: Scheduler, tmp_path: Path) -> None:
+    file = tmp_path / "targets.json"
+    assert run("targets", scheduler.url, "--file", str(file)).exit_code == 0
+    assert len(json.loads(file.read_text())) == 2
+    assert file.stat().st_mode & 0o777 == 0o644
+    assert [each.name for each in tmp_path.iterdir()] == ["targets.json"]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        (404, []),
+        (200, {"a": 1}),
+        (200, [{"targets": []}]),
+        (200, [{"targets": [], "labels": "none"}]),
+        (200, [1]),
+    ],
+)
+def test_what_gives_no_targets_is_named(scheduler: Scheduler, answer: Any) -> None:
+    scheduler.answer = answer
+    result = run("targets", scheduler.url)
+    assert result.exit_code == 1
+    assert f"{scheduler.url} did not give a list of targets" in result.output
+    assert ("no instance of daskserve runs there" in result.output) == (answer[0] == 404)
+
+
+def test_half_an_answer_is_none(scheduler: Scheduler) -> None:
+    scheduler.missing_bytes = 10
+    result = run("targets", scheduler.url)
+    assert result.exit_code == 1
+    assert f"{scheduler.url} did not give a list of targets" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["targets"], "Give the scheduler's address"),
+        (["targets", "http://h:1", "--follow"], "--follow needs a --file"),
+        (["scrape-config"], "Give the scheduler's dashboard"),
+        (["scrape-config", "tcp://h:8786"], "Give the scheduler's dashboard"),
+    ],
+)
+def test_wrong_usage_says_what_is_missing(arguments: list[str], message: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_a_file_that_cannot_be_replaced_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "targets.json").mkdir()
+    with pytest.raises(OSError):
+        replace(tmp_path / "targets.json", "[]")
+    assert [each.name for each in tmp_path.iterdir()] == ["targets.json"]
+
+
+def test_following_keeps_the_file_until_there_is_something_new(scheduler: Scheduler, tmp_path: Path) -> None:
+    """As a process of its own, because it takes over the signals."""
+    file = tmp_path / "targets.json"
+    command = ["-m", "daskserve", "metrics", "targets", scheduler.url, "--file", str(file)]
+    follower = subprocess.Popen(
+        [sys.executable, *command, "--follow", "--interval", "0.02"], stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert follower.stderr is not None
+        wait_for(scheduler, 3)
+        first = file.stat()
+        scheduler.answer = (503, [])
+        assert "Trying again" in follower.stderr.readline()
+        wait_for(scheduler, 3)
+        assert (file.stat().st_ino, file.stat().st_mtime_ns) == (first.st_ino, first.st_mtime_ns)
+        scheduler.answer = (200, TARGETS[:1])
+        wait_for(scheduler, 3)
+        assert json.loads(file.read_text()) == TARGETS[:1]
+        follower.send_signal(signal.SIGTERM)
+        assert follower.wait(10) == 0
+        assert follower.stderr.read() == ""
+    finally:
+        follower.kill()
+        follower.wait()
+        follower.stderr.close()  # type: ignore[union-attr]
+
+
+def wait_for(scheduler: Scheduler, count: int) -> None:
+    """Return after so many further questions, the last of which may be on its way."""
+    event = threading.Event()
+    until = len(scheduler.asked) + count
+    for _ in range(1000):
+        if len(scheduler.asked) >= until:
+            return
+        event.wait(0.01)
+    raise AssertionError(f"asked {len(scheduler.asked)} times")
+
+
+def test_every_metric_is_listed() -> None:
+    lines = run("list").output
+    assert [spec.name for spec in METRICS.values() if spec.exported_name not in lines] == []
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool comes with Debian's prometheus")
+def test_promtool_accepts_configuration_and_rules(tmp_path: Path) -> None:
+    (tmp_path / "rules.yml").write_text(run("rules").output)
+    for arguments in (["http://h:8787"], ["--file", str(tmp_path / "targets.json")]):
+        file = tmp_path / "prometheus.yml"
+        file.write_text(run("scrape-config", *arguments).output + "rule_files: [rules.yml]\n")
+        (tmp_path / "targets.json").write_text("[]")
+        done = subprocess.run(
+            ["promtool", "check", "config", str(file)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env={**os.environ, "NO_COLOR": "1"},
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "8 rules found" in done.stdout

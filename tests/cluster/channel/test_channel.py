@@ -1,0 +1,628 @@
+"""Channels over a comm of two queues: streams, flow control, ends of every kind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from daskserve.cluster.channel.channel import WINDOW_BYTES, Channel
+from daskserve.cluster.channel.dialling import READY
+from daskserve.cluster.channel.pool import ChannelPool
+from daskserve.cluster.channel.transport import CommTransport
+from daskserve.errors import ActorLostError, BadRequestError, RequestTimeoutError
+from daskserve.payload import MESSAGE_BYTES
+from daskserve.testing import run_virtual
+from daskserve.types import (
+    ActorAddress,
+    Envelope,
+    EnvelopeKind,
+    Load,
+    Message,
+    Patience,
+    Payload,
+    Receive,
+    Send,
+)
+
+ADDRESS = ActorAddress("local/replica/b#AAAAAA", "there", 1)
+HTTP = Envelope(EnvelopeKind.HTTP, {"type": "http"})
+Handler = Callable[[Receive, Send], Awaitable[None]]
+
+
+class QueueComm:
+    """One end of a connection in memory, with what channels use of Dask's comms."""
+
+    def __init__(self, incoming: asyncio.Queue[Any], outgoing: asyncio.Queue[Any]) -> None:
+        self._incoming, self._outgoing = incoming, outgoing
+        self.peer_address = "there"
+        self.written: list[Any] = []
+        self._is_closed = False
+
+    def closed(self) -> bool:
+        return self._is_closed
+
+    async def write(self, frames: list[Any]) -> None:
+        arriving = [_plain(frame) for frame in frames]
+        self.written += frames
+        self._outgoing.put_nowait(arriving)
+
+    async def read(self) -> Any:
+        frames = await self._incoming.get()
+        if frames is None:
+            raise OSError("closed")
+        return frames
+
+    def abort(self) -> None:
+        self._is_closed = True
+        self._outgoing.put_nowait(None)
+        self._incoming.put_nowait(None)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as it comes out of the other end: copied, and without Dask's marks."""
+    if isinstance(value, set):
+        raise TypeError("can not serialize 'set' object")
+    if isinstance(value, (list, tuple)):
+        return type(value)(_plain(each) for each in value)
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    return getattr(value, "data", value) if type(value).__name__ == "Serialize" else value
+
+
+class Pair:
+    """Two channels that are connected; ``there`` answers by a handler."""
+
+    def __init__(self, handler: Handler) -> None:
+        forth: asyncio.Queue[Any] = asyncio.Queue()
+        back: asyncio.Queue[Any] = asyncio.Queue()
+
+        async def dispatch(
+            name: str, incarnation: int, envelope: Envelope, receive: Receive, send: Send
+        ) -> Load:
+            assert (name, incarnation) == (ADDRESS.name, ADDRESS.incarnation)
+            await handler(receive, send)
+            return Load(3, 4)
+
+        self.comms = QueueComm(back, forth), QueueComm(forth, back)
+        self.here = Channel(CommTransport(self.comms[0]), dispatch, first_stream=0)
+        self.there = Channel(CommTransport(self.comms[1]), dispatch, first_stream=1)
+
+    def remembered(self) -> list[Any]:
+        """Return what either side still keeps of streams."""
+        return [
+            each
+            for side in (self.here, self.there)
+            for known in (side._opened, side._accepted)
+            for each in known
+        ]
+
+
+@asynccontextmanager
+async def connected(handler: Handler) -> AsyncIterator[Pair]:
+    """Yield a pair of channels; at the end nothing may be left of any stream."""
+    pair = Pair(handler)
+    serving = [asyncio.create_task(side.serve()) for side in (pair.here, pair.there)]
+    yield pair
+    await asyncio.sleep(1)
+    assert pair.remembered() == []
+    pair.here.close()
+    pair.there.close()
+    await asyncio.gather(*serving)
+
+
+def body(data: bytes, *, more: bool) -> Message:
+    return {"type": "http.response.body", "body": data, "more_body": more}
+
+
+async def nothing() -> Message:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+class Client:
+    """Sends some messages as a request's body, and keeps what is answered."""
+
+    def __init__(self, *chunks: bytes) -> None:
+        self.left = list(chunks)
+        self.given = 0
+        self.answers: list[Message] = []
+        self.may_read = asyncio.Event()
+        self.may_read.set()
+
+    async def receive(self) -> Message:
+        if not self.left:
+            return await nothing()
+        self.given += 1
+        chunk = self.left.pop(0)
+        return {"type": "http.request", "body": chunk, "more_body": bool(self.left)}
+
+    async def send(self, message: Message) -> None:
+        await self.may_read.wait()
+        self.answers.append(message)
+
+
+def play(scenario: Callable[[], Awaitable[None]]) -> None:
+    async def main() -> None:
+        await scenario()
+
+    run_virtual(main)
+
+
+def test_a_request_is_carried_there_and_its_answer_back() -> None:
+    async def echo(receive: Receive, send: Send) -> None:
+        message = await receive()
+        await send(body(message["body"].upper(), more=False))
+
+    async def scenario() -> None:
+        client = Client(b"hello")
+        async with connected(echo) as pair:
+            load = await pair.here.request(ADDRESS, HTTP, client.receive, client.send)
+        assert load == Load(3, 4)
+        assert client.answers == [body(b"HELLO", more=False)]
+
+    play(scenario)
+
+
+def test_a_small_exchange_costs_two_frames_forth_and_one_back() -> None:
+    async def echo(receive: Receive, send: Send) -> None:
+        await send(body((await receive())["body"], more=False))
+
+    async def scenario() -> None:
+        client = Client(b"x" * 1000)
+        async with connected(echo) as pair:
+            await pair.here.request(ADDRESS, HTTP, client.receive, client.send)
+            assert [len(comm.written) for comm in pair.comms] == [2, 1]
+
+    play(scenario)
+
+
+def test_messages_of_one_turn_share_a_frame_and_those_of_the_next_have_their_own() -> None:
+    async def chunks(receive: Receive, send: Send) -> None:
+        for _ in range(3):
+            await send(body(b"a", more=True))
+            await send(body(b"b", more=True))
+            await asyncio.sleep(1)
+        await send(body(b"c", more=False))
+
+    async def scenario() -> None:
+        client = Client()
+        async with connected(chunks) as pair:
+            load = await pair.here.request(ADDRESS, HTTP, client.receive, client.send)
+            assert load == Load(3, 4)
+            assert [len(comm.written) for comm in pair.comms][1] == 4
+        assert b"".join(answer["body"] for answer in client.answers) == b"abababc"
+
+    play(scenario)
+
+
+def test_a_whole_answer_arrives_though_its_handler_goes_on() -> None:
+    async def lingering(receive: Receive, send: Send) -> None:
+        await send(body(b"all there is", more=False))
+        await asyncio.sleep(60)
+
+    async def scenario() -> None:
+        client = Client()
+        async with connected(lingering) as pair:
+            request = asyncio.create_task(pair.here.request(ADDRESS, HTTP, client.receive, client.send))
+            await asyncio.sleep(1)
+            assert client.answers == [body(b"all there is", more=False)]
+            assert await request == Load(3, 4)
+
+    play(scenario)
+
+
+def test_a_body_goes_one_message_ahead_of_a_handler_that_does_not_read() -> None:
+    async def refuse(receive: Receive, send: Send) -> None:
+        await asyncio.sleep(5)
+        raise BadRequestError("no")
+
+    async def scenario() -> None:
+        client = Client(*[b"x" * 1000] * 50)
+        async with connected(refuse) as pair:
+            with pytest.raises(BadRequestError):
+                await pair.here.request(ADDRESS, HTTP, client.receive, client.send)
+        assert client.given == 1
+
+    play(scenario)
+
+
+def test_an_upload_is_a_window_ahead_of_its_slow_reader() -> None:
+    read = 0
+    chunk = b"x" * 65536
+
+    async def slow(receive: Receive, send: Send) -> None:
+        nonlocal read
+        more = True
+        while more:
+            more = (await receive())["more_body"]
+            read += 1
+            ahead = (client.given - read) * (len(chunk) + MESSAGE_BYTES)
+            assert ahead <= WINDOW_BYTES * 1.6
+            await asyncio.sleep(1)
+
+    client = Client()
+
+    async def scenario() -> None:
+        client.left = [chunk] * 200
+        async with connected(slow) as pair:
+            await pair.here.request(ADDRESS, HTTP, client.receive, client.send)
+        assert read == client.given == 200
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("size", [1, 1000, 65536, 3 * WINDOW_BYTES])
+def test_a_download_is_a_window_ahead_of_its_slow_reader(size: int) -> None:
+    count = max(20, 4 * WINDOW_BYTES // (size + MESSAGE_BYTES))
+    sent = 0
+
+    async def stream(receive: Receive, send: Send) -> None:
+        nonlocal sent
+        for number in range(count):
+            await send(body(bytes([number % 256]) * size, more=number < count - 1))
+            sent += 1
+
+    async def scenario() -> None:
+        client = Client(b"")
+        client.may_read.clear()
+        async with connected(stream) as pair:
+            request = asyncio.create_task(pair.here.request(ADDRESS, HTTP, client.receive, client.send))
+            await asyncio.sleep(60)
+            assert sent < count
+            assert (sent - 1) * (size + MESSAGE_BYTES) < WINDOW_BYTES
+            client.may_read.set()
+            await request
+        assert [each["body"][:1] for each in client.answers] == [bytes([n % 256]) for n in range(count)]
+
+    play(scenario)
+
+
+def test_python_values_fill_the_window_too() -> None:
+    sent = 0
+    value = Payload(b"pickle", (bytearray(300_000),))
+
+    async def stream(receive: Receive, send: Send) -> None:
+        nonlocal sent
+        for _ in range(20):
+            await send({"type": "call.item", "payload": value})
+            sent += 1
+
+    async def scenario() -> None:
+        client = Client()
+        client.may_read.clear()
+        envelope = Envelope(EnvelopeKind.CALL, {}, value)
+        async with connected(stream) as pair:
+            request = asyncio.create_task(pair.here.request(ADDRESS, envelope, client.receive, client.send))
+            await asyncio.sleep(60)
+            assert sent <= 4
+            client.may_read.set()
+            await request
+        assert len(client.answers) == 20
+        assert bytes(client.answers[0]["payload"].buffers[0]) == bytes(300_000)
+
+    play(scenario)
+
+
+def test_a_websocket_is_carried_until_its_client_disconnects() -> None:
+    count = 4 * WINDOW_BYTES // 100_000
+    seen: list[Message] = []
+
+    async def echo(receive: Receive, send: Send) -> None:
+        while not seen or seen[-1]["type"] != "websocket.disconnect":
+            seen.append(await receive())
+            await asyncio.sleep(0.01)
+
+    async def scenario() -> None:
+        given = 0
+
+        async def receive() -> Message:
+            nonlocal given
+            given += 1
+            if given == 1:
+                return {"type": "websocket.connect"}
+            if given == count:
+                return {"type": "websocket.disconnect", "code": 1000}
+            assert given - len(seen) <= 2 * WINDOW_BYTES // 100_000
+            return {"type": "websocket.receive", "bytes": bytes(100_000), "text": None}
+
+        async with connected(echo) as pair:
+            await pair.here.request(ADDRESS, HTTP, receive, Client().send)
+        assert len(seen) == given == count
+
+    play(scenario)
+
+
+def test_who_gives_up_while_the_window_is_full_ends_the_handler() -> None:
+    ended: list[type[BaseException]] = []
+
+    async def stream(receive: Receive, send: Send) -> None:
+        try:
+            while True:
+                await send(body(b"x" * 65536, more=True))
+        except BaseException as error:
+            ended.append(type(error))
+            raise
+
+    async def scenario() -> None:
+        client = Client(b"")
+        client.may_read.clear()
+        async with connected(stream) as pair:
+            request = asyncio.create_task(pair.here.request(ADDRESS, HTTP, client.receive, client.send))
+            await asyncio.sleep(1)
+            request.cancel()
+            await asyncio.wait([request])
+        assert ended == [asyncio.CancelledError]
+
+    play(scenario)
+
+
+def test_a_request_without_a_body_sends_nothing_but_is_read_as_empty() -> None:
+    read: list[Message] = []
+
+    async def handler(receive: Receive, send: Send) -> None:
+        read.append(await receive())
+        await send(body(b"done", more=False))
+        await receive()
+
+    async def scenario() -> None:
+        async with connected(handler) as pair:
+            envelope = Envelope(EnvelopeKind.HTTP, {"type": "http"}, has_body=False)
+            answers: list[Message] = []
+
+            async def keep(message: Message) -> None:
+                answers.append(message)
+
+            request = asyncio.create_task(pair.here.request(ADDRESS, envelope, nothing, keep))
+            await asyncio.sleep(1)
+            assert read == [{"type": "http.request", "body": b"", "more_body": False}]
+            assert answers == [body(b"done", more=False)]
+            assert len(pair.comms[0].written) == 1
+            request.cancel()
+            await asyncio.wait([request])
+
+    play(scenario)
+
+
+def test_a_handler_that_is_cancelled_before_its_first_step_leaves_nothing() -> None:
+    async def never(receive: Receive, send: Send) -> None:
+        raise AssertionError("it was cancelled")
+
+    async def scenario() -> None:
+        async with connected(never) as pair:
+            await asyncio.sleep(1)
+            open_frame = (0, 0, ADDRESS.name, ADDRESS.incarnation, "call", {}, None, True, None, None)
+            pair.there._receive_frame(open_frame)
+            pair.there._receive_frame((4, 0))
+
+    play(scenario)
+
+
+def test_a_lost_connection_ends_both_sides_of_a_stream() -> None:
+    ended = 0
+
+    async def stream(receive: Receive, send: Send) -> None:
+        nonlocal ended
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended += 1
+
+    async def scenario() -> None:
+        client = Client(b"")
+        async with connected(stream) as pair:
+            request = asyncio.create_task(pair.here.request(ADDRESS, HTTP, client.receive, client.send))
+            await asyncio.sleep(1)
+            pair.comms[0].abort()
+            with pytest.raises(ActorLostError) as caught:
+                await request
+            assert caught.value.begun
+            await asyncio.sleep(1)
+            assert ended == 1
+            with pytest.raises(ActorLostError) as caught:
+                await pair.here.request(ADDRESS, HTTP, client.receive, client.send)
+            assert not caught.value.begun
+
+    play(scenario)
+
+
+def test_what_was_never_sent_over_a_lost_connection_had_not_begun() -> None:
+    async def stream(receive: Receive, send: Send) -> None:
+        await asyncio.Event().wait()
+
+    async def scenario() -> None:
+        async with connected(stream) as pair:
+            sent = asyncio.create_task(pair.here.request(ADDRESS, HTTP, nothing, Client().send))
+            await asyncio.sleep(1)
+            pair.comms[0].abort()  # nobody has noticed yet
+            unsent = asyncio.create_task(pair.here.request(ADDRESS, HTTP, nothing, Client().send))
+            for request, begun in ((sent, True), (unsent, False)):
+                with pytest.raises(ActorLostError) as caught:
+                    await request
+                assert caught.value.begun is begun
+                assert caught.value.is_disconnected
+
+    play(scenario)
+
+
+def test_a_message_that_cannot_be_packed_fails_its_stream_alone() -> None:
+    async def answer(receive: Receive, send: Send) -> None:
+        message = await receive()
+        if message["body"] == b"bad":
+            await send({"type": "call.result", "value": {1}})
+            await asyncio.Event().wait()
+        await send(body(b"fine", more=False))
+
+    async def scenario() -> None:
+        good, bad = Client(b"good"), Client(b"bad")
+        async with connected(answer) as pair:
+            outcomes = await asyncio.gather(
+                *(pair.here.request(ADDRESS, HTTP, each.receive, each.send) for each in (bad, good)),
+                return_exceptions=True,
+            )
+        assert isinstance(outcomes[0], TypeError)
+        assert outcomes[1] == Load(3, 4)
+        assert good.answers == [body(b"fine", more=False)]
+
+    play(scenario)
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [7, "text", [7], [()], [(1,)], [(0, 2, "name")], [(0, 2, "n", 1, "no kind", {}, None)], [[1, 0]]],
+)
+def test_what_is_no_frame_ends_the_connection_and_what_was_open_on_it(
+    garbage: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def stream(receive: Receive, send: Send) -> None:
+        await asyncio.Event().wait()
+
+    async def scenario() -> None:
+        client = Client(b"")
+        async with connected(stream) as pair:
+            request = asyncio.create_task(pair.here.request(ADDRESS, HTTP, client.receive, client.send))
+            await asyncio.sleep(1)
+            # Past the serializer, as another program's bytes would be.
+            pair.comms[1]._outgoing.put_nowait(garbage)
+            with pytest.raises(ActorLostError) as caught:
+                await request
+            assert caught.value.begun
+            assert pair.here.is_closed
+
+    play(scenario)
+    assert "is no frame" in caplog.text
+
+
+def test_frames_of_kinds_and_streams_that_are_not_known_are_ignored() -> None:
+    async def echo(receive: Receive, send: Send) -> None:
+        await send(body((await receive())["body"], more=False))
+
+    async def scenario() -> None:
+        client = Client(b"fine")
+        async with connected(echo) as pair:
+            unknown = [(99, 0), (1, 77, {"type": "x"}), (2, 77, 0, 0), (3, 77, b""), (4, 77), (5, 77, 10)]
+            pair.comms[0]._outgoing.put_nowait(unknown)
+            pair.comms[1]._outgoing.put_nowait(unknown)
+            assert await pair.here.request(ADDRESS, HTTP, client.receive, client.send) == Load(3, 4)
+
+    play(scenario)
+
+
+# ---- deadlines
+
+
+def test_what_is_left_of_a_deadline_travels_and_is_held_on_the_other_side() -> None:
+    """The caller here never cancels, as one whose process is stopped."""
+    cancelled_at = []
+
+    async def handler(receive: Receive, send: Send) -> None:
+        try:
+            await nothing()
+        except asyncio.CancelledError:
+            cancelled_at.append(asyncio.get_running_loop().time())
+            raise
+
+    async def scenario() -> None:
+        await asyncio.sleep(100)
+        async with connected(handler) as pair:
+            envelope = Envelope(EnvelopeKind.CALL, {}, deadline=105.0)
+            with pytest.raises(RequestTimeoutError, match="The time for a request"):
+                await pair.here.request(ADDRESS, envelope, nothing, nothing)
+            assert pair.comms[0].written[0][-2] == 5.0
+            assert cancelled_at == [105.0]
+
+    play(scenario)
+
+
+def test_the_handler_knows_its_deadline_by_its_own_clock() -> None:
+    async def scenario() -> None:
+        pair = Pair(lambda receive, send: nothing())
+        found = []
+
+        async def dispatch(_: str, __: int, envelope: Envelope, receive: Receive, send: Send) -> Load:
+            found.append(envelope.deadline)
+            return Load()
+
+        pair.there._dispatch = dispatch
+        serving = [asyncio.create_task(side.serve()) for side in (pair.here, pair.there)]
+        for deadline in (None, 7.0):
+            envelope = Envelope(EnvelopeKind.CALL, {}, deadline=deadline)
+            await pair.here.request(ADDRESS, envelope, nothing, nothing)
+        frame = pair.comms[0].written[0]
+        assert frame[-2:] == (None, None)
+        await asyncio.sleep(1)
+        pair.there._receive_frame((frame[0], 98, *frame[2:-2], 2.5, None))
+        await asyncio.sleep(1)
+        assert found == [None, 7.0, 3.5]
+        pair.here.close()
+        pair.there.close()
+        await asyncio.gather(*serving)
+
+    play(scenario)
+
+
+def test_how_long_a_request_may_wait_and_has_waited_travels() -> None:
+    async def scenario() -> None:
+        pair = Pair(lambda receive, send: nothing())
+        found = []
+
+        async def dispatch(_: str, __: int, envelope: Envelope, receive: Receive, send: Send) -> Load:
+            found.append(envelope.patience)
+            return Load()
+
+        pair.there._dispatch = dispatch
+        serving = [asyncio.create_task(side.serve()) for side in (pair.here, pair.there)]
+        for patience in (None, Patience(0.5, 2.0)):
+            envelope = Envelope(EnvelopeKind.CALL, {}, patience=patience)
+            await pair.here.request(ADDRESS, envelope, nothing, nothing)
+        assert found == [None, Patience(0.5, 2.0)]
+        pair.here.close()
+        pair.there.close()
+        await asyncio.gather(*serving)
+
+    play(scenario)
+
+
+def test_what_arrives_after_its_deadline_is_not_begun() -> None:
+    async def handler(receive: Receive, send: Send) -> None:
+        raise AssertionError("begun")
+
+    async def scenario() -> None:
+        async with connected(handler) as pair:
+            await asyncio.sleep(6)
+            with pytest.raises(RequestTimeoutError):
+                await pair.here.request(
+                    ADDRESS, Envelope(EnvelopeKind.CALL, {}, deadline=5.0), nothing, nothing
+                )
+
+    play(scenario)
+
+
+def test_a_connection_that_is_accepted_while_the_process_closes_is_hung_up() -> None:
+    """It would be left on both sides for as long as the other side lives."""
+
+    class SlowComm(QueueComm):
+        async def write(self, frames: Any) -> None:
+            self.written.append(frames)
+            await asyncio.sleep(1)
+
+    async def nobody(*_: Any) -> Load:
+        raise AssertionError
+
+    async def nowhere(worker: str) -> Any:
+        raise AssertionError
+
+    async def scenario() -> None:
+        pool = ChannelPool(nobody, nowhere)
+        comm = SlowComm(asyncio.Queue(), asyncio.Queue())
+        accepting = asyncio.create_task(pool.accept(comm, by_socket=False))
+        await asyncio.sleep(0.5)
+        await pool.close()
+        await asyncio.wait_for(accepting, 1)
+        assert comm.written == [READY]
+        assert comm.closed()
+
+    play(scenario)

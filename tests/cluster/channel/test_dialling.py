@@ -1,0 +1,207 @@
+"""Which way a connection to a worker takes, and what is remembered of it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import dask
+import pytest
+
+from daskserve import settings
+from daskserve.clock import LoopClock
+from daskserve.cluster.channel.dialling import CHANNEL_OP, READY, SPLICE_OP, Dialler, RouteMemory
+from daskserve.cluster.channel.transport import CommTransport
+from daskserve.errors import ActorLostError
+from daskserve.payload import dump_error
+from daskserve.settings import ChannelSettings
+from daskserve.testing import run_virtual
+
+SCHEDULER = "tcp://10.0.0.1:8786"
+WORKER, NEIGHBOUR, ELSEWHERE = "tcp://10.0.0.2:4000", "tcp://10.0.0.2:4001", "tcp://10.0.0.3:4000"
+HANDSHAKE = {"compression": "lz4", "pickle-protocol": 5}
+
+
+class Comm:
+    def __init__(self, *answers: Any) -> None:
+        self.written: list[Any] = []
+        self.is_aborted = False
+        self.local_info = {"compression": "lz4", "pickle-protocol": 5}
+        self.handshake_options: Any = None
+        self._answers = list(answers)
+
+    async def write(self, message: Any) -> None:
+        self.written.append(message)
+
+    async def read(self) -> Any:
+        return self._answers.pop(0)
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+    @staticmethod
+    def handshake_configuration(local: Any, remote: Any) -> Any:
+        return local, remote
+
+
+class Network:
+    """Answers where it is told to; knows which addresses were tried."""
+
+    def __init__(self, *reachable: str, gone: bool = False, handshake: Any = HANDSHAKE) -> None:
+        self.reachable = set(reachable)
+        self.tried: list[str] = []
+        self.comms: list[Comm] = []
+        self.host_answer: Any = READY
+        self.answer: Any = {"handshake": handshake, "by_socket": False}
+        if gone:
+            self.answer = {"error": dump_error(ActorLostError("gone", begun=False))}
+
+    async def connect(self, address: str, timeout_s: float, **connection_args: Any) -> Comm:
+        assert connection_args == {"ssl_context": "ours"}
+        self.tried.append(address)
+        if address not in self.reachable:
+            if address == ELSEWHERE:
+                await asyncio.sleep(timeout_s)
+            raise OSError("refused")
+        self.comms.append(Comm(self.answer if address == SCHEDULER else self.host_answer))
+        return self.comms[-1]
+
+    def dialler(self, **options: Any) -> Dialler:
+        channel = ChannelSettings(**options)
+        return Dialler({"ssl_context": "ours"}, lambda: SCHEDULER, channel, LoopClock(), self.connect)
+
+
+def dial(network: Network, worker: str, **options: Any) -> Comm:
+    """Return the comm that a worker was reached by."""
+
+    async def main() -> None:
+        transport = await network.dialler(**options).dial(worker)
+        assert isinstance(transport, CommTransport)  # what else is there to take over here
+
+    run_virtual(main)
+    return network.comms[-1]
+
+
+def test_a_worker_that_answers_is_dialled() -> None:
+    network = Network(SCHEDULER, WORKER)
+    comm = dial(network, WORKER)
+    assert network.tried == [WORKER]
+    assert comm.written == [{"op": CHANNEL_OP, "by_socket": True}]
+
+
+def test_a_worker_without_a_host_is_not_the_one_that_was_meant() -> None:
+    """As when another one has its address by now; nothing has been sent to it."""
+    network = Network(SCHEDULER, WORKER)
+    network.host_answer = None
+    with pytest.raises(ActorLostError, match="has no Host") as caught:
+        dial(network, WORKER)
+    assert not caught.value.begun
+    assert network.tried == [WORKER]
+    assert network.comms[0].is_aborted
+
+
+def test_one_that_does_not_is_reached_through_the_scheduler() -> None:
+    network = Network(SCHEDULER)
+    comm = dial(network, WORKER)
+    assert network.tried == [WORKER, SCHEDULER]
+    (message,) = comm.written
+    assert (message["op"], message["worker"], message["by_socket"]) == (SPLICE_OP, WORKER, False)
+    # The two ends of a splice pack as if they were connected directly.
+    assert comm.handshake_options == (comm.local_info, HANDSHAKE)
+
+
+def test_a_splice_of_messages_packs_for_the_scheduler() -> None:
+    network = Network(SCHEDULER, handshake=None)
+    comm = dial(network, WORKER)
+    assert comm.handshake_options is None
+
+
+def test_a_host_that_is_blocked_is_not_tried_again_for_a_while() -> None:
+    network = Network(SCHEDULER)
+
+    async def main() -> None:
+        dialler = network.dialler(retry_direct_s=10.0)
+        await dialler.dial(WORKER)
+        await dialler.dial(NEIGHBOUR)
+        assert network.tried == [WORKER, SCHEDULER, SCHEDULER]
+        await asyncio.sleep(10)
+        network.reachable.add(WORKER)
+        await dialler.dial(WORKER)
+        assert network.tried[3:] == [WORKER]
+
+    run_virtual(main)
+
+
+def test_a_dead_worker_blocks_nobody() -> None:
+    """The scheduler says at once that it is gone; nothing is remembered of its host."""
+    network = Network(SCHEDULER, NEIGHBOUR, gone=True)
+
+    async def main() -> None:
+        dialler = network.dialler()
+        with pytest.raises(ActorLostError, match="gone") as caught:
+            await dialler.dial(WORKER)
+        assert not caught.value.begun
+        assert network.comms[0].is_aborted
+        await dialler.dial(NEIGHBOUR)
+        assert network.tried == [WORKER, SCHEDULER, NEIGHBOUR]
+
+    run_virtual(main)
+
+
+def test_silence_counts_as_blocked_after_the_timeout() -> None:
+    network = Network(SCHEDULER)
+
+    async def main() -> float:
+        began = asyncio.get_running_loop().time()
+        await network.dialler(direct_timeout_s=1.5).dial(ELSEWHERE)
+        return asyncio.get_running_loop().time() - began
+
+    assert run_virtual(main) == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize(("route", "tried"), [("direct", [WORKER]), ("scheduler", [SCHEDULER])])
+def test_a_route_can_be_forced(route: str, tried: list[str]) -> None:
+    network = Network(SCHEDULER, WORKER)
+    dial(network, WORKER, route=route)
+    assert network.tried == tried
+
+
+def test_without_a_supervisor_the_worker_is_lost() -> None:
+    network = Network(SCHEDULER)
+    network.answer = None
+    with pytest.raises(ActorLostError, match="No daskserve instance"):
+        dial(network, WORKER)
+
+
+def test_nobody_reached_means_that_nobody_else_is_tried() -> None:
+    memory = RouteMemory(10)
+    memory.blocked("a", now=0)
+    assert memory.is_blocked("a", now=9)
+    assert memory.is_blocked("b", now=9)
+    assert not memory.is_blocked("b", now=10)
+    memory.reached("c")
+    assert not memory.is_blocked("b", now=9)
+    assert memory.is_blocked("a", now=9)
+    memory.reached("a")
+    assert not memory.is_blocked("a", now=9)
+
+
+def test_what_has_expired_is_forgotten() -> None:
+    memory = RouteMemory(10)
+    for number in range(100):
+        memory.blocked(f"host-{number}", now=number * 11)
+    assert len(memory._blocked_until) == 1
+
+
+def test_settings_come_from_dasks_configuration() -> None:
+    with dask.config.set({"daskserve.channel": {"route": "scheduler", "retry-direct-s": 5}}):
+        assert settings.channel() == ChannelSettings(route="scheduler", retry_direct_s=5)
+    with dask.config.set({"daskserve.channel.route": "tunnel"}):
+        with pytest.raises(ValueError, match="'tunnel'; it must be auto, direct or scheduler"):
+            settings.channel()
+    for seconds in (2.9, -1, float("nan")):
+        with dask.config.set({"daskserve.channel.lost-after-s": seconds}):
+            with pytest.raises(ValueError, match=f"lost-after-s: {seconds}; it must be at least 3, or 0"):
+                settings.channel()
+    with dask.config.set({"daskserve.channel.lost-after-s": 0}):
+        assert settings.channel().lost_after_s == 0

@@ -1,0 +1,86 @@
+"""Messages of parts come out as they went in, however the bytes are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from daskserve.cluster.channel.parts import (
+    BUFFER_BYTES,
+    HEAD,
+    LARGE_BYTES,
+    MAX_PARTS,
+    SIZE,
+    Buffer,
+    PartReader,
+)
+
+MAGIC = b"test"
+SIZES = (0, 1, 100, LARGE_BYTES - 1, LARGE_BYTES, LARGE_BYTES + 1, BUFFER_BYTES, BUFFER_BYTES + 1)
+
+
+def message(parts: Sequence[bytes]) -> bytes:
+    sizes = b"".join(SIZE.pack(len(part)) for part in parts)
+    return HEAD.pack(MAGIC, len(parts)) + sizes + b"".join(parts)
+
+
+class Reading:
+    """Keeps what a reader makes of bytes."""
+
+    def __init__(self) -> None:
+        self.messages: list[list[bytes]] = []
+        self.reader = PartReader(MAGIC, self.receive)
+
+    def receive(self, parts: Sequence[Buffer]) -> None:
+        self.messages.append([bytes(part) for part in parts])
+
+    def feed(self, data: bytes, largest: int) -> None:
+        at = 0
+        while at < len(data):
+            room = self.reader.room()
+            assert len(room) > 0
+            size = min(len(room), largest, len(data) - at)
+            room[:size] = data[at : at + size]
+            at += size
+            self.reader.filled(size)
+
+
+def part(size: int, seed: int) -> bytes:
+    return bytes([seed % 256]) * (size // 2) + bytes([(seed + 1) % 256]) * (size - size // 2)
+
+
+@given(
+    messages=st.lists(st.lists(st.sampled_from(SIZES), min_size=1, max_size=4), min_size=1, max_size=4),
+    largest=st.sampled_from((1021, 8192, LARGE_BYTES, 10**9)),
+)
+def test_any_cut_of_any_messages(messages: list[list[int]], largest: int) -> None:
+    expected = [[part(size, 7 * i + j) for j, size in enumerate(sizes)] for i, sizes in enumerate(messages)]
+    reading = Reading()
+    reading.feed(b"".join(map(message, expected)), largest)
+    assert reading.messages == expected
+
+
+def test_byte_by_byte() -> None:
+    expected = [[b"one"], [b"", b"two", b"x" * LARGE_BYTES], [b"three"]]
+    reading = Reading()
+    reading.feed(b"".join(map(message, expected)), 1)
+    assert reading.messages == expected
+
+
+def test_as_many_parts_as_there_may_be() -> None:
+    expected = [[b"ab"] * MAX_PARTS, [b"c"]]
+    reading = Reading()
+    reading.feed(b"".join(map(message, expected)), 10**9)
+    assert reading.messages == expected
+
+
+@pytest.mark.parametrize(
+    "data", [b"GET / HTTP/1.1\r\n", HEAD.pack(MAGIC, 0), HEAD.pack(MAGIC, MAX_PARTS + 1)]
+)
+def test_what_is_no_message_is_refused(data: bytes) -> None:
+    reading = Reading()
+    with pytest.raises(ValueError, match="no message begins with"):
+        reading.feed(data, 10**9)

@@ -1,0 +1,656 @@
+"""Requests that one answer is asked of, without a task, over a pair of sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+
+from daskserve.cluster.channel import frames
+from daskserve.cluster.channel.channel import Answer, Channel, _open_frame
+from daskserve.cluster.channel.pool import ChannelPool
+from daskserve.cluster.channel.streams import WINDOW_BYTES
+from daskserve.cluster.channel.transport import MAX_WORK, SocketTransport
+from daskserve.errors import ActorLostError, BadRequestError, UserCodeError
+from daskserve.loops.hops import Hop, Landing
+from daskserve.types import (
+    ActorAddress,
+    Envelope,
+    EnvelopeKind,
+    Load,
+    Message,
+    OnAnswer,
+    Patience,
+    Payload,
+    Receive,
+    Send,
+)
+
+DEADLINE_S = 10.0
+ADDRESS = ActorAddress("local/replica/b#AAAAAA", "there", 1)
+Handler = Callable[[Envelope, Send], Awaitable[None]]
+
+
+def call(argument: bytes = b"", **head: Any) -> Envelope:
+    return Envelope(EnvelopeKind.CALL, head, Payload(argument))
+
+
+class Asker:
+    """Keeps what comes of one request."""
+
+    def __init__(self, channel: Channel, envelope: Envelope) -> None:
+        self.ends: list[tuple[Message | None, Load | Exception]] = []
+        self._ended = asyncio.Event()
+        self.give_up = channel.ask(ADDRESS, envelope, self._end)
+
+    def _end(self, message: Message | None, outcome: Load | Exception) -> None:
+        self.ends.append((message, outcome))
+        self._ended.set()
+
+    async def end(self) -> tuple[Message | None, Any]:
+        await self._ended.wait()
+        (only,) = self.ends
+        return only
+
+
+class Ends:
+    """Two channels on a pair of sockets; ``there`` answers by a handler."""
+
+    def __init__(self, handler: Handler, answer: Answer | None) -> None:
+        async def dispatch(
+            name: str, incarnation: int, envelope: Envelope, receive: Receive, send: Send
+        ) -> Load:
+            assert (name, incarnation) == (ADDRESS.name, ADDRESS.incarnation)
+            self.begun.append(envelope)
+            try:
+                await handler(envelope, send)
+            except asyncio.CancelledError:
+                self.cancelled.append(envelope)
+                raise
+            return Load(3, 4)
+
+        self.begun: list[Envelope] = []
+        self.cancelled: list[Envelope] = []
+        self.transports = [SocketTransport(each, "there") for each in socket.socketpair()]
+        self.here = Channel(self.transports[0], dispatch, first_stream=0)
+        self.there = Channel(self.transports[1], dispatch, first_stream=1, answer=answer)
+        #: The kinds of frames that came there.
+        self.kinds: list[int] = []
+        receive = self.there._receive
+
+        def note(arrived: Any) -> None:
+            self.kinds += [frame[0] for frame in arrived]
+            receive(arrived)
+
+        self.there._receive = note  # type: ignore[method-assign]
+
+    def ask(self, argument: bytes = b"", **head: Any) -> Asker:
+        return Asker(self.here, call(argument, **head))
+
+    def remembered(self) -> int:
+        """Return how many streams either side still keeps."""
+        sides = (self.here, self.there)
+        return sum(len(side._opened) + len(side._accepted) + len(side._straight) for side in sides)
+
+    async def settled(self) -> None:
+        """Return once the other side has taken all that was sent, and both have forgotten all streams."""
+        await Asker(self.here, call(b"last")).end()
+        assert self.remembered() == 0
+
+
+@asynccontextmanager
+async def connected(handler: Handler, answer: Answer | None = None) -> AsyncIterator[Ends]:
+    ends = Ends(handler, answer)
+    serving = [asyncio.create_task(side.serve()) for side in (ends.here, ends.there)]
+    try:
+        yield ends
+    finally:
+        ends.here.close()
+        ends.there.close()
+        await asyncio.gather(*serving)
+    assert ends.remembered() == 0
+
+
+def play(scenario: Callable[[], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            await scenario()
+
+    asyncio.run(main())
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():  # noqa: ASYNC110 - what happens on the other side has no event
+        await asyncio.sleep(0)
+
+
+async def echo(envelope: Envelope, send: Send) -> None:
+    assert envelope.payload is not None
+    if envelope.payload.data == b"hang":
+        await asyncio.Event().wait()
+    await send({"type": "call.result", "payload": envelope.payload})
+
+
+def test_the_answer_comes_with_the_load() -> None:
+    async def scenario() -> None:
+        async with connected(echo) as ends:
+            askers = [ends.ask(b"%d" % number) for number in range(3 * MAX_WORK)]
+            for number, asker in enumerate(askers):
+                message, load = await asker.end()
+                assert message == {"type": "call.result", "payload": Payload(b"%d" % number, ())}
+                assert load == Load(3, 4)
+            assert set(ends.kinds) == {frames.OPEN}
+            assert ends.begun[0].kind is EnvelopeKind.CALL
+            assert ends.begun[0].deadline is ends.begun[0].patience is None
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("size", [WINDOW_BYTES // 2, WINDOW_BYTES, 3 * WINDOW_BYTES])
+@pytest.mark.parametrize("is_buffer", [False, True])
+def test_a_large_answer_is_credited_so_that_its_handler_ends(size: int, is_buffer: bool) -> None:
+    data = bytes(range(256)) * (size // 256)
+    sent = []
+
+    async def answer(envelope: Envelope, send: Send) -> None:
+        payload = Payload(b"x", (bytearray(data),)) if is_buffer else Payload(data)
+        await send({"type": "call.result", "payload": payload})
+        sent.append(1)
+
+    async def scenario() -> None:
+        async with connected(answer) as ends:
+            asker = ends.ask()
+            message, load = await asker.end()
+            assert message is not None
+            payload = message["payload"]
+            assert bytes(payload.buffers[0] if is_buffer else payload.data) == data
+            assert (load, sent) == (Load(3, 4), [1])
+            await until(lambda: ends.remembered() == 0)
+            await ends.settled()
+            # A smaller one has left together with the handler's end.
+            expected = [frames.OPEN, *[frames.CREDIT] * (size >= WINDOW_BYTES)]
+            assert ends.kinds == 2 * expected
+
+    play(scenario)
+
+
+def test_a_large_answer_that_nobody_wants_any_more_holds_up_nothing() -> None:
+    async def answer(envelope: Envelope, send: Send) -> None:
+        assert envelope.payload is not None
+        if envelope.payload.data != b"last":
+            await send({"type": "call.result", "payload": Payload(bytes(3 * WINDOW_BYTES))})
+
+    async def scenario() -> None:
+        async with connected(answer) as ends:
+            asker = ends.ask()
+            await until(lambda: ends.begun)
+            asker.give_up()
+            await ends.settled()
+            assert asker.ends == []
+            assert len(ends.cancelled) <= 1
+
+    play(scenario)
+
+
+def test_an_end_without_an_answer_says_so() -> None:
+    async def nothing(envelope: Envelope, send: Send) -> None:
+        pass
+
+    async def scenario() -> None:
+        async with connected(nothing) as ends:
+            assert await ends.ask().end() == (None, Load(3, 4))
+
+    play(scenario)
+
+
+class Odd(Exception):
+    """An error that no pickle can hold."""
+
+    def __init__(self) -> None:
+        super().__init__("odd")
+        self.lock = threading.Lock()
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "match"),
+    [
+        (BadRequestError("no"), BadRequestError, "no"),
+        (KeyError("k"), KeyError, "k"),
+        (Odd(), UserCodeError, "Odd: odd"),
+    ],
+)
+def test_errors_of_the_handler_are_outcomes(error: Exception, kind: type[Exception], match: str) -> None:
+    async def fail(envelope: Envelope, send: Send) -> None:
+        raise error
+
+    async def scenario() -> None:
+        async with connected(fail) as ends:
+            message, outcome = await ends.ask().end()
+            assert message is None
+            assert type(outcome) is kind
+            assert match in str(outcome)
+            assert (type(outcome.__cause__).__name__ == "RemoteTraceback") is (kind is not BadRequestError)
+
+    play(scenario)
+
+
+def test_giving_up_cancels_the_handler_once() -> None:
+    async def scenario() -> None:
+        async with connected(echo) as ends:
+            asker = ends.ask(b"hang")
+            await until(lambda: ends.begun)
+            for _ in range(3):
+                asker.give_up()
+            await ends.settled()
+            assert asker.ends == []
+            assert len(ends.cancelled) == 1
+            assert ends.kinds.count(frames.CANCEL) == 1
+
+    play(scenario)
+
+
+def test_giving_up_at_once_leaves_nothing_on_either_side() -> None:
+    async def scenario() -> None:
+        async with connected(echo) as ends:
+            asker = ends.ask(b"hang")
+            asker.give_up()
+            await ends.settled()
+            assert asker.ends == []
+            assert [each.payload and each.payload.data for each in ends.begun] == [b"last"]
+
+    play(scenario)
+
+
+def test_giving_up_after_the_answer_does_nothing() -> None:
+    async def scenario() -> None:
+        async with connected(echo) as ends:
+            asker = ends.ask(b"1")
+            await asker.end()
+            asker.give_up()
+            await ends.settled()
+            assert frames.CANCEL not in ends.kinds
+            assert len(asker.ends) == 1
+
+    play(scenario)
+
+
+def test_only_the_first_end_counts() -> None:
+    async def scenario() -> None:
+        async with connected(echo) as ends:
+            asker = ends.ask(b"hang")
+            await until(lambda: ends.begun)
+            (number,) = ends.here._opened
+            ends.there._post((frames.ANSWER, number, ({"type": "call.result", "payload": None},), 1, 1))
+            ends.there._post((frames.END, number, 2, 2))
+            ends.there._post((frames.CREDIT, number, 2))
+            assert (await asker.end())[1] == Load(1, 1)
+            for accepted in list(ends.there._accepted):
+                ends.there._cancel(accepted, ends.there._accepted[accepted])
+            await ends.settled()
+            assert len(asker.ends) == 1
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("who", ["here", "there"])
+def test_a_lost_connection_is_the_end_of_what_had_begun(who: str) -> None:
+    async def scenario() -> None:
+        async with connected(echo) as ends:
+            askers = [ends.ask(b"hang") for _ in range(3)]
+            given_up = ends.ask(b"hang")
+            await until(lambda: len(ends.begun) == 4)
+            given_up.give_up()
+            getattr(ends, who).close()
+            for asker in askers:
+                message, error = await asker.end()
+                assert message is None
+                assert isinstance(error, ActorLostError)
+                assert (error.begun, error.is_disconnected) == (True, True)
+                asker.give_up()
+            assert given_up.ends == []
+
+    play(scenario)
+
+
+def test_what_never_left_over_a_lost_connection_had_not_begun() -> None:
+    async def scenario() -> None:
+        async with connected(echo) as ends:
+            await ends.ask(b"1").end()
+            asker = ends.ask(b"2")
+            ends.here.close()  # before the turn is over in which it was to leave
+            late = ends.ask(b"3")
+            for each in (asker, late):
+                _, error = await each.end()
+                assert isinstance(error, ActorLostError)
+                assert not error.begun
+            assert len(ends.begun) == 1
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("count", [1, MAX_WORK])
+def test_a_request_that_cannot_be_packed_fails_alone(count: int, caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        async with connected(echo) as ends:
+            await ends.ask(b"0").end()
+            # The last one makes the frames leave at once, or not.
+            askers = [ends.ask(b"%d" % number) for number in range(count - 1)]
+            bad = ends.ask(headers={1, 2})
+            message, error = await bad.end()
+            assert message is None
+            assert isinstance(error, TypeError)
+            bad.give_up()
+            for asker in askers:
+                assert (await asker.end())[1] == Load(3, 4)
+            await ends.settled()
+            assert frames.CANCEL not in ends.kinds
+
+    play(scenario)
+    assert "cannot be sent" in caplog.text
+
+
+def test_an_answer_that_cannot_be_packed_is_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    async def answer(envelope: Envelope, send: Send) -> None:
+        assert envelope.payload is not None
+        if envelope.payload.data != b"last":
+            await send({"type": "call.result", "odd": {1, 2}})
+
+    async def scenario() -> None:
+        async with connected(answer) as ends:
+            message, error = await ends.ask().end()
+            assert message is None
+            assert isinstance(error, TypeError)
+            await ends.settled()
+
+    play(scenario)
+
+
+def test_a_pool_asks_over_open_connections_only() -> None:
+    async def dispatch(name: str, incarnation: int, envelope: Envelope, receive: Receive, send: Send) -> Load:
+        await echo(envelope, send)
+        return Load(1)
+
+    async def scenario() -> None:
+        far: list[Channel] = []
+        tasks: list[asyncio.Task[None]] = []
+
+        async def connect(worker: str) -> SocketTransport:
+            near, other = socket.socketpair()
+            far.append(Channel(SocketTransport(other, "here"), dispatch, first_stream=1))
+            tasks.append(asyncio.create_task(far[-1].serve()))
+            return SocketTransport(near, worker)
+
+        pool = ChannelPool(cast(Any, dispatch), connect)
+        ended: list[Any] = []
+        news = asyncio.Event()
+
+        def on_answer(message: Message | None, outcome: Load | Exception) -> None:
+            ended.append(outcome)
+            news.set()
+
+        async def drop(message: Message) -> None:
+            pass
+
+        async def nothing() -> Message:
+            raise AssertionError
+
+        assert pool.ask(ADDRESS, call(), on_answer) is None
+        await pool.request(ADDRESS, call(b"dials"), nothing, drop)
+        assert pool.ask(ADDRESS, call(b"1"), on_answer) is not None
+        await news.wait()
+        assert ended == [Load(1)]
+        assert pool.ask(replace(ADDRESS, worker="other"), call(), on_answer) is None
+        # Lost while one is under way: it is told, and nothing more is asked there.
+        news.clear()
+        assert pool.ask(ADDRESS, call(b"hang"), on_answer) is not None
+        await until(lambda: far[0]._accepted)
+        far[0].close()
+        await news.wait()
+        assert isinstance(ended[1], ActorLostError)
+        assert pool.ask(ADDRESS, call(), on_answer) is None
+        await pool.close()
+        await asyncio.gather(*tasks)
+        assert len(ended) == 2
+
+    play(scenario)
+
+
+# ---- on the other side, without a task
+
+
+class Straight:
+    """Answers calls without a task, by the hand of the test."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Envelope, OnAnswer]] = []
+        self.given_up = 0
+        self.error: Exception | None = None
+        self.takes = True
+
+    def answer(
+        self, name: str, incarnation: int, envelope: Envelope, on_answer: OnAnswer
+    ) -> Callable[[], None] | None:
+        if self.error is not None:
+            raise self.error
+        if not self.takes:
+            return None
+        self.asked.append((envelope, on_answer))
+        return self.give_up
+
+    def give_up(self) -> None:
+        self.given_up += 1
+
+
+def test_calls_are_answered_without_a_task_where_that_can_be_done() -> None:
+    straight = Straight()
+
+    async def scenario() -> None:
+        async with connected(echo, straight.answer) as ends:
+            first, second, third = (ends.ask(b"%d" % number) for number in range(3))
+            await until(lambda: len(straight.asked) == 3)
+            message: Message = {"type": "call.result", "payload": Payload(b"well")}
+            straight.asked[0][1](message, Load(5, 6))
+            straight.asked[1][1](None, KeyError("k"))
+            assert (await first.end())[1] == Load(5, 6)
+            assert first.ends[0][0] == {"type": "call.result", "payload": Payload(b"well", ())}
+            assert isinstance((await second.end())[1], KeyError)
+            # Given up: that is told once, and what comes of it nevertheless goes nowhere.
+            third.give_up()
+            await until(lambda: straight.given_up == 1)
+            assert not ends.there._straight
+            straight.asked[2][1](message, Load())
+            assert not ends.transports[1].unsent
+            straight.takes = False
+            assert (await ends.ask(b"by a task").end())[1] == Load(3, 4)
+            assert len(ends.begun) == 1
+            assert third.ends == []
+            assert straight.given_up == 1
+
+    play(scenario)
+
+
+def test_a_call_that_cannot_be_begun_fails_alone() -> None:
+    straight = Straight()
+
+    async def scenario() -> None:
+        async with connected(echo, straight.answer) as ends:
+            other = ends.ask(b"other")
+            await until(lambda: straight.asked)
+            straight.error = RuntimeError("can't start new thread")
+            message, error = await ends.ask(b"1").end()
+            assert message is None
+            assert isinstance(error, RuntimeError)
+            straight.asked[0][1](None, Load(1))
+            assert (await other.end())[1] == Load(1)
+
+    play(scenario)
+
+
+def test_a_lost_connection_gives_up_all_that_is_answered_on_it() -> None:
+    straight = Straight()
+
+    async def scenario() -> None:
+        async with connected(echo, straight.answer) as ends:
+            askers = [ends.ask(b"1") for _ in range(3)]
+            await until(lambda: len(straight.asked) == 3)
+            ends.here.close()
+            for asker in askers:
+                assert isinstance((await asker.end())[1], ActorLostError)
+            await until(lambda: straight.given_up == 3)
+            straight.asked[0][1](None, Load())
+
+    play(scenario)
+
+
+# ---- what goes on in a task after all
+
+
+class Remainder:
+    """A `daskserve.types.Rest` by the hand of the test."""
+
+    def __init__(self) -> None:
+        self.may_end = asyncio.Event()
+        self.happened: list[str] = []
+
+    async def carry(self, receive: Receive, send: Send) -> Load:
+        self.happened.append("entered")
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await self.may_end.wait()
+            await send({"type": "http.response.body", "body": b"end"})
+            return Load(7, 8)
+        except asyncio.CancelledError:
+            self.happened.append("cancelled")
+            raise
+
+    def drop(self) -> None:
+        self.happened.append("dropped")
+
+
+def get(**changes: Any) -> Envelope:
+    return Envelope(EnvelopeKind.HTTP, {"type": "http"}, has_body=False, **changes)
+
+
+async def nothing() -> Message:
+    raise AssertionError("there is no body")
+
+
+def test_a_request_that_needs_more_than_one_answer_goes_on_in_a_task() -> None:
+    straight = Straight()
+
+    async def scenario() -> None:
+        async with connected(echo, straight.answer) as ends:
+            sent: list[Message] = []
+
+            async def keep(message: Message) -> None:
+                sent.append(message)
+
+            asking = asyncio.create_task(ends.here.request(ADDRESS, get(), nothing, keep))
+            await until(lambda: straight.asked)
+            assert straight.asked[0][0] == get()
+            rest = Remainder()
+            straight.asked[0][1](None, rest)
+            assert not ends.there._straight
+            await until(lambda: sent)
+            rest.may_end.set()
+            assert await asking == Load(7, 8)
+            assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
+            await until(lambda: rest.happened == ["entered", "dropped"])
+            assert (ends.begun, straight.given_up) == ([], 0)
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("is_entered", [False, True])
+@pytest.mark.parametrize("by", ["client", "connection"])
+def test_a_rest_that_nobody_wants_is_dropped(is_entered: bool, by: str) -> None:
+    straight = Straight()
+
+    async def keep(message: Message) -> None: ...
+
+    async def scenario() -> None:
+        async with connected(echo, straight.answer) as ends:
+            asking = asyncio.create_task(ends.here.request(ADDRESS, get(), nothing, keep))
+            await until(lambda: straight.asked)
+            rest = Remainder()
+            straight.asked[0][1](None, rest)
+            (number,) = ends.there._accepted
+            if is_entered:
+                await until(lambda: rest.happened)
+            if by == "client":
+                ends.there._receive_frame((frames.CANCEL, number))
+            else:
+                ends.there.close()
+                ends.there._finish()
+            await until(lambda: rest.happened[-1:] == ["dropped"])
+            assert rest.happened == [*["entered", "cancelled"][: 2 * is_entered], "dropped"]
+            assert ends.remembered() <= 1
+            asking.cancel()
+            await asyncio.wait([asking])
+            assert straight.given_up == 0
+
+    play(scenario)
+
+
+@pytest.mark.parametrize(
+    "envelope",
+    [
+        replace(get(), has_body=True),
+        replace(get(), deadline=1e9),
+        replace(get(), patience=Patience(1.0)),
+        replace(get(), kind=EnvelopeKind.CONTROL, head={"verb": "look", "message": {}}),
+    ],
+    ids=["body", "deadline", "patience", "control"],
+)
+def test_nobody_is_asked_to_answer_at_once_what_may_have_to_wait(envelope: Envelope) -> None:
+    straight = Straight()
+
+    async def answer(envelope: Envelope, send: Send) -> None: ...
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def keep(message: Message) -> None: ...
+
+    async def scenario() -> None:
+        async with connected(answer, straight.answer) as ends:
+            assert await ends.here.request(ADDRESS, envelope, receive, keep) == Load(3, 4)
+            assert straight.asked == []
+
+    play(scenario)
+
+
+def test_what_other_threads_have_ready_leaves_before_what_comes_in_is_begun() -> None:
+    async def scenario() -> None:
+        did: list[Any] = []
+
+        class Outlet:
+            def post(self, frame: Any, work: int = 0) -> None:
+                did.append(frame)
+
+            def flush(self) -> None:
+                did.append("left")
+
+        def answer(
+            name: str, incarnation: int, envelope: Envelope, on_answer: OnAnswer
+        ) -> Callable[[], None]:
+            did.append("begun")
+            return lambda: None
+
+        landing = Landing(asyncio.get_running_loop())
+        outlet = Outlet()
+        channel = Channel(cast(Any, outlet), cast(Any, None), first_stream=1, answer=answer, landing=landing)
+        hop = Hop(asyncio.get_running_loop(), landing)
+        poster = threading.Thread(target=hop.post, args=(outlet.post, "ready"))
+        poster.start()
+        poster.join()  # and this loop has had no turn since
+        channel._receive([_open_frame(0, ADDRESS, call())])
+        assert did == ["ready", "left", "begun"]
+
+    play(scenario)

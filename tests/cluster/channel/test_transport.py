@@ -1,0 +1,446 @@
+"""Frames over a pair of sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import gc
+import os
+import socket
+import struct
+import termios
+import warnings
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgpack
+import pytest
+from distributed.protocol import to_serialize
+
+from daskserve.cluster.channel import readiness
+from daskserve.cluster.channel.parts import BUFFER_BYTES, HEAD, LARGE_BYTES, SIZE
+from daskserve.cluster.channel.transport import (
+    CALL_WORK,
+    FRAME_WORK,
+    MAGIC,
+    MAX_WORK,
+    PIECE_BYTES,
+    TURN_BYTES,
+    SocketTransport,
+)
+from daskserve.loops.event_loop import new_event_loop
+
+DEADLINE_S = 10.0
+
+
+class End:
+    """One end: its transport, what it has received and what it could not send."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.transport = SocketTransport(sock, "there")
+        self.frames: list[Any] = []
+        self.sizes: list[int] = []
+        self.refused: list[Any] = []
+        self.news = asyncio.Event()
+        self.failure: BaseException | None = None
+        self.running = asyncio.create_task(self.transport.run(self.receive, self.refuse))
+
+    def receive(self, frames: Any) -> None:
+        if self.failure is not None:
+            raise self.failure
+        self.sizes.append(len(frames))
+        self.frames += frames
+        self.news.set()
+
+    def refuse(self, frame: Any, error: Exception) -> None:
+        self.refused.append((frame, str(error)))
+
+    async def until(self, count: int) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while len(self.frames) < count:
+                self.news.clear()
+                await self.news.wait()
+
+
+@asynccontextmanager
+async def pair() -> AsyncIterator[tuple[End, End]]:
+    """Yield two connected ends; both must come to their end when one is aborted."""
+    here, there = map(End, socket.socketpair())
+    try:
+        yield here, there
+    finally:
+        here.transport.abort()
+        here.transport.abort()
+        async with asyncio.timeout(DEADLINE_S):
+            await asyncio.gather(here.running, there.running)
+
+
+@pytest.fixture(params=["uvloop", "asyncio"])
+def runner(request: pytest.FixtureRequest) -> Any:
+    with asyncio.Runner(loop_factory=new_event_loop if request.param == "uvloop" else None) as runner:
+        yield runner
+
+
+def test_frames_come_out_as_they_went_in(runner: asyncio.Runner) -> None:
+    async def main() -> None:
+        async with pair() as (here, there):
+            frames = [
+                (1, 2, {"type": "http", "headers": ((b"a", b"b"),), 3: None}),
+                ("text", b"bytes", 1.5, -(2**40), True, [1, (2, 3)]),
+            ]
+            for frame in frames:
+                here.transport.post(frame)
+            await there.until(2)
+            assert there.frames == [frames[0], ("text", b"bytes", 1.5, -(2**40), True, (1, (2, 3)))]
+            assert there.sizes == [2], "what is posted in one turn leaves together"
+            there.transport.post("answer")
+            await here.until(1)
+            assert here.frames == ["answer"]
+
+    runner.run(main())
+
+
+@pytest.mark.parametrize("work", [CALL_WORK, FRAME_WORK])
+def test_many_frames_of_one_turn_leave_in_groups(runner: asyncio.Runner, work: int) -> None:
+    async def main() -> None:
+        async with pair() as (here, there):
+            here.transport.post("first")
+            await there.until(1)
+            group = MAX_WORK // work
+            turn = here.transport.turn
+            for number in range(2 * group + 1):
+                here.transport.post(number, work)
+            assert here.transport.turn == turn + 2, "those that have left may not be changed any more"
+            await there.until(2 * group + 2)
+            assert there.frames == ["first", *range(2 * group + 1)]
+            assert there.sizes == [1, group, group, 1]
+
+    runner.run(main())
+
+
+@pytest.mark.parametrize("size", [0, 5, LARGE_BYTES - 1, LARGE_BYTES, PIECE_BYTES + 1, 3 * TURN_BYTES])
+def test_bytes_stay_bytes_and_buffers_can_be_written_to(runner: asyncio.Runner, size: int) -> None:
+    async def main() -> None:
+        async with pair() as (here, there):
+            data = bytes(range(256)) * (size // 256 + 1)
+            data = data[:size]
+            here.transport.post((to_serialize(data), to_serialize(memoryview(bytearray(data))), data))
+            await there.until(1)
+            ((first, second, third),) = there.frames
+            assert bytes(first) == bytes(second) == third == data
+            assert type(third) is bytes
+            assert not isinstance(second, bytes)
+            if size:
+                second[0] = 77
+                assert second[0] == 77
+            if size >= LARGE_BYTES:
+                assert type(first) is bytes
+
+    runner.run(main())
+
+
+def test_a_frame_that_cannot_be_packed_takes_no_other_along(runner: asyncio.Runner) -> None:
+    async def main() -> None:
+        async with pair() as (here, there):
+            here.transport.post("before")
+            here.transport.post(("bad", object()))
+            here.transport.post(("too large", 2**70))
+            here.transport.post("after")
+            await there.until(2)
+            assert there.frames == ["before", "after"]
+            assert [frame[0] for frame, _ in here.refused] == ["bad", "too large"]
+            assert "object" in here.refused[0][1]
+
+    runner.run(main())
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        HEAD.pack(MAGIC, 1) + SIZE.pack(1) + b"\xc1",  # which msgpack never uses
+        HEAD.pack(MAGIC, 1) + SIZE.pack(2**62),  # more than there is memory
+        HEAD.pack(MAGIC, 1) + SIZE.pack(2**64 - 1),
+    ],
+)
+def test_what_is_no_channel_is_hung_up_on(
+    runner: asyncio.Runner, caplog: pytest.LogCaptureFixture, garbage: bytes
+) -> None:
+    async def main() -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            end = End(ours)
+            theirs.setblocking(False)
+            theirs.sendall(garbage)
+            async with asyncio.timeout(DEADLINE_S):
+                await end.running
+                assert await asyncio.get_running_loop().sock_recv(theirs, 100) == b""
+
+    runner.run(main())
+    assert "is no frame" in caplog.text
+
+
+@pytest.mark.parametrize("failure", [ValueError("bad frame"), asyncio.CancelledError()])
+def test_a_receiver_that_fails_ends_the_connection(runner: asyncio.Runner, failure: BaseException) -> None:
+    async def main() -> None:
+        async with pair() as (here, there):
+            there.failure = failure
+            here.transport.post("frame")
+            async with asyncio.timeout(DEADLINE_S):
+                await asyncio.gather(here.running, there.running)
+
+    runner.run(main())
+
+
+def test_a_slow_reader_holds_the_writer_up_and_gets_everything(runner: asyncio.Runner) -> None:
+    async def main() -> None:
+        ours, theirs = socket.socketpair()
+        end = End(ours)
+        with theirs:
+            theirs.setblocking(False)
+            frame = to_serialize(bytes(32 * TURN_BYTES))
+            end.transport.post(frame)
+            async with asyncio.timeout(DEADLINE_S):
+                for _ in range(1000):
+                    await asyncio.sleep(0)
+                assert end.transport._is_full
+                loop, received = asyncio.get_running_loop(), 0
+                while received < 32 * TURN_BYTES:
+                    received += len(await loop.sock_recv(theirs, 1 << 20))
+            end.transport.abort()
+            await end.running
+
+    runner.run(main())
+
+
+def test_aborted_before_it_ran() -> None:
+    async def main() -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            transport = SocketTransport(ours, "there")
+            transport.abort()
+            async with asyncio.timeout(DEADLINE_S):
+                await transport.run(lambda frames: None, lambda frame, error: None)
+            assert theirs.recv(1) == b""
+
+    asyncio.run(main())
+
+
+def test_an_end_in_the_middle_of_a_message_delivers_nothing_of_it(runner: asyncio.Runner) -> None:
+    async def main() -> None:
+        ours, theirs = socket.socketpair()
+        end = End(ours)
+        with theirs:
+            theirs.sendall(HEAD.pack(MAGIC, 2) + SIZE.pack(3) + SIZE.pack(LARGE_BYTES) + b"abc" + b"half")
+        async with asyncio.timeout(DEADLINE_S):
+            await end.running
+        assert end.frames == []
+
+    runner.run(main())
+
+
+def test_a_group_that_is_full_leaves_at_once(runner: asyncio.Runner) -> None:
+    async def main() -> None:
+        ours, theirs = socket.socketpair()
+        end = End(ours)
+        with theirs:
+            theirs.setblocking(False)
+            await asyncio.sleep(0)  # it runs now
+            for number in range(MAX_WORK):
+                end.transport.post(number, CALL_WORK)
+            assert theirs.recv(1 << 16), "this turn of the loop is not over"
+            end.transport.post("half a group", CALL_WORK)
+            with pytest.raises(BlockingIOError):
+                theirs.recv(1 << 16)
+            end.transport.flush()
+            assert theirs.recv(1 << 16)
+            end.transport.abort()
+            await end.running
+
+    runner.run(main())
+
+
+@pytest.mark.parametrize("is_waiting_for_room", [False, True])
+def test_a_connection_that_breaks_while_it_is_written_to_has_ended(
+    runner: asyncio.Runner, is_waiting_for_room: bool
+) -> None:
+    async def main() -> None:
+        ours, theirs = socket.socketpair()
+        end = End(ours)
+        await asyncio.sleep(0)
+        if is_waiting_for_room:
+            end.transport.post(to_serialize(bytes(8 * TURN_BYTES)))
+            end.transport.flush()
+            await asyncio.sleep(0)
+        theirs.close()
+        end.transport.post("frame")
+        end.transport.flush()
+        async with asyncio.timeout(DEADLINE_S):
+            await end.running
+        end.transport.post("after its end")
+        end.transport.flush()
+        assert end.transport.unsent == ["after its end"]
+
+    runner.run(main())
+
+
+def test_a_reset_is_an_end(runner: asyncio.Runner) -> None:
+    async def main() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            ours = socket.create_connection(server.getsockname())
+            theirs, _ = server.accept()
+        end = End(ours)
+        await asyncio.sleep(0)
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        theirs.close()
+        async with asyncio.timeout(DEADLINE_S):
+            await end.running
+        assert end.frames == []
+
+    runner.run(main())
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="looks at file descriptors by /proc")
+def test_nothing_stays_open(runner: asyncio.Runner) -> None:
+    def epolls() -> int:
+        links = []
+        for each in Path("/proc/self/fd").iterdir():
+            with suppress(OSError):  # it has been closed meanwhile
+                links.append(os.readlink(each))
+        return links.count("anon_inode:[eventpoll]")
+
+    async def main() -> None:
+        before = epolls()
+        sockets = []
+        for _ in range(5):
+            async with pair() as (here, there):
+                sockets += [here.transport._socket, there.transport._socket]
+                here.transport.post(to_serialize(bytes(8 * TURN_BYTES)))
+                here.transport.flush()
+                await asyncio.sleep(0)
+                assert epolls() >= before + 2
+        assert [each.fileno() for each in sockets] == [-1] * 10
+        async with asyncio.timeout(DEADLINE_S):
+            while epolls() > before:  # noqa: ASYNC110 - other tests' threads may be ending yet
+                await asyncio.sleep(0)
+
+    runner.run(main())
+
+
+class Bottomless:
+    """A socket that takes all it is given at once."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self.taken_bytes: list[int] = [0]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._socket, name)
+
+    def send(self, data: Any) -> int:
+        self.taken_bytes[-1] += len(data)
+        return len(data)
+
+
+def test_a_socket_that_takes_everything_does_not_hold_up_the_loop(runner: asyncio.Runner) -> None:
+    async def main() -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            end = End(ours)
+            await asyncio.sleep(0)
+            end.transport._socket = taking = Bottomless(ours)  # type: ignore[assignment]
+            end.transport.post(to_serialize(bytes(8 * TURN_BYTES)))
+            end.transport.flush()
+            async with asyncio.timeout(DEADLINE_S):
+                while sum(taking.taken_bytes) < 8 * TURN_BYTES:
+                    taking.taken_bytes.append(0)
+                    await asyncio.sleep(0)
+            assert max(taking.taken_bytes) <= TURN_BYTES + PIECE_BYTES
+            end.transport.abort()
+            await end.running
+
+    runner.run(main())
+
+
+def test_where_there_is_no_epoll_the_socket_itself_is_waited_for(
+    runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readiness, "sys", SimpleNamespace(platform="another"))
+
+    async def main() -> None:
+        async with pair() as (here, there):
+            data = bytes(8 * TURN_BYTES)
+            here.transport.post(to_serialize(data))
+            there.transport.post("frame")
+            await there.until(1)
+            await here.until(1)
+            assert (there.frames, here.frames) == ([data], ["frame"])
+
+    runner.run(main())
+
+
+@pytest.mark.parametrize("family", ["unix", "tcp"])
+def test_what_was_sent_before_the_end_is_read_even_by_who_cannot_send_any_more(
+    runner: asyncio.Runner, family: str
+) -> None:
+    def connect() -> tuple[socket.socket, socket.socket]:
+        if family == "unix":
+            return socket.socketpair()
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 << 20)
+            there = socket.create_connection(server.getsockname())
+            return server.accept()[0], there
+
+    async def main() -> None:
+        here, there = connect()
+        there.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
+        bodies = [msgpack.packb([(number, bytes(20_000))]) for number in range(16)]
+        data = b"".join(HEAD.pack(MAGIC, 1) + SIZE.pack(len(body)) + body for body in bodies)
+        end = End(here)
+
+        def answer(frames: Any) -> None:
+            end.receive(frames)
+            end.transport.post("answer")
+            end.transport.flush()
+
+        await asyncio.sleep(0)
+        end.transport._receive = answer
+        with there:
+            there.setblocking(False)
+            there.send(data)
+            # All that this side has room for, which is more than it reads at a time.
+            (arrived,) = struct.unpack("i", fcntl.ioctl(here, termios.FIONREAD, bytes(4)))
+            assert arrived > BUFFER_BYTES
+        async with asyncio.timeout(DEADLINE_S):
+            await end.running
+        assert [number for number, _ in end.frames] == list(range(arrived * len(bodies) // len(data)))
+
+    runner.run(main())
+
+
+def test_a_loop_that_is_closed_under_a_channel_leaves_nothing_to_complain_about(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loop = new_event_loop()
+
+    async def begin() -> None:
+        ours, theirs = socket.socketpair()
+        kept.extend((End(ours), theirs))
+        await asyncio.sleep(0)
+
+    kept: list[Any] = []
+    loop.run_until_complete(begin())
+    loop.close()
+    end, theirs = kept
+    with theirs, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        end.running._log_destroy_pending = False
+        end.transport.abort()
+        assert theirs.recv(1) == b""
+        kept.clear()
+        del end
+        gc.collect()
+    assert (caplog.records, capsys.readouterr().err) == ([], "")

@@ -1,0 +1,151 @@
+"""Machines that are silent, as the kernel tells of them."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from daskserve.cluster.channel import vanishing
+from daskserve.cluster.channel.vanishing import PeerWatch, silence_s
+
+DEADLINE_S = 10
+
+
+def info(*, last_ack_ms: int, unacked: int = 0, not_sent_bytes: int = 0) -> bytes:
+    told = bytearray(148)
+    for at, value in ((24, unacked), (56, last_ack_ms), (144, not_sent_bytes)):
+        struct.pack_into("I", told, at, value)
+    return bytes(told)
+
+
+class ToldSocket(socket.socket):
+    """One of which the kernel tells what a test says."""
+
+    def __init__(self, *told: bytes) -> None:
+        super().__init__()
+        self.told = list(told)
+
+    def getsockopt(self, *_: Any) -> Any:
+        if not self.told:
+            raise OSError("closed")
+        return self.told.pop(0)
+
+
+@pytest.fixture(autouse=True)
+def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vanishing, "PERIOD_S", 0.001)
+
+
+def lost_by(*told: bytes, lost_after_s: float = 5.0) -> int:
+    """Return how often a connection was found lost while the kernel told this of it, and no more after it."""
+    lost: list[int] = []
+
+    async def main() -> None:
+        with ToldSocket(*told) as sock:
+            PeerWatch(sock, lost_after_s, lambda: lost.append(len(sock.told)))
+            async with asyncio.timeout(DEADLINE_S):
+                while sock.told and not lost:  # noqa: ASYNC110 - timers of the watch empty it
+                    await asyncio.sleep(0.001)
+
+    asyncio.run(main())
+    return len(lost)
+
+
+SILENT, HEARD = info(last_ack_ms=5001), info(last_ack_ms=4999)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell")
+@pytest.mark.parametrize(
+    ("told", "times"),
+    [
+        ([SILENT, SILENT], 1),
+        ([HEARD, SILENT, SILENT, SILENT], 1),
+        ([info(last_ack_ms=9000, unacked=1, not_sent_bytes=5)] * 2, 1),
+        ([HEARD] * 5, 0),
+        # This machine may have slept itself.
+        ([SILENT, HEARD, SILENT, HEARD], 0),
+        # The other process does not read.
+        ([info(last_ack_ms=60_000, not_sent_bytes=1)] * 3, 0),
+        # A kernel that tells less.
+        ([info(last_ack_ms=60_000)[:104]] * 3, 0),
+    ],
+)
+def test_two_looks_in_a_row_that_find_silence_are_a_loss(told: list[bytes], times: int) -> None:
+    assert lost_by(*told) == times
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell")
+@pytest.mark.parametrize(("lost_after_s", "left"), [(0.0, 1), (5.0, 0)])
+def test_nothing_is_looked_at_if_it_is_left_to_tcp(
+    monkeypatch: pytest.MonkeyPatch, lost_after_s: float, left: int
+) -> None:
+    monkeypatch.setattr(vanishing, "PERIOD_S", 0)
+
+    async def main() -> None:
+        with ToldSocket(SILENT) as sock:
+            PeerWatch(sock, lost_after_s, lambda: None)
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert len(sock.told) == left
+
+    asyncio.run(main())
+
+
+@pytest.fixture
+def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as near,
+    ):
+        far, _ = server.accept()
+        with far:
+            yield near, far
+
+
+def fill(sock: socket.socket) -> None:
+    sock.setblocking(False)
+    try:
+        while True:
+            sock.send(bytes(65536))
+    except BlockingIOError:
+        sock.setblocking(True)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell")
+@pytest.mark.parametrize("is_read", [True, False])
+def test_this_kernel_tells_what_is_looked_for_where_it_is_looked_for(connected: Any, is_read: bool) -> None:
+    near, far = connected
+    if is_read:
+        near.send(b"x")
+        assert far.recv(1) == b"x"
+    else:
+        fill(near)  # and now the other process does not read
+    # The acknowledgement is some time ago, which passes while nothing else happens.
+    deadline = time.monotonic() + DEADLINE_S
+    while True:
+        told = near.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 148)
+        unacked, last_ack_ms, not_sent_bytes = vanishing._INFO.unpack(told)
+        if (unacked, not_sent_bytes > 0) == (0, not is_read) and 20 <= last_ack_ms < DEADLINE_S * 1000:
+            break
+        assert time.monotonic() < deadline, (unacked, last_ack_ms, not_sent_bytes)
+    assert silence_s(told) == (last_ack_ms / 1000 if is_read else 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell")
+def test_silent_connections_are_probed(connected: Any) -> None:
+    near, _ = connected
+
+    async def main() -> None:
+        PeerWatch(near, 5.0, lambda: None)
+
+    asyncio.run(main())
+    assert near.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    assert near.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 1
+    assert near.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL) == 1

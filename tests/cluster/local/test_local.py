@@ -1,0 +1,851 @@
+"""The in-process cluster keeps the promises of the `Cluster` protocol, also when its workers die."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+import pytest
+
+from daskserve.cluster.base import ActorContext, ActorSpec, Cluster, StoreChange, UseReport
+from daskserve.cluster.local.cluster import LocalCluster, deliver_at_once
+from daskserve.cluster.store.opening import MemoryStore
+from daskserve.errors import (
+    ActorLostError,
+    AlreadyRunningError,
+    BadRequestError,
+    InstanceError,
+    NotRunningError,
+    ReplicaStartError,
+    StaleEpochError,
+    UnavailableError,
+)
+from daskserve.testing import run_virtual, wait_until
+from daskserve.types import (
+    ActorAddress,
+    ActorKind,
+    Envelope,
+    EnvelopeKind,
+    Load,
+    Message,
+    Receive,
+    Send,
+    WorkerInfo,
+)
+
+W1, W2 = "local://worker-1", "local://worker-2"
+
+
+class Echo:
+    """An actor whose start does what its payload says: fails, hangs, is slow, or nothing special."""
+
+    verbs = frozenset({"echo", "fail", "hang", "where", "odd"})
+
+    def __init__(self, context: ActorContext) -> None:
+        self.context = context
+        self.payload = context.spec.payload
+        self.stopped: list[float] = []
+        self.ended: list[float] = []
+        self.cancelled = 0
+
+    async def start(self) -> Mapping[str, Any]:
+        if self.payload == b"fails":
+            raise ReplicaStartError("no", user_traceback="text")
+        if self.payload == b"hangs":
+            await asyncio.Event().wait()
+        if self.payload == b"slow":
+            await self.context.clock.sleep(1)
+        return {"made": [self.context.spec.incarnation]}
+
+    async def handle(self, envelope: Envelope, receive: Receive, send: Send) -> Load:
+        if envelope.head.get("hangs"):
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                self.cancelled += 1
+                raise
+        message = await receive()
+        await send({"type": "answer", "body": message["body"]})
+        return Load(3, 4)
+
+    async def stop(self, grace_s: float) -> None:
+        self.stopped.append(grace_s)
+        await self.context.clock.sleep(grace_s)
+        self.ended.append(grace_s)
+
+    async def echo(self, **message: Any) -> Any:
+        return message
+
+    async def fail(self) -> None:
+        raise ReplicaStartError("inside", user_traceback="text")
+
+    async def hang(self) -> None:
+        await asyncio.Event().wait()
+
+    async def where(self) -> str:
+        return self.context.worker
+
+    async def odd(self) -> Any:
+        return object()
+
+
+class Pilot(Echo):
+    """A controller that can be told to write and publish."""
+
+    verbs = Echo.verbs | {"write", "say"}
+
+    async def write(self, key: str) -> None:
+        await self.context.cluster.store.commit(self.context.spec.incarnation, StoreChange({key: b"x"}))
+
+    async def say(self, text: str) -> None:
+        self.context.cluster.publish({"kind": "said", "text": text})
+
+
+FACTORIES: Mapping[ActorKind, Any] = {
+    ActorKind.CONTROLLER: Pilot,
+    ActorKind.PROXY: Echo,
+    ActorKind.REPLICA: Echo,
+}
+Scenario = Callable[[LocalCluster], Coroutine[Any, Any, None]]
+
+
+def run(scenario: Scenario, **options: Any) -> None:
+    """Run a scenario on a local cluster of two workers in virtual time."""
+
+    async def with_cluster() -> None:
+        async with LocalCluster(FACTORIES, **options) as cluster:
+            await scenario(cluster)
+
+    run_virtual(with_cluster)
+
+
+def spec(name: str = "local/replica/b#1", incarnation: int = 1, payload: bytes = b"") -> ActorSpec:
+    return ActorSpec(ActorKind.REPLICA, name, incarnation, "local", payload)
+
+
+def address_of(made: ActorSpec, worker: str = W1) -> ActorAddress:
+    return ActorAddress(made.name, worker, made.incarnation)
+
+
+async def make(cluster: LocalCluster, worker: str = W1, **fields: Any) -> ActorAddress:
+    wanted = spec(**fields)
+    await cluster.program.create(wanted, worker)
+    return address_of(wanted, worker)
+
+
+def actor(cluster: LocalCluster, address: ActorAddress) -> Echo:
+    found = cluster.actor(address)
+    assert isinstance(found, Echo)
+    return found
+
+
+async def nothing() -> Message:
+    return {"type": "http.disconnect"}
+
+
+async def ask(cluster: Cluster, address: ActorAddress, **head: Any) -> tuple[Load, list[Message]]:
+    """Send one request stream."""
+    answers: list[Message] = []
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b"hello"}
+
+    async def send(message: Message) -> None:
+        answers.append(message)
+
+    load = await cluster.request(address, Envelope(EnvelopeKind.CALL, head), receive, send)
+    return load, answers
+
+
+# ---- making and ending actors
+
+
+def test_an_actor_is_made_once_whoever_asks_and_tells_its_facts() -> None:
+    async def scenario(cluster: LocalCluster) -> None:
+        slow = spec(payload=b"slow")
+        facts = await asyncio.gather(
+            cluster.program.create(slow, W1),
+            cluster.program.create(slow, W1),
+            cluster.process(W2).create(slow, W1),
+            cluster.process(W1).create(slow, W1),
+        )
+        facts.append(await cluster.program.create(slow, W1))
+        assert all(each == facts[0] for each in facts)
+        assert facts[0]["made"] == (1,)
+        assert facts[0]["pid"] > 0
+        assert cluster.actors() == [address_of(slow)]
+
+    run(scenario)
+
+
+def test_a_newer_incarnation_takes_the_name_and_an_older_one_is_refused() -> None:
+    async def scenario(cluster: LocalCluster) -> None:
+        first = actor(cluster, await make(cluster, incarnation=1))
+        second = await make(cluster, incarnation=2)
+        assert first.stopped == [0]
+        assert cluster.actors() == [second]
+        with pytest.raises(ActorLostError, match="is at incarnation 2; 1 is older"):
+            await make(cluster, incarnation=1)
+        with pytest.raises(ActorLostError) as info:
+            await cluster.program.call(address_of(spec(incarnation=1)), "echo")
+        assert not info.value.begun
+
+    run(scenario)
+
+
+def test_two_callers_of_a_newer_incarnation_get_the_same_one() -> None:
+    async def scenario(cluster: LocalCluster) -> None:
+        await make(cluster, incarnation=1)
+        newer = spec(incarnation=2, payload=b"slow")
+        one, two = await asyncio.gather(
+            cluster.program.create(newer, W1), cluster.process(W2).create(newer, W1)
+        )
+        assert one == two
+        assert len(cluster.actors()) == 1
+
+    run(scenario)
+
+
+def test_an_actor_that_fails_to_start_is_removed_and_its_error_arrives_whole() -> None:
+    async def scenario(cluster: LocalCluster) -> None:
+        for creator in (cluster.program, cluster.process(W1)):
+            with pytest.raises(ReplicaStartError, match=r"^no$") as info:
+                await creator.create(spec(payload=b"fails"), W1)
+            assert info.value.user_traceback == "text"
+            assert cluster.actors() == []
+
+    run(scenario)
+
+
+def test_an_actor_that_still_starts_takes_no_calls() -> None:
+    async def scenario(cluster: LocalCluster) -> None:
+        creating = asyncio.create_task(make(cluster, payload=b"slow"))
+        await wait_until(cluster.actors)
+        (address,) = cluster.actors()
+        with pytest.raises(UnavailableError, match="still starting"):
+            await cluster.program.call(address, "echo")
+        await creating
+        assert await cluster.program.call(address, "echo") == {}
+
+    run(scenario)
+
+
+def test_a_creator_that_gives_up_does_not_end_the_start() -> None:
+    async def scenario(cluster: LocalCluster) -> None:
+        slow = spec(payload=b"slow")
+        with pytest.raises(TimeoutError):
+            await cluster.clock.wait_for(cluster.program.create(slow, W1), 0.5)
+        await cluster.clock.sleep(1)
+        assert await cluster.program.call(address_of(slow), "where") == W1
+
+    run(scenario)
+
+
+def test_destroying_stops_and_forgets_and_what_is_gone_is_no_error() -> None:
+    async def scenario(cluster: LocalCluster) -> None:
+        address = await make(cluster)
+        made = actor(cluster, address)
+        await cluster.program.destroy(ActorAddress(address.name, W1, 0), 5)  # an older one: not this
+        assert made.stopped == []
+        await cluster.program.destroy(address, 5)
+        await cluster.program.destroy(address, 5)
+        await cluster.program.destroy(ActorAddress("x", "local://never", 1), 5)
+        assert made.stopped == [5]
+        assert cluster.actors() == []
+
+    run(scenario)
+
+
+def test_who_asks_for_an_end_and_goes_does_not_leave_it_half_done() -> None:
+    """As a controller does that is killed: its successor finds the actor as long as it is there."""
+
+    async def scenario(cluster: LocalCluster) -> None:
+        address = await make(cluster)
+        made = actor(cluster, address)
+        with pytest.raises(TimeoutError):
+            await cluster.clock.wait_for(cluster.program.destroy(address, 5), 1)
+        assert (made.stopped, made.ended, cluster.actors()) == ([5], [], [address])
+        await cluster.clock.sleep(5)
+        assert (made.ended, cluster.actors()) == ([5], [])
+
+    run(scenario)
+
+
+def test_an_end_that_is_asked_for_again_may_be_quicker() -> None:
+    async def scenario(cluster: LocalCluster) -> None:
+        address = await make(cluster)
+        made = actor(cluster, address)
+        patient = asyncio.create_task(cluster.program.destroy(address, 5))
+        await wait_until(lambda: made.stopped == [5])
+        await cluster.program.destroy(address, 1)
+        assert (made.ended, cluster.actors()) == ([1], [])
+        await patient
+
+    run(scenario)
+
+
+def test_destroying_an_actor_that_starts_tells_its_creator() -> None:
+    async def scenario(cluster: LocalCluster) -> None:
+        for creator in (cluster.program, cluster.process(W1)):
+            creating = asyncio.create_task(creator.create(spec(payload=b"hangs"), W1))
+            await wait_until(cluster.actors)
+            await cluster.program.destroy(address_of(spec()), 0)
+            with pytest.raises(ActorLostError):
+                await creating
+            assert cluster.actors() == []
+
+    run(scenario)
+
+
+# ---- calls and requests
+
+
+def test_calls_carry_plain_values_as_a_channel_would() -> None:
+    async def scenario(cluster: LocalCluster) -> None:
+        address = await make(cluster)
+        for caller in (cluster.program, cluster.process(W1), cluster.process(W2)):
+            sent: dict[str, Any] = {"list": [1, [2]], "bytes": b"x", "none": None, "map": {"a": 1.5, 2: "b"}}
+            found = await caller.call(address, "echo", **sent)
+            assert found == {"list": (1, (2,)), "bytes": b"x", "none": None, "map": {"a": 1.5, 2: "b"}}
+            assert found["map"] is not sent["map"]
+            with pytest.raises(TypeError):
+                await caller.call(address, "echo", value=object())
+            with pytest.raises(TypeError):
+                await caller.call(address, "odd")
+
+    run(scenario)
+
+
+def test_only_verbs_can_be_called() -> None:
+    async def scenario(cluster: LocalCluster) -> None:
+        address = await make(cluster)
+        with pytest.raises(BadRequestError, match="has no verb 'stop'; known: echo, fail, hang, odd, where"):
+            await cluster.program.call(address, "stop")
+
+    run(scenario)
+
+
+def test_errors_of_verbs_arrive_with_their_fields() -> None:
+    async def scenario(cluster: LocalCluster) -> None:
+        address = await make(cluster)
+        for caller in (cluster.program, cluster.process(W1)):
+            with pytest.raises(ReplicaStartError, match="inside") as info:
+                await caller.call(address, "fail")
+            assert info.value.user_traceback == "text"
+
+    run(scenario)
+
+
+def test_a_request_stream_reaches_the_actor_and_its_load_comes_back() -> None:
+    async def scenario(cluster: LocalCluster) -> None:
+        address = await make(cluster)
+        for caller in (cluster.program, cluster.process(W1), cluster.process(W2)):
+            load, answers = await ask(caller, address)
+            assert load == Load(3, 4)
+            assert answers == [{"type": "answer", "body": b"hello"}]
+
+    run(scenario)
+
+
+def test_a_control_envelope_is_a_call() -> None:
+    async def scenario(cluster: LocalCluster) -> None:
+        address = await make(cluster)
+        answers: list[Message] = []
+
+        async def keep(message: Message) -> None:
+            answers.append(message)
+
+        envelope = Envelope(EnvelopeKind.CONTROL, {"verb": "where", "message": {}})
+        assert await cluster.program.request(address, envelope, nothing, keep) == Load()
+        assert answers == [{"type": "control.result", "value": W1}]
+
+    run(scenario)
+
+
+def test_a_caller_that_goes_away_cancels_its_request() -> None:
+    async def scenario(cluster: LocalCluster) -> None:
+        address = await make(cluster)
+        for caller in (cluster.program, cluster.process(W1)):
+            before = actor(cluster, address).cancelled
+            asking = asyncio.create_task(ask(caller, address, hangs=True))
+            await asyncio.sleep(0.1)
+            asking.cancel()
+            await wait_until(lambda before=before: actor(cluster, address).cancelled == before + 1)
+
+    run(scenario)
+
+
+def test_views_know_what_is_local() -> None:
+    async def scenario(cluster: LocalCluster) -> None:
+        here = ActorAddress("x", W1, 1)
+        assert cluster.process(W1).is_local(here)
+        assert not cluster.process(W2).is_local(here)
+        assert not cluster.program.is_local(here)
+        assert cluster.process(W1).shared is not cluster.process(W2).shared
+        assert cluster.process(W1).listener is not cluster.process(W2).listener
+        assert cluster.process(W1).listener is cluster.process(W1).listener
+
+    run(scenario)
+
+
+def test_distance_takes_time_and_one_process_is_no_distance() -> None:
+    async def scenario(cluster: LocalCluster) -> None:
+        address = await make(cluster)
+        began = cluster.clock.now()
+        await cluster.process(W1).call(address, "echo")
+        assert cluster.clock.now() == began
+        await cluster.program.call(address, "echo")
+        assert cluster.clock.now() == began + 0.5
+
+    run(scenario, latency_s=0.25)
+
+
+# ---- workers
+
+
+def test_workers_join_and_leave_and_everybody_hears_of_it() -> None:
+    async def scenario(cluster: LocalCluster) -> None:
+        heard: list[Any] = []
+        await cluster.program.subscribe(heard.append)
+        joined = cluster.add_worker(threads=7, resources={"GPU": 1.0})
+        cluster.remove_worker(W1)
+        await asyncio.sleep(0)
+        assert [WorkerInfo(**each) for each in heard[0]["joined"]] == [joined]
+        assert [(each["kind"], list(each["left"])) for each in heard] == [("workers", []), ("workers", [W1])]
+        assert await cluster.program.workers() == [*cluster.workers()]
+        assert [each.address for each in cluster.workers()] == [W2, joined.address]
+        cluster.change_worker(W2, is_available=False)
+        assert not cluster.workers()[0].is_available
+        with pytest.raises(ValueError, match="is there already"):
+            cluster.add_worker(joined)
+
+    run(scenario)
+
+
+def test_an_address_may_come_back_with_nothing_on_it() -> None:
+    async def scenario(cluster: LocalCluster) -> None:
+        address = await make(cluster)
+        (info,) = [each for each in cluster.workers() if each.address == W1]
+        cluster.remove_worker(W1)
+        cluster.add_worker(info)
+        with pytest.raises(ActorLostError) as lost:
+            await cluster.program.call(address, "echo")
+        assert not lost.value.begun
+
+    run(scenario)
+
+
+def test_a_lost_worker_fails_what_runs_on_it_at_once() -> None:
+    async def scenario(cluster: LocalCluster) -> None:
+        address = await make(cluster)
+        waiting = [
+            asyncio.create_task(ask(cluster.program, address, hangs=True)),
+            asyncio.create_task(cluster.process(W2).call(address, "hang")),
+            asyncio.create_task(cluster.program.create(spec("local/replica/b#2", payload=b"hangs"), W1)),
+        ]
+        await asyncio.sleep(0.1)
+        dead = actor(cluster, address)
+        began = cluster.clock.now()
+        cluster.remove_worker(W1)
+        outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+        assert [type(each) for each in outcomes] == [ActorLostError] * 3
+        assert all(each.begun for each in outcomes if isinstance(each, ActorLostError))
+        assert cluster.clock.now() == began
+        await wait_until(lambda: dead.stopped == [0])
+        with pytest.raises(ActorLostError) as info:
+            await cluster.program.call(address, "echo")
+        assert not info.value.begun
+        with pytest.raises(ActorLostError):
+            await cluster.program.create(spec(), W1)
+
+    run(scenario)
+
+
+def test_a_dead_process_neither_writes_nor_publishes_nor_calls_nor_hears() -> None:
+    async def scenario(cluster: LocalCluster) -> None:
+        address = await make(cluster, W2)
+        heard_by_dead: list[Any] = []
+        heard: list[Any] = []
+        dead = cluster.process(W1)
+        await dead.subscribe(heard_by_dead.append)
+        await cluster.program.subscribe(heard.append)
+        cluster.remove_worker(W1)
+        dead.publish({"kind": "said"})
+        attempts = [
+            asyncio.create_task(each)
+            for each in (
+                dead.store.commit(9, StoreChange({"k": b"v"})),
+                dead.store.load(),
+                dead.call(address, "echo"),
+                dead.controller(),
+                dead.workers(),
+                dead.refused_workers(),
+                dead.create(spec(), W2),
+                dead.destroy(address, 0),
+                dead.subscribe(heard_by_dead.append),
+            )
+        ]
+        await asyncio.sleep(60)
+        assert not any(each.done() for each in attempts)
+        assert await cluster.store.load() == {}
+        assert [each["kind"] for each in heard] == ["workers"]
+        assert heard_by_dead == []
+        for each in attempts:
+            each.cancel()
+        await asyncio.gather(*attempts, return_exceptions=True)
+        assert cluster.actors() == [address]
+
+    run(scenario)
+
+
+def test_a_dead_caller_cancels_what_it_asked_for_elsewhere() -> None:
+    async def scenario(cluster: LocalCluster) -> None:
+        address = await make(cluster, W2)
+        asking = asyncio.create_task(ask(cluster.process(W1), address, hangs=True))
+        await asyncio.sleep(0.1)
+        cluster.remove_worker(W1)
+        await wait_until(lambda: actor(cluster, address).cancelled == 1)
+        await asyncio.sleep(60)
+        assert not asking.done()
+        asking.cancel()
+
+    run(scenario)
+
+
+# ---- the topic
+
+
+def test_messages_arrive_in_order_and_as_copies() -> None:
+    async def scenario(cluster: LocalCluster) -> None:
+        heard: dict[str, list[Any]] = {W1: [], W2: []}
+        for worker, messages in heard.items():
+            await cluster.process(worker).subscribe(messages.append)
+        for number in range(5):
+            cluster.process(W1).publish({"kind": "n", "numbers": [number]})
+        await asyncio.sleep(0)
+        assert [each["numbers"] for each in heard[W1]] == [(n,) for n in range(5)]
+        assert heard[W1] == heard[W2]
+        assert heard[W1][0] is not heard[W2][0]
+
+    run(scenario)
+
+
+def test_unsubscribing_ends_it_even_for_what_is_on_its_way() -> None:
+    async def scenario(cluster: LocalCluster) -> None:
+        heard: list[Any] = []
+        unsubscribe = await cluster.program.subscribe(heard.append)
+        cluster.process(W1).publish({"kind": "n"})
+        await unsubscribe()
+        await asyncio.sleep(1)
+        assert heard == []
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("delays", "expected"),
+    [
+        ({0: [], 1: [0.0]}, [1]),
+        ({0: [0.0, 0.0]}, [0, 0]),
+        ({0: [2.0], 1: [1.0], 2: [0.0]}, [2, 1, 0]),
+        ({0: [1.0], 1: [1.0], 2: [1.0], 3: [1.0]}, [0, 1, 2, 3]),
+        ({0: [0.0, 5.0], 1: [1.0]}, [0, 1, 0]),
+    ],
+)
+def test_the_topic_loses_duplicates_delays_and_reorders_as_told(
+    delays: Mapping[int, list[float]], expected: list[int]
+) -> None:
+    async def scenario(cluster: LocalCluster) -> None:
+        heard: list[int] = []
+        unsubscribe = await cluster.program.subscribe(lambda message: heard.append(message["number"]))
+        cluster.topic.deliver = lambda message: delays[message["number"]]
+        for number in delays:
+            cluster.process(W1).publish({"kind": "n", "number": number})
+        await asyncio.sleep(10)
+        await unsubscribe()
+        assert heard == expected
+
+    run(scenario)
+
+
+def test_only_actors_publish() -> None:
+    async def scenario(cluster: LocalCluster) -> None:
+        with pytest.raises(InstanceError, match="Only actors publish"):
+            cluster.program.publish({"kind": "n"})
+        with pytest.raises(TypeError):
+            cluster.process(W1).publish({"kind": object()})
+
+    run(scenario)
+
+
+# ---- the instance
+
+
+def test_without_a_controller_there_is_no_instance() -> None:
+    async def scenario(cluster: LocalCluster) -> None:
+        with pytest.raises(NotRunningError):
+            await cluster.program.controller()
+        controller = await cluster.start(b"payload")
+        assert await cluster.program.controller() == controller
+        assert actor(cluster, controller).payload == b"payload"
+        assert (controller.name, controller.incarnation) == ("local/controller", 1)
+        with pytest.raises(AlreadyRunningError):
+            await cluster.start(b"again")
+
+    run(scenario)
+
+
+def test_a_controller_that_cannot_start_is_an_error() -> None:
+    async def scenario(cluster: LocalCluster) -> None:
+        with pytest.raises(ReplicaStartError):
+            await cluster.start(b"fails")
+
+    async def without_workers(cluster: LocalCluster) -> None:
+        with pytest.raises(InstanceError, match="could not be started on any worker"):
+            await cluster.start(b"")
+
+    run(scenario)
+    run(without_workers, workers=0)
+
+
+def test_a_lost_controller_is_replaced_with_a_newer_epoch() -> None:
+    async def scenario(cluster: LocalCluster) -> None:
+        first = await cluster.start(b"")
+        heard: list[Any] = []
+        await cluster.program.subscribe(heard.append)
+        cluster.remove_worker(first.worker)
+        second = await cluster.program.controller()
+        await asyncio.sleep(0)
+        assert [each["kind"] for each in heard] == ["workers", "controller"]
+        assert second.worker != first.worker
+        assert second.incarnation == cluster.epoch == 2
+        assert await cluster.program.call(second, "where") == second.worker
+
+    run(scenario)
+
+
+def test_without_workers_the_controller_waits_for_one() -> None:
+    async def scenario(cluster: LocalCluster) -> None:
+        await cluster.start(b"")
+        for info in cluster.workers():
+            cluster.remove_worker(info.address)
+        with pytest.raises(UnavailableError, match="is being replaced"):
+            await cluster.program.controller()
+        joined = cluster.add_worker()
+        assert (await cluster.program.controller()).worker == joined.address
+
+    run(scenario)
+
+
+def test_a_worker_that_dies_while_the_controller_starts_on_it_is_passed_over() -> None:
+    async def scenario(cluster: LocalCluster) -> None:
+        starting = asyncio.create_task(cluster.start(b"slow"))
+        await wait_until(cluster.actors)
+        cluster.remove_worker(cluster.actors()[0].worker)
+        controller = await starting
+        assert (controller.worker, controller.incarnation) == (W1, 2)
+
+    run(scenario)
+
+
+def test_a_controller_whose_start_fails_for_a_while_is_tried_again() -> None:
+    async def scenario(cluster: LocalCluster) -> None:
+        first = await cluster.start(b"")
+        store = cluster.store
+        cluster.remove_worker(first.worker)
+        cluster._factories[ActorKind.CONTROLLER] = FailsTwice(cluster)
+        began = cluster.clock.now()
+        await wait_until(lambda: cluster.epoch == 4 and cluster.actors())
+        assert (await cluster.program.controller()).incarnation == 4
+        assert cluster.clock.now() > began
+        assert cluster.store is store
+
+    run(scenario)
+
+
+class FailsTwice:
+    def __init__(self, cluster: LocalCluster) -> None:
+        self.left = 2
+
+    def __call__(self, context: ActorContext) -> Pilot:
+        self.left -= 1
+        if self.left >= 0:
+            raise OSError("the store cannot be reached")
+        return Pilot(context)
+
+
+def test_an_older_controller_cannot_write_as_soon_as_a_newer_one_is_made() -> None:
+    async def scenario(cluster: LocalCluster) -> None:
+        first = await cluster.start(b"")
+        await cluster.program.call(first, "write", key="one")
+        stale = cluster.process(first.worker).store
+        cluster.epoch = 2
+        with pytest.raises(StaleEpochError, match="epoch 1 was replaced by 2"):
+            await stale.commit(1, StoreChange({"two": b"x"}))
+        assert set(await cluster.store.load()) == {"one"}
+
+    run(scenario)
+
+
+def test_ending_tells_everybody_stops_everything_and_is_final() -> None:
+    async def scenario(cluster: LocalCluster) -> None:
+        heard: list[Any] = []
+        controller = await cluster.start(b"")
+        address = await make(cluster)
+        actors = [actor(cluster, controller), actor(cluster, address)]
+        await cluster.program.subscribe(heard.append)
+        await cluster.end()
+        await cluster.end()
+        assert [each["kind"] for each in heard] == ["ended"]
+        assert [each.stopped for each in actors] == [[0], [0]]
+        assert cluster.actors() == []
+        with pytest.raises(NotRunningError):
+            await cluster.program.controller()
+
+    run(scenario)
+
+
+def test_a_store_of_ones_own_outlives_the_cluster() -> None:
+    store = MemoryStore()
+
+    async def scenario(cluster: LocalCluster) -> None:
+        controller = await cluster.start(b"")
+        await cluster.program.call(controller, "write", key="kept")
+
+    run(scenario, store=store)
+    assert asyncio.run(store.load()) == {"kept": b"x"}
+
+
+def test_chance_and_names_are_the_users() -> None:
+    async def scenario(cluster: LocalCluster) -> None:
+        address = await make(cluster)
+        context = actor(cluster, address).context
+        assert context.rng is cluster.rng is cluster.program.link.rng
+        assert (context.worker, context.cluster) == (W1, cluster.process(W1))
+        assert cluster.program.instance == "mine"
+        assert "mine" in repr(cluster)
+
+    run(scenario, rng=random.Random(5), instance="mine", deliver=deliver_at_once)
+
+
+def test_a_suspended_worker_answers_nobody_until_it_goes_on() -> None:
+    async def scenario(cluster: LocalCluster) -> None:
+        address = await make(cluster)
+        cluster.suspend_worker(W1)
+        waiting = asyncio.create_task(cluster.program.call(address, "where"))
+        await asyncio.sleep(60)
+        assert not waiting.done()
+        cluster.suspend_worker(W1, is_suspended=False)
+        assert await waiting == W1
+
+        cluster.suspend_worker(W1)
+        waiting = asyncio.create_task(cluster.program.call(address, "where"))
+        await asyncio.sleep(60)
+        cluster.remove_worker(W1)
+        with pytest.raises(ActorLostError):
+            await waiting
+
+    run(scenario)
+
+
+def test_a_worker_that_retires_is_announced_and_gives_up_the_controller() -> None:
+    async def scenario(cluster: LocalCluster) -> None:
+        first = await cluster.start(b"")
+        heard: list[Any] = []
+        await cluster.program.subscribe(heard.append)
+        cluster.retire_worker(first.worker)
+        second = await cluster.program.controller()
+        assert second.worker != first.worker
+        await wait_until(lambda: cluster.actors() == [second])
+        assert [each["kind"] for each in heard] == ["workers", "controller"]
+        assert heard[0]["retiring"] == (first.worker,)
+        assert {each.address: each.is_retiring for each in cluster.workers()} == {
+            first.worker: True,
+            second.worker: False,
+        }
+
+    run(scenario)
+
+
+# ---- what a controller asks and tells of workers
+
+
+def test_the_actors_of_a_worker_can_be_looked_at() -> None:
+    async def scenario(cluster: LocalCluster) -> None:
+        await make(cluster)
+        sick = await make(cluster, name="local/replica/b#2")
+        actor(cluster, sick).health = lambda: {"is_healthy": False, "detail": "ill"}  # type: ignore[attr-defined]
+        creating = asyncio.create_task(make(cluster, name="local/replica/b#3", payload=b"slow"))
+        await wait_until(lambda: len(cluster.actors()) == 3)
+        found = await cluster.program.inspect(W1)
+        assert [
+            (each["name"][-3:], each["is_ready"], each["is_healthy"], each["detail"]) for each in found
+        ] == [
+            ("b#1", True, True, ""),
+            ("b#2", True, False, "ill"),
+            ("b#3", False, True, ""),
+        ]
+        assert {(each["kind"], each["incarnation"], each["worker"]) for each in found} == {("replica", 1, W1)}
+        assert await cluster.program.inspect(W2) == []
+        cluster.remove_worker(W1)
+        with pytest.raises(ActorLostError):
+            await cluster.program.inspect(W1)
+        await asyncio.gather(creating, return_exceptions=True)
+
+    run(scenario)
+
+
+def test_only_the_newest_controller_is_listened_to() -> None:
+    async def scenario(cluster: LocalCluster) -> None:
+        await cluster.start(b"")
+        await cluster.process(W1).report(1, UseReport(frozenset({W1}), waiting_workers=2))
+        await cluster.process(W2).report(0, UseReport())
+        assert cluster.reported == UseReport(frozenset({W1}), waiting_workers=2)
+
+    run(scenario)
+
+
+def test_a_worker_that_is_restarted_is_lost_first() -> None:
+    async def scenario(cluster: LocalCluster) -> None:
+        await cluster.process(W2).restart_worker(W1)
+        assert [each.address for each in cluster.workers()] == [W2]
+
+    run(scenario)
+
+
+# ---- the link
+
+
+def test_a_link_knows_its_loop_its_instance_and_its_thread() -> None:
+    async def scenario(cluster: LocalCluster) -> None:
+        link = cluster.process(W1).link
+        assert link.loop is asyncio.get_running_loop()
+        assert link.runs_here()
+        assert not await asyncio.to_thread(link.runs_here)
+        assert link.cluster("local") is cluster.process(W1)
+        with pytest.raises(NotRunningError):
+            link.cluster("other")
+        coroutine = cluster.program.workers()
+        with pytest.raises(RuntimeError, match="event loop that would have to carry it out"):
+            link.sync(coroutine)
+        assert await asyncio.to_thread(lambda: link.sync(cluster.program.workers())) == cluster.workers()
+        assert await link.ask("instances") == ["local"]
+        await link.ask("end_instance", instance="local")
+        with pytest.raises(NotRunningError):
+            await cluster.program.controller()
+        with pytest.raises(BadRequestError):
+            await link.ask("dance")
+
+    run(scenario)
+
+
+def test_before_it_is_started_it_has_no_loop() -> None:
+    with pytest.raises(InstanceError, match="has not been started"):
+        _ = LocalCluster(FACTORIES).loop
+
+
+def test_a_process_is_a_cluster_to_the_type_checker() -> None:
+    views: list[Cluster] = [LocalCluster(FACTORIES).program]
+    assert views[0].instance == "local"

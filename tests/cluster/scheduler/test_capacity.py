@@ -1,0 +1,138 @@
+"""What the scheduler decides in view of what instances report."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from daskserve.cluster.base import UseReport
+from daskserve.cluster.scheduler.capacity import ADAPTIVE_S, Capacity
+from daskserve.cluster.scheduler.hosts import HOST_KEY
+from daskserve.testing import run_virtual
+
+W1, W2 = "tcp://w1", "tcp://w2"
+
+
+async def _evacuate(workers: list[str]) -> None:
+    raise AssertionError("not in these tests")
+
+
+class Scheduler:
+    """As much of a scheduler as is asked, with two workers that hold a Host each."""
+
+    def __init__(self) -> None:
+        host = SimpleNamespace(key=f"{HOST_KEY}1")
+        self.workers = {
+            address: SimpleNamespace(address=address, processing=[], long_running=[], has_what=[host])
+            for address in (W1, W2)
+        }
+        self.idle_timeout = 300
+        self.queued: list[Any] = []
+        self.unrunnable: dict[str, Any] = {}
+        self.plugins = {"ours": self}
+        #: What Dask itself would say.
+        self.by_tasks = 1
+        self.held: set[str] = set()
+        self.handlers: dict[str, Any] = {
+            "adaptive_target": lambda *args, **kwargs: self.by_tasks,
+            "retire_workers": None,
+        }
+
+    def valid_workers_downscaling(self, scheduler: Any, workers: list[Any]) -> list[Any]:
+        return [each for each in workers if each.address not in self.held]
+
+
+@pytest.fixture
+def scheduler() -> Any:
+    return Scheduler()
+
+
+@pytest.fixture
+def became_adaptive() -> list[bool]:
+    return []
+
+
+@pytest.fixture
+def capacity(scheduler: Any, became_adaptive: list[bool]) -> Capacity:
+    capacity = Capacity(scheduler, _evacuate, lambda: became_adaptive.append(True))
+    capacity.install()
+    return capacity
+
+
+def test_a_worker_is_free_once_every_instance_knows_that_it_leaves_and_has_nothing_there(
+    capacity: Capacity,
+) -> None:
+    """A report from before it knew may be followed by a replica that it was just placing."""
+    assert not capacity.is_free({W1}, ["a"])
+    capacity.report("a", UseReport(in_use=frozenset({W2})))
+    assert not capacity.is_free({W1}, ["a"])
+    capacity.report("a", UseReport(in_use=frozenset({W1, W2}), retiring=frozenset({W1})))
+    assert not capacity.is_free({W1}, ["a"])
+    capacity.report("a", UseReport(in_use=frozenset({W2}), retiring=frozenset({W1})))
+    assert capacity.is_free({W1}, ["a"])
+    assert not capacity.is_free({W1}, ["a", "b"])
+    assert not capacity.is_free({W1, W2}, ["a"])
+
+
+def test_what_an_instance_without_a_controller_has_still_counts(capacity: Capacity) -> None:
+    capacity.report("a", UseReport(in_use=frozenset({W1})))
+    assert not capacity.is_free({W1}, [])
+    assert capacity.is_free({W2}, [])
+
+
+def test_workers_of_any_instance_count_and_waiting_replicas_add_to_the_target(
+    capacity: Capacity, scheduler: Any
+) -> None:
+    scheduler.unrunnable = {"a task": None}
+    assert capacity.adaptive_target() == 1
+    capacity.report("a", UseReport(in_use=frozenset({W1})))
+    capacity.report("b", UseReport(in_use=frozenset({W1, W2}), waiting_workers=2))
+    assert capacity.in_use() == {W1, W2}
+    assert capacity.adaptive_target() == 2 + 2
+    capacity.forget("b")
+    assert capacity.in_use() == {W1}
+    assert capacity.adaptive_target() == 1
+
+
+def test_a_worker_that_holds_nothing_but_a_host_may_go(capacity: Capacity, scheduler: Any) -> None:
+    """Dask, which takes the Host for data, would keep one more than is needed."""
+    scheduler.held, scheduler.by_tasks = {W1}, 2
+    capacity.report("a", UseReport(in_use=frozenset({W1})))
+    assert capacity.adaptive_target() == 1
+    scheduler.workers[W2].has_what.append(SimpleNamespace(key=("somebody's data", 1)))
+    assert capacity.adaptive_target() == 2
+
+
+@pytest.mark.parametrize("what", ["queued", "unrunnable", "processing", "more wanted"])
+def test_what_tasks_want_is_left_to_dask(capacity: Capacity, scheduler: Any, what: str) -> None:
+    scheduler.held, scheduler.by_tasks = {W1}, 2
+    if what == "queued":
+        scheduler.queued.append("a task")
+    elif what == "unrunnable":
+        scheduler.unrunnable["a task"] = None
+    elif what == "processing":
+        scheduler.workers[W1].processing.append("a task")
+    else:
+        scheduler.by_tasks = 3
+    assert capacity.adaptive_target() == scheduler.by_tasks
+
+
+def test_a_cluster_is_adaptive_while_somebody_asks_how_large_it_should_be(
+    capacity: Capacity, scheduler: Any, became_adaptive: list[bool]
+) -> None:
+    async def main() -> None:
+        assert not capacity.is_adaptive
+        scheduler.adaptive_target()  # as metrics do
+        assert not capacity.is_adaptive
+        scheduler.handlers["adaptive_target"]()
+        assert capacity.is_adaptive
+        await asyncio.sleep(ADAPTIVE_S - 1)
+        scheduler.handlers["adaptive_target"]()
+        assert became_adaptive == [True]
+        await asyncio.sleep(ADAPTIVE_S + 1)
+        assert not capacity.is_adaptive
+
+    run_virtual(main)

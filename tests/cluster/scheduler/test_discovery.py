@@ -1,0 +1,93 @@
+"""Which targets are listed for Prometheus, and the route that lists them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from distributed.http.routing import RoutingApplication
+from tornado.httputil import HTTPHeaders, HTTPServerRequest, RequestStartLine
+from tornado.web import RequestHandler
+
+from daskserve.cluster.scheduler.discovery import Targets, metrics_path, one_per_process, reachable, target
+
+CONNECTION: Any = SimpleNamespace(context=None)
+
+
+class Scheduler:
+    """The parts of a Dask scheduler that are looked at."""
+
+    def __init__(self, prefix: str = "") -> None:
+        self.address = "tcp://10.0.0.1:8786"
+        self.http_application = RoutingApplication([(f"{prefix}/metrics", RequestHandler)])
+        self.http_server = SimpleNamespace(address="0.0.0.0", port=8787)
+        self.workers: dict[str, Any] = {}
+
+    def join(self, host: str, port: int | None) -> None:
+        services = {} if port is None else {"dashboard": port}
+        name = f"w{len(self.workers)}"
+        self.workers[f"tcp://{host}:{port}"] = SimpleNamespace(host=host, services=services, name=name)
+
+
+def listed(scheduler: Scheduler, facts: Mapping[str, Any] | None = None) -> list[str]:
+    targets = Targets(scheduler, lambda address: (facts or {}).get(address, {}))  # type: ignore[arg-type]
+    found = asyncio.run(targets.describe())
+    return [f"{each['labels']['dask_role']} {each['targets'][0]}" for each in found]
+
+
+def test_the_scheduler_and_all_workers_are_listed_as_they_come_and_go() -> None:
+    scheduler = Scheduler()
+    assert listed(scheduler) == ["scheduler 10.0.0.1:8787"]
+    scheduler.join("10.0.0.2", 40001)
+    scheduler.join("10.0.0.3", None)
+    scheduler.join("fd00::4", 40004)
+    assert listed(scheduler) == ["scheduler 10.0.0.1:8787", "worker 10.0.0.2:40001", "worker [fd00::4]:40004"]
+    del scheduler.workers["tcp://10.0.0.2:40001"]
+    assert listed(scheduler) == ["scheduler 10.0.0.1:8787", "worker [fd00::4]:40004"]
+
+
+def test_of_workers_that_share_a_process_one_is_listed() -> None:
+    scheduler = Scheduler()
+    for port in (1, 2, 3):
+        scheduler.join("10.0.0.2", port)
+    facts = {f"tcp://10.0.0.2:{port}": {"pid": pid} for port, pid in ((1, 7), (2, 7), (3, 8))}
+    assert listed(scheduler, facts)[1:] == ["worker 10.0.0.2:1", "worker 10.0.0.2:3"]
+
+
+def test_processes_of_which_nothing_is_known_are_all_listed() -> None:
+    entry = target("h", 1, role="worker", name="w", path="/metrics")
+    assert one_per_process([(None, entry), (None, entry), (1, entry), (1, entry)]) == [entry] * 3
+
+
+@pytest.mark.parametrize(
+    ("bound", "expected"),
+    [("", "h"), ("0.0.0.0", "h"), ("::", "h"), ("127.0.0.1", "127.0.0.1"), ("10.1.1.1", "10.1.1.1")],
+)
+def test_a_server_is_reached_where_it_listens_unless_that_says_nothing(bound: str, expected: str) -> None:
+    assert reachable(bound, "h") == expected
+
+
+@pytest.mark.parametrize("prefix", ["", "/dask"])
+def test_the_route_comes_and_goes_and_follows_the_prefix(prefix: str) -> None:
+    scheduler = Scheduler(prefix)
+    application = scheduler.http_application
+    assert metrics_path(application) == f"{prefix}/metrics"
+    rules = list(application.default_router.rules)
+    targets = Targets(scheduler, lambda _: {})  # type: ignore[arg-type]
+
+    def is_found() -> bool:
+        line = RequestStartLine("GET", f"{prefix}/daskserve/targets", "HTTP/1.1")
+        request = HTTPServerRequest(start_line=line, headers=HTTPHeaders(host="h"), connection=CONNECTION)
+        return "TargetsHandler" in str(application.find_handler(request).handler_class)
+
+    assert not is_found()
+    targets.install()
+    targets.install()
+    assert is_found()
+    targets.uninstall()
+    targets.uninstall()
+    assert not is_found()
+    assert application.default_router.rules == rules

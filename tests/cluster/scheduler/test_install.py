@@ -1,0 +1,41 @@
+"""Starting an instance: what a start that is given up must not do any more."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from daskserve.cluster.scheduler.install import start_instance
+
+
+class Careless:
+    """A link whose way to the scheduler swallows a cancellation, as ``asyncio.wait_for`` may."""
+
+    def __init__(self) -> None:
+        self.client: Any = self
+        self.is_asked = False
+
+    async def check_scheduler(self, timeout_s: float) -> bool:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            pass
+        return True
+
+    async def ask(self, verb: str, **message: Any) -> None:
+        self.is_asked = True
+
+
+def test_a_swallowed_cancellation_does_not_start_an_instance() -> None:
+    async def main() -> None:
+        link: Any = Careless()
+        starting = asyncio.create_task(start_instance(link, "local", timeout_s=1.0))
+        await asyncio.sleep(0)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        assert not link.is_asked
+
+    asyncio.run(main())

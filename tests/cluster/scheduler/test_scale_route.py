@@ -1,0 +1,270 @@
+"""The route for scaling from outside, over a socket, with controllers that answer, fail and hang."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from distributed.http.routing import RoutingApplication
+from tornado.httpclient import AsyncHTTPClient, HTTPResponse
+from tornado.httpserver import HTTPServer
+from tornado.simple_httpclient import SimpleAsyncHTTPClient
+from tornado.testing import bind_unused_port
+from tornado.web import RequestHandler
+
+from daskserve.cluster.scheduler import scale_route
+from daskserve.cluster.scheduler.controllers import Instance
+from daskserve.cluster.scheduler.scale_route import MOST_BYTES, ScaleRoute
+from daskserve.cluster.store.errors import StoreUnavailableError
+from daskserve.errors import ActorLostError, ExternalScalerDisabledError, NotFoundError, StaleEpochError
+from daskserve.types import ActorAddress
+
+Answer = Callable[[int], Awaitable[Any]]
+GOOD = json.dumps({"target_num_replicas": 3}).encode()
+
+
+class Hosts:
+    """Stands for the Hosts: what a controller does is the test's to say, by its incarnation."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int, Mapping[str, Any]]] = []
+        self.answer: Answer = self.as_asked
+
+    async def as_asked(self, incarnation: int) -> Any:
+        return self.calls[-1][2]["number"]
+
+    async def run(self, worker: str, verb: str, message: Mapping[str, Any]) -> Any:
+        assert (verb, message["verb"]) == ("call", "scale")
+        self.calls.append((message["name"], message["incarnation"], message["message"]))
+        return await self.answer(message["incarnation"])
+
+
+def instance(name: str, incarnation: int | None = 1) -> Instance:
+    entry = Instance(name, None, False, 5.0, b"", SimpleNamespace())  # type: ignore[arg-type]
+    if incarnation is not None:
+        place(entry, incarnation)
+    return entry
+
+
+def place(entry: Instance, incarnation: int) -> None:
+    entry.controller = ActorAddress(f"{entry.name}/controller", "w1", incarnation)
+    entry.controller_up.set()
+
+
+class Site:
+    """A scheduler's HTTP server with the route, and a client."""
+
+    def __init__(self, prefix: str = "") -> None:
+        self.application = RoutingApplication([(f"{prefix}/metrics", RequestHandler)])
+        self.hosts = Hosts()
+        self.instances = {"one": instance("one"), "two words": instance("two words")}
+        scheduler: Any = SimpleNamespace(http_application=self.application)
+        self.route = ScaleRoute(scheduler, self.instances, self.hosts)  # type: ignore[arg-type]
+        self.prefix = prefix
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[Site]:
+        server = HTTPServer(self.application)
+        sock, self.port = bind_unused_port()
+        server.add_socket(sock)
+        self.client: AsyncHTTPClient = SimpleAsyncHTTPClient(force_instance=True)
+        self.route.install()
+        self.route.install()
+        try:
+            yield self
+        finally:
+            self.client.close()
+            server.stop()
+            await server.close_all_connections()
+
+    async def send(
+        self, body: bytes | None = GOOD, path: str = "one/default/b", method: str = "POST", **headers: str
+    ) -> HTTPResponse:
+        name, application, deployment = path.split("/")
+        url = (
+            f"http://127.0.0.1:{self.port}{self.prefix}/daskserve/{name}/api/v1/applications/{application}"
+            f"/deployments/{deployment}/scale"
+        )
+        return await self.client.fetch(
+            url, method=method, body=body, headers=headers, raise_error=False, request_timeout=5
+        )
+
+
+def visit(scenario: Callable[[Site], Awaitable[None]], prefix: str = "") -> None:
+    async def main() -> None:
+        async with Site(prefix).open() as site:
+            await scenario(site)
+
+    asyncio.run(main())
+
+
+def told(reply: HTTPResponse) -> str:
+    assert reply.headers["Content-Type"] == "application/json"
+    message: str = json.loads(reply.body)["message"]
+    return message
+
+
+@pytest.mark.parametrize("prefix", ["", "/dask"])
+def test_a_number_goes_to_the_controller_of_the_instance_that_is_named(prefix: str) -> None:
+    async def scenario(site: Site) -> None:
+        reply = await site.send()
+        assert (reply.code, json.loads(reply.body)["target_num_replicas"]) == (200, 3)
+        assert (await site.send(path="two%20words/b%C3%BC/b%C3%BC")).code == 200
+        assert site.hosts.calls == [
+            ("one/controller", 1, {"name": "b", "number": 3}),
+            ("two words/controller", 1, {"name": "bü", "number": 3}),
+        ]
+
+    visit(scenario, prefix)
+
+
+def test_each_kind_of_refusal_has_its_status() -> None:
+    async def scenario(site: Site) -> None:
+        reply = await site.send(path="three/default/b")
+        assert (reply.code, told(reply)) == (
+            404,
+            "Instance 'three' does not run on this cluster; there are: one, two words.",
+        )
+        site.instances["two words"].is_ending = True
+        assert (await site.send(path="two%20words/default/b")).code == 404
+        reply = await site.send(path="one/other/b")
+        assert (reply.code, "There is no application 'other'" in told(reply)) == (404, True)
+        reply = await site.send(b"three")
+        assert (reply.code, "not JSON" in told(reply)) == (400, True)
+        reply = await site.send(None, method="GET")
+        assert (reply.code, reply.headers["Allow"], told(reply)) == (405, "POST", "Method Not Allowed")
+        assert (await site.send(method="PUT")).code == 405
+        assert site.hosts.calls == []
+        for error, status in (
+            (NotFoundError("no such backend"), 404),
+            (ExternalScalerDisabledError("not enabled"), 412),
+            (StoreUnavailableError("the store is away"), 503),
+        ):
+
+            async def fail(_: int, error: Exception = error) -> None:
+                raise error
+
+            site.hosts.answer = fail
+            reply = await site.send()
+            assert (reply.code, told(reply)) == (status, str(error))
+            assert ("Retry-After" in reply.headers) == (status == 503)
+        assert len(site.hosts.calls) == 3
+
+    visit(scenario)
+
+
+def test_a_body_that_is_too_large_is_dropped_and_refused() -> None:
+    async def scenario(site: Site) -> None:
+        fitting = GOOD + b" " * (MOST_BYTES - len(GOOD))
+        assert (await site.send(fitting)).code == 200
+        for body in (fitting + b" ", b" " * (10 << 20)):
+            reply = await site.send(body)
+            assert (reply.code, told(reply)) == (400, "the body has more than 4096 bytes")
+        assert len(site.hosts.calls) == 1
+
+    visit(scenario)
+
+
+def test_a_page_of_another_site_is_refused() -> None:
+    async def scenario(site: Site) -> None:
+        for origin in ("http://evil.example", "null", f"http://127.0.0.1:{site.port + 1}"):
+            assert (await site.send(Origin=origin)).code == 403
+        assert site.hosts.calls == []
+        assert (await site.send(Origin=f"http://127.0.0.1:{site.port}")).code == 200
+
+    visit(scenario)
+
+
+@pytest.mark.parametrize("error", [ActorLostError("gone"), StaleEpochError("replaced")])
+def test_the_next_controller_is_asked_when_one_is_lost(error: Exception) -> None:
+    async def scenario(site: Site) -> None:
+        entry = site.instances["one"]
+
+        async def lose(incarnation: int) -> Any:
+            if incarnation == 1:
+                entry.controller = None
+                entry.controller_up.clear()
+                asyncio.get_running_loop().call_later(0.05, place, entry, 2)
+                raise error
+            return 3
+
+        site.hosts.answer = lose
+        assert (await site.send()).code == 200
+        assert [incarnation for _, incarnation, _ in site.hosts.calls] == [1, 2]
+
+    visit(scenario)
+
+
+def test_a_controller_that_hangs_is_given_up_when_it_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scale_route, "CHECK_S", 0.01)
+
+    async def scenario(site: Site) -> None:
+        was_cancelled = asyncio.Event()
+
+        async def hang(incarnation: int) -> Any:
+            if incarnation == 2:
+                return 3
+            place(site.instances["one"], 2)
+            try:
+                await asyncio.Event().wait()
+            finally:
+                was_cancelled.set()
+
+        site.hosts.answer = hang
+        assert (await site.send()).code == 200
+        assert was_cancelled.is_set()
+
+    visit(scenario)
+
+
+def test_no_controller_in_time_is_a_503(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scale_route, "PATIENCE_S", 0.1)
+
+    async def scenario(site: Site) -> None:
+        site.instances["one"] = instance("one", None)
+        reply = await site.send()
+        assert (reply.code, reply.headers["Retry-After"]) == (503, "1")
+        assert told(reply) == "No controller of 'one' has answered for 0.1 s; try again."
+        site.instances["one"] = instance("one")
+
+        async def hang(_: int) -> None:
+            await asyncio.Event().wait()
+
+        site.hosts.answer = hang
+        assert (await site.send()).code == 503
+
+    visit(scenario)
+
+
+def test_an_instance_that_ends_meanwhile_is_a_404(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scale_route, "CHECK_S", 0.01)
+
+    async def scenario(site: Site) -> None:
+        entry = site.instances["one"]
+
+        async def end(_: int) -> None:
+            entry.is_ending = True
+            await asyncio.Event().wait()
+
+        site.hosts.answer = end
+        reply = await site.send()
+        assert (reply.code, told(reply)) == (404, "Instance 'one' has just been shut down.")
+
+    visit(scenario)
+
+
+def test_the_route_goes_again() -> None:
+    async def scenario(site: Site) -> None:
+        rules = site.application.default_router.rules
+        count = len(rules)
+        site.route.uninstall()
+        site.route.uninstall()
+        assert len(rules) == count - 1
+        assert (await site.send()).code == 404
+
+    visit(scenario)

@@ -1,0 +1,163 @@
+"""Places where stores keep their records, and file systems that misbehave, for the tests of the stores."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from fsspec import AbstractFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
+
+from daskserve.cluster.base import InstanceStore, StoreChange
+from daskserve.cluster.store.folders import Folder, LocalFolder, RemoteFolder
+from daskserve.cluster.store.fsspec import FsspecStore, folder_of
+from daskserve.cluster.store.opening import MemoryStore, open_store
+
+#: What makes a store of an instance at one place; a second one finds what the first one wrote.
+MakeStore = Callable[[str], InstanceStore]
+
+DURABLE = ("sqlite", "folder", "bucket", "renames")
+
+
+def make_bucket() -> Any:
+    """Return an object store in memory: puts are conditional, folders do not exist."""
+
+    class Bucket(MemoryFileSystem):
+        store: ClassVar[dict[str, Any]] = {}
+        pseudo_dirs: ClassVar[list[str]] = [""]
+        cachable = False
+
+    return Bucket()
+
+
+def make_renaming_files() -> Any:
+    """Return a file system in memory that offers no more than writing and renaming."""
+
+    class Renaming(MemoryFileSystem):
+        store: ClassVar[dict[str, Any]] = {}
+        pseudo_dirs: ClassVar[list[str]] = [""]
+        cachable = False
+        pipe_file = AbstractFileSystem.pipe_file
+
+    return Renaming()
+
+
+def place(kind: str, path: Path) -> MakeStore:
+    """Return a fresh place of a kind; ``path`` is an empty folder to use."""
+    if kind == "memory":
+        return lambda instance: MemoryStore()
+    if kind == "sqlite":
+        return lambda instance: open_store(f"sqlite:///{path}/store.db", instance)
+    if kind == "folder":
+        return lambda instance: open_store(f"file://{path}/store", instance)
+    files = make_bucket() if kind == "bucket" else make_renaming_files()
+    return lambda instance: FsspecStore(f"{kind}://store", instance, remote(files))
+
+
+def remote(files: Any) -> Callable[[str, str], Folder]:
+    return lambda url, folder: RemoteFolder(files, f"/store/{folder}")
+
+
+@contextlib.asynccontextmanager
+async def opened(store: InstanceStore) -> AsyncIterator[InstanceStore]:
+    await store.open()
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+async def commit(store: InstanceStore, epoch: int, **records: bytes | None) -> Mapping[str, bytes]:
+    await store.commit(epoch, StoreChange(records))
+    return await store.load()
+
+
+class Crash(BaseException):
+    """The process dies here. Not an `Exception`, so that nothing treats it as an error."""
+
+
+class Trap:
+    """Counts steps, and does something at one of them. A step happens before and after anything is done.
+
+    Parameters
+    ----------
+    at : int
+        The number of the step, from 0.
+    action : callable, optional
+        What happens there; by default the process dies, so every later step fails too.
+    """
+
+    def __init__(self, at: int, action: Callable[[], object] | None = None) -> None:
+        self.at = at
+        self.action = action
+        self.steps: list[str] = []
+
+    @property
+    def has_sprung(self) -> bool:
+        return len(self.steps) > self.at
+
+    def step(self, what: str) -> None:
+        self.steps.append(what)
+        number = len(self.steps) - 1
+        if self.action is None and number >= self.at:
+            raise Crash(what)
+        if self.action is not None and number == self.at:
+            self.action()
+
+
+class TrappedFolder:
+    """A folder with a trap in it."""
+
+    def __init__(self, inner: Folder, trap: Trap) -> None:
+        self.inner = inner
+        self.trap = trap
+
+    def prepare(self, folders: Sequence[str]) -> None:
+        self.inner.prepare(folders)
+
+    def create(self, name: str, data: bytes) -> None:
+        self.trap.step(f"before {name}")
+        self.inner.create(name, data)
+        self.trap.step(f"after {name}")
+
+    def read(self, names: Sequence[str]) -> dict[str, bytes]:
+        self.trap.step(f"read {', '.join(names)}")
+        return self.inner.read(names)
+
+    def names(self, folder: str) -> list[str]:
+        self.trap.step(f"list {folder}")
+        return self.inner.names(folder)
+
+    def remove(self, names: Sequence[str]) -> None:
+        for name in names:
+            self.trap.step(f"remove {name}")
+            self.inner.remove([name])
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+def every_step(run: Callable[[int], bool]) -> int:
+    """Do something again and again, with a trap one step later each time, until none springs; return when."""
+    at = 0
+    while run(at):
+        at += 1
+    return at
+
+
+def local_folder(path: Path, instance: str = "i") -> LocalFolder:
+    """Return the folder that an instance has at the place ``folder``."""
+    return LocalFolder(path / "store" / folder_of(instance))
+
+
+def folder_store(path: Path, wrap: Callable[[Folder], Folder] = lambda folder: folder) -> FsspecStore:
+    """Return a store at the place ``folder``, with something between it and its folder."""
+    return FsspecStore(f"file://{path}/store", "i", lambda url, name: wrap(local_folder(path)))
+
+
+async def settle(store: FsspecStore) -> None:
+    """Wait until the store has done what it does after commits."""
+    for _ in range(20):
+        await store.run(lambda: None)

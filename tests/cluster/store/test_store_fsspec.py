@@ -1,0 +1,742 @@
+"""The journal in a folder: crashes, races and damage at every step, and what a commit costs."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from store_harness import (
+    Crash,
+    Trap,
+    TrappedFolder,
+    commit,
+    every_step,
+    folder_store,
+    local_folder,
+    make_bucket,
+    make_renaming_files,
+    opened,
+    remote,
+    settle,
+)
+
+from daskserve.cluster.base import StoreChange
+from daskserve.cluster.store import fsspec as store_fsspec
+from daskserve.cluster.store.folders import Folder
+from daskserve.cluster.store.fsspec import FsspecStore, folder_of
+from daskserve.cluster.store.opening import StoreFormatError, StoreUnavailableError, open_store
+from daskserve.errors import StaleEpochError
+
+#: A step that no test gets to.
+NEVER = 1_000_000
+#: Makes another store of the same instance at the same place, with something in front of its folder.
+MakeTrapped = Callable[..., FsspecStore]
+
+
+@pytest.fixture(params=["folder", "bucket", "renames"])
+def places(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], MakeTrapped]:
+    """Makes fresh places by name."""
+
+    def fresh(name: str) -> MakeTrapped:
+        if request.param == "folder":
+            path = tmp_path / name
+            path.mkdir()
+            return lambda wrap=lambda folder: folder: folder_store(path, wrap)
+        connect = remote(make_bucket() if request.param == "bucket" else make_renaming_files())
+
+        def make(wrap: Callable[[Folder], Folder] = lambda folder: folder) -> FsspecStore:
+            return FsspecStore("there://store", "i", lambda url, folder: wrap(connect(url, folder)))
+
+        return make
+
+    return fresh
+
+
+@pytest.fixture
+def short_journals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_fsspec, "COMPACT_OBJECTS", 4)
+    monkeypatch.setattr(store_fsspec, "REMOVE_AT_ONCE", 2)
+
+
+def change(**records: bytes | None) -> StoreChange:
+    return StoreChange(records)
+
+
+def names(path: Path, folder: str) -> list[str]:
+    return sorted(local_folder(path).names(folder))
+
+
+# ---- by URL
+
+
+def test_a_folder_by_url_survives_its_store(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        for url in (f"file://{tmp_path}/store", f"local://{tmp_path}/store/"):
+            async with opened(open_store(url, "my/app")) as store:
+                epoch = await store.claim_epoch()
+                found = await commit(store, epoch, **{f"k{epoch}": b""})
+        assert sorted(found) == ["k1", "k2"]
+        assert [each.name for each in (tmp_path / "store").iterdir()] == ["my=2Fapp"]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("instance", ["a", "A b", "..", ".", "", "=", "%3D", "a/../b", "ü*?[x]", "x\x00\n"])
+def test_the_folder_of_an_instance_is_one_plain_name(instance: str) -> None:
+    name = folder_of(instance)
+    assert name
+    assert not set(name) & set("/.%*?[]\\\0\n")
+    assert folder_of(instance) != folder_of(instance + "x")
+    assert folder_of(name) != name or instance == name
+
+
+# ---- one step at a time: the process dies
+
+
+def test_a_crash_at_any_step_of_a_commit_loses_nothing_acknowledged(
+    places: Callable[[str], MakeTrapped],
+) -> None:
+    def run(at: int) -> bool:
+        make = places(str(at))
+        trap = Trap(NEVER)
+
+        async def scenario() -> None:
+            async with opened(make(lambda folder: TrappedFolder(folder, trap))) as store:
+                await store.commit(1, change(a=b"1", b=b"1"))
+                await store.commit(1, change(c=b"2"))
+                trap.at, trap.steps = at, []
+                try:
+                    await store.commit(1, change(a=b"3", b=None, d=b"3"))
+                except Crash:
+                    pass
+            async with opened(make()) as store:
+                before = {"a": b"1", "b": b"1", "c": b"2"}
+                after = {"a": b"3", "c": b"2", "d": b"3"}
+                found = await store.load()
+                assert found == (after if f"after txn/{'1':0>8}-{'3':0>10}" in trap.steps else before)
+                assert store.problems() == {}
+                assert await store.claim_epoch() == 2
+                assert await commit(store, 2, e=b"4") == {**found, "e": b"4"}
+            async with opened(make()) as store:
+                assert await store.load() == {**found, "e": b"4"}
+
+        asyncio.run(scenario())
+        return trap.has_sprung
+
+    assert every_step(run) == 4  # look for epochs, before and after making the object, look again
+
+
+def test_a_crash_at_any_step_of_a_claim_leaves_epochs_going_up(places: Callable[[str], MakeTrapped]) -> None:
+    def run(at: int) -> bool:
+        make = places(str(at))
+        trap = Trap(NEVER)
+
+        async def scenario() -> None:
+            async with opened(make(lambda folder: TrappedFolder(folder, trap))) as store:
+                assert await store.claim_epoch() == 1
+                await store.commit(1, change(a=b"1"))
+                trap.at, trap.steps = at, []
+                try:
+                    await store.claim_epoch()
+                except Crash:
+                    pass
+            async with opened(make()) as store:
+                # It is over as soon as its number may have been given out, and never given out twice.
+                assert await store.newest_epoch() == (2 if f"after epoch/{'2':0>8}" in trap.steps else 1)
+                assert await store.claim_epoch() in (2, 3)
+                assert await store.load() == {"a": b"1"}
+
+        asyncio.run(scenario())
+        return trap.has_sprung
+
+    assert every_step(run) >= 6
+
+
+@pytest.mark.usefixtures("short_journals")
+def test_a_crash_at_any_step_of_cutting_the_journal_short_loses_nothing(
+    places: Callable[[str], MakeTrapped],
+) -> None:
+    def run(at: int) -> bool:
+        make = places(str(at))
+        trap = Trap(NEVER)
+
+        async def scenario() -> None:
+            model: dict[str, bytes] = {}
+            async with opened(make(lambda folder: TrappedFolder(folder, trap))) as store:
+                for number in range(8):
+                    model[f"k{number}"] = model["last"] = b"%d" % number
+                    await store.commit(1, change(**{f"k{number}": b"%d" % number, "last": b"%d" % number}))
+                await store.run(store.do_compact, True)
+                await settle(store)
+                model["more"] = b""
+                await store.commit(1, change(more=b""))
+                trap.at, trap.steps = at, []
+                try:
+                    await store.run(store.do_compact, True)
+                    await settle(store)
+                except Crash:
+                    pass
+            # Then it goes on, cuts the journal short by itself, and crashes no more.
+            for _ in range(2):
+                async with opened(make()) as store:
+                    assert await store.load() == model
+                    assert store.problems() == {}
+                    for number in range(7):
+                        model[f"l{number}"] = b""
+                        await store.commit(1, change(**{f"l{number}": b""}))
+                        await settle(store)
+                    assert len(await store.run(store._positions, "txn")) < 20
+                    assert len(await store.run(store._positions, "snapshot")) <= 3
+
+        asyncio.run(scenario())
+        return trap.has_sprung
+
+    # Before and after the snapshot, reading it back, two lists, removing an older snapshot and three changes.
+    assert every_step(run) == 9
+
+
+# ---- one step at a time: something fails, and the process goes on
+
+
+@pytest.mark.parametrize("error", [ConnectionError("down"), PermissionError("no"), RuntimeError("foreign")])
+def test_a_commit_that_failed_never_happened_once_the_next_one_has(
+    places: Callable[[str], MakeTrapped], error: Exception
+) -> None:
+    def run(at: int) -> bool:
+        make = places(str(at))
+
+        def fail() -> None:
+            raise error
+
+        trap = Trap(NEVER, fail)
+
+        async def scenario() -> None:
+            async with opened(make(lambda folder: TrappedFolder(folder, trap))) as store:
+                assert await store.claim_epoch() == 1
+                await store.commit(1, change(a=b"1"))
+                trap.at, trap.steps = at, []
+                if at < 4:
+                    with pytest.raises(Exception, match=type(error).__name__):
+                        await store.commit(1, change(a=b"2", b=b"2"))
+                assert await commit(store, 1, c=b"3") == {"a": b"1", "c": b"3"}
+                assert await store.claim_epoch() == 2
+                assert await commit(store, 2) == {"a": b"1", "c": b"3"}
+            async with opened(make()) as store:
+                assert await store.load() == {"a": b"1", "c": b"3"}
+
+        if at < 4:
+            asyncio.run(scenario())
+        return trap.has_sprung
+
+    assert every_step(run) == 4
+
+
+def test_a_place_that_comes_back_is_used_again(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        is_down = False
+
+        class Line(TrappedFolder):
+            def create(self, name: str, data: bytes) -> None:
+                if is_down:
+                    raise ConnectionError("the line is down")
+                super().create(name, data)
+
+        async with opened(folder_store(tmp_path, lambda folder: Line(folder, Trap(NEVER)))) as store:
+            await store.commit(1, change(a=b"1"))
+            is_down = True
+            for attempt in (store.commit(1, change(a=b"2")), store.claim_epoch()):
+                with pytest.raises(
+                    StoreUnavailableError, match="ConnectionError: the line is down"
+                ) as failure:
+                    await attempt
+                assert failure.value.is_retryable
+            assert await store.load() == {"a": b"1"}
+            is_down = False
+            assert await commit(store, 1, a=b"3") == {"a": b"3"}
+
+    asyncio.run(scenario())
+
+
+# ---- one step at a time: another process gets in between
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_a_commit_that_is_overtaken_is_seen_by_the_next_controller_or_refused(
+    places: Callable[[str], MakeTrapped], is_loaded: bool
+) -> None:
+    """Wherever in the old controller's commit the new one takes over, both agree on what happened."""
+
+    def run(at: int) -> bool:
+        make = places(str(at))
+        seen: list[Mapping[str, bytes]] = []
+
+        def take_over() -> None:
+            new.do_claim_epoch()
+            if is_loaded:
+                seen.append(new.do_load())
+
+        trap = Trap(NEVER, take_over)
+        old, new = make(lambda folder: TrappedFolder(folder, trap)), make()
+        for store in (old, new):
+            store.do_open()
+        epoch = old.do_claim_epoch()
+        old.do_load()
+        old.do_commit(epoch, {"a": b"1"})
+        trap.at, trap.steps = at, []
+        try:
+            old.do_commit(epoch, {"a": b"2", "b": b"2"})
+            is_acknowledged = True
+        except StaleEpochError:
+            is_acknowledged = False
+        if trap.has_sprung:
+            assert not is_acknowledged
+            if not seen:
+                seen.append(new.do_load())
+            new.do_commit(epoch + 1, {"c": b"3"})
+            expected = {**seen[0], "c": b"3"}
+            with pytest.raises(StaleEpochError):
+                old.do_commit(epoch, {"d": b"4"})
+        else:
+            expected = {"a": b"2", "b": b"2"}
+        assert new.do_load() == expected
+        reader = make()
+        reader.do_open()
+        assert reader.do_load() == expected
+        for store in (old, new, reader):
+            store.do_close()
+        return trap.has_sprung
+
+    assert every_step(run) == 4
+
+
+def test_an_acknowledged_commit_is_seen_by_whoever_claims_afterwards(
+    places: Callable[[str], MakeTrapped],
+) -> None:
+    def run(at: int) -> bool:
+        make = places(str(at))
+
+        def write() -> None:
+            try:
+                old.do_commit(1, {"late": b"1"})
+                acknowledged.append(True)
+            except StaleEpochError:
+                pass
+
+        acknowledged: list[bool] = []
+        trap = Trap(NEVER, write)
+        old, new = make(), make(lambda folder: TrappedFolder(folder, trap))
+        for store in (old, new):
+            store.do_open()
+        old.do_claim_epoch()
+        old.do_commit(1, {"a": b"1"})
+        trap.at, trap.steps = at, []
+        claimed = new.do_claim_epoch()
+        loaded = new.do_load()
+        assert claimed == 2
+        assert loaded.get("late", b"") == (b"1" if acknowledged else b"")
+        new.do_commit(2, {"b": b"2"})
+        assert new.do_load() == {**loaded, "b": b"2"}
+        for store in (old, new):
+            store.do_close()
+        return trap.has_sprung
+
+    assert every_step(run) >= 8
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_two_that_claim_at_once_get_different_epochs(
+    places: Callable[[str], MakeTrapped], times: int
+) -> None:
+    def run(at: int) -> bool:
+        make = places(str(at))
+        claimed: list[int] = []
+        trap = Trap(NEVER, lambda: claimed.extend(two.do_claim_epoch() for _ in range(times)))
+        one, two = make(lambda folder: TrappedFolder(folder, trap)), make()
+        for store in (one, two):
+            store.do_open()
+        trap.at, trap.steps = at, []
+        claimed.append(one.do_claim_epoch())
+        has_sprung, trap.at = trap.has_sprung, NEVER
+        assert len(set(claimed)) == len(claimed)
+        assert one.do_newest_epoch() == two.do_newest_epoch() == max(claimed)
+        winner, loser = (one, two) if claimed[-1] == max(claimed) else (two, one)
+        winner.do_commit(max(claimed), {"a": b"1"})
+        if has_sprung:
+            with pytest.raises(StaleEpochError):
+                loser.do_commit(min(claimed), {"a": b"2"})
+        for store in (one, two):
+            assert store.do_load() == {"a": b"1"}
+            store.do_close()
+        return has_sprung
+
+    assert every_step(run) >= 5
+
+
+def test_reading_while_another_process_cuts_the_journal_short_sees_everything(
+    places: Callable[[str], MakeTrapped], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FsspecStore, "is_closing", False)
+
+    def run(at: int) -> bool:
+        make = places(str(at))
+        model = {f"k{number}": b"" for number in range(9)}
+
+        def cut() -> None:
+            for number in (7, 8):
+                writer.do_commit(1, {f"k{number}": b""})
+                writer.do_compact(True)
+
+        trap = Trap(NEVER, cut)
+        writer, reader = make(), make(lambda folder: TrappedFolder(folder, trap))
+        for store in (writer, reader):
+            store.do_open()
+        for number in range(7):
+            writer.do_commit(1, {f"k{number}": b""})
+            if number == 3:
+                writer.do_compact(True)
+        trap.at, trap.steps = at, []
+        found = reader.do_load()
+        assert found.items() <= model.items()
+        assert {f"k{number}" for number in range(7)} <= set(found)
+        assert reader.problems() == {}
+        for store in (writer, reader):
+            store.do_close()
+        return trap.has_sprung
+
+    assert every_step(run) >= 5
+
+
+# ---- damage
+
+
+def damage(path: Path, name: str, edit: Callable[[bytes], bytes]) -> None:
+    file = path / "store" / "i" / name
+    file.write_bytes(edit(file.read_bytes()))
+
+
+def journal_of(path: Path, count: int, *, snapshots: tuple[int, ...] = ()) -> dict[str, bytes]:
+    async def scenario() -> None:
+        async with opened(folder_store(path)) as store:
+            for number in range(1, count + 1):
+                await store.commit(1, change(**{f"k{number}": b"%d" % number * 50}))
+                if number in snapshots:
+                    await store.run(store.do_compact, True)
+                    await settle(store)
+
+    asyncio.run(scenario())
+    return {f"k{number}": b"%d" % number * 50 for number in range(1, count + 1)}
+
+
+def reopened(path: Path) -> tuple[Mapping[str, bytes], Mapping[str, str]]:
+    async def scenario() -> tuple[Mapping[str, bytes], Mapping[str, str]]:
+        async with opened(folder_store(path)) as store:
+            return await store.load(), store.problems()
+
+    return asyncio.run(scenario())
+
+
+def without(records: Mapping[str, bytes], *keys: str) -> dict[str, bytes]:
+    return {key: value for key, value in records.items() if key not in keys}
+
+
+TORN = "txn/00000001-0000000005"
+
+
+@pytest.mark.parametrize("cut", [0, 5, 40, -1])
+def test_a_torn_last_change_costs_no_earlier_one(tmp_path: Path, cut: int) -> None:
+    records = journal_of(tmp_path, 5)
+    damage(tmp_path, TORN, lambda data: data[:cut])
+    found, problems = reopened(tmp_path)
+    assert found == without(records, "k5")
+    assert list(problems) == [TORN]
+    assert "cut off and never acknowledged" in problems[TORN]
+
+    async def go_on() -> None:
+        async with opened(folder_store(tmp_path)) as store:
+            assert await commit(store, 1, k6=b"6") == {**without(records, "k5"), "k6": b"6"}
+
+    asyncio.run(go_on())
+    found, problems = reopened(tmp_path)
+    assert found == {**without(records, "k5"), "k6": b"6"}
+    assert "aside/txn=00000001-0000000005" in problems[TORN]
+
+
+def test_a_torn_change_that_is_completed_later_stays_void(tmp_path: Path) -> None:
+    """Its writer was slow, not dead, on a file system where objects do not appear whole."""
+    journal_of(tmp_path, 5)
+    file = tmp_path / "store" / "i" / TORN
+    whole = file.read_bytes()
+    file.write_bytes(whole[:30])
+
+    async def successor() -> Mapping[str, bytes]:
+        async with opened(folder_store(tmp_path)) as store:
+            await store.claim_epoch()
+            await store.load()
+            return await commit(store, 2, k6=b"6")
+
+    expected = asyncio.run(successor())
+    file.write_bytes(whole)
+    assert reopened(tmp_path)[0] == expected
+
+
+def test_a_damaged_change_is_named_kept_aside_and_costs_only_itself(tmp_path: Path) -> None:
+    records = journal_of(tmp_path, 5)
+    name = "txn/00000001-0000000002"
+    damage(tmp_path, name, lambda data: data.replace(b"2222", b"2?22"))
+    damaged = (tmp_path / "store" / "i" / name).read_bytes()
+    for _ in range(2):
+        found, problems = reopened(tmp_path)
+        assert found == without(records, "k2")
+        assert list(problems) == [name]
+        assert "never acknowledged" not in problems[name]
+
+    async def cut_short() -> None:
+        async with opened(folder_store(tmp_path)) as store:
+            for number in (6, 7):
+                await store.commit(1, change(**{f"k{number}": b""}))
+                await store.run(store.do_compact, True)
+                await settle(store)
+
+    asyncio.run(cut_short())
+    assert names(tmp_path, "txn") == ["00000001-0000000007"]
+    found, problems = reopened(tmp_path)
+    assert found == {**without(records, "k2"), "k6": b"", "k7": b""}
+    assert list(problems) == [name]
+    assert (tmp_path / "store" / "i" / "aside" / name.replace("/", "=")).read_bytes() == damaged
+
+
+@pytest.mark.parametrize(
+    "edit", [lambda data: b"", lambda data: data[:-9], lambda data: data.replace(b"3", b"?", 1)]
+)
+def test_a_damaged_snapshot_costs_nothing(tmp_path: Path, edit: Callable[[bytes], bytes]) -> None:
+    records = journal_of(tmp_path, 9, snapshots=(3, 6))
+    assert names(tmp_path, "snapshot") == ["00000001-0000000003", "00000001-0000000006"]
+    assert names(tmp_path, "txn")[0] == "00000001-0000000004"
+    damage(tmp_path, "snapshot/00000001-0000000006", edit)
+    found, problems = reopened(tmp_path)
+    assert found == records
+    assert list(problems) == ["snapshot/00000001-0000000006"]
+
+
+def test_of_the_only_snapshot_what_can_be_read_is_used(tmp_path: Path) -> None:
+    records = journal_of(tmp_path, 9, snapshots=(3, 6))
+    (tmp_path / "store" / "i" / "snapshot" / "00000001-0000000003").unlink()
+    damage(tmp_path, "snapshot/00000001-0000000006", lambda data: data.replace(b"2222", b"2?22", 1))
+    found, problems = reopened(tmp_path)
+    assert found == without(records, "k2")
+    assert "cannot be read: 'k2'" in problems["snapshot/00000001-0000000006"]
+
+    async def go_on() -> None:
+        async with opened(folder_store(tmp_path)) as store:
+            for _ in range(2):
+                assert await commit(store, 1, new=b"") == {**without(records, "k2"), "new": b""}
+                await store.run(store.do_compact, True)
+                await settle(store)
+
+    asyncio.run(go_on())
+    assert reopened(tmp_path)[0] == {**without(records, "k2"), "new": b""}
+
+
+def test_strange_files_in_the_folder_are_left_alone(tmp_path: Path) -> None:
+    records = journal_of(tmp_path, 2)
+    root = tmp_path / "store" / "i"
+    for folder in ("txn", "epoch", "snapshot", "format"):
+        (root / folder / ".DS_Store").write_bytes(b"?")
+        (root / folder / "notes.txt").write_bytes(b"?")
+    assert reopened(tmp_path) == (records, {})
+
+
+def test_epochs_go_up_even_if_their_objects_are_lost(tmp_path: Path) -> None:
+    records = journal_of(tmp_path, 2)
+
+    async def scenario() -> None:
+        async with opened(folder_store(tmp_path)) as store:
+            await store.claim_epoch()
+            await store.commit(2, change(k3=b"3"))
+        for name in names(tmp_path, "epoch"):
+            (tmp_path / "store" / "i" / "epoch" / name).unlink()
+        async with opened(folder_store(tmp_path)) as store:
+            with pytest.raises(StaleEpochError):
+                await store.commit(1, change(k4=b"4"))
+        async with opened(folder_store(tmp_path)) as store:
+            assert await store.claim_epoch() == 3
+            assert await store.load() == {**records, "k3": b"3"}
+
+    asyncio.run(scenario())
+
+
+# ---- formats
+
+
+def test_a_newer_format_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    journal_of(tmp_path, 1)
+    (tmp_path / "store" / "i" / "format" / "00000009").write_bytes(b"")
+    with pytest.raises(StoreFormatError, match=r"has format 9; .* reads formats up to 1\. Install"):
+        reopened(tmp_path)
+
+
+def test_a_format_that_became_newer_meanwhile_is_refused_to_the_next_controller(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with opened(folder_store(tmp_path)) as store:
+            await store.claim_epoch()
+            (tmp_path / "store" / "i" / "format" / "00000002").write_bytes(b"")
+            with pytest.raises(StoreFormatError):
+                await store.claim_epoch()
+
+    asyncio.run(scenario())
+
+
+# ---- the loop, and what it costs
+
+
+def test_a_slow_place_does_not_hold_up_the_loop(tmp_path: Path) -> None:
+    is_released = threading.Event()
+
+    class Slow(TrappedFolder):
+        def create(self, name: str, data: bytes) -> None:
+            if name.startswith("txn/"):
+                assert is_released.wait(10), "the loop was blocked"
+            super().create(name, data)
+
+    async def scenario() -> None:
+        async with opened(folder_store(tmp_path, lambda folder: Slow(folder, Trap(NEVER)))) as store:
+            asyncio.get_running_loop().call_later(0.01, is_released.set)
+            assert await commit(store, 1, a=b"1") == {"a": b"1"}
+
+    asyncio.run(scenario())
+
+
+def test_a_place_that_hangs_does_not_hold_up_closing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("daskserve.cluster.store.thread.CLOSE_GRACE_S", 0.02)
+    is_released = threading.Event()
+
+    class Hanging(TrappedFolder):
+        def create(self, name: str, data: bytes) -> None:
+            if name.startswith("txn/"):
+                is_released.wait(10)
+            super().create(name, data)
+
+    async def scenario() -> None:
+        store = folder_store(tmp_path, lambda folder: Hanging(folder, Trap(NEVER)))
+        await store.open()
+        late = asyncio.create_task(store.commit(1, change(a=b"1")))
+        await asyncio.sleep(0)
+        await store.close()
+        assert "did not close within 0.02 s" in caplog.text
+        assert not late.done()
+        is_released.set()
+        await late
+
+    asyncio.run(scenario())
+
+
+class Counting(TrappedFolder):
+    """Notes what is written."""
+
+    def __init__(self, inner: Folder) -> None:
+        super().__init__(inner, Trap(NEVER))
+        self.written: list[tuple[str, int]] = []
+
+    def create(self, name: str, data: bytes) -> None:
+        super().create(name, data)
+        self.written.append((name.partition("/")[0], len(data)))
+
+
+def backend(number: int) -> dict[str, bytes | None]:
+    return {f"backend/b{number:04d}": b"x" * 500, f"replica/b{number:04d}#0": b"y" * 200}
+
+
+def test_the_thousandth_record_costs_what_the_tenth_did(tmp_path: Path) -> None:
+    folders: list[Counting] = []
+
+    def count(folder: Folder) -> Folder:
+        folders.append(Counting(folder))
+        return folders[-1]
+
+    async def scenario() -> None:
+        async with opened(folder_store(tmp_path, count)) as store:
+            written = folders[0].written
+
+            async def cost(number: int) -> list[tuple[str, int]]:
+                written.clear()
+                await store.commit(1, StoreChange(backend(number)))
+                return list(written)
+
+            await store.commit(1, StoreChange({}))
+            early = await cost(10)
+            most = [backend(number) for number in range(11, 1000)]
+            await store.commit(1, StoreChange({key: value for each in most for key, value in each.items()}))
+            late = await cost(1000)
+        assert [kind for kind, _ in early] == [kind for kind, _ in late] == ["txn"]
+        assert abs(late[0][1] - early[0][1]) <= 8
+
+    asyncio.run(scenario())
+
+
+def test_cutting_the_journal_short_costs_in_proportion_to_what_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_fsspec, "COMPACT_BYTES", 2_000)
+    monkeypatch.setattr(store_fsspec, "COMPACT_OBJECTS", 1_000)
+    folders: list[Counting] = []
+
+    def count(folder: Folder) -> Folder:
+        folders.append(Counting(folder))
+        return folders[-1]
+
+    async def scenario() -> int:
+        async with opened(folder_store(tmp_path, count)) as store:
+            for number in range(200):
+                await store.commit(1, StoreChange({f"k{number}": b"x" * 100}))
+            await settle(store)
+            return len(await store.run(store._positions, "txn"))
+
+    left = asyncio.run(scenario())
+    written = folders[0].written
+    sizes = {kind: sum(size for each, size in written if each == kind) for kind in ("txn", "snapshot")}
+    assert 2 <= sum(kind == "snapshot" for kind, _ in written) <= 10
+    assert sizes["snapshot"] <= sizes["txn"]
+    assert left < 200
+    assert len(reopened(tmp_path)[0]) == 200
+
+
+@pytest.mark.usefixtures("short_journals")
+def test_a_journal_that_cannot_be_cut_short_is_still_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class NoSnapshots(TrappedFolder):
+        def create(self, name: str, data: bytes) -> None:
+            if name.startswith("snapshot/"):
+                raise ConnectionError("no snapshots today")
+            super().create(name, data)
+
+    async def scenario() -> None:
+        async with opened(folder_store(tmp_path, lambda folder: NoSnapshots(folder, Trap(NEVER)))) as store:
+            for number in range(12):
+                await store.commit(1, change(**{f"k{number}": b""}))
+                await settle(store)
+
+    asyncio.run(scenario())
+    assert len(reopened(tmp_path)[0]) == 12
+    # It is not tried again with every commit.
+    assert caplog.text.count("no snapshots today") in range(1, 12)
+
+
+def test_what_is_remembered_of_a_size_is_the_size(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with opened(folder_store(tmp_path)) as store:
+            records: Any
+            for records in ({"a": b"123", "b": b"1"}, {"a": b"12", "c": b""}, {"b": None, "x": None}):
+                await store.commit(1, StoreChange(records))
+            journal = store._journal
+            assert journal is not None
+            assert journal.state_size == sum(len(key) + len(value) for key, value in journal.records.items())
+            assert journal.objects == 3
+
+    asyncio.run(scenario())

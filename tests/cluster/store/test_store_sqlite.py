@@ -1,0 +1,351 @@
+"""The SQLite store: what it tells SQLite, what it makes of its errors, and what damage costs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import sqlite3
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import cast
+
+import pytest
+from store_harness import commit, opened
+
+from daskserve.cluster.base import StoreChange
+from daskserve.cluster.store import sqlite as store_sqlite
+from daskserve.cluster.store.opening import StoreError, StoreFormatError, StoreUnavailableError, open_store
+from daskserve.cluster.store.sqlite import SqliteStore
+
+
+def sqlite_store(path: Path | str, instance: str = "i") -> SqliteStore:
+    store = open_store(f"sqlite:///{path}", instance)
+    assert isinstance(store, SqliteStore)
+    return store
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "store.db"
+
+
+@contextmanager
+def editing(path: Path) -> Iterator[sqlite3.Connection]:
+    """What another program does to the file."""
+    with closing(sqlite3.connect(path)) as db, db:
+        yield db
+
+
+def filled(path: Path, records: Mapping[str, bytes | None]) -> None:
+    async def scenario() -> None:
+        async with opened(sqlite_store(path)) as store:
+            await store.commit(1, StoreChange(records))
+
+    asyncio.run(scenario())
+
+
+def test_every_commit_is_synced_to_a_write_ahead_log(path: Path) -> None:
+    async def scenario() -> None:
+        async with opened(sqlite_store(path)) as store:
+            db = cast(SqliteStore, store)._db
+            pragma = cast(SqliteStore, store).run
+            assert await pragma(lambda: db.execute("PRAGMA journal_mode").fetchone()) == ("wal",)
+            assert await pragma(lambda: db.execute("PRAGMA synchronous").fetchone()) == (2,)  # FULL
+        # The log is folded in and gone once nobody has the file open.
+        assert os.listdir(path.parent) == ["store.db"]
+
+    asyncio.run(scenario())
+
+
+def test_paths_are_relative_or_absolute(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(path.parent)
+
+    async def scenario() -> None:
+        async with opened(sqlite_store("store.db")) as store:
+            await commit(store, 1, a=b"1")
+        async with opened(sqlite_store(path)) as store:
+            assert await store.load() == {"a": b"1"}
+
+    asyncio.run(scenario())
+
+
+def test_a_change_that_fails_half_way_leaves_nothing(path: Path) -> None:
+    async def scenario() -> None:
+        async with opened(sqlite_store(path)) as store:
+            await commit(store, 1, a=b"1")
+            with editing(path) as db:
+                db.execute(
+                    "CREATE TRIGGER fire BEFORE INSERT ON daskserve_records WHEN NEW.key = 'c' "
+                    "BEGIN SELECT RAISE(ABORT, 'the disk is on fire'); END"
+                )
+            with pytest.raises(StoreError, match="the disk is on fire"):
+                await store.commit(2, StoreChange({"a": b"2", "b": b"2", "c": b"2"}))
+            assert await store.load() == {"a": b"1"}
+            assert await store.newest_epoch() == 1
+            assert await commit(store, 1, a=None, d=b"4") == {"d": b"4"}
+
+    asyncio.run(scenario())
+
+
+# ---- places that are no good
+
+
+def refused(path: Path | str) -> StoreError:
+    async def scenario() -> StoreError:
+        store = sqlite_store(path)
+        with pytest.raises(StoreError) as caught:
+            await store.open()
+        return caught.value
+
+    error = asyncio.run(scenario())
+    assert f"The store sqlite:///{path} cannot be " in str(error)
+    assert not error.is_retryable
+    return error
+
+
+def test_a_file_that_is_no_database_is_left_as_it_is(path: Path) -> None:
+    path.write_bytes(b"something else of value\n" * 100)
+    assert "it is not an SQLite database; name another file" in str(refused(path))
+    assert path.read_bytes() == b"something else of value\n" * 100
+
+
+def test_a_folder_is_no_file(tmp_path: Path) -> None:
+    assert "the path must name a file" in str(refused(tmp_path))
+
+
+def test_a_place_where_no_file_can_be_made_is_refused() -> None:
+    assert "the scheduler's user may write" in str(refused("/proc/self/store.db"))
+
+
+def test_the_tables_of_others_in_the_file_are_left_alone(path: Path) -> None:
+    with editing(path) as db:
+        db.execute("CREATE TABLE records (key, value)")
+        db.execute("INSERT INTO records VALUES ('a', 'theirs')")
+    filled(path, {"a": b"ours"})
+    with editing(path) as db:
+        assert db.execute("SELECT * FROM records").fetchall() == [("a", "theirs")]
+
+
+def test_a_store_that_cannot_be_written_says_so_and_still_reads(path: Path) -> None:
+    async def scenario() -> None:
+        async with opened(sqlite_store(path)) as store:
+            await commit(store, 1, a=b"1")
+            sqlite = cast(SqliteStore, store)
+            await sqlite.run(lambda: sqlite._db.execute("PRAGMA query_only = 1"))
+            with pytest.raises(StoreError, match="give the scheduler's user the right to write the file"):
+                await store.commit(1, StoreChange({"a": b"2"}))
+            assert await store.load() == {"a": b"1"}
+
+    asyncio.run(scenario())
+
+
+def test_a_locked_store_is_waited_for_then_unavailable_then_well_again(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_sqlite, "BUSY_TIMEOUT_S", 0.05)
+
+    async def scenario() -> None:
+        async with opened(sqlite_store(path)) as store:
+            await commit(store, 1, a=b"1")
+            with closing(sqlite3.connect(path, isolation_level=None)) as other:
+                other.execute("BEGIN IMMEDIATE")
+                with pytest.raises(StoreUnavailableError, match="another program has held its lock") as error:
+                    await store.commit(1, StoreChange({"a": b"2"}))
+                assert error.value.is_retryable
+                assert await store.load() == {"a": b"1"}
+                other.execute("ROLLBACK")
+            assert await commit(store, 1, a=b"3") == {"a": b"3"}
+
+    asyncio.run(scenario())
+
+
+def test_a_store_that_is_locked_when_it_is_opened_is_unavailable(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_sqlite, "BUSY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(store_sqlite, "BUSY_RETRY_S", 0.01)
+
+    async def scenario() -> None:
+        with closing(sqlite3.connect(path, isolation_level=None)) as other:
+            other.execute("CREATE TABLE theirs (x)")
+            other.execute("BEGIN EXCLUSIVE")
+            store = sqlite_store(path)
+            with pytest.raises(StoreUnavailableError):
+                await store.open()
+            other.execute("ROLLBACK")
+        async with opened(store):
+            assert await store.load() == {}
+
+    asyncio.run(scenario())
+
+
+# ---- formats
+
+
+def test_a_newer_format_is_refused_with_what_to_do(path: Path) -> None:
+    filled(path, {"a": b"1"})
+    with editing(path) as db:
+        db.execute("UPDATE daskserve_meta SET value = 7 WHERE name = 'format'")
+    before = path.read_bytes()
+    store = sqlite_store(path)
+    with pytest.raises(
+        StoreFormatError,
+        match=f"store sqlite:///{path} has format 7; this daskserve reads formats up to 1. Install the dask",
+    ):
+        asyncio.run(store.open())
+    assert path.read_bytes() == before
+
+
+def test_a_format_that_became_newer_meanwhile_is_refused_to_the_next_controller(path: Path) -> None:
+    async def scenario() -> None:
+        async with opened(sqlite_store(path)) as store:
+            assert await store.claim_epoch() == 1
+            with editing(path) as db:
+                db.execute("UPDATE daskserve_meta SET value = 2 WHERE name = 'format'")
+            with pytest.raises(StoreFormatError):
+                await store.claim_epoch()
+
+    asyncio.run(scenario())
+
+
+def test_an_older_format_is_brought_up_to_date(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    filled(path, {"a": b"1"})
+    monkeypatch.setattr(store_sqlite, "FORMAT", 3)
+    monkeypatch.setattr(
+        store_sqlite,
+        "UPGRADES",
+        {1: "CREATE TABLE daskserve_new (x)", 2: "ALTER TABLE daskserve_new RENAME TO daskserve_newer"},
+    )
+
+    async def scenario() -> None:
+        for _ in range(2):
+            async with opened(sqlite_store(path)) as store:
+                assert await store.load() == {"a": b"1"}
+
+    asyncio.run(scenario())
+    with editing(path) as db:
+        assert db.execute("SELECT value FROM daskserve_meta").fetchall() == [(3,)]
+        assert db.execute("SELECT * FROM daskserve_newer").fetchall() == []
+
+
+# ---- damage
+
+DAMAGES: Mapping[str, str] = {
+    "value": "UPDATE daskserve_records SET value = x'00' || substr(value, 2) WHERE key = 'b'",
+    "type": "UPDATE daskserve_records SET value = 'text' WHERE key = 'b'",
+    "cut off": "UPDATE daskserve_records SET value = substr(value, 1, 1) WHERE key = 'b'",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_record_is_kept_aside_and_named_and_the_others_are_read(path: Path, damage: str) -> None:
+    filled(path, {"a": b"11", "b": b"22", "c": b"33"})
+    with editing(path) as db:
+        db.execute(damage)
+        (damaged,) = db.execute("SELECT value FROM daskserve_records WHERE key = 'b'").fetchone()
+
+    async def scenario() -> None:
+        for _ in range(2):  # it stays known
+            async with opened(sqlite_store(path)) as store:
+                assert await store.load() == {"a": b"11", "c": b"33"}
+                assert list(store.problems()) == ["b"]
+                assert "damaged in the file" in store.problems()["b"]
+                assert "daskserve_aside" in store.problems()["b"]
+        async with opened(sqlite_store(path, "other")) as store:
+            assert await store.load() == {}
+            assert store.problems() == {}
+        async with opened(sqlite_store(path)) as store:
+            assert (await commit(store, 1, b=b"new"))["b"] == b"new"
+
+    asyncio.run(scenario())
+    with editing(path) as db:
+        assert db.execute("SELECT key, value FROM daskserve_aside").fetchall() == [("b", damaged)]
+
+
+def test_a_key_that_is_no_text_any_more_is_kept_aside(path: Path) -> None:
+    filled(path, {"a": b"1", "b": b"2"})
+    with editing(path) as db:
+        db.execute("UPDATE daskserve_records SET key = CAST(x'ff62' AS TEXT) WHERE key = 'b'")
+
+    async def scenario() -> None:
+        async with opened(sqlite_store(path)) as store:
+            assert await store.load() == {"a": b"1"}
+            assert len(store.problems()) == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_damaged_page_costs_the_record_on_it(path: Path) -> None:
+    filled(path, {"a": b"1", "large": b"L" * 200_000, "z": b"2"})
+    data = bytearray(path.read_bytes())
+    size = int.from_bytes(data[16:18], "big")
+    # The pages that hold nothing but the large value begin with the number of the next such page.
+    inside = next(at for at in range(0, len(data), size) if data[at + 4 : at + 200] == b"L" * 196)
+    data[inside : inside + 4] = b"\xff\xff\xff\xff"
+    path.write_bytes(data)
+
+    async def scenario() -> None:
+        async with opened(sqlite_store(path)) as store:
+            assert await store.load() == {"a": b"1", "z": b"2"}
+            assert re.search("cannot be read.*malformed", store.problems()["large"])
+            assert await commit(store, 2, y=b"3") == {"a": b"1", "z": b"2", "y": b"3"}
+
+    asyncio.run(scenario())
+
+
+# ---- cost
+
+#: In the log: a page and its header.
+PAGE = 4096 + 24
+
+
+def test_the_thousandth_record_costs_what_the_tenth_did(path: Path) -> None:
+    async def scenario() -> tuple[list[int], list[int]]:
+        async with opened(sqlite_store(path)) as store:
+            sqlite = cast(SqliteStore, store)
+            await sqlite.run(lambda: sqlite._db.execute("PRAGMA wal_autocheckpoint = 0"))
+
+            async def cost(number: int) -> tuple[int, int]:
+                changes, size = await sqlite.run(lambda: sqlite._db.total_changes), log_size()
+                await store.commit(1, StoreChange(backend(number)))
+                return await sqlite.run(lambda: sqlite._db.total_changes) - changes, log_size() - size
+
+            def log_size() -> int:
+                return path.with_name("store.db-wal").stat().st_size
+
+            await store.commit(1, StoreChange({}))
+            early = [await cost(number) for number in range(20)]
+            most = [backend(number) for number in range(20, 990)]
+            await store.commit(1, StoreChange({key: value for each in most for key, value in each.items()}))
+            late = [await cost(number) for number in range(990, 1010)]
+        assert {rows for rows, _ in early[1:] + late} == {3}
+        return [size for _, size in early], [size for _, size in late]
+
+    early, late = asyncio.run(scenario())
+    # SQLite writes whole pages: while the index fits on one, three records share it; later each has its own.
+    assert statistics.median(late) <= statistics.median(early) + 3 * PAGE
+
+
+def backend(number: int) -> dict[str, bytes | None]:
+    return {
+        f"backend/b{number}": b"x" * 500,
+        f"replica/b{number}#0": b"y" * 200,
+        f"goal/{number * 7919 % 1009}": b"z" * 100,
+    }
+
+
+def test_errors_without_a_name_are_explained_too(path: Path) -> None:
+    class Nameless(sqlite3.DatabaseError):
+        pass
+
+    def fail() -> None:
+        with store._explained():
+            raise Nameless("what it was")
+
+    store = sqlite_store(path)
+    action: Callable[[], None] = fail
+    with pytest.raises(StoreError, match="cannot be used: Nameless: what it was"):
+        action()

@@ -1,0 +1,45 @@
+"""What is done about a backend when there is no answer of its policy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from control_harness import backend
+
+from daskserve.autoscaling import Sample
+from daskserve.control.scaling.look import Look
+from daskserve.options.autoscaling import AutoscalingConfig
+
+WAITING, IDLE = Sample(1.0, 0.0, 3.0), Sample(1.0, 0.0, 0.0)
+
+
+def look(target: int, sample: Sample, capacity: float | None = None, **options: Any) -> Look:
+    config = {"max_replicas": 8, "min_replicas": 0, **options}
+    record = replace(backend(config={"autoscaling_config": config}), scaled_to=target, capacity=capacity)
+    return Look.at(record, AutoscalingConfig(**config), sample, 0)
+
+
+@pytest.mark.parametrize(
+    ("seen", "expected"),
+    [
+        (look(0, WAITING), 1),
+        (look(0, WAITING, multiple_of=4), 4),
+        (look(0, WAITING, min_replicas=3), 3),
+        (look(0, WAITING, 50, min_replicas=3), 2),
+        (look(0, WAITING, 0), 0),
+        (look(0, WAITING, dry_run=True), 0),
+        (replace(look(0, WAITING), config=None, bounds=None), 0),
+        (look(0, IDLE), 0),
+        (look(2, WAITING), 2),
+    ],
+)
+def test_nothing_changes_but_for_those_who_wait_where_there_is_no_replica(seen: Look, expected: int) -> None:
+    step = seen.without_policy("it hangs")
+    assert (step.replicas, step.wanted) == (expected, expected)
+    assert step.reason == (
+        f"it hangs; {expected} for the requests that wait"
+        if expected != seen.target
+        else "it hangs, so nothing changes"
+    )

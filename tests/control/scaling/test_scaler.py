@@ -1,0 +1,350 @@
+"""Autoscaling in a controller: loads come in, numbers are recorded, and replicas follow."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from control_harness import backend
+from controller_harness import ScriptedReplica, Stage, play
+
+from daskserve.autoscaling import AutoscalingContext
+from daskserve.client.explanation import Explanation
+from daskserve.clock import LoopClock
+from daskserve.control.loads import STALE_S
+from daskserve.control.observed import Observed
+from daskserve.control.records import BackendRecord
+from daskserve.control.scaled import carried_over
+from daskserve.control.scaling import asking
+from daskserve.control.scaling.scaler import Scaler
+from daskserve.control.state import State
+from daskserve.errors import BadRequestError, NotFoundError, ReplicaStartError
+from daskserve.payload import dump_bytes
+from daskserve.testing import wait_until
+
+#: So quick that a test sees all of it.
+QUICK: Mapping[str, Any] = {
+    "min_replicas": 0,
+    "max_replicas": 4,
+    "target_ongoing_requests": 1,
+    "upscale_delay_s": 2.0,
+    "downscale_delay_s": 5.0,
+    "look_back_period_s": 5.0,
+}
+
+
+async def explained(stage: Stage, tag: str = "b") -> Explanation:
+    return Explanation.of(await stage.call("explain", name=tag))
+
+
+def recorded(stage: Stage, tag: str = "b") -> BackendRecord:
+    record = stage.stored("backend")[f"backend/{tag}"]
+    assert isinstance(record, BackendRecord)
+    return record
+
+
+async def report(stage: Stage, waiting: int, in_flight: int = 0, router: str = "r") -> None:
+    await stage.call("report_load", router=router, loads={"b": [waiting, in_flight]})
+
+
+async def load(stage: Stage, waiting: int, in_flight: int = 0, *, seconds: float) -> None:
+    """Report the same every second for some time."""
+    for _ in range(int(seconds)):
+        await report(stage, waiting, in_flight)
+        await stage.clock.sleep(1.0)
+
+
+def count(stage: Stage) -> int:
+    return len(stage.running_of("b"))
+
+
+def test_a_backend_at_zero_is_healthy_and_starts_as_soon_as_a_request_waits() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.create(autoscaling_config=QUICK)
+        await stage.clock.sleep(20.5)
+        assert count(stage) == 0
+        status = (await stage.call("status"))["backends"]["b"]
+        assert (status["status"], status["wanted"]) == ("HEALTHY", 0)
+        asked_at = stage.clock.now()
+        await report(stage, 3)
+        await stage.until(lambda: count(stage) >= 1)
+        assert stage.clock.now() - asked_at < stage.start_s + 0.05
+
+    play(scenario)
+
+
+def test_the_wanted_number_and_its_reasons_outlive_the_controller() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.create(autoscaling_config={**QUICK, "downscale_delay_s": 600.0})
+        await load(stage, 4, seconds=10)
+        await stage.until(lambda: count(stage) == 4)
+        before = recorded(stage)
+        assert before.scaled_to == 4
+        await stage.crash_controller()
+        await stage.until(lambda: count(stage) == 4)
+        await load(stage, 0, 4, seconds=10)
+        after = recorded(stage)
+        assert (after.scaled_to, after.scalings) == (4, before.scalings)
+        assert [event.after for event in (await explained(stage)).events] == [4]
+
+    play(scenario, workers=4)
+
+
+def test_what_a_router_told_that_is_gone_does_not_pin_replicas() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.create(autoscaling_config=QUICK)
+        await load(stage, 4, seconds=8)
+        await stage.until(lambda: count(stage) == 4)
+        gone_at = stage.clock.now()
+        await stage.until(lambda: not stage.running)
+        # Down to 1 after the delay, and to none after another one.
+        assert 5.0 <= stage.clock.now() - gone_at <= STALE_S + 3 * 5.0 + 3.0
+        assert recorded(stage).scaled_to == 0
+        assert (await explained(stage)).samples[-1].queued == 0
+
+    play(scenario)
+
+
+def test_new_bounds_hold_at_once() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.create(autoscaling_config={**QUICK, "min_replicas": 1})
+        assert count(stage) == 1
+        await stage.update(autoscaling_config={**QUICK, "min_replicas": 3})
+        assert count(stage) == 3
+        await stage.update(autoscaling_config={**QUICK, "min_replicas": 1, "max_replicas": 2})
+        await stage.until(lambda: count(stage) == 2)
+        assert "allowed now" in (await explained(stage)).events[-1].reason
+        await stage.update(autoscaling_config=None, num_replicas=4)
+        assert count(stage) == 4
+        assert recorded(stage).scaled_to is None
+        await stage.update(autoscaling_config=QUICK)
+        assert recorded(stage).scaled_to == 4
+
+    play(scenario)
+
+
+def test_a_number_beside_autoscaling_is_refused() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.create(autoscaling_config=QUICK)
+        with pytest.raises(BadRequestError, match="num_replicas=2 is given together with autoscaling_config"):
+            await stage.update(num_replicas=2)
+
+    play(scenario)
+
+
+def test_a_dry_run_only_tells() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.create(num_replicas=1, autoscaling_config={**QUICK, "dry_run": True})
+        await load(stage, 4, seconds=10)
+        assert count(stage) == 1
+        told = await explained(stage)
+        assert (told.wanted, told.policy_wants, told.is_dry_run) == (1, 4, True)
+        assert "dry run" in str(told)
+
+    play(scenario)
+
+
+def test_a_dry_run_that_is_switched_on_keeps_the_replicas() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.create(autoscaling_config={**QUICK, "min_replicas": 1})
+        await load(stage, 4, seconds=10)
+        await stage.until(lambda: count(stage) == 4)
+        await stage.update(autoscaling_config={**QUICK, "min_replicas": 1, "dry_run": True})
+        await load(stage, 0, seconds=30)
+        assert count(stage) == 4
+        told = await explained(stage)
+        assert (told.wanted, told.policy_wants, told.is_dry_run) == (4, 1, True)
+        await stage.update(num_replicas=2)
+        await stage.until(lambda: count(stage) == 2)
+
+    play(scenario)
+
+
+def two_and_the_load(context: AutoscalingContext) -> int:
+    return 2 + int(context.samples[-1].queued)
+
+
+async def patient(context: AutoscalingContext) -> int:
+    return 3
+
+
+def broken(context: AutoscalingContext) -> int:
+    raise RuntimeError("no idea")
+
+
+@pytest.mark.parametrize(("policy", "expected"), [(two_and_the_load, 3), (patient, 3), (broken, 1)])
+def test_a_function_of_the_users_decides(policy: Any, expected: int) -> None:
+    config = {**QUICK, "min_replicas": 1, "upscale_delay_s": 0.0, "policy": dump_bytes(policy)}
+
+    async def scenario(stage: Stage) -> None:
+        await stage.create(autoscaling_config=config)
+        await load(stage, 1, seconds=5)
+        await stage.until(lambda: count(stage) == expected)
+        told = await explained(stage)
+        assert told.wanted == expected
+        assert ("no idea" in told.reason) == (policy is broken)
+
+    play(scenario)
+
+
+def test_what_replicas_measure_by_themselves_decides() -> None:
+    async def scenario(stage: Stage) -> None:
+        def tell(value: float) -> None:
+            for each in stage.running_of("b"):
+                figures = {"ongoing": 0, "ended": 0, "custom": {"tokens": value}}
+                each.figures = lambda figures=figures: figures  # type: ignore[attr-defined]
+
+        kwargs = {"metric": "tokens", "target": 10}
+        config = {**QUICK, "min_replicas": 1, "policy": "custom_metric", "policy_kwargs": kwargs}
+        await stage.create(autoscaling_config=config)
+        await stage.clock.sleep(5.0)
+        assert "none of 1 replicas tells its tokens" in (await explained(stage)).reason
+        tell(25.0)
+        await stage.until(lambda: count(stage) == 3)
+        tell(1.0)
+        await stage.until(lambda: count(stage) == 1)
+
+    play(scenario)
+
+
+def test_a_policy_that_cannot_be_had_leaves_the_number_and_says_so() -> None:
+    async def scenario(stage: Stage) -> None:
+        config = {**QUICK, "min_replicas": 1, "policy": "no_such_module:decide"}
+        await stage.create(autoscaling_config=config)
+        await load(stage, 4, seconds=5)
+        assert count(stage) == 1
+        assert "no_such_module" in (await explained(stage)).reason
+        await stage.update(autoscaling_config={**config, "policy": "target_ongoing_requests"})
+        await load(stage, 4, seconds=5)
+        assert count(stage) == 4
+
+    play(scenario)
+
+
+def test_a_new_version_comes_about_though_the_load_wants_more_than_fits() -> None:
+    async def scenario(stage: Stage) -> None:
+        config = {**QUICK, "min_replicas": 1, "max_replicas": 20}
+        options = {"num_cpus": 4}
+        await stage.create("b", autoscaling_config=config, actor_options=options)
+        await load(stage, 20, seconds=6)
+        await stage.until(lambda: count(stage) == 3)
+        told = await explained(stage)
+        assert told.running == 3
+        assert told.wanted > 10
+        assert "CPU" in told.waiting
+        assert stage.cluster.reported.waiting_workers == told.wanted - 3
+        await stage.update(user_config=b"other")
+        assert {each.user_config for each in stage.running_of("b")} == {b"other"}
+
+    play(scenario)
+
+
+def test_a_change_that_fails_is_taken_back_and_the_number_is_not() -> None:
+    async def scenario(stage: Stage) -> None:
+        async def refuse_late(replica: ScriptedReplica) -> None:
+            await stage.clock.sleep(8.0)
+            raise ReplicaStartError("it does not like it", user_traceback="Traceback ...")
+
+        await stage.create(autoscaling_config={**QUICK, "min_replicas": 1})
+        stage.reconfigure = refuse_late
+        change = asyncio.create_task(stage.update(user_config=b"bad"))
+        await load(stage, 4, seconds=6)
+        assert recorded(stage).scaled_to == 4
+        with pytest.raises(ReplicaStartError, match="does not like it"):
+            await change
+        assert (recorded(stage).scaled_to, recorded(stage).user_config) == (4, None)
+        assert recorded(stage).scalings[-1][2] == 4
+
+    play(scenario)
+
+
+def test_a_backend_that_cannot_start_is_not_healthy_for_having_been_at_zero() -> None:
+    async def scenario(stage: Stage) -> None:
+        async def fail(replica: ScriptedReplica) -> None:
+            raise RuntimeError("no weights")
+
+        await stage.create(autoscaling_config=QUICK)
+        stage.start = fail
+        await load(stage, 1, seconds=3)
+        status = (await stage.call("status"))["backends"]["b"]
+        assert status["status"] == "UNHEALTHY"
+        assert "no weights" in (await explained(stage)).waiting
+
+    play(scenario)
+
+
+def test_what_is_unknown_or_not_autoscaled_is_explained_as_such() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.create(num_replicas=2)
+        told = await explained(stage)
+        assert (told.running, told.wanted, told.policy) == (2, 2, "")
+        assert "Nothing scales it" in str(told)
+        with pytest.raises(NotFoundError, match="there are: b"):
+            await stage.call("explain", name="c")
+
+    play(scenario)
+
+
+def test_on_an_adaptive_cluster_workers_are_emptied_and_elsewhere_replicas_stay_spread() -> None:
+    async def scenario(stage: Stage) -> None:
+        for is_adaptive, expected in ((False, 3), (True, 2)):
+            stage.cluster.is_adaptive = is_adaptive
+            await stage.create(num_replicas=6, actor_options={"num_cpus": 1})
+            assert len(stage.replica_workers()) == 3
+            await stage.update(num_replicas=3)
+            workers = {each.worker for each in stage.running_of("b")}
+            assert len(workers) == expected
+            await stage.delete()
+
+    play(scenario)
+
+
+class Blocking:
+    """A policy that blocks until it is let go; by reference, so that the test has it in its hand."""
+
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+        self.begun: list[str] = []
+
+    def __call__(self, context: AutoscalingContext) -> int:
+        self.begun.append(context.name)
+        self.go_on.wait(10)
+        return 2
+
+    def __reduce__(self) -> str:
+        return "blocking"
+
+
+blocking = Blocking()
+
+
+def test_a_policy_that_blocks_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {**QUICK, "min_replicas": 1, "metrics_interval_s": 0.01, "upscale_delay_s": 0.0}
+    stuck = backend("stuck", config={"autoscaling_config": {**options, "policy": dump_bytes(blocking)}})
+    quick = backend("quick", config={"autoscaling_config": options})
+    state, observed = State(), Observed()
+    for each in (stuck, quick):
+        state.apply({each.key: carried_over(each, None, 0.0)})
+    monkeypatch.setattr(asking, "ANSWER_S", 0.05)
+
+    async def main() -> None:
+        poked: list[str] = []
+        running = asyncio.create_task(Scaler(state, observed, LoopClock(), poke=poked.extend).run())
+        await wait_until(lambda: "stuck" in observed.scalings and "quick" in observed.scalings)
+        assert "has not answered" in observed.scalings["stuck"].reason
+        decided_at = observed.scalings["stuck"].at
+        await wait_until(lambda: observed.scalings["stuck"].at > decided_at)
+        assert blocking.begun == ["stuck"]
+        blocking.go_on.set()
+        await wait_until(lambda: "stuck" in poked)
+        assert observed.scalings["stuck"].replicas == 2
+        running.cancel()
+        await asyncio.wait([running])
+
+    try:
+        asyncio.run(main())
+    finally:
+        blocking.go_on.set()

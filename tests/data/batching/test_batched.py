@@ -1,0 +1,922 @@
+"""``batch`` on methods and functions (features BA01-BA06, BA08-BA10, BA12), without a replica around it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import gc
+import inspect
+import logging
+import pickle
+import sys
+import threading
+import types
+import weakref
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import cloudpickle
+import pytest
+
+from daskserve import context as serve_context
+from daskserve.context import ReplicaContext, RequestContext, current_replica, current_request
+from daskserve.data.batching.decorator import batch
+from daskserve.data.batching.function import BatchedFunction
+from daskserve.data.batching.stream import AHEAD
+from daskserve.errors import ServeError, UserCodeError
+from daskserve.testing import run_virtual
+
+LONG_S = 3600.0
+
+
+def run(scenario: Callable[[], Awaitable[None]]) -> None:
+    async def main() -> None:
+        await scenario()
+
+    run_virtual(main)
+
+
+async def turns(count: int = 10) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+class Model:
+    """Doubles, and notes its batches."""
+
+    def __init__(self) -> None:
+        self.batches: list[Any] = []
+        self.go = asyncio.Event()
+        self.go.set()
+        self.answer: Callable[[list[Any]], Any] = lambda items: [2 * item for item in items]
+        self.cleaned: list[str] = []
+
+    @batch
+    async def double(self, items: list[Any]) -> Any:
+        self.batches.append(items)
+        try:
+            await self.go.wait()
+        finally:
+            self.cleaned.append("double")
+        return self.answer(items)
+
+    @batch(max_batch_size=3, batch_wait_timeout_s=LONG_S)
+    async def by_three(self, items: list[Any]) -> Any:
+        self.batches.append(items)
+        await self.go.wait()
+        return self.answer(items)
+
+    @batch(max_batch_size=2, batch_wait_timeout_s=0.1, max_concurrent_batches=2)
+    async def two_at_a_time(self, items: list[Any]) -> Any:
+        self.batches.append(items)
+        await self.go.wait()
+        return items
+
+    @batch(max_batch_size=4, batch_wait_timeout_s=0.1)
+    async def combine(self, left: list[Any], right: list[Any], *more: list[Any], **named: list[Any]) -> Any:
+        self.batches.append((left, right, more, named))
+        return [str(each) for each in zip(left, right, strict=True)]
+
+    @batch(max_batch_size=10, batch_wait_timeout_s=0.1, batch_size_fn=sum)
+    async def weighed(self, items: list[int]) -> Any:
+        self.batches.append(items)
+        return items
+
+    @batch(max_batch_size=3, batch_wait_timeout_s=0.1)
+    async def count_to(self, items: list[int]) -> AsyncIterator[list[Any]]:
+        self.batches.append(items)
+        try:
+            for number in range(max(items)):
+                await self.go.wait()
+                yield [number if number < item else StopIteration for item in items]
+        finally:
+            self.cleaned.append("count_to")
+
+
+@batch(max_batch_size=3)
+async def square(numbers: list[int]) -> list[int]:
+    return [number * number for number in numbers]
+
+
+async def collect(stream: AsyncIterator[Any]) -> list[Any]:
+    return [item async for item in stream]
+
+
+# ---- BA01: what goes together
+
+
+def test_ten_calls_at_once_are_one_by_default() -> None:
+    async def scenario() -> None:
+        model = Model()
+        assert await asyncio.gather(*(model.double(n) for n in range(10))) == [2 * n for n in range(10)]
+        assert model.batches == [list(range(10))]
+
+    run(scenario)
+
+
+def test_a_lone_call_waits_for_others_for_ten_milliseconds_by_default() -> None:
+    async def scenario() -> None:
+        assert await Model().double(4) == 8
+        assert asyncio.get_running_loop().time() == pytest.approx(0.01)
+
+    run(scenario)
+
+
+def test_batches_run_one_at_a_time_unless_told_otherwise() -> None:
+    async def scenario() -> None:
+        for name, expected in (("by_three", [[0, 1, 2]]), ("two_at_a_time", [[0, 1], [2, 3]])):
+            model = Model()
+            model.go.clear()
+            tasks = [asyncio.create_task(getattr(model, name)(n)) for n in range(6)]
+            await turns()
+            assert model.batches == expected
+            model.go.set()
+            await asyncio.gather(*tasks)
+            assert [n for items in model.batches for n in items] == list(range(6))
+
+    run(scenario)
+
+
+# ---- BA02: validation
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"max_batch_size": 2.5}, TypeError),
+        ({"max_batch_size": "10"}, TypeError),
+        ({"max_batch_size": True}, TypeError),
+        ({"max_batch_size": None}, TypeError),
+        ({"max_batch_size": 0}, ValueError),
+        ({"batch_wait_timeout_s": -0.1}, ValueError),
+        ({"batch_wait_timeout_s": float("nan")}, ValueError),
+        ({"batch_wait_timeout_s": "soon"}, TypeError),
+        ({"max_concurrent_batches": 0}, ValueError),
+        ({"max_concurrent_batches": 1.5}, TypeError),
+        ({"batch_size_fn": 3}, TypeError),
+        ({"batch_size_fn": square}, TypeError),
+    ],
+)
+def test_a_wrong_option_is_named_with_its_value(options: dict[str, Any], error: type[Exception]) -> None:
+    ((name, value),) = options.items()
+    with pytest.raises(error, match=name) as caught:
+        batch(**options)
+    assert str(value) in str(caught.value) or repr(value) in str(caught.value)
+
+
+def plain(items: list[int]) -> list[int]:
+    return items
+
+
+def plain_generator(items: list[int]) -> Any:
+    yield items
+
+
+@pytest.mark.parametrize("function", [plain, plain_generator, Model, 3, "name"])
+def test_what_is_not_async_def_cannot_be_batched(function: Any) -> None:
+    for decorate in (batch, batch(max_batch_size=2)):
+        with pytest.raises(TypeError, match="async def"):
+            decorate(function)
+
+
+@pytest.mark.parametrize(
+    ("setter", "value", "error"),
+    [
+        ("set_max_batch_size", 0, ValueError),
+        ("set_max_batch_size", 1.5, TypeError),
+        ("set_batch_wait_timeout_s", -1, ValueError),
+    ],
+)
+def test_setters_validate_too(setter: str, value: Any, error: type[Exception]) -> None:
+    model = Model()
+    with pytest.raises(error):
+        getattr(model.double, setter)(value)
+    assert model.double._get_max_batch_size() == 10
+    assert model.double._get_batch_wait_timeout_s() == 0.01
+
+
+# ---- BA03: arguments and results
+
+
+def test_the_function_gets_a_list_for_each_argument() -> None:
+    async def scenario() -> None:
+        model = Model()
+        results = await asyncio.gather(*(model.combine(n, right=n * n) for n in range(4)))
+        assert results == ["(0, 0)", "(1, 1)", "(2, 4)", "(3, 9)"]
+        assert model.batches == [([0, 1, 2, 3], [0, 1, 4, 9], (), {})]
+        await asyncio.gather(model.combine(1, 2, 3, word="a"), model.combine(4, 5, 6, word="b"))
+        assert model.batches[1] == ([1, 4], [2, 5], ([3, 6],), {"word": ["a", "b"]})
+
+    run(scenario)
+
+
+def test_calls_of_different_shapes_go_apart() -> None:
+    async def scenario() -> None:
+        model = Model()
+        calls = (
+            model.combine(1, 2),
+            model.combine(3, right=4),
+            model.combine(5, 6, 7),
+            model.combine(8, 9, k=0),
+        )
+        await asyncio.gather(*calls)
+        assert [each[0] for each in model.batches] == [[1, 3], [5], [8]]
+
+    run(scenario)
+
+
+def test_wrong_arguments_fail_their_caller_at_once() -> None:
+    async def scenario() -> None:
+        model = Model()
+        good = asyncio.create_task(model.combine(1, 2))
+        await turns()
+        with pytest.raises(TypeError, match="right"):
+            model.combine(1)
+        with pytest.raises(TypeError, match="too many"):
+            model.double(1, 2)
+        with pytest.raises(TypeError, match="called without arguments"):
+            square_of_nothing()
+        assert await good == "(1, 2)"
+
+    run(scenario)
+
+
+@batch
+async def square_of_nothing(*numbers: list[int]) -> list[int]:
+    return []
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda items: items[1:],
+        lambda items: [*items, 1],
+        lambda items: None,
+        lambda items: 7,
+        lambda items: "ab",
+        lambda items: dict.fromkeys(items),
+        lambda items: iter(items[1:]),
+    ],
+)
+def test_anything_but_a_result_for_each_fails_all_of_them_and_nothing_after(answer: Any) -> None:
+    async def scenario() -> None:
+        model = Model()
+        right, model.answer = model.answer, answer
+        results = await asyncio.gather(model.double(1), model.double(2), return_exceptions=True)
+        assert [type(each) for each in results] == [ServeError, ServeError]
+        assert "Model.double" in str(results[0])
+        model.answer = right
+        assert await model.double(3) == 6
+
+    run(scenario)
+
+
+def test_a_wrong_number_of_results_is_told_with_both_numbers() -> None:
+    async def scenario() -> None:
+        model = Model()
+        model.answer = lambda items: [1]
+        with pytest.raises(ServeError, match=r"doesn't preserve batch size: .* it got 2 and returned 1"):
+            await asyncio.gather(model.double(1), model.double(2))
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("error", "seen"),
+    [
+        (ValueError("broken"), ValueError),
+        (SystemExit(3), UserCodeError),
+        (KeyboardInterrupt(), UserCodeError),
+        (asyncio.CancelledError("own"), UserCodeError),
+        (StopAsyncIteration(), UserCodeError),
+    ],
+)
+def test_what_the_function_raises_goes_to_all_of_its_batch_and_no_other(
+    error: BaseException, seen: type[Exception]
+) -> None:
+    async def scenario() -> None:
+        def fail(items: list[Any]) -> Any:
+            raise error
+
+        model = Model()
+        right, model.answer = model.answer, fail
+        results = await asyncio.gather(model.double(1), model.double(2), return_exceptions=True)
+        assert [type(each) for each in results] == [seen, seen]
+        model.answer = right
+        assert await model.double(3) == 6
+
+    run(scenario)
+
+
+def test_an_error_has_the_traceback_of_the_function() -> None:
+    async def scenario() -> None:
+        model = Model()
+        model.answer = lambda items: 1 / 0
+        with pytest.raises(ZeroDivisionError) as caught:
+            await model.double(1)
+        assert "self.answer(items)" in str(caught.getrepr(style="long"))
+
+    run(scenario)
+
+
+# ---- BA12: single failures
+
+
+def test_an_exception_among_the_results_is_raised_for_its_caller_alone() -> None:
+    async def scenario() -> None:
+        model = Model()
+        model.answer = lambda items: [1, ValueError("second"), 3]
+        results = await asyncio.gather(*(model.double(n) for n in range(3)), return_exceptions=True)
+        assert [repr(each) for each in results] == ["1", "ValueError('second')", "3"]
+
+    run(scenario)
+
+
+# ---- BA04: generators
+
+
+def test_each_caller_of_a_generator_gets_a_stream_of_its_own() -> None:
+    async def scenario() -> None:
+        model = Model()
+        streams = await asyncio.gather(*(collect(model.count_to(n)) for n in (3, 1, 2)))
+        assert streams == [[0, 1, 2], [0], [0, 1]]
+        assert model.batches == [[3, 1, 2]]
+        assert model.cleaned == ["count_to"]
+
+    run(scenario)
+
+
+def test_results_flow_as_they_are_made_even_by_code_that_never_waits() -> None:
+    order: list[Any] = []
+
+    @batch(max_batch_size=1)
+    async def busy(items: list[Any]) -> AsyncIterator[Any]:
+        for number in range(3):
+            order.append(("made", number))
+            yield [number]
+
+    async def scenario() -> None:
+        async for number in busy(1):
+            order.append(("read", number))
+
+    run(scenario)
+    assert order == [(what, number) for number in range(3) for what in ("made", "read")]
+
+
+def in_steps(*steps: Any) -> Callable[..., AsyncIterator[Any]]:
+    @batch(max_batch_size=2)
+    async def stepping(items: list[Any]) -> AsyncIterator[Any]:
+        for step in steps:
+            if isinstance(step, BaseException):
+                raise step
+            yield step
+
+    return stepping
+
+
+async def tell(stream: AsyncIterator[Any]) -> list[Any]:
+    """Return what a stream gives, and as what it ends if that is an error."""
+    found: list[Any] = []
+    try:
+        async for item in stream:
+            found.append(item)
+    except Exception as error:
+        found.append(type(error))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("steps", "first", "second"),
+    [
+        ([], [], []),
+        ([[1, 2]], [1], [2]),
+        ([(1, 2), iter([3, 4])], [1, 3], [2, 4]),
+        ([[1, StopAsyncIteration], [2, 5]], [1, 2], []),
+        ([[1, StopIteration()], [2, None], [3, None]], [1, 2, 3], []),
+        ([[StopIteration, StopIteration], [1, 2], [3, 4]], [], []),
+        ([[1, ValueError()], [2, 2]], [1, 2], [ValueError]),
+        ([[1, SystemExit()], [2, 2]], [1, 2], [UserCodeError]),
+        ([[1, 2], [3]], [1, ServeError], [2, ServeError]),
+        ([[1, 2], None], [1, ServeError], [2, ServeError]),
+        ([[1, 2], "ab"], [1, ServeError], [2, ServeError]),
+        ([[1, StopIteration], [3]], [1, ServeError], []),
+        ([[1, 2], KeyError()], [1, KeyError], [2, KeyError]),
+        ([[1, 2], SystemExit()], [1, UserCodeError], [2, UserCodeError]),
+        ([[1, 2], asyncio.CancelledError()], [1, UserCodeError], [2, UserCodeError]),
+    ],
+)
+def test_streams_end_each_in_its_own_way(steps: list[Any], first: list[Any], second: list[Any]) -> None:
+    async def scenario() -> None:
+        stepping = in_steps(*steps)
+        async with asyncio.timeout(10):
+            assert await asyncio.gather(tell(stepping(1)), tell(stepping(2))) == [first, second]
+
+    run(scenario)
+
+
+def test_a_reader_that_leaves_leaves_its_batch_and_the_last_one_ends_it() -> None:
+    async def scenario() -> None:
+        model = Model()
+        first, second = model.count_to(10**9), model.count_to(5)
+        assert await asyncio.gather(anext(first), anext(second)) == [0, 0]
+        await first.aclose()  # type: ignore[attr-defined]
+        assert await anext(second) == 1
+        assert model.cleaned == []
+        await second.aclose()  # type: ignore[attr-defined]
+        await turns()
+        assert model.cleaned == ["count_to"]
+        assert await collect(model.count_to(1)) == [0]  # and the next batch runs
+
+    run(scenario)
+
+
+def test_a_reader_that_is_cancelled_while_it_waits_leaves_its_batch() -> None:
+    async def scenario() -> None:
+        model = Model()
+        model.go.clear()
+        tasks = [asyncio.create_task(collect(model.count_to(2))) for _ in range(2)]
+        await asyncio.sleep(1)
+        tasks[0].cancel()
+        await turns()
+        assert model.cleaned == []
+        tasks[1].cancel()
+        await turns()
+        assert model.cleaned == ["count_to"]
+
+    run(scenario)
+
+
+def test_a_generator_whose_readers_all_have_ended_may_end_by_itself_but_not_go_on() -> None:
+    notes: list[str] = []
+
+    @batch(max_batch_size=1)
+    async def ends(items: list[Any]) -> AsyncIterator[Any]:
+        yield [StopIteration]
+        notes.append("after the last")
+
+    @batch(max_batch_size=1)
+    async def goes_on(items: list[Any]) -> AsyncIterator[Any]:
+        try:
+            while True:
+                yield [StopIteration]
+                notes.append("again")
+        finally:
+            notes.append("closed")
+
+    async def scenario() -> None:
+        assert await collect(ends(1)) == []
+        await turns()
+        assert notes == ["after the last"]
+        assert await collect(goes_on(1)) == []
+        await turns()
+        assert notes[1:] == ["again", "closed"]
+
+    run(scenario)
+
+
+def test_a_generator_that_refuses_to_be_closed_hurts_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    class Stubborn:
+        @batch(max_batch_size=1)
+        async def count(self, items: list[Any]) -> AsyncIterator[Any]:
+            while True:
+                try:
+                    yield [1]
+                except GeneratorExit:
+                    yield [2]
+
+    async def scenario() -> None:
+        stubborn = Stubborn()
+        for _ in range(3):
+            stream = stubborn.count(1)
+            assert await anext(stream) == 1
+            await stream.aclose()  # type: ignore[attr-defined]
+            await turns()
+
+    run(scenario)
+    assert "ignored GeneratorExit" in caplog.text
+
+
+def test_a_slow_reader_holds_its_batch_up_in_the_end_until_it_leaves() -> None:
+    made: list[int] = []
+
+    @batch(max_batch_size=2)
+    async def endless(items: list[Any]) -> AsyncIterator[Any]:
+        while True:
+            made.append(1)
+            yield [len(made)] * 2
+
+    async def scenario() -> None:
+        slow, quick = endless(1), endless(2)
+        await asyncio.gather(anext(slow), anext(quick))
+        while True:
+            try:
+                async with asyncio.timeout(1):
+                    await anext(quick)
+            except TimeoutError:
+                break
+        assert len(made) == AHEAD + 1
+        other = endless(3)
+        await slow.aclose()  # type: ignore[attr-defined]
+        await other.aclose()  # type: ignore[attr-defined]
+
+    run(scenario)
+
+
+# ---- BA05: at run time
+
+
+def test_limits_are_changed_for_one_instance_and_for_what_waits_already() -> None:
+    async def scenario() -> None:
+        model, other = Model(), Model()
+        tasks = [asyncio.create_task(model.by_three(n)) for n in range(2)]
+        await turns()
+        model.by_three.set_max_batch_size(2)
+        assert await asyncio.gather(*tasks) == [0, 2]
+        model.by_three.set_batch_wait_timeout_s(0.25)
+        await model.by_three(7)
+        assert asyncio.get_running_loop().time() == pytest.approx(0.25)
+        assert (model.by_three._get_max_batch_size(), model.by_three._get_batch_wait_timeout_s()) == (2, 0.25)
+        assert other.by_three._get_max_batch_size() == Model.by_three._get_max_batch_size() == 3
+        assert square._get_max_batch_size() == 3
+
+    run(scenario)
+
+
+def test_limits_may_be_changed_from_a_thread_as_in_reconfigure() -> None:
+    async def scenario() -> None:
+        model = Model()
+        tasks = [asyncio.create_task(model.by_three(n)) for n in range(2)]
+        await turns()
+        threading.Thread(target=model.by_three.set_max_batch_size, args=(2,)).start()
+        async with asyncio.timeout(10):
+            assert await asyncio.gather(*tasks) == [0, 2]
+
+    asyncio.run(scenario())
+
+
+def test_running_batches_can_be_looked_at() -> None:
+    async def scenario() -> None:
+        model = Model()
+        assert await model.double._is_batching_task_alive()
+        assert model.double._get_curr_iteration_start_times() == ()
+        assert await model.double._get_handling_task_stack() == ""
+        model.go.clear()
+        tasks = [asyncio.create_task(model.two_at_a_time(n)) for n in range(4)]
+        await turns()
+        times = model.two_at_a_time._get_curr_iteration_start_times()
+        assert len(times) == 2
+        assert all(at > 1e9 for at in times)
+        stack = await model.two_at_a_time._get_handling_task_stack()
+        assert "test_batched.py" in stack
+        assert "two_at_a_time" in stack
+        model.go.set()
+        await asyncio.gather(*tasks)
+        await turns()
+        assert model.two_at_a_time._get_curr_iteration_start_times() == ()
+
+    run(scenario)
+
+
+# ---- BA06: cancellation
+
+
+def test_a_cancelled_call_is_taken_out_before_its_batch_runs() -> None:
+    async def scenario() -> None:
+        model = Model()
+        tasks = [asyncio.create_task(model.double(n)) for n in range(4)]
+        await turns()
+        tasks[1].cancel()
+        assert await asyncio.gather(tasks[0], *tasks[2:]) == [0, 4, 6]
+        assert model.batches == [[0, 2, 3]]
+
+    run(scenario)
+
+
+def test_a_running_batch_outlives_some_of_its_callers_but_not_all() -> None:
+    async def scenario() -> None:
+        model = Model()
+        model.go.clear()
+        tasks = [asyncio.create_task(model.by_three(n)) for n in range(3)]
+        await turns()
+        tasks[0].cancel()
+        await turns()
+        model.go.set()
+        assert await asyncio.gather(*tasks[1:]) == [2, 4]
+        model.go.clear()
+        tasks = [asyncio.create_task(model.double(n)) for n in range(3)]
+        await asyncio.sleep(1)
+        assert model.cleaned == []
+        for task in tasks:
+            task.cancel()
+        await turns()
+        assert model.cleaned == ["double"]
+
+    run(scenario)
+
+
+def test_storms_of_cancellations_leave_nothing_behind() -> None:
+    async def scenario() -> None:
+        model = Model()
+
+        def moody(items: list[Any]) -> Any:
+            if items[0] % 5 == 0:
+                raise ValueError
+            return items if items[0] % 7 else items[1:]
+
+        model.answer = moody
+        for number in range(200):
+            tasks = [asyncio.create_task(model.by_three(number + k)) for k in range(7)]
+            tasks += [asyncio.create_task(tell(model.count_to(k + 1))) for k in range(4)]
+            await turns(number % 5)
+            for task in tasks[number % 2 :: 1 + number % 3]:
+                task.cancel()
+            model.by_three.set_batch_wait_timeout_s(0.001 * (number % 3))
+            async with asyncio.timeout(100):
+                await asyncio.gather(*tasks, return_exceptions=True)
+        model.answer = lambda items: items
+        assert await model.by_three(3) == 3
+        assert await collect(model.count_to(2)) == [0, 1]
+        await turns()
+        assert len(asyncio.all_tasks()) == 1
+
+    run(scenario)
+
+
+# ---- BA08: sizes of one's own
+
+
+def test_batches_are_measured_by_the_users_function() -> None:
+    async def scenario() -> None:
+        model = Model()
+        assert await asyncio.gather(*(model.weighed(n) for n in (4, 5, 2, 8))) == [4, 5, 2, 8]
+        assert model.batches == [[4, 5], [2, 8]]
+        results = await asyncio.gather(model.weighed(11), model.weighed(items=3), return_exceptions=True)
+        assert type(results[0]) is RuntimeError
+        assert results[1] == 3
+
+    run(scenario)
+
+
+# ---- BA09: whose queue
+
+
+def test_instances_do_not_mix_and_functions_are_batched_too() -> None:
+    async def scenario() -> None:
+        first, second = Model(), Model()
+        await asyncio.gather(first.double(1), second.double(2), first.double(3), Model.double(second, 4))
+        assert (first.batches, second.batches) == ([[1, 3]], [[2, 4]])
+        assert await asyncio.gather(square(2), square(3), square(4)) == [4, 9, 16]
+
+    run(scenario)
+
+
+def test_an_instance_lives_no_longer_for_having_been_batched() -> None:
+    async def scenario() -> None:
+        known = len(Model.double._owners)
+        model = Model()
+        await model.double(1)
+        assert await collect(model.count_to(1)) == [0]
+        model.answer = lambda items: 1 / 0
+        with pytest.raises(ZeroDivisionError):
+            await model.double(1)
+        await turns()
+        gone = weakref.ref(model)
+        del model
+        assert gone() is None
+        assert len(Model.double._owners) == known
+
+    gc.collect()
+    gc.disable()
+    try:
+        run(scenario)
+    finally:
+        gc.enable()
+
+
+def test_equality_hashes_and_slots_of_instances_do_not_matter() -> None:
+    class Equal:
+        __slots__ = ("__weakref__", "seen")
+        __hash__ = None  # type: ignore[assignment]
+
+        def __eq__(self, other: object) -> bool:
+            return True
+
+        @batch
+        async def see(self, items: list[Any]) -> list[Any]:
+            self.seen = items
+            return items
+
+    class Sealed:
+        __slots__ = ()
+
+        @batch
+        async def see(self, items: list[Any]) -> list[Any]:
+            return items
+
+    async def scenario() -> None:
+        first, second = Equal(), Equal()
+        await asyncio.gather(first.see(1), second.see(2))
+        assert (first.seen, second.seen) == ([1], [2])
+        with pytest.raises(TypeError, match="__weakref__"):
+            Sealed().see(1)
+
+    run(scenario)
+
+
+def test_each_event_loop_has_a_queue_and_loops_that_are_gone_leave_none() -> None:
+    model = Model()
+    for _ in range(3):
+        assert asyncio.run(model.double(2)) == 4
+    owner = Model.double.owner_of(model)
+    assert len(owner.queues()) == 1
+
+    results: list[Any] = []
+    threads = [
+        threading.Thread(target=lambda n=n: results.append(asyncio.run(model.double(n))))  # type: ignore[misc]
+        for n in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(results) == [0, 2, 4, 6]
+
+
+def test_replicas_that_share_a_function_and_a_loop_do_not_share_batches() -> None:
+    seen: list[Any] = []
+
+    @batch
+    async def note(items: list[Any]) -> list[Any]:
+        seen.append((serve_context.get_current_replica_tag(), items))
+        return items
+
+    def within(tag: str) -> contextvars.Context:
+        context = contextvars.copy_context()
+        context.run(current_replica.set, ReplicaContext("i", "b", tag))
+        return context
+
+    async def scenario() -> None:
+        contexts = {tag: within(tag) for tag in ("b#A", "b#B")}
+        for _ in range(3):
+            tasks = [
+                asyncio.create_task(note(n), context=contexts[tag]) for tag in contexts for n in range(2)
+            ]
+            await asyncio.gather(*tasks)
+        assert seen == [("b#A", [0, 1]), ("b#B", [0, 1])] * 3
+
+    run(scenario)
+
+
+def test_inheritance_and_super() -> None:
+    class Child(Model):
+        @batch
+        async def double(self, items: list[Any]) -> list[Any]:
+            return [await asyncio.wait_for(super(Child, self).double(item), 1) + 1 for item in items]
+
+    async def scenario() -> None:
+        child = Child()
+        assert await asyncio.gather(child.double(1), child.double(2)) == [3, 5]
+        assert await child.by_three.__func__.call(child, Model.by_three.owner_of(child), (1,), {}) == 2
+
+    run(scenario)
+
+
+# ---- the context of a batch
+
+
+def test_a_batch_is_nobodys_request() -> None:
+    seen: list[Any] = []
+
+    @batch(max_batch_size=2)
+    async def note(items: list[Any]) -> list[Any]:
+        seen.append(current_request.get())
+        return items
+
+    async def request(number: int) -> None:
+        current_request.set(RequestContext(f"request-{number}"))
+        await note(number)
+        assert current_request.get() == RequestContext(f"request-{number}")
+
+    async def scenario() -> None:
+        await asyncio.gather(*(asyncio.create_task(request(n)) for n in range(2)))
+
+    run(scenario)
+    assert seen == [None]
+
+
+# ---- BA10: batches that can never fill
+
+
+def test_a_batch_that_can_never_fill_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        model = Model()
+        current_replica.set(ReplicaContext("i", "a-backend", "b#A", max_concurrent_queries=5))
+        await asyncio.gather(*(model.double(n) for n in range(3)))
+        await model.double(1)
+        model.by_three.set_batch_wait_timeout_s(0)
+        await model.by_three(1)
+        await model.weighed(1)
+        assert len(caplog.records) == 1
+        for part in ("Model.double", "'a-backend'", "runs 5 requests", "which is 10"):
+            assert part in caplog.text
+        model.double.set_max_batch_size(5)
+        await model.double(1)
+        assert len(caplog.records) == 1
+        model.double.set_max_batch_size(6)
+        await model.double(1)
+        assert len(caplog.records) == 2
+
+    with caplog.at_level(logging.WARNING, "daskserve.replica"):
+        run(scenario)
+
+
+# ---- what it passes for
+
+
+def test_it_passes_for_the_function_it_was_made_of() -> None:
+    model = Model()
+    for found in (Model.double, model.double, square):
+        assert inspect.iscoroutinefunction(found)
+        assert asyncio.iscoroutinefunction(found)
+    for found in (Model.count_to, model.count_to):
+        assert inspect.isasyncgenfunction(found)
+        assert not inspect.iscoroutinefunction(found)
+    assert list(inspect.signature(Model.combine).parameters) == ["self", "left", "right", "more", "named"]
+    assert list(inspect.signature(model.combine).parameters) == ["left", "right", "more", "named"]
+    assert (square.__name__, model.double.__name__) == ("square", "double")
+    assert (model.double, hash(model.double)) == (model.double, hash(model.double))
+    assert model.double != Model().double
+    assert "Model.double" in repr(Model.double)
+    assert "Model.double" in repr(model.double)
+
+
+# ---- pickling
+
+
+def test_what_can_be_imported_is_pickled_by_name() -> None:
+    for value in (square, Model.double):
+        assert pickle.loads(pickle.dumps(value)) is value
+        assert cloudpickle.loads(cloudpickle.dumps(value)) is value
+    model = pickle.loads(pickle.dumps(Empty()))
+    assert asyncio.run(pickle.loads(pickle.dumps(model.see))(1)) == 1
+
+
+class Empty:
+    @batch
+    async def see(self, items: list[Any]) -> list[Any]:
+        return items
+
+
+SOURCE = """
+import daskserve as serve
+
+class Local:
+    @serve.batch(max_batch_size=2, batch_wait_timeout_s=0.5, batch_size_fn=len)
+    async def double(self, items):
+        return [2 * item for item in items]
+
+@serve.batch(max_batch_size=2)
+async def triple(items):
+    return [3 * item for item in items]
+"""
+
+
+def test_what_cannot_be_imported_is_pickled_by_value_even_after_use() -> None:
+    module = types.ModuleType("__main__")
+    exec(SOURCE, module.__dict__)
+
+    async def use() -> list[Any]:
+        await asyncio.gather(module.Local().double(1), module.triple(1))
+        return [cloudpickle.dumps(module.Local), cloudpickle.dumps(module.triple)]
+
+    data = asyncio.run(use())
+    # As in another process, which has never seen the class.
+    cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID.clear()
+    loaded, triple = (pickle.loads(each) for each in data)
+    assert loaded is not module.Local
+    assert isinstance(triple, BatchedFunction)
+    assert loaded.double._get_batch_wait_timeout_s() == 0.5
+
+    async def again() -> None:
+        model = loaded()
+        assert await asyncio.gather(model.double(1), loaded.double(model, 2)) == [2, 4]
+        assert await triple(3) == 9
+
+    asyncio.run(again())
+
+
+def test_a_module_that_is_registered_to_be_pickled_by_value_is() -> None:
+    module = types.ModuleType("by_value_module")
+    module.__dict__["__name__"] = "by_value_module"
+    exec(SOURCE, module.__dict__)
+    sys.modules["by_value_module"] = module
+    try:
+        assert b"by_value_module" in pickle.dumps(module.triple)
+        cloudpickle.register_pickle_by_value(module)
+        try:
+            data = cloudpickle.dumps(module.triple)
+        finally:
+            cloudpickle.unregister_pickle_by_value(module)
+    finally:
+        del sys.modules["by_value_module"]
+    assert asyncio.run(pickle.loads(data)(2)) == 6

@@ -1,0 +1,241 @@
+"""What routers tell the controller of their queues, when, and when not."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass
+from typing import Any, cast
+
+import pytest
+
+from daskserve.clock import LoopClock
+from daskserve.cluster.base import Cluster
+from daskserve.cluster.long_poll import LongPollClient
+from daskserve.data.caller.load_reports import PERIOD_S, STARVING_S, LoadReports
+from daskserve.data.caller.router import Routers
+from daskserve.errors import NotRunningError, ReplicaBusyError, UnavailableError
+from daskserve.testing import run_virtual
+from daskserve.types import ActorAddress, Envelope, EnvelopeKind, Load, Message
+
+
+@dataclass
+class Queue:
+    """One backend's queue, in the test's hand."""
+
+    waiting: int = 0
+    in_flight: int = 0
+    is_autoscaled: bool = True
+    has_replicas: bool = True
+
+    @property
+    def is_starving(self) -> bool:
+        return bool(self.waiting) and not self.has_replicas
+
+
+class Controller:
+    """The controller as reporters see it, behind the methods of a cluster that they use."""
+
+    instance = "i"
+    is_ended = False
+
+    def is_local(self, address: ActorAddress) -> bool:
+        return False
+
+    def __init__(self) -> None:
+        self.reports: list[tuple[float, dict[str, Any]]] = []
+        self.errors: list[Exception] = []
+        self.forgotten = 0
+
+    async def controller(self) -> str:
+        return "controller"
+
+    def forget_controller(self) -> None:
+        self.forgotten += 1
+
+    async def call(self, address: str, verb: str, *, router: str, loads: dict[str, Any]) -> None:
+        assert (address, verb) == ("controller", "report_load")
+        if self.errors:
+            raise self.errors.pop()
+        self.reports.append((asyncio.get_running_loop().time(), loads))
+
+
+def make(**queues: Queue) -> tuple[Controller, LoadReports]:
+    controller = Controller()
+    return controller, LoadReports(cast(Cluster, controller), LoopClock(), queues)
+
+
+def test_a_queue_is_told_every_second_and_its_end_once() -> None:
+    async def main() -> None:
+        queue = Queue(waiting=1, in_flight=2)
+        controller, reports = make(b=queue, idle=Queue(), other=Queue(waiting=5, is_autoscaled=False))
+        reports.poke(is_urgent=False)
+        await asyncio.sleep(2.5 * PERIOD_S)
+        assert controller.reports == [(n * PERIOD_S, {"b": [1, 2]}) for n in range(3)]
+        queue.waiting = queue.in_flight = 0
+        await asyncio.sleep(20 * PERIOD_S)
+        assert controller.reports[3:] == [(3 * PERIOD_S, {})]
+        reports.close()
+
+    run_virtual(main)
+
+
+def test_nothing_is_told_nor_done_where_nothing_is_autoscaled() -> None:
+    async def main() -> None:
+        queue = Queue(waiting=1, is_autoscaled=False)
+        controller, reports = make(b=queue)
+        reports.poke(is_urgent=True)
+        await asyncio.sleep(5 * PERIOD_S)
+        assert controller.reports == []
+        assert len(asyncio.all_tasks()) == 1
+        queue.is_autoscaled = True
+        reports.poke(is_urgent=False)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert len(controller.reports) == 1
+        queue.is_autoscaled = False
+        await asyncio.sleep(2 * PERIOD_S)
+        assert len(asyncio.all_tasks()) == 1
+        reports.close()
+
+    run_virtual(main)
+
+
+def test_who_finds_no_replica_is_told_of_at_once_and_again_soon() -> None:
+    async def main() -> None:
+        queue = Queue()
+        controller, reports = make(b=queue)
+        reports.poke(is_urgent=False)
+        await asyncio.sleep(0.5 * PERIOD_S)
+        queue.waiting, queue.has_replicas = 1, False
+        reports.poke(is_urgent=True)
+        await asyncio.sleep(0.6 * STARVING_S)
+        queue.waiting = 50
+        await asyncio.sleep(0.6 * STARVING_S)
+        first = 0.5 * PERIOD_S
+        assert controller.reports == [(first, {"b": [1, 0]}), (first + STARVING_S, {"b": [50, 0]})]
+        reports.close()
+
+    run_virtual(main)
+
+
+def test_a_report_that_is_not_heard_is_tried_again_with_the_newest_figures() -> None:
+    async def main() -> None:
+        queue = Queue(waiting=1)
+        controller, reports = make(b=queue)
+        controller.errors = [UnavailableError("it is being replaced"), OSError("it is gone")]
+        reports.poke(is_urgent=True)
+        await asyncio.sleep(0.05)
+        queue.waiting = 2
+        await asyncio.sleep(0.3)
+        assert [loads for _, loads in controller.reports] == [{"b": [2, 0]}]
+        assert controller.forgotten == 2
+        reports.close()
+
+    run_virtual(main)
+
+
+class Listener:
+    """A long-poll client that hears nothing."""
+
+    def watch(self, key: str, watcher: Any) -> Any:
+        return lambda: None
+
+    def on_worker_left(self, callback: Any) -> None:
+        pass
+
+    def on_ended(self, callback: Any) -> None:
+        pass
+
+
+NOTHING = {"replicas": [], "concurrency": 1, "max_queued": 5, "autoscaled": True}
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_requests_at_a_backend_without_replicas_are_told_together_and_at_once(is_known: bool) -> None:
+    async def main() -> None:
+        controller = Controller()
+        routers = Routers(
+            cast(Cluster, controller), cast(LongPollClient, Listener()), LoopClock(), random.Random(1)
+        )
+        replicas = routers.replica_set("b")
+        if is_known:
+            replicas.update(NOTHING)
+            await asyncio.sleep(0.5)
+        requests = [
+            asyncio.create_task(replicas.send(Envelope(EnvelopeKind.CALL, {}), nothing, keep))
+            for _ in range(3)
+        ]
+        if not is_known:
+            await asyncio.sleep(0.5)
+            assert controller.reports == []
+            replicas.update(NOTHING)
+        await asyncio.sleep(0.01)
+        assert controller.reports == [(0.5, {"b": [3, 0]})]
+        routers.close()
+        outcomes = await asyncio.gather(*requests, return_exceptions=True)
+        assert all(isinstance(each, UnavailableError) for each in outcomes)
+        await asyncio.sleep(0)
+        assert len(asyncio.all_tasks()) == 1
+
+    run_virtual(main)
+
+
+class FullReplica(Controller):
+    """One replica with one slot, which somebody else holds."""
+
+    async def request(self, address: ActorAddress, envelope: Envelope, receive: Any, send: Any) -> Load:
+        if envelope.patience is None:
+            raise ReplicaBusyError("full", ongoing=1)
+        await asyncio.get_running_loop().create_future()
+        raise AssertionError
+
+
+def test_a_request_in_line_at_a_replica_is_told_once_and_as_one_that_waits() -> None:
+    """The replica does not count it as running, so it is no second request to the controller."""
+
+    async def main() -> None:
+        controller = FullReplica()
+        routers = Routers(
+            cast(Cluster, controller), cast(LongPollClient, Listener()), LoopClock(), random.Random(1)
+        )
+        replicas = routers.replica_set("b")
+        replicas.update(NOTHING | {"replicas": [["r", "worker", 1]]})
+        requests = [
+            asyncio.create_task(replicas.send(Envelope(EnvelopeKind.CALL, {}), nothing, keep))
+            for _ in range(3)
+        ]
+        await asyncio.sleep(1.5 * PERIOD_S)
+        assert controller.reports[-1] == (PERIOD_S, {"b": [3, 0]})
+        for task in requests:
+            task.cancel()
+        await asyncio.gather(*requests, return_exceptions=True)
+        routers.close()
+        await asyncio.sleep(0)
+
+    run_virtual(main)
+
+
+async def nothing() -> Message:
+    return {"type": "http.disconnect"}
+
+
+async def keep(message: Message) -> None:
+    pass
+
+
+def test_an_instance_that_is_gone_is_left_alone() -> None:
+    async def main() -> None:
+        controller, reports = make(b=Queue(waiting=1))
+        controller.errors = [NotRunningError("it has been shut down")]
+        reports.poke(is_urgent=True)
+        await asyncio.sleep(0.5 * PERIOD_S)
+        assert controller.reports == []
+        controller.is_ended = True
+        await asyncio.sleep(2 * PERIOD_S)
+        assert len(asyncio.all_tasks()) == 1
+        reports.close()
+        reports.poke(is_urgent=True)
+        assert len(asyncio.all_tasks()) == 1
+
+    run_virtual(main)

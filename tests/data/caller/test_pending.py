@@ -1,0 +1,94 @@
+"""Calls that end as they should, wherever they are cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from concurrent.futures import CancelledError
+from typing import Any, cast
+
+import pytest
+
+from daskserve.cluster.link import Link
+from daskserve.data.caller.handle import Response
+from daskserve.data.caller.pending import start_call, waiter_for
+from daskserve.loops.hops import Hops
+
+DEADLINE_S = 10.0
+
+
+class LoopLink:
+    """A link's loop, in a thread of its own."""
+
+    is_closed = False
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.hops = Hops()
+        self.hop = self.hops.onto(self.loop)
+        self.thread = threading.Thread(target=self.loop.run_forever)
+        self.thread.start()
+
+    def runs_here(self) -> bool:
+        return asyncio._get_running_loop() is self.loop
+
+    def close(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+        self.loop.close()
+
+
+@pytest.fixture
+def link() -> Iterator[Link]:
+    link = LoopLink()
+    yield cast(Link, link)
+    link.close()
+
+
+async def answer(value: Any) -> Any:
+    if isinstance(value, BaseException):
+        raise value
+    return value
+
+
+def test_values_and_errors_come_across(link: Link) -> None:
+    assert start_call(link, answer(7)).result(DEADLINE_S) == 7
+    with pytest.raises(KeyError):
+        start_call(link, answer(KeyError("k"))).result(DEADLINE_S)
+
+
+def test_who_waits_on_another_loop_is_woken_and_cancels_the_call_by_leaving(link: Link) -> None:
+    cancelled = threading.Event()
+
+    async def hang() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    async def main() -> None:
+        call = start_call(link, answer(1))
+        await waiter_for(link, call)
+        assert call.result() == 1
+        call = start_call(link, hang())
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await Response(call, link, "id")
+        assert call.cancelled()
+
+    asyncio.run(main())
+    assert cancelled.wait(DEADLINE_S)
+
+
+def test_a_task_that_its_loop_cancels_before_its_first_step_ends_its_call(link: Link) -> None:
+    async def begin() -> Any:
+        before = asyncio.all_tasks()
+        call = start_call(link, answer(1))
+        (task,) = asyncio.all_tasks() - before
+        task.cancel()
+        return call
+
+    call = asyncio.run_coroutine_threadsafe(begin(), link.loop).result(DEADLINE_S)
+    with pytest.raises(CancelledError):
+        call.result(DEADLINE_S)

@@ -1,0 +1,92 @@
+"""Repeating a request whose replica was lost: only where that is harmless."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from daskserve.data.caller.replay import KEPT_BYTES, MAX_REPEATS, Replay
+from daskserve.types import Envelope, EnvelopeKind, Message
+
+
+def body(data: bytes, more: bool = False) -> Message:
+    return {"type": "http.request", "body": data, "more_body": more}
+
+
+def replay_over(messages: Sequence[Message], *, is_idempotent: bool = True) -> tuple[Replay, list[Message]]:
+    given = iter(messages)
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return next(given)
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    envelope = Envelope(EnvelopeKind.HTTP, {"method": "GET" if is_idempotent else "POST"})
+    return Replay(envelope, receive, send), sent
+
+
+def test_the_next_replica_gets_what_the_lost_one_got_and_then_the_rest() -> None:
+    async def main() -> None:
+        replay, _ = replay_over([body(b"a", True), body(b"b", True), body(b"c")])
+        assert [await replay.receive(), await replay.receive()] == [body(b"a", True), body(b"b", True)]
+        assert replay.rewind(begun=True)
+        assert [(await replay.receive())["body"] for _ in range(3)] == [b"a", b"b", b"c"]
+        assert replay.rewind(begun=True)
+        assert [(await replay.receive())["body"] for _ in range(3)] == [b"a", b"b", b"c"]
+
+    asyncio.run(main())
+
+
+def test_a_response_that_has_begun_is_never_repeated() -> None:
+    async def main() -> None:
+        replay, sent = replay_over([])
+        await replay.send({"type": "http.response.start"})
+        assert sent == [{"type": "http.response.start"}]
+        assert not replay.rewind(begun=True)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("size", "may_repeat"), [(KEPT_BYTES, True), (KEPT_BYTES + 1, False)])
+def test_a_body_is_kept_up_to_a_bound(size: int, may_repeat: bool) -> None:
+    async def main() -> None:
+        replay, _ = replay_over([body(b"x" * size)])
+        await replay.receive()
+        assert replay.rewind(begun=True) is may_repeat
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("is_idempotent", [True, False])
+def test_what_had_not_begun_is_sent_on_whatever_its_method(is_idempotent: bool) -> None:
+    async def main() -> None:
+        replay, _ = replay_over([body(b"read ahead", True), body(b"rest")], is_idempotent=is_idempotent)
+        await replay.receive()
+        for _ in range(MAX_REPEATS + 5):
+            assert replay.rewind(begun=False)
+            assert (await replay.receive())["body"] == b"read ahead"
+        assert (await replay.receive())["body"] == b"rest"
+        assert replay.rewind(begun=True) is is_idempotent
+
+    asyncio.run(main())
+
+
+def test_a_request_that_loses_replica_after_replica_is_given_up() -> None:
+    replay, _ = replay_over([])
+    assert [replay.rewind(begun=True) for _ in range(MAX_REPEATS + 1)] == [True] * MAX_REPEATS + [False]
+
+
+@pytest.mark.parametrize(
+    ("method", "is_repeatable"), [("GET", True), ("PUT", True), ("POST", False), ("PATCH", False)]
+)
+def test_only_idempotent_http_requests_are_repeated(method: str, is_repeatable: bool) -> None:
+    async def nothing(*_: Any) -> Any:
+        return None
+
+    replay = Replay(Envelope(EnvelopeKind.HTTP, {"method": method}), nothing, nothing)
+    assert replay.rewind(begun=True) is is_repeatable

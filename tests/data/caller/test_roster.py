@@ -1,0 +1,375 @@
+"""The roster: which replica gets the next request, and that it costs the same among ten and a thousand."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from daskserve.data.caller.roster import AGAIN_S, NEAR_FACTOR, NEAR_LEAD, REPORT_S, ReplicaEntry, Roster
+from daskserve.types import ActorAddress, Load
+
+HERE = "here"
+
+
+def roster_of(*tags: str, concurrency: int = 1, near: str = "") -> Roster:
+    """Return a roster of replicas, of which those named by a letter of ``near`` live in this process."""
+    roster = Roster(lambda address: address.worker == HERE)
+    publish(roster, *tags, concurrency=concurrency, near=near)
+    return roster
+
+
+def publish(roster: Roster, *tags: str, concurrency: int = 1, near: str = "", incarnation: int = 1) -> None:
+    published = {tag: (HERE if tag in near else f"worker-of-{tag}", incarnation) for tag in tags}
+    roster.update(published, concurrency, lambda tag: f"i/replica/{tag}")
+
+
+def take_all(roster: Roster, now: float = 0.0, seed: int = 1) -> list[ReplicaEntry]:
+    rng = random.Random(seed)
+    taken = []
+    while (entry := roster.take(now, rng)) is not None:
+        taken.append(entry)
+    return taken
+
+
+# ---- room
+
+
+def test_each_replica_is_given_as_many_as_it_may_run() -> None:
+    roster = roster_of("a", "b", "c", concurrency=3)
+    taken = take_all(roster)
+    assert Counter(each.tag for each in taken) == {"a": 3, "b": 3, "c": 3}
+    roster.give_back(taken[4])
+    assert [each.tag for each in take_all(roster)] == [taken[4].tag]
+    assert roster.in_flight == 9
+
+
+def test_one_that_is_set_aside_comes_back_in_its_time_and_no_sooner() -> None:
+    roster = roster_of("a", "b")
+    (a, b) = sorted(take_all(roster), key=lambda each: each.tag)
+    roster.set_aside(a, 2.0)
+    roster.set_aside(b, 1.0)
+    roster.give_back(a)
+    roster.give_back(b)
+    assert roster.next_return() == 1.0
+    assert take_all(roster, now=0.99) == []
+    assert take_all(roster, now=1.0) == [b]
+    assert take_all(roster, now=2.0) == [a]
+    assert roster.next_return() is None
+
+
+def test_one_that_is_set_aside_twice_stays_away_for_the_longer_time() -> None:
+    roster = roster_of("a", concurrency=2)
+    a, _ = take_all(roster)
+    for until in (2.0, 1.0):
+        roster.set_aside(a, until)
+        roster.give_back(a)
+    assert take_all(roster, now=1.5) == []
+    assert take_all(roster, now=2.0) == [a, a]
+
+
+def test_one_that_is_full_gets_one_request_at_a_time_to_wait_in_line() -> None:
+    roster = roster_of("a", concurrency=3)
+    (entry, *_) = take_all(roster)
+    roster.note_busy(entry, 3, 0.0, was_in_line=False)
+    for _ in range(3):
+        roster.give_back(entry)
+    assert not entry.is_in_line
+    for _ in range(3):
+        assert take_all(roster) == [entry]
+        assert (entry.is_in_line, roster.in_line) == (True, 1)
+        roster.leave_line(entry)
+        assert (entry.is_in_line, roster.in_line) == (False, 0)
+        roster.leave_line(entry)
+        assert roster.in_line == 0
+    assert take_all(roster) == [], "it has as many as it may run"
+    assert roster.in_flight == 3
+
+
+def test_only_what_finds_no_room_elsewhere_waits_in_line_and_where_less_waits() -> None:
+    roster = roster_of("a", "b", "c", concurrency=2)
+    taken = {entry.tag: entry for entry in take_all(roster)}
+    roster.note_busy(taken["a"], 2, 0.0, was_in_line=False)
+    roster.report(taken["b"], Load(2, 5), 0.0)
+    for entry in taken.values():
+        roster.give_back(entry)
+        roster.give_back(entry)
+    assert [each.tag for each in take_all(roster)] == ["c", "c", "a", "b"]
+
+
+@pytest.mark.parametrize("what", ["an answer", "a long time", "a new one"])
+def test_one_that_may_have_room_again_gets_as_many_as_it_may_run(what: str) -> None:
+    roster = roster_of("a", concurrency=2)
+    (a, _) = take_all(roster)
+    roster.note_busy(a, 2, 0.0, was_in_line=False)
+    roster.give_back(a)
+    now = 0.001
+    if what == "an answer":
+        roster.report(a, Load(1, 9), now)
+    elif what == "a long time":
+        now = REPORT_S
+    else:
+        publish(roster, "a", concurrency=2, incarnation=2)
+    roster.give_back(a)
+    taken = take_all(roster, now)
+    assert len(taken) == 2
+    assert not any(each.is_in_line for each in taken)
+
+
+def test_those_that_are_full_are_tried_again_one_after_the_other() -> None:
+    roster = roster_of(*"abcdef", concurrency=2)
+    for entry in take_all(roster):
+        roster.report(entry, Load(2), 0.0)
+        roster.give_back(entry)
+    taken = [entry for entry in take_all(roster, REPORT_S) if not entry.is_in_line]
+    assert len(taken) > 2
+
+
+def test_one_in_whose_line_it_came_to_nothing_is_left_alone_for_a_moment() -> None:
+    roster = roster_of("a")
+    (a,) = take_all(roster)
+    roster.note_busy(a, 1, 0.0, was_in_line=False)
+    roster.give_back(a)
+    assert take_all(roster) == [a]
+    roster.leave_line(a)
+    roster.note_busy(a, 1, 0.5, was_in_line=True)
+    roster.give_back(a)
+    assert roster.next_return() == 0.5 + AGAIN_S
+    assert take_all(roster, 0.5) == []
+    assert take_all(roster, 0.5 + AGAIN_S) == [a]
+    assert a.is_in_line
+
+
+def test_one_that_has_fewer_slots_than_is_known_here_is_full_as_well() -> None:
+    roster = roster_of("a", concurrency=4)
+    (entry, *_) = take_all(roster)
+    roster.note_busy(entry, 1, 0.0, was_in_line=False)
+    roster.give_back(entry)
+    assert take_all(roster) == [entry]
+    assert entry.is_in_line
+
+
+def test_one_that_is_gone_or_lost_has_no_line_to_join() -> None:
+    roster = roster_of("a", "b", concurrency=2)
+    taken = {entry.tag: entry for entry in take_all(roster)}
+    for entry in taken.values():
+        roster.note_busy(entry, 2, 0.0, was_in_line=False)
+        roster.give_back(entry)
+    assert len(take_all(roster)) == 2
+    publish(roster, "b", concurrency=2)
+    roster.set_aside(taken["b"], 1.0)
+    for entry in taken.values():
+        roster.leave_line(entry)
+        roster.report(entry, Load(0), 0.001)
+        roster.give_back(entry)
+    assert (take_all(roster, 0.001), roster.in_line) == ([], 0)
+    assert take_all(roster, 1.0) == [taken["b"]]
+
+
+def test_one_that_comes_back_full_waits_for_an_answer() -> None:
+    roster = roster_of("a")
+    (a,) = take_all(roster)
+    roster.set_aside(a, 1.0)
+    assert take_all(roster, now=1.0) == []
+    roster.give_back(a)
+    assert take_all(roster, now=1.0) == [a]
+
+
+def test_one_that_is_gone_gets_nothing_whatever_comes_back_from_it() -> None:
+    roster = roster_of("a", "b")
+    a = next(each for each in take_all(roster) if each.tag == "a")
+    roster.set_aside(a, 1.0)
+    publish(roster, "b")
+    roster.give_back(a)
+    assert roster.next_return() is None
+    assert take_all(roster, now=1.0) == []
+    assert roster.in_flight == 1
+    roster.forget_worker("worker-of-b")
+    assert repr(roster) == ""
+
+
+@given(st.lists(st.tuples(st.sampled_from("tglabuf"), st.integers(0, 9)), max_size=60), st.integers(0, 2**32))
+def test_whatever_happens_one_with_room_is_found_and_none_is_overfilled(
+    steps: list[tuple[str, int]], seed: int
+) -> None:
+    """Against a model that looks at all replicas each time."""
+    rng = random.Random(seed)
+    tags = {"a", "b", "c", "d"}
+    roster = roster_of(*tags, concurrency=2, near="ab")
+    flying: list[ReplicaEntry] = []
+    in_line: list[ReplicaEntry] = []
+    aside: dict[int, float] = {}
+    now = 0.0
+    for what, number in steps:
+        now += 0.1
+        if what == "t":
+            counts = Counter(id(each) for each in flying)
+            entries = list(roster._entries.values())
+            open_ = [each for each in entries if counts[id(each)] < 2 and aside.get(id(each), 0.0) <= now]
+            fit = [each for each in open_ if each not in in_line]
+            has_room = any(not each.is_full for each in fit)
+            entry = roster.take(now, rng)
+            assert (entry in fit) if fit else (entry is None)
+            if entry is not None:
+                assert not (has_room and entry.is_in_line)
+                flying.append(entry)
+                in_line += [entry] * entry.is_in_line
+        elif what == "l" and in_line:
+            roster.leave_line(in_line.pop(number % len(in_line)))
+        elif what == "g" and (ending := [each for each in flying if each not in in_line]):
+            entry = ending[number % len(ending)]
+            flying.remove(entry)
+            roster.report(entry, Load(number % 3), now)
+            roster.give_back(entry)
+        elif what == "a" and flying:
+            entry = flying[number % len(flying)]
+            roster.set_aside(entry, now + number / 10)
+            aside[id(entry)] = max(aside.get(id(entry), 0.0), now + number / 10)
+        elif what == "b" and flying:
+            # One that was in line is left alone for less than a step of this test.
+            entry = flying[number % len(flying)]
+            roster.note_busy(entry, number % 3, now, was_in_line=number > 4)
+        elif what == "u":
+            tags ^= {"abcdef"[number % 6]}
+            publish(roster, *tags, concurrency=2, near="ab")
+        elif what == "f":
+            roster.forget_worker(f"worker-of-{'cdef'[number % 4]}")
+        assert roster.in_line == len(in_line)
+    for entry in flying:
+        roster.leave_line(entry)
+        roster.give_back(entry)
+    assert (roster.in_flight, roster.in_line) == (0, 0)
+    assert sum(each.in_flight for each in roster._entries.values()) == 0
+
+
+# ---- which one
+
+
+def test_a_replica_of_this_process_is_preferred_but_not_at_any_price() -> None:
+    roster = roster_of("n", "f", concurrency=100, near="n")
+    taken = Counter(roster.take(0.0, random.Random(1)).tag for _ in range(60))  # type: ignore[union-attr]
+    assert taken["n"] == pytest.approx(NEAR_FACTOR * taken["f"] + NEAR_LEAD, abs=1)
+    assert taken["f"] > 10
+
+
+def test_what_is_known_of_far_replicas_counts_for_the_near_one() -> None:
+    roster = roster_of("n", "f", concurrency=100, near="n")
+    roster.report(roster._entries["f"], Load(40, 0), 0.0)
+    rng = random.Random(1)
+    assert {roster.take(0.0, rng).tag for _ in range(50)} == {"n"}  # type: ignore[union-attr]
+    assert roster.take(REPORT_S, rng).tag == "f"  # type: ignore[union-attr]  # by then it says nothing
+
+
+def test_a_near_replica_that_is_full_does_not_hold_up_anybody() -> None:
+    roster = roster_of("n", "f", near="n")
+    assert [each.tag for each in take_all(roster)] == ["n", "f"]
+
+
+def test_one_that_joins_a_backend_in_service_is_the_next_to_be_asked() -> None:
+    many = [f"r{number}" for number in range(100)]
+    roster = roster_of(*many, concurrency=10)
+    rng = random.Random(1)
+    for _ in range(50):
+        roster.take(0.0, rng)
+    publish(roster, *many, "x", "y", concurrency=10)
+    publish(roster, *many, "x", "y", "z", concurrency=10)
+    assert [roster.take(0.0, rng).tag for _ in range(3)] == ["x", "y", "z"]  # type: ignore[union-attr]
+    assert "x" not in {roster.take(0.0, rng).tag for _ in range(20)}  # type: ignore[union-attr]
+
+
+def test_a_newcomer_that_has_gone_again_is_nobodys_next() -> None:
+    roster = roster_of("a", concurrency=9)
+    publish(roster, "a", "b", concurrency=9)
+    publish(roster, "a", concurrency=9)
+    assert roster.take(0.0, random.Random(1)).tag == "a"  # type: ignore[union-attr]
+
+
+# ---- what it costs
+
+
+def operations(work: Callable[[], Any]) -> int:
+    """Return how many steps of the interpreter a piece of Python takes."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes = True
+        frame.f_trace_lines = False
+        count += event == "opcode"
+        return trace
+
+    previous = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(previous)
+    return count
+
+
+def idle(size: int) -> Roster:
+    return roster_of(*map(str, range(size)), concurrency=4)
+
+
+def all_but_one_full(size: int) -> Roster:
+    roster = roster_of(*map(str, range(size)), concurrency=1)
+    roster.give_back(take_all(roster)[size // 2])
+    return roster
+
+
+def half_set_aside(size: int) -> Roster:
+    roster = idle(size)
+    for number in range(0, size, 2):
+        roster.set_aside(roster._entries[str(number)], 1.0)
+    return roster
+
+
+def all_set_aside_but_one(size: int) -> Roster:
+    roster = idle(size)
+    for number in range(1, size):
+        roster.set_aside(roster._entries[str(number)], 1.0)
+    return roster
+
+
+@pytest.mark.parametrize("make", [idle, all_but_one_full, half_set_aside, all_set_aside_but_one])
+def test_assigning_costs_the_same_among_a_thousand(make: Callable[[int], Roster]) -> None:
+    def cost(size: int) -> int:
+        roster, rng = make(size), random.Random(1)
+
+        def work() -> None:
+            for _ in range(20):
+                entry = roster.take(0.5, rng)
+                assert entry is not None
+                roster.give_back(entry)
+
+        return operations(work)
+
+    assert cost(1000) <= 1.3 * cost(10)
+
+
+def test_finding_none_costs_the_same_among_a_thousand() -> None:
+    def cost(size: int) -> int:
+        roster, rng = roster_of(*map(str, range(size))), random.Random(1)
+        for entry in take_all(roster):
+            roster.set_aside(entry, 1.0)
+
+        def work() -> None:
+            assert roster.take(0.5, rng) is None
+            assert roster.next_return() == 1.0
+
+        return operations(work)
+
+    assert cost(1000) <= 1.3 * cost(10)
+
+
+def test_addresses_name_the_replica() -> None:
+    entry = roster_of("b#X").take(0.0, random.Random(1))
+    assert entry is not None
+    assert entry.address == ActorAddress("i/replica/b#X", "worker-of-b#X", 1)

@@ -1,0 +1,571 @@
+"""Calls by handle that go straight to a replica elsewhere: every end they can come to, and what it leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine
+from concurrent.futures import CancelledError
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from daskserve.clock import LoopClock
+from daskserve.cluster.base import Cluster
+from daskserve.cluster.long_poll import LongPollClient
+from daskserve.data.caller.handle import Handle, Response
+from daskserve.data.caller.replica_set import EJECTED_S
+from daskserve.data.caller.router import Routers
+from daskserve.errors import ActorLostError, ReplicaBusyError, ServeError, UnavailableError
+from daskserve.figures.histogram import Histogram
+from daskserve.loops.hops import Hops
+from daskserve.payload import PackedError, RemoteTraceback, dump, dump_error
+from daskserve.testing import run_virtual
+from daskserve.types import ActorAddress, Envelope, Load, Message, OnAnswer, Receive, Send
+
+
+class Asked:
+    """A request on its way to a replica, whose end is in the hand of the test."""
+
+    def __init__(self, tag: str, envelope: Envelope, on_answer: OnAnswer) -> None:
+        self.tag = tag
+        self.envelope = envelope
+        self.given_up = 0
+        self._on_answer = on_answer
+
+    def answer(self, value: Any, load: Load | None = None) -> None:
+        self.end({"type": "call.result", "payload": dump(value)}, load or Load())
+
+    def end(self, message: Message | None, outcome: Any) -> None:
+        # As a stream of a channel: nothing comes of one that was given up.
+        if not self.given_up:
+            self._on_answer(message, outcome)
+
+    def give_up(self) -> None:
+        self.given_up += 1
+
+
+class Clock(LoopClock):
+    """The loop's clock, which the test may put forward."""
+
+    ahead_s = 0.0
+
+    def now(self) -> float:
+        return super().now() + self.ahead_s
+
+
+class Process:
+    """A process whose replicas all live elsewhere; both its link and its cluster."""
+
+    instance = "i"
+    is_ended = is_closed = False
+
+    def __init__(self) -> None:
+        self.asked: list[Asked] = []
+        #: Requests that had to take the long way, and what comes of each.
+        self.requested: list[str] = []
+        self.envelopes: list[Envelope] = []
+        self.outcome: asyncio.Future[Load] = asyncio.get_running_loop().create_future()
+        #: Replicas without a connection, and those in this process.
+        self.apart: set[str] = set()
+        self.here = ""
+        #: What `ask` does before it returns.
+        self.on_ask: Callable[[Asked], None] = lambda asked: None
+        self.loop = asyncio.get_running_loop()
+        self.hops = Hops()
+        self.hop = self.hops.onto(self.loop)
+        self.clock = Clock()
+        self.request_ids = SimpleNamespace(next=lambda: "id")
+        self.listener = Listener()
+        self.link = self
+        self.routers = Routers(
+            cast(Cluster, self), cast(LongPollClient, self.listener), self.clock, random.Random(1)
+        )
+        self.shared = {"routers": self.routers}
+
+    def runs_here(self) -> bool:
+        return True
+
+    def is_local(self, address: ActorAddress) -> bool:
+        return address.worker == self.here
+
+    def ask(self, address: ActorAddress, envelope: Envelope, on_answer: OnAnswer) -> Any:
+        tag = address.name.rpartition("/")[2]
+        if tag in self.apart or self.is_local(address):
+            return None
+        self.asked.append(Asked(tag, envelope, on_answer))
+        self.on_ask(self.asked[-1])
+        return self.asked[-1].give_up
+
+    async def request(self, address: ActorAddress, envelope: Envelope, receive: Receive, send: Send) -> Load:
+        self.requested.append(address.name.rpartition("/")[2])
+        self.envelopes.append(envelope)
+        load = await self.outcome
+        await send({"type": "call.result", "payload": dump("the long way")})
+        return load
+
+    # ---- what the test does
+
+    def publish(self, *tags: str, concurrency: int = 2) -> None:
+        replicas = [[tag, f"worker-of-{tag}", 1] for tag in tags]
+        self.listener.tell("backend/b", {"replicas": replicas, "concurrency": concurrency, "max_queued": 100})
+
+    def handle(self, *tags: str, **options: Any) -> Handle:
+        self.routers.router("e")
+        self.listener.tell("endpoint/e", {"traffic": {"b": 1.0}, "shadows": {}, "legacy": True})
+        self.publish(*tags, **options)
+        return Handle("i", "e", cluster=self)
+
+    def figures(self) -> dict[str, Any]:
+        """Return what is counted, without what is 0."""
+        found = {}
+        for name, labels, value in self.routers.samples():
+            count = value.count if isinstance(value, Histogram) else value
+            if count and labels[1] in ("b", "e"):
+                found[" ".join((name, *labels[2:]))] = count
+        return found
+
+    def idle_replicas(self) -> dict[str, int]:
+        """Return what is in flight at each replica."""
+        roster = self.routers.replica_set("b")._roster
+        return {entry.tag: entry.in_flight for entry in roster._entries.values()}
+
+
+class Listener:
+    """A long-poll client whose news is told by the test."""
+
+    is_started = True
+
+    def __init__(self) -> None:
+        self.watchers: dict[str, Callable[[Any], None]] = {}
+
+    def watch(self, key: str, watcher: Callable[[Any], None]) -> Callable[[], None]:
+        self.watchers[key] = watcher
+        return lambda: None
+
+    def on_worker_left(self, callback: Any) -> None:
+        pass
+
+    def on_ended(self, callback: Any) -> None:
+        pass
+
+    def tell(self, key: str, value: Any) -> None:
+        self.watchers[key](value)
+
+
+def play(scenario: Callable[[Process], Coroutine[Any, Any, None]]) -> None:
+    async def main() -> None:
+        await scenario(Process())
+
+    run_virtual(main)
+
+
+async def quiet() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+ONE = {"handle_requests": 1, "handle_request_duration_seconds": 1, "router_requests": 1}
+
+
+def test_an_answer_ends_the_call_where_it_arrives() -> None:
+    async def scenario(process: Process) -> None:
+        handle = process.handle("r1")
+        response = handle.remote(1)
+        (asked,) = process.asked
+        assert process.routers.replica_set("b").in_flight == 1
+        assert asked.envelope.head["request_id"] == "id"
+        asked.answer({"a": 1}, Load(ongoing=2))
+        assert response.result() == {"a": 1}  # before any task has run
+        assert process.figures() == ONE
+        assert process.requested == []
+        assert process.idle_replicas() == {"r1": 0}
+        # What the replica said of its load is known: it is full, and nothing is sent straight there.
+        handle.remote(2)
+        await quiet()
+        assert (len(process.asked), process.requested) == (1, ["r1"])
+
+    play(scenario)
+
+
+def test_an_error_of_user_code_comes_with_its_remote_traceback() -> None:
+    async def scenario(process: Process) -> None:
+        handle = process.handle("r1")
+        try:
+            raise KeyError("k")
+        except KeyError as error:
+            packed = PackedError(dump_error(error))
+        for outcome in (packed, KeyError("k")):
+            response = handle.remote()
+            process.asked[-1].end(None, outcome)
+            with pytest.raises(KeyError, match="k") as info:
+                response.result()
+            if outcome is packed:
+                assert isinstance(info.value.__cause__, RemoteTraceback)
+        assert process.figures() == {
+            "handle_requests": 2,
+            "handle_request_duration_seconds": 2,
+            "handle_errors user_code": 2,
+            "router_requests": 2,
+        }
+        assert process.idle_replicas() == {"r1": 0}
+
+    play(scenario)
+
+
+def test_an_end_without_an_answer_is_an_error() -> None:
+    async def scenario(process: Process) -> None:
+        response = process.handle("r1").remote()
+        process.asked[0].end(None, Load())
+        with pytest.raises(ServeError, match="ended request id without an answer"):
+            response.result()
+        assert process.figures()["handle_request_duration_seconds"] == 1
+        assert process.idle_replicas() == {"r1": 0}
+
+    play(scenario)
+
+
+@pytest.mark.parametrize(
+    ("refusal", "cause"),
+    [
+        (ReplicaBusyError("full", ongoing=2), "busy"),
+        (ActorLostError("gone", begun=False), "lost"),
+        (ActorLostError("gone", begun=False, is_disconnected=True), "lost"),
+    ],
+)
+def test_a_call_that_had_not_begun_goes_on_with_another_replica(refusal: Exception, cause: str) -> None:
+    async def scenario(process: Process) -> None:
+        response = process.handle("r1", "r2").remote()
+        await asyncio.sleep(3)
+        (asked,) = process.asked
+        asked.end(None, refusal)
+        await quiet()
+        assert process.requested == [{"r1": "r2", "r2": "r1"}[asked.tag]]
+        assert process.routers.replica_set("b").in_flight == 1
+        process.outcome.set_result(Load())
+        assert await response == "the long way"
+        assert process.figures() == {**ONE, f"router_retries {cause}": 1}
+        assert process.idle_replicas() == {"r1": 0, "r2": 0}
+
+    play(scenario)
+
+
+def test_the_time_of_a_call_counts_from_its_first_replica_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The stopwatch shows the virtual time here.
+    def shown() -> float:
+        return asyncio.get_running_loop().time()
+
+    for module in ("handle", "straight_call"):
+        monkeypatch.setattr(f"daskserve.data.caller.{module}.stopwatch", shown)
+
+    async def scenario(process: Process) -> None:
+        response = process.handle("r1", "r2").remote()
+        await asyncio.sleep(3)
+        process.asked[0].end(None, ActorLostError("gone", begun=False))
+        await quiet()
+        await asyncio.sleep(2)
+        process.outcome.set_result(Load())
+        await response
+        (sample,) = (
+            value for name, _, value in process.routers.samples() if name == "handle_request_duration_seconds"
+        )
+        assert sample.sum == pytest.approx(5)
+
+    play(scenario)
+
+
+def test_a_call_whose_loop_cancels_everything_just_when_it_was_refused_counts_as_ended() -> None:
+    async def scenario(process: Process) -> None:
+        response = process.handle("r1", "r2").remote()
+        process.asked[0].end(None, ReplicaBusyError("full", ongoing=2))
+        (carrying,) = asyncio.all_tasks() - {asyncio.current_task()}
+        carrying.cancel()
+        await quiet()
+        assert process.requested == []
+        with pytest.raises(CancelledError):
+            response.result(0)
+        assert process.figures() == {
+            "router_requests": 1,
+            "handle_requests": 1,
+            "handle_request_duration_seconds": 1,
+            "handle_errors cancelled": 1,
+        }
+        assert process.idle_replicas() == {"r1": 0, "r2": 0}
+
+    play(scenario)
+
+
+def test_a_refused_call_goes_before_those_that_wait() -> None:
+    async def scenario(process: Process) -> None:
+        handle = process.handle("r1", concurrency=1)
+        first = handle.remote("first")
+        second = handle.remote("second")
+        await quiet()
+        process.asked[0].end(None, ActorLostError("gone", begun=False))
+        await quiet()
+        assert process.routers.replica_set("b").waiting == 2
+        process.publish("r1", "r2", concurrency=1)
+        await quiet()
+        assert process.requested == ["r2"]
+        assert process.envelopes[0].payload == dump((("first",), {}))
+        process.outcome.set_result(Load())
+        assert [await first, await second] == ["the long way"] * 2
+        assert process.idle_replicas() == {"r1": 0, "r2": 0}
+
+    play(scenario)
+
+
+def test_who_waits_gets_the_replica_that_an_answer_leaves() -> None:
+    async def scenario(process: Process) -> None:
+        handle = process.handle("r1", concurrency=1)
+        handle.remote()
+        second = handle.remote()
+        third = handle.remote()
+        await quiet()
+        process.asked[0].answer(1)
+        await quiet()
+        assert process.requested == ["r1"]
+        process.outcome.set_result(Load())
+        assert [await second, await third] == ["the long way"] * 2
+        assert process.idle_replicas() == {"r1": 0}
+
+    play(scenario)
+
+
+def test_no_straight_call_overtakes_those_that_wait() -> None:
+    async def scenario(process: Process) -> None:
+        handle = process.handle("r1")
+        first = handle.remote()
+        process.asked[0].end(None, ActorLostError("gone", begun=False))
+        await quiet()
+        # The replica may be used again, and who waits for it has not heard of that yet.
+        process.clock.ahead_s = 2 * EJECTED_S
+        second = handle.remote()
+        assert len(process.asked) == 1
+        process.outcome.set_result(Load())
+        assert [await first, await second] == ["the long way"] * 2
+
+    play(scenario)
+
+
+def test_a_call_that_had_begun_is_not_repeated() -> None:
+    async def scenario(process: Process) -> None:
+        response = process.handle("r1", "r2").remote()
+        process.asked[0].end(None, ActorLostError("gone", begun=True))
+        await quiet()
+        with pytest.raises(ActorLostError, match="gone"):
+            response.result()
+        assert process.requested == []
+        assert process.figures() == {**ONE, "handle_errors replica_lost": 1}
+        assert process.idle_replicas() == {"r1": 0, "r2": 0}
+        # It is left alone for a while.
+        tag = process.asked.pop().tag
+        process.handle("r1", "r2").remote()
+        assert process.asked[0].tag != tag
+
+    play(scenario)
+
+
+def test_a_call_that_is_given_up_is_cancelled_there_once() -> None:
+    async def scenario(process: Process) -> None:
+        response = process.handle("r1").remote()
+        assert response.cancel()
+        assert response.cancel()
+        await quiet()
+        (asked,) = process.asked
+        assert asked.given_up == 1
+        with pytest.raises(CancelledError):
+            response.result()
+        assert process.figures() == {**ONE, "handle_errors cancelled": 1}
+        assert process.idle_replicas() == {"r1": 0}
+        asked.answer(1)  # too late
+        assert process.routers.replica_set("b").in_flight == 0
+
+    play(scenario)
+
+
+def test_a_call_cannot_be_given_up_once_it_is_answered() -> None:
+    async def scenario(process: Process) -> None:
+        response = process.handle("r1").remote()
+        process.asked[0].answer(1)
+        assert not response.cancel()
+        await quiet()
+        assert response.result() == 1
+        assert process.asked[0].given_up == 0
+        assert process.figures() == ONE
+
+    play(scenario)
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [
+        Load(),
+        KeyError("k"),
+        ReplicaBusyError("full", ongoing=2),
+        ActorLostError("gone", begun=False),
+        ActorLostError("gone", begun=True),
+    ],
+)
+def test_an_end_that_crosses_with_giving_up_counts_once(outcome: Any) -> None:
+    async def scenario(process: Process) -> None:
+        response = process.handle("r1", "r2").remote()
+        assert response.cancel()
+        # The call was cancelled on another thread, say: this loop has not heard of it yet.
+        process.asked[0].end({"payload": dump(1)}, outcome)
+        await quiet()
+        with pytest.raises(CancelledError):
+            response.result()
+        assert process.asked[0].given_up == 0
+        assert process.requested == []
+        figures = process.figures()
+        assert {key: figures[key] for key in ONE} == ONE
+        if isinstance(outcome, ReplicaBusyError):
+            assert figures["handle_errors cancelled"] == 1
+        assert process.idle_replicas() == {"r1": 0, "r2": 0}
+        assert process.routers.replica_set("b").in_flight == 0
+
+    play(scenario)
+
+
+def test_a_call_that_has_gone_on_is_given_up_where_it_is() -> None:
+    async def scenario(process: Process) -> None:
+        response = process.handle("r1", "r2").remote()
+        process.asked[0].end(None, ReplicaBusyError("full", ongoing=2))
+        await quiet()
+        assert response.cancel()
+        await quiet()
+        assert process.asked[0].given_up == 0
+        assert process.figures() == {**ONE, "router_retries busy": 1, "handle_errors cancelled": 1}
+        assert process.idle_replicas() == {"r1": 0, "r2": 0}
+
+    play(scenario)
+
+
+def test_a_cancellation_from_the_other_side_ends_the_call_too() -> None:
+    async def scenario(process: Process) -> None:
+        response = process.handle("r1").remote()
+        process.asked[0].end(None, asyncio.CancelledError())
+        with pytest.raises(CancelledError):
+            response.result(0)
+        assert process.idle_replicas() == {"r1": 0}
+
+    play(scenario)
+
+
+def test_a_call_ends_well_though_its_backend_is_deleted_meanwhile() -> None:
+    async def scenario(process: Process) -> None:
+        handle = process.handle("r1")
+        responses = [handle.remote(1), handle.remote(2)]
+        process.listener.tell("endpoint/e", None)
+        process.listener.tell("backend/b", None)
+        process.asked[0].answer("well")
+        assert responses[0].result() == "well"
+        process.asked[1].end(None, ReplicaBusyError("full", ongoing=2))
+        await quiet()
+        with pytest.raises(UnavailableError, match="was deleted"):
+            responses[1].result(0)
+        assert process.routers.replica_set("b").in_flight == 0
+
+    play(scenario)
+
+
+def test_a_request_that_cannot_be_sent_fails_at_once_and_leaves_nothing() -> None:
+    async def scenario(process: Process) -> None:
+        handle = process.handle("r1")
+
+        def refuse(asked: Asked) -> None:
+            asked.end(None, TypeError("a set cannot be sent"))
+
+        process.on_ask = refuse
+        response = handle.remote()
+        with pytest.raises(TypeError, match="a set"):
+            response.result(0)
+        assert process.figures() == {**ONE, "handle_errors user_code": 1}
+        assert process.idle_replicas() == {"r1": 0}
+
+        # Given up on another thread in that very moment.
+        calls: list[Response] = []
+
+        def refuse_and_cancel(asked: Asked) -> None:
+            call: Any = asked._on_answer
+            calls.append(call.__self__.call)
+            assert call.__self__.call.cancel()
+            refuse(asked)
+
+        process.on_ask = refuse_and_cancel
+        handle.remote()
+        await quiet()
+        assert calls[0].done()
+        assert process.idle_replicas() == {"r1": 0}
+        assert process.routers.replica_set("b").in_flight == 0
+
+        def fail(asked: Asked) -> None:
+            raise RuntimeError("broken")
+
+        process.on_ask = fail
+        with pytest.raises(RuntimeError, match="broken"):
+            handle.remote().result(0)
+        assert process.idle_replicas() == {"r1": 0}
+
+    play(scenario)
+
+
+def test_options_that_are_none_are_an_error_of_the_call() -> None:
+    async def scenario(process: Process) -> None:
+        response = process.handle("r1").options(http_headers=None).remote()
+        with pytest.raises(TypeError):
+            response.result(0)
+
+    play(scenario)
+
+
+def test_a_call_takes_the_long_way_where_a_straight_one_is_not_to_be_had() -> None:
+    async def scenario(process: Process) -> None:
+        process.outcome.set_result(Load())
+        handle = process.handle("r1")
+        # 1. No connection yet.
+        process.apart = {"r1"}
+        assert await handle.remote() == "the long way"
+        process.apart.clear()
+        # 2. A deadline.
+        assert await handle.options(timeout_s=5).remote() == "the long way"
+        # 3. A replica in this process that answers no calls straight.
+        process.here = "worker-of-r2"
+        process.publish("r1", "r2")
+        assert await handle.remote() == "the long way"
+        process.publish("r1")
+        # 4. Copies go elsewhere.
+        process.listener.tell("endpoint/e", {"traffic": {"b": 1.0}, "shadows": {"c": 1.0}, "legacy": True})
+        assert await handle.remote() == "the long way"
+        # 5. More than one backend.
+        process.listener.tell("endpoint/e", {"traffic": {"b": 1.0, "c": 1e-9}, "shadows": {}, "legacy": True})
+        assert await handle.remote() == "the long way"
+        assert process.asked == []
+        assert process.figures()["router_requests"] == process.figures()["handle_requests"] == 5
+        assert process.idle_replicas() == {"r1": 0}
+        process.routers.close()
+
+    play(scenario)
+
+
+def test_a_replica_that_joins_is_asked_next_though_nothing_connects_to_it_yet() -> None:
+    async def scenario(process: Process) -> None:
+        process.outcome.set_result(Load())
+        tags = [f"r{number}" for number in range(10)]
+        handle = process.handle(*tags)
+        process.apart = {"new"}
+        process.publish(*tags, "new")
+        responses = [handle.remote()]
+        await quiet()
+        assert process.requested == ["new"]
+        for _ in range(5):
+            responses.append(handle.remote())
+            await quiet()
+        assert len(process.asked) >= 4  # the others go by chance
+        for asked in process.asked:
+            asked.answer(1)
+        assert set(process.idle_replicas().values()) == {0}
+
+    play(scenario)

@@ -1,0 +1,380 @@
+"""What user code tells autoscaling: when it is asked, what is gone by, and that it holds up nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Awaitable, Callable
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+from gates import Gates, anew_for_each_test
+
+from daskserve import payload
+from daskserve.clock import LoopClock
+from daskserve.cluster.base import ActorContext, ActorSpec
+from daskserve.data.replica import autoscaling_stats
+from daskserve.data.replica.autoscaling_stats import KEPT_S, MOST_VALUES, ChildStats, checked
+from daskserve.data.replica.replica import Replica
+from daskserve.starts import ReplicaStart
+from daskserve.testing import wait_until
+from daskserve.types import ActorKind
+
+DEADLINE_S = 10.0
+
+
+class SharedGates(Gates):
+    """What user code and test tell each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.threads: set[str] = set()
+        self.answer: Any = {"tokens": 3}
+
+
+GATES = SharedGates()
+_fresh_gates = anew_for_each_test(GATES)
+
+
+class ShiftedClock(LoopClock):
+    """The time of the loop, and what the test adds to it."""
+
+    ahead_s = 0.0
+
+    def now(self) -> float:
+        return super().now() + self.ahead_s
+
+
+CLOCK = ShiftedClock()
+
+
+def run(scenario: Callable[[Replica], Awaitable[None]], definition: Any, **options: Any) -> None:
+    start = ReplicaStart("b", "b#AAAAAA", payload.dump_bytes((definition, (), {})), concurrency=1, **options)
+    spec = ActorSpec(ActorKind.REPLICA, "replica/b#AAAAAA", 1, "an-instance", start.encode())
+    cluster: Any = types.SimpleNamespace()
+    replica = Replica(ActorContext(spec, cluster, CLOCK, random.Random(0)))
+
+    async def main() -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            await replica.start()
+            try:
+                await scenario(replica)
+            finally:
+                GATES.go.set()
+                await replica.stop(DEADLINE_S)
+
+    CLOCK.ahead_s = 0.0
+    asyncio.run(main())
+    assert [each.name for each in threading.enumerate() if each.name.startswith("daskserve-")] == []
+
+
+def told(replica: Replica) -> dict[str, float] | None:
+    found: dict[str, float] | None = replica.figures().get("custom")
+    return found
+
+
+async def at_rest(replica: Replica) -> None:
+    """Return when the call that was begun last has ended."""
+    recorder = replica.figures.args[1].__self__
+    await wait_until(lambda: recorder._call is None)
+
+
+class Base:
+    def __call__(self, request: Any = None) -> str:
+        return threading.current_thread().name
+
+
+class Plain(Base):
+    def record_autoscaling_stats(self) -> Any:
+        GATES.calls += 1
+        GATES.threads.add(threading.current_thread().name)
+        if GATES.answer is SystemExit:
+            sys.exit("enough")
+        if isinstance(GATES.answer, Exception):
+            raise KeyError(*GATES.answer.args)  # a new one, because a traceback would keep this object
+        return GATES.answer
+
+
+class Async(Plain):
+    async def __call__(self, request: Any = None) -> str:
+        return "done"
+
+    async def record_autoscaling_stats(self) -> Any:  # type: ignore[override]
+        await asyncio.sleep(0)
+        return super().record_autoscaling_stats()
+
+
+class Mixed(Async):
+    __call__ = Base.__call__  # type: ignore[assignment]
+
+
+class Static(Base):
+    @staticmethod
+    async def record_autoscaling_stats() -> Any:
+        return Plain.record_autoscaling_stats(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("definition", [Plain, Async, Mixed, Static])
+@pytest.mark.parametrize("event_loop", ["own", "worker"])
+def test_values_come_from_where_user_code_runs(definition: Any, event_loop: str) -> None:
+    async def scenario(replica: Replica) -> None:
+        assert told(replica) is None
+        await wait_until(lambda: told(replica) == {"tokens": 3.0})
+        GATES.answer = {"tokens": 4, "age": 0.5}
+        await wait_until(lambda: told(replica) == {"tokens": 4.0, "age": 0.5})
+        on_worker = event_loop == "worker" and definition is not Plain
+        assert (threading.main_thread().name in GATES.threads) is on_worker
+
+    run(scenario, definition, event_loop=event_loop)
+
+
+def plain_function(request: Any = None) -> str:
+    return "done"
+
+
+class Forwarding(Base):
+    """Has whatever it is asked for, but does not define it."""
+
+    def __getattr__(self, name: str) -> Any:
+        GATES.calls += 1
+        raise AttributeError(name) if name.startswith("__") or name == "check_health" else RuntimeError
+
+
+@pytest.mark.parametrize("definition", [Base, plain_function, Forwarding])
+def test_code_without_the_method_is_not_asked(definition: Any) -> None:
+    async def scenario(replica: Replica) -> None:
+        before = GATES.calls
+        for _ in range(3):
+            assert set(replica.figures()) == {"ongoing", "ended", "latency_counts"}
+            await asyncio.sleep(0.001)
+        assert GATES.calls == before
+        assert len(replica._wall.aside) == 0  # type: ignore[union-attr]
+
+    run(scenario, definition)
+
+
+def test_nothing_is_called_unless_somebody_asks() -> None:
+    async def scenario(replica: Replica) -> None:
+        await replica.statistics()
+        replica.samples()
+        await asyncio.sleep(0.02)
+        assert GATES.calls == 0
+
+    run(scenario, Plain)
+
+
+def test_what_nobody_asked_for_in_a_while_is_not_told() -> None:
+    async def scenario(replica: Replica) -> None:
+        await wait_until(lambda: told(replica) is not None)
+        await at_rest(replica)
+        CLOCK.ahead_s += KEPT_S + 1
+        assert told(replica) is None
+        await wait_until(lambda: told(replica) == {"tokens": 3.0})
+
+    run(scenario, Plain)
+
+
+class HangingPlain(Base):
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        GATES.calls += 1
+        if GATES.calls > 1 and not GATES.go.is_set():
+            GATES.go.wait()
+        return {"tokens": GATES.calls}
+
+
+class HangingAsync(HangingPlain):
+    async def record_autoscaling_stats(self) -> dict[str, float]:  # type: ignore[override]
+        GATES.calls += 1
+        if GATES.calls > 1 and not GATES.go.is_set():
+            await asyncio.sleep(1000)
+        return {"tokens": GATES.calls}
+
+
+@pytest.mark.parametrize("definition", [HangingPlain, HangingAsync])
+def test_one_that_hangs_is_logged_once_and_holds_up_nothing(
+    definition: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(replica: Replica) -> None:
+        await wait_until(lambda: told(replica) is not None and GATES.calls == 2)
+        for _ in range(3):
+            CLOCK.ahead_s += 2.1
+            replica.figures()
+            await asyncio.sleep(0.01)
+        assert told(replica) is None
+        # The only slot is free, and no call counts as one that was given up.
+        await replica.probe()
+        statistics = await replica.statistics()
+        assert (statistics["abandoned"], statistics["ongoing"]) == (0, 0)
+        if definition is HangingPlain:
+            assert GATES.calls == 2  # never twice at a time
+        GATES.go.set()
+        found = await wait_until(lambda: told(replica))
+        if definition is HangingPlain:
+            assert found == {"tokens": 3.0}  # what came too late is not gone by
+
+    with caplog.at_level(logging.ERROR, "daskserve.replica"):
+        run(scenario, definition)
+    said = [each.getMessage() for each in caplog.records if "record_autoscaling_stats" in each.getMessage()]
+    assert len(said) == 1
+    assert "b#AAAAAA has not returned within 2 s; its values are left out" in said[0]
+
+
+class Broken(Plain):
+    """In the end not even to be asked for its method."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "record_autoscaling_stats" and GATES.answer == "broken":
+            raise LookupError("not for you")
+        return super().__getattribute__(name)
+
+
+def test_one_that_cannot_be_had_is_the_users_trouble(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(replica: Replica) -> None:
+        GATES.answer = "broken"
+        await wait_until(lambda: (told(replica), caplog.records)[1])
+        assert told(replica) is None
+
+    with caplog.at_level(logging.ERROR, "daskserve.replica"):
+        run(scenario, Broken)
+    assert ["LookupError: not for you" in each.getMessage() for each in caplog.records] == [True]
+
+
+class Deleted(Plain):
+    def __init__(self) -> None:
+        GATES.deleted = weakref.finalize(self, lambda: None)  # type: ignore[attr-defined]
+
+
+def test_one_that_raises_is_logged_once_and_its_values_are_left_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scenario(replica: Replica) -> None:
+        await wait_until(lambda: told(replica) is not None)
+        GATES.answer = KeyError("no tokens")
+        for _ in range(2):
+            await at_rest(replica)
+            replica.figures()
+        await at_rest(replica)
+        assert told(replica) is None
+        before = GATES.calls
+        await wait_until(lambda: (told(replica), GATES.calls > before + 3)[1])
+        GATES.answer = {"tokens": 1}
+        await wait_until(lambda: told(replica) == {"tokens": 1.0})
+        GATES.answer = KeyError("again")
+        await wait_until(lambda: told(replica) is None)
+
+    with caplog.at_level(logging.ERROR, "daskserve.replica"):
+        run(scenario, Deleted)
+    (record,) = caplog.records
+    assert "raised KeyError: 'no tokens'; its values are left out" in record.getMessage()
+    assert "in record_autoscaling_stats" in record.getMessage()
+    assert not GATES.deleted.alive  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("definition", [Plain, Async])
+def test_one_that_wants_to_end_its_thread_ends_nothing(
+    definition: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(replica: Replica) -> None:
+        await wait_until(lambda: told(replica) is not None)
+        GATES.answer = SystemExit
+        await wait_until(lambda: told(replica) is None)
+        GATES.answer = {"tokens": 1}
+        await wait_until(lambda: told(replica) == {"tokens": 1.0})
+
+    with caplog.at_level(logging.ERROR, "daskserve.replica"):
+        run(scenario, definition)
+    assert ["SystemExit: enough" in each.getMessage() for each in caplog.records] == [True]
+
+
+def test_a_replica_stops_though_its_method_hangs(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(replica: Replica) -> None:
+        await wait_until(lambda: told(replica) is not None and GATES.calls == 2)
+
+    with caplog.at_level(logging.WARNING, "daskserve.replica"):
+        run(scenario, HangingPlain)
+    assert caplog.records == []
+
+
+# ---- what is gone by
+
+
+@pytest.mark.parametrize(
+    "value",
+    [1, 2.5, -3, np.float32(0.5), np.int64(7), Fraction(1, 2)],
+    ids=lambda value: type(value).__name__,
+)
+def test_every_kind_of_number_is_a_value(value: Any) -> None:
+    values, wrong = checked({"x": value})
+    assert (values, wrong) == ({"x": float(value)}, "")
+    assert type(values["x"]) is float
+
+
+@pytest.mark.parametrize(
+    "value", [float("nan"), float("inf"), 10**400, True, np.True_, "3", None, 1j, [1], np.ones(2)], ids=str
+)
+def test_what_is_no_finite_number_is_left_out_and_the_rest_stays(value: Any) -> None:
+    values, wrong = checked({"x": value, "y": 1})
+    assert values == {"y": 1.0}
+    assert "for 'x'; a value has to be a finite number" in wrong
+    assert len(wrong) < 300
+
+
+@pytest.mark.parametrize("name", ["", "x" * 101, "a\nb", "\ud800", 7, None])
+def test_what_is_no_name_is_left_out_and_the_rest_stays(name: Any) -> None:
+    values, wrong = checked({name: 1, "y": 1})
+    assert values == {"y": 1.0}
+    assert "printable characters" in wrong
+
+
+def test_too_many_values_are_none() -> None:
+    assert len(checked({f"x{n}": n for n in range(MOST_VALUES)})[0]) == MOST_VALUES
+    values, wrong = checked({f"x{n}": n for n in range(MOST_VALUES + 1)})
+    assert values == {}
+    assert "33 values; 32 are allowed" in wrong
+
+
+async def coroutine() -> dict[str, float]:
+    return {}
+
+
+def test_what_is_no_dict_is_nothing() -> None:
+    for answer in (None, 3, [("x", 1)], coroutine()):
+        assert checked(answer) == ({}, f"returned {type(answer).__name__}; return a dict of numbers by name")
+
+
+def test_trouble_with_an_answer_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(replica: Replica) -> None:
+        GATES.answer = {"tokens": float("nan"), "age": 2}
+        await wait_until(lambda: told(replica) == {"age": 2.0})
+        before = GATES.calls
+        await wait_until(lambda: (told(replica), GATES.calls > before + 3)[1])
+
+    with caplog.at_level(logging.ERROR, "daskserve.replica"):
+        run(scenario, Plain)
+    assert [each.getMessage() for each in caplog.records] == [
+        "record_autoscaling_stats() of replica b#AAAAAA returned nan for 'tokens'; "
+        "a value has to be a finite number"
+    ]
+
+
+def test_a_child_is_asked_while_somebody_wants_to_know_and_its_values_age() -> None:
+    async def main() -> None:
+        CLOCK.ahead_s = 0.0
+        stats = ChildStats(CLOCK)
+        stats.told({"x": 1.0})
+        assert not stats.is_wanted
+        assert stats.figures() == {"custom": {"x": 1.0}}
+        assert stats.is_wanted
+        CLOCK.ahead_s += autoscaling_stats.KEPT_S + 1
+        assert not stats.is_wanted
+        assert stats.figures() == {}
+
+    asyncio.run(main())

@@ -1,0 +1,146 @@
+"""Classic batching: who goes together, and what becomes of each."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from daskserve.data.replica.accept_batch import (
+    MARK,
+    Batch,
+    BatchItem,
+    accept_batch,
+    answer_batch,
+    answer_batch_in_thread,
+)
+from daskserve.data.replica.conversion import Answer, Unfinished
+from daskserve.errors import ServeError, UserCodeError
+from daskserve.payload import dump, load
+from daskserve.types import Payload
+
+
+def test_the_mark_is_where_the_classic_system_had_it() -> None:
+    @accept_batch
+    def function(requests: list[Any]) -> list[Any]:
+        return requests
+
+    assert MARK == "_serve_accept_batch"
+    assert function._serve_accept_batch is True  # type: ignore[attr-defined]
+
+
+def call(data: Any = None, **kwargs: Any) -> BatchItem:
+    return BatchItem({"legacy": True}, payload=dump(((data,), kwargs)))
+
+
+def http(body: bytes = b"") -> BatchItem:
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": [], "query_string": b""}
+    return BatchItem(scope, scope, body)
+
+
+def answer_both_ways(function: Callable[[list[Any]], Any], items: list[BatchItem]) -> list[Any]:
+    """Return the outcomes, having made sure that the async way comes to the same."""
+
+    async def async_function(requests: list[Any]) -> Any:
+        return function(requests)
+
+    plain = answer_batch_in_thread(function, "Method f", items, False)
+    other = asyncio.run(answer_batch(async_function, "Method f", items, False))
+    assert [str(outcome) for outcome in plain] == [str(outcome) for outcome in other]
+    return plain
+
+
+def body_of(outcome: Any) -> tuple[int, bytes]:
+    assert isinstance(outcome, Answer)
+    assert outcome.message is not None
+    return outcome.message["status"], outcome.message["body"]
+
+
+def test_http_requests_and_calls_share_a_batch() -> None:
+    def function(requests: list[Any]) -> list[Any]:
+        return [requests[0].data + 1, requests[1].body_json + 1, requests[2].query_params["k"]]
+
+    first, second, third = answer_both_ways(function, [call(1), http(b"2"), call(k="v")])
+    assert load(first) == 2
+    assert body_of(second) == (200, b"3")
+    assert load(third) == "v"
+
+
+@pytest.mark.parametrize(
+    ("results", "match"),
+    [
+        ([1], "it got 2 and returned 1"),
+        ([1, 2, 3], "it got 2 and returned 3"),
+        (None, "returned a NoneType"),
+        ("ab", "returned a str"),
+        ({"a": 1, "b": 2}, "returned a dict"),
+        ({1, 2}, "returned a set"),
+        (range(10**12), "returned 1000000000000"),
+        (itertools.count(), "doesn't preserve batch size"),
+    ],
+)
+def test_anything_but_one_result_per_request_fails_all_of_them(results: Any, match: str) -> None:
+    first, second = answer_both_ways(lambda requests: results, [call(), http()])
+    assert isinstance(first, ServeError)
+    assert match in str(first)
+    assert body_of(second) == (500, b"Internal Server Error")
+
+
+def test_any_ordered_results_will_do() -> None:
+    for results in ((1, 2), iter([1, 2])):
+        outcomes = answer_batch_in_thread(lambda requests, r=results: r, "f", [call(), call()], False)  # type: ignore[misc]
+        assert [load(outcome) for outcome in outcomes if isinstance(outcome, Payload)] == [1, 2]
+
+
+def test_an_exception_of_user_code_is_logged_once_for_the_whole_batch(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def function(requests: list[Any]) -> list[Any]:
+        raise KeyError("broken")
+
+    outcomes = answer_batch_in_thread(function, "Method f", [call(), http(), http()], False)
+    assert isinstance(outcomes[0], KeyError)
+    assert [body_of(outcome)[0] for outcome in outcomes[1:]] == [500, 500]
+    assert caplog.text.count("KeyError: 'broken'") == 1
+
+
+def test_one_bad_result_or_argument_fails_one_request() -> None:
+    def function(requests: list[Any]) -> list[Any]:
+        return [object() if request.data == "bad" else request.data for request in requests]
+
+    unreadable = BatchItem({"legacy": True}, payload=Payload(b"not a pickle"))
+    outcomes = answer_batch_in_thread(function, "Method f", [call(1), unreadable, call(3)], False)
+    assert load(outcomes[0]) == 1  # type: ignore[arg-type]
+    assert isinstance(outcomes[1], Exception)
+    assert load(outcomes[2]) == 3  # type: ignore[arg-type]
+
+    generator = answer_batch_in_thread(lambda r: [(n for n in r), 2], "Method f", [call(), call()], False)
+    assert isinstance(generator[0], UserCodeError)
+    assert load(generator[1]) == 2  # type: ignore[arg-type]
+
+
+def test_user_code_is_not_called_for_a_batch_without_readable_requests() -> None:
+    unreadable = BatchItem({"legacy": True}, payload=Payload(b"not a pickle"))
+    (outcome,) = answer_batch_in_thread(lambda requests: 1 / 0, "Method f", [unreadable], False)
+    assert not isinstance(outcome, ZeroDivisionError)
+    assert isinstance(outcome, Exception)
+
+
+def test_an_exception_as_a_result_fails_its_request_alone() -> None:
+    outcomes = Batch("f", [call(), http(), http()], is_debug=False).split(
+        [ValueError("v"), "ok", ValueError("v")]
+    )
+    assert repr(outcomes[0]) == "ValueError('v')"
+    assert [body_of(outcome)[0] for outcome in outcomes[1:]] == [200, 500]
+
+
+def test_a_streaming_result_is_left_to_the_request() -> None:
+    (outcome,) = Batch("f", [http()], is_debug=False).split([iter_chunks()])
+    assert isinstance(outcome, Unfinished)
+
+
+def iter_chunks() -> Any:
+    yield "a"

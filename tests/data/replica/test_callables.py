@@ -1,0 +1,564 @@
+"""Definitions of every form: what is known of them, how they are loaded, and how they answer."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+
+from daskserve import payload
+from daskserve.data.replica.accept_batch import accept_batch
+from daskserve.data.replica.conversion import Unfinished
+from daskserve.data.replica.definitions import (
+    CALL,
+    CallableFacts,
+    import_definition,
+    inspect_definition,
+    is_async,
+)
+from daskserve.data.replica.lifespan import Lifespan
+from daskserve.data.replica.servable import Servable, load_definition
+from daskserve.errors import ActorLostError, BadRequestError, ServeError, UnavailableError
+from daskserve.types import Message
+
+
+def plain(request: Any) -> str:
+    return "plain"
+
+
+def without_parameters() -> str:
+    return "nothing"
+
+
+def with_any_parameters(*args: Any) -> int:
+    return len(args)
+
+
+async def coroutine(request: Any) -> str:
+    return "async"
+
+
+async def async_generator(request: Any) -> AsyncIterator[str]:
+    yield "chunk"
+
+
+async def asgi_function(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+
+
+@accept_batch
+def batched(requests: list[Any]) -> list[Any]:
+    return requests
+
+
+class Counter:
+    """A class with methods of every kind."""
+
+    constant = 3
+
+    class Nested:
+        pass
+
+    def __init__(self, start: int = 0) -> None:
+        self.value = start
+        self.thread = threading.current_thread()
+
+    def __call__(self, request: Any) -> int:
+        return self.value
+
+    def add(self, amount: int) -> int:
+        self.value += amount
+        return self.value
+
+    async def slow(self) -> str:
+        return "slow"
+
+    @property
+    def half(self) -> float:
+        return self.value / 2
+
+    @staticmethod
+    def static() -> str:
+        return "static"
+
+    @classmethod
+    def name(cls) -> str:
+        return cls.__name__
+
+    def _private(self) -> None: ...
+
+
+class AsyncCounter:
+    async def __init__(self, start: int) -> None:  # type: ignore[misc]
+        await asyncio.sleep(0)
+        self.value = start
+
+    async def __call__(self) -> int:
+        return self.value
+
+
+class Batcher:
+    @accept_batch
+    async def __call__(self, requests: list[Any]) -> list[Any]:
+        return requests
+
+    def single(self, request: Any) -> Any:
+        return request
+
+
+class Application:
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None: ...
+
+    def method(self) -> str:
+        return "called"
+
+
+class NotCallable:
+    def method(self) -> None: ...
+
+
+APP = Starlette()
+
+# ---- what is known before anything runs
+
+
+@pytest.mark.parametrize(
+    ("definition", "blocking", "asgi", "batches", "methods"),
+    [
+        (plain, True, False, False, {CALL}),
+        (coroutine, False, False, False, {CALL}),
+        (async_generator, False, False, False, {CALL}),
+        (functools.partial(coroutine, None), False, False, False, {CALL}),
+        (lambda request: None, True, False, False, {CALL}),
+        (len, True, False, False, {CALL}),
+        (asgi_function, False, True, False, {CALL}),
+        (APP, False, True, False, {CALL}),
+        (batched, True, False, True, {CALL}),
+        (Counter, True, False, False, {CALL, "add", "slow", "static", "name"}),
+        (AsyncCounter, False, False, False, {CALL}),
+        (Batcher, False, False, True, {CALL, "single"}),
+        (Application, False, True, False, {CALL, "method"}),
+    ],
+)
+def test_what_a_definition_says_of_itself(
+    definition: Any, blocking: bool, asgi: bool, batches: bool, methods: set[str]
+) -> None:
+    facts = inspect_definition(definition)
+    assert (facts.is_blocking, facts.is_asgi_app, facts.accepts_batches) == (blocking, asgi, batches)
+    assert set(facts.methods) == methods
+
+
+def test_each_method_is_known_for_itself() -> None:
+    methods = inspect_definition(Counter).methods
+    assert methods["slow"].is_async
+    assert not methods["add"].is_async
+    takes = {name: method.takes_argument for name, method in methods.items()}
+    assert takes == {CALL: True, "add": True, "slow": False, "static": False, "name": False}
+    batches = inspect_definition(Batcher).methods
+    assert batches[CALL].accepts_batches
+    assert not batches["single"].accepts_batches
+
+
+@pytest.mark.parametrize(
+    ("function", "takes"),
+    [(plain, True), (without_parameters, False), (with_any_parameters, True), (lambda *, k=1: k, False)],
+)
+def test_a_callable_takes_the_request_or_nothing(function: Any, takes: bool) -> None:
+    assert inspect_definition(function).methods[CALL].takes_argument is takes
+
+
+def test_a_marked_class_takes_batches_everywhere() -> None:
+    @accept_batch
+    class Marked:
+        def __call__(self, requests: list[Any]) -> list[Any]:
+            return requests
+
+        def other(self, requests: list[Any]) -> list[Any]:
+            return requests
+
+    methods = inspect_definition(Marked).methods
+    assert all(method.accepts_batches for method in methods.values())
+
+
+def test_of_an_import_path_nothing_is_known_yet() -> None:
+    assert inspect_definition("no.such.thing", (1,), {"k": 2}) == CallableFacts()
+    assert CallableFacts().is_blocking
+
+
+@pytest.mark.parametrize("definition", [3, None, {}, NotCallable, NotCallable()])
+def test_what_cannot_be_served_is_a_type_error(definition: Any) -> None:
+    with pytest.raises(TypeError) as caught:
+        inspect_definition(definition)
+    text = str(caught.value)
+    assert text.startswith(
+        "Backend definition must be a function, a class with __call__, an ASGI application or an import "
+        "path, got "
+    )
+    assert type(definition).__name__ in text or "class NotCallable" in text
+
+
+@pytest.mark.parametrize("definition", [plain, APP, asgi_function])
+def test_only_a_class_takes_init_arguments(definition: Any) -> None:
+    for args, kwargs in (((1,), {}), ((), {"k": 1})):
+        with pytest.raises(ValueError, match="Only a class takes init arguments"):
+            inspect_definition(definition, args, kwargs)
+    inspect_definition(Counter, (1,), {"start": 2})
+
+
+def test_an_object_is_async_as_its_call_is() -> None:
+    class Callable_:
+        async def __call__(self) -> None: ...
+
+    assert is_async(Callable_())
+    assert is_async(functools.partial(Callable_()))
+    assert not is_async(plain)
+
+
+# ---- import paths
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    folder = tmp_path / "served_package"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("")
+    (folder / "good.py").write_text(
+        "class Outer:\n    class Inner:\n        def __call__(self): ...\nTEXT = 'x'"
+    )
+    (folder / "needy.py").write_text("import a_module_that_is_missing\n")
+    (folder / "broken.py").write_text("raise RuntimeError('at import')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield folder.name
+    for name in [name for name in sys.modules if name.startswith("served_package")]:
+        del sys.modules[name]
+
+
+def test_both_forms_of_import_path(package: str) -> None:
+    outer = import_definition(f"{package}.good.Outer")
+    assert outer.__name__ == "Outer"
+    assert import_definition(f"{package}.good:Outer") is outer
+    assert import_definition(f"{package}.good:Outer.Inner") is outer.Inner
+
+
+@pytest.mark.parametrize("path", ["", "name", "mod:", ":name", "mod:a b", "a..b", "/file.py:x", "mod:a:b"])
+def test_an_import_path_of_another_form(path: str) -> None:
+    with pytest.raises(BadRequestError, match=r"must have the form 'pkg\.mod\.Name' or 'pkg\.mod:Name'"):
+        import_definition(path)
+
+
+def test_an_import_path_to_nowhere(package: str) -> None:
+    for path, missing in (
+        (f"{package}.absent.Name", f"{package}.absent"),
+        ("absent_package.mod:Name", "absent_package"),
+        (f"{package}.good.Outer.Inner", f"{package}.good.Outer"),
+    ):
+        with pytest.raises(BadRequestError, match=f"there is no module '{missing}'"):
+            import_definition(path)
+
+
+def test_an_import_path_to_a_missing_name(package: str) -> None:
+    for path in (f"{package}.good.Missing", f"{package}.good:Outer.Missing"):
+        with pytest.raises(BadRequestError, match=f"{package}.good has no '.*Missing'"):
+            import_definition(path)
+
+
+def test_errors_inside_the_users_module_are_not_masked(package: str) -> None:
+    with pytest.raises(ModuleNotFoundError, match="a_module_that_is_missing"):
+        import_definition(f"{package}.needy.Name")
+    with pytest.raises(RuntimeError, match="at import"):
+        import_definition(f"{package}.broken.Name")
+
+
+# ---- loading and constructing
+
+
+def loaded(definition: Any, *args: Any, **kwargs: Any) -> Servable:
+    return load_definition(payload.dump_bytes((definition, args, kwargs)), backend_tag="b")
+
+
+def made(definition: Any, *args: Any, **kwargs: Any) -> Servable:
+    servable = loaded(definition, *args, **kwargs)
+    servable.construct_in_thread()
+    return servable
+
+
+def test_a_definition_is_checked_again_where_it_is_loaded(package: str) -> None:
+    assert loaded(f"{package}.good:Outer.Inner").is_class
+    for path in (f"{package}.good:Outer", f"{package}.good:TEXT"):
+        with pytest.raises((TypeError, BadRequestError), match=r"class Outer|the text 'x'"):
+            loaded(path)
+    with pytest.raises(ValueError, match="init arguments"):
+        loaded("os.path:join", 1)
+
+
+def test_a_class_is_constructed_with_its_arguments() -> None:
+    assert made(Counter, 3).target.value == 3
+    assert made(Counter, start=4).target.value == 4
+    assert made(plain).target is plain
+
+
+def test_a_starlette_application_survives_pickling_with_its_state() -> None:
+    app = Starlette(routes=[Route("/", show_state)])
+    app.state.words = ["kept"]
+    copy = made(app).target
+    assert copy is not app
+    assert copy.state.words == ["kept"]
+    assert [route.path for route in copy.routes] == ["/"]
+
+
+def test_an_async_constructor_is_awaited() -> None:
+    servable = loaded(AsyncCounter, 5)
+    assert servable.must_be_made_on_loop
+    asyncio.run(servable.construct())
+    assert servable.target.value == 5
+
+
+@pytest.mark.parametrize(
+    ("definition", "is_async_at_all", "is_plain_at_all"),
+    [
+        (plain, False, True),
+        (coroutine, True, False),
+        (Counter, True, True),
+        (AsyncCounter, True, False),
+        (APP, True, False),
+    ],
+)
+def test_where_a_servable_needs_to_run(definition: Any, is_async_at_all: bool, is_plain_at_all: bool) -> None:
+    servable = Servable(definition, (), {})
+    assert (servable.is_async_at_all, servable.is_plain_at_all) == (is_async_at_all, is_plain_at_all)
+
+
+def test_letting_go_runs_the_destructor_in_the_same_thread() -> None:
+    seen: list[threading.Thread] = []
+
+    class Mortal:
+        def __call__(self) -> None: ...
+
+        def __del__(self) -> None:
+            seen.append(threading.current_thread())
+
+    servable = Servable(Mortal, (), {})
+    servable.construct_in_thread()
+    assert not servable.must_be_closed_on_loop
+    thread = threading.Thread(target=servable.close_in_thread)
+    thread.start()
+    thread.join()
+    assert seen == [thread]
+
+
+@pytest.mark.parametrize("slots", [{}, {"__slots__": ()}])
+def test_an_async_destructor_is_awaited_once(slots: dict[str, Any]) -> None:
+    seen: list[str] = []
+
+    async def forget(self: Any) -> None:
+        await asyncio.sleep(0)
+        seen.append("deleted")
+
+    kind = type("Mortal", (), {"__call__": lambda self: None, "__del__": forget, **slots})
+    servable = Servable(kind, (), {})
+    servable.construct_in_thread()
+    assert servable.must_be_closed_on_loop
+    asyncio.run(servable.close())
+    assert seen == ["deleted"]
+
+
+# ---- methods and hooks
+
+
+def test_callers_may_ask_for_public_methods_only() -> None:
+    servable = made(Counter)
+    assert servable.method("add").name == "add"
+    for name in ("_private", "__init__", "half", "constant", "Nested", "missing"):
+        with pytest.raises(
+            BadRequestError, match=f"'b' has no public method '{name}'; it has: __call__, add"
+        ):
+            servable.method(name)
+
+
+def test_an_asgi_application_takes_no_calls_but_its_other_methods_do() -> None:
+    with pytest.raises(BadRequestError, match="is an ASGI application"):
+        made(APP).method(CALL)
+    assert made(Application).method("method").name == "method"
+
+
+def test_a_hook_that_is_missing_is_named() -> None:
+    with pytest.raises(BadRequestError, match=r"of backend 'b' has no reconfigure\(\) method"):
+        made(Counter).hook("reconfigure")
+    with pytest.raises(BadRequestError):
+        made(plain).hook("__name__")
+    assert made(Counter, 2).hook("add")(1) == 3
+
+
+# ---- calls
+
+
+def answer(servable: Servable, head: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    """Return what a call comes to, along the way that its method takes."""
+    method = servable.method(head.get("method", CALL))
+    arguments = payload.dump((args, kwargs))
+    if method.is_async:
+        return payload.load(asyncio.run(servable.answer_call(method, head, arguments)))
+    result = servable.answer_call_in_thread(method, head, arguments)
+    if isinstance(result, Unfinished):
+        result = asyncio.run(servable.finish_call(method, result.result))
+    return payload.load(result)
+
+
+def echo(*args: Any, **kwargs: Any) -> Any:
+    return args, kwargs
+
+
+async def echo_async(*args: Any, **kwargs: Any) -> Any:
+    return args, kwargs
+
+
+@pytest.mark.parametrize("function", [echo, echo_async])
+def test_a_call_hands_over_its_arguments_as_they_are(function: Any) -> None:
+    assert answer(made(function), {"legacy": False}, 1, k=2) == ((1,), {"k": 2})
+
+
+def describe(request: Any) -> Any:
+    return request.data, dict(request.query_params), request.headers.get("h"), request.method
+
+
+async def describe_async(request: Any) -> Any:
+    return await request.body(), dict(request.query_params), request.headers["h"], request.method
+
+
+@pytest.mark.parametrize("function", [describe, describe_async])
+def test_a_classic_call_hands_over_one_request(function: Any) -> None:
+    head = {"legacy": True, "http_method": "PUT", "http_headers": {"h": "v"}}
+    assert answer(made(function), head, "data", k=2) == ("data", {"k": 2}, "v", "PUT")
+
+
+def test_a_classic_call_of_what_takes_nothing_hands_over_nothing() -> None:
+    assert answer(made(without_parameters), {"legacy": True}, "data") == "nothing"
+    assert answer(made(Counter), {"legacy": True, "method": "static"}) == "static"
+
+
+def test_methods_are_called_by_name() -> None:
+    servable = made(Counter, 1)
+    assert answer(servable, {"method": "add"}, 2) == 3
+    assert answer(servable, {"method": "slow"}) == "slow"
+
+
+def test_a_plain_function_may_return_an_awaitable() -> None:
+    assert answer(made(lambda: echo_async(1)), {}) == ((1,), {})
+
+
+@pytest.mark.parametrize("error", [ActorLostError("gone", begun=False), UnavailableError("no replica")])
+def test_trouble_with_another_replica_is_not_mistaken_for_this_ones(error: Exception) -> None:
+    def fail() -> None:
+        raise error
+
+    async def fail_async() -> None:
+        raise error
+
+    for function in (fail, fail_async):
+        with pytest.raises(UnavailableError) as caught:
+            answer(made(function), {})
+        assert not isinstance(caught.value, ActorLostError)
+        assert str(error) in str(caught.value)
+
+
+# ---- lifespan
+
+
+def lifespan_app(events: list[str], fail: bool = False) -> Callable[..., Any]:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        assert scope["type"] == "lifespan"
+        while True:
+            message = await receive()
+            events.append(message["type"])
+            outcome = "failed" if fail else "complete"
+            if message["type"] == "lifespan.startup":
+                scope["state"]["model"] = "loaded"
+            await send({"type": f"{message['type']}.{outcome}", "message": "no model"})
+            if fail or message["type"] == "lifespan.shutdown":
+                return
+
+    return app
+
+
+def test_an_application_starts_up_and_shuts_down() -> None:
+    async def main() -> None:
+        events: list[str] = []
+        lifespan = Lifespan()
+        await lifespan.open(lifespan_app(events))
+        assert lifespan.is_open
+        assert lifespan.state == {"model": "loaded"}
+        await lifespan.close()
+        assert events == ["lifespan.startup", "lifespan.shutdown"]
+
+    asyncio.run(main())
+
+
+def test_a_failed_start_up_is_an_error_with_the_applications_reason() -> None:
+    with pytest.raises(ServeError, match="no model"):
+        asyncio.run(Lifespan().open(lifespan_app([], fail=True)))
+
+
+def test_an_application_without_lifespan_is_served_without() -> None:
+    async def refuses(scope: Any, receive: Any, send: Any) -> None:
+        assert scope["type"] == "http"
+
+    async def returns(scope: Any, receive: Any, send: Any) -> None: ...
+
+    async def main() -> None:
+        for app in (refuses, returns):
+            lifespan = Lifespan()
+            await lifespan.open(app)
+            assert not lifespan.is_open
+            await lifespan.close()
+
+    asyncio.run(main())
+
+
+def test_starlettes_own_lifespan_state_reaches_its_requests() -> None:
+    async def main() -> list[Message]:
+        servable = Servable(STATEFUL, (), {})
+        servable.construct_in_thread()
+        await servable.open()
+        sent: list[Message] = []
+
+        class Exchange:
+            is_started = True
+
+            async def receive(self) -> Message:
+                return {"type": "http.request", "body": b"", "more_body": False}
+
+            async def send(self, message: Message) -> None:
+                sent.append(message)
+
+        scope = {"type": "http", "method": "GET", "path": "/", "headers": [], "query_string": b""}
+        await servable.answer_app(scope, Exchange())  # type: ignore[arg-type]
+        await servable.close()
+        return sent
+
+    assert asyncio.run(main())[1]["body"] == b"from lifespan"
+
+
+async def show_state(request: Request) -> PlainTextResponse:
+    return PlainTextResponse(request.state.word)
+
+
+class _State:
+    def __init__(self, app: Any) -> None: ...
+
+    async def __aenter__(self) -> dict[str, str]:
+        return {"word": "from lifespan"}
+
+    async def __aexit__(self, *error: Any) -> None: ...
+
+
+STATEFUL = Starlette(routes=[Route("/", show_state)], lifespan=_State)

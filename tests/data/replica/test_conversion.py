@@ -1,0 +1,379 @@
+"""What user code returns or raises, as a response."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import dataclasses
+import datetime
+import decimal
+import enum
+import json
+import logging
+import sys
+import threading
+import types
+import uuid
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import PurePosixPath
+from typing import Any
+
+import numpy as np
+import pydantic
+import pytest
+from starlette.background import BackgroundTask
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from daskserve.context import ReplicaContext, RequestContext, current_replica, current_request
+from daskserve.data.replica.conversion import (
+    Answer,
+    Unfinished,
+    dump_result,
+    failure,
+    finish,
+    finish_in_thread,
+    to_answer,
+    to_json,
+    user_traceback,
+)
+from daskserve.data.replica.crossing import open_exchange
+from daskserve.data.replica.wall import Wall
+from daskserve.errors import StreamOptionError, UserCodeError
+from daskserve.payload import load
+from daskserve.types import WHOLE_RESPONSE, Message
+
+SCOPE: dict[str, Any] = {"type": "http", "method": "GET", "path": "/", "headers": []}
+
+
+@dataclasses.dataclass
+class Point:
+    x: int
+    when: datetime.date
+
+
+class Model(pydantic.BaseModel):
+    name: str
+    at: datetime.datetime
+
+
+class Color(enum.Enum):
+    RED = "red"
+
+
+class Opaque:
+    pass
+
+
+def head_and_body(answer: Answer | Unfinished) -> tuple[int, dict[str, str], bytes]:
+    assert isinstance(answer, Answer)
+    assert answer.message is not None
+    assert answer.message["type"] == WHOLE_RESPONSE
+    headers = {name.decode(): value.decode() for name, value in answer.message["headers"]}
+    return answer.message["status"], headers, answer.message["body"]
+
+
+# ---- whole results
+
+
+@pytest.mark.parametrize(
+    ("result", "content_type", "body"),
+    [
+        (None, "text/plain", b""),
+        (b"\x00raw", "application/octet-stream", b"\x00raw"),
+        (bytearray(b"raw"), "application/octet-stream", b"raw"),
+        (memoryview(b"raw"), "application/octet-stream", b"raw"),
+        ("grüß", "text/plain; charset=utf-8", "grüß".encode()),
+        ({"a": [1, 2.5, None, True]}, "application/json", b'{"a":[1,2.5,null,true]}'),
+        ([1, "ü"], "application/json", '[1,"ü"]'.encode()),
+        (7, "application/json", b"7"),
+        (False, "application/json", b"false"),
+        ((1, 2), "application/json", b"[1,2]"),
+        (np.float32(0.5), "application/json", b"0.5"),
+        (np.int64(3), "application/json", b"3"),
+        (np.bool_(True), "application/json", b"true"),
+        (np.arange(4).reshape(2, 2), "application/json", b"[[0,1],[2,3]]"),
+        (np.array(["a", "b"]), "application/json", b'["a","b"]'),
+        ({"scores": np.ones(2), "n": np.int8(1)}, "application/json", b'{"scores":[1.0,1.0],"n":1}'),
+        (Point(1, datetime.date(2020, 1, 2)), "application/json", b'{"x":1,"when":"2020-01-02"}'),
+        (
+            Model(name="n", at=datetime.datetime(2020, 1, 2)),
+            "application/json",
+            b'{"name":"n","at":"2020-01-02T00:00:00"}',
+        ),
+        (ValueError("no luck"), "application/json", b'"no luck"'),
+    ],
+)
+def test_each_kind_of_result_has_its_content_type(result: Any, content_type: str, body: bytes) -> None:
+    status, headers, written = head_and_body(to_answer(result))
+    assert (status, headers["content-type"], written) == (200, content_type, body)
+    assert "content-length" not in headers  # whoever writes the response adds it
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (datetime.datetime(2020, 1, 2, 3, 4, 5), "2020-01-02T03:04:05"),
+        (datetime.time(3, 4), "03:04:00"),
+        (datetime.timedelta(minutes=1), 60.0),
+        (uuid.UUID(int=1), "00000000-0000-0000-0000-000000000001"),
+        (decimal.Decimal("1.5"), 1.5),
+        (Color.RED, "red"),
+        (PurePosixPath("/a/b"), "/a/b"),
+        (b"text", "text"),
+        ({3}, [3]),
+        ({"k": 1}.keys(), ["k"]),
+        (types.MappingProxyType({"k": 1}), {"k": 1}),
+        (OrderedDict(k=np.int64(1)), {"k": 1}),
+        ({np.int64(1): "one", uuid.UUID(int=1): {Color.RED: 2}}, None),
+    ],
+)
+def test_values_that_json_does_not_know(value: Any, expected: Any) -> None:
+    if expected is None:
+        expected = {"1": "one", "00000000-0000-0000-0000-000000000001": {"red": 2}}
+    assert json.loads(to_json(value)) == expected
+    assert json.loads(to_json({"nested": [value]})) == {"nested": [expected]}
+
+
+def test_pandas_is_recognised_where_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    class DataFrame:
+        def to_dict(self, orient: str) -> list[dict[str, int]]:
+            assert orient == "records"
+            return [{"a": 1}]
+
+    class Series:
+        def tolist(self) -> list[int]:
+            return [1, 2]
+
+    pandas: Any = types.SimpleNamespace(DataFrame=DataFrame, Series=Series)
+    monkeypatch.setitem(sys.modules, "pandas", pandas)
+    assert to_json({"frame": DataFrame(), "series": Series()}) == b'{"frame":[{"a":1}],"series":[1,2]}'
+
+
+def test_no_library_is_imported_to_look_for_its_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("numpy", "pandas", "pydantic"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    with pytest.raises(UserCodeError):
+        to_json(Opaque())
+    assert not {"numpy", "pandas", "pydantic"} & set(sys.modules)
+
+
+@pytest.mark.parametrize("result", [Opaque(), {"deep": [Opaque()]}])
+def test_a_result_that_cannot_be_written_is_named_by_its_type(result: Any) -> None:
+    with pytest.raises(UserCodeError, match=r"test_conversion\.Opaque cannot be written as JSON"):
+        to_answer(result)
+
+
+def test_a_result_that_contains_itself_is_an_error() -> None:
+    loop: list[Any] = []
+    loop.append(loop)
+    with pytest.raises(UserCodeError, match=r"builtins\.list"):
+        to_answer(loop)
+
+
+def test_the_result_of_a_call_is_pickled_or_named() -> None:
+    assert load(dump_result("Method f", {"a": 1})) == {"a": 1}
+    with pytest.raises(UserCodeError, match=r"Method f returned a _thread\.lock"):
+        dump_result("Method f", threading.Lock())
+    with pytest.raises(StreamOptionError, match=r"Method f is a generator; call it with .*stream=True"):
+        dump_result("Method f", (n for n in range(3)))
+
+
+# ---- Starlette's responses
+
+
+def test_a_plain_response_is_passed_on_with_status_headers_and_cookies() -> None:
+    response = Response("text", 201, headers={"x-key": "v"}, media_type="text/css")
+    response.set_cookie("c", "1")
+    status, headers, body = head_and_body(to_answer(response))
+    assert (status, headers["x-key"], body) == (201, "v", b"text")
+    assert headers["content-type"] == "text/css; charset=utf-8"
+    assert headers["set-cookie"].startswith("c=1")
+    assert head_and_body(to_answer(JSONResponse({"a": 1})))[2] == b'{"a":1}'
+
+
+def test_responses_that_do_more_than_render_send_themselves() -> None:
+    for response in (StreamingResponse(iter("ab")), Response("x", background=BackgroundTask(print))):
+        answer = to_answer(response)
+        assert isinstance(answer, Unfinished)
+        assert not answer.needs_thread
+
+
+# ---- unfinished results
+
+
+def send_all(step: Callable[[Wall, Any], Awaitable[Any]]) -> tuple[Any, list[Message]]:
+    """Carry one step's messages over a real wall."""
+
+    async def main() -> tuple[Any, list[Message]]:
+        sent: list[Message] = []
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        async def receive() -> Message:
+            return {"type": "http.disconnect"}
+
+        wall = Wall("b", contextvars.copy_context())
+        try:
+            return await step(wall, open_exchange(wall, SCOPE, receive, send)), sent
+        finally:
+            assert await wall.close(5)
+
+    return asyncio.run(main())
+
+
+def finished(result: Any) -> tuple[Any, list[Message]]:
+    async def step(wall: Wall, exchange: Any) -> Any:
+        scope = {**SCOPE, "asgi": {"spec_version": "2.4"}}
+        if Unfinished(result).needs_thread:
+            plain = wall.start_sync(lambda: finish_in_thread(result, exchange, is_debug=False))
+            return await exchange.carry(plain)
+        return await exchange.carry(wall.start_async(lambda: finish(scope, exchange, result, is_debug=False)))
+
+    return send_all(step)
+
+
+def bodies(sent: list[Message]) -> list[bytes]:
+    return [message["body"] for message in sent if message["type"] == "http.response.body"]
+
+
+def plain_chunks() -> Iterator[Any]:
+    yield "a"
+    yield b"b"
+    yield {"c": 1}
+
+
+async def async_chunks() -> AsyncIterator[Any]:
+    for chunk in plain_chunks():
+        yield chunk
+
+
+@pytest.mark.parametrize("make", [plain_chunks, async_chunks])
+def test_generators_are_streamed_chunk_by_chunk(make: Callable[[], Any]) -> None:
+    result = make()
+    assert to_answer(result) == Unfinished(result)
+    answer, sent = finished(result)
+    assert answer == Answer()
+    assert sent[0]["headers"] == [(b"content-type", b"text/plain; charset=utf-8")]
+    assert bodies(sent) == [b"a", b"b", b'{"c":1}', b""]
+    assert [message["more_body"] for message in sent[1:]] == [True, True, True, False]
+
+
+def fails_at(index: int) -> Iterator[Any]:
+    for number in range(index):
+        yield str(number)
+    raise ValueError("broken")
+
+
+async def fails_at_async(index: int) -> AsyncIterator[Any]:
+    for chunk in fails_at(index):
+        yield chunk
+
+
+@pytest.mark.parametrize("make", [fails_at, fails_at_async])
+def test_a_stream_that_fails_at_once_is_a_500_and_later_is_cut(make: Callable[[int], Any]) -> None:
+    answer, sent = finished(make(0))
+    assert head_and_body(answer)[0] == 500
+    assert sent == []
+    with pytest.raises(ValueError, match="broken"):
+        finished(make(2))
+
+
+def test_a_streaming_response_sends_itself_and_runs_its_background_task() -> None:
+    ran: list[bool] = []
+
+    async def note() -> None:
+        ran.append(True)
+
+    answer, sent = finished(StreamingResponse(async_chunks_of_text(), 202, background=BackgroundTask(note)))
+    assert answer == Answer()
+    assert sent[0]["status"] == 202
+    assert b"".join(bodies(sent)) == b"ab"
+    assert ran == [True]
+
+
+async def async_chunks_of_text() -> AsyncIterator[str]:
+    yield "a"
+    yield "b"
+
+
+def test_an_awaitable_stands_for_its_result() -> None:
+    async def later() -> str:
+        return "text"
+
+    answer, _ = finished(later())
+    assert head_and_body(answer)[2] == b"text"
+
+
+# ---- errors
+
+
+def test_an_error_tells_the_client_nothing_and_the_log_everything(caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> Answer:
+        current_replica.set(ReplicaContext("i", "b", "b#AAAAAA"))
+        current_request.set(RequestContext("request-1"))
+        try:
+            raise ValueError("secret")
+        except ValueError as error:
+            return failure(error, is_debug=False)
+
+    with caplog.at_level(logging.ERROR, "daskserve.replica"):
+        answer = contextvars.copy_context().run(fail)
+    status, headers, body = head_and_body(answer)
+    assert (status, body) == (500, b"Internal Server Error")
+    assert headers["content-type"].startswith("text/plain")
+    assert answer.is_failure
+    for text in ("request-1", "b#AAAAAA", "ValueError: secret", "test_conversion.py"):
+        assert text in caplog.text
+
+
+def test_debug_answers_with_the_traceback() -> None:
+    body = head_and_body(failure(ValueError("secret"), is_debug=True))[2]
+    assert body.startswith(b"Task Error. Traceback: ")
+    assert b"ValueError: secret" in body
+
+
+def test_a_client_that_leaves_in_the_middle_of_its_upload_is_no_failure(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    answer = failure(ClientDisconnect(), is_debug=True)
+    assert not answer.is_failure
+    with pytest.raises(ClientDisconnect):
+        failure(ClientDisconnect(), is_debug=False, is_started=True)
+    assert caplog.text == ""
+
+
+def test_an_http_exception_is_an_answer_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    answer = failure(HTTPException(404, "no such thing", headers={"X-Key": "v"}), is_debug=False)
+    status, headers, body = head_and_body(answer)
+    assert (status, headers["x-key"], body) == (404, "v", b"no such thing")
+    assert not answer.is_failure
+    assert caplog.text == ""
+    assert head_and_body(failure(HTTPException(204), is_debug=False)) == (204, {}, b"")
+
+
+@pytest.mark.parametrize("error", [ValueError("late"), HTTPException(404)])
+def test_once_a_response_has_started_an_error_cuts_it_off(error: Exception) -> None:
+    with pytest.raises(type(error)):
+        failure(error, is_debug=False, is_started=True)
+
+
+def test_a_users_traceback_begins_with_the_users_own_frame() -> None:
+    def fail() -> None:
+        raise ValueError("mine")
+
+    ours: dict[str, Any] = {"__name__": "daskserve.data.replica.servable"}
+    exec("def serve(f):\n try:\n  f()\n except ValueError as error:\n  return error", ours)
+    text = user_traceback(ours["serve"](fail))
+    assert "in fail" in text
+    assert "in serve" not in text
+    assert text.rstrip().endswith("ValueError: mine")
+
+
+def test_an_error_of_ours_alone_keeps_its_traceback() -> None:
+    ours: dict[str, Any] = {"__name__": "daskserve.data.replica.servable"}
+    exec("def serve():\n try:\n  raise ValueError('own')\n except ValueError as error:\n  return error", ours)
+    assert "in serve" in user_traceback(ours["serve"]())

@@ -1,0 +1,953 @@
+"""Replicas whose user code runs in a child process: the same behaviour as in a thread, and a firmer end.
+
+A child takes a third of a second to start, so a module's tests share one per definition.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import sysconfig
+import textwrap
+import time
+import types
+import venv
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import isolated_code as code
+import numpy as np
+import psutil
+import pytest
+
+from daskserve import payload
+from daskserve._version import __version__
+from daskserve.clock import LoopClock
+from daskserve.cluster.base import ActorContext, ActorSpec, Hosted
+from daskserve.data.replica.child_figures import Told
+from daskserve.data.replica.isolation import ChildReplica, IsolatedReplica
+from daskserve.data.replica.replica import Replica
+from daskserve.errors import (
+    ActorLostError,
+    BadRequestError,
+    InstanceError,
+    ReplicaBusyError,
+    ReplicaStartError,
+    RequestTimeoutError,
+    UserCodeError,
+    VersionMismatchError,
+)
+from daskserve.figures.histogram import Histogram
+from daskserve.loops.deadlines import until as hold_until
+from daskserve.payload import PackedError
+from daskserve.starts import ReplicaStart
+from daskserve.types import SLOT_TAKEN, ActorKind, Envelope, EnvelopeKind, Load, Message, Patience
+
+DEADLINE_S = 20.0
+HERE = Path(__file__).parent
+KINDS: dict[str, type[Any]] = {"thread": Replica, "process": IsolatedReplica}
+
+
+def make(kind: str, definition: Any, *args: Any, **options: Any) -> Any:
+    options.setdefault("concurrency", 4)
+    if "user_config" in options:
+        options["user_config"] = payload.dump_bytes(options["user_config"])
+    pickled = payload.dump_bytes((definition, args, {}))
+    start = ReplicaStart("b", "b#AAAAAA", pickled, isolation=kind, **options)
+    spec = ActorSpec(ActorKind.REPLICA, "an-instance/replica/b#AAAAAA", 1, "an-instance", start.encode())
+    return KINDS[kind](ActorContext(spec, types.SimpleNamespace(), LoopClock(), random.Random(0)))  # type: ignore[arg-type]
+
+
+class Bench:
+    """A running replica on an event loop that outlives single tests."""
+
+    def __init__(self, kind: str, definition: Any, folder: Path, *args: Any, **options: Any) -> None:
+        self.kind = kind
+        self.folder = folder
+        self.replica = make(kind, definition, *args, **options)
+        self._runner = asyncio.Runner()
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        async def bounded() -> Any:
+            async with asyncio.timeout(DEADLINE_S):
+                return await coroutine
+
+        return self._runner.run(bounded())
+
+    def __enter__(self) -> Bench:
+        try:
+            self.facts = self.run(self.replica.start())
+        except BaseException:
+            self._runner.close()
+            raise
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.run(self.replica.stop(0))
+        assert self.replica.load().ongoing == 0
+        self._runner.close()
+        if self.kind == "process":
+            wait_until(lambda: processes_of(self.pid) == [], "processes are left")
+
+    @property
+    def pid(self) -> int:
+        return int(self.facts["child_pid"])
+
+
+def alive(*processes: psutil.Process) -> list[psutil.Process]:
+    """Return those of the processes that still run; a zombie has ended."""
+    found = []
+    for each in processes:
+        try:
+            if each.is_running() and each.status() != psutil.STATUS_ZOMBIE:
+                found.append(each)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def processes_of(leader: int) -> list[psutil.Process]:
+    """Return what still runs of a process group."""
+
+    def group(process: psutil.Process) -> int:
+        try:
+            return os.getpgid(process.pid)
+        except ProcessLookupError:
+            return 0
+
+    return alive(*(each for each in psutil.process_iter() if group(each) == leader))
+
+
+def wait_until(condition: Callable[[], Any], what: str = "") -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.005)
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    while not condition():  # noqa: ASYNC110 - the condition is set by another process
+        await asyncio.sleep(0.002)
+
+
+class Reply:
+    """One request over HTTP and what came of it."""
+
+    def __init__(self, *messages: Message) -> None:
+        self.messages = list(messages)
+        self.sent: list[Message] = []
+
+    async def receive(self) -> Message:
+        if not self.messages:
+            await asyncio.get_running_loop().create_future()
+        return self.messages.pop(0)
+
+    async def send(self, message: Message) -> None:
+        self.sent.append(message)
+
+    @property
+    def status(self) -> int:
+        return int(self.sent[0]["status"])
+
+    @property
+    def headers(self) -> dict[bytes, bytes]:
+        return dict(self.sent[0]["headers"])
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(bytes(message.get("body", b"")) for message in self.sent)
+
+
+async def http(
+    replica: Hosted, *chunks: bytes, kind: str = "http", messages: Any = (), **parts: Any
+) -> Reply:
+    bodies = chunks or ((b"",) if kind == "http" else ())
+    many = [
+        {"type": "http.request", "body": chunk, "more_body": index + 1 < len(bodies)}
+        for index, chunk in enumerate(bodies)
+    ]
+    reply = parts.get("reply") or Reply(*many, *messages)
+    path = parts.get("path", "/")
+    scope = {
+        "type": kind,
+        "asgi": {"version": "3.0", "spec_version": "2.4"},
+        "method": parts.get("method", "GET"),
+        "path": path,
+        "raw_path": path.encode(),
+        "root_path": "",
+        "query_string": parts.get("query", b""),
+        "headers": [(b"host", b"test")],
+        "extensions": {"daskserve": {"request_id": "request-1", "route": "/r"}},
+    }
+    await replica.handle(Envelope(EnvelopeKind.HTTP, scope), reply.receive, reply.send)
+    return reply
+
+
+async def call(replica: Hosted, method: str, *args: Any, **kwargs: Any) -> Any:
+    """Return the result of a Python call, as a handle does."""
+    head = {"method": method, "legacy": method == "__call__", "request_id": "request-1"}
+    reply = Reply()
+    envelope = Envelope(EnvelopeKind.CALL, head, payload.dump((args, kwargs)))
+    try:
+        await replica.handle(envelope, reply.receive, reply.send)
+    except PackedError as packed:
+        error = payload.load_error(packed.data)
+        raise error from error.__cause__
+    (answer,) = reply.sent
+    return payload.load(answer["payload"])
+
+
+# ---- the same in a thread and in a process
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    folder = tmp_path_factory.mktemp("model")
+    with Bench(request.param, code.Model, folder, str(folder)) as bench:
+        yield bench
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def app(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    with Bench(request.param, code.APP, tmp_path_factory.mktemp("app")) as bench:
+        yield bench
+
+
+def test_starting_tells_what_the_callable_is(model: Bench) -> None:
+    assert (model.facts["is_blocking"], model.facts["is_asgi_app"]) == (True, False)
+    assert {"__call__", "echo", "reconfigure"} <= set(model.facts["methods"])
+
+
+def test_starting_tells_what_the_application_is(app: Bench) -> None:
+    assert (app.facts["is_blocking"], app.facts["is_asgi_app"]) == (False, True)
+
+
+def test_arguments_and_results_cross_unchanged(model: Bench) -> None:
+    values = ("text", b"bytes", {1: (2.5, None)}, [Path("/a")], code.Trouble("reason", 3).code)
+    assert model.run(call(model.replica, "echo", *values, key=values)) == (values, {"key": values})
+
+
+def test_large_arrays_cross_out_of_band(model: Bench) -> None:
+    array = np.arange(2_000_000, dtype="f8")
+
+    async def scenario() -> None:
+        reply = Reply()
+        head = {"method": "echo", "legacy": False, "request_id": ""}
+        envelope = Envelope(EnvelopeKind.CALL, head, payload.dump(((array,), {})))
+        await model.replica.handle(envelope, reply.receive, reply.send)
+        answer = reply.sent[0]["payload"]
+        assert len(answer.data) < 10_000
+        ((echoed,), _) = payload.load(answer)
+        assert np.array_equal(echoed, array)
+
+    model.run(scenario())
+
+
+def test_code_knows_its_replica_and_request(model: Bench) -> None:
+    assert model.run(call(model.replica, "where")) == ["an-instance", "b", "b#AAAAAA", True, "request-1"]
+
+
+@pytest.mark.parametrize("method", ["fail", "fail_async"])
+def test_errors_of_user_code_reach_the_caller_unchanged(model: Bench, method: str) -> None:
+    with pytest.raises(code.Trouble) as caught:
+        model.run(call(model.replica, method))
+    assert (caught.value.args, caught.value.code) == (("what went wrong", 7), 7)
+    if model.kind == "process":
+        assert "isolated_code.py" in str(caught.value.__cause__)
+
+
+def test_an_unknown_method_is_refused(model: Bench) -> None:
+    with pytest.raises(BadRequestError, match="has no public method 'missing'"):
+        model.run(call(model.replica, "missing"))
+    assert model.replica.load().ongoing == 0
+
+
+def test_http_answers_with_status_headers_and_body(model: Bench) -> None:
+    reply = model.run(http(model.replica))
+    assert (reply.status, reply.headers[b"content-type"]) == (200, b"text/plain; charset=utf-8")
+    assert model.run(http(model.replica, query=b"ask=missing")).status == 404
+    failed = model.run(http(model.replica, query=b"ask=fail"))
+    assert (failed.status, failed.body) == (500, b"Internal Server Error")
+
+
+def test_uploads_and_streamed_responses_cross_in_parts(model: Bench) -> None:
+    chunks = [bytes([number]) * 50_000 for number in range(40)]
+    assert model.run(http(model.replica, *chunks, query=b"ask=length")).body == b"2000000"
+    streamed = model.run(http(model.replica, query=b"ask=stream"))
+    assert streamed.body.decode() == "".join(f"{number}," for number in range(40))
+    assert len(streamed.sent) > 40
+
+
+def test_a_caller_that_cannot_be_sent_to_ends_its_request(model: Bench) -> None:
+    class Gone(OSError):
+        pass
+
+    async def scenario() -> None:
+        async def send(message: Message) -> None:
+            raise Gone
+
+        reply = Reply({"type": "http.request", "body": b"", "more_body": False})
+        reply.send = send  # type: ignore[method-assign]
+        with pytest.raises(Gone):
+            await http(model.replica, reply=reply, query=b"ask=stream")
+        await until(lambda: model.replica.load().ongoing == 0)
+
+    model.run(scenario())
+
+
+def test_an_asgi_application_is_served_as_it_is(app: Bench) -> None:
+    reply = app.run(http(app.replica, b"a ", b"b", path="/hello/you", method="POST"))
+    assert (reply.status, reply.body, reply.headers[b"x-key"]) == (200, b"POST you a b", b"v")
+    assert app.run(http(app.replica, path="/other")).status == 404
+
+
+def test_a_response_that_fails_half_way_is_cut_off(app: Bench) -> None:
+    with pytest.raises((code.Trouble, PackedError), match="late"):
+        app.run(http(app.replica, path="/late/"))
+    assert app.replica.load().ongoing == 0
+
+
+def test_web_sockets_reach_the_application(app: Bench) -> None:
+    texts = [f"text {number}" for number in range(40)]
+    frames = [{"type": "websocket.receive", "text": text} for text in [*texts, "end"]]
+    messages = [{"type": "websocket.connect"}, *frames]
+    reply = app.run(http(app.replica, kind="websocket", path="/echo", messages=messages))
+    assert reply.sent[0]["type"] == "websocket.accept"
+    assert [message["text"] for message in reply.sent[1:-1]] == [text.upper() for text in texts]
+    assert reply.sent[-1]["code"] == 4000
+
+
+def test_no_more_requests_run_than_there_are_slots(model: Bench) -> None:
+    async def scenario() -> None:
+        held = [asyncio.create_task(call(model.replica, "hold", f"slot-{n}")) for n in range(4)]
+        await until(lambda: all((model.folder / f"slot-{n}-began").exists() for n in range(4)))
+        assert model.replica.load() == Load(4, 0)
+        with pytest.raises(ReplicaBusyError) as caught:
+            await call(model.replica, "pid")
+        assert caught.value.ongoing == 4
+        for n in range(4):
+            (model.folder / f"slot-{n}-go").touch()
+        assert await asyncio.gather(*held) == [f"slot-{n}" for n in range(4)]
+        assert model.replica.load() == Load(0, 0)
+        figures = await model.replica.statistics()
+        assert (figures["ongoing"], figures["concurrency"], figures["refused_total"]) == (0, 4, 1)
+        brief = model.replica.figures()
+        assert (brief["ongoing"], sum(brief["latency_counts"])) == (0, brief["ended"])
+
+    model.run(scenario())
+
+
+async def call_patiently(replica: Hosted, left_s: float = 60.0) -> Any:
+    """Return the result of a call that waits for a slot, and what was sent before it."""
+    head = {"method": "pid", "legacy": False, "request_id": "request-1"}
+    envelope = Envelope(EnvelopeKind.CALL, head, payload.dump(((), {})), patience=Patience(left_s))
+    reply = Reply()
+    await replica.handle(envelope, reply.receive, reply.send)
+    first, answer = reply.sent
+    return payload.load(answer["payload"]), first
+
+
+def test_requests_with_patience_wait_in_line_for_a_slot(model: Bench) -> None:
+    async def scenario() -> None:
+        replica = model.replica
+        (pid, first) = await call_patiently(replica)
+        assert first == {"type": SLOT_TAKEN, "ongoing": 1, "queued": 0}
+        before = await replica.statistics()
+        held = [asyncio.create_task(call(replica, "hold", f"line-{n}")) for n in range(4)]
+        await until(lambda: all((model.folder / f"line-{n}-began").exists() for n in range(4)))
+        waiting = [asyncio.create_task(call_patiently(replica)) for _ in range(3)]
+        await until(lambda: replica.load() == Load(4, 3))
+        assert (await replica.statistics())["queued"] == 3
+        queued = [value for name, _, value in replica.samples() if name == "replica_queued_requests"]
+        assert sum(queued) == 3
+        with pytest.raises(ReplicaBusyError):
+            await call_patiently(replica, 0.01)
+        with pytest.raises(ReplicaBusyError):
+            await call(replica, "pid")
+        waiting[0].cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting[0]
+        assert replica.load() == Load(4, 2)
+        (model.folder / "line-0-go").touch()
+        outcomes = await asyncio.gather(*waiting[1:])
+        assert [result for result, _ in outcomes] == [pid, pid]
+        assert [told["ongoing"] for _, told in outcomes] == [4, 4]
+        for n in range(1, 4):
+            (model.folder / f"line-{n}-go").touch()
+        await asyncio.gather(*held)
+        assert replica.load() == Load(0, 0)
+        after = await replica.statistics()
+        grown = [after[name] - before[name] for name in ("handled_total", "refused_total", "cancelled_total")]
+        assert grown == [6, 2, 0]
+
+    model.run(scenario())
+
+
+def test_more_slots_are_for_those_in_line(model: Bench) -> None:
+    async def scenario() -> None:
+        held = [asyncio.create_task(call(model.replica, "hold", f"more-{n}")) for n in range(4)]
+        await until(lambda: all((model.folder / f"more-{n}-began").exists() for n in range(4)))
+        waiting = asyncio.create_task(call_patiently(model.replica))
+        await until(lambda: model.replica.load() == Load(4, 1))
+        await model.replica.reconfigure(user_config=None, concurrency=5)
+        await waiting
+        await model.replica.reconfigure(user_config=None, concurrency=4)
+        for n in range(4):
+            (model.folder / f"more-{n}-go").touch()
+        await asyncio.gather(*held)
+
+    model.run(scenario())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_who_waits_in_line_when_the_replica_stops_has_not_begun(kind: str, tmp_path: Path) -> None:
+    with Bench(kind, code.Model, tmp_path, str(tmp_path)) as bench:
+
+        async def scenario() -> None:
+            held = [asyncio.create_task(call(bench.replica, "hold", f"stop-{n}")) for n in range(4)]
+            await until(lambda: all((tmp_path / f"stop-{n}-began").exists() for n in range(4)))
+            waiting = asyncio.create_task(call_patiently(bench.replica))
+            await until(lambda: bench.replica.load() == Load(4, 1))
+            stopping = asyncio.create_task(bench.replica.stop(10))
+            with pytest.raises(ActorLostError) as caught:
+                await waiting
+            assert not caught.value.begun
+            assert not stopping.done()
+            for n in range(4):
+                (tmp_path / f"stop-{n}-go").touch()
+            assert await asyncio.gather(*held) == [f"stop-{n}" for n in range(4)]
+            await stopping
+
+        bench.run(scenario())
+
+
+def test_who_waits_in_line_when_the_process_ends_has_not_begun(tmp_path: Path) -> None:
+    with Bench("process", code.Model, tmp_path, str(tmp_path)) as bench:
+
+        async def scenario() -> None:
+            pid, _ = await call_patiently(bench.replica)
+            held = [asyncio.create_task(call(bench.replica, "hold", f"end-{n}")) for n in range(4)]
+            await until(lambda: all((tmp_path / f"end-{n}-began").exists() for n in range(4)))
+            waiting = asyncio.create_task(call_patiently(bench.replica))
+            await until(lambda: bench.replica.load() == Load(4, 1))
+            os.kill(pid, signal.SIGKILL)
+            with pytest.raises(ActorLostError, match="is lost") as caught:
+                await waiting
+            assert not caught.value.begun
+            assert {type(each) for each in await asyncio.gather(*held, return_exceptions=True)} == {
+                ActorLostError
+            }
+            assert bench.replica.load() == Load(0, 0)
+
+        bench.run(scenario())
+
+
+def test_a_cancelled_plain_request_keeps_its_slot_until_it_returns(model: Bench) -> None:
+    async def scenario() -> None:
+        request = asyncio.create_task(call(model.replica, "hold", "abandoned"))
+        await until((model.folder / "abandoned-began").exists)
+        request.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await request
+        # While requests come and go beside it, the slot stays taken.
+        for _ in range(3):
+            await call(model.replica, "pid")
+        assert model.replica.load().ongoing == 1
+        assert (await model.replica.statistics())["abandoned"] == 1
+        (model.folder / "abandoned-go").touch()
+        await until(lambda: model.replica.load().ongoing == 0)
+
+    model.run(scenario())
+
+
+def test_a_request_that_is_late_ends_in_the_child_and_keeps_its_slot_until_its_code_has(
+    model: Bench,
+) -> None:
+    """The child holds the deadline by itself; elsewhere whoever brings the request does."""
+
+    async def late(method: str, name: str) -> None:
+        deadline = asyncio.get_running_loop().time() + 0.2
+        head = {"method": method, "legacy": False, "request_id": "1"}
+        envelope = Envelope(EnvelopeKind.CALL, head, payload.dump(((name,), {})), deadline)
+        reply = Reply()
+        work = model.replica.handle(envelope, reply.receive, reply.send)
+        with pytest.raises(RequestTimeoutError):
+            await (work if model.kind == "process" else hold_until(deadline, work, "late"))
+
+    async def scenario() -> None:
+        await late("hold_async", "late-async")
+        await until((model.folder / "late-async-cancelled").exists)
+        await late("hold", "late")
+        for _ in range(3):
+            await call(model.replica, "pid")
+        assert model.replica.load().ongoing == 1
+        (model.folder / "late-go").touch()
+        await until(lambda: model.replica.load().ongoing == 0)
+
+    model.run(scenario())
+
+
+def test_a_cancelled_async_request_is_cancelled_and_frees_its_slot(model: Bench) -> None:
+    async def scenario() -> None:
+        request = asyncio.create_task(call(model.replica, "hold_async", "given-up"))
+        await until((model.folder / "given-up-began").exists)
+        request.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await request
+        await until((model.folder / "given-up-cancelled").exists)
+        await until(lambda: model.replica.load().ongoing == 0)
+
+    model.run(scenario())
+
+
+def test_requests_cancelled_at_any_moment_leave_no_slot_taken(model: Bench) -> None:
+    async def scenario() -> None:
+        rng = random.Random(1)
+        for _ in range(30):
+            requests = [
+                asyncio.create_task(http(model.replica) if n % 2 else call(model.replica, "pid"))
+                for n in range(4)
+            ]
+            for _ in range(rng.randrange(12)):
+                await asyncio.sleep(0 if rng.random() < 0.7 else 0.0005)
+            for request in rng.sample(requests, 2):
+                request.cancel()
+            outcomes = await asyncio.gather(*requests, return_exceptions=True)
+            assert not any(isinstance(each, Exception) for each in outcomes), outcomes
+            await until(lambda: model.replica.load().ongoing == 0)
+        assert (await model.replica.statistics())["abandoned"] == 0
+
+    model.run(scenario())
+
+
+def test_options_change_in_place(model: Bench) -> None:
+    async def reconfigure(user_config: Any = None, **options: Any) -> None:
+        pickled = None if user_config is None else payload.dump_bytes(user_config)
+        await model.replica.reconfigure(user_config=pickled, **{"concurrency": 4, **options})
+
+    async def scenario() -> None:
+        await reconfigure("changed", concurrency=2)
+        assert await call(model.replica, "__call__") == "changed"
+        assert (await model.replica.statistics())["concurrency"] == 2
+        with pytest.raises(ReplicaStartError, match="ValueError: bad config") as caught:
+            await reconfigure("bad", concurrency=9)
+        assert "isolated_code.py" in caught.value.user_traceback
+        with pytest.raises(BadRequestError, match="max_batch_size is 5"):
+            await reconfigure(max_batch_size=5)
+        assert (await model.replica.statistics())["concurrency"] == 2
+        await reconfigure("word")
+
+    model.run(scenario())
+
+
+def test_the_users_health_check_is_part_of_the_probe(model: Bench) -> None:
+    async def scenario() -> None:
+        await model.replica.probe()
+        await model.replica.reconfigure(user_config=payload.dump_bytes("ill"), concurrency=4)
+        with pytest.raises(UserCodeError, match="raised RuntimeError: feverish"):
+            await model.replica.probe()
+        await model.replica.reconfigure(user_config=payload.dump_bytes("word"), concurrency=4)
+        assert model.replica.health()["is_healthy"]
+
+    model.run(scenario())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_requests_are_batched(kind: str, tmp_path: Path) -> None:
+    with Bench(kind, code.double, tmp_path, max_batch_size=3, batch_wait_timeout_s=60.0) as bench:
+
+        async def scenario() -> None:
+            replica = bench.replica
+            one, two, three = await asyncio.gather(
+                call(replica, "__call__", n=1), http(replica, query=b"n=2"), call(replica, "__call__", n=3)
+            )
+            assert (one, two.body, three) == ([2, 3], b"[4,3]", [6, 3])
+
+        bench.run(scenario())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stopping_waits_for_what_runs_refuses_more_and_destructs(kind: str, tmp_path: Path) -> None:
+    with Bench(kind, code.Model, tmp_path, str(tmp_path)) as bench:
+
+        async def scenario() -> None:
+            replica = bench.replica
+            request = asyncio.create_task(call(replica, "hold_async", "last"))
+            await until((tmp_path / "last-began").exists)
+            stopping = asyncio.create_task(replica.stop(DEADLINE_S))
+            await asyncio.sleep(0)
+            for refused in (call(replica, "pid"), replica.probe(), replica.reconfigure(None, 1)):
+                with pytest.raises(ActorLostError) as caught:
+                    await refused
+                assert not caught.value.begun
+            assert not (tmp_path / "destructed").exists()
+            assert not stopping.done()
+            (tmp_path / "last-go").touch()
+            assert await request == "last"
+            await stopping
+            assert (tmp_path / "destructed").exists()
+
+        bench.run(scenario())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_runs_on_after_the_grace_period_is_cancelled(kind: str, tmp_path: Path) -> None:
+    with Bench(kind, code.Model, tmp_path, str(tmp_path)) as bench:
+
+        async def scenario() -> None:
+            request = asyncio.create_task(call(bench.replica, "hold_async", "late"))
+            await until((tmp_path / "late-began").exists)
+            patient = asyncio.create_task(bench.replica.stop(DEADLINE_S))
+            await asyncio.sleep(0)
+            await bench.replica.stop(0.01)
+            (outcome,) = await asyncio.gather(request, return_exceptions=True)
+            assert isinstance(outcome, ActorLostError)
+            assert outcome.begun
+            assert "was stopped" in str(outcome)
+            await patient
+            assert (tmp_path / "late-cancelled").exists()
+            if kind == "process":  # in a thread the outcome's traceback holds the user's object
+                assert (tmp_path / "destructed").exists()
+
+        bench.run(scenario())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_start_that_fails_says_where_and_why(kind: str) -> None:
+    async def main() -> None:
+        replica = make(kind, code.DiesInConstructor, "raise")
+        with pytest.raises(
+            ReplicaStartError, match="in its constructor: ZeroDivisionError: in the"
+        ) as caught:
+            await replica.start()
+        assert "isolated_code.py" in caught.value.user_traceback
+        with pytest.raises(ActorLostError):
+            await call(replica, "pid")
+        await replica.stop(0)
+
+    asyncio.run(main())
+
+
+# ---- only in a process
+
+
+def breaker(folder: Path, **options: Any) -> Bench:
+    return Bench("process", code.Breaker, folder, str(folder), **options)
+
+
+@pytest.mark.parametrize("model", ["process"], indirect=True)
+def test_it_is_another_process(model: Bench) -> None:
+    assert model.run(call(model.replica, "pid")) == model.pid != os.getpid()
+    assert psutil.Process(model.pid).ppid() == os.getpid()
+    assert psutil.Process(model.pid).cmdline()[-1] == "b#AAAAAA"
+
+
+@pytest.mark.parametrize("model", ["process"], indirect=True)
+def test_it_says_why_handles_do_not_work_in_a_cluster_within_one_process(model: Bench) -> None:
+    with pytest.raises(InstanceError, match="lives within a single process; use isolation='thread'"):
+        model.run(call(model.replica, "connect"))
+
+
+@pytest.mark.parametrize(
+    ("method", "args", "fate"),
+    [("exit", (3,), "exited with status 3"), ("crash", (), "was killed by SIGSEGV")],
+)
+def test_a_process_that_ends_is_a_lost_replica(
+    method: str, args: Any, fate: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with breaker(tmp_path) as bench:
+
+        async def scenario() -> None:
+            replica = bench.replica
+            grandchild = psutil.Process(await call(replica, "spawn"))
+            other = asyncio.create_task(call(replica, "hold_async", "other"))
+            await until((tmp_path / "other-began").exists)
+            outcomes = await asyncio.gather(call(replica, method, *args), other, return_exceptions=True)
+            for error in outcomes:
+                assert isinstance(error, ActorLostError), error
+                assert error.begun
+                assert str(error) == f"Replica 'b#AAAAAA' is lost: its process {fate}."
+            assert replica.load() == Load(0, 0)
+            for verb in (call(replica, "pid"), replica.probe(), replica.statistics()):
+                with pytest.raises(ActorLostError, match=fate) as caught:
+                    await verb
+                assert not caught.value.begun
+            assert not replica.health()["is_healthy"]
+            assert fate in replica.health()["detail"]
+            await until(lambda: alive(grandchild) == [])  # killed already, but the kernel takes its time
+
+        bench.run(scenario())
+    assert fate in caplog.text
+
+
+def test_an_answer_given_before_the_end_still_arrives(tmp_path: Path) -> None:
+    with breaker(tmp_path) as bench:
+
+        async def scenario() -> None:
+            request = asyncio.create_task(call(bench.replica, "answer_and_exit"))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
+            # Meanwhile the child answers and ends, so the worker learns of both at the same time.
+            time.sleep(0.3)  # noqa: ASYNC251
+            assert await request == "last words" * 1_000
+
+        bench.run(scenario())
+
+
+@pytest.mark.parametrize(("how", "fate"), [("exit", "exited with status 7"), ("crash", "killed by SIGSEGV")])
+def test_a_process_that_ends_in_the_constructor_is_a_failed_start(how: str, fate: str) -> None:
+    async def main() -> None:
+        replica = make("process", code.DiesInConstructor, how)
+        with pytest.raises(ReplicaStartError, match=f"did not survive its start: its process .*{fate}"):
+            await replica.start()
+        await replica.stop(0)
+
+    asyncio.run(main())
+
+
+def test_a_start_that_is_given_up_leaves_no_process(tmp_path: Path) -> None:
+    async def main() -> None:
+        replica = make("process", code.NeverMade, str(tmp_path))
+        starting = asyncio.create_task(replica.start())
+        await until((tmp_path / "constructor-began").exists)
+        child = replica._child.pid
+        starting.cancel()
+        await replica.stop(0)
+        assert child not in psutil.pids()
+        await asyncio.wait([starting])
+        assert starting.cancelled()
+
+    asyncio.run(main())
+
+
+def test_a_stuck_process_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
+    async def scenario(method: str, event_loop: str) -> None:
+        folder = tmp_path / method
+        folder.mkdir()
+        replica = make("process", code.Breaker, str(folder), event_loop=event_loop)
+        await replica.start()
+        grandchild = psutil.Process(await call(replica, "spawn"))
+        request = asyncio.create_task(call(replica, method, "stuck"))
+        await until((folder / "stuck-began").exists)
+        if method != "sleep":
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(replica.probe(), 0.05)
+        began = time.monotonic()
+        await replica.stop(0)
+        assert time.monotonic() - began < 2
+        (outcome,) = await asyncio.gather(request, return_exceptions=True)
+        assert isinstance(outcome, ActorLostError)
+        assert outcome.begun
+        await until(lambda: alive(grandchild) == [])
+        assert replica._child.pid not in psutil.pids()
+
+    async def main() -> None:
+        stuck = [("sleep", "own"), ("block", "worker"), ("hold_the_lock", "own")]
+        async with asyncio.timeout(DEADLINE_S):
+            await asyncio.gather(*(scenario(*each) for each in stuck))
+
+    asyncio.run(main())
+
+
+WORKER = """
+import asyncio, sys, test_isolation as t
+async def main():
+    for method in ("sleep", "hold_the_lock"):
+        replica = t.make("process", t.code.Breaker, sys.argv[1])
+        print((await replica.start())["child_pid"], await t.call(replica, "spawn"), flush=True)
+        asyncio.create_task(t.call(replica, method, method))
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
+
+
+def test_processes_end_with_their_worker_whatever_they_do(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WORKER, str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(HERE)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as worker:
+        assert worker.stdout is not None
+        pids = [*worker.stdout.readline().split(), *worker.stdout.readline().split()]
+        orphans = [psutil.Process(int(pid)) for pid in pids]
+        assert len(orphans) == 4
+        wait_until((tmp_path / "hold_the_lock-began").exists)
+        worker.send_signal(signal.SIGKILL)
+        worker.wait()
+    try:
+        wait_until(lambda: alive(*orphans) == [], "they live on")
+    finally:
+        for each in alive(*orphans):
+            each.kill()
+
+
+def test_a_cancelled_request_has_ended_when_its_code_has(tmp_path: Path) -> None:
+    async def main() -> None:
+        replica = ChildReplica(make("thread", code.Model, str(tmp_path))._context)
+        await replica.start()
+        head = {"method": "hold", "legacy": False, "request_id": ""}
+        envelope = Envelope(EnvelopeKind.CALL, head, payload.dump((("one",), {})))
+        request = asyncio.create_task(replica.answer(1, envelope, Reply().receive, Reply().send))
+        await until((tmp_path / "one-began").exists)
+        ended = asyncio.create_task(replica.ended(1))
+        await replica.ended(2)  # one that never came to begin
+        assert not ended.done()
+        request.cancel()
+        await asyncio.wait([request])
+        await asyncio.sleep(0)
+        assert not ended.done()
+        (tmp_path / "one-go").touch()
+        await ended
+        assert replica.load().ongoing == 0
+        await replica.stop(0)
+
+    asyncio.run(main())
+
+
+# ---- Python environments
+
+
+def make_environment(folder: Path, *paths: Path | str) -> Path:
+    """Make a virtualenv quickly: without pip, and with what other folders of packages find."""
+    venv.EnvBuilder(symlinks=True).create(folder)
+    packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
+    lines = (f"import site; site.addsitedir({str(path)!r})\n" for path in paths)
+    (packages / "more.pth").write_text("".join(lines))
+    return folder
+
+
+def test_a_virtualenv_is_used_with_its_own_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/of/the/worker")
+    ours = sysconfig.get_path("purelib")
+    folder = make_environment(tmp_path / "env", ours, HERE)
+    with Bench("process", code.interpreter, tmp_path, environment=str(folder)) as bench:
+        assert bench.run(call(bench.replica, "__call__")) == [str(folder), str(folder), ""]
+
+
+def start_error(environment: Path | str) -> Exception:
+    """Return what a replica in an environment fails to start with; no process is left."""
+
+    async def main() -> None:
+        before = set(psutil.Process().children())
+        with pytest.raises((BadRequestError, InstanceError)) as caught:
+            await make("process", code.quick, environment=str(environment)).start()
+        assert set(psutil.Process().children()) <= before
+        errors.append(caught.value)
+
+    errors: list[Exception] = []
+    asyncio.run(main())
+    return errors[0]
+
+
+def test_an_environment_that_is_not_there_is_named(tmp_path: Path) -> None:
+    error = start_error(tmp_path / "none")
+    assert isinstance(error, ValueError)
+    assert f"'{tmp_path}/none' does not exist" in str(error)
+    assert f"no interpreter {tmp_path}/none/bin/python" in str(error)
+    assert isinstance(start_error("no-such-environment"), ValueError)
+
+
+def test_an_interpreter_without_daskserve_is_named_with_the_remedy(tmp_path: Path) -> None:
+    error = start_error(make_environment(tmp_path / "env"))
+    assert isinstance(error, VersionMismatchError)
+    python = tmp_path / "env" / "bin" / "python"
+    assert f"interpreter {python} (Python 3." in str(error)
+    assert "has no daskserve (ModuleNotFoundError" in str(error)
+    assert str(error).endswith(f"{python} -m pip install daskserve=={__version__}")
+
+
+def test_an_interpreter_with_another_daskserve_is_named(tmp_path: Path) -> None:
+    package = tmp_path / "old" / "daskserve"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "_version.py").write_text('__version__ = "0.0.1"\n')
+    error = start_error(make_environment(tmp_path / "env", package.parent))
+    assert isinstance(error, VersionMismatchError)
+    assert f"has daskserve 0.0.1, its worker has {__version__}" in str(error)
+
+
+def script(folder: Path, text: str) -> Path:
+    """Make an environment whose interpreter is a shell script."""
+    python = folder / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f"#!/bin/sh\n{text}\n")
+    python.chmod(0o755)
+    return folder
+
+
+def test_another_python_is_named(tmp_path: Path) -> None:
+    # The script's arguments are those of `python -c CODE ...`.
+    pretend = textwrap.dedent("""\
+        import sys
+        sys.version_info = (3, 8, 1)
+        sys.argv = sys.argv[2:]
+        exec(sys.argv[0])
+        """)
+    error = start_error(script(tmp_path / "env", f"exec {sys.executable} -c '{pretend}' \"$@\""))
+    assert isinstance(error, VersionMismatchError)
+    assert "(Python 3.8) cannot run a replica of this worker" in str(error)
+
+
+def test_an_interpreter_that_does_not_run_is_named(tmp_path: Path) -> None:
+    error = start_error(script(tmp_path / "ends", "exit 3"))
+    assert f"The interpreter {tmp_path}/ends/bin/python loaded nothing: it exited with status 3" in str(error)
+    folder = script(tmp_path / "broken", "")
+    (folder / "bin" / "python").write_bytes(b"\x7fELF nonsense")
+    assert "cannot be run" in str(start_error(folder))
+
+
+# ---- metrics
+
+
+def series(replica: Any) -> dict[tuple[str, ...], float]:
+    """Return the samples of the replica by name and by the labels that are neither instance nor backend."""
+    return {
+        (name, *labels[2:]): value.count if isinstance(value, Histogram) else value
+        for name, labels, value in replica.samples()
+        if labels[:2] == ("an-instance", "b")
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_figures_are_the_same_wherever_the_code_runs(kind: str, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        replica = bench.replica
+        for size in (0.5, 5, 50):
+            await call(replica, "count", "a", size)
+        await until(lambda: series(replica)[("deployment_requests",)] == 3)
+        found = series(replica)
+        me = "b#AAAAAA"
+        assert found[("deployment_request_duration_seconds",)] == 3
+        assert found[("deployment_replica_starts",)] == 1
+        assert (found[("replica_requests", me)], found[("replica_healthy", me)]) == (3, 1)
+        assert found[("replica_max_ongoing_requests", me)] == 4
+        assert (found[("replica_errors", me)], found[("replica_request_duration_seconds", me)]) == (0, 3)
+        assert found[("replica_startup_duration_seconds", me)] > 0
+        await until(lambda: len(replica.user_samples()) == 2)
+        calls, sizes = replica.user_samples()
+        own = (("serve_instance", "an-instance"), ("deployment", "b"), ("replica", me))
+        assert (calls.labels, calls.value) == ((*own, ("kind", "a")), 3)
+        assert isinstance(sizes.value, Histogram)
+        assert (sizes.value.counts, sizes.value.sum) == ([1, 1, 1], 55.5)
+        await until(lambda: "custom" in replica.figures())
+        assert replica.figures()["custom"] == {"pid": await call(replica, "count", "a", 1)}
+        figures = await replica.statistics()
+        assert (figures["handled_total"], sum(figures["latency_counts"])) == (4, 4)
+        assert not {"samples", "custom"} & set(figures)
+
+    with Bench(kind, code.Measuring, tmp_path) as bench:
+        bench.run(scenario())
+        bench.run(call(bench.replica, "count", "a", 1))
+        bench.run(bench.replica.stop(1))
+    assert series(bench.replica)[("deployment_requests",)] == 5
+
+
+def test_a_replica_that_refuses_says_so_in_one_figure() -> None:
+    replica = make("process", code.Model, "nowhere")
+    replica._figures.refused = 2  # type: ignore[union-attr]
+    replica._told = Told([["deployment_rejections", ["an-instance", "b"], 3]])  # type: ignore[union-attr]
+    rejections = [value for name, _, value in replica.samples() if name == "deployment_rejections"]
+    assert sum(rejections) == 5  # type: ignore[arg-type]

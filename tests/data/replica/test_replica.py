@@ -1,0 +1,1485 @@
+"""A replica from start to stop: what user code may do, and what its callers see of it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import threading
+import types
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any
+
+import pytest
+from gates import Gates, anew_for_each_test
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route, WebSocketRoute
+from starlette.websockets import WebSocket
+
+from daskserve import context as serve_context
+from daskserve import metrics, payload
+from daskserve.clock import LoopClock
+from daskserve.cluster.base import ActorContext, ActorSpec
+from daskserve.data.batching.decorator import batch
+from daskserve.data.replica.accept_batch import accept_batch
+from daskserve.data.replica.replica import Replica
+from daskserve.errors import (
+    ActorLostError,
+    BadRequestError,
+    ReplicaBusyError,
+    ReplicaStartError,
+    ServeError,
+    UnavailableError,
+    UserCodeError,
+)
+from daskserve.figures.histogram import Histogram
+from daskserve.starts import ReplicaStart
+from daskserve.types import ActorKind, Envelope, EnvelopeKind, Load, Message, Payload
+
+DEADLINE_S = 10.0
+CLUSTER: Any = types.SimpleNamespace()
+
+
+class SharedGates(Gates):
+    """What user code and test tell each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.began = threading.Semaphore(0)
+        self.notes: list[Any] = []
+        self.objects: list[Any] = []
+
+
+GATES = SharedGates()
+_fresh_gates = anew_for_each_test(GATES)
+
+
+def make(definition: Any, *args: Any, init_kwargs: dict[str, Any] | None = None, **options: Any) -> Replica:
+    options.setdefault("concurrency", 4)
+    if "user_config" in options:
+        options["user_config"] = payload.dump_bytes(options["user_config"])
+    start = ReplicaStart(
+        "b", "b#AAAAAA", payload.dump_bytes((definition, args, init_kwargs or {})), **options
+    )
+    spec = ActorSpec(ActorKind.REPLICA, "replica/b#AAAAAA", 1, "an-instance", start.encode())
+    return Replica(ActorContext(spec, CLUSTER, LoopClock(), random.Random(0)))
+
+
+def run(scenario: Callable[[Replica], Awaitable[None]], definition: Any, *args: Any, **options: Any) -> None:
+    """Start a replica, run the scenario, stop it, and hold it to leaving nothing behind."""
+
+    async def main() -> None:
+        replica = make(definition, *args, **options)
+        async with asyncio.timeout(DEADLINE_S):
+            await replica.start()
+            try:
+                await scenario(replica)
+            finally:
+                GATES.go.set()
+                await replica.stop(DEADLINE_S)
+        assert replica.load() == Load(0, 0)
+        assert our_threads() == []
+
+    asyncio.run(main())
+
+
+def our_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("daskserve-")]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 - the condition is set in another thread
+        await asyncio.sleep(0.001)
+
+
+async def begun(count: int = 1) -> None:
+    """Return when user code has said so that often."""
+    for _ in range(count):
+        await until(lambda: GATES.began.acquire(blocking=False))
+
+
+class Reply:
+    """One request over HTTP and what came of it."""
+
+    def __init__(self, *messages: Message) -> None:
+        self.messages = list(messages) or [{"type": "http.request", "body": b"", "more_body": False}]
+        self.sent: list[Message] = []
+        self.load: Load | None = None
+
+    async def receive(self) -> Message:
+        if not self.messages:
+            await asyncio.get_running_loop().create_future()
+        return self.messages.pop(0)
+
+    async def send(self, message: Message) -> None:
+        self.sent.append(message)
+
+    @property
+    def status(self) -> int:
+        return int(self.sent[0]["status"])
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {name.decode(): value.decode() for name, value in self.sent[0]["headers"]}
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(message.get("body", b"") for message in self.sent)
+
+
+def scope(path: str = "/", query: bytes = b"", method: str = "GET", kind: str = "http") -> dict[str, Any]:
+    return {
+        "type": kind,
+        "asgi": {"version": "3.0", "spec_version": "2.4"},
+        "method": method,
+        "path": path,
+        "raw_path": path.encode(),
+        "root_path": "",
+        "query_string": query,
+        "headers": [(b"host", b"test")],
+        "extensions": {"daskserve": {"request_id": "request-1", "route": "/r"}},
+    }
+
+
+async def http(
+    replica: Replica, *chunks: bytes, kind: str = "http", messages: Any = (), **parts: Any
+) -> Reply:
+    many = [
+        {"type": "http.request", "body": chunk, "more_body": index + 1 < len(chunks)}
+        for index, chunk in enumerate(chunks)
+    ]
+    reply = Reply(*many, *messages)
+    envelope = Envelope(EnvelopeKind.HTTP, scope(kind=kind, **parts))
+    reply.load = await replica.handle(envelope, reply.receive, reply.send)
+    return reply
+
+
+async def call(replica: Replica, *args: Any, head: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+    """Return the result of a Python call, classic unless the head says otherwise."""
+    head = {"method": "__call__", "legacy": True, "request_id": "request-1", **(head or {})}
+    reply = Reply()
+    envelope = Envelope(EnvelopeKind.CALL, head, payload.dump((args, kwargs)))
+    await replica.handle(envelope, reply.receive, reply.send)
+    (answer,) = reply.sent
+    assert answer["type"] == "call.result"
+    assert isinstance(answer["payload"], Payload)
+    return payload.load(answer["payload"])
+
+
+def modern(method: str = "__call__") -> dict[str, Any]:
+    return {"method": method, "legacy": False}
+
+
+# ---- user code of all kinds
+
+
+def where() -> str:
+    return threading.current_thread().name
+
+
+def plain(request: Any) -> str:
+    return f"{where()} {request.query_params.get('n')}"
+
+
+async def coroutine(request: Any) -> str:
+    return f"{where()} {request.query_params.get('n')}"
+
+
+def held(request: Any = None) -> str:
+    GATES.began.release()
+    GATES.go.wait(DEADLINE_S)
+    return "held"
+
+
+async def held_async(request: Any = None) -> str:
+    GATES.began.release()
+    try:
+        await until(GATES.go.is_set)
+    except asyncio.CancelledError:
+        GATES.notes.append("cancelled")
+        raise
+    return "held"
+
+
+class Model:
+    def __init__(self, word: str = "word") -> None:
+        self.word = word
+        GATES.notes.append(("init", where(), serve_context.get_current_replica_tag()))
+
+    def reconfigure(self, config: Any) -> None:
+        if config == "bad":
+            raise ValueError("bad config")
+        self.word = config
+        GATES.notes.append(("reconfigure", where(), serve_context.get_current_replica_tag()))
+
+    def __call__(self, request: Any) -> str:
+        return self.word
+
+    async def shout(self, text: str) -> str:
+        return text.upper()
+
+    def _secret(self) -> None: ...
+
+    def __del__(self) -> None:
+        GATES.notes.append(("del", where()))
+
+
+class AsyncModel:
+    async def __init__(self, word: str = "word") -> None:  # type: ignore[misc]
+        self.word = word
+        self.lock_loop = asyncio.get_running_loop()
+        GATES.notes.append(("init", where()))
+
+    async def reconfigure(self, config: Any) -> None:
+        self.word = config
+
+    async def __call__(self, request: Any) -> str:
+        assert asyncio.get_running_loop() is self.lock_loop
+        return self.word
+
+    async def __del__(self) -> None:
+        GATES.notes.append(("del", where()))
+
+
+# ---- start
+
+
+@pytest.mark.parametrize(
+    ("definition", "facts"),
+    [
+        (plain, (True, False, False, ["__call__"])),
+        (coroutine, (False, False, False, ["__call__"])),
+        (Starlette(), (False, True, False, ["__call__"])),
+        (Model, (True, False, False, ["__call__", "reconfigure", "shout"])),
+    ],
+)
+def test_starting_tells_what_the_callable_is(definition: Any, facts: tuple[Any, ...]) -> None:
+    async def main() -> None:
+        replica = make(definition)
+        found = await replica.start()
+        assert found == dict(
+            zip(("is_blocking", "is_asgi_app", "accepts_batches", "methods"), facts, strict=True)
+        )
+        await replica.stop(1)
+
+    asyncio.run(main())
+
+
+def test_user_code_is_made_off_the_workers_loop_and_knows_its_replica() -> None:
+    async def scenario(replica: Replica) -> None:
+        init, reconfigure = GATES.notes
+        for name, thread, tag in (init, reconfigure):
+            assert thread.startswith("daskserve-b#AAAAAA"), name
+            assert tag == "b#AAAAAA"
+        assert await call(replica) == "configured"
+
+    run(scenario, Model, "word", user_config="configured")
+    assert GATES.notes[-1][0] == "del"
+    assert GATES.notes[-1][1].startswith("daskserve-b#AAAAAA")
+
+
+@pytest.mark.parametrize("event_loop", ["own", "worker"])
+def test_an_async_class_lives_on_one_loop_from_constructor_to_destructor(event_loop: str) -> None:
+    async def scenario(replica: Replica) -> None:
+        assert await call(replica) == "configured"
+        assert (await http(replica)).body == b"configured"
+
+    run(scenario, AsyncModel, user_config="configured", event_loop=event_loop)
+    assert [note[0] for note in GATES.notes] == ["init", "del"]
+    thread = "daskserve-b#AAAAAA" if event_loop == "own" else threading.main_thread().name
+    assert [note[1] for note in GATES.notes] == [thread] * 2
+
+
+def test_init_arguments_reach_the_constructor() -> None:
+    async def scenario(replica: Replica) -> None:
+        assert await call(replica) == "given"
+
+    run(scenario, Model, init_kwargs={"word": "given"})
+
+
+class Broken:
+    def __init__(self) -> None:
+        raise ZeroDivisionError("in the constructor")
+
+    def __call__(self) -> None: ...
+
+
+class Quits(Broken):
+    def __init__(self) -> None:
+        raise SystemExit(3)
+
+
+class BrokenAsync(Broken):
+    async def __init__(self) -> None:  # type: ignore[misc]
+        raise ZeroDivisionError("in the constructor")
+
+
+@pytest.mark.parametrize(
+    ("definition", "options", "texts"),
+    [
+        (Broken, {}, ["'b' failed in its constructor: ZeroDivisionError: in the constructor"]),
+        (BrokenAsync, {}, ["'b' failed in its constructor: ZeroDivisionError: in the constructor"]),
+        (Quits, {}, ["failed in its constructor", "SystemExit: 3"]),
+        ("absent_module.Name", {}, ["could not be loaded", "there is no module 'absent_module'"]),
+        (Model, {"user_config": "bad"}, [r"failed in reconfigure(): ValueError: bad config"]),
+        (plain, {"user_config": 1}, ["failed in reconfigure()", "has no reconfigure() method"]),
+        (plain, {"max_batch_size": 2}, ["max_batch_size is 2", "@accept_batch"]),
+    ],
+)
+def test_a_start_that_fails_says_where_and_why_and_leaves_nothing(
+    definition: Any, options: dict[str, Any], texts: list[str]
+) -> None:
+    async def main() -> None:
+        replica = make(definition, **options)
+        with pytest.raises(ReplicaStartError) as caught:
+            await replica.start()
+        for text in texts:
+            assert text in str(caught.value)
+        assert our_threads() == []
+        with pytest.raises(ActorLostError):
+            await call(replica)
+        await replica.stop(1)
+
+    asyncio.run(main())
+
+
+def test_a_failed_start_carries_the_users_traceback() -> None:
+    async def main() -> None:
+        with pytest.raises(ReplicaStartError) as caught:
+            await make(Broken).start()
+        text = caught.value.user_traceback
+        assert "test_replica.py" in text
+        assert text.rstrip().endswith("ZeroDivisionError: in the constructor")
+        assert "daskserve/data/replica/wall.py" not in text
+        copy = payload.load_error(payload.dump_error(caught.value))
+        assert isinstance(copy, ReplicaStartError)
+        assert copy.user_traceback == text
+
+    asyncio.run(main())
+
+
+class SlowToStart:
+    async def __init__(self) -> None:  # type: ignore[misc]
+        GATES.began.release()
+        await asyncio.get_running_loop().create_future()
+
+    def __call__(self) -> None: ...
+
+
+def test_a_start_that_is_cancelled_leaves_nothing() -> None:
+    async def main() -> None:
+        starting = asyncio.create_task(make(SlowToStart).start())
+        await begun()
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        assert our_threads() == []
+
+    asyncio.run(main())
+
+
+def test_the_context_shows_replica_request_and_object() -> None:
+    class Curious:
+        def __call__(self, request: Any) -> list[Any]:
+            replica = serve_context.get_replica_context()
+            asked = serve_context.current_request.get()
+            assert asked is not None
+            return [replica.instance, replica.backend_tag, replica.servable_object is self, asked.request_id]
+
+    async def scenario(replica: Replica) -> None:
+        assert await call(replica) == ["an-instance", "b", True, "request-1"]
+        assert (await http(replica)).body == b'["an-instance","b",true,"request-1"]'
+        assert serve_context.current_replica.get() is None
+
+    run(scenario, Curious)
+
+
+# ---- HTTP
+
+
+@pytest.mark.parametrize("event_loop", ["own", "worker"])
+@pytest.mark.parametrize("definition", [plain, coroutine])
+def test_a_plain_callable_gets_a_request_and_its_result_is_a_response(
+    definition: Any, event_loop: str
+) -> None:
+    async def scenario(replica: Replica) -> None:
+        reply = await http(replica, query=b"n=7")
+        thread, number = reply.body.decode().split()
+        assert number == "7"
+        on_worker = event_loop == "worker" and definition is coroutine
+        assert thread.startswith("daskserve-") is not on_worker
+        assert (reply.status, reply.headers["content-type"]) == (200, "text/plain; charset=utf-8")
+        assert reply.load == Load(0, 0)
+
+    run(scenario, definition, event_loop=event_loop)
+
+
+def no_parameters() -> None:
+    return None
+
+
+def test_a_callable_without_parameters_is_called_without() -> None:
+    async def scenario(replica: Replica) -> None:
+        reply = await http(replica)
+        assert (reply.status, reply.body, reply.headers["content-type"]) == (200, b"", "text/plain")
+
+    run(scenario, no_parameters)
+
+
+def read_plain(request: Any) -> bytes:
+    return bytes(request.body_bytes)
+
+
+async def read_async(request: Any) -> bytes:
+    return bytes(await request.body())
+
+
+async def read_stream(request: Any) -> bytes:
+    return b"".join([chunk async for chunk in request.stream()])
+
+
+@pytest.mark.parametrize("event_loop", ["own", "worker"])
+@pytest.mark.parametrize("definition", [read_plain, read_async, read_stream])
+@pytest.mark.parametrize("chunks", [(b"",), (b"whole",), (b"in ", b"three ", b"parts")])
+def test_every_callable_can_read_the_body(
+    definition: Any, event_loop: str, chunks: tuple[bytes, ...]
+) -> None:
+    async def scenario(replica: Replica) -> None:
+        assert (await http(replica, *chunks, method="POST")).body == b"".join(chunks)
+
+    run(scenario, definition, event_loop=event_loop)
+
+
+def test_a_plain_function_is_not_called_for_a_client_that_left_while_sending() -> None:
+    async def scenario(replica: Replica) -> None:
+        reply = await http(replica, messages=({**part(b"a"), "more_body": True}, {"type": "http.disconnect"}))
+        assert reply.sent == []
+        assert GATES.notes == []
+
+    run(scenario, noting)
+
+
+def part(body: bytes) -> Message:
+    return {"type": "http.request", "body": body, "more_body": False}
+
+
+def noting(request: Any) -> None:
+    GATES.notes.append("called")
+
+
+def chunks_plain(request: Any) -> Iterator[str]:
+    for number in range(40):
+        yield f"{number},"
+
+
+async def chunks_async(request: Any) -> AsyncIterator[str]:
+    for number in range(40):
+        yield f"{number},"
+
+
+def response_plain(request: Any) -> Response:
+    return StreamingResponse(chunks_plain(None), headers={"x-key": "v"})
+
+
+async def response_async(request: Any) -> Response:
+    return StreamingResponse(chunks_async(None), headers={"x-key": "v"})
+
+
+def awaitable(request: Any) -> Any:
+    return response_async(request)
+
+
+@pytest.mark.parametrize("event_loop", ["own", "worker"])
+@pytest.mark.parametrize(
+    "definition", [chunks_plain, chunks_async, response_plain, response_async, awaitable]
+)
+def test_results_may_be_streamed(definition: Any, event_loop: str) -> None:
+    async def scenario(replica: Replica) -> None:
+        reply = await http(replica)
+        assert reply.body.decode() == "".join(f"{number}," for number in range(40))
+        assert len(reply.sent) > 40
+        assert reply.load == Load(0, 0)
+
+    run(scenario, definition, event_loop=event_loop)
+
+
+def fails(request: Any = None) -> None:
+    raise KeyError("secret")
+
+
+async def fails_async(request: Any = None) -> None:
+    raise KeyError("secret")
+
+
+async def fails_as_app(scope: Any, receive: Any, send: Any) -> None:
+    raise KeyError("secret")
+
+
+@pytest.mark.parametrize("definition", [fails, fails_async, fails_as_app])
+@pytest.mark.parametrize("debug", [False, True])
+def test_an_error_is_a_500_and_tells_more_only_in_debug(
+    definition: Any, debug: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(replica: Replica) -> None:
+        reply = await http(replica)
+        assert reply.status == 500
+        assert reply.headers["content-type"].startswith("text/plain")
+        if debug:
+            assert reply.body.startswith(b"Task Error. Traceback: ")
+            assert b"KeyError: 'secret'" in reply.body
+        else:
+            assert reply.body == b"Internal Server Error"
+        figures = await replica.statistics()
+        assert (figures["handled_total"], figures["failed_total"]) == (1, 1)
+
+    with caplog.at_level(logging.ERROR, "daskserve.replica"):
+        run(scenario, definition, debug=debug)
+    assert "Request request-1 to b#AAAAAA failed" in caplog.text
+    assert "KeyError: 'secret'" in caplog.text
+
+
+def not_found(request: Any) -> None:
+    raise HTTPException(404, "no such thing")
+
+
+def unwritable(request: Any) -> Any:
+    return {"value": object()}
+
+
+def test_an_http_exception_is_the_answer() -> None:
+    async def scenario(replica: Replica) -> None:
+        reply = await http(replica)
+        assert (reply.status, reply.body) == (404, b"no such thing")
+        assert (await replica.statistics())["failed_total"] == 0
+
+    run(scenario, not_found)
+
+
+def test_a_result_that_cannot_be_written_is_a_500_and_a_log_line(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(replica: Replica) -> None:
+        assert (await http(replica)).status == 500
+
+    run(scenario, unwritable)
+    assert "A result of type builtins.object cannot be written as JSON" in caplog.text
+
+
+async def fails_late(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"half", "more_body": True})
+    raise KeyError("late")
+
+
+def fails_late_plain(request: Any) -> Iterator[str]:
+    yield "half"
+    raise KeyError("late")
+
+
+@pytest.mark.parametrize("definition", [fails_late, fails_late_plain])
+def test_an_error_after_the_start_of_the_response_cuts_it_off(
+    definition: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(replica: Replica) -> None:
+        with pytest.raises(KeyError, match="late"):
+            await http(replica)
+        assert replica.load() == Load(0, 0)
+
+    run(scenario, definition)
+    assert "KeyError: 'late'" in caplog.text
+
+
+async def silent(scope: Any, receive: Any, send: Any) -> None: ...
+
+
+def test_an_application_that_answers_nothing_is_a_500(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(replica: Replica) -> None:
+        assert (await http(replica)).status == 500
+
+    run(scenario, silent)
+    assert "without a response" in caplog.text
+
+
+async def hello(request: Request) -> PlainTextResponse:
+    return PlainTextResponse(f"hello {request.path_params['name']} {(await request.body()).decode()}")
+
+
+async def echo_socket(socket: WebSocket) -> None:
+    await socket.accept()
+    while True:
+        text = await socket.receive_text()
+        if text == "end":
+            break
+        await socket.send_text(text.upper())
+    await socket.close(4000)
+
+
+APP = Starlette(
+    routes=[Route("/hello/{name}", hello, methods=["POST"]), WebSocketRoute("/echo", echo_socket)]
+)
+
+
+@pytest.mark.parametrize("event_loop", ["own", "worker"])
+def test_an_asgi_application_is_served_as_it_is(event_loop: str) -> None:
+    async def scenario(replica: Replica) -> None:
+        reply = await http(replica, b"a ", b"b", path="/hello/you", method="POST")
+        assert (reply.status, reply.body) == (200, b"hello you a b")
+        assert (await http(replica, path="/other")).status == 404
+
+    run(scenario, APP, event_loop=event_loop)
+
+
+async def listens_on(scope: Any, receive: Any, send: Any) -> None:
+    if scope["type"] == "lifespan":
+        return
+    await receive()
+    GATES.objects.append(asyncio.create_task(receive()))  # for a disconnect, as streaming responses do
+    await asyncio.sleep(0)
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b""})
+
+
+def test_nothing_listens_to_the_client_once_the_request_has_been_answered() -> None:
+    async def scenario(replica: Replica) -> None:
+        listening = asyncio.Event()
+        given_up = asyncio.Event()
+        reply = Reply()
+
+        async def receive() -> Message:
+            if reply.messages:
+                return reply.messages.pop(0)
+            listening.set()
+            try:
+                nothing: Message = await asyncio.get_running_loop().create_future()
+                return nothing
+            finally:
+                given_up.set()
+
+        async def send(message: Message) -> None:
+            await listening.wait()
+
+        await replica.handle(Envelope(EnvelopeKind.HTTP, scope()), receive, send)
+        await given_up.wait()
+        (disconnect,) = GATES.objects
+        await until(disconnect.done)
+        assert disconnect.result() == {"type": "http.disconnect"}
+
+    run(scenario, listens_on)
+
+
+@pytest.mark.parametrize("event_loop", ["own", "worker"])
+def test_web_sockets_reach_the_application(event_loop: str) -> None:
+    texts = [f"text {number}" for number in range(40)]
+    frames = [{"type": "websocket.receive", "text": text} for text in [*texts, "end"]]
+
+    async def scenario(replica: Replica) -> None:
+        messages = [{"type": "websocket.connect"}, *frames]
+        reply = await http(replica, kind="websocket", path="/echo", messages=messages)
+        assert reply.sent[0]["type"] == "websocket.accept"
+        assert [message["text"] for message in reply.sent[1:-1]] == [text.upper() for text in texts]
+        assert reply.sent[-1]["code"] == 4000
+
+    run(scenario, APP, event_loop=event_loop)
+
+
+def test_a_plain_callable_refuses_web_sockets() -> None:
+    async def scenario(replica: Replica) -> None:
+        reply = await http(replica, kind="websocket", messages=[{"type": "websocket.connect"}])
+        assert [message["type"] for message in reply.sent] == ["websocket.close"]
+
+    run(scenario, plain)
+
+
+# ---- calls
+
+
+def test_classic_and_modern_calls_of_a_class() -> None:
+    async def scenario(replica: Replica) -> None:
+        assert await call(replica, "data", k=1) == "word"
+        assert await call(replica, "text", head=modern("shout")) == "TEXT"
+        for name in ("_secret", "__init__", "missing"):
+            with pytest.raises(ServeError, match="it has: __call__, reconfigure, shout"):
+                await call(replica, head=modern(name))
+        assert replica.load() == Load(0, 0)
+
+    run(scenario, Model)
+
+
+def test_the_same_code_serves_http_and_handles() -> None:
+    async def scenario(replica: Replica) -> None:
+        assert (await call(replica, n="7")).endswith(" 7")
+        assert (await http(replica, query=b"n=7")).body.endswith(b" 7")
+
+        figures = replica.figures()
+        assert (figures["ongoing"], figures["ended"], sum(figures["latency_counts"])) == (0, 2, 2)
+
+    for definition in (plain, coroutine):
+        run(scenario, definition)
+
+
+@pytest.mark.parametrize("definition", [fails, fails_async])
+def test_errors_of_a_call_reach_the_caller_unchanged(definition: Any) -> None:
+    async def scenario(replica: Replica) -> None:
+        with pytest.raises(KeyError, match="secret"):
+            await call(replica)
+        assert (await replica.statistics())["failed_total"] == 1
+
+    run(scenario, definition)
+
+
+def unpicklable(request: Any) -> Any:
+    return threading.Lock()
+
+
+def test_a_result_that_cannot_be_pickled_is_named_by_its_type() -> None:
+    async def scenario(replica: Replica) -> None:
+        with pytest.raises(UserCodeError, match=r"of backend 'b' returned a _thread\.lock"):
+            await call(replica)
+
+    run(scenario, unpicklable)
+
+
+class Unreadable:
+    def __reduce__(self) -> Any:
+        return fail_to_load, (threading.main_thread().name,)
+
+
+def fail_to_load(main: str) -> None:
+    raise LookupError(f"loaded in {where()}, not in {main}")
+
+
+@pytest.mark.parametrize("definition", [plain, coroutine])
+def test_arguments_are_unpickled_on_the_users_side(definition: Any) -> None:
+    async def scenario(replica: Replica) -> None:
+        with pytest.raises(LookupError, match="loaded in daskserve-b#AAAAAA"):
+            await call(replica, Unreadable())
+
+    run(scenario, definition)
+
+
+def test_a_control_request_is_refused() -> None:
+    async def scenario(replica: Replica) -> None:
+        reply = Reply()
+        with pytest.raises(BadRequestError):
+            await replica.handle(Envelope(EnvelopeKind.CONTROL, {}), reply.receive, reply.send)
+        assert replica.load() == Load(0, 0)
+
+    run(scenario, plain)
+
+
+# ---- slots
+
+
+@pytest.mark.parametrize("definition", [held, held_async])
+def test_no_more_requests_run_than_there_are_slots(definition: Any) -> None:
+    async def scenario(replica: Replica) -> None:
+        running = [asyncio.create_task(call(replica)) for _ in range(2)]
+        await begun(2)
+        with pytest.raises(ReplicaBusyError) as caught:
+            await call(replica)
+        assert caught.value.ongoing == 2
+        assert replica.load() == Load(2, 0)
+        GATES.go.set()
+        assert await asyncio.gather(*running) == ["held", "held"]
+        assert await call(replica) == "held"
+        figures = await replica.statistics()
+        assert (figures["handled_total"], figures["refused_total"], figures["ongoing"]) == (3, 1, 0)
+
+    run(scenario, definition, concurrency=2)
+
+
+@pytest.mark.parametrize("over_http", [False, True])
+def test_a_cancelled_plain_request_keeps_its_slot_until_it_returns(over_http: bool) -> None:
+    async def scenario(replica: Replica) -> None:
+        request = asyncio.create_task(http(replica) if over_http else call(replica))
+        await begun()
+        request.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await request
+        assert replica.load() == Load(1, 0)
+        assert (await replica.statistics())["abandoned"] == 1
+        with pytest.raises(ReplicaBusyError):
+            await call(replica)
+        GATES.go.set()
+        await until(lambda: replica.load() == Load(0, 0))
+        figures = await replica.statistics()
+        assert (figures["abandoned"], figures["cancelled_total"]) == (0, 1)
+
+    run(scenario, held, concurrency=1)
+
+
+@pytest.mark.parametrize("event_loop", ["own", "worker"])
+@pytest.mark.parametrize("over_http", [False, True])
+def test_a_cancelled_async_request_is_cancelled_and_frees_its_slot(event_loop: str, over_http: bool) -> None:
+    async def scenario(replica: Replica) -> None:
+        request = asyncio.create_task(http(replica) if over_http else call(replica))
+        await begun()
+        request.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await request
+        await until(lambda: replica.load() == Load(0, 0))
+        assert GATES.notes == ["cancelled"]
+
+    run(scenario, held_async, concurrency=1, event_loop=event_loop)
+
+
+async def stream_for_ever(request: Any) -> AsyncIterator[str]:
+    try:
+        while True:
+            GATES.began.release()
+            yield "more"
+            await asyncio.sleep(0)
+    finally:
+        GATES.notes.append("closed")
+
+
+async def stream_without_a_pause(request: Any) -> AsyncIterator[str]:
+    while True:
+        GATES.began.release()
+        yield "more"
+
+
+def stream_for_ever_plain(request: Any) -> Iterator[str]:
+    try:
+        while True:
+            GATES.began.release()
+            yield "more"
+    finally:
+        GATES.notes.append("closed")
+
+
+@pytest.mark.parametrize("definition", [stream_for_ever, stream_for_ever_plain])
+def test_a_cancelled_stream_is_closed(definition: Any) -> None:
+    async def scenario(replica: Replica) -> None:
+        request = asyncio.create_task(http(replica))
+        await begun(20)
+        request.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await request
+        await until(lambda: replica.load() == Load(0, 0))
+        assert GATES.notes == ["closed"]
+
+    run(scenario, definition)
+
+
+def test_a_stream_that_never_pauses_is_cancelled_at_any_moment() -> None:
+    """It goes on, unheard, while its cancellation is on its way to the loop that it occupies."""
+
+    async def scenario(replica: Replica) -> None:
+        for number in range(1, 40):
+            request = asyncio.create_task(http(replica))
+            await begun(number)
+            request.cancel()
+            await asyncio.wait([request])
+            await until(lambda: replica.load() == Load(0, 0))
+
+    run(scenario, stream_without_a_pause)
+
+
+def test_requests_cancelled_at_any_moment_leave_no_slot_taken() -> None:
+    async def scenario(replica: Replica) -> None:
+        rng = random.Random(1)
+        for _ in range(30):
+            requests = [asyncio.create_task(http(replica) if n % 2 else call(replica, n=n)) for n in range(8)]
+            for _ in range(rng.randrange(6)):
+                await asyncio.sleep(0)
+            for request in rng.sample(requests, 4):
+                request.cancel()
+            await asyncio.gather(*requests, return_exceptions=True)
+            await until(lambda: replica.load() == Load(0, 0))
+        assert (await replica.statistics())["abandoned"] == 0
+
+    for definition in (plain, coroutine):
+        run(scenario, definition, concurrency=8)
+
+
+# ---- batches
+
+
+@accept_batch
+def double(requests: list[Any]) -> list[Any]:
+    GATES.notes.append(len(requests))
+    return [2 * int(request.query_params["n"]) for request in requests]
+
+
+@accept_batch
+async def double_async(requests: list[Any]) -> list[Any]:
+    return double(requests)
+
+
+@accept_batch
+def one_too_few(requests: list[Any]) -> list[Any]:
+    return list(requests[1:])
+
+
+class BatchModel:
+    @accept_batch
+    def __call__(self, requests: list[Any]) -> list[Any]:
+        return double(requests)
+
+    def single(self, request: Any) -> str:
+        return "single"
+
+
+@pytest.mark.parametrize("definition", [double, double_async, BatchModel])
+def test_requests_of_both_kinds_are_batched_together(definition: Any) -> None:
+    async def scenario(replica: Replica) -> None:
+        one, two, three = await asyncio.gather(
+            call(replica, n=1), http(replica, query=b"n=2"), call(replica, n=3)
+        )
+        assert (one, two.body, three) == (2, b"4", 6)
+        assert GATES.notes == [3]
+
+    run(scenario, definition, max_batch_size=3, batch_wait_timeout_s=60.0)
+
+
+def test_without_a_batch_size_a_marked_callable_gets_lists_of_one() -> None:
+    async def scenario(replica: Replica) -> None:
+        assert list(await asyncio.gather(call(replica, n=1), call(replica, n=2))) == [2, 4]
+        assert GATES.notes == [1, 1]
+
+    run(scenario, double)
+
+
+def test_methods_that_are_not_marked_are_called_singly() -> None:
+    async def scenario(replica: Replica) -> None:
+        assert await call(replica, head={"method": "single"}) == "single"
+
+    run(scenario, BatchModel, max_batch_size=3)
+
+
+def test_a_batch_answered_wrongly_fails_all_its_requests() -> None:
+    async def scenario(replica: Replica) -> None:
+        outcomes: Any = await asyncio.gather(call(replica), http(replica), return_exceptions=True)
+        called, answered = outcomes
+        assert isinstance(called, ServeError)
+        assert isinstance(answered, Reply)
+        assert answered.status == 500
+        assert replica.load() == Load(0, 0)
+
+    run(scenario, one_too_few, max_batch_size=2, batch_wait_timeout_s=60.0)
+
+
+def test_requests_that_wait_for_their_batch_are_reported_and_can_be_cancelled() -> None:
+    async def scenario(replica: Replica) -> None:
+        waiting = [asyncio.create_task(call(replica, n=n)) for n in range(2)]
+        await until(lambda: replica.load() == Load(2, 2))
+        waiting[0].cancel()
+        await asyncio.wait(waiting[:1])
+        assert replica.load() == Load(1, 1)
+        assert list(await asyncio.gather(call(replica, n=5), call(replica, n=6))) == [10, 12]
+        assert await waiting[1] == 2
+        assert GATES.notes == [3]
+
+    run(scenario, double, max_batch_size=3, batch_wait_timeout_s=60.0)
+
+
+@accept_batch
+def held_batch(requests: list[Any]) -> list[Any]:
+    held()
+    return [None] * len(requests)
+
+
+def test_a_cancelled_batch_keeps_its_slots_until_it_returns() -> None:
+    async def scenario(replica: Replica) -> None:
+        requests = [asyncio.create_task(call(replica)) for _ in range(2)]
+        await begun()
+        for request in requests:
+            request.cancel()
+        await asyncio.wait(requests)
+        await until(lambda: replica.load() == Load(2, 0))
+        GATES.go.set()
+        await until(lambda: replica.load() == Load(0, 0))
+
+    run(scenario, held_batch, max_batch_size=2, batch_wait_timeout_s=60.0)
+
+
+# ---- verbs
+
+
+def test_verbs_are_those_that_can_be_called() -> None:
+    assert Replica.verbs == {"reconfigure", "statistics", "probe"}
+    assert all(asyncio.iscoroutinefunction(getattr(Replica, verb)) for verb in Replica.verbs)
+
+
+def test_reconfiguring_changes_user_config_and_limits_in_place() -> None:
+    async def scenario(replica: Replica) -> None:
+        await replica.reconfigure(
+            user_config=payload.dump_bytes("changed"),
+            concurrency=1,
+            max_batch_size=0,
+            batch_wait_timeout_s=0.0,
+        )
+        assert await call(replica) == "changed"
+        assert (await replica.statistics())["concurrency"] == 1
+        await replica.reconfigure(user_config=None, concurrency=3, max_batch_size=0, batch_wait_timeout_s=0)
+        assert await call(replica) == "changed"
+        assert (await replica.statistics())["concurrency"] == 3
+
+    for definition in (Model, AsyncModel):
+        run(scenario, definition)
+
+
+def test_a_reconfigure_that_fails_changes_nothing() -> None:
+    async def scenario(replica: Replica) -> None:
+        with pytest.raises(ReplicaStartError, match="ValueError: bad config") as caught:
+            await replica.reconfigure(user_config=payload.dump_bytes("bad"), concurrency=9)
+        assert "in reconfigure" in caught.value.user_traceback
+        with pytest.raises(BadRequestError, match="max_batch_size is 4"):
+            await replica.reconfigure(user_config=None, concurrency=9, max_batch_size=4)
+        assert (await replica.statistics())["concurrency"] == 4
+        assert await call(replica) == "word"
+
+    run(scenario, Model)
+
+
+def test_a_kept_error_does_not_keep_the_users_object() -> None:
+    kept: list[ReplicaStartError] = []
+
+    async def scenario(replica: Replica) -> None:
+        with pytest.raises(ReplicaStartError) as caught:
+            await replica.reconfigure(user_config=payload.dump_bytes("bad"), concurrency=9)
+        kept.append(caught.value)
+
+    async def failing_start() -> None:
+        with pytest.raises(ReplicaStartError) as caught:
+            await make(Model, user_config="bad").start()
+        kept.append(caught.value)
+
+    run(scenario, Model)
+    asyncio.run(failing_start())
+    destructions = [note[1] for note in GATES.notes if note[0] == "del"]
+    assert len(destructions) == 2
+    assert all(thread.startswith("daskserve-b#AAAAAA") for thread in destructions)
+    assert all(error.__cause__ is None and error.__context__ is None for error in kept)
+
+
+def test_a_user_config_without_a_method_to_take_it_is_an_error() -> None:
+    async def scenario(replica: Replica) -> None:
+        with pytest.raises(BadRequestError, match=r"has no reconfigure\(\) method"):
+            await replica.reconfigure(user_config=payload.dump_bytes(1), concurrency=4)
+
+    run(scenario, plain)
+
+
+class Held:
+    def reconfigure(self, config: Any) -> None:
+        GATES.notes.append(config)
+
+    def __call__(self, request: Any) -> str:
+        return held()
+
+
+def test_reconfiguring_does_not_wait_for_requests() -> None:
+    async def scenario(replica: Replica) -> None:
+        request = asyncio.create_task(call(replica))
+        await begun()
+        await replica.reconfigure(user_config=payload.dump_bytes("new"), concurrency=1)
+        assert GATES.notes == ["new"]
+        GATES.go.set()
+        await request
+
+    run(scenario, Held, concurrency=1)
+
+
+def test_batching_limits_can_be_changed() -> None:
+    async def scenario(replica: Replica) -> None:
+        assert await call(replica, n=1) == 2
+        await replica.reconfigure(
+            user_config=None, concurrency=4, max_batch_size=2, batch_wait_timeout_s=60.0
+        )
+        assert list(await asyncio.gather(call(replica, n=1), call(replica, n=2))) == [2, 4]
+        assert GATES.notes == [1, 2]
+
+    run(scenario, double)
+
+
+@pytest.mark.parametrize("definition", [plain, coroutine, Model, APP])
+@pytest.mark.parametrize("event_loop", ["own", "worker"])
+def test_a_healthy_replica_passes_its_probe(definition: Any, event_loop: str) -> None:
+    async def scenario(replica: Replica) -> None:
+        assert await replica.probe() is None  # type: ignore[func-returns-value]
+
+    run(scenario, definition, event_loop=event_loop)
+
+
+def test_a_probe_passes_while_slots_are_busy_and_fails_when_all_are_abandoned() -> None:
+    async def scenario(replica: Replica) -> None:
+        requests = [asyncio.create_task(call(replica)) for _ in range(2)]
+        await begun(2)
+        await replica.probe()
+        requests[0].cancel()
+        await asyncio.wait(requests[:1])
+        await replica.probe()
+        requests[1].cancel()
+        await asyncio.wait(requests[1:])
+        with pytest.raises(UnavailableError, match="All 2 slots"):
+            await replica.probe()
+        GATES.go.set()
+        await until(lambda: replica.load() == Load(0, 0))
+        await replica.probe()
+
+    run(scenario, held, concurrency=2)
+
+
+async def blocking(request: Any) -> None:
+    held()
+
+
+def test_a_probe_does_not_return_while_user_code_blocks_its_loop() -> None:
+    async def scenario(replica: Replica) -> None:
+        request = asyncio.create_task(call(replica))
+        await begun()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(replica.probe(), 0.03)
+        GATES.go.set()
+        await request
+        await replica.probe()
+
+    run(scenario, blocking)
+
+
+class Ill:
+    checks = 0
+
+    def check_health(self) -> None:
+        GATES.notes.append(where())
+        self.checks += 1
+        if self.checks > 1:  # the first one decides whether the replica starts at all
+            raise RuntimeError("feverish")
+
+    def __call__(self) -> None: ...
+
+
+class IllAsync(Ill):
+    async def check_health(self) -> None:  # type: ignore[override]
+        super().check_health()
+
+
+@pytest.mark.parametrize("definition", [Ill, IllAsync])
+def test_the_users_health_check_is_part_of_the_probe(definition: Any) -> None:
+    async def scenario(replica: Replica) -> None:
+        with pytest.raises(
+            UserCodeError, match=r"check_health\(\) of backend 'b' raised RuntimeError: feverish"
+        ):
+            await replica.probe()
+        assert GATES.notes[0].startswith("daskserve-b#AAAAAA")
+
+    run(scenario, definition)
+
+
+class StillBorn:
+    def check_health(self) -> None:
+        raise RuntimeError("feverish")
+
+    def __call__(self) -> None: ...
+
+
+def test_a_replica_whose_first_health_check_fails_does_not_start() -> None:
+    async def main() -> None:
+        replica = make(StillBorn)
+        with pytest.raises(ReplicaStartError, match=r"failed its first health check: .*feverish"):
+            await replica.start()
+
+    asyncio.run(main())
+
+
+# ---- stop
+
+
+@pytest.mark.parametrize("definition", [held, held_async])
+def test_stopping_refuses_new_requests_and_waits_for_those_that_run(definition: Any) -> None:
+    async def scenario(replica: Replica) -> None:
+        request = asyncio.create_task(call(replica))
+        await begun()
+        stopping = asyncio.create_task(replica.stop(DEADLINE_S))
+        await asyncio.sleep(0)
+        with pytest.raises(ActorLostError) as caught:
+            await call(replica)
+        assert not caught.value.begun
+        for verb in (replica.probe(), replica.reconfigure(user_config=None, concurrency=1)):
+            with pytest.raises(ActorLostError):
+                await verb
+        assert not stopping.done()
+        GATES.go.set()
+        assert await request == "held"
+        await stopping
+
+    run(scenario, definition)
+
+
+@pytest.mark.parametrize("event_loop", ["own", "worker"])
+def test_what_runs_on_after_the_grace_period_is_cancelled(event_loop: str) -> None:
+    async def scenario(replica: Replica) -> None:
+        requests = [asyncio.create_task(call(replica)), asyncio.create_task(http(replica))]
+        await begun(2)
+        await replica.stop(0.01)
+        for result in await asyncio.gather(*requests, return_exceptions=True):
+            assert isinstance(result, ActorLostError)
+            assert result.begun
+        assert GATES.notes == ["cancelled"] * 2
+
+    run(scenario, held_async, event_loop=event_loop)
+
+
+def test_stopping_is_idempotent_and_a_second_stop_may_be_more_impatient() -> None:
+    async def scenario(replica: Replica) -> None:
+        request = asyncio.create_task(call(replica))
+        await begun()
+        patient = asyncio.create_task(replica.stop(DEADLINE_S))
+        await asyncio.sleep(0)
+        await replica.stop(0)
+        await patient
+        assert isinstance((await asyncio.gather(request, return_exceptions=True))[0], ActorLostError)
+        await replica.stop(0)
+
+    run(scenario, held_async)
+
+
+def test_a_stop_that_is_cancelled_still_leaves_nothing_behind() -> None:
+    async def scenario(replica: Replica) -> None:
+        request = asyncio.create_task(call(replica))
+        await begun()
+        stopping = asyncio.create_task(replica.stop(0))
+        await until(lambda: replica._ending is not None)
+        stopping.cancel()
+        await asyncio.wait([stopping])
+        await asyncio.wait([request])
+        assert our_threads() != []
+        GATES.go.set()
+        await until(lambda: our_threads() == [])
+
+    run(scenario, held)
+
+
+def test_stuck_plain_code_does_not_hold_up_the_stop(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("daskserve.data.replica.replica.CLOSE_GRACE_S", 0.02)
+
+    async def main() -> None:
+        replica = make(held)
+        await replica.start()
+        request = asyncio.create_task(call(replica))
+        await begun()
+        async with asyncio.timeout(2):
+            await replica.stop(0.01)
+        assert isinstance((await asyncio.gather(request, return_exceptions=True))[0], ActorLostError)
+        async with asyncio.timeout(DEADLINE_S):
+            # Threads that are not stuck end too, though nobody has waited for them.
+            await until(lambda: len(our_threads()) == 1)
+            GATES.go.set()
+            await until(lambda: our_threads() == [])
+
+    asyncio.run(main())
+    assert "leaves its user code behind" in caplog.text
+
+
+def test_a_destructor_that_fails_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    class Fails:
+        def __call__(self) -> None: ...
+
+        async def __del__(self) -> None:
+            raise RuntimeError("in the destructor")
+
+    async def scenario(replica: Replica) -> None: ...
+
+    run(scenario, Fails)
+    assert "in the destructor" in caplog.text
+
+
+async def lifespan_app(scope: Any, receive: Any, send: Any) -> None:
+    while scope["type"] == "lifespan":
+        message = await receive()
+        GATES.notes.append((message["type"], where()))
+        await send({"type": f"{message['type']}.complete"})
+        if message["type"] == "lifespan.shutdown":
+            return
+
+
+def test_the_lifespan_of_an_application_spans_the_replicas() -> None:
+    async def scenario(replica: Replica) -> None:
+        assert GATES.notes == [("lifespan.startup", "daskserve-b#AAAAAA")]
+
+    run(scenario, lifespan_app)
+    assert GATES.notes[-1] == ("lifespan.shutdown", "daskserve-b#AAAAAA")
+
+
+def test_a_replica_that_was_never_started_can_be_stopped() -> None:
+    async def main() -> None:
+        replica = make(plain)
+        await replica.stop(1)
+        assert "closed" in repr(replica)
+        with pytest.raises(ActorLostError):
+            await replica.probe()
+
+    asyncio.run(main())
+
+
+# ---- metrics
+
+
+def series(replica: Replica) -> dict[tuple[str, ...], float]:
+    """Return the samples by name and by the labels that are neither instance nor backend."""
+    found = {}
+    for name, labels, value in replica.samples():
+        assert labels[:2] == ("an-instance", "b")
+        found[(name, *labels[2:])] = value.count if isinstance(value, Histogram) else value
+    return found
+
+
+def test_what_a_replica_does_is_counted() -> None:
+    async def scenario(replica: Replica) -> None:
+        await http(replica)
+        with pytest.raises(KeyError):
+            await call(replica, boom=True)
+        found = series(replica)
+        assert found[("deployment_requests",)] == 2
+        assert found[("deployment_errors",)] == 1
+        assert found[("deployment_request_duration_seconds",)] == 2
+        assert found[("deployment_replica_starts",)] == 1
+        assert found[("deployment_replica_start_failures",)] == 0
+        me = "b#AAAAAA"
+        assert found[("replica_requests", me)] == 2
+        assert found[("replica_errors", me)] == 1
+        assert found[("replica_request_duration_seconds", me)] == 2
+        assert found[("replica_ongoing_requests", me)] == 0
+        assert found[("replica_max_ongoing_requests", me)] == 4
+        assert found[("replica_healthy", me)] == 1
+        assert found[("replica_start_time_seconds", me)] > 1e9
+        assert 0 < found[("replica_startup_duration_seconds", me)] < DEADLINE_S
+
+    def answer(request: Any) -> str:
+        if "boom" in request.query_params:
+            raise KeyError("boom")
+        return "well"
+
+    run(scenario, answer)
+
+
+def test_a_replica_that_does_not_start_is_counted_and_has_no_state() -> None:
+    class Broken:
+        def __init__(self) -> None:
+            raise RuntimeError("no")
+
+    replica = make(Broken)
+    with pytest.raises(ReplicaStartError):
+        asyncio.run(replica.start())
+    found = series(replica)
+    assert found[("deployment_replica_start_failures",)] == 1
+    assert found[("deployment_replica_starts",)] == 0
+    assert [key for key in found if key[0].startswith("replica_")] == []
+
+
+def test_requests_that_are_cancelled_are_counted_and_late_ones_twice() -> None:
+    async def forever(request: Any) -> None:
+        await asyncio.Event().wait()
+
+    async def give_up(replica: Replica, deadline: float | None) -> None:
+        reply = Reply()
+        envelope = Envelope(EnvelopeKind.HTTP, scope(), deadline=deadline)
+        task = asyncio.create_task(replica.handle(envelope, reply.receive, reply.send))
+        await until(lambda: bool(replica.load().ongoing))
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await until(lambda: not replica.load().ongoing)
+
+    async def scenario(replica: Replica) -> None:
+        now = asyncio.get_running_loop().time()
+        await give_up(replica, None)
+        await give_up(replica, now + 1000)
+        await give_up(replica, now)
+        found = series(replica)
+        assert (found[("deployment_cancellations",)], found[("deployment_timeouts",)]) == (3, 1)
+
+    run(scenario, forever)
+
+
+def test_batches_of_both_kinds_are_counted_by_method() -> None:
+    class Batches:
+        @batch(max_batch_size=2, batch_wait_timeout_s=60.0)
+        async def double(self, numbers: list[int]) -> list[int]:
+            return [2 * number for number in numbers]
+
+        @accept_batch
+        async def __call__(self, requests: list[Any]) -> list[int]:
+            return await asyncio.gather(*(self.double(number) for number in range(len(requests))))
+
+    async def scenario(replica: Replica) -> None:
+        await asyncio.gather(http(replica), http(replica))
+        found = series(replica)
+        for method in ("double", "__call__"):
+            assert found[("batch_size", method)] == 1
+            assert found[("batch_wait_seconds", method)] == 2
+
+    run(scenario, Batches, max_batch_size=2, batch_wait_timeout_s=60.0)
+
+
+@pytest.mark.parametrize("event_loop", ["own", "worker"])
+def test_whatever_waits_for_its_batch_is_counted_until_it_goes(event_loop: str) -> None:
+    class Batches:
+        @batch(max_batch_size=3, batch_wait_timeout_s=60.0)
+        async def double(self, numbers: list[int]) -> list[int]:
+            return [2 * number for number in numbers]
+
+        @batch(max_batch_size=3, batch_wait_timeout_s=60.0)
+        async def halves(self, numbers: list[int]) -> AsyncIterator[list[float]]:
+            yield [number / 2 for number in numbers]
+
+        @accept_batch
+        async def __call__(self, requests: list[Any]) -> list[int]:
+            return await asyncio.gather(*(self.double(number) for number in range(len(requests))))
+
+        async def half(self, number: int) -> list[float]:
+            return [each async for each in self.halves(number)]
+
+    async def scenario(replica: Replica) -> None:
+        def queued() -> float:
+            return series(replica)[("replica_queued_requests", "b#AAAAAA")]
+
+        assert queued() == 0
+        first = asyncio.create_task(http(replica))
+        await until(lambda: queued() == 1)  # of accept_batch
+        second = asyncio.create_task(http(replica))
+        await until(lambda: queued() == 2 and not replica.load().queued)  # of serve.batch
+        third = asyncio.create_task(call(replica, 4, head={"method": "half", "legacy": False}))
+        await until(lambda: queued() == 3)  # of a generator
+        third.cancel()
+        await until(lambda: queued() == 2)
+        assert await call(replica, 4, head={"method": "double", "legacy": False}) == 8
+        await asyncio.gather(first, second)
+        assert queued() == 0
+
+    run(scenario, Batches, max_batch_size=2, batch_wait_timeout_s=60.0, event_loop=event_loop)
+
+
+def test_user_code_of_all_kinds_measures_for_its_replica() -> None:
+    class Model:
+        def __init__(self) -> None:
+            self.calls = metrics.Counter("calls", tag_keys=("kind", "route"))
+            self.calls.inc(tags={"kind": "constructor"})
+
+        async def __call__(self, request: Any) -> None:
+            self.calls.inc(tags={"kind": "async"})
+            await asyncio.to_thread(self.calls.inc, tags={"kind": "thread"})
+
+        def plain(self) -> None:
+            self.calls.inc(tags={"kind": "plain"})
+
+    async def scenario(replica: Replica) -> None:
+        await http(replica)
+        await call(replica, head=modern("plain"))
+        found = {sample.labels[3:]: sample.value for sample in replica.user_samples()}
+        assert found == {
+            (("kind", kind), ("route", route)): 1.0
+            for kind, route in (("constructor", ""), ("async", "/r"), ("thread", "/r"), ("plain", ""))
+        }
+        assert replica.user_samples()[0].labels[:3] == (
+            ("serve_instance", "an-instance"),
+            ("deployment", "b"),
+            ("replica", "b#AAAAAA"),
+        )
+
+    run(scenario, Model)

@@ -1,0 +1,530 @@
+"""Requests as user code sees them, and their messages' way across the wall."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+
+from daskserve.context import RequestContext
+from daskserve.data.replica.crossing import WINDOW, Exchange, open_exchange
+from daskserve.data.replica.requests import (
+    HTTPRequest,
+    QueryParams,
+    ServeRequest,
+    legacy_argument,
+    read_body,
+    request_context,
+)
+from daskserve.data.replica.slots import Slot
+from daskserve.data.replica.wall import Wall
+from daskserve.errors import ServeError
+from daskserve.loops.pending_call import PendingCall
+from daskserve.types import Envelope, EnvelopeKind, Message
+
+DEADLINE_S = 10.0
+SCOPE: dict[str, Any] = {
+    "type": "http",
+    "method": "POST",
+    "path": "/",
+    "headers": [(b"content-type", b"application/json")],
+    "query_string": b"n=1",
+}
+
+
+def run(scenario: Callable[[Wall], Awaitable[None]], **options: Any) -> None:
+    async def main() -> None:
+        wall = Wall("b#AAAAAA", contextvars.copy_context(), **options)
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                await scenario(wall)
+        finally:
+            assert await wall.close(DEADLINE_S)
+
+    asyncio.run(main())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 - the condition is set in another thread
+        await asyncio.sleep(0.001)
+
+
+def part(body: bytes, more: bool) -> Message:
+    return {"type": "http.request", "body": body, "more_body": more}
+
+
+class Client:
+    """The worker's side of a connection: messages to receive, then silence; what was sent, when it may be."""
+
+    def __init__(self, *messages: Message | Exception) -> None:
+        self.messages = list(messages)
+        self.received = 0
+        self.sent: list[Message] = []
+        self.may_send = asyncio.Event()
+        self.may_send.set()
+        self.send_error: Exception | None = None
+
+    async def receive(self) -> Message:
+        if not self.messages:
+            await asyncio.get_running_loop().create_future()
+        self.received += 1
+        message = self.messages.pop(0)
+        if isinstance(message, Exception):
+            raise message
+        return message
+
+    async def send(self, message: Message) -> None:
+        await self.may_send.wait()
+        if self.send_error is not None:
+            raise self.send_error
+        self.sent.append(message)
+
+
+# ---- what user code sees
+
+
+def test_a_plain_function_reads_a_preloaded_body() -> None:
+    request = HTTPRequest(SCOPE, Client.receive, b'{"a": 1}')  # type: ignore[arg-type]
+    assert request.body_bytes == b'{"a": 1}'
+    assert request.body_json == {"a": 1}
+    assert request.query_params["n"] == "1"
+
+
+def test_a_preloaded_body_can_be_awaited_without_a_message() -> None:
+    async def main() -> None:
+        request = HTTPRequest(SCOPE, Client().receive, b'{"a": 1}')
+        assert await request.body() == b'{"a": 1}'
+        assert await request.json() == {"a": 1}
+        assert [chunk async for chunk in request.stream()] == [b'{"a": 1}', b""]
+
+    asyncio.run(main())
+
+
+def test_a_body_that_is_still_to_come_must_be_awaited_first() -> None:
+    async def main() -> None:
+        request = HTTPRequest(SCOPE, Client(part(b"[1", True), part(b"]", False)).receive)
+        with pytest.raises(ServeError, match="in async code use"):
+            request.body_bytes  # noqa: B018
+        await request.body()
+        assert request.body_json == [1]
+
+    asyncio.run(main())
+
+
+def test_a_serve_request_offers_what_the_handle_was_given() -> None:
+    async def main() -> None:
+        request = ServeRequest({"k": 1}, {"a": 1, "b": [2, 3]}, headers={"X-Key": "v"}, method="POST")
+        assert await request.body() == request.data == {"k": 1}
+        assert await request.json() == {"k": 1}
+        assert await request.form() == {"k": 1}
+        assert request.query_params == {"a": 1, "b": [2, 3]}
+        assert request.headers["x-key"] == "v"
+        assert request.method == "POST"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("data", [None, "text", [1]])
+def test_json_and_form_of_a_serve_request_need_a_dict(data: Any) -> None:
+    async def main() -> None:
+        request = ServeRequest(data)
+        assert await request.body() is data
+        for read in (request.json, request.form):
+            with pytest.raises(ServeError, match=type(data).__name__):
+                await read()
+
+    asyncio.run(main())
+
+
+def test_getlist_takes_one_value_for_a_list_of_one() -> None:
+    params = QueryParams(one=1, many=(1, 2))
+    assert [params.getlist(key) for key in ("one", "many", "none")] == [[1], [1, 2], []]
+
+
+def test_the_argument_of_a_classic_backend() -> None:
+    request = legacy_argument({"http_headers": {"h": "v"}, "http_method": "PUT"}, ("data",), {"k": 1})
+    assert (request.data, request.query_params, request.method) == ("data", {"k": 1}, "PUT")
+    assert request.headers["h"] == "v"
+    assert legacy_argument({}, (), {}).data is None
+    assert legacy_argument({}, (), {}).method == "GET"
+    starlette = Request(SCOPE)
+    assert legacy_argument({}, (starlette,), {}) is starlette
+
+
+def test_the_request_context_comes_from_the_ingress_or_the_handle() -> None:
+    scope = {"extensions": {"daskserve": {"request_id": "id", "route": "/a"}}}
+    assert request_context(Envelope(EnvelopeKind.HTTP, scope, deadline=7.0)) == RequestContext(
+        "id", "/a", 7.0
+    )
+    assert request_context(Envelope(EnvelopeKind.HTTP, {})) == RequestContext()
+    call = Envelope(EnvelopeKind.CALL, {"request_id": "id"}, deadline=7.0)
+    assert request_context(call) == RequestContext("id", deadline=7.0)
+    assert request_context(Envelope(EnvelopeKind.CALL, {})) == RequestContext()
+
+
+def test_reading_a_whole_body() -> None:
+    async def main() -> None:
+        assert await read_body(Client(part(b"a", False)).receive) == b"a"
+        assert (
+            await read_body(Client(part(b"b", True), part(b"c", False)).receive, part(b"a", True)) == b"abc"
+        )
+        assert await read_body(Client(part(b"a", True), {"type": "http.disconnect"}).receive) is None
+
+    asyncio.run(main())
+
+
+def test_a_slot_is_free_when_its_last_holder_lets_go() -> None:
+    freed: list[bool] = []
+    slot = Slot(lambda: freed.append(True))
+    slot.hold()
+    slot.release()
+    assert freed == []
+    slot.release()
+    assert freed == [True]
+
+
+# ---- receiving across the wall
+
+
+def test_a_whole_body_needs_no_crossing() -> None:
+    no_wall: Any = None  # any use of it would fail
+    client = Client()
+    exchange = Exchange(no_wall, SCOPE, client.receive, client.send, part(b"all", False))
+    assert asyncio.run(exchange.receive()) == part(b"all", False)
+
+
+@pytest.mark.parametrize("event_loop", ["own", "worker"])
+def test_an_upload_arrives_whole_and_in_order(event_loop: str) -> None:
+    async def scenario(wall: Wall) -> None:
+        chunks = [b"%d," % number for number in range(5 * WINDOW)]
+        client = Client(*[part(chunk, chunk != chunks[-1]) for chunk in chunks])
+        exchange = open_exchange(wall, SCOPE, client.receive, client.send, await client.receive())
+
+        async def app() -> bytes:
+            return await HTTPRequest(SCOPE, exchange.receive).body()
+
+        assert await exchange.carry(wall.start_async(app)) == b"".join(chunks)
+
+    run(scenario, event_loop=event_loop)
+
+
+def test_the_worker_reads_ahead_no_further_than_the_window() -> None:
+    async def scenario(wall: Wall) -> None:
+        client = Client(*[part(b"x", True) for _ in range(10 * WINDOW)])
+        exchange = Exchange(wall, SCOPE, client.receive, client.send)
+        release = threading.Event()
+
+        async def app() -> None:
+            await exchange.receive()
+            await until(release.is_set)
+
+        call = wall.start_async(app)
+        carrying = asyncio.create_task(exchange.carry(call))
+        await until(lambda: client.received >= WINDOW)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert client.received <= WINDOW + 1
+        release.set()
+        await carrying
+
+    run(scenario)
+
+
+def test_a_receive_that_is_given_up_loses_no_message() -> None:
+    async def scenario(wall: Wall) -> None:
+        client = Client()
+        exchange = Exchange(wall, {"type": "websocket"}, client.receive, client.send)
+
+        async def app() -> list[str]:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(exchange.receive(), 0.01)
+            client_has_sent.set()
+            return [(await exchange.receive())["text"] for _ in range(2)]
+
+        client_has_sent = threading.Event()
+        released = asyncio.Event()
+        waiting = client.receive
+
+        async def receive() -> Message:
+            await released.wait()
+            return await waiting()
+
+        exchange._receive = receive
+        carrying = asyncio.create_task(exchange.carry(wall.start_async(app)))
+        await until(client_has_sent.is_set)
+        client.messages += [{"type": "websocket.receive", "text": text} for text in ("one", "two")]
+        released.set()
+        assert await carrying == ["one", "two"]
+
+    run(scenario)
+
+
+def test_an_error_while_receiving_is_raised_in_user_code() -> None:
+    async def scenario(wall: Wall) -> None:
+        client = Client(ConnectionResetError("gone"))
+        exchange = Exchange(wall, SCOPE, client.receive, client.send)
+
+        async def app() -> str:
+            try:
+                await exchange.receive()
+            except ConnectionResetError as error:
+                return str(error)
+            return "nothing"
+
+        assert await exchange.carry(wall.start_async(app)) == "gone"
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("kind", ["http", "websocket"])
+def test_after_the_end_user_code_receives_a_disconnect_and_sends_into_the_void(kind: str) -> None:
+    async def scenario(wall: Wall) -> None:
+        client = Client()
+        exchange = Exchange(wall, {"type": kind}, client.receive, client.send)
+        received: list[Message] = []
+
+        async def background() -> None:
+            received.append(await exchange.receive())
+            for _ in range(2 * WINDOW):
+                await exchange.send({"type": "late"})
+            received.append(await exchange.receive())
+
+        call = wall.start_async(background)
+        await until(lambda: exchange._reading is not None)
+        exchange.close()
+        await call.wait()
+        assert [message["type"] for message in received] == [f"{kind}.disconnect"] * 2
+        assert client.sent == []
+
+    run(scenario)
+
+
+# ---- sending across the wall
+
+
+@pytest.mark.parametrize("event_loop", ["own", "worker"])
+def test_messages_are_sent_in_order_and_before_the_result(event_loop: str) -> None:
+    async def scenario(wall: Wall) -> None:
+        client = Client()
+        exchange = open_exchange(wall, SCOPE, client.receive, client.send)
+
+        async def app() -> str:
+            for number in range(5 * WINDOW):
+                await exchange.send({"type": "m", "number": number})
+            return "done"
+
+        assert await exchange.carry(wall.start_async(app)) == "done"
+        assert [message["number"] for message in client.sent] == list(range(5 * WINDOW))
+        assert exchange.is_started
+
+    run(scenario, event_loop=event_loop)
+
+
+@pytest.mark.parametrize("side", ["loop", "thread"])
+def test_a_slow_client_holds_up_user_code_after_a_window_of_messages(side: str) -> None:
+    async def scenario(wall: Wall) -> None:
+        client = Client()
+        client.may_send.clear()
+        exchange = Exchange(wall, SCOPE, client.receive, client.send)
+        progress: list[int] = []
+
+        async def app() -> None:
+            for number in range(4 * WINDOW):
+                progress.append(number)
+                await exchange.send({"type": "m"})
+
+        def function() -> None:
+            for number in range(4 * WINDOW):
+                progress.append(number)
+                assert exchange.send_from_thread({"type": "m"})
+
+        call = wall.start_async(app) if side == "loop" else wall.start_sync(function)
+        carrying = asyncio.create_task(exchange.carry(call))
+        await until(lambda: len(progress) == WINDOW)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert len(progress) == WINDOW
+        client.may_send.set()
+        await carrying
+        assert len(client.sent) == 4 * WINDOW
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("side", ["loop", "thread"])
+def test_a_broken_connection_ends_the_user_code(side: str) -> None:
+    async def scenario(wall: Wall) -> None:
+        client = Client()
+        client.send_error = ConnectionResetError("gone")
+        exchange = Exchange(wall, SCOPE, client.receive, client.send)
+        ended = threading.Event()
+
+        async def app() -> None:
+            try:
+                while True:
+                    await exchange.send({"type": "m"})
+                    await asyncio.sleep(0)
+            finally:
+                ended.set()
+
+        def function() -> None:
+            while exchange.send_from_thread({"type": "m"}):
+                pass
+            ended.set()
+
+        call = wall.start_async(app) if side == "loop" else wall.start_sync(function)
+        with pytest.raises(ConnectionResetError):
+            await exchange.carry(call)
+        await until(ended.is_set)
+        await until(lambda: call.is_ended)
+
+    run(scenario)
+
+
+def test_room_that_appeared_just_before_the_wait_is_not_missed() -> None:
+    no_wall: Any = None
+    client = Client()
+    exchange = Exchange(no_wall, SCOPE, client.receive, client.send)
+    released: list[str] = []
+    exchange._sent, exchange._passed = 2 * WINDOW, WINDOW
+    exchange._block(lambda: released.append("no room yet"))
+    assert released == []
+    exchange._passed = 2 * WINDOW  # by the worker's side, after `send` had looked
+    exchange._block(lambda: released.append("room"))
+    assert released == ["room"]
+
+
+def test_a_receive_that_began_just_before_the_end_is_answered() -> None:
+    async def scenario(wall: Wall) -> None:
+        client = Client()
+        exchange = Exchange(wall, SCOPE, client.receive, client.send)
+        exchange.close()
+
+        async def late() -> None:
+            reader: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            exchange._readers.append(reader)  # as `receive` does, having seen the exchange open
+            wall.to_worker.post(exchange._read_more)
+            await reader
+
+        await wall.run_async(late)
+
+    run(scenario)
+
+
+def test_cancelling_the_carrier_frees_a_thread_that_waits_for_a_slow_client() -> None:
+    async def scenario(wall: Wall) -> None:
+        client = Client()
+        client.may_send.clear()
+        exchange = Exchange(wall, SCOPE, client.receive, client.send)
+
+        def function() -> None:
+            while exchange.send_from_thread({"type": "m"}):
+                pass
+
+        call = wall.start_sync(function)
+        carrying = asyncio.create_task(exchange.carry(call))
+        await asyncio.sleep(0)  # it carries now
+        await until(lambda: bool(exchange._blocked))
+        carrying.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await carrying
+        await until(lambda: call.is_ended)
+        assert wall.abandoned == 0
+
+    run(scenario)
+
+
+# ---- HTTPRequest beside Starlette's own
+
+
+def test_a_request_has_all_that_starlettes_own_has_and_shares_nothing_that_changes() -> None:
+    async def receive() -> Message:
+        raise AssertionError
+
+    own = Request(dict(SCOPE), receive)
+    ours = HTTPRequest(dict(SCOPE), receive)
+    for name, value in vars(own).items():
+        found = getattr(ours, name)
+        assert found == value, name
+        # What two of them have in common must be something that nobody can change.
+        if name not in vars(ours):
+            assert value is None or isinstance(value, (bool, int, str, bytes)) or callable(value), name
+    assert ours.receive is receive
+    assert not hasattr(ours, "_body")
+    # The class has nothing under the names by which a request says what it has read already.
+    assert {name for name in vars(HTTPRequest) if name in ("_body", "_json", "_headers", "_state")} == set()
+
+
+def test_what_one_request_learns_no_other_knows() -> None:
+    def make(*messages: Message) -> HTTPRequest:
+        left = list(messages)
+
+        async def receive() -> Message:
+            return left.pop(0)
+
+        scope = {**SCOPE, "headers": [(b"content-type", b"application/x-www-form-urlencoded")]}
+        return HTTPRequest(scope, receive)
+
+    async def main() -> None:
+        first, second = make(part(b"a=1", more=False)), make(part(b"a=2", more=False))
+        first.state.seen = True
+        assert dict(await first.form()) == {"a": "1"}
+        assert not hasattr(second.state, "seen")
+        assert second._form is None
+        assert second._stream_consumed is False
+        assert dict(await second.form()) == {"a": "2"}
+        third = make({"type": "http.disconnect"})
+        assert await third.is_disconnected()
+        assert make()._is_disconnected is False
+        await first.close()
+        assert await make(part(b"x", more=True), part(b"y", more=False)).body() == b"xy"
+        # Nobody pushes here; it must not be called with the request as its first argument either.
+        pushing = make()
+        pushing.scope["extensions"] = {"http.response.push": {}}
+        with pytest.raises(RuntimeError, match="Send channel"):
+            await pushing.send_push_promise("/")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("head", "request_id", "route"),
+    [
+        ({"extensions": {"daskserve": {"request_id": "id", "route": "/r", "shard_key": None}}}, "id", "/r"),
+        # Not by way of the ingress.
+        ({}, "", ""),
+        ({"extensions": None}, "", ""),
+        ({"extensions": {}}, "", ""),
+        ({"extensions": {"daskserve": None}}, "", ""),
+    ],
+)
+def test_the_context_of_a_request_says_what_the_ingress_knew(
+    head: dict[str, Any], request_id: str, route: str
+) -> None:
+    context = request_context(Envelope(EnvelopeKind.HTTP, head, deadline=3.0))
+    assert (context.request_id, context.route, context.deadline) == (request_id, route, 3.0)
+
+
+def test_the_calls_of_one_context_are_no_other_ones() -> None:
+    first, second = RequestContext("1"), RequestContext("1")
+    calls: list[PendingCall[Any]] = [PendingCall() for _ in range(3)]
+    first.add_call(calls[0])
+    second.add_call(calls[1])
+    assert first == second
+    first.cancel_calls()
+    assert [call.cancelled() for call in calls] == [True, False, False]
+    # What it calls later is cancelled too; one that has ended is forgotten.
+    first.add_call(calls[2])
+    assert calls[2].cancelled()
+    assert not first._calls
+    assert list(second._calls) == [calls[1]]
+    calls[1].set_result(1)
+    assert not second._calls
+    RequestContext().cancel_calls()
+    assert RequestContext._calls == frozenset()
+    assert not RequestContext._is_cancelled

@@ -1,0 +1,280 @@
+"""The line at a replica: turns in order, no slot lost or doubled whatever happens, nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from daskserve.data.replica.slots import SPARE_PLACES, SlotHolder
+from daskserve.errors import ActorLostError, ReplicaBusyError
+from daskserve.testing import run_virtual
+from daskserve.types import SLOT_TAKEN, Envelope, EnvelopeKind, Load, Message, Patience
+
+
+class Holder(SlotHolder):
+    """A replica whose requests last as long as the test says."""
+
+    def __init__(self, concurrency: int) -> None:
+        super().__init__(concurrency)
+        self._is_open = True
+        #: The names of the requests in the order in which they began, and of those that run.
+        self.begun: list[Any] = []
+        self.running: set[Any] = set()
+        self.most = 0
+
+    def load(self) -> Load:
+        return Load(self._ongoing, len(self._line.places))
+
+    def _refusal(self) -> ReplicaBusyError:
+        return ReplicaBusyError("full", ongoing=self._ongoing)
+
+    def _not_running(self) -> ActorLostError:
+        return ActorLostError("stopped", begun=False)
+
+    async def request(
+        self,
+        name: Any,
+        took_s: float,
+        left_s: float = 0.0,
+        waited_s: float = 0.0,
+        send_error: Exception | None = None,
+    ) -> None:
+        told: list[Message] = []
+
+        async def send(message: Message) -> None:
+            if send_error is not None:
+                raise send_error
+            told.append(message)
+
+        patience = Patience(left_s, waited_s) if left_s else None
+        if self._ongoing >= self._concurrency or patience is not None:
+            await self._take_slot(Envelope(EnvelopeKind.CALL, {}, patience=patience), send)
+        else:
+            self._ongoing += 1
+        self.begun.append(name)
+        self.running.add(name)
+        self.most = max(self.most, len(self.running))
+        if patience is None:
+            assert told == []
+        else:
+            (message,) = told
+            assert message["type"] == SLOT_TAKEN
+            assert message["ongoing"] >= 1
+        try:
+            await asyncio.sleep(took_s)
+        finally:
+            self.running.remove(name)
+            self.free_slot()
+
+
+def run(concurrency: int, scenario: Callable[[Holder], Coroutine[Any, Any, None]]) -> None:
+    """Play a scenario, and hold it to leaving nothing behind."""
+
+    async def main() -> None:
+        holder = Holder(concurrency)
+        await scenario(holder)
+        await asyncio.sleep(1000)
+        assert holder.load() == Load(0, 0)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    run_virtual(main)
+
+
+async def quiet() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def test_a_freed_slot_goes_to_who_has_waited_longest_and_to_nobody_who_comes_later() -> None:
+    async def scenario(holder: Holder) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(holder.request("first", 1.0))
+            await quiet()
+            for name in "ab":
+                group.create_task(holder.request(name, 1.0, 9.0))
+            await asyncio.sleep(0.5)
+            group.create_task(holder.request("c", 1.0, 9.0, waited_s=0.6))
+            group.create_task(holder.request("d", 1.0, 9.0, waited_s=0.4))
+            await quiet()
+            assert holder.load() == Load(1, 4)
+            for _ in range(10):
+                with pytest.raises(ReplicaBusyError):
+                    await holder.request("hasty", 1.0)
+                await asyncio.sleep(0.3)
+        assert holder.begun == ["first", *"cabd"]
+        assert (now(), holder.most) == (5.0, 1)
+
+    run(1, scenario)
+
+
+def test_a_slot_that_is_free_is_had_at_once() -> None:
+    async def scenario(holder: Holder) -> None:
+        await asyncio.gather(holder.request("a", 1.0, 9.0), holder.request("b", 1.0))
+        assert now() == 1.0
+
+    run(2, scenario)
+
+
+def test_who_runs_out_of_patience_is_refused_and_its_place_is_gone() -> None:
+    async def scenario(holder: Holder) -> None:
+        running = asyncio.create_task(holder.request("first", 1.0))
+        await quiet()
+        waiting = asyncio.create_task(holder.request("patient", 1.0, 9.0, waited_s=0.1))
+        with pytest.raises(ReplicaBusyError) as caught:
+            await holder.request("hasty", 1.0, 0.5, waited_s=1.0)
+        assert (caught.value.ongoing, now(), holder.load()) == (1, 0.5, Load(1, 1))
+        await asyncio.gather(running, waiting)
+
+    run(1, scenario)
+
+
+def test_a_line_has_an_end() -> None:
+    async def scenario(holder: Holder) -> None:
+        room = 3 * 2 + SPARE_PLACES
+        tasks = [asyncio.create_task(holder.request(n, 1.0, 900.0)) for n in range(3 + room)]
+        await quiet()
+        assert holder.load() == Load(3, room)
+        with pytest.raises(ReplicaBusyError):
+            await holder.request("one too many", 1.0, 9.0, waited_s=100.0)
+        assert now() == 0.0
+        await asyncio.gather(*tasks)
+
+    run(3, scenario)
+
+
+def test_who_is_cancelled_leaves_the_line_and_a_slot_that_came_just_then_goes_on() -> None:
+    async def scenario(holder: Holder) -> None:
+        tasks = {"first": asyncio.create_task(holder.request("first", 1.0))}
+        await quiet()
+        for name in "abc":
+            tasks[name] = asyncio.create_task(holder.request(name, 1.0, 9.0))
+        await quiet()
+        tasks["a"].cancel()
+        await quiet()
+        assert holder.load() == Load(1, 2)
+        tasks["first"].cancel()
+        await asyncio.sleep(0)  # its slot has gone to b, which has not woken yet
+        assert holder.load() == Load(1, 1)
+        tasks["b"].cancel()
+        await quiet()
+        assert (holder.begun, holder.load()) == (["first", "c"], Load(1, 0))
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+
+    run(1, scenario)
+
+
+def test_a_slot_is_free_again_if_the_router_cannot_be_told_of_it() -> None:
+    async def scenario(holder: Holder) -> None:
+        with pytest.raises(ConnectionError):
+            await holder.request("a", 1.0, 9.0, send_error=ConnectionError())
+        assert holder.load() == Load(0, 0)
+
+    run(1, scenario)
+
+
+def test_when_the_replica_stops_who_waits_has_not_begun() -> None:
+    async def scenario(holder: Holder) -> None:
+        running = asyncio.create_task(holder.request("first", 1.0))
+        await quiet()
+        waiting = [asyncio.create_task(holder.request(name, 1.0, 9.0)) for name in "abc"]
+        await quiet()
+        waiting[0].cancel()
+        holder._close()
+        outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+        assert isinstance(outcomes[0], asyncio.CancelledError)
+        assert [each.begun for each in outcomes[1:] if isinstance(each, ActorLostError)] == [False, False]
+        assert now() == 0.0
+        await holder._wait_until_idle()
+        assert now() == 1.0
+        await running
+
+    run(1, scenario)
+
+
+def test_who_gets_its_slot_as_the_replica_stops_has_not_begun() -> None:
+    async def scenario(holder: Holder) -> None:
+        first = asyncio.create_task(holder.request("first", 1.0))
+        await quiet()
+        waiting = asyncio.create_task(holder.request("second", 1.0, 9.0))
+        await quiet()
+        first.cancel()
+        await asyncio.sleep(0)  # its slot has gone to the second, which has not woken yet
+        holder._close()
+        with pytest.raises(ActorLostError):
+            await waiting
+        assert holder.begun == ["first"]
+
+    run(1, scenario)
+
+
+def test_more_slots_go_to_the_line_at_once_and_fewer_hold_it_up() -> None:
+    async def scenario(holder: Holder) -> None:
+        async with asyncio.TaskGroup() as group:
+            for number in range(6):
+                group.create_task(holder.request(number, 1.0, 9.0))
+                await quiet()
+            holder._set_concurrency(3)
+            await quiet()
+            assert (holder.begun, holder.load()) == ([0, 1, 2], Load(3, 3))
+            holder._set_concurrency(1)
+            await asyncio.sleep(1.5)
+            assert (holder.begun, holder.load()) == ([0, 1, 2, 3], Load(1, 2))
+        assert now() == 4.0
+
+    run(1, scenario)
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from("aaaapppppcrs"),
+        st.integers(0, 20),  # tenths of a second that it takes, or which one it is about
+        st.integers(1, 20),  # tenths of a second that it has patience
+        st.integers(0, 5),  # tenths of a second until the next step
+    ),
+    max_size=60,
+)
+
+
+@given(STEPS, st.integers(1, 3))
+def test_whatever_happens_no_slot_is_lost_or_doubled_and_turns_come_in_order(
+    steps: list[tuple[str, int, int, int]], concurrency: int
+) -> None:
+    """`a` has no patience, `p` has, `s` has and cannot be told; `c` is cancelled, `r` changes the slots."""
+
+    async def scenario(holder: Holder) -> None:
+        tasks: list[asyncio.Task[None]] = []
+        patient: dict[int, asyncio.Task[None]] = {}
+        least = most = concurrency
+        for number, (what, tenths, patience, pause) in enumerate(steps):
+            error = ConnectionError() if what == "s" else None
+            if what == "c" and tasks:
+                tasks[tenths % len(tasks)].cancel()
+            elif what == "r":
+                holder._set_concurrency(1 + tenths % 3)
+                least, most = min(least, holder._concurrency), max(most, holder._concurrency)
+            elif what in "aps":
+                left_s = 0.0 if what == "a" else patience / 10
+                request = holder.request(number, tenths / 10, left_s, send_error=error)
+                tasks.append(asyncio.create_task(request))
+                if what == "p":
+                    patient[number] = tasks[-1]
+            await asyncio.sleep(pause / 10)
+            await quiet()
+            load = holder.load()
+            assert load.ongoing == len(holder.running) <= most
+            assert load.ongoing >= holder._concurrency or not load.queued, "a slot is free and somebody waits"
+        await asyncio.gather(*tasks, return_exceptions=True)
+        began = [number for number in holder.begun if number in patient]
+        assert began == sorted(began)
+        assert holder.most <= most
+
+    run(concurrency, scenario)

@@ -1,0 +1,552 @@
+"""The thread wall: where code runs, what crosses, and what is left when it does not end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import sys
+import threading
+import time
+import types
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from daskserve.data.replica.loop_watch import BLOCKED_AFTER_S, LoopWatch, SharedLoopWatch
+from daskserve.data.replica.wall import Wall
+from daskserve.errors import ClosedError, UserCodeError
+from daskserve.loops.hops import Hop
+
+DEADLINE_S = 10.0
+
+
+def run(scenario: Callable[[Wall], Awaitable[None]], **options: Any) -> None:
+    """Run a scenario on a worker's loop with a wall, which it may leave open."""
+
+    async def main() -> None:
+        wall = Wall("b#AAAAAA", contextvars.copy_context(), **options)
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                await scenario(wall)
+        finally:
+            assert await wall.close(DEADLINE_S)
+
+    asyncio.run(main())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 - the condition is set in another thread
+        await asyncio.sleep(0.001)
+
+
+class ScriptedLoop:
+    """Stands for an event loop; ``turn`` lets it run what it was woken for."""
+
+    def __init__(self) -> None:
+        self.callbacks: list[Callable[[], None]] = []
+
+    def call_soon_threadsafe(self, callback: Callable[[], None]) -> None:
+        self.callbacks.append(callback)
+
+    def turn(self) -> None:
+        callbacks, self.callbacks = self.callbacks, []
+        for callback in callbacks:
+            callback()
+
+
+# ---- the hop
+
+
+def test_posts_until_the_loop_turns_cost_one_wake_up_and_keep_their_order() -> None:
+    loop = ScriptedLoop()
+    seen: list[Any] = []
+    hop = Hop(loop)  # type: ignore[arg-type]
+    for number in range(3):
+        hop.post(seen.append, number)
+    assert len(loop.callbacks) == 1
+    loop.turn()
+    assert seen == [0, 1, 2]
+    hop.post(seen.append, 3)
+    assert len(loop.callbacks) == 1
+
+
+def test_what_is_posted_while_the_loop_drains_wakes_it_again() -> None:
+    loop = ScriptedLoop()
+    seen: list[Any] = []
+    hop = Hop(loop)  # type: ignore[arg-type]
+    hop.post(lambda: hop.post(seen.append, "later"))
+    loop.turn()
+    assert seen == []
+    loop.turn()
+    assert seen == ["later"]
+
+
+def test_a_post_that_fails_is_logged_and_does_not_take_others_with_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    loop = ScriptedLoop()
+    seen: list[Any] = []
+    hop = Hop(loop)  # type: ignore[arg-type]
+    hop.post(lambda: 1 / 0)
+    hop.post(seen.append, "after")
+    loop.turn()
+    assert seen == ["after"]
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_posting_to_a_closed_loop_is_no_error() -> None:
+    loop = asyncio.new_event_loop()
+    loop.close()
+    Hop(loop).post(print)
+
+
+# ---- where code runs
+
+
+def test_async_code_runs_on_a_loop_of_its_own_made_when_first_needed() -> None:
+    async def scenario(wall: Wall) -> None:
+        async def where() -> tuple[str, asyncio.AbstractEventLoop]:
+            return threading.current_thread().name, asyncio.get_running_loop()
+
+        assert [t.name for t in threading.enumerate() if t.name.startswith("daskserve-")] == []
+        name, loop = await wall.run_async(where)
+        assert name == "daskserve-b#AAAAAA"
+        assert loop is not asyncio.get_running_loop()
+        assert await wall.run_async(where) == (name, loop)
+
+    run(scenario)
+
+
+def test_on_the_workers_loop_nothing_is_crossed() -> None:
+    async def scenario(wall: Wall) -> None:
+        async def where() -> asyncio.AbstractEventLoop:
+            return asyncio.get_running_loop()
+
+        assert await wall.run_async(where) is asyncio.get_running_loop()
+        assert await wall.run_sync(threading.current_thread) is not threading.current_thread()
+
+    run(scenario, event_loop="worker")
+
+
+def test_plain_functions_run_side_by_side_in_as_many_threads_as_allowed() -> None:
+    async def scenario(wall: Wall) -> None:
+        together = threading.Barrier(3)
+        calls = [wall.start_sync(together.wait, DEADLINE_S) for _ in range(3)]
+        assert sorted([await call.wait() for call in calls]) == [0, 1, 2]
+        for _ in range(20):
+            thread = await wall.run_sync(threading.current_thread)
+            assert thread.daemon
+        assert len(wall.threads) == 3
+
+    run(scenario, threads=3)
+
+
+def test_threads_start_only_when_they_are_needed() -> None:
+    async def scenario(wall: Wall) -> None:
+        assert len(wall.threads) == 0
+        for _ in range(5):
+            await wall.run_sync(int)
+        assert len(wall.threads) == 1
+
+    run(scenario, threads=8)
+
+
+def test_a_reserved_thread_works_while_all_others_are_busy() -> None:
+    async def scenario(wall: Wall) -> None:
+        release = threading.Event()
+        busy = wall.start_sync(release.wait, DEADLINE_S)
+        waiting = wall.start_sync(str, "waited")
+        assert await wall.run_sync(str, "reserved", reserved=True) == "reserved"
+        assert not waiting.is_ended
+        release.set()
+        assert await busy.wait()
+        assert await waiting.wait() == "waited"
+
+    run(scenario, threads=1)
+
+
+# ---- results, errors, context
+
+
+@pytest.mark.parametrize("event_loop", ["own", "worker"])
+def test_errors_of_user_code_arrive_as_they_are(event_loop: str) -> None:
+    async def scenario(wall: Wall) -> None:
+        async def fail_async() -> None:
+            raise KeyError("async")
+
+        def fail() -> None:
+            raise KeyError("plain")
+
+        with pytest.raises(KeyError, match="async"):
+            await wall.run_async(fail_async)
+        with pytest.raises(KeyError, match="plain"):
+            await wall.run_sync(fail)
+
+    run(scenario, event_loop=event_loop)
+
+
+@pytest.mark.parametrize("event_loop", ["own", "worker"])
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError("mine")])
+def test_what_would_end_the_loop_ends_only_the_call(event_loop: str, error: BaseException) -> None:
+    async def scenario(wall: Wall) -> None:
+        async def end_async() -> None:
+            raise error
+
+        def end() -> None:
+            raise error
+
+        with pytest.raises(UserCodeError, match=type(error).__name__):
+            await wall.run_async(end_async)
+        with pytest.raises(UserCodeError, match=type(error).__name__):
+            await wall.run_sync(end)
+        assert await wall.run_sync(str, "alive") == "alive"
+
+    run(scenario, event_loop=event_loop)
+
+
+def test_a_function_may_raise_stop_iteration() -> None:
+    async def scenario(wall: Wall) -> None:
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            await wall.run_sync(next, iter(()))
+
+    run(scenario)
+
+
+def test_each_call_gets_a_fresh_copy_of_the_context() -> None:
+    variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="unset")
+
+    async def scenario(wall: Wall) -> None:
+        wall.context.run(variable.set, "replica")
+
+        def read_then_write() -> str:
+            found = variable.get()
+            variable.set("changed")
+            return found
+
+        async def read_then_write_async() -> str:
+            return read_then_write()
+
+        for _ in range(2):
+            assert await wall.run_sync(read_then_write) == "replica"
+            assert await wall.run_async(read_then_write_async) == "replica"
+        request = wall.context.copy()
+        request.run(variable.set, "request")
+        assert await wall.start_sync(read_then_write, context=request).wait() == "request"
+        assert variable.get() == "unset"
+
+    run(scenario)
+
+
+# ---- cancellation
+
+
+@pytest.mark.parametrize("event_loop", ["own", "worker"])
+def test_cancelling_the_caller_cancels_async_code_and_tells_when_it_has_ended(event_loop: str) -> None:
+    async def scenario(wall: Wall) -> None:
+        began, cancelled, release = threading.Event(), threading.Event(), threading.Event()
+        ended: list[bool] = []
+
+        async def stubborn() -> None:
+            began.set()
+            try:
+                await asyncio.get_running_loop().create_future()
+            except asyncio.CancelledError:
+                cancelled.set()
+                await until(release.is_set)
+                raise
+
+        call = wall.start_async(stubborn, on_end=lambda: ended.append(True))
+        caller = asyncio.create_task(call.wait())
+        await asyncio.sleep(0)  # it waits now
+        await until(began.is_set)
+        caller.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await caller
+        await until(cancelled.is_set)
+        assert ended == []
+        release.set()
+        await until(lambda: ended == [True])
+
+    run(scenario, event_loop=event_loop)
+
+
+@pytest.mark.parametrize("event_loop", ["own", "worker"])
+@pytest.mark.parametrize("turns", [0, 1, 2])
+def test_a_call_cancelled_before_its_first_step_ends_exactly_once(event_loop: str, turns: int) -> None:
+    async def scenario(wall: Wall) -> None:
+        ended: list[bool] = []
+
+        async def forever() -> None:
+            await asyncio.get_running_loop().create_future()
+
+        for _ in range(20):
+            ended.clear()
+            call = wall.start_async(forever, on_end=lambda: ended.append(True))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            call.cancel()
+            call.cancel()
+            await until(lambda: bool(ended))
+            assert call.is_ended
+        assert ended == [True]
+        assert not wall.calls
+
+    run(scenario, event_loop=event_loop)
+
+
+def test_plain_work_that_has_not_begun_is_dropped() -> None:
+    async def scenario(wall: Wall) -> None:
+        release = threading.Event()
+        ran: list[str] = []
+        ended: list[bool] = []
+        busy = wall.start_sync(release.wait, DEADLINE_S)
+        dropped = wall.start_sync(ran.append, "dropped", on_end=lambda: ended.append(True))
+        dropped.cancel()
+        assert ended == [True]
+        assert wall.abandoned == 0
+        release.set()
+        await busy.wait()
+        await wall.run_sync(int)
+        assert ran == []
+        assert ended == [True]
+
+    run(scenario, threads=1)
+
+
+def test_plain_work_that_runs_on_counts_as_abandoned_until_it_returns() -> None:
+    async def scenario(wall: Wall) -> None:
+        began, release = threading.Event(), threading.Event()
+        ended: list[bool] = []
+
+        def stuck() -> None:
+            began.set()
+            release.wait(DEADLINE_S)
+
+        call = wall.start_sync(stuck, on_end=lambda: ended.append(True))
+        caller = asyncio.create_task(call.wait())
+        await asyncio.sleep(0)  # it waits now
+        await until(began.is_set)
+        caller.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await caller
+        assert (wall.abandoned, ended) == (1, [])
+        release.set()
+        await until(lambda: bool(ended))
+        assert wall.abandoned == 0
+
+    run(scenario)
+
+
+def test_aborting_gives_every_caller_the_error_begun_or_not() -> None:
+    async def scenario(wall: Wall) -> None:
+        began, release = threading.Event(), threading.Event()
+
+        def stuck() -> None:
+            began.set()
+            release.wait(DEADLINE_S)
+
+        async def forever() -> None:
+            await asyncio.get_running_loop().create_future()
+
+        calls = [wall.start_sync(stuck), wall.start_sync(stuck), wall.start_async(forever)]
+        callers = [asyncio.create_task(call.wait()) for call in calls]
+        await until(began.is_set)
+        wall.abort_calls(LookupError("stopped"))
+        results = await asyncio.gather(*callers, return_exceptions=True)
+        assert [repr(result) for result in results] == ["LookupError('stopped')"] * 3
+        release.set()
+
+    run(scenario, threads=1)
+
+
+# ---- user code that misbehaves
+
+
+def test_a_background_task_that_exits_or_stops_the_loop_does_not_end_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scenario(wall: Wall) -> None:
+        async def spawn() -> None:
+            async def leave() -> None:
+                sys.exit(1)
+
+            task = asyncio.create_task(leave())
+            task.add_done_callback(lambda done: done.exception())
+
+        async def stop() -> None:
+            asyncio.get_running_loop().stop()
+
+        async def alive() -> bool:
+            return True
+
+        await wall.run_async(spawn)
+        await wall.run_async(stop)
+        for _ in range(3):
+            assert await wall.run_async(alive)
+
+    run(scenario)
+    assert "SystemExit in a background task" in caplog.text
+
+
+def test_code_that_blocks_its_own_loop_is_reported_once_with_its_place(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scenario(wall: Wall) -> None:
+        release = threading.Event()
+
+        async def blocks_the_loop() -> None:
+            release.wait(DEADLINE_S)
+
+        call = wall.start_async(blocks_the_loop)
+        await until(lambda: wall.blocked_count == 1)
+        await asyncio.sleep(0.12)  # long enough for a second report, were there one
+        release.set()
+        await call.wait()
+        assert wall.blocked_count == 1
+
+    with caplog.at_level(logging.WARNING, "daskserve.replica"):
+        run(scenario)
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 1
+    assert "daskserve-b#AAAAAA" in messages[0]
+    assert "test_wall.py:" in messages[0]
+    assert "blocks_the_loop" in messages[0]
+
+
+def test_code_that_blocks_the_workers_loop_is_reported_afterwards(caplog: pytest.LogCaptureFixture) -> None:
+    async def blocks_the_loop() -> None:
+        time.sleep(3 * BLOCKED_AFTER_S)  # noqa: ASYNC251  # the fault that this is about
+
+    async def scenario(wall: Wall) -> None:
+        await wall.run_async(blocks_the_loop)
+        await until(lambda: wall.blocked_count > 0)
+
+    with caplog.at_level(logging.WARNING, "daskserve.replica"):
+        run(scenario, event_loop="worker")
+    assert "blocked for" in caplog.text
+    assert "b#AAAAAA" in caplog.text
+
+
+class WatchedLoop:
+    """The loop of a worker or of user code, as a watch sees it, in steps of a millisecond."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.timers: list[tuple[float, Callable[[], None]]] = []
+        self.posts: list[Callable[[], None]] = []
+        self.is_blocked = False
+        # Of a wall and of a user's loop.
+        self.loop = self.hop = self
+        self.calls = {"a call"}
+        self.is_closed = False
+        self.blocked_count = 0
+        self.thread = threading.current_thread()
+
+    def time(self) -> float:
+        return self.now
+
+    def post(self, function: Callable[[], None]) -> None:
+        self.posts.append(function)
+
+    def call_later(self, delay_s: float, callback: Callable[[], None]) -> Any:
+        when = self.now + delay_s
+        self.timers.append((when, callback))
+        return types.SimpleNamespace(when=lambda: when)
+
+    def step(self) -> None:
+        self.now += 0.001
+        if self.is_blocked:
+            return
+        posts, self.posts = self.posts, []
+        for post in posts:
+            post()
+        due = [each for each in self.timers if each[0] <= self.now]
+        self.timers = [each for each in self.timers if each not in due]
+        for _, callback in due:
+            callback()
+
+
+@pytest.mark.parametrize(("blocked_ms", "count"), [(90, 0), (135, 1), (20_000, 1)])
+@pytest.mark.parametrize("phase_ms", range(0, 60, 3))
+def test_a_loop_that_is_blocked_even_briefly_is_counted_once_whenever_that_begins(
+    phase_ms: int, blocked_ms: int, count: int
+) -> None:
+    worker, user = WatchedLoop(), WatchedLoop()
+    own: Any = LoopWatch(worker, user)  # type: ignore[arg-type]
+    both = WatchedLoop()
+    shared: Any = SharedLoopWatch(both, "b#AAAAAA")  # type: ignore[arg-type]
+    own.arm()
+    shared.arm()
+    blocked = range(100 + phase_ms, 100 + phase_ms + blocked_ms)
+    for now_ms in range(blocked.stop + 200):
+        user.is_blocked = both.is_blocked = now_ms in blocked
+        for loop in (worker, user, both):
+            loop.step()
+    assert worker.blocked_count == count
+    assert both.blocked_count == count
+
+
+def test_code_that_blocks_the_workers_loop_and_never_waits_is_counted() -> None:
+    async def blocking() -> str:
+        threading.Event().wait(2 * BLOCKED_AFTER_S)
+        return "done"
+
+    async def scenario(wall: Wall) -> None:
+        assert wall.enter(blocking, context=contextvars.copy_context()) == "done"
+        await until(lambda: wall.blocked_count == 1)
+
+    run(scenario, event_loop="worker")
+
+
+# ---- the end
+
+
+def test_closing_cancels_everything_and_leaves_no_thread() -> None:
+    async def scenario(wall: Wall) -> None:
+        cancelled = threading.Event()
+
+        async def forever() -> None:
+            try:
+                await asyncio.get_running_loop().create_future()
+            except asyncio.CancelledError:
+                cancelled.set()
+                raise
+
+        await wall.run_sync(int)
+        await wall.run_sync(int, reserved=True)
+        caller = asyncio.create_task(wall.run_async(forever))
+        await asyncio.sleep(0)
+        assert await wall.close(DEADLINE_S)
+        with pytest.raises(ClosedError):
+            await caller
+        assert [t.name for t in threading.enumerate() if t.name.startswith("daskserve-")] == []
+        with pytest.raises(ClosedError):
+            await wall.run_sync(int)
+        assert await wall.close(DEADLINE_S)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("kind", ["thread", "loop"])
+def test_closing_leaves_stuck_code_behind_after_the_grace_period(kind: str) -> None:
+    async def scenario(wall: Wall) -> None:
+        began, release = threading.Event(), threading.Event()
+
+        def stuck() -> None:
+            began.set()
+            release.wait(DEADLINE_S)
+
+        async def stuck_async() -> None:
+            stuck()
+
+        call = wall.start_sync(stuck) if kind == "thread" else wall.start_async(stuck_async)
+        await until(began.is_set)
+        assert not await wall.close(0.02)
+        left = [t for t in threading.enumerate() if t.name.startswith("daskserve-")]
+        assert [t.daemon for t in left] == [True]
+        release.set()
+        await until(lambda: call.is_ended)
+
+    run(scenario)

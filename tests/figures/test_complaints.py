@@ -1,0 +1,30 @@
+"""Complaints: what fails every second is in the log once, and again when something else fails."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from daskserve.figures.complaints import Complaint
+
+
+def test_an_error_is_logged_once_and_again_when_it_is_another_one(caplog: pytest.LogCaptureFixture) -> None:
+    complaint = Complaint(logging.getLogger("daskserve.test"))
+    errors = [
+        ValueError("no number: 17"),
+        ValueError("no number: 18"),
+        ValueError("no number: <object at 0x7f01ab>"),
+        ValueError("no number: <object at 0x7f02cd>"),
+        TypeError("no number: 19"),
+        ValueError("no number: 20"),
+    ]
+    with caplog.at_level(logging.DEBUG, "daskserve.test"):
+        for error in errors:
+            complaint.log(error, "The figures of %s cannot be had", "r")
+    levels = [each.levelname for each in caplog.records]
+    assert levels == ["ERROR", "DEBUG", "ERROR", "DEBUG", "ERROR", "ERROR"]
+    first = caplog.records[0]
+    assert first.getMessage() == "The figures of r cannot be had"
+    assert first.exc_info is not None
+    assert first.exc_info[1] is errors[0]

@@ -1,0 +1,95 @@
+"""Deadlines: what is late is cancelled, or not begun; and whose error it is."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from daskserve.errors import RequestTimeoutError
+from daskserve.loops.deadlines import earliest, until
+from daskserve.testing import run_virtual
+
+
+def play(scenario: Callable[[], Awaitable[None]]) -> None:
+    async def main() -> None:
+        await scenario()
+
+    run_virtual(main)
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def test_work_in_time_gives_its_result() -> None:
+    async def work() -> str:
+        await asyncio.sleep(4.9)
+        return "done"
+
+    async def scenario() -> None:
+        assert await until(5.0, work(), "late") == "done"
+
+    play(scenario)
+
+
+def test_work_that_is_late_is_cancelled() -> None:
+    cancelled_at = []
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled_at.append(now())
+            raise
+
+    async def scenario() -> None:
+        with pytest.raises(RequestTimeoutError, match="late"):
+            await until(5.0, work(), "late")
+        assert cancelled_at == [5.0]
+
+    play(scenario)
+
+
+def test_work_is_not_begun_after_its_deadline() -> None:
+    async def work() -> None:
+        raise AssertionError("begun")
+
+    async def scenario() -> None:
+        await asyncio.sleep(5)
+        with pytest.raises(RequestTimeoutError, match="late"):
+            await until(5.0, work(), "late")
+
+    play(scenario)
+
+
+def test_errors_of_the_work_are_its_own_timeouts_among_them() -> None:
+    async def work() -> None:
+        raise TimeoutError("the database")
+
+    async def scenario() -> None:
+        with pytest.raises(TimeoutError, match="the database") as info:
+            await until(5.0, work(), "late")
+        assert not isinstance(info.value, RequestTimeoutError)
+
+    play(scenario)
+
+
+@pytest.mark.parametrize(("outer", "inner", "told"), [(5, 5, "outer"), (5, 6, "outer"), (6, 5, "inner")])
+def test_of_nested_deadlines_the_first_counts_and_of_equal_ones_the_outermost(
+    outer: float, inner: float, told: str
+) -> None:
+    async def scenario() -> None:
+        with pytest.raises(RequestTimeoutError, match=told):
+            await until(outer, until(inner, asyncio.sleep(60), "inner"), "outer")
+        assert now() == 5
+        await asyncio.sleep(0)  # no cancellation is left over
+
+    play(scenario)
+
+
+def test_the_earliest_deadline_is_that_of_whoever_has_one() -> None:
+    assert earliest(None, 3.0, 2.0) == 2.0
+    assert earliest(3.0, None) == 3.0
+    assert earliest(None, None) is None

@@ -1,0 +1,215 @@
+"""Ways onto an event loop from other threads: one wake-up for many posts, none lost, all in order."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from daskserve.loops.hops import Hop, Hops, Landing
+
+DEADLINE_S = 10.0
+
+
+def test_loops_that_were_closed_are_forgotten() -> None:
+    hops = Hops()
+    refs = []
+    for _ in range(5):
+        loop = asyncio.new_event_loop()
+        assert hops.onto(loop) is hops.onto(loop)
+        refs.append(weakref.ref(loop))
+        loop.close()
+        del loop
+    gc.collect()
+    assert sum(ref() is not None for ref in refs) == 1  # the last one, until there is another
+
+
+@pytest.fixture
+def other_loop() -> Iterator[asyncio.AbstractEventLoop]:
+    """An event loop that runs in a thread of its own."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    yield loop
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+def test_what_is_posted_soon_is_done_once_the_present_turn_is_over(
+    other_loop: asyncio.AbstractEventLoop,
+) -> None:
+    done = threading.Event()
+    hop = Hop(other_loop)
+
+    async def main() -> None:
+        hop.post_soon(done.set)
+        assert not done.wait(0.05)  # this turn is not over
+        await asyncio.to_thread(done.wait, DEADLINE_S)
+
+    asyncio.run(main())
+    assert done.is_set()
+
+
+def test_a_post_does_not_wait_for_what_was_posted_soon(other_loop: asyncio.AbstractEventLoop) -> None:
+    seen: list[int] = []
+    done = threading.Event()
+    hop = Hop(other_loop)
+
+    async def main() -> None:
+        hop.post_soon(seen.append, 1)
+        hop.post(done.set)
+        assert done.wait(DEADLINE_S)  # within this very turn
+
+    asyncio.run(main())
+    assert seen == [1]
+
+
+def test_nothing_is_lost_however_posts_are_mixed(other_loop: asyncio.AbstractEventLoop) -> None:
+    hop = Hop(other_loop)
+    seen: list[tuple[str, int]] = []
+
+    async def post_soon() -> None:
+        for number in range(2000):
+            hop.post_soon(seen.append, ("soon", number))
+            if number % 7 == 0:
+                await asyncio.sleep(0)
+
+    def post() -> None:
+        for number in range(2000):
+            hop.post(seen.append, ("at once", number))
+
+    poster = threading.Thread(target=post)
+    poster.start()
+    asyncio.run(post_soon())
+    poster.join()
+    done = threading.Event()
+    hop.post(done.set)
+    assert done.wait(DEADLINE_S)
+    for kind in ("soon", "at once"):
+        assert [number for each, number in seen if each == kind] == list(range(2000))
+
+
+def test_without_a_loop_of_its_own_whoever_posts_soon_posts_at_once(
+    other_loop: asyncio.AbstractEventLoop,
+) -> None:
+    done = threading.Event()
+    Hop(other_loop).post_soon(done.set)
+    assert done.wait(DEADLINE_S)
+
+
+class NeverAwake(asyncio.AbstractEventLoop):
+    """A loop that counts how often it is woken, and stays asleep."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def call_soon_threadsafe(self, callback: Any, *args: Any, context: Any = None) -> Any:  # type: ignore[override]
+        self.calls.append(callback)
+
+    call_soon = call_soon_threadsafe  # type: ignore[assignment]
+
+
+def test_hops_that_arrive_at_one_landing_share_its_wake_ups() -> None:
+    loop = NeverAwake()
+    landing = Landing(loop)
+    one, other = Hop(loop, landing), Hop(loop, landing)
+    seen: list[int] = []
+    one.post(seen.append, 1)
+    other.post(seen.append, 2)
+    one.post(seen.append, 3)
+    assert (len(loop.calls), seen) == (1, [])
+    loop.calls.pop()()
+    assert seen == [1, 3, 2]
+    other.post(seen.append, 4)
+    loop.calls.pop()()
+    assert seen == [1, 3, 2, 4]
+
+
+def test_what_has_arrived_can_be_done_before_the_loop_wakes() -> None:
+    loop = NeverAwake()
+    landing = Landing(loop)
+    hop = Hop(loop, landing)
+    seen: list[int] = []
+
+    def first() -> None:
+        seen.append(1)
+        hop.post(seen.append, 3)
+
+    hop.post(first)
+    hop.post(seen.append, 2)
+    landing.catch_up()
+    assert seen == [1, 2], "what comes meanwhile has its own turn"
+    assert len(loop.calls) == 1, "it is woken already"
+    loop.calls.pop()()
+    assert seen == [1, 2, 3]
+    landing.catch_up()
+    assert seen == [1, 2, 3]
+
+
+def test_nothing_is_lost_while_the_loop_catches_up() -> None:
+    seen: list[tuple[int, int]] = []
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        landing = Landing(loop)
+        hops = [Hop(loop, landing) for _ in range(3)]
+        ended = asyncio.Event()
+
+        def post(poster: int) -> None:
+            for number in range(5000):
+                hops[(poster + number) % 3 if poster == 3 else poster].post(seen.append, (poster, number))
+
+        def tell() -> None:
+            for poster in posters:
+                poster.join()
+            hops[0].post(ended.set)
+
+        posters = [threading.Thread(target=post, args=(each,)) for each in range(4)]
+        for each in (*posters, threading.Thread(target=tell)):
+            each.start()
+        async with asyncio.timeout(DEADLINE_S):
+            while not ended.is_set():
+                landing.catch_up()
+                await asyncio.sleep(0)
+
+    asyncio.run(main())
+    for poster in range(3):
+        assert [number for each, number in seen if each == poster] == list(range(5000))
+    assert sorted(number for each, number in seen if each == 3) == list(range(5000))
+
+
+def test_a_landing_on_a_closed_loop_drops_what_comes() -> None:
+    loop = asyncio.new_event_loop()
+    landing = Landing(loop)
+    loop.close()
+    for _ in range(2):
+        Hop(loop, landing).post(print)
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError, KeyboardInterrupt])
+def test_nothing_that_one_hop_brings_keeps_back_what_others_bring(error: type[BaseException]) -> None:
+    loop = NeverAwake()
+    landing = Landing(loop)
+    one, other = Hop(loop, landing), Hop(loop, landing)
+    seen: list[int] = []
+
+    def fail() -> None:
+        raise error
+
+    one.post(fail)
+    other.post(seen.append, 1)
+    with suppress(KeyboardInterrupt):
+        loop.calls.pop()()
+    while loop.calls:
+        loop.calls.pop()()
+    other.post(seen.append, 2)
+    while loop.calls:
+        loop.calls.pop()()
+    assert seen == [1, 2]

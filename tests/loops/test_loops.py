@@ -1,0 +1,58 @@
+"""Which event loop runs what."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import sys
+from contextlib import closing
+
+import dask
+import pytest
+
+from daskserve.cluster.launch import command
+from daskserve.data.replica.user_threads import UserLoop
+from daskserve.loops import event_loop as loops
+from daskserve.loops.hops import Hop
+
+uvloop = pytest.importorskip("uvloop")
+
+
+def test_uvloop_is_used_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(loops.new_event_loop()) as loop:
+        assert isinstance(loop, uvloop.Loop)
+    monkeypatch.setitem(sys.modules, "uvloop", None)
+    with closing(loops.new_event_loop()) as loop:
+        assert not isinstance(loop, uvloop.Loop)
+
+
+def test_uvloop_can_be_ruled_out() -> None:
+    with dask.config.set({"daskserve.process.uvloop": False}):
+        with closing(loops.new_event_loop()) as loop:
+            assert not isinstance(loop, uvloop.Loop)
+
+
+async def _loop_of_user_code() -> object:
+    user_loop = UserLoop("test", contextvars.copy_context(), Hop(asyncio.get_running_loop()))
+    user_loop.thread.start()
+    await user_loop.close(5.0)
+    return user_loop.loop
+
+
+def test_user_code_gets_one() -> None:
+    assert isinstance(asyncio.run(_loop_of_user_code()), uvloop.Loop)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, "uvloop"),
+        ({"daskserve.process.uvloop": False}, "tornado"),
+        ({"distributed.admin.event-loop": "asyncio"}, "asyncio"),
+    ],
+)
+def test_workers_that_we_start_get_one_unless_dask_is_told_otherwise(
+    config: dict[str, object], expected: str
+) -> None:
+    with dask.config.set(config):
+        assert f'"distributed.admin.event-loop": "{expected}"' in command("distributed.Worker", {})[-1]

@@ -1,0 +1,101 @@
+"""Bounds of the autoscaler: whole groups, and the share of them at a target capacity."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from daskserve.errors import BadRequestError
+from daskserve.options.autoscaling import AutoscalingConfig
+from daskserve.options.bounds import DOWN, UP, Bounds, checked_capacity, share_of
+
+
+@pytest.mark.parametrize(
+    ("replicas", "capacity", "unit", "expected"),
+    [
+        (10, None, 1, 10),
+        (10, 100, 1, 10),
+        (10, 50, 1, 5),
+        (1, 50, 1, 1),
+        (10, 0, 1, 0),
+        (0, 50, 1, 0),
+        (100, 7, 1, 7),
+        (1000, 0.1, 1, 1),
+        (3, 33.3, 1, 1),
+        (3, 1e-12, 1, 1),
+        (8, 50, 4, 4),
+        (8, 51, 4, 8),
+        (5, None, 4, 8),
+    ],
+)
+def test_a_share_is_rounded_up_to_whole_groups(
+    replicas: int, capacity: float | None, unit: int, expected: int
+) -> None:
+    assert share_of(replicas, capacity, unit) == expected
+
+
+def bounds(capacity: float | None = None, direction: str | None = None, **options: Any) -> Bounds:
+    return Bounds.of(AutoscalingConfig(**options), capacity, direction)
+
+
+def test_a_capacity_scales_all_bounds() -> None:
+    options = {"min_replicas": 4, "max_replicas": 20, "initial_replicas": 10}
+    full, half = bounds(**options), bounds(50, **options)
+    assert (full.least, full.first, full.most, full.note) == (4, 10, 20, "")
+    assert (half.least, half.first, half.most) == (2, 5, 10)
+    assert half.note == ", at a target capacity of 50 %"
+    nothing = bounds(0, **options)
+    assert (nothing.least, nothing.first, nothing.most, nothing.nearest(7)) == (0, 0, 0, 0)
+
+
+def test_the_first_number_is_the_least_while_the_capacity_goes_up() -> None:
+    options = {"min_replicas": 4, "max_replicas": 20, "initial_replicas": 10}
+    assert bounds(50, UP, **options).least == 5
+    assert bounds(50, DOWN, **options).least == 2
+    assert bounds(50, UP, min_replicas=4, max_replicas=20).least == 2
+
+
+def test_numbers_are_whole_groups_as_far_as_there_is_room() -> None:
+    found = bounds(min_replicas=3, max_replicas=11, initial_replicas=10, multiple_of=4)
+    assert (found.least, found.first, found.most) == (4, 8, 8)
+    assert [found.nearest(each) for each in (0, 4, 5, 8, 9, 50)] == [4, 4, 8, 8, 8, 8]
+    assert [each for each in range(13) if found.allows(each)] == [4, 8]
+    assert bounds(min_replicas=0, max_replicas=8, multiple_of=4).nearest(0) == 0
+
+
+@given(
+    st.integers(0, 50), st.integers(0, 50), st.integers(1, 9), st.floats(0, 100), st.sampled_from([UP, DOWN])
+)
+def test_whatever_the_share_bounds_are_whole_groups_in_order(
+    least: int, more: int, unit: int, capacity: float, direction: str
+) -> None:
+    config = AutoscalingConfig(
+        min_replicas=least,
+        max_replicas=math.ceil(max(least, 1) / unit) * unit + more,
+        initial_replicas=least,
+        multiple_of=unit,
+    )
+    full, part = Bounds.of(config), Bounds.of(config, capacity, direction)
+    assert 0 <= part.least <= part.first <= part.most <= full.most
+    assert part.least <= full.least
+    assert all(each % unit == 0 for each in (part.least, part.first, part.most))
+    assert (part.most == 0) == (capacity == 0)
+    assert Bounds.of(config, 100.0).most == full.most
+    assert all(part.allows(part.nearest(wanted)) for wanted in range(60))
+
+
+@pytest.mark.parametrize(
+    "percent", [-1, 100.1, math.nan, math.inf, "50", "", True, [50], b"50", 1j, object()]
+)
+def test_what_is_no_percentage_is_refused(percent: Any) -> None:
+    with pytest.raises(BadRequestError, match="it must be a percentage from 0 to 100, or None for all"):
+        checked_capacity(percent)
+
+
+def test_numbers_of_any_kind_are_percentages() -> None:
+    assert [checked_capacity(each) for each in (0, 50, 99.5, 100, None)] == [0.0, 50.0, 99.5, 100.0, None]
+    assert isinstance(checked_capacity(50), float)

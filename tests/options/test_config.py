@@ -1,0 +1,111 @@
+"""Options of backends: how the number of replicas may be given, and how not."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+import daskserve as serve
+from daskserve.client.wishes import join_config, split_config
+from daskserve.errors import BadRequestError
+from daskserve.options.autoscaling import AutoscalingConfig
+from daskserve.options.config import AUTO_MAX_REPLICAS, BackendConfig, BackendMetadata
+from daskserve.payload import load_bytes
+
+FIVE = {"max_replicas": 5}
+
+
+def autoscaling_of(**options: Any) -> AutoscalingConfig:
+    found = BackendConfig(**options).autoscaling_config
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("options", "bounds"),
+    [
+        ({"num_replicas": "auto"}, (1, AUTO_MAX_REPLICAS)),
+        ({"num_replicas": "auto", "autoscaling_config": FIVE}, (1, 5)),
+        ({"num_replicas": "auto", "autoscaling_config": AutoscalingConfig(min_replicas=1)}, (1, 100)),
+        ({"autoscaling_config": FIVE}, (1, 5)),
+        ({"internal_metadata": {"autoscaling_config": FIVE}}, (1, 5)),
+        ({"internal_metadata": BackendMetadata(autoscaling_config=FIVE)}, (1, 5)),
+    ],
+)
+def test_there_are_several_ways_to_ask_for_autoscaling(
+    options: dict[str, Any], bounds: tuple[int, int]
+) -> None:
+    found = autoscaling_of(**options)
+    assert (found.min_replicas, found.max_replicas) == bounds
+
+
+def test_the_classic_name_of_the_target_is_understood() -> None:
+    metadata = {"autoscaling_config": {"target_num_ongoing_requests_per_replica": 7}}
+    assert autoscaling_of(internal_metadata=metadata).target_ongoing_requests == 7
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"num_replicas": 2, "autoscaling_config": FIVE}, "num_replicas=2 is given together with"),
+        ({"num_replicas": 0}, "greater than or equal to 1"),
+        ({"num_replicas": "many"}, "num_replicas"),
+        ({"autoscaling_config": {"max_replicas": 0}}, "max_replicas"),
+        ({"autoscaling_config": {"most_replicas": 1}}, "most_replicas"),
+        ({"num_replicas": "auto", "autoscaling_config": 7}, "autoscaling_config"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_by_name(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValidationError, match=match):
+        BackendConfig(**options)
+
+
+def test_a_dry_run_goes_with_a_number() -> None:
+    config = BackendConfig(num_replicas=3, autoscaling_config={**FIVE, "dry_run": True})  # type: ignore[arg-type]
+    assert config.num_replicas == 3
+
+
+def test_one_way_takes_the_place_of_the_other() -> None:
+    by_hand, scaled = BackendConfig(num_replicas=3), BackendConfig(num_replicas="auto")  # type: ignore[arg-type]
+    assert by_hand.merged(scaled).autoscaling_config is not None
+    assert "num_replicas" not in by_hand.merged(scaled).model_fields_set
+    with pytest.raises(ValidationError, match="together with"):
+        scaled.merged(by_hand)
+    back = scaled.merged(BackendConfig(num_replicas=3, autoscaling_config=None))
+    assert (back.num_replicas, back.autoscaling_config) == (3, None)
+
+
+def test_a_deployment_takes_the_options_as_they_are() -> None:
+    @serve.deployment(num_replicas="auto")
+    def double(x: int) -> int:
+        return 2 * x
+
+    assert double.config.autoscaling_config is not None
+    scaled = double.options(autoscaling_config=FIVE)
+    assert scaled.config.autoscaling_config == AutoscalingConfig(max_replicas=5)
+
+
+def test_a_function_travels_as_bytes_that_only_the_controller_loads() -> None:
+    def two(context: serve.AutoscalingContext) -> int:
+        return 2
+
+    plain, user_config = split_config(BackendConfig(autoscaling_config={"policy": two}))  # type: ignore[arg-type]
+    data = plain["autoscaling_config"]["policy"]
+    assert load_bytes(data)(None) == 2
+    found = join_config({"config": plain, "user_config": user_config})
+    assert found.autoscaling_config is not None
+    assert found.autoscaling_config.policy == data
+    assert found.internal_metadata.autoscaling_config is not None
+
+
+def test_a_function_that_cannot_travel_is_refused() -> None:
+    lock = threading.Lock()
+
+    def locked(context: serve.AutoscalingContext) -> int:
+        return int(lock.locked())
+
+    with pytest.raises(BadRequestError, match=r"policy cannot be pickled.*import path"):
+        split_config(BackendConfig(autoscaling_config={"policy": locked}))  # type: ignore[arg-type]

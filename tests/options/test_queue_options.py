@@ -1,0 +1,144 @@
+"""The options of the policy ``queue``, and that no password in them is ever shown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from daskserve.autoscaling.loading import load_policy
+from daskserve.options.autoscaling import AutoscalingConfig
+from daskserve.options.config import BackendConfig
+from daskserve.options.credentials import masked
+from daskserve.options.queues import QueueOptions
+
+SECRET = "s3cr3t"
+REDIS = {"broker_url": f"redis://user:{SECRET}@h:6379/0", "queue_name": "tasks"}
+
+
+def config(**kwargs: Any) -> AutoscalingConfig:
+    return AutoscalingConfig(policy="queue", policy_kwargs=kwargs)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({}, "missing a required argument: 'broker_url'; it needs a broker_url and a queue_name"),
+        ({"broker_url": REDIS["broker_url"]}, "missing a required argument: 'queue_name'"),
+        ({**REDIS, "queue": "x"}, "unexpected keyword argument 'queue'"),
+        ({**REDIS, "broker_url": f"kafka://:{SECRET}@h"}, "has to begin with one of redis://"),
+        ({**REDIS, "broker_url": f"localhost:6379?password={SECRET}"}, "has to begin with one of redis://"),
+        ({**REDIS, "broker_url": f"redis://:{SECRET}@h:port/0"}, "which is no URL"),
+        ({**REDIS, "broker_url": f"redis://:{SECRET}@[h/0"}, "which is no URL"),
+        ({**REDIS, "broker_url": 6379}, "it has to be a URL as text"),
+        ({**REDIS, "broker_url": "unix://"}, "without a path"),
+        ({**REDIS, "broker_url": f"amqp://u:{SECRET}@/v"}, "without a host"),
+        ({**REDIS, "queue_name": ""}, "it has to be the name of a queue"),
+        ({**REDIS, "queue_name": 7}, "it has to be the name of a queue"),
+        ({**REDIS, "poll_interval_s": 0}, "0.1 at least"),
+        ({**REDIS, "poll_interval_s": float("inf")}, "0.1 at least"),
+        ({**REDIS, "poll_interval_s": True}, "a number of seconds"),
+        ({**REDIS, "poll_interval_s": "10"}, "a number of seconds"),
+        ({**REDIS, "rabbitmq_management_url": f"http://u:{SECRET}@h"}, "leave it out for Redis"),
+        (
+            {"broker_url": "amqp://h", "queue_name": "q", "rabbitmq_management_url": f"u:{SECRET}@h:15672"},
+            "it has to be like",
+        ),
+    ],
+)
+def test_options_that_are_of_no_use_are_refused_when_they_are_given(
+    kwargs: dict[str, Any], message: str
+) -> None:
+    for wrong in (
+        lambda: config(**kwargs),
+        lambda: BackendConfig(**{"autoscaling_config": {"policy": "queue", "policy_kwargs": kwargs}}),
+        lambda: AutoscalingConfig(
+            policy="schedule",
+            policy_kwargs={"schedule": {"* * * * *": 1}, "policy": "queue", "policy_kwargs": kwargs},
+        ),
+    ):
+        with pytest.raises(ValidationError) as caught:
+            wrong()
+        assert message in str(caught.value)
+        if "@" in str(kwargs) or "password=" in str(kwargs):
+            assert SECRET[:3] not in str(caught.value)
+
+
+def test_no_error_about_other_options_shows_credentials() -> None:
+    good = {"policy": "queue", "policy_kwargs": REDIS}
+    for wrong in (
+        {"num_replicas": 2, "autoscaling_config": good},
+        {"autoscaling_config": {**good, "max_replicas": 1, "min_replicas": 2}},
+        {"autoscaling_config": {**good, "max_replica": 1}},
+        {"autoscaling_config": {**good, "policy_kwargs": str(REDIS)}},
+        {"autoscaling_config": {**good, "policy": "promql"}},
+        {"autoscaling_configs": good},
+    ):
+        with pytest.raises(ValidationError) as caught:
+            BackendConfig(**wrong)
+        assert SECRET not in f"{caught.value!s} {caught.value!r} {caught.value.errors()}"
+    config = BackendConfig(**{"autoscaling_config": good})
+    with pytest.raises(ValidationError) as caught:
+        config.num_replicas = 3
+    assert SECRET not in str(caught.value)
+    assert SECRET not in repr(config)
+    assert config.autoscaling_config is not None
+    assert config.autoscaling_config.policy_kwargs == REDIS
+
+
+def test_errors_still_show_what_was_wrong() -> None:
+    with pytest.raises(ValidationError, match=r"greater than or equal to 1 .*input_value=-3") as caught:
+        BackendConfig(num_replicas=-3)
+    assert caught.value.errors()[0]["loc"] == ("num_replicas",)
+    with pytest.raises(ValidationError, match="Extra inputs are not permitted"):
+        BackendConfig(**{"nun_replicas": 3})
+
+
+def test_a_policy_that_does_not_take_its_arguments_shows_no_credentials_either() -> None:
+    url = REDIS["broker_url"]
+    with pytest.raises(ValueError, match="does not take policy_kwargs") as caught:
+        load_policy(AutoscalingConfig(policy="classic", policy_kwargs={"broker_url": url}))
+    assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("redis://:p@h:1/0", "redis://***@h:1/0"),
+        ("redis://u:p@ss@h/0", "redis://***@h/0"),
+        ("unix:///run/r.sock?db=1&password=p", "unix:///run/r.sock?db=1&password=***"),
+        ("redis://h/0?username=u&password=p&db=1", "redis://h/0?username=***&password=***&db=1"),
+        ("cannot reach amqp://u:p@h/v, sorry", "cannot reach amqp://***@h/v, sorry"),
+        ("url is 'u:p@h:1'", "url is '***@h:1'"),
+        ("mail to me@example.com", "mail to me@example.com"),
+        ("http://h/a@b", "http://h/a@b"),
+    ],
+)
+def test_what_is_masked_of_a_text(text: str, shown: str) -> None:
+    assert masked(text) == shown
+    assert masked({"a": [text, 1], text: None}) == {"a": [shown, 1], shown: None}
+
+
+@pytest.mark.parametrize(
+    ("broker", "management", "base", "vhost", "login"),
+    [
+        ("amqp://h", None, "http://h:15672", "/", ("guest", "guest")),
+        ("amqp://u:p@h:5672//", None, "http://h:15672", "/", ("u", "p")),
+        ("amqp://u:p%40@h/%2F", None, "http://h:15672", "/", ("u", "p@")),
+        ("amqps://u:p@h/prod%2Feu", None, "https://h:15671", "prod/eu", ("u", "p")),
+        ("pyamqp://u:p@[::1]/v", None, "http://[::1]:15672", "v", ("u", "p")),
+        ("amqp://u:p@h/v", "https://m:1/base/", "https://m:1/base", "v", ("u", "p")),
+        ("amqp://u:p@h/v", "http://a:b@m:15672/api/", "http://m:15672", "v", ("a", "b")),
+    ],
+)
+def test_where_rabbitmq_tells_of_a_queue(
+    broker: str, management: str | None, base: str, vhost: str, login: tuple[str, str]
+) -> None:
+    found = QueueOptions(broker, "q", management).management()
+    assert (found.base, found.vhost, (found.username, found.password)) == (base, vhost, login)
+
+
+def test_options_do_not_show_their_urls() -> None:
+    options = QueueOptions("amqp://u:s3cr3t@h", "q", "http://u:s3cr3t@h")
+    assert SECRET not in f"{options!r} {options.management()!r}"

@@ -1,0 +1,365 @@
+"""A server under bad input: one loop for all cases, a clock that can jump, and what must hold after each.
+
+Client and server share the loop, so "the server has seen it" is a matter of a few turns of the loop, and an
+idle limit of seconds passes at once. Nothing waits for real time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+import socket
+import struct
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from fuzz_requests import IDLE_S, MAX_BODY_BYTES, Delivery
+from http_harness import read_body, respond, timers
+
+from daskserve.options.config import HTTPOptions
+from daskserve.proxies.asgi import ASGIApp, Scope
+from daskserve.proxies.ingress.app import IngressApp
+from daskserve.proxies.ingress.routes import RouteTable
+from daskserve.proxies.server.life import HTTPServer
+from daskserve.proxies.server.tornado import TornadoServer
+from daskserve.proxies.server.uvicorn import UvicornServer
+from daskserve.types import ALL_HTTP_METHODS, Envelope, Message, Receive, Send
+
+MAX_MESSAGE_BYTES = 64 * 1024
+#: So many turns of the loop without any news mean that the server has done what it can with what it has.
+QUIET_TURNS = 25
+#: What `/fixed` answers: a little at once, the rest when the request is whole.
+FIXED = b"x" * 400
+#: So often may the idle limit pass before a connection that gets nothing must have been closed.
+PATIENCE = 14
+
+OPTIONS: dict[str, Any] = {
+    "host": "127.0.0.1",
+    "port": 0,
+    "max_body_bytes": MAX_BODY_BYTES,
+    "max_message_bytes": MAX_MESSAGE_BYTES,
+    "keep_alive_timeout_s": IDLE_S,
+}
+
+
+class Server(Protocol):
+    """What all kinds of servers have in common."""
+
+    @property
+    def port(self) -> int: ...
+    def bind(self) -> None: ...
+    def start(self) -> None: ...
+    async def drain(self, grace_s: float) -> None: ...
+    async def stop(self) -> None: ...
+
+
+#: The servers that are tried; each is made as ``kind(app, host=..., port=..., ...)``.
+SERVER_KINDS: dict[str, Callable[..., Server]] = {"tornado": TornadoServer, "uvicorn": UvicornServer}
+
+
+@dataclass
+class Seen:
+    """One request as the application saw it."""
+
+    scope: Scope
+    body: bytearray = field(default_factory=bytearray)
+    is_complete: bool = False
+    messages: list[Message] = field(default_factory=list)
+
+
+@dataclass
+class Outcome:
+    """What came of one delivery."""
+
+    seen: list[Seen]
+    answer: bytes
+
+
+class FuzzedServer:
+    """One server of a kind on a loop of its own, behind it the ingress and a few applications."""
+
+    def __init__(self, kind: str) -> None:
+        self._runner = asyncio.Runner()
+        loop = self._runner.get_loop()
+        self._skipped_s = 0.0
+        loop.time = lambda: time.monotonic() + self._skipped_s  # type: ignore[method-assign]
+        self._lost: list[dict[str, Any]] = []
+        loop.set_exception_handler(lambda _, context: self._lost.append(context))
+        self._seen: list[Seen] = []
+        self._faults = _Faults()
+        table = RouteTable(
+            {
+                f"/{name}": {"endpoint": name, "methods": ALL_HTTP_METHODS}
+                for name in ("echo", "early", "stream", "fixed", "socket")
+            }
+            | {"/": {"endpoint": "hello", "methods": ["GET", "HEAD", "POST"]}}
+        )
+        self._ingress = IngressApp(
+            options=HTTPOptions(),
+            routes=lambda: table,
+            dispatch=_dispatch,
+            rng=random.Random(1),
+        )
+        self.run(self._start(kind))
+        self._at_rest = self._holdings()
+
+    def run(self, body: Coroutine[Any, Any, Any]) -> Any:
+        return self._runner.run(body)
+
+    async def _start(self, kind: str) -> None:
+        logging.getLogger().addHandler(self._faults)
+        self._server = SERVER_KINDS[kind](self._app, **OPTIONS)
+        await self._server.bind()
+        self._server.start()
+        await self._turn(QUIET_TURNS)
+        self._base = asyncio.all_tasks() - {asyncio.current_task()}
+        await self._probe()  # what is made once and kept is made by now
+
+    def close(self) -> None:
+        """Stop the server; nothing of it may be left."""
+        self.run(self._server.stop())
+        self.run(self._turn(QUIET_TURNS))
+
+        async def left() -> tuple[Any, Any]:
+            return asyncio.all_tasks() - {asyncio.current_task()}, timers(asyncio.get_running_loop())
+
+        assert self.run(left()) == (set(), set())
+        logging.getLogger().removeHandler(self._faults)
+        self._runner.close()
+
+    def deliver(self, delivery: Delivery) -> Outcome:
+        """Send it, see what comes back; then nothing may be left of it, and the next request must work."""
+        outcome: Outcome = self.run(self._deliver(delivery))
+        return outcome
+
+    async def _app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Write down what passes on to the ingress."""
+        seen = Seen(scope)
+        self._seen.append(seen)
+
+        async def noted() -> Message:
+            message = await receive()
+            if message["type"] == "http.request":
+                seen.body += message["body"]
+                seen.is_complete = not message["more_body"]
+            seen.messages.append(message)
+            return message
+
+        await self._ingress(scope, noted, send)
+
+    async def _deliver(self, delivery: Delivery) -> Outcome:
+        self._seen.clear()
+        self._faults.records.clear()
+        self._lost.clear()
+        with _Connection(self._server.port) as connection:
+            sent = 0
+            for at, pause_s in delivery.stops:
+                await self._pump(connection, delivery.data[sent:at])
+                sent = at
+                self._skipped_s += pause_s
+            await self._pump(connection, delivery.data[sent:])
+            if delivery.ending == "reset":
+                connection.reset()
+            elif delivery.ending == "close":
+                connection.finish()
+            for _ in range(PATIENCE):
+                if connection.is_over:
+                    break
+                self._skipped_s += IDLE_S + 0.1
+                await self._pump(connection, b"")
+            assert connection.is_over, f"still open, though nothing came in: {bytes(connection.received)!r}"
+        await self._settle()
+        outcome = Outcome(list(self._seen), bytes(connection.received))
+        await self._probe()
+        await self._settle()
+        return outcome
+
+    async def _probe(self) -> None:
+        with _Connection(self._server.port) as connection:
+            await self._pump(connection, b"GET /probe HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+            assert connection.received.startswith(b"HTTP/1.1 200 "), bytes(connection.received)
+            assert connection.received.endswith(b"\r\n\r\n/probe"), bytes(connection.received)
+            assert connection.is_over
+
+    async def _pump(self, connection: _Connection, data: bytes) -> None:
+        """Send and receive until nothing moves any more."""
+        left = memoryview(data)
+        quiet = 0
+        while quiet < QUIET_TURNS and not (connection.is_over and not left):
+            before = len(left), len(connection.received), connection.is_over, self._progress()
+            left = connection.move(left)
+            await asyncio.sleep(0)
+            is_still = before == (len(left), len(connection.received), connection.is_over, self._progress())
+            quiet = quiet + 1 if is_still else 0
+
+    def _progress(self) -> tuple[int, int]:
+        return len(self._seen), sum(len(seen.messages) for seen in self._seen)
+
+    async def _turn(self, turns: int) -> None:
+        for _ in range(turns):
+            await asyncio.sleep(0)
+
+    async def _settle(self) -> None:
+        """Wait for what was begun to end; some of it may take its time on the clock."""
+        for _ in range(PATIENCE):
+            await self._turn(QUIET_TURNS)
+            if not self._begun():
+                break
+            self._skipped_s += IDLE_S + 0.1
+        assert self._begun() == []
+        assert self._faults.records == []
+        assert self._lost == []
+
+    def _begun(self) -> list[Any]:
+        """Return what a request, or a connection, has left so far."""
+        begun: list[Any] = [*(asyncio.all_tasks() - self._base - {asyncio.current_task()})]
+        if ongoing := self._ingress.statistics().ongoing:
+            begun.append(f"{ongoing} ongoing requests")
+        if isinstance(self._server, HTTPServer):
+            carrier = self._server._carrier
+            begun += [*carrier.tasks, *carrier.links, *carrier.sockets]
+            begun += [f"{len(carrier.watch)} watched"] if len(carrier.watch) else []
+        return begun
+
+    def _holdings(self) -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    def assert_at_rest(self) -> None:
+        """Nothing is open that was not open before the first case."""
+        assert self._holdings() == self._at_rest
+
+
+class _Faults(logging.Handler):
+    """Keeps what is logged as a fault: bad input is no reason for one."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.records: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(logging.Formatter().format(record))
+
+
+class _Connection:
+    """A client's socket; never waits."""
+
+    def __init__(self, port: int) -> None:
+        self._socket = socket.create_connection(("127.0.0.1", port))
+        self._socket.setblocking(False)
+        # A small piece must not wait in the kernel until the one before it was acknowledged.
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.received = bytearray()
+        self.is_over = False
+        self._is_deaf = False
+
+    def __enter__(self) -> _Connection:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+    def move(self, data: memoryview) -> memoryview:
+        """Send what can be sent, take what has come; returns what is left to send."""
+        if self.is_over:
+            return data[:0]
+        try:
+            while more := self._socket.recv(1 << 20):
+                self.received += more
+            self.is_over = True
+        except BlockingIOError:
+            pass
+        except ConnectionError:
+            self.is_over = True
+        if data and not self._is_deaf:
+            try:
+                return data[self._socket.send(data) :]
+            except BlockingIOError:
+                return data
+            except ConnectionError:
+                self._is_deaf = True  # there may still be something to read
+        return data[:0] if self._is_deaf else data
+
+    def finish(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+
+    def reset(self) -> None:
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self._socket.close()
+        self.is_over = True
+
+
+# ---- the applications
+
+
+async def _dispatch(endpoint: str, envelope: Envelope, receive: Receive, send: Send) -> None:
+    await _APPLICATIONS[endpoint](envelope.head, receive, send)
+
+
+async def _hello(scope: Any, receive: Receive, send: Send) -> None:
+    await respond(send, scope["path"].encode())
+
+
+async def _echo(scope: Any, receive: Receive, send: Send) -> None:
+    await respond(send, await read_body(receive))
+
+
+async def _early(scope: Any, receive: Receive, send: Send) -> None:
+    """Answer without a look at the body."""
+    await respond(send, b"early")
+
+
+async def _stream(scope: Any, receive: Receive, send: Send) -> None:
+    """Answer each part of the body with itself."""
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    is_more = True
+    while is_more:
+        message = await receive()
+        is_more = message["more_body"]
+        await send({"type": "http.response.body", "body": message["body"], "more_body": is_more})
+
+
+async def _fixed(scope: Any, receive: Receive, send: Send) -> None:
+    """Promise a length, keep it only when the body is whole."""
+    headers = [(b"content-length", b"%d" % len(FIXED))]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": FIXED[:10], "more_body": True})
+    await read_body(receive)
+    await send({"type": "http.response.body", "body": FIXED[10:]})
+
+
+async def _socket(scope: Any, receive: Receive, send: Send) -> None:
+    """Echo a WebSocket's messages; what is no WebSocket is answered like anything else."""
+    if scope["type"] != "websocket":
+        await _hello(scope, receive, send)
+        return
+    assert (await receive())["type"] == "websocket.connect"
+    await send({"type": "websocket.accept"})
+    while (message := await receive())["type"] == "websocket.receive":
+        await send({"type": "websocket.send", "text": message["text"], "bytes": message["bytes"]})
+
+
+_APPLICATIONS: dict[str, ASGIApp] = {
+    "hello": _hello,
+    "echo": _echo,
+    "early": _early,
+    "stream": _stream,
+    "fixed": _fixed,
+    "socket": _socket,
+}
+
+
+@contextlib.contextmanager
+def fuzzed(kind: str) -> Iterator[FuzzedServer]:
+    """Run a server under bad input; in the end everything must be as it was."""
+    server = FuzzedServer(kind)
+    try:
+        yield server
+        server.assert_at_rest()
+    finally:
+        server.close()

@@ -1,0 +1,305 @@
+"""Ten thousand requests, most of them given up at random moments: afterwards nothing is left of any of them.
+
+The real ingress, routers, channels and replicas in one process; two of the three replicas of each backend are
+behind a channel, one is as near as in a proxy's own worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from distributed.comm import listen
+
+from daskserve.clock import LoopClock
+from daskserve.cluster.base import ActorContext, ActorSpec, Cluster
+from daskserve.cluster.channel.dialling import dial_worker
+from daskserve.cluster.channel.pool import ChannelPool
+from daskserve.cluster.long_poll import LongPollClient
+from daskserve.data.caller.router import Routers
+from daskserve.data.replica.replica import Replica
+from daskserve.errors import RequestTimeoutError
+from daskserve.options.config import HTTPOptions
+from daskserve.payload import dump_bytes
+from daskserve.proxies.ingress.app import IngressApp
+from daskserve.proxies.ingress.routes import RouteTable
+from daskserve.starts import ReplicaStart
+from daskserve.types import ActorAddress, ActorKind, Envelope, Load, Message, Receive, Send
+
+DEADLINE_S = 50.0
+REQUESTS = 10_000
+AT_A_TIME = 100
+CONCURRENCY = 2
+MAX_QUEUED = 10
+HERE = "here"
+
+
+async def nap(request: Any) -> str:
+    await asyncio.sleep(float(request.query_params["s"]))
+    return "done"
+
+
+async def swallow(request: Any) -> int:
+    return len(await request.body())
+
+
+async def stream(request: Any) -> AsyncIterator[str]:
+    for number in range(30):
+        await asyncio.sleep(0)
+        yield f"{number},"
+
+
+def nap_in_thread(request: Any) -> str:
+    time.sleep(float(request.query_params["s"]))
+    return "done"
+
+
+def stream_in_thread(request: Any) -> Iterator[str]:
+    for number in range(30):
+        yield f"{number},"
+
+
+BACKENDS: dict[str, tuple[Any, str]] = {
+    "nap": (nap, "own"),
+    "nap_here": (nap, "worker"),
+    "swallow": (swallow, "own"),
+    "stream": (stream, "own"),
+    "stream_here": (stream, "worker"),
+    "nap_in_thread": (nap_in_thread, "own"),
+    "stream_in_thread": (stream_in_thread, "own"),
+}
+
+
+class Listener:
+    """A long-poll client that has said all there is to say when it is asked."""
+
+    def __init__(self, news: dict[str, Any]) -> None:
+        self._news = news
+
+    def watch(self, key: str, watcher: Callable[[Any], None]) -> Callable[[], None]:
+        watcher(self._news[key])
+        return lambda: None
+
+    def on_worker_left(self, callback: Callable[[str], None]) -> None:
+        pass
+
+    def on_ended(self, callback: Callable[[], None]) -> None:
+        pass
+
+
+class Plant:
+    """An ingress, its routers, and the replicas of all backends, near and behind a channel."""
+
+    instance = "i"
+
+    def __init__(self) -> None:
+        self.replicas: dict[tuple[str, str], Replica] = {}
+        self.near = ChannelPool(self._nobody, dial_worker)
+        self.far = ChannelPool(self._dispatch_far, dial_worker)
+        self.far_address = ""
+        self.outcomes: Counter[int] = Counter()
+
+    async def start(self) -> None:
+        self._server = await listen("inproc://", self._accept)
+        self.far_address = self._server.contact_address
+        for tag, (definition, event_loop) in BACKENDS.items():
+            for number, worker in enumerate((HERE, self.far_address, self.far_address)):
+                await self._start_replica(f"{tag}#{number}", tag, worker, definition, event_loop)
+        news: dict[str, Any] = {}
+        for tag in BACKENDS:
+            news[f"endpoint/{tag}"] = {"legacy": True, "traffic": {tag: 1.0}, "shadows": {}}
+            news[f"backend/{tag}"] = {
+                "replicas": [
+                    [name.rpartition("/")[2], at, 1] for name, at in self.replicas if f"/{tag}#" in name
+                ],
+                "concurrency": CONCURRENCY,
+                "max_queued": MAX_QUEUED,
+            }
+        listener = cast(LongPollClient, Listener(news))
+        self.routers = Routers(cast(Cluster, self), listener, LoopClock(), random.Random(2))
+        table = RouteTable({f"/{tag}": {"endpoint": tag, "methods": ["GET", "POST"]} for tag in BACKENDS})
+        self.ingress = IngressApp(
+            options=HTTPOptions(),
+            routes=lambda: table,
+            dispatch=self._dispatch,
+            rng=random.Random(3),
+        )
+
+    async def _start_replica(self, tag: str, backend: str, worker: str, code: Any, event_loop: str) -> None:
+        start = ReplicaStart(
+            backend, tag, dump_bytes((code, (), {})), concurrency=CONCURRENCY, event_loop=event_loop
+        )
+        spec = ActorSpec(ActorKind.REPLICA, f"i/replica/{tag}", 1, "i", start.encode())
+        nothing = cast(Cluster, SimpleNamespace())
+        replica = Replica(ActorContext(spec, nothing, LoopClock(), random.Random(0), worker))
+        await replica.start()
+        self.replicas[spec.name, worker] = replica
+
+    async def stop(self) -> None:
+        await asyncio.gather(*(each.stop(0) for each in self.replicas.values()))
+        await self.near.close()
+        await self.far.close()
+        self._server.stop()
+
+    async def _accept(self, comm: Any) -> None:
+        await comm.read()  # which handler is wanted
+        await self.far.accept(comm)
+
+    async def _dispatch(self, endpoint: str, envelope: Envelope, receive: Receive, send: Send) -> None:
+        await self.routers.router(endpoint).send(envelope, receive, send)
+
+    async def _dispatch_far(
+        self, name: str, incarnation: int, envelope: Envelope, receive: Receive, send: Send
+    ) -> Load:
+        return await self.replicas[name, self.far_address].handle(envelope, receive, send)
+
+    async def _nobody(self, *_: Any) -> Load:
+        raise AssertionError("nobody calls the proxy")
+
+    # What the routers see of a cluster.
+
+    def is_local(self, address: ActorAddress) -> bool:
+        return address.worker == HERE
+
+    async def request(self, address: ActorAddress, envelope: Envelope, receive: Receive, send: Send) -> Load:
+        if self.is_local(address):
+            return await self.replicas[address.name, HERE].handle(envelope, receive, send)
+        return await self.near.request(address, envelope, receive, send)
+
+    # What the test does with it.
+
+    async def ask(
+        self, tag: str, duration_s: float = 0.0, parts: int = 1, timeout_s: float | None = None
+    ) -> int:
+        """Return the status of one request."""
+        sent: list[Message] = []
+        left = parts
+
+        async def receive() -> Message:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                await asyncio.Event().wait()
+            await asyncio.sleep(0)
+            return {"type": "http.request", "body": b"x" * 100, "more_body": left > 0}
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+            await asyncio.sleep(0)
+
+        headers = [(b"host", b"x")]
+        if timeout_s is not None:
+            headers.append((b"x-request-timeout-seconds", str(timeout_s).encode()))
+        scope = {
+            "type": "http",
+            "method": "POST" if parts > 1 else "GET",
+            "path": f"/{tag}",
+            "headers": headers,
+            "query_string": f"s={duration_s}".encode(),
+        }
+        await self.ingress(scope, receive, send)
+        return int(sent[0]["status"])
+
+    def gauges(self) -> dict[str, int]:
+        """Return everything that counts up and down."""
+        sets = self.routers._sets.values()
+        walls = [cast(Any, each._wall) for each in self.replicas.values()]
+        channels = [*self.near._serving, *self.far._serving]
+        assert len(channels) == 2
+        return {
+            "ingress": self.ingress.statistics().ongoing,
+            "in flight": sum(each.in_flight for each in sets),
+            "in flight by replica": sum(
+                entry.in_flight for each in sets for entry in each._roster._entries.values()
+            ),
+            "waiting": sum(each.waiting for each in sets),
+            "ongoing": sum(each.load().ongoing for each in self.replicas.values()),
+            "queued": sum(each.load().queued for each in self.replicas.values()),
+            "calls": sum(len(wall.calls) for wall in walls),
+            "in threads": sum(wall.threads.unfinished for wall in walls),
+            "abandoned": sum(wall.abandoned for wall in walls),
+            "streams": sum(len(each._opened) for each in channels),
+            "handlers": sum(len(each._accepted) for each in channels),
+        }
+
+
+@asynccontextmanager
+async def running_plant() -> AsyncIterator[Plant]:
+    plant = Plant()
+    await plant.start()
+    try:
+        yield plant
+    finally:
+        await plant.stop()
+
+
+async def one(plant: Plant, rng: random.Random) -> str:
+    """Send a request of some kind, and give it up at some moment, unless it has been answered before."""
+    tag = rng.choice(sorted(BACKENDS))
+    timeout_s = rng.choice([None, None, None, 0.002, 1.0])
+    task = asyncio.create_task(
+        plant.ask(tag, rng.choice([0.0, 0.001, 0.003]), 5 if tag == "swallow" else 1, timeout_s)
+    )
+    if rng.random() < 0.8:
+        for _ in range(rng.randrange(25)):
+            await asyncio.sleep(0)
+    else:
+        await asyncio.sleep(rng.random() * 0.01)
+    if rng.random() < 0.9:
+        task.cancel()
+    await asyncio.wait([task])
+    if task.cancelled():
+        return "cancelled"
+    if isinstance(task.exception(), RequestTimeoutError):
+        return "cut off"  # at its deadline, in the middle of the response
+    return str(task.result())
+
+
+async def storm(plant: Plant, rng: random.Random) -> Counter[str]:
+    outcomes: Counter[str] = Counter()
+    left = REQUESTS
+
+    async def keep_sending() -> None:
+        nonlocal left
+        while left > 0:
+            left -= 1
+            outcomes[await one(plant, rng)] += 1
+
+    await asyncio.gather(*(keep_sending() for _ in range(AT_A_TIME)))
+    return outcomes
+
+
+async def settle(plant: Plant) -> None:
+    """Wait until nothing counts anything."""
+    try:
+        async with asyncio.timeout(DEADLINE_S / 5):
+            while any(plant.gauges().values()):  # noqa: ASYNC110 - threads have no event
+                await asyncio.sleep(0.005)
+    except TimeoutError:
+        pytest.fail(f"still counted: {plant.gauges()}")
+
+
+def test_ten_thousand_cancellations_leave_nothing_behind() -> None:
+    async def main() -> None:
+        async with asyncio.timeout(DEADLINE_S), running_plant() as plant:
+            for tag in BACKENDS:
+                assert await plant.ask(tag, timeout_s=None) == 200
+            outcomes = await storm(plant, random.Random(4))
+            assert set(outcomes) <= {"200", "408", "503", "cancelled", "cut off"}, outcomes
+            assert min(outcomes["200"], outcomes["408"], outcomes["503"]) > 50, outcomes
+            assert outcomes["cancelled"] > REQUESTS / 3, outcomes
+            await settle(plant)
+            # Every slot of every replica takes new work.
+            for tag in BACKENDS:
+                count = 3 * CONCURRENCY
+                assert await asyncio.gather(*(plant.ask(tag, 0.001) for _ in range(count))) == [200] * count
+            await settle(plant)
+
+    asyncio.run(main())

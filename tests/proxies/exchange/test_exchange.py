@@ -1,0 +1,938 @@
+"""HTTP/1.1 over a real socket, byte by byte."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from http_harness import (
+    Client,
+    Hanging,
+    advance,
+    connected,
+    echo,
+    hello,
+    poll_for,
+    read_body,
+    request,
+    respond,
+    run,
+    serving,
+    tracebacks,
+)
+
+from daskserve.errors import ActorLostError
+from daskserve.proxies.asgi import Scope
+from daskserve.proxies.exchange.response_head import as_buffer
+from daskserve.types import WHOLE_RESPONSE, Message, Receive, Send
+
+pytestmark = pytest.mark.usefixtures("carrier")
+
+MIB = 1 << 20
+
+
+# ---- connections
+
+
+def test_a_connection_is_kept_and_requests_may_be_pipelined() -> None:
+    async def test() -> None:
+        async with serving(hello) as server, connected(server) as client:
+            assert (await client.get("/one")).body == b"/one"
+            await client.send(
+                request("/two") + request("/three", method="POST", body=b"x") + request("/four")
+            )
+            assert [(await client.response()).body for _ in range(3)] == [b"/two", b"/three", b"/four"]
+
+    run(test)
+
+
+def test_many_pipelined_requests_with_bodies_are_answered_in_order() -> None:
+    async def test() -> None:
+        bodies = [b"%d" % number * 300 for number in range(2000)]
+        async with serving(echo) as server, connected(server) as client:
+            client.writer.write(b"".join(request(method="POST", body=body) for body in bodies))
+            for body in bodies:
+                assert (await client.response()).body == body
+
+    run(test)
+
+
+def test_a_request_that_waits_for_its_turn_may_have_a_large_body() -> None:
+    async def test() -> None:
+        async with serving(echo) as server, connected(server) as client:
+            body = bytes(range(256)) * 16 * 1024
+            client.writer.write(b"".join([request(), request(method="POST", body=body), request()]))
+            assert [(await client.response()).body for _ in range(3)] == [b"", body, b""]
+
+    run(test)
+
+
+def test_what_is_no_request_is_refused_after_the_answers_before_it() -> None:
+    async def test() -> None:
+        app = Hanging()
+        async with serving(app) as server, connected(server) as client:
+            await client.send(request() + b"no request\r\n\r\n")
+            await poll_for(lambda: app.running)
+            app.go.set()
+            assert (await client.response()).body == b"at last"
+            assert (await client.rest()).startswith(b"HTTP/1.1 400 ")
+
+    run(test)
+
+
+def test_a_client_that_reads_its_last_response_late_gets_all_of_it() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await respond(send, bytes(8 * MIB))
+
+    async def test() -> None:
+        async with serving(app) as server, connected(server) as client:
+            await client.send(request("/", "Connection: close"))
+            status, headers = await client.head()
+            await asyncio.sleep(0.05)
+            assert len(await client.rest()) == int(headers["content-length"]) == 8 * MIB
+            assert status == 200
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"Content-Length: 5\r\n\r\nhello",
+        b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n",
+        b"\r\n",
+    ],
+)
+@pytest.mark.parametrize("line", [b"POST / HTTP/1.1", b"CONNECT a:1 HTTP/1.1"])
+@pytest.mark.parametrize("first", [b"", request()])
+def test_upgrades_that_are_not_for_us_are_ordinary_requests(first: bytes, line: bytes, body: bytes) -> None:
+    async def test() -> None:
+        async with serving(echo) as server, connected(server) as client:
+            head = line + b"\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n"
+            await client.send(first + head + body + request(method="POST", body=b"next" * 5000))
+            if first:
+                assert (await client.response()).body == b""
+            assert (await client.response()).body == (b"hello" if b"hello" in body else b"")
+            assert (await client.response()).body == b"next" * 5000
+            # And when nothing of the body comes with the head.
+            end = body.index(b"\r\n\r\n") + 4 if b"hello" in body else len(body)
+            await client.send(head + body[:end])
+            await asyncio.sleep(0.01)
+            await client.send(body[end:] + request())
+            assert (await client.response()).body == (b"hello" if b"hello" in body else b"")
+            assert (await client.response()).status == 200
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("data", "header"),
+    [
+        (b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n", "close"),
+        (b"GET / HTTP/1.1\r\nHost: a\r\nConnection: TE, Close\r\n\r\n", "close"),
+        (b"GET / HTTP/1.0\r\n\r\n", "close"),
+    ],
+)
+def test_a_connection_ends_when_the_client_wants_it(data: bytes, header: str) -> None:
+    async def test() -> None:
+        async with serving(hello) as server, connected(server) as client:
+            await client.send(data)
+            response = await client.response()
+            assert response.body == b"/"
+            if b"1.1" in data:
+                assert response.headers["connection"] == header
+            assert await client.rest() == b""
+
+    run(test)
+
+
+def test_http_1_0_can_keep_its_connection() -> None:
+    async def test() -> None:
+        async with serving(hello) as server, connected(server) as client:
+            for _ in range(2):
+                await client.send(b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
+                assert (await client.response()).headers["connection"] == "keep-alive"
+
+    run(test)
+
+
+def test_a_silent_connection_is_closed() -> None:
+    async def test() -> None:
+        async with serving(hello, keep_alive_timeout_s=5) as server:
+            async with connected(server) as silent, connected(server) as once:
+                assert (await once.get()).status == 200
+                await once.send(b"GET / HT")
+                advance(6)
+                assert await silent.rest() == b""
+                assert await once.rest() == b""
+
+    run(test)
+
+
+def test_a_slow_application_does_not_make_its_connection_silent() -> None:
+    async def test() -> None:
+        app = Hanging()
+        async with serving(app, keep_alive_timeout_s=4) as server, connected(server) as client:
+            await client.send(request())
+            await poll_for(lambda: app.running)
+            advance(5)
+            await asyncio.sleep(0.001)
+            app.go.set()
+            assert (await client.response()).body == b"at last"
+
+    run(test)
+
+
+def test_an_upload_that_stalls_is_closed_and_its_task_cancelled() -> None:
+    async def test() -> None:
+        app = Hanging()
+        async with serving(app, keep_alive_timeout_s=5) as server, connected(server) as client:
+            await client.send(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\n\r\nab")
+            await poll_for(lambda: app.running)
+            advance(6)
+            assert await client.rest() == b""
+            await poll_for(lambda: app.cancelled)
+
+    run(test)
+
+
+# ---- the scope
+
+
+def capturing(scopes: list[Scope]) -> Any:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        scopes.append(scope)
+        await respond(send)
+
+    return app
+
+
+def test_the_scope_is_as_asgi_has_it() -> None:
+    async def test() -> None:
+        scopes: list[Scope] = []
+        async with serving(capturing(scopes)) as server, connected(server) as client:
+            await client.get("/a%20b/%C3%A4?x=1&y=%20?", "X-Two: 1", "x-tWO: 2", "X-Text: \xe4")
+            local = client.writer.get_extra_info("sockname")
+        (scope,) = scopes
+        assert sorted(scope.pop("headers")) == [
+            (b"host", b"test"),
+            (b"x-text", b"\xe4"),
+            (b"x-two", b"1"),
+            (b"x-two", b"2"),
+        ]
+        assert scope == {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.4"},
+            "http_version": "1.1",
+            "method": "GET",
+            "scheme": "http",
+            "path": "/a b/ä",
+            "raw_path": b"/a%20b/%C3%A4",
+            "query_string": b"x=1&y=%20?",
+            "root_path": "",
+            "client": local,
+            "server": ("127.0.0.1", server.port),
+        }
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("target", "path"),
+    [
+        ("http://test/x/y?q", "/x/y"),
+        ("http://test", "/"),
+        ("/%ff", "/\ufffd"),
+        ("//x", "//x"),
+        ("/a:b://c", "/a:b://c"),
+    ],
+)
+def test_request_targets(target: str, path: str) -> None:
+    async def test() -> None:
+        scopes: list[Scope] = []
+        async with serving(capturing(scopes)) as server, connected(server) as client:
+            await client.get(target)
+        assert scopes[0]["path"] == path
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (b"get /x HTTP/1.1\r\nHost: a\r\n\r\n", ("GET", "/x")),
+        ("GET /ä HTTP/1.1\r\nHost: a\r\n\r\n".encode(), ("GET", "/ä")),
+    ],
+)
+def test_what_is_nearly_http_is_read_as_meant_or_refused(data: bytes, expected: tuple[str, str]) -> None:
+    async def test() -> None:
+        scopes: list[Scope] = []
+        async with serving(capturing(scopes)) as server, connected(server) as client:
+            await client.send(data)
+            status = (await client.response()).status
+        found = [(scope["method"], scope["path"]) for scope in scopes]
+        assert (status, found) in ((200, [expected]), (400, []))
+
+    run(test)
+
+
+# ---- request bodies
+
+
+def test_bodies_come_whole_by_length_and_in_chunks() -> None:
+    async def test() -> None:
+        async with serving(echo) as server, connected(server) as client:
+            for size in (0, 1, 70_000, 3 * MIB):
+                body = bytes(range(256)) * (size // 256 + 1)
+                await client.send(request(method="POST", body=body))
+                assert (await client.response()).body == body
+            await client.send(b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n")
+            await client.send(b"2\r\nhi\r\n3\r\nyou\r\n0\r\n\r\n")
+            assert (await client.response()).body == b"hiyou"
+
+    run(test)
+
+
+def test_both_directions_stream_at_once() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200})
+        while (message := await receive())["more_body"]:
+            await send({"type": "http.response.body", "body": message["body"].upper(), "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def test() -> None:
+        async with serving(app) as server, connected(server) as client:
+            await client.send(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 6\r\n\r\n")
+            await client.send(b"ab")
+            await client.head()
+            assert await client.chunk() == b"AB"
+            await client.send(b"cd")
+            assert await client.chunk() == b"CD"
+            await client.send(b"ef")
+            while await client.chunk():
+                pass
+            assert (await client.get()).status == 200
+
+    run(test)
+
+
+def test_a_body_nobody_reads_is_not_taken_from_the_socket() -> None:
+    async def test() -> None:
+        app = Hanging()
+        async with serving(app) as server, connected(server) as client:
+            size = 64 * MIB
+            client.writer.write(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % size)
+            client.writer.write(bytes(size))
+            await poll_for(lambda: app.running)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(client.writer.drain(), 0.05)
+            app.go.set()  # an answer without reading: the rest is dropped, and the connection goes on
+            assert (await client.response()).body == b"at last"
+            assert (await client.get()).body == b"at last"
+
+    run(test)
+
+
+def test_a_large_upload_is_taken_as_fast_as_the_application_reads() -> None:
+    async def test() -> None:
+        async def content() -> AsyncIterator[bytes]:
+            for _ in range(64):
+                yield bytes(MIB // 2)
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            total = 0
+            while True:
+                message = await receive()
+                total += len(message["body"])
+                if not message["more_body"]:
+                    break
+            await respond(send, str(total).encode())
+
+        async with serving(app) as server:
+            async with httpx.AsyncClient(trust_env=False) as client:
+                response = await client.post(server.urls[0], content=content())
+        assert response.text == str(32 * MIB)
+
+    run(test)
+
+
+def test_100_continue_is_answered() -> None:
+    async def test() -> None:
+        async with serving(echo) as server, connected(server) as client:
+            await client.send(
+                b"POST / HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\n"
+            )
+            assert (await client.reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100")
+            await client.send(b"hi")
+            assert (await client.response()).body == b"hi"
+
+    run(test)
+
+
+# ---- bodies that are too large
+
+
+@pytest.mark.parametrize("sent", [b"", b"x" * 100])
+def test_a_declared_length_beyond_the_limit_is_a_413_and_the_application_never_runs(sent: bytes) -> None:
+    async def test() -> None:
+        scopes: list[Scope] = []
+        async with serving(capturing(scopes), max_body_bytes=10) as server, connected(server) as client:
+            await client.send(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1073741824\r\n\r\n" + sent)
+            response = await client.response()
+            assert (response.status, response.headers["connection"]) == (413, "close")
+            assert b"10 bytes" in response.body
+        assert scopes == []
+
+    run(test)
+
+
+def test_a_refused_upload_that_is_sent_all_the_same_gets_its_answer() -> None:
+    async def test() -> None:
+        async with serving(hello, max_body_bytes=10) as server, connected(server) as client:
+            await client.send(request(method="POST", body=bytes(4 * MIB)))
+            assert (await client.response()).status == 413
+            assert await client.rest() == b""
+
+    run(test)
+
+
+def test_a_client_that_asks_first_is_refused_without_a_100(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        async with serving(hello, max_body_bytes=10) as server, connected(server) as client:
+            await client.send(
+                b"POST / HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\nContent-Length: 11\r\n\r\n"
+            )
+            assert (await client.response()).status == 413
+            assert await client.rest() == b""
+
+    run(test)
+    assert tracebacks(caplog) == []
+
+
+def test_chunks_beyond_the_limit_are_a_413_and_cancel_the_application() -> None:
+    async def test() -> None:
+        app = Hanging()
+        async with serving(app, max_body_bytes=10) as server, connected(server) as client:
+            await client.send(
+                b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n8\r\n12345678\r\n"
+            )
+            await poll_for(lambda: app.running)
+            await client.send(b"3\r\n123\r\n")
+            assert (await client.response()).status == 413
+            await poll_for(lambda: app.cancelled)
+            await client.send(b"0\r\n\r\n")
+            assert await client.rest() == b""
+
+    run(test)
+
+
+def test_chunks_beyond_the_limit_within_a_response_cut_it() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200})
+        while True:
+            await send({"type": "http.response.body", "body": (await receive())["body"], "more_body": True})
+
+    async def test() -> None:
+        async with serving(app, max_body_bytes=10) as server, connected(server) as client:
+            await client.send(b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhi\r\n")
+            await client.head()
+            assert await client.chunk() == b"hi"
+            await client.send(b"9\r\n123456789\r\n")
+            assert not (await client.rest()).endswith(b"0\r\n\r\n")
+
+    run(test)
+
+
+def test_a_body_as_large_as_the_limit_is_welcome() -> None:
+    async def test() -> None:
+        async with serving(echo, max_body_bytes=10) as server, connected(server) as client:
+            await client.send(request(method="POST", body=b"0123456789"))
+            assert (await client.response()).body == b"0123456789"
+
+    run(test)
+
+
+# ---- responses
+
+
+def test_a_stream_arrives_part_by_part() -> None:
+    async def test() -> None:
+        step = asyncio.Semaphore(0)
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            await send({"type": "http.response.start", "status": 200})
+            for part in (b"one", b"two", b""):
+                await step.acquire()
+                await send({"type": "http.response.body", "body": part, "more_body": bool(part)})
+
+        async with serving(app) as server, connected(server) as client:
+            await client.send(request())
+            step.release()
+            assert (await client.head())[1]["transfer-encoding"] == "chunked"
+            assert await client.chunk() == b"one"
+            step.release()
+            assert await client.chunk() == b"two"
+            step.release()
+            assert await client.chunk() == b""
+
+    run(test)
+
+
+def test_a_stream_goes_as_fast_as_the_client_reads() -> None:
+    async def test() -> None:
+        parts = 0
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            nonlocal parts
+            await send({"type": "http.response.start", "status": 200})
+            for _ in range(64):
+                await send({"type": "http.response.body", "body": bytes(MIB), "more_body": True})
+                parts += 1
+            await send({"type": "http.response.body"})
+
+        async with serving(app) as server, connected(server) as client:
+            await client.send(request())
+            await client.head()
+            await asyncio.sleep(0.05)
+            assert parts < 64
+            total = 0
+            while data := await client.chunk():
+                total += len(data)
+            assert total == 64 * MIB
+
+    run(test)
+
+
+@pytest.mark.parametrize("body", [bytearray(b"data"), memoryview(b"data"), memoryview(b"data" * 50_000)])
+def test_buffers_of_all_kinds_are_bodies(body: bytearray | memoryview) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await respond(send, body)  # type: ignore[arg-type]
+
+    async def test() -> None:
+        async with serving(app) as server, connected(server) as client:
+            assert (await client.get()).body == bytes(body)
+
+    run(test)
+
+
+def test_memoryviews_are_measured_in_bytes() -> None:
+    assert len(as_buffer(memoryview(b"12345678").cast("I"))) == 8
+    with pytest.raises(TypeError, match="not str"):
+        as_buffer("text")
+
+
+def test_head_has_no_body() -> None:
+    async def test() -> None:
+        async with serving(hello) as server, connected(server) as client:
+            response = await client.get("/path", method="HEAD")
+            assert (response.status, response.headers["content-length"]) == (200, "5")
+            assert (await client.get("/next")).body == b"/next"
+
+    run(test)
+
+
+@pytest.mark.parametrize("status", [204, 304])
+def test_statuses_without_a_body(status: int) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await respond(send, b"ignored", status)
+
+    async def test() -> None:
+        async with serving(app) as server, connected(server) as client:
+            for _ in range(2):
+                assert (await client.get()).status == status
+
+    run(test)
+
+
+def test_a_response_without_a_body_message_key_is_empty() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200})
+        await send({"type": "http.response.body"})
+
+    async def test() -> None:
+        async with serving(app) as server, connected(server) as client:
+            response = await client.get()
+            assert (response.body, response.headers["content-length"]) == (b"", "0")
+            assert "date" in response.headers
+
+    run(test)
+
+
+# ---- failures of the application
+
+
+async def raise_at_once(scope: Scope, receive: Receive, send: Send) -> None:
+    raise ValueError("why")
+
+
+async def raise_after_start(scope: Scope, receive: Receive, send: Send) -> None:
+    await send({"type": "http.response.start", "status": 200})
+    raise ValueError("why")
+
+
+async def return_at_once(scope: Scope, receive: Receive, send: Send) -> None:
+    pass
+
+
+async def cancel_itself(scope: Scope, receive: Receive, send: Send) -> None:
+    raise asyncio.CancelledError
+
+
+async def send_body_first(scope: Scope, receive: Receive, send: Send) -> None:
+    await send({"type": "http.response.body", "body": b"x"})
+
+
+async def send_nonsense(scope: Scope, receive: Receive, send: Send) -> None:
+    await send({"type": "http.response.nonsense"})
+
+
+async def start_twice(scope: Scope, receive: Receive, send: Send) -> None:
+    await send({"type": "http.response.start", "status": 200})
+    await send({"type": "http.response.start", "status": 200})
+
+
+async def send_text(scope: Scope, receive: Receive, send: Send) -> None:
+    await respond(send, "text")  # type: ignore[arg-type]
+
+
+async def break_a_header(scope: Scope, receive: Receive, send: Send) -> None:
+    await respond(send, b"x", headers=((b"x-a", b"1\r\nx-b: 2"),))
+
+
+async def promise_more(scope: Scope, receive: Receive, send: Send) -> None:
+    await respond(send, b"x", headers=((b"content-length", b"2"),))
+
+
+@pytest.mark.parametrize(
+    "app",
+    [
+        raise_at_once,
+        raise_after_start,
+        return_at_once,
+        cancel_itself,
+        send_body_first,
+        send_nonsense,
+        start_twice,
+        send_text,
+        break_a_header,
+        promise_more,
+    ],
+)
+def test_a_failure_before_the_first_byte_is_a_500_and_the_connection_goes_on(app: Any) -> None:
+    async def test() -> None:
+        async with serving(app) as server, connected(server) as client:
+            for _ in range(2):
+                response = await client.get()
+                assert (response.status, response.body) == (500, b"Internal Server Error")
+
+    run(test)
+
+
+def test_a_failure_is_logged_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        async with serving(raise_at_once) as server, connected(server) as client:
+            await client.get("/where%0Afrom")
+
+    run(test)
+    (record,) = tracebacks(caplog)
+    assert record.getMessage() == "GET /where%0Afrom failed: ValueError('why')"
+
+
+def test_an_error_that_explains_itself_is_logged_without_a_traceback(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        raise ActorLostError("The replica is gone.")
+
+    async def test() -> None:
+        async with serving(app) as server, connected(server) as client:
+            await client.get()
+
+    run(test)
+    assert "The replica is gone." in caplog.text
+    assert tracebacks(caplog) == []
+
+
+@pytest.mark.parametrize("ending", ["raise", "return", "too short", "too long", "cancel"])
+def test_a_failure_within_the_response_cuts_the_connection(ending: str) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(b"content-length", b"9")] if ending.startswith("too") else []
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"half", "more_body": True})
+        if ending == "raise":
+            raise ValueError("why")
+        if ending == "cancel":
+            raise asyncio.CancelledError
+        if ending.startswith("too"):
+            body = b"x" if ending == "too short" else b"far too long"
+            await send({"type": "http.response.body", "body": body})
+
+    async def test() -> None:
+        async with serving(app) as server, connected(server) as client:
+            await client.send(request())
+            assert (await client.head())[0] == 200
+            rest = await client.rest()
+            assert b"half" in rest
+            assert not rest.endswith(b"0\r\n\r\n")
+            assert len(rest) < 12
+
+    run(test)
+
+
+def test_what_fails_after_the_response_is_logged_and_hurts_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await respond(send, b"whole")
+        assert await receive() == {"type": "http.disconnect"}
+        await respond(send, b"more")
+
+    async def test() -> None:
+        async with serving(app) as server, connected(server) as client:
+            for _ in range(2):
+                assert (await client.get()).body == b"whole"
+
+    run(test)
+    assert len(tracebacks(caplog)) == 2
+
+
+# ---- clients that go away
+
+
+async def vanish(client: Client, how: str) -> None:
+    if how == "close":
+        client.writer.close()
+    else:
+        client.reset()
+
+
+@pytest.mark.parametrize("how", ["close", "reset"])
+@pytest.mark.parametrize(
+    "data",
+    [
+        request(),
+        request(method="POST", body=b"whole"),
+        b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\nhalf",
+        b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n4\r\nhalf\r\n",
+    ],
+)
+def test_a_disconnect_cancels_the_request(data: bytes, how: str, caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        app = Hanging()
+        async with serving(app) as server, connected(server) as client:
+            await client.send(data)
+            await poll_for(lambda: app.running)
+            await vanish(client, how)
+            await poll_for(lambda: app.cancelled)
+
+    run(test)
+    assert caplog.records == []
+
+
+def test_an_application_that_survives_its_cancellation_hears_of_the_disconnect() -> None:
+    async def test() -> None:
+        heard: list[Message] = []
+        errors: list[BaseException] = []
+        running = asyncio.Event()
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            await read_body(receive)
+            running.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                heard.append(await receive())
+                try:
+                    await respond(send, b"too late")
+                except OSError as error:
+                    errors.append(error)
+
+        async with serving(app) as server, connected(server) as client:
+            await client.send(request())
+            await running.wait()
+            client.writer.close()
+            await poll_for(lambda: errors)
+        assert heard == [{"type": "http.disconnect"}]
+
+    run(test)
+
+
+def test_an_application_may_take_its_cancellation_as_a_return(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        events: list[str] = []
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            events.append("running")
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                events.append("returned")
+
+        async with serving(app) as server, connected(server) as client:
+            await client.send(request())
+            await poll_for(lambda: events)
+            client.writer.close()
+            await poll_for(lambda: len(events) == 2)
+
+    run(test)
+    assert caplog.records == []
+
+
+def test_a_disconnect_within_a_stream_ends_it_quietly(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        ended = []
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            try:
+                await send({"type": "http.response.start", "status": 200})
+                while True:
+                    await send({"type": "http.response.body", "body": bytes(MIB), "more_body": True})
+            finally:
+                ended.append(True)
+
+        async with serving(app) as server, connected(server) as client:
+            await client.send(request())
+            await client.head()
+            client.reset()
+            await poll_for(lambda: ended)
+
+    with caplog.at_level(logging.INFO, logger="daskserve"):
+        run(test)
+    assert tracebacks(caplog) == []
+
+
+def test_work_after_the_response_outlives_the_connection() -> None:
+    async def test() -> None:
+        done = []
+        gone = asyncio.Event()
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            await respond(send)
+            await gone.wait()
+            done.append(True)
+
+        async with serving(app) as server:
+            async with connected(server) as client:
+                assert (await client.get()).status == 200
+            async with connected(server) as other:
+                await other.send(request())
+                assert (await other.response()).status == 200
+            gone.set()
+            await poll_for(lambda: len(done) == 2)
+
+    run(test)
+
+
+# ---- requests that are none
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
+        b"GET\r\n\r\n",
+        b"GET / HTTP/2.0\r\nHost: a\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: a\r\nno colon\r\n\r\n",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: -1\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: gzip\r\n\r\n",
+    ],
+)
+def test_garbage_is_a_400_that_no_application_sees(data: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        scopes: list[Scope] = []
+        async with serving(capturing(scopes)) as server, connected(server) as client:
+            await client.send(data)
+            assert (await client.rest()).startswith(b"HTTP/1.1 400 ")
+        assert scopes == []
+
+    run(test)
+    assert tracebacks(caplog) == []
+
+
+def test_endless_headers_end_the_connection(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        async with serving(hello) as server, connected(server) as client:
+            client.writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n" + b"X-A: " + b"a" * 200_000)
+            rest = await client.rest()
+            assert rest == b"" or rest.startswith(b"HTTP/1.1 431 ")
+
+    run(test)
+    assert tracebacks(caplog) == []
+
+
+def test_a_chunk_that_is_none_ends_request_and_connection(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        app = Hanging()
+        async with serving(app) as server, connected(server) as client:
+            await client.send(b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhi\r\n")
+            await poll_for(lambda: app.running)
+            await client.send(b"zz\r\n")
+            await client.rest()
+            await poll_for(lambda: app.cancelled)
+
+    run(test)
+    assert tracebacks(caplog) == []
+
+
+# ---- whole responses in one message
+
+
+def test_a_whole_response_is_written_like_its_two_messages() -> None:
+    parts = {"status": 201, "headers": [(b"x-a", b"1")], "body": b"done"}
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/whole":
+            await send({"type": WHOLE_RESPONSE, **parts})
+        else:
+            await respond(send, b"done", 201, ((b"x-a", b"1"),))
+
+    async def test() -> None:
+        async with serving(app) as server, connected(server) as client:
+            for method in ("GET", "HEAD", "POST"):
+                whole = await client.get("/whole", method=method)
+                two = await client.get("/two", method=method)
+                del whole.headers["date"], two.headers["date"]
+                assert whole == two
+                assert (whole.status, whole.headers["content-length"]) == (201, "4")
+
+    run(test)
+
+
+@pytest.mark.parametrize("kind", [WHOLE_RESPONSE, "http.response.start", "http.response.body"])
+def test_nothing_can_be_sent_after_a_whole_response(kind: str) -> None:
+    errors: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": WHOLE_RESPONSE, "status": 200, "headers": [], "body": b"once"})
+        try:
+            await send({"type": kind, "status": 200, "headers": [], "body": b"twice"})
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    async def test() -> None:
+        async with serving(app) as server, connected(server) as client:
+            assert (await client.get()).body == b"once"
+            assert (await client.get()).body == b"once"
+
+    run(test)
+    assert len(errors) == 2
+
+
+def test_a_whole_response_that_http_cannot_carry_is_answered_with_500() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(b"x-a", b"1\r\nx-b: 2")] if scope["path"] == "/split" else [(b"content-length", b"9")]
+        await send({"type": WHOLE_RESPONSE, "status": 200, "headers": headers, "body": b"short"})
+
+    async def test() -> None:
+        async with serving(app) as server:
+            for path in ("/split", "/short"):
+                async with connected(server) as client:
+                    assert (await client.get(path)).status == 500
+
+    run(test)

@@ -1,0 +1,630 @@
+"""WebSockets, seen by a client that speaks the protocol by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from http_harness import advance, connected, poll_for, run, serving
+from wsproto import ConnectionType, WSConnection
+from wsproto.events import (
+    AcceptConnection,
+    BytesMessage,
+    CloseConnection,
+    Ping,
+    Pong,
+    RejectConnection,
+    RejectData,
+    Request,
+    TextMessage,
+)
+from wsproto.events import (
+    Message as DataMessage,
+)
+
+from daskserve.proxies.asgi import Scope
+from daskserve.proxies.exchange.websocket import INBOX_BYTES
+from daskserve.proxies.server.life import HTTPServer
+from daskserve.types import Message, Receive, Send
+
+pytestmark = pytest.mark.usefixtures("carrier")
+
+
+class SocketClient:
+    """A client's end of one WebSocket."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self._protocol = WSConnection(ConnectionType.CLIENT)
+        self._events: list[Any] = []
+
+    async def send(self, event: Any) -> None:
+        await self.send_raw(self._protocol.send(event))
+
+    async def send_raw(self, data: bytes) -> None:
+        self._writer.write(data)
+        await self._writer.drain()
+
+    async def event(self) -> Any:
+        """Return what the server sends next; None once it has closed the connection."""
+        while not self._events:
+            data = await self._reader.read(65536)
+            self._protocol.receive_data(data or None)
+            self._events += self._protocol.events()
+            if not data:
+                return None
+        return self._events.pop(0)
+
+    async def open(self, path: str = "/", **options: Any) -> Any:
+        await self.send(Request(host="test", target=path, **options))
+        return await self.event()
+
+    async def text(self, data: str) -> str:
+        """Send a text and return the one that comes back."""
+        await self.send(DataMessage(data=data))
+        return await self.message()
+
+    async def message(self) -> Any:
+        parts = []
+        while True:
+            event = await self.event()
+            assert isinstance(event, (TextMessage, BytesMessage)), event
+            parts.append(event.data)
+            if event.message_finished:
+                return type(parts[0])().join(parts)
+
+    async def closed(self) -> tuple[int, str]:
+        """Return the code and reason of the server's closing, after answering it and seeing the end."""
+        event = await self.event()
+        assert isinstance(event, CloseConnection), event
+        await self.send(event.response())
+        assert await self.event() is None
+        return int(event.code), event.reason or ""
+
+    def vanish(self) -> None:
+        self._writer.transport.abort()
+
+
+@contextlib.asynccontextmanager
+async def client_of(server: HTTPServer) -> AsyncIterator[SocketClient]:
+    async with connected(server) as client:
+        yield SocketClient(client.reader, client.writer)
+        client.writer.transport.abort()  # what it has not read is nobody's error
+
+
+class Echo:
+    """Accepts, sends back what comes, and notes how it ended."""
+
+    def __init__(self) -> None:
+        self.scope: Scope = {}
+        self.ended: list[Any] = []
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.scope = scope
+        try:
+            assert await receive() == {"type": "websocket.connect"}
+            await send({"type": "websocket.accept"})
+            while (message := await receive())["type"] == "websocket.receive":
+                await send({"type": "websocket.send", "bytes": message["bytes"], "text": message["text"]})
+            self.ended.append(message)
+        except BaseException as error:
+            self.ended.append(error)
+            raise
+
+
+def disconnect(code: int, reason: str = "") -> Message:
+    return {"type": "websocket.disconnect", "code": code, "reason": reason}
+
+
+def test_texts_and_bytes_go_both_ways_until_the_client_closes() -> None:
+    async def test() -> None:
+        app = Echo()
+        async with serving(app) as server, client_of(server) as client:
+            assert isinstance(await client.open("/a%20b?x=1"), AcceptConnection)
+            assert await client.text("grüß dich") == "grüß dich"
+            await client.send(DataMessage(data=b"\x00\xff"))
+            assert await client.message() == b"\x00\xff"
+            assert await client.text("") == ""
+            await client.send(CloseConnection(code=4000, reason="enough"))
+            assert isinstance(await client.event(), CloseConnection)
+            assert await client.event() is None
+            await poll_for(lambda: app.ended)
+        assert app.ended == [disconnect(4000, "enough")]
+        expected = {"type": "websocket", "scheme": "ws", "path": "/a b", "raw_path": b"/a%20b"}
+        assert {key: app.scope[key] for key in expected} == expected
+        assert (app.scope["query_string"], app.scope["subprotocols"]) == (b"x=1", [])
+        assert "method" not in app.scope
+        assert (b"host", b"test") in app.scope["headers"]
+
+    run(test)
+
+
+def test_a_subprotocol_and_headers_are_agreed_upon() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        assert scope["subprotocols"] == ["v2", "v1"]
+        await send({"type": "websocket.accept", "subprotocol": "v1", "headers": [(b"x-who", b"me")]})
+        await receive()
+
+    async def test() -> None:
+        async with serving(app) as server, client_of(server) as client:
+            answer = await client.open(subprotocols=["v2", "v1"])
+            assert answer.subprotocol == "v1"
+            assert (b"x-who", b"me") in answer.extra_headers
+            await client.send(CloseConnection(code=1000))
+            assert isinstance(await client.event(), CloseConnection)
+
+    run(test)
+
+
+def test_a_message_in_fragments_arrives_whole() -> None:
+    async def test() -> None:
+        async with serving(Echo()) as server, client_of(server) as client:
+            await client.open()
+            await client.send(DataMessage(data="ab", message_finished=False))
+            await client.send(Ping())
+            await client.send(DataMessage(data="cd"))
+            assert isinstance(await client.event(), Pong)
+            assert await client.message() == "abcd"
+
+    run(test)
+
+
+@pytest.mark.parametrize("before", [b"", b"GET /x HTTP/1.1\r\nHost: test\r\n\r\n"])
+def test_a_client_need_not_wait_for_the_answer_to_its_handshake(before: bytes) -> None:
+    echo = Echo()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await echo(scope, receive, send)
+            return
+        await send({"type": "http.response.start", "status": 200})
+        await send({"type": "http.response.body", "body": b"first"})
+
+    async def test() -> None:
+        async with serving(app) as server, connected(server) as client:
+            both = WSConnection(ConnectionType.CLIENT)
+            handshake = both.send(Request(host="test", target="/"))
+            # The client's own half of the protocol takes no message before the answer.
+            frame = b"\x82\x83\x00\x00\x00\x00abc"
+            await client.send(before + handshake + frame * 10_000)
+            if before:
+                assert (await client.response()).body == b"first"
+            opened = SocketClient(client.reader, client.writer)
+            opened._protocol = both
+            assert isinstance(await opened.event(), AcceptConnection)
+            for _ in range(10_000):
+                assert await opened.message() == b"abc"
+            client.writer.transport.abort()
+
+    run(test)
+
+
+def test_the_application_closes_with_its_code() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        await send({"type": "websocket.accept"})
+        await send({"type": "websocket.close", "code": 4321, "reason": "go"})
+        with pytest.raises(OSError, match="closed"):
+            await send({"type": "websocket.send", "text": "more"})
+        assert await receive() == disconnect(4321, "go")
+
+    async def test() -> None:
+        async with serving(app) as server, client_of(server) as client:
+            await client.open()
+            assert await client.closed() == (4321, "go")
+
+    run(test)
+
+
+def test_an_application_that_returns_closes_normally_and_one_that_fails_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        await send({"type": "websocket.accept"})
+        if scope["path"] == "/fail":
+            raise RuntimeError("broken")
+
+    async def test() -> None:
+        async with serving(app) as server:
+            async with client_of(server) as client:
+                await client.open("/return")
+                assert (await client.closed())[0] == 1000
+            assert caplog.records == []
+            async with client_of(server) as client:
+                await client.open("/fail")
+                assert await client.closed() == (1011, "internal error")
+
+    run(test)
+    assert "broken" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "body"),
+    [
+        ("/close", 403, b""),
+        ("/return", 500, b"Internal Server Error"),
+        ("/fail", 500, b"Internal Server Error"),
+        ("/deny", 404, b"nothing here"),
+    ],
+)
+def test_a_handshake_that_is_refused_is_answered_by_http(
+    path: str, status: int, body: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        if scope["path"] == "/close":
+            await send({"type": "websocket.close"})
+        elif scope["path"] == "/fail":
+            raise RuntimeError("broken")
+        elif scope["path"] == "/deny":
+            headers = [(b"content-type", b"text/plain")]
+            await send({"type": "websocket.http.response.start", "status": 404, "headers": headers})
+            await send({"type": "websocket.http.response.body", "body": b"nothing ", "more_body": True})
+            await send({"type": "websocket.http.response.body", "body": b"here"})
+
+    async def test() -> None:
+        async with serving(app) as server, client_of(server) as client:
+            answer = await client.open(path)
+            assert isinstance(answer, RejectConnection)
+            assert answer.status_code == status
+            read = b""
+            while isinstance(event := await client.event(), RejectData):
+                read += event.data
+            assert (event, read) == (None, body)
+
+    with caplog.at_level(logging.ERROR):
+        run(test)
+
+
+def test_a_client_that_vanishes_is_a_disconnect() -> None:
+    async def test() -> None:
+        app = Echo()
+        async with serving(app) as server, client_of(server) as client:
+            await client.open()
+            client.vanish()
+            await poll_for(lambda: app.ended)
+        assert app.ended == [disconnect(1006)]
+
+    run(test)
+
+
+def test_an_application_that_is_sending_hears_at_once_that_the_client_has_gone() -> None:
+    async def test() -> None:
+        ended: list[BaseException] = []
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            await receive()
+            await send({"type": "websocket.accept"})
+            try:
+                while True:
+                    await send({"type": "websocket.send", "bytes": bytes(1 << 20)})
+            except BaseException as error:
+                ended.append(error)
+                raise
+
+        async with serving(app) as server, client_of(server) as client:
+            await client.open()
+            (session,) = server._carrier.sockets
+            await poll_for(session._stream.writing)
+            client.vanish()
+            await poll_for(lambda: ended)
+        assert isinstance(ended[0], OSError)
+
+    run(test)
+
+
+def test_a_refusal_that_is_read_late_arrives_whole() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        headers = [(b"content-length", b"8000000")]
+        await send({"type": "websocket.http.response.start", "status": 404, "headers": headers})
+        await send({"type": "websocket.http.response.body", "body": bytes(8_000_000)})
+
+    async def test() -> None:
+        async with serving(app) as server, connected(server) as client:
+            handshake = WSConnection(ConnectionType.CLIENT).send(Request(host="test", target="/"))
+            await client.send(handshake)
+            assert (await client.head())[0] == 404
+            await asyncio.sleep(0.05)
+            assert await client.rest() == bytes(8_000_000)
+
+    run(test)
+
+
+def test_an_application_that_does_not_care_for_the_disconnect_is_cancelled() -> None:
+    async def test() -> None:
+        ended: list[BaseException] = []
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            await receive()
+            await send({"type": "websocket.accept"})
+            try:
+                await asyncio.Event().wait()
+            except BaseException as error:
+                ended.append(error)
+                raise
+
+        async with serving(app) as server, client_of(server) as client:
+            await client.open()
+            client.vanish()
+            await poll_for(lambda: "gone" in repr(list(server._carrier.sockets)))
+            advance(6)
+            await poll_for(lambda: ended)
+        assert isinstance(ended[0], asyncio.CancelledError)
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("data", "code"),
+    [
+        (b"\xc1\x80\x00\x00\x00\x00", 1002),  # a reserved bit
+        (b"\x81\x82\x00\x00\x00\x00\xff\xfe", 1007),  # no UTF-8
+        (b"\x81\x02hi", 1002),  # not masked
+    ],
+)
+def test_a_client_that_breaks_the_protocol_is_told_and_sent_away(data: bytes, code: int) -> None:
+    async def test() -> None:
+        app = Echo()
+        async with serving(app) as server, client_of(server) as client:
+            await client.open()
+            await client.send_raw(data)
+            event = await client.event()
+            assert isinstance(event, CloseConnection)
+            assert event.code == code
+            await poll_for(lambda: app.ended)
+            assert app.ended[0]["code"] == code
+
+    run(test)
+
+
+def test_a_message_that_is_too_large_is_refused() -> None:
+    async def test() -> None:
+        app = Echo()
+        async with serving(app, max_message_bytes=1000) as server, client_of(server) as client:
+            await client.open()
+            assert await client.text("x" * 1000) == "x" * 1000
+            await client.send(DataMessage(data="x" * 600, message_finished=False))
+            await client.send(DataMessage(data="x" * 600))
+            assert (await client.closed())[0] == 1009
+            await poll_for(lambda: app.ended)
+        assert app.ended[0]["code"] == 1009
+
+    run(test)
+
+
+def test_a_client_that_sends_faster_than_the_application_reads_has_to_wait() -> None:
+    async def test() -> None:
+        may_read = asyncio.Event()
+        seen: list[int] = []
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            await receive()
+            await send({"type": "websocket.accept"})
+            await may_read.wait()
+            while (message := await receive())["type"] == "websocket.receive":
+                seen.append(len(message["bytes"]))
+
+        async with serving(app) as server, client_of(server) as client:
+            await client.open()
+            frame = client._protocol.send(DataMessage(data=bytes(100_000)))
+            for _ in range(400):
+                client._writer.write(frame)
+            session = next(iter(server._carrier.sockets))
+            await poll_for(lambda: session._inbox.is_full)
+            for _ in range(200):
+                await asyncio.sleep(0)
+            assert session._inbox._held_bytes < 2 * INBOX_BYTES
+            assert len(getattr(session._stream, "_unread", b"")) < INBOX_BYTES
+            may_read.set()
+            await poll_for(lambda: len(seen) == 400)
+
+    run(test)
+
+
+def test_a_silent_client_is_asked_and_then_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("daskserve.proxies.exchange.websocket.PING_S", ping_s := 1.0)
+
+    async def test() -> None:
+        app = Echo()
+        async with serving(app) as server, client_of(server) as client:
+            await client.open()
+            for _ in range(2):
+                advance(ping_s)
+                ping = await client.event()
+                assert isinstance(ping, Ping)
+                await client.send(ping.response())
+                assert await client.text("still here") == "still here"
+            advance(ping_s)
+            assert isinstance(await client.event(), Ping)
+            advance(ping_s)
+            assert (await client.closed())[0] == 1011
+            await poll_for(lambda: app.ended)
+
+    run(test)
+
+
+def test_a_server_that_drains_says_that_it_is_going_away() -> None:
+    async def test() -> None:
+        app = Echo()
+        async with serving(app) as server, client_of(server) as client:
+            await client.open()
+            draining = asyncio.create_task(server.drain(5))
+            assert await client.closed() == (1001, "going away")
+            await draining
+            assert app.ended == [disconnect(1001, "going away")]
+
+    run(test)
+
+
+def test_a_server_that_stops_ends_sessions_at_once() -> None:
+    async def test() -> None:
+        app = Echo()
+        async with serving(app) as server, client_of(server) as client:
+            await client.open()
+            await server.stop()
+            goodbye = await client.event()
+            assert isinstance(goodbye, CloseConnection)
+            assert goodbye.code == 1001
+            assert await client.event() is None
+            assert len(app.ended) == 1
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ("Upgrade: websocket\r\nConnection: Upgrade", 400),
+        ("Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13", 400),
+        ("Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 8", 426),
+    ],
+)
+def test_what_is_no_proper_handshake_is_refused(headers: str, status: int) -> None:
+    async def test() -> None:
+        async with serving(Echo()) as server, connected(server) as client:
+            await client.send(f"GET / HTTP/1.1\r\nHost: test\r\n{headers}\r\n\r\n".encode())
+            found, told = await client.head()
+            assert found == status
+            assert (
+                status == 400
+                or {name.lower(): each for name, each in told.items()}["sec-websocket-version"] == "13"
+            )
+
+    run(test)
+
+
+@pytest.mark.parametrize("headers", ["Upgrade: h2c\r\nConnection: Upgrade", "Connection: Upgrade"])
+def test_other_upgrades_are_ignored(headers: str) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        assert scope["type"] == "http"
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"plain"})
+
+    async def test() -> None:
+        async with serving(app) as server, connected(server) as client:
+            await client.send(f"GET / HTTP/1.1\r\nHost: test\r\n{headers}\r\n\r\n".encode())
+            assert (await client.head())[0] == 200
+
+    run(test)
+
+
+def test_a_flood_of_empty_messages_is_bounded() -> None:
+    async def test() -> None:
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            await receive()
+            await send({"type": "websocket.accept"})
+            await asyncio.Event().wait()
+
+        async with serving(app) as server, client_of(server) as client:
+            await client.open()
+            client._writer.write(client._protocol.send(DataMessage(data=b"")) * 100_000)
+            session = next(iter(server._carrier.sockets))
+            await poll_for(lambda: session._inbox.is_full)
+            assert session._inbox._held_bytes < 2 * INBOX_BYTES
+
+    run(test)
+
+
+def test_what_has_come_in_already_is_read_in_turn_with_everything_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Tornado gives it without waiting: a client that sends on and on would have the loop to itself."""
+    parts = 100
+
+    async def test() -> None:
+        async with serving(Echo()) as server, client_of(server) as client:
+            await client.open()
+            (session,) = server._carrier.sockets
+            ping = client._protocol.send(Ping())
+            read = 0
+
+            def read_bytes(*_: Any, **__: Any) -> asyncio.Future[bytes]:
+                nonlocal read
+                future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+                if read < parts:
+                    read += 1
+                    future.set_result(ping)
+                return future
+
+            with monkeypatch.context() as patch:
+                patch.setattr(session._stream, "read_bytes", read_bytes)
+                reading = asyncio.create_task(session._read())
+                turns = 0
+                while read < parts:
+                    await asyncio.sleep(0)
+                    turns += 1
+                reading.cancel()
+            assert turns >= parts
+
+    run(test)
+
+
+def test_an_answer_that_cannot_be_sent_is_an_error_of_the_application(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        await send({"type": "websocket.accept", "subprotocol": "not offered"})
+
+    async def test() -> None:
+        async with serving(app) as server, client_of(server) as client:
+            answer = await client.open()
+            assert isinstance(answer, RejectConnection)
+            assert answer.status_code == 500
+
+    run(test)
+    assert "not offered" in caplog.text
+
+
+def test_a_handshake_during_draining_is_answered_and_then_sent_away() -> None:
+    async def test() -> None:
+        may_accept = asyncio.Event()
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            await receive()
+            await may_accept.wait()
+            await send({"type": "websocket.accept"})
+            assert await receive() == disconnect(1001, "going away")
+
+        async with serving(app) as server, client_of(server) as client:
+            opening = asyncio.create_task(client.open())
+            await poll_for(lambda: server._carrier.sockets)
+            draining = asyncio.create_task(server.drain(5))
+            await asyncio.sleep(0)
+            may_accept.set()
+            assert isinstance(await opening, AcceptConnection)
+            assert await client.closed() == (1001, "going away")
+            await draining
+
+    run(test)
+
+
+def test_a_client_that_closes_and_does_not_read_is_not_waited_for() -> None:
+    async def test() -> None:
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            await receive()
+            await send({"type": "websocket.accept"})
+            with contextlib.suppress(OSError):
+                while True:
+                    await send({"type": "websocket.send", "bytes": bytes(1_000_000)})
+
+        async with serving(app) as server, client_of(server) as client:
+            await client.open()
+            (session,) = server._carrier.sockets
+            await poll_for(session._stream.writing)
+            client._writer.write(client._protocol.send(CloseConnection(code=1000)))
+            await poll_for(lambda: session._inbox.farewell is not None)
+            advance(5.5)  # the application is cancelled
+            await poll_for(lambda: session._task is None)
+            advance(2.5)  # and the connection given up
+            await poll_for(lambda: not server._carrier.sockets)
+            assert session._stream.closed()
+
+    run(test)

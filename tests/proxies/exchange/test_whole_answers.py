@@ -1,0 +1,216 @@
+"""What user code returns, all the way to the client's bytes: through the ingress, on each server."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from http_harness import connected, request, run, serving
+from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.responses import JSONResponse, Response
+
+from daskserve.data.replica.conversion import Answer, to_answer
+from daskserve.options.config import HTTPOptions
+from daskserve.proxies.asgi import Scope
+from daskserve.proxies.ingress.app import IngressApp, build_app
+from daskserve.proxies.ingress.routes import RouteTable
+from daskserve.types import Envelope, Receive, Send
+
+pytestmark = pytest.mark.usefixtures("carrier")
+
+METHODS = ["GET", "HEAD", "POST", "PUT"]
+TABLE = RouteTable(
+    {"/a": {"endpoint": "a", "methods": METHODS}, "/": {"endpoint": "root", "methods": METHODS}}
+)
+
+
+class Backend:
+    """Answers each request with what user code has returned, and keeps its head."""
+
+    def __init__(self, result: Any = "text") -> None:
+        self.result = result
+        self.heads: list[Mapping[str, Any]] = []
+
+    async def __call__(self, endpoint: str, envelope: Envelope, receive: Receive, send: Send) -> None:
+        self.heads.append(dict(envelope.head))
+        answer = to_answer(self.result() if inspect.isfunction(self.result) else self.result)
+        assert isinstance(answer, Answer)
+        assert answer.message is not None
+        await send(answer.message)
+
+    def ingress(self, *, takes_whole: bool = True, **options: Any) -> IngressApp:
+        return IngressApp(
+            options=HTTPOptions(**options),
+            routes=lambda: TABLE,
+            dispatch=self,
+            rng=random.Random(1),
+            takes_whole=takes_whole,
+        )
+
+
+def with_lists() -> Response:
+    response = Response("ok", headers={"x-a": "1"})
+    response.raw_headers = [list(pair) for pair in response.raw_headers]  # type: ignore[misc]
+    return response
+
+
+def with_cookies() -> Response:
+    response = JSONResponse({"a": 1})
+    response.set_cookie("a", "1")
+    return response
+
+
+RESULTS: list[tuple[Any, int, dict[str, str], bytes]] = [
+    ("text", 200, {"content-length": "4"}, b"text"),
+    ("", 200, {"content-length": "0"}, b""),
+    (None, 200, {"content-length": "0"}, b""),
+    (b"x" * 1000, 200, {"content-length": "1000"}, b"x" * 1000),
+    ({"a": 1}, 200, {"content-length": "7"}, b'{"a":1}'),
+    (Response("ok", 201), 201, {"content-length": "2"}, b"ok"),
+    (Response("ok", headers={"Content-Length": "2"}), 200, {"content-length": "2"}, b"ok"),
+    (Response(status_code=204), 204, {}, b""),
+    (Response(status_code=304, headers={"etag": "e"}), 304, {"etag": "e"}, b""),
+    (Response(status_code=304, headers={"content-length": "9"}), 304, {"content-length": "9"}, b""),
+    (Response("ok", headers={"x-request-id": "own"}), 200, {"x-request-id": "own"}, b"ok"),
+    (Response("ok", headers={"date": "today"}), 200, {"date": "today"}, b"ok"),
+    (with_lists, 200, {"content-length": "2", "x-a": "1"}, b"ok"),
+    (with_cookies, 200, {"set-cookie": "a=1; Path=/; SameSite=lax"}, b'{"a":1}'),
+]
+
+
+@pytest.mark.parametrize("takes_whole", [True, False])
+def test_each_result_is_one_response(takes_whole: bool) -> None:
+    async def test() -> None:
+        backend = Backend()
+        async with serving(backend.ingress(takes_whole=takes_whole)) as server:
+            for result, status, headers, body in RESULTS:
+                backend.result = result
+                async with connected(server) as client:
+                    # Twice: the second may find what the first has left.
+                    for method in ("GET", "GET", "HEAD", "POST", "GET"):
+                        await client.send(request("/a", "X-Request-ID: an-id", method=method))
+                        found = await client.response(has_body=method != "HEAD")
+                        assert found.status == status
+                        expected = {"x-request-id": "an-id", **headers}
+                        assert {name: found.headers.get(name) for name in expected} == expected
+                        assert ("content-length" in found.headers) is (
+                            status not in (204, 304) or "content-length" in headers
+                        )
+                        assert "date" in found.headers
+                        assert found.body == (b"" if method == "HEAD" else body)
+
+    run(test)
+
+
+def test_a_length_of_its_own_that_is_wrong_is_an_error() -> None:
+    async def test() -> None:
+        backend = Backend(Response("ok", headers={"content-length": "3"}))
+        async with serving(backend.ingress()) as server, connected(server) as client:
+            assert (await client.get("/a")).status == 500
+            # To a HEAD it tells of what a GET would give.
+            found = await client.get("/a", method="HEAD")
+            assert (found.status, found.headers["content-length"]) == (200, "3")
+
+    run(test)
+
+
+@pytest.mark.parametrize("takes_whole", [True, False])
+def test_ids_that_would_break_a_header_are_not_taken_over(takes_whole: bool) -> None:
+    async def test() -> None:
+        backend = Backend()
+        ingress = backend.ingress(takes_whole=takes_whole)
+
+        async def with_ids(scope: Scope, receive: Receive, send: Send) -> None:
+            # As from a server that lets everything pass.
+            ids = [(b"x-request-id", each) for each in (b"a\r\nx-b: 1", b"a\n", b"\0", b"good", b"late")]
+            await ingress({**scope, "headers": [*scope["headers"], *ids]}, receive, send)
+
+        async with serving(with_ids) as server, connected(server) as client:
+            found = await client.get("/a")
+            assert found.headers["x-request-id"] == "good"
+            assert "x-b" not in found.headers
+            assert backend.heads[0]["extensions"]["daskserve"]["request_id"] == "good"
+
+        async def with_bad_ones(scope: Scope, receive: Receive, send: Send) -> None:
+            headers = [*scope["headers"], (b"x-request-id", b"a\r\n\r\nHTTP/1.1 200 OK")]
+            await ingress({**scope, "headers": headers}, receive, send)
+
+        async with serving(with_bad_ones) as server, connected(server) as client:
+            found = await client.get("/a")
+            assert len(found.headers["x-request-id"]) == 36
+
+    run(test)
+
+
+@pytest.mark.parametrize("takes_whole", [True, False])
+def test_requests_of_one_connection_do_not_see_each_others_paths(takes_whole: bool) -> None:
+    async def test() -> None:
+        backend = Backend()
+        ingress = backend.ingress(takes_whole=takes_whole, root_path="/root")
+        async with serving(ingress) as server, connected(server) as client:
+            for path in ("/a/x%20y?q=1", "/root/a/x", "/other", "/root", "/a"):
+                assert (await client.get(path)).status == 200
+        found = [(head["path"], head["raw_path"], head["root_path"]) for head in backend.heads]
+        assert found == [
+            ("/root/a/x y", b"/root/a/x%20y", "/root/a"),
+            ("/root/a/x", b"/root/a/x", "/root/a"),
+            ("/root/other", b"/root/other", "/root"),
+            ("/root", b"/root", "/root"),
+            ("/root/a", b"/root/a", "/root/a"),
+        ]
+        assert [head["query_string"] for head in backend.heads] == [b"q=1", b"", b"", b"", b""]
+        statistics = ingress.statistics()
+        assert (statistics.ongoing, statistics.responses, statistics.unanswered) == (0, {"2xx": 5}, 0)
+
+    run(test)
+
+
+def test_middlewares_see_two_messages_with_the_length() -> None:
+    async def note(request: Any, call_next: Any) -> Any:
+        response = await call_next(request)
+        lengths.append(response.headers.get("content-length"))
+        return response
+
+    lengths: list[str | None] = []
+
+    async def test() -> None:
+        backend = Backend("x" * 2000)
+        app = build_app(
+            backend.ingress(takes_whole=False),
+            [Middleware(GZipMiddleware, minimum_size=500), Middleware(BaseHTTPMiddleware, dispatch=note)],
+        )
+        async with serving(app) as server, connected(server) as client:
+            for _ in range(2):
+                found = await client.get("/a", "Accept-Encoding: gzip", "X-Request-ID: an-id")
+                assert found.headers["content-encoding"] == "gzip"
+                assert int(found.headers.get("content-length", len(found.body))) == len(found.body) < 500
+                assert found.headers["x-request-id"] == "an-id"
+        assert lengths == ["2000", "2000"]
+
+    run(test)
+
+
+def test_pipelined_requests_get_their_own_answers_in_order() -> None:
+    async def test() -> None:
+        backend = Backend("text")
+        ingress = backend.ingress()
+        async with serving(ingress) as server, connected(server) as client:
+            await client.send(
+                b"".join(request("/a", f"X-Request-ID: {number}") for number in range(20))
+                + request("/a", "X-Request-ID: last", "Connection: close")
+            )
+            for expected in (*map(str, range(20)), "last"):
+                found = await client.response()
+                assert (found.headers["x-request-id"], found.body) == (expected, b"text")
+                assert ("connection" in found.headers) is (expected == "last")
+            assert await client.rest() == b""
+            await asyncio.sleep(0)
+        assert ingress.statistics().responses == {"2xx": 21}
+
+    run(test)

@@ -1,0 +1,304 @@
+"""What is different under uvicorn: how its parser reads, and how its sockets are accepted."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from typing import Any, cast
+
+import pytest
+from http_harness import (
+    Hanging,
+    advance,
+    connected,
+    echo,
+    hello,
+    poll_for,
+    request,
+    respond,
+    run,
+    serving,
+    tracebacks,
+)
+
+from daskserve.proxies.asgi import Scope
+from daskserve.proxies.exchange.request_head import MAX_HEADER_BYTES
+from daskserve.proxies.server.uvicorn_connection import UvicornConnection
+from daskserve.types import Receive, Send
+
+SERVER = "uvicorn"
+pytestmark = pytest.mark.usefixtures("carrier")
+
+
+def head_of(size: int) -> bytes:
+    return request("/", "X-A: " + "a" * (size - len(request("/", "X-A: "))))
+
+
+@pytest.mark.parametrize("piece", [1000, 60_000, 1 << 20])
+def test_a_head_may_have_so_many_bytes_and_no_more(piece: int) -> None:
+    async def test() -> None:
+        async with serving(hello) as server:
+            for size, status in ((MAX_HEADER_BYTES - 100, 200), (MAX_HEADER_BYTES * 2 + 1, 431)):
+                async with connected(server) as client:
+                    assert (await client.get()).status == 200
+                    head = head_of(size)
+                    for start in range(0, size, piece):
+                        client.writer.write(head[start : start + piece])
+                        await asyncio.sleep(0)
+                    response = await client.response()
+                    assert response.status == status
+                    if status == 431:
+                        assert await client.rest() == b""
+
+    run(test)
+
+
+def test_a_head_that_begins_in_the_piece_where_a_body_ends_may_be_as_long() -> None:
+    async def test() -> None:
+        async with serving(echo) as server, connected(server) as client:
+            body = bytes(100_000)
+            data = request(method="POST", body=body) + head_of(MAX_HEADER_BYTES - 100)
+            client.writer.write(data[:-10])
+            assert (await client.response()).body == body
+            await client.send(data[-10:])
+            assert (await client.response()).status == 200
+
+    run(test)
+
+
+def test_a_refused_head_ends_the_connection_though_its_client_goes_on() -> None:
+    async def test() -> None:
+        async with serving(hello) as server, connected(server) as client:
+            await client.send(b"no request\r\n\r\n")
+            assert (await client.response()).status == 400
+            await client.send(request())
+            assert await client.rest() == b""
+            advance(3)
+            await poll_for(lambda: "0 links" in repr(server))
+
+    run(test)
+
+
+def test_what_follows_a_refused_head_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        async with serving(hello) as server, connected(server) as client:
+            client.writer.write(head_of(MAX_HEADER_BYTES + 1000) + b"no request\r\n\r\n")
+            assert (await client.response()).status == 431
+            assert await client.rest() == b""
+
+    run(test)
+    assert tracebacks(caplog) == []
+
+
+@pytest.mark.parametrize("method", ["POST", "HEAD"])
+def test_a_broken_body_of_a_request_that_waits_is_refused_in_its_turn(method: str) -> None:
+    async def test() -> None:
+        app = Hanging()
+        async with serving(app) as server, connected(server) as client:
+            broken = request("/", "Transfer-Encoding: chunked", method=method) + b"2\r\nhi\r\nzz\r\n"
+            await client.send(request() + broken)
+            await poll_for(lambda: app.running)
+            app.go.set()
+            assert (await client.response()).body == b"at last"
+            assert (await client.response(has_body=method != "HEAD")).status == 400
+            assert await client.rest() == b""
+
+    run(test)
+
+
+@pytest.mark.parametrize("before", [b"", request()])
+@pytest.mark.parametrize("endless", [b"2;" + b"x" * 100_000, b"0\r\n" + b"X: y\r\n" * 20_000])
+def test_what_is_around_chunks_may_be_so_long_and_no_longer(before: bytes, endless: bytes) -> None:
+    async def test() -> None:
+        async with serving(echo) as server, connected(server) as client:
+            upload = b"POST / HTTP/1.1\r\nHost: a\r\nX-A: %b\r\nTransfer-Encoding: chunked\r\n\r\n" % (
+                b"a" * 30_000
+            )
+            client.writer.write(before + upload + b"2;" + b"x" * 10_000 + b"\r\nhi\r\n0\r\n\r\n")
+            if before:
+                assert (await client.response()).status == 200
+            assert (await client.response()).body == b"hi"
+            client.writer.write(before + upload + endless)
+            if before:
+                assert (await client.response()).status == 200
+            assert (await client.response()).status == 400
+
+    run(test)
+
+
+def test_trailers_are_not_headers() -> None:
+    async def test() -> None:
+        seen: list[Any] = []
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            while (await receive())["more_body"]:
+                pass
+            seen.append(scope["headers"])
+            await respond(send)
+
+        async with serving(app) as server, connected(server) as client:
+            for trailer in (b"Host: b", b"Connection: close"):
+                await client.send(
+                    b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n"
+                )
+                await client.send(trailer + b"\r\n\r\n")
+                assert (await client.response()).status == 200
+            assert await client.rest() == b""
+        assert seen == [[(b"host", b"a"), (b"transfer-encoding", b"chunked")]] * 2
+
+    run(test)
+
+
+def test_while_requests_wait_no_more_are_read() -> None:
+    async def test() -> None:
+        app = Hanging()
+        async with serving(app) as server, connected(server) as client:
+            client.writer.write(request() * 400_000)
+            await poll_for(lambda: app.running)
+            (stream,) = cast(Any, server._listener)._state.open_streams
+            connection = stream._transport.get_protocol()
+            await poll_for(lambda: connection.flow.read_paused)
+            held = len(connection._waiting), len(connection._rest)
+            await asyncio.sleep(0.02)
+            assert held == (len(connection._waiting), len(connection._rest))
+            assert held[0] < 5000
+            assert held[1] < 1 << 20
+            assert app.running == 1
+            client.writer.transport.abort()
+
+    run(test)
+
+
+def test_a_client_that_never_reads_its_last_response_is_given_up() -> None:
+    async def test() -> None:
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            await respond(send, bytes(1 << 20))
+
+        async with serving(app, keep_alive_timeout_s=5) as server, connected(server) as client:
+            client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+            (link,) = server._carrier.links
+            (stream,) = cast(Any, server._listener)._state.open_streams
+            stream._transport.set_write_buffer_limits(1 << 24)  # the application need not wait for it
+            stream._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+            await client.send(request("/", "Connection: close"))
+            await poll_for(stream.closed)
+            assert link in server._carrier.links
+            advance(6)
+            await poll_for(lambda: not server._carrier.links)
+
+    run(test)
+
+
+def test_a_mistake_of_ours_ends_the_connection_and_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("a mistake")
+
+    monkeypatch.setattr(UvicornConnection, "_begin", fail)
+
+    async def test() -> None:
+        async with serving(hello) as server, connected(server) as client:
+            await client.send(request())
+            assert await client.rest() == b""
+
+    run(test)
+    (record,) = tracebacks(caplog)
+    assert "Reading a request failed" in record.getMessage()
+
+
+def test_without_file_descriptors_it_is_tried_again_later(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        async with serving(hello) as server:
+            listener = cast(Any, server._listener)
+            (real,) = listener._sockets
+
+            class Exhausted:
+                def accept(self) -> None:
+                    raise OSError(errno.EMFILE, "Too many open files")
+
+                def fileno(self) -> int:
+                    return int(real.fileno())
+
+            listener._accept(Exhausted())
+            async with connected(server) as client:
+                await client.send(request())
+                await asyncio.sleep(0.01)
+                assert "0 links" in repr(server)
+                (pause,) = listener._pauses
+                pause.cancel()
+                listener._pauses.clear()
+                asyncio.get_running_loop().add_reader(real, listener._accept, real)
+                assert (await client.response()).status == 200
+            listener._accept(Exhausted())
+
+    run(test)
+    assert "Accepting no connections for 1 s" in caplog.text
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_what_is_before_a_target_may_be_so_long_and_no_longer(is_first: bool) -> None:
+    async def test() -> None:
+        async with serving(hello) as server:
+            for size, status in ((MAX_HEADER_BYTES // 2, 200), (4 * MAX_HEADER_BYTES, 431)):
+                async with connected(server) as client:
+                    if not is_first:
+                        assert (await client.get()).status == 200
+                    method, rest = request().split(b" ", 1)
+                    data = method + b" " * size + rest
+                    for start in range(0, len(data), 10_000):
+                        client.writer.write(data[start : start + 10_000])
+                        await asyncio.sleep(0)
+                    response = await client.response()
+                    assert response.status == status
+                    if status == 431:
+                        assert await client.rest() == b""
+
+    run(test)
+
+
+def test_what_follows_the_last_request_of_a_connection_changes_nothing() -> None:
+    async def test() -> None:
+        may_answer = asyncio.Event()
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            await may_answer.wait()
+            await respond(send, b"last")
+
+        async with serving(app) as server, connected(server) as client:
+            await client.send(request("/", "Connection: close"))
+            for _ in range(30):
+                await client.send(b"\r\n" * 5_000)
+            may_answer.set()
+            assert (await client.response()).body == b"last"
+            assert await client.rest() == b""
+
+    run(test)
+
+
+def test_a_target_that_comes_in_parts_is_one() -> None:
+    async def test() -> None:
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            await respond(send, scope["raw_path"] + b"?" + scope["query_string"])
+
+        async with serving(app) as server, connected(server) as client:
+            for _ in range(2):
+                for part in (b"GE", b"T /a", b"b/", b"c?d", b"=e", b" HTTP/1.1\r\nHost: a\r\n\r", b"\n"):
+                    await client.send(part)
+                    for _ in range(5):  # the server is on the same loop
+                        await asyncio.sleep(0)
+                assert (await client.response()).body == b"/ab/c?d=e"
+
+    run(test)
+
+
+def test_the_refusal_of_a_head_request_has_no_body() -> None:
+    async def test() -> None:
+        async with serving(hello) as server, connected(server) as client:
+            await client.send(b"HEAD /\x01 HTTP/1.1\r\nHost: a\r\n\r\n")
+            status, _ = await client.head()
+            assert status == 400
+            assert await client.rest() == b""
+
+    run(test)
