@@ -1,0 +1,91 @@
+"""The rooms of the code and the imports between them, as a graph that is read from the sources.
+
+A room is a folder directly in ``daskserve/`` seen as a whole, a module directly in it, or ``proxies/``. An arrow
+is an import from one room into another. A floor is one more than the highest floor that a room imports.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = "daskserve"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The rooms and what they import.
+
+    Attributes
+    ----------
+    imports : mapping
+        The rooms that each room imports.
+    """
+
+    imports: Mapping[str, frozenset[str]]
+
+    def floors(self) -> dict[str, int]:
+        """Return each room's floor, from 0; raise `ValueError` if rooms import each other in a circle."""
+        floors: dict[str, int] = {}
+        waiting = set(self.imports)
+        while waiting:
+            ready = {room for room in waiting if not self.imports[room] & waiting}
+            if not ready:
+                raise ValueError(f"rooms that import each other: {', '.join(sorted(waiting))}")
+            floors |= {
+                room: max((floors[each] + 1 for each in self.imports[room]), default=0) for room in ready
+            }
+            waiting -= ready
+        return floors
+
+    def arrows(self) -> list[tuple[str, str]]:
+        """Return all pairs of a room and a room that it imports."""
+        return sorted((room, other) for room, others in self.imports.items() for other in others)
+
+    def direct(self) -> list[tuple[str, str]]:
+        """Return the arrows that no longer way through other rooms stands for."""
+        below = {room: self._reach(room) for room in self.imports}
+        return [
+            (room, other)
+            for room, other in self.arrows()
+            if not any(other in below[between] for between in self.imports[room] if between != other)
+        ]
+
+    def _reach(self, room: str) -> set[str]:
+        found = set(self.imports[room])
+        for each in self.imports[room]:
+            found |= self._reach(each)
+        return found
+
+
+def room_of(parts: tuple[str, ...]) -> str:
+    """Return the room of a dotted name that starts with the package; the root package is a room, too."""
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def read_plan(root: Path = ROOT) -> Plan:
+    """Return the plan of the sources below ``root``."""
+    files = {}
+    for folder, prefix in ((root / PACKAGE, ()), (root / "proxies", ("proxies",))):
+        for path in sorted(folder.rglob("*.py")):
+            parts = [PACKAGE, *prefix, *path.relative_to(folder).with_suffix("").parts]
+            files[tuple(parts[:-1] if parts[-1] == "__init__" else parts)] = path.read_text(encoding="utf-8")
+    imports: dict[str, set[str]] = {}
+    for name, source in files.items():
+        room = room_of(name)
+        targets = {room_of(target) for target in _targets(source, set(files)) if target[0] == PACKAGE}
+        imports.setdefault(room, set()).update(targets - {room})
+    return Plan({room: frozenset(others) for room, others in imports.items()})
+
+
+def _targets(source: str, modules: set[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (tuple(alias.name.split(".")) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            base = tuple(node.module.split("."))
+            for alias in node.names:
+                yield (*base, alias.name) if (*base, alias.name) in modules else base
