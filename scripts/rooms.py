@@ -1,7 +1,8 @@
 """The rooms of the code and the imports between them, as a graph that is read from the sources.
 
-A room is a folder directly in ``daskserve/`` seen as a whole, a module directly in it, or ``proxies/``. An arrow
-is an import from one room into another. A floor is one more than the highest floor that a room imports.
+A room is a folder directly in ``daskserve/`` seen as a whole, a module directly in it, or ``proxies/``.
+An arrow is an import from one room into another. A floor is one more than the highest floor that a room
+imports.
 """
 
 from __future__ import annotations
