@@ -58,6 +58,7 @@ setup(
         "daskserve.data.caller",
         "daskserve.data.replica",
         "daskserve.figures",
+        "daskserve.internals",
         "daskserve.loops",
         "daskserve.options",
         "daskserve.proxies",

@@ -15,6 +15,7 @@
     │   ├── NotRunningError
     │   ├── ClusterUnreachableError (OSError)
     │   ├── VersionMismatchError
+    │   ├── LibraryVersionError                    install a version of the library that works
     │   └── PortInUseError     (OSError, ValueError)
     ├── DeployError            (RuntimeError) 500  the change did not come about
     │   ├── ReplicaStartError                      the user's constructor raised; carries the traceback
@@ -102,6 +103,28 @@ class ClusterUnreachableError(InstanceError, OSError):
 
 class VersionMismatchError(InstanceError):
     """The scheduler or a worker has no daskserve, or another version of it."""
+
+
+class LibraryVersionError(InstanceError):
+    """An installed library is too old or too new for daskserve; the message says which version to install.
+
+    Attributes
+    ----------
+    library : str
+        Its name, as pip takes it, or ``"python"``.
+    installed : str
+        The version that is installed.
+    versions : str
+        The versions that work, as pip takes them: ``">=6.4,<6.7"``.
+    """
+
+    def __init__(
+        self, message: str = "", *, library: str = "", installed: str = "", versions: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.library = library
+        self.installed = installed
+        self.versions = versions
 
 
 class PortInUseError(InstanceError, OSError, ValueError):

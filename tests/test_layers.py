@@ -35,6 +35,7 @@ ROOMS: Mapping[str, str] = {
     "options": "values",
     "figures": "values",
     "loops": "values",
+    "internals": "values",
     "autoscaling": "autoscaling",
     "dashboards": "dashboards",
     "simulation": "simulation",

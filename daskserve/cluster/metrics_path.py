@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from daskserve.internals.tornado import path_patterns
+
 METRICS_PATH = "/metrics"
 
 
 def metrics_path(application: Any) -> str:
     """Return the path of a Dask server's metrics, which may have a prefix."""
-    for router in (application.wildcard_router, application.default_router):
-        for rule in router.rules:
-            pattern = str(getattr(getattr(rule.matcher, "regex", None), "pattern", "")).rstrip("$")
-            if pattern.endswith(METRICS_PATH):
-                return pattern
+    for pattern in path_patterns(application):
+        path = pattern.rstrip("$")
+        if path.endswith(METRICS_PATH):
+            return path
     return METRICS_PATH
 
 

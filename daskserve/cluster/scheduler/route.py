@@ -1,4 +1,4 @@
-"""A route of daskserve's on the scheduler's HTTP server, which Tornado itself can add but not take away."""
+"""A route of daskserve on the scheduler's HTTP server."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from distributed import Scheduler
 from tornado.web import RequestHandler
 
 from daskserve.cluster.metrics_path import METRICS_PATH, metrics_path
+from daskserve.internals.tornado import add_route, remove_route
 
 
 class SchedulerRoute:
@@ -32,18 +33,15 @@ class SchedulerRoute:
         self._rule: Any = None
 
     def install(self) -> None:
-        """Add the route; idempotent, and nothing where the scheduler has no HTTP server."""
+        """Add the route; idempotent, and does nothing if the scheduler has no HTTP server."""
         application = getattr(self._scheduler, "http_application", None)
         if application is None or self._rule is not None:
             return
-        rules = application.default_router.rules
-        before = list(rules)
         path = metrics_path(application).removesuffix(METRICS_PATH) + self._path
-        application.add_handlers(".*$", [(path, self._handler, self._arguments)])
-        (self._rule,) = (rule for rule in rules if rule not in before)
+        self._rule = add_route(application, path, self._handler, self._arguments)
 
     def uninstall(self) -> None:
-        """Take the route away; idempotent."""
+        """Remove the route; idempotent."""
         rule, self._rule = self._rule, None
         if rule is not None:
-            self._scheduler.http_application.default_router.rules.remove(rule)
+            remove_route(self._scheduler.http_application, rule)
