@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from unittest.mock import Mock
 
-from tornado.httputil import HTTPServerRequest, RequestStartLine
+from tornado.httputil import HTTPHeaders, HTTPServerRequest, RequestStartLine
 from tornado.web import Application, ErrorHandler, RequestHandler
 
 from daskserve.internals.tornado import add_route, path_patterns, remove_route
@@ -15,8 +15,9 @@ class Page(RequestHandler):
 
 
 def finds_page(application: Application, path: str) -> bool:
-    request = HTTPServerRequest(start_line=RequestStartLine("GET", path, "HTTP/1.1"), connection=Mock())
-    request.host_name = "example"
+    start_line = RequestStartLine("GET", path, "HTTP/1.1")
+    headers = HTTPHeaders({"Host": "example"})
+    request = HTTPServerRequest(start_line=start_line, headers=headers, connection=Mock())
     handler = application.find_handler(request).handler_class  # type: ignore[attr-defined]
     assert handler in (Page, ErrorHandler)
     return handler is Page
