@@ -47,9 +47,9 @@ class Slow:
         return "ok"
 
 
-def fetch(url: str) -> float:
-    """Return when a request was answered, which must be with 200."""
-    with urllib.request.urlopen(url, timeout=DEADLINE_S) as answer:
+def fetch(url: str, number: int) -> float:
+    """Return when request ``number`` was answered, which must be with 200."""
+    with urllib.request.urlopen(f"{url}?n={number}", timeout=DEADLINE_S) as answer:
         assert answer.status == 200
         answer.read()
     return time.perf_counter()
@@ -75,10 +75,10 @@ def measure(client: serve.Client, url: str, runs: int) -> None:
         for _ in range(runs):
             wait_for(is_at_zero)
             began = time.perf_counter()
-            alone.append(fetch(url) - began - START_S)
+            alone.append(fetch(url, 50) - began - START_S)
             wait_for(is_at_zero)
             began = time.perf_counter()
-            last.append(max(pool.map(fetch, [url] * 50)) - began - START_S)
+            last.append(max(pool.map(fetch, [url] * 50, range(50))) - began - START_S)
     for name, found in (("one request", alone), ("the last of 50", last)):
         print(
             f"{name:16} {statistics.median(found) * 1000:4.0f} ms beyond the constructor "

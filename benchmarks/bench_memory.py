@@ -1,11 +1,11 @@
 """Memory of the processes that serve, before and after many requests of which a fifth is cancelled.
 
-The load comes from one process over plain sockets: 32 connections, of which a fifth of the requests end by a
-reset at a random moment: within the head, within the body of an upload, before the answer or within it. The
-requests that are not cancelled must be answered with 200. After a warm-up of a tenth as many requests (at
-least 20,000) and again at the end, when all gauges are back at zero, each process's memory is taken, after a
-garbage collection. The growth of its RSS must stay under 5 MiB; PSS is told too, but depends on who else
-happens to run the same libraries.
+The load comes from one process over plain sockets: 32 connections, whose requests differ in query, headers
+and body. A fifth of them end by a reset at a random moment: within the head, within the body of an upload,
+before the answer or within it. The requests that are not cancelled must be answered with 200. After a warm-up
+of a tenth as many requests (at least 20,000) and again at the end, when all gauges are back at zero, each
+process's memory is taken, after a garbage collection. The growth of its RSS must stay under 5 MiB; PSS is
+told too, but depends on who else happens to run the same libraries.
 
 1. one hop: the proxy in one worker, the replica in another.
 2. zero hop: one worker with proxy and replica.
@@ -45,7 +45,7 @@ async def answer(request: Any) -> Any:
     """Answer at once, or, for one request in four, a little later, in two parts."""
     if request.method == "POST":
         return str(len(await request.body()))
-    if request.url.query != "slow":
+    if not request.url.query.startswith("slow"):
         return "ok"
 
     async def parts() -> Any:
@@ -63,12 +63,8 @@ class Load:
     def __init__(self, url: str, rng: random.Random) -> None:
         place = urlsplit(url)
         self._address = (place.hostname or "", place.port or 0)
-        head = f"{place.path}{{}} HTTP/1.1\r\nHost: {place.netloc}\r\n"
-        self._requests = (
-            *[f"GET {head.format('')}\r\n".encode()] * 2,
-            f"GET {head.format('?slow')}\r\n".encode(),
-            f"POST {head.format('')}Content-Length: {len(BODY)}\r\n\r\n".encode() + BODY,
-        )
+        self._path = place.path
+        self._host = place.netloc
         self._rng = rng
         self._left = 0
         self.cancelled = 0
@@ -88,13 +84,24 @@ class Load:
                 if self._left <= 0:
                     break
                 self._left -= 1
-                request = self._rng.choice(self._requests)
+                request = self._next_request()
                 if self._rng.random() < 0.2:
                     await self._cancel(request, reader, writer)
                     break
                 writer.write(request)
                 await self._read_answer(reader)
             writer.close()
+
+    def _next_request(self) -> bytes:
+        number = self._left
+        kind = self._rng.randrange(4)
+        query = f"{'slow' if kind == 2 else 'n'}={number}"
+        lines = [f"Host: {self._host}", f"X-Client: {number:08x}"]
+        if kind < 3:
+            return "\r\n".join([f"GET {self._path}?{query} HTTP/1.1", *lines, "", ""]).encode()
+        body = b"%08d" % number + BODY
+        lines.append(f"Content-Length: {len(body)}")
+        return "\r\n".join([f"POST {self._path}?{query} HTTP/1.1", *lines, "", ""]).encode() + body
 
     async def _read_answer(self, reader: asyncio.StreamReader) -> None:
         head = await reader.readuntil(b"\r\n\r\n")

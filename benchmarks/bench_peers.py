@@ -1,8 +1,9 @@
 """Requests per second of daskserve beside other serving systems, in the same run.
 
-Each system answers two bytes to ``wrk -t1 -c32``; mosec, which takes only POST, is asked by POST, and so is
-daskserve beside it. daskserve runs in two workers with ``event_loop="worker"``, under Tornado and under
-uvicorn; what the peers do is in ``peers/``. Systems take turns, and a ratio is the median of the ratios.
+Each system answers two bytes to ``wrk -t1 -c32``; mosec takes only POST, so daskserve gets POST beside it.
+Requests differ in query, headers and body, and every system gets the same ones. daskserve runs in two workers
+with ``event_loop="worker"``, under Tornado and under uvicorn; what the peers do is in ``peers/``. Systems
+take turns, and a ratio is the median of the ratios.
 
 The peers need an environment of their own: ``python -m venv DIR``, then
 ``DIR/bin/pip install "ray[serve]" mosec fastapi uvicorn httptools uvloop`` (Ray's fastest setting needs the
@@ -15,26 +16,25 @@ import argparse
 import statistics
 from pathlib import Path
 
-from http_load import POST, Place, need_wrk, program, serving, wrk
+from http_load import Place, need_wrk, program, serving, wrk
 
 PEERS = Path(__file__).parent / "peers"
 PEER_PROGRAMS = {
-    "FastAPI on two uvicorn workers": ("fastapi_uvicorn.py", (), False),
-    "mosec": ("mosec_worker.py", (), True),
-    "Ray Serve": ("ray_serve.py", (), False),
-    "Ray Serve with HAProxy": ("ray_serve.py", ("haproxy",), False),
+    "FastAPI on two uvicorn workers": ("fastapi_uvicorn.py", (), "GET"),
+    "mosec": ("mosec_worker.py", (), "POST"),
+    "Ray Serve": ("ray_serve.py", (), "GET"),
+    "Ray Serve with HAProxy": ("ray_serve.py", ("haproxy",), "GET"),
 }
 
 
 def measure(name: str, server: str, python: str, *, runs: int, seconds: float) -> None:
-    file, arguments, posts = PEER_PROGRAMS[name]
+    file, arguments, method = PEER_PROGRAMS[name]
     place = Place(workers=2, server=server, config={"event_loop": "worker"})
     with serving(place) as url, program(PEERS / file, *arguments, python=python) as peer_url:
         ratios, rates = [], []
         for number in range(runs + 1):
             ours, theirs = (
-                wrk(each, connections=32, seconds=seconds, script=POST if posts else None).rate
-                for each in (url, peer_url)
+                wrk(each, connections=32, seconds=seconds, method=method).rate for each in (url, peer_url)
             )
             if number:  # the first one warms up
                 ratios.append(ours / theirs)

@@ -6,10 +6,10 @@ of three lines, each in one process or in two that share a port. Everything answ
 workers, each of them has a proxy and a replica.
 
 Needs ``wrk`` (Debian has a package). Run:
-``python benchmarks/bench_requests.py [--runs N] [--seconds S] [--only WORD] [--vary]``; a line per case:
+``python benchmarks/bench_requests.py [--runs N] [--seconds S] [--only WORD]``; a line per case:
 requests per second at 32 connections (or as many as it says), the ratio to the floor with its range, the p99
-there, and the p50 at one connection, both in multiples of the floor's. All requests are the same, which is
-an advantage under uvicorn (`daskserve.proxies.exchange.repeats`); with ``--vary`` no two in a row are.
+there, and the p50 at one connection, both in multiples of the floor's. Requests differ in query and headers,
+for the case and for its floor.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from __future__ import annotations
 import argparse
 import statistics
 from dataclasses import dataclass
-from pathlib import Path
 
-from http_load import VARY, Place, floor_of, need_wrk, serving, wrk
+from http_load import Place, floor_of, need_wrk, serving, wrk
 
 WORKER_LOOP = {"event_loop": "worker"}
 
@@ -49,15 +48,14 @@ CASES = [
 ]
 
 
-def measure(case: Case, *, runs: int, seconds: float, script: Path | None) -> None:
+def measure(case: Case, *, runs: int, seconds: float) -> None:
     ratios, rates, tails, alone = [], [], [], []
     with serving(case.place) as url, floor_of(case.floor, case.place.processes) as floor_url:
         for each in (url, floor_url):
             wrk(each, connections=case.connections, seconds=1)  # warm up
         for _ in range(runs):
             told, bottom = (
-                wrk(each, connections=case.connections, seconds=seconds, script=script)
-                for each in (url, floor_url)
+                wrk(each, connections=case.connections, seconds=seconds) for each in (url, floor_url)
             )
             rates.append(told.rate)
             ratios.append(told.rate / bottom.rate)
@@ -77,13 +75,11 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--only", default="", help="measure only the cases whose name holds this")
-    parser.add_argument("--vary", action="store_true", help="no two requests in a row are the same")
     given = parser.parse_args()
     need_wrk()
-    script = VARY if given.vary else None
     for case in CASES:
         if given.only in case.name:
-            measure(case, runs=given.runs, seconds=given.seconds, script=script)
+            measure(case, runs=given.runs, seconds=given.seconds)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,6 @@ from daskserve.cluster.launch import start_local_cluster
 from daskserve.settings import LocalClusterSize
 
 PROGRAMS = Path(__file__).parent / "programs"
-#: Scripts of ``wrk``: requests with a body, and requests of which no two in a row are the same.
-POST, VARY = PROGRAMS / "post.lua", PROGRAMS / "vary.lua"
 
 
 async def answer(request: Any) -> str:
@@ -39,13 +37,13 @@ def need_wrk() -> None:
         sys.exit("please install wrk")
 
 
-def wrk(url: str, *, connections: int, seconds: float, script: Path | None = None) -> Told:
-    """Ask for ``url`` over so many connections, as fast as they are answered.
+def wrk(url: str, *, connections: int, seconds: float, method: str = "GET") -> Told:
+    """Send requests to ``url`` over the given number of connections, as fast as they are answered.
 
-    It takes whole seconds only, at least one.
+    Requests differ from one to the next. wrk runs for whole seconds, at least one.
     """
-    scripts = [] if script is None else ["-s", str(script)]
-    command = ["wrk", "-t1", f"-c{connections}", f"-d{max(1, round(seconds))}s", "--latency", *scripts, url]
+    command = ["wrk", "-t1", f"-c{connections}", f"-d{max(1, round(seconds))}s", "--latency"]
+    command += ["-s", str(PROGRAMS / "requests.lua"), url, "--", method]
     told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     if "Non-2xx" in told or "Socket errors" in told:
         raise RuntimeError(f"not every request was answered: {told}")

@@ -28,7 +28,6 @@ from tornado.iostream import StreamClosedError
 
 from daskserve.errors import http_status_of
 from daskserve.proxies.asgi import Headers, Scope, split_whole
-from daskserve.proxies.exchange.repeats import copy_of
 from daskserve.proxies.exchange.request_body import RequestBody
 from daskserve.proxies.exchange.request_head import (
     FRAMING_HEADERS,
@@ -115,23 +114,14 @@ class Exchange(RequestReader):
         version: str,
         headers: list[tuple[bytes, bytes]],
         framing: Mapping[str, str],
-    ) -> Scope | None:
-        """Start the application; it may answer before the body has come in.
-
-        Returns its scope, if the same head will always mean the same, for `begin_again`.
-        """
+    ) -> None:
+        """Start the application; it may answer before the body has come in."""
         self._method = method.upper()
-        length: int | None = 0
-        is_plain = version == "HTTP/1.1" and framing == self._link.plain_framing
+        self._is_http11 = version != "HTTP/1.0"
         try:
-            if not is_plain:
-                self._is_http11 = version != "HTTP/1.0"
-                self._closes = not keeps_alive(framing.get("Connection", ""), version)
-                check_host(framing, version)
-                length = body_length(framing, version)
-                if version == "HTTP/1.1" and len(framing) == 1:  # its host, without which it is none
-                    self._link.plain_framing = framing
-                    is_plain = True
+            self._closes = not keeps_alive(framing.get("Connection", ""), version)
+            check_host(framing, version)
+            length = body_length(framing, version)
             if target[:1] == "/" and method != "CONNECT":
                 path, _, query = target.partition("?")
             else:
@@ -140,11 +130,11 @@ class Exchange(RequestReader):
             self._body = RequestBody(is_ended=True)  # as far as we care: where it ends is what is unclear
             self._closes = True
             self._answer(400, str(error))
-            return None
+            return
         self._body = RequestBody(is_ended=length == 0)
         if length is not None and length > self._carrier.max_body_bytes:
             self._refuse_body(is_coming="Expect" not in framing)
-            return None
+            return
         if "," in framing.get("Content-Length", ""):
             # The same number several times: nobody behind us should have to wonder.
             headers = [header for header in headers if header[0] != b"content-length"]
@@ -155,17 +145,8 @@ class Exchange(RequestReader):
                 self._open_socket(scope)
             else:
                 self._refuse(400, "The handshake of a WebSocket has no body.", is_coming=True)
-            return None
+            return
         self._task = asyncio.get_running_loop().create_task(self._run(scope))
-        self._carrier.tasks.add(self._task)
-        return scope if is_plain else None
-
-    def begin_again(self, scope: Scope) -> None:
-        """Start the application on a request that is whole, with a scope that `begin` has returned."""
-        self._method = scope["method"]
-        self._body = RequestBody(is_ended=True)
-        self._carrier.watch.unwatch(self._link)
-        self._task = asyncio.get_running_loop().create_task(self._run(copy_of(scope)))
         self._carrier.tasks.add(self._task)
 
     def data_received(self, chunk: bytes) -> asyncio.Future[None] | None:

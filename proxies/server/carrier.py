@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Mapping
 from typing import Protocol
 
 from daskserve.clock import Clock
 from daskserve.proxies.asgi import ASGI_VERSIONS, ASGIApp, Scope
-from daskserve.proxies.exchange.repeats import LastRequest
 from daskserve.proxies.exchange.response_head import DateHeader, HeadCache
 from daskserve.proxies.exchange.stream import Stream, addresses_of
 from daskserve.proxies.exchange.websocket import WebSocketSession
@@ -79,7 +77,7 @@ class Carrier:
 class Link:
     """One open connection: its stream, its addresses and the request that is read or answered on it."""
 
-    __slots__ = ("client", "exchange", "last", "plain_framing", "scope", "stream")
+    __slots__ = ("client", "exchange", "scope", "stream")
 
     def __init__(self, stream: Stream, *, is_encrypted: bool = False) -> None:
         self.stream = stream
@@ -94,10 +92,6 @@ class Link:
             "server": server,
         }
         self.exchange: Ongoing | None = None
-        #: What the last request said of its framing, if that was its host, and nothing else.
-        self.plain_framing: Mapping[str, str] | None = None
-        #: The whole last request, if that is kept.
-        self.last = LastRequest()
 
     def close(self) -> None:
         """Close the connection, whatever is going on there."""

@@ -10,8 +10,6 @@ request to the same `Exchange` that serves it under Tornado. What is left to do 
 2. A head that is too large, or no HTTP, is answered with 431 or 400, after the answers that were due before.
 3. The parser stops at each head that asks for an upgrade and takes it to have no body. Only a WebSocket is
    really one; for the others it starts anew behind the head.
-4. The parser calls back for each part of a head. Requests without a body that are the same as the one before
-   are not read again (`daskserve.proxies.exchange.repeats`).
 """
 
 from __future__ import annotations
@@ -27,7 +25,6 @@ from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from daskserve.proxies.asgi import Scope
 from daskserve.proxies.exchange.exchange import LINGER_S, Exchange
 from daskserve.proxies.exchange.request_head import MAX_HEADER_BYTES
 from daskserve.proxies.exchange.response_head import ResponseWriter, plain_text
@@ -110,17 +107,8 @@ class UvicornConnection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._is_deaf:
             return
-        last = self._link.last
-        is_idle = not (self._is_busy or self._part or self._waiting)
-        if is_idle and last.scope is not None and data == last.data:
-            self._is_busy = self._is_read = True
-            self._exchange = exchange = Exchange(self._carrier, self._link, self)
-            exchange.begin_again(last.scope)
-            return
         if len(data) <= _PIECE_BYTES and not self._rest:
-            last.begun = None  # what has begun since belongs to a longer piece
             self._parse(data)
-            last.note(data if is_idle and not (self._part or self._waiting) else b"")
             if self._rest or self._waiting or self._room is not None:
                 self._read_on()
         else:
@@ -199,7 +187,7 @@ class UvicornConnection(HttpToolsProtocol):
         if self._is_busy or self._waiting:
             self._waiting.append(_Waiting(head))
         else:
-            self._link.last.begun = self._begin(*head)
+            self._begin(*head)
 
     def on_body(self, body: bytes) -> None:
         self._dry_bytes = -1
@@ -304,17 +292,16 @@ class UvicornConnection(HttpToolsProtocol):
         version: str,
         headers: list[tuple[bytes, bytes]],
         framing: Mapping[str, str],
-    ) -> Scope | None:
+    ) -> None:
         self._is_busy = True
         self._is_read = False
         self._exchange = exchange = Exchange(self._carrier, self._link, self)
-        scope = exchange.begin(method, target, version, headers, framing)
+        exchange.begin(method, target, version, headers, framing)
         if exchange.wants_body:
             self._carrier.watch.watch(self._link)
         is_asking = "Expect" in framing and framing["Expect"].lower() == "100-continue"
         if is_asking and version != "HTTP/1.0" and exchange.wants_body:
             self._stream.write(_CONTINUE)
-        return scope
 
     def _begin_next(self) -> None:
         if not self._waiting or self._is_busy or self.transport.is_closing():

@@ -241,6 +241,29 @@ def test_the_scope_is_as_asgi_has_it() -> None:
     run(test)
 
 
+def test_a_changed_scope_does_not_reach_the_next_request() -> None:
+    """An application may change its scope in place; the same request sent again gets a fresh one."""
+    seen: list[Scope] = []
+
+    async def change(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append({**scope, "headers": list(scope["headers"])})
+        scope["headers"].append((b"x-own", b"1"))
+        scope["path"] = "/elsewhere"
+        scope["extensions"] = {"own": {}}
+        await respond(send, seen[-1]["path"].encode())
+
+    async def test() -> None:
+        async with serving(change) as server, connected(server) as client:
+            for _ in range(4):
+                assert (await client.get("/same?a=1", "X-A: 1")).body == b"/same"
+            await client.send(request("/same?a=1", "X-A: 1") * 3)
+            assert [(await client.response()).body for _ in range(3)] == [b"/same"] * 3
+
+    run(test)
+    assert len(seen) == 7
+    assert all(each == seen[0] for each in seen)
+
+
 @pytest.mark.parametrize(
     ("target", "path"),
     [
