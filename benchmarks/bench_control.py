@@ -162,10 +162,8 @@ class CountingStore:
 class Empty:
     """An actor that does nothing."""
 
-    verbs: frozenset[str] = frozenset()
-
     def __init__(self, context: ActorContext) -> None:
-        pass
+        self.verbs: dict[str, Any] = {}
 
     async def start(self) -> dict[str, Any]:
         return {}

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Coroutine, Mapping
 from typing import Any
 
-from daskserve.cluster.base import ActorContext
+from daskserve.cluster.base import ActorContext, verb, verbs_of
 from daskserve.data.caller.handle import routers_of
 from daskserve.data.replica.isolation import IsolatedReplica
 from daskserve.data.replica.replica import Replica
@@ -56,10 +56,9 @@ class IngressOptions:
 class ProxyActor:
     """One HTTP listener with its ingress; the routers are the process's."""
 
-    verbs = frozenset({"statistics", "wait_for_snapshot"})
-
     def __init__(self, context: ActorContext) -> None:
         self._context = context
+        self.verbs = verbs_of(self)
         self._cluster: Any = context.cluster
         self._start = ProxyStart.decode(context.spec.payload)
         self._routes: RouteTable | None = None
@@ -122,10 +121,12 @@ class ProxyActor:
     async def handle(self, envelope: Envelope, receive: Receive, send: Send) -> Load:
         raise BadRequestError("A proxy takes its requests over HTTP.")
 
+    @verb
     async def wait_for_snapshot(self, epoch: int, counter: int, timeout_s: float) -> None:
         """Return once this proxy acts on that change of the instance."""
         await self._cluster.listener.wait_for_snapshot((epoch, counter), timeout_s)
 
+    @verb
     async def statistics(self) -> dict[str, Any]:
         """Return the ingress's counts."""
         if self._ingress is None:

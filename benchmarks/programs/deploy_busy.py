@@ -39,7 +39,8 @@ def use_empty_proxies(dask_worker):
     from daskserve.types import ActorKind
 
     class Empty:
-        verbs = frozenset()
+        def __init__(self):
+            self.verbs = {}
 
         async def start(self):
             return {}

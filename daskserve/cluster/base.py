@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from daskserve.clock import Clock
 from daskserve.figures.table import Sample
@@ -76,11 +76,34 @@ class ActorContext:
 STOP_MARGIN_S = 10.0
 
 
+#: A method that `Cluster.call` may reach: ``async``, with plain values as keyword arguments.
+Verb: TypeAlias = Callable[..., Awaitable[Any]]
+VerbT = TypeVar("VerbT", bound=Verb)
+
+
+def verb(method: VerbT) -> VerbT:
+    """Mark a method as a verb, for `verbs_of` to find."""
+    method.is_verb = True  # type: ignore[attr-defined]
+    return method
+
+
+def verbs_of(*parts: object) -> Mapping[str, Verb]:
+    """Return the verbs of an actor by name: the methods marked with `verb` in it and in its parts."""
+    return {
+        name: getattr(part, name)
+        for part in parts
+        for kind in type(part).__mro__
+        for name, value in vars(kind).items()
+        if getattr(value, "is_verb", False)
+    }
+
+
 class Hosted(Protocol):
     """An object that a Host can carry."""
 
-    #: The methods that `Cluster.call` may reach. Each is ``async`` and takes keyword arguments.
-    verbs: frozenset[str]
+    @property
+    def verbs(self) -> Mapping[str, Verb]:
+        """What `Cluster.call` may reach, see `verbs_of`."""
 
     async def start(self) -> Mapping[str, Any]:
         """Get ready and return plain facts about it; raise to say that it cannot."""

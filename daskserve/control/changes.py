@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+from daskserve.cluster.base import verb
 from daskserve.control import backend_verbs, endpoint_state, scale_verb, target_capacity
 from daskserve.control.backend_verbs import Outcome, Wish
 from daskserve.control.core import ControllerCore
@@ -47,12 +48,14 @@ class ChangingVerbs(ControllerCore):
 
     # Verbs: backends
 
+    @verb
     async def create_backend(self, **wish: Any) -> dict[str, Any]:
         async with self._deciding():
             wanted = Wish(**wish, now=self._clock.wall())
             outcome = backend_verbs.create_backend(self._state, wanted, goal_id=self._goal_id())
             return await self._commit_outcome(outcome, wanted.tag)
 
+    @verb
     async def update_backend_config(
         self,
         tag: str,
@@ -74,11 +77,13 @@ class ChangingVerbs(ControllerCore):
             )
             return await self._commit_outcome(outcome, tag)
 
+    @verb
     async def delete_backend(self, tag: str, force: bool) -> dict[str, Any]:
         async with self._deciding():
             outcome = backend_verbs.delete_backend(self._state, tag, is_forced=force, goal_id=self._goal_id())
             return await self._commit_outcome(outcome, tag)
 
+    @verb
     async def scale(self, name: str, number: int) -> int:
         """Record what a scaler outside of the cluster asks for; replicas follow."""
         async with self._deciding():
@@ -86,9 +91,11 @@ class ChangingVerbs(ControllerCore):
         self._loop.poke([name])
         return number
 
+    @verb
     async def get_backend_config(self, tag: str) -> dict[str, Any]:
         return backend_verbs.describe(self._state, tag)
 
+    @verb
     async def list_backends(self) -> dict[str, Any]:
         return {
             tag: backend_verbs.describe(self._state, tag)
@@ -98,6 +105,7 @@ class ChangingVerbs(ControllerCore):
 
     # Verbs: deployments
 
+    @verb
     async def deploy(
         self, wish: dict[str, Any], route: str | None, methods: Sequence[str], python_methods: Sequence[str]
     ) -> dict[str, Any]:
@@ -115,6 +123,7 @@ class ChangingVerbs(ControllerCore):
         self._loop.poke([wanted.tag])
         return {"goal": outcome.goal, "snapshot": await self._barrier() if outcome.goal is None else None}
 
+    @verb
     async def delete_deployment(self, name: str, force: bool = False) -> dict[str, Any]:
         async with self._deciding():
             outcome = backend_verbs.delete_backend(
@@ -126,6 +135,7 @@ class ChangingVerbs(ControllerCore):
 
     # Verbs: endpoints
 
+    @verb
     async def create_endpoint(
         self, name: str, route: str | None, methods: Sequence[str], backend: str, request_id: str
     ) -> dict[str, Any]:
@@ -137,16 +147,19 @@ class ChangingVerbs(ControllerCore):
             )
         return {"snapshot": await self._barrier()}
 
+    @verb
     async def delete_endpoint(self, name: str) -> dict[str, Any]:
         async with self._deciding():
             await self._writer.commit(endpoint_state.delete_endpoint(self._state, name))
         return {"snapshot": await self._barrier()}
 
+    @verb
     async def set_traffic(self, name: str, traffic: Mapping[str, float]) -> dict[str, Any]:
         async with self._deciding():
             await self._writer.commit(endpoint_state.set_traffic(self._state, name, traffic))
         return {"snapshot": await self._barrier()}
 
+    @verb
     async def shadow_traffic(self, name: str, backend: str, proportion: float) -> dict[str, Any]:
         async with self._deciding():
             await self._writer.commit(endpoint_state.shadow_traffic(self._state, name, backend, proportion))
@@ -154,6 +167,7 @@ class ChangingVerbs(ControllerCore):
 
     # Verbs: the instance
 
+    @verb
     async def set_target_capacity(self, percent: float | None) -> dict[str, Any]:
         """Scale all that is wanted to a share; answered when routers act on it, before replicas do."""
         async with self._deciding():
@@ -164,8 +178,10 @@ class ChangingVerbs(ControllerCore):
 
     # Verbs: looking at endpoints
 
+    @verb
     async def list_endpoints(self) -> dict[str, Any]:
         return {name: backend_verbs.get_endpoint(self._state, name) for name in self._state.endpoints}
 
+    @verb
     async def get_endpoint(self, name: str) -> dict[str, Any]:
         return backend_verbs.get_endpoint(self._state, name)

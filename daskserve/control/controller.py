@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from daskserve.cluster.base import verb
 from daskserve.control import backend_verbs, explaining, views
 from daskserve.control.changes import ChangingVerbs
 from daskserve.control.core import MAX_WAIT_S
@@ -26,41 +27,9 @@ HTTP_POLL_S = 0.005
 class Controller(ChangingVerbs):
     """One per instance. ``context.spec.incarnation`` is its epoch."""
 
-    verbs = frozenset(
-        {
-            "create_backend",
-            "create_endpoint",
-            "delete_backend",
-            "delete_deployment",
-            "delete_endpoint",
-            "deploy",
-            "explain",
-            "fetch",
-            "get_backend_config",
-            "get_endpoint",
-            "http_urls",
-            "list_backends",
-            "list_endpoints",
-            "listen_for_change",
-            "ping",
-            "scale",
-            "set_target_capacity",
-            "set_traffic",
-            "shadow_traffic",
-            "status",
-            "update_backend_config",
-            "get_deployment_info",
-            "report_load",
-            "report_queue_lengths",
-            "snapshot",
-            "view",
-            "wait_for_goal",
-            "wait_for_http",
-        }
-    )
-
     # Verbs: waiting and looking
 
+    @verb
     async def wait_for_goal(self, goal_id: GoalId, timeout_s: float) -> dict[str, Any]:
         """Answer when a goal ended, or after ``timeout_s`` (at most 30 s) with ``is_done`` False.
 
@@ -85,6 +54,7 @@ class Controller(ChangingVerbs):
             except TimeoutError:
                 return {"is_done": False, "why": self._observed.waiting.get(goal.backend)}
 
+    @verb
     async def wait_for_http(self, timeout_s: float) -> dict[str, Any]:
         """Answer when every wanted proxy listens; raise what keeps one from it."""
         deadline = self._clock.now() + timeout_s
@@ -101,6 +71,7 @@ class Controller(ChangingVerbs):
                 raise RequestTimeoutError(f"HTTP proxies not available after {timeout_s:g}s.")
             await self._clock.sleep(HTTP_POLL_S)
 
+    @verb
     async def http_urls(self) -> list[str]:
         return self._urls()
 
@@ -109,6 +80,7 @@ class Controller(ChangingVerbs):
         urls = [url for name in sorted(ready) for url in ready[name]["urls"]]
         return list(dict.fromkeys(urls))
 
+    @verb
     async def status(self) -> dict[str, Any]:
         """Return the instance in plain values; `daskserve.client.status.Status` is what users see of it."""
         state, observed = self._state, self._observed
@@ -133,9 +105,11 @@ class Controller(ChangingVerbs):
             },
         }
 
+    @verb
     async def explain(self, name: str) -> dict[str, Any]:
         return explaining.explain(self._state, self._observed, name, self._clock.now())
 
+    @verb
     async def view(self, name: str) -> Any:
         """Return one of `daskserve.control.views.VIEWS`, or ``get_http_config``."""
         if name == "get_http_config":
@@ -144,27 +118,34 @@ class Controller(ChangingVerbs):
             raise NotFoundError(f"There is no view {name!r}; known: {', '.join(sorted(views.VIEWS))}.")
         return views.VIEWS[name](self._state, self._observed)
 
+    @verb
     async def report_queue_lengths(self, router: str, lengths: Mapping[str, int]) -> None:
         """Take note of what waits in a router, by backend; the view ``queue_lengths`` tells all of them."""
         await self.report_load(router, {tag: (waiting, 0) for tag, waiting in lengths.items()})
 
+    @verb
     async def report_load(self, router: str, loads: Mapping[str, Sequence[int]]) -> None:
         """Take note of how many requests wait in a router and how many are in flight, by backend."""
         self._observed.loads.report(router, loads, self._clock.now())
         self._scaler.note_load(tag for tag, load in loads.items() if any(load))
 
+    @verb
     async def get_deployment_info(self, name: str) -> dict[str, Any]:
         return views.deployment_info(self._state, name)
 
+    @verb
     async def snapshot(self) -> dict[str, Any]:
         return views.snapshot(self._state, self._cluster.instance)
 
+    @verb
     async def ping(self) -> int:
         """Answer with the epoch, which shows that this process and its loop run."""
         return self._epoch
 
+    @verb
     async def fetch(self, keys: Sequence[str]) -> dict[str, Any]:
         return self._news.fetch(keys)
 
+    @verb
     async def listen_for_change(self, snapshot_ids: Mapping[str, Any]) -> dict[str, Any]:
         return await self._news.listen_for_change(snapshot_ids)

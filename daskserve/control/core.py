@@ -8,12 +8,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from daskserve.clock import Clock
-from daskserve.cluster.base import ActorContext, Cluster
+from daskserve.cluster.base import ActorContext, Cluster, Verb, verbs_of
 from daskserve.cluster.long_poll import WORKERS, LongPollHost
 from daskserve.control import backend_state, checkpoint, endpoint_state
 from daskserve.control.acting import Acting
@@ -58,6 +58,10 @@ class ControllerCore:
         self._watch: WorkerWatch | None = None
         self._unsubscribe: Callable[[], Awaitable[None]] | None = None
         self._events = 0
+
+    @property
+    def verbs(self) -> Mapping[str, Verb]:
+        return verbs_of(self)
 
     # Lifecycle
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 from control_harness import wish
 
 from daskserve.client.calls import ControllerCalls
-from daskserve.cluster.base import ActorContext, StoreChange
+from daskserve.cluster.base import ActorContext, StoreChange, verb, verbs_of
 from daskserve.cluster.link import Link
 from daskserve.cluster.local.cluster import LocalCluster
 from daskserve.cluster.store.opening import MemoryStore
@@ -67,11 +67,10 @@ class ScriptedStore(MemoryStore):
 class ScriptedReplica:
     """A replica without user code; `Stage` says what it does."""
 
-    verbs = frozenset({"reconfigure"})
-
     def __init__(self, stage: Stage, context: ActorContext) -> None:
         self._stage = stage
         self._context = context
+        self.verbs = verbs_of(self)
         self.message = ReplicaStart.decode(context.spec.payload)
         self.worker = context.worker
         self.user_config = self.message.user_config
@@ -94,6 +93,7 @@ class ScriptedReplica:
     async def handle(self, envelope: Envelope, receive: Receive, send: Send) -> Load:
         return Load()
 
+    @verb
     async def reconfigure(self, user_config: bytes | None, concurrency: int, **options: Any) -> None:
         self._stage.reconfigured.append(self.tag)
         if self._stage.reconfigure is not None:
@@ -111,9 +111,8 @@ class ScriptedReplica:
 class ScriptedProxy:
     """A proxy that listens to nothing but the route table."""
 
-    verbs = frozenset({"wait_for_snapshot"})
-
     def __init__(self, stage: Stage, context: ActorContext) -> None:
+        self.verbs = verbs_of(self)
         self._stage = stage
         self._cluster: Any = context.cluster
         self.message = ProxyStart.decode(context.spec.payload)
@@ -136,6 +135,7 @@ class ScriptedProxy:
     def _learn(self, routes: Any) -> None:
         self.routes = routes
 
+    @verb
     async def wait_for_snapshot(self, epoch: int, counter: int, timeout_s: float) -> None:
         await self._cluster.listener.wait_for_snapshot((epoch, counter), timeout_s)
 

@@ -500,10 +500,6 @@ def test_code_that_was_lost_is_no_reason_to_end_what_runs() -> None:
     play(scenario, workers=4)
 
 
-def test_every_verb_exists() -> None:
-    assert {name for name in Controller.verbs if not callable(getattr(Controller, name, None))} == set()
-
-
 def test_a_replica_learns_what_it_is_and_runs() -> None:
     async def scenario(stage: Stage) -> None:
         await stage.create(

@@ -7,7 +7,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from daskserve.cluster.base import ActorContext
+from daskserve.cluster.base import ActorContext, verb, verbs_of
 from daskserve.errors import ReplicaStartError
 from daskserve.starts import ProxyStart, ReplicaStart
 from daskserve.types import Envelope, Load, Receive, Send
@@ -53,13 +53,12 @@ class Script:
 class ScriptedReplica:
     """A replica without user code."""
 
-    verbs = frozenset({"reconfigure"})
-
     def __init__(self, script: Script, context: ActorContext) -> None:
         self._script = script
         self._clock = context.clock
         self._reconfiguring = asyncio.Lock()
         self._context = context
+        self.verbs = verbs_of(self)
         self.message = ReplicaStart.decode(context.spec.payload)
         self.tag = self.message.replica_tag
         self.backend = self.message.backend_tag
@@ -89,6 +88,7 @@ class ScriptedReplica:
     async def handle(self, envelope: Envelope, receive: Receive, send: Send) -> Load:
         return Load()
 
+    @verb
     async def reconfigure(self, user_config: bytes | None, concurrency: int, **options: Any) -> None:
         async with self._reconfiguring:
             outcome = self._script.next_of(self._script.reconfigurations, self.backend)
@@ -119,9 +119,8 @@ class ScriptedReplica:
 class ScriptedProxy:
     """A proxy that listens to nothing but the route table."""
 
-    verbs = frozenset({"wait_for_snapshot"})
-
     def __init__(self, context: ActorContext) -> None:
+        self.verbs = verbs_of(self)
         self._cluster: Any = context.cluster
         self._clock = context.clock
         #: When it was ready.
@@ -148,6 +147,7 @@ class ScriptedProxy:
         if routes is not None:
             self._has_routes.set()
 
+    @verb
     async def wait_for_snapshot(self, epoch: int, counter: int, timeout_s: float) -> None:
         await self._cluster.listener.wait_for_snapshot((epoch, counter), timeout_s)
 

@@ -194,7 +194,7 @@ class LocalHost:
             raise BadRequestError(
                 f"{address.name} has no verb {verb!r}; known: {', '.join(sorted(actor.verbs))}"
             )
-        return await getattr(actor, verb)(**message)
+        return await actor.verbs[verb](**message)
 
     async def dispatch(self, address: ActorAddress, envelope: Envelope, receive: Receive, send: Send) -> Load:
         if envelope.kind is EnvelopeKind.CONTROL:

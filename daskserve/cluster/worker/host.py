@@ -285,7 +285,7 @@ class Host:
         actor = self._ready_actor(name, incarnation)
         if verb not in actor.verbs:
             raise BadRequestError(f"{name} has no verb {verb!r}; known: {', '.join(sorted(actor.verbs))}")
-        return await getattr(actor, verb)(**message)
+        return await actor.verbs[verb](**message)
 
     def _ready_actor(self, name: str, incarnation: int) -> Hosted:
         entry = self._entries.get(name)

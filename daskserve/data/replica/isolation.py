@@ -20,11 +20,11 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 from daskserve import settings
 from daskserve.clock import LoopClock, stopwatch, system_rng
-from daskserve.cluster.base import ActorContext, ActorSpec
+from daskserve.cluster.base import ActorContext, ActorSpec, verb, verbs_of
 from daskserve.cluster.worker.child import ChildProcess, ChildView, dump_access
 from daskserve.data.replica.autoscaling_stats import ChildStats
 from daskserve.data.replica.child_figures import Told, keep_asking_for_figures, tell
@@ -67,10 +67,9 @@ class IsolatedReplica(SlotHolder):
     A child that ends unasked shows in `health`, which whoever watches the worker reads every second.
     """
 
-    verbs: ClassVar[frozenset[str]] = Replica.verbs
-
     def __init__(self, context: ActorContext) -> None:
         self._context = context
+        self.verbs = verbs_of(self)
         self._start = start = ReplicaStart.decode(context.spec.payload)
         super().__init__(start.concurrency)
         self._child: ChildProcess | None = None
@@ -227,6 +226,7 @@ class IsolatedReplica(SlotHolder):
 
     # ---- verbs
 
+    @verb
     async def reconfigure(self, user_config: bytes | None, concurrency: int, **options: Any) -> None:
         """Take over changed options without a restart; see
         `daskserve.data.replica.replica.Replica.reconfigure`.
@@ -234,6 +234,7 @@ class IsolatedReplica(SlotHolder):
         await self._call("reconfigure", user_config=user_config, concurrency=concurrency, **options)
         self._set_concurrency(concurrency)
 
+    @verb
     async def statistics(self) -> dict[str, Any]:
         """Return the replica's figures; those that end in ``_total`` only grow."""
         found = await self._ask(self._running())
@@ -271,6 +272,7 @@ class IsolatedReplica(SlotHolder):
         """Return what user code measures, as the child told it last; see `daskserve.metrics`."""
         return self._told.user_samples()
 
+    @verb
     async def probe(self) -> None:
         """Return if user code can run and does not object; see
         `daskserve.data.replica.replica.Replica.probe`.

@@ -15,10 +15,10 @@ import contextvars
 import logging
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 from daskserve.clock import stopwatch
-from daskserve.cluster.base import ActorContext
+from daskserve.cluster.base import ActorContext, verb, verbs_of
 from daskserve.context import ReplicaContext, current_replica
 from daskserve.data.replica.answering import Answering
 from daskserve.data.replica.autoscaling_stats import StatsRecorder
@@ -53,10 +53,9 @@ CLOSE_GRACE_S = 1.0
 class Replica(SlotHolder):
     """The `daskserve.cluster.base.Hosted` that runs user code."""
 
-    verbs: ClassVar[frozenset[str]] = frozenset({"probe", "reconfigure", "statistics"})
-
     def __init__(self, context: ActorContext) -> None:
         self._context = context
+        self.verbs = verbs_of(self)
         self._start = start = ReplicaStart.decode(context.spec.payload)
         super().__init__(start.concurrency)
         self._wall: Wall | None = None
@@ -234,6 +233,7 @@ class Replica(SlotHolder):
 
     # ---- verbs
 
+    @verb
     async def reconfigure(
         self,
         user_config: bytes | None,
@@ -270,6 +270,7 @@ class Replica(SlotHolder):
             if self._answering is not None:
                 self._answering.has_method_header = method_header
 
+    @verb
     async def statistics(self) -> dict[str, Any]:
         """Return the replica's figures; those that end in ``_total`` only grow."""
         wall, load = self._wall, self.load()
@@ -297,6 +298,7 @@ class Replica(SlotHolder):
             is_healthy=self._health.is_healthy,
         )
 
+    @verb
     async def probe(self) -> None:
         """Return if user code can run where it runs, and the user's ``check_health`` does not object.
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from daskserve.cluster.base import ActorContext, ActorSpec, Cluster, StoreChange, UseReport
+from daskserve.cluster.base import ActorContext, ActorSpec, Cluster, StoreChange, UseReport, verb, verbs_of
 from daskserve.cluster.local.cluster import LocalCluster, deliver_at_once
 from daskserve.cluster.store.opening import MemoryStore
 from daskserve.errors import (
@@ -41,10 +41,9 @@ W1, W2 = "local://worker-1", "local://worker-2"
 class Echo:
     """An actor whose start does what its payload says: fails, hangs, is slow, or nothing special."""
 
-    verbs = frozenset({"echo", "fail", "hang", "where", "odd"})
-
     def __init__(self, context: ActorContext) -> None:
         self.context = context
+        self.verbs = verbs_of(self)
         self.payload = context.spec.payload
         self.stopped: list[float] = []
         self.ended: list[float] = []
@@ -75,18 +74,23 @@ class Echo:
         await self.context.clock.sleep(grace_s)
         self.ended.append(grace_s)
 
+    @verb
     async def echo(self, **message: Any) -> Any:
         return message
 
+    @verb
     async def fail(self) -> None:
         raise ReplicaStartError("inside", user_traceback="text")
 
+    @verb
     async def hang(self) -> None:
         await asyncio.Event().wait()
 
+    @verb
     async def where(self) -> str:
         return self.context.worker
 
+    @verb
     async def odd(self) -> Any:
         return object()
 
@@ -94,11 +98,11 @@ class Echo:
 class Pilot(Echo):
     """A controller that can be told to write and publish."""
 
-    verbs = Echo.verbs | {"write", "say"}
-
+    @verb
     async def write(self, key: str) -> None:
         await self.context.cluster.store.commit(self.context.spec.incarnation, StoreChange({key: b"x"}))
 
+    @verb
     async def say(self, text: str) -> None:
         self.context.cluster.publish({"kind": "said", "text": text})
 
