@@ -80,6 +80,7 @@ setup(
         "starlette>=0.40",
         "wsproto>=1.2",
         "click>=8.1",
+        "cronsim>=2.6",
         "fsspec>=2024.2",
         "msgpack>=1.0.2",
         "pyyaml>=6",

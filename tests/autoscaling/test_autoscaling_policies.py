@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 from zoneinfo import ZoneInfo
 
@@ -237,6 +237,8 @@ def test_targets_that_are_none_are_refused(targets: dict[str, Any]) -> None:
 
 # ---- by the time
 
+HALF_HOUR = timedelta(minutes=30)
+
 
 def scheduled(at: datetime, *samples: Sample, **kwargs: Any) -> Decision:
     kwargs.setdefault("schedule", {"0 8 * * mon-fri": 10, "0 18 * * *": 2})
@@ -279,6 +281,8 @@ def test_a_schedule_can_be_bounds_of_another_policy() -> None:
         {"schedule": {"0 25 * * *": 1}},
         {"schedule": {"0 8 * * mon-sun": 1}},
         {"schedule": {"0 8 30 feb *": 1}},
+        {"schedule": {"0 0 8 * * *": 1}},
+        {"schedule": {"0 0 */20 * 1l": 1}},
         {"schedule": {"0 8 * * *": -1}},
         {"schedule": {"0 8 * * *": {"replicas": 1}}},
         {"schedule": {"0 8 * * *": {"min_replicas": 3, "max_replicas": 2}}},
@@ -306,6 +310,25 @@ def test_a_schedule_that_is_none_is_refused(kwargs: dict[str, Any]) -> None:
 )
 def test_lines_of_cron_mean_what_they_mean_in_cron(line: str, at: str, last: str) -> None:
     assert CronLine.parse(line).last_before(datetime.fromisoformat(at)) == datetime.fromisoformat(last)
+
+
+def test_a_bad_cron_expression_is_named_with_the_remedy() -> None:
+    with pytest.raises(
+        ValueError, match=r"'61 8 \* \* \*' is not a cron expression \(Bad minute\); give minute, "
+    ):
+        CronLine.parse("61 8 * * *")
+    with pytest.raises(ValueError, match=r"'0 8' is not a cron expression; give five fields: minute, hour, "):
+        CronLine.parse("0 8")
+
+
+def test_a_schedule_follows_the_wall_clock_when_daylight_saving_begins_and_ends() -> None:
+    """A time in the skipped hour holds from the end of that hour; a repeated hour runs twice."""
+    berlin: dict[str, Any] = {"schedule": {"30 2 * * *": 5, "0 3 * * *": 1}, "timezone": "Europe/Berlin"}
+    found = [scheduled(datetime(2024, 10, 27, 0, 15, tzinfo=UTC) + n * HALF_HOUR, **berlin) for n in range(5)]
+    assert [each.replicas for each in found] == [1, 5, 1, 5, 1]  # 2:15, 2:45, 2:15, 2:45, 3:15
+    skipped: dict[str, Any] = {"schedule": {"30 2 * * *": 5, "0 1 * * *": 1}, "timezone": "Europe/Berlin"}
+    found = [scheduled(datetime(2024, 3, 31, 0, 45, tzinfo=UTC) + n * HALF_HOUR, **skipped) for n in range(2)]
+    assert [each.replicas for each in found] == [1, 5]  # 1:45, 3:15
 
 
 @given(st.text(max_size=20))

@@ -1,4 +1,9 @@
-"""The lifespan protocol of ASGI applications: their start-up and shutdown."""
+"""The lifespan protocol of ASGI applications: their start-up and shutdown.
+
+asgi-lifespan 2.1 (2023, its latest release) does not replace this. Tried with four applications, it waits for
+its timeout (5 s) if one answers ``startup.failed``, whose message it drops, or returns without an answer; it
+raises for one that has no lifespan; and its scope lacks ``asgi``, which the specification requires.
+"""
 
 from __future__ import annotations
 
