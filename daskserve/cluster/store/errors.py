@@ -1,4 +1,4 @@
-"""What a store raises, named by what its owner can do about it."""
+"""Errors of the stores, named by what the operator can do about them."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ from daskserve.errors import InstanceError, StaleEpochError, UnavailableError
 
 
 class StoreError(InstanceError):
-    """The store cannot be used as it is; somebody has to change the URL or the place it names."""
+    """The store cannot be used until its URL, or the location that the URL names, is fixed."""
 
 
 class StoreFormatError(StoreError):
-    """A newer daskserve wrote the store."""
+    """A newer version of daskserve wrote the store."""
 
 
 class StoreUnavailableError(UnavailableError):
-    """The store cannot be reached at the moment; the same call may succeed later."""
+    """The store is temporarily unreachable; the same call may succeed later."""
 
 
 def stale(epoch: int, newest: int) -> StaleEpochError:
-    """Return the error for a commit of an epoch that has been replaced."""
+    """Return the error for a commit from a replaced epoch."""
     return StaleEpochError(f"Controller epoch {epoch} was replaced by epoch {newest}; its change is refused.")
 
 
 def check_format(url: str, found: int, reads: int) -> None:
-    """Refuse a store of a newer format.
+    """Raise an error if a store has a newer format than this version reads.
 
     Raises
     ------
     StoreFormatError
-        With what was found, what this daskserve reads, and what to do.
+        The format is newer. The message names both formats and the remedy.
     """
     if found > reads:
         raise StoreFormatError(
             f"The store {url} has format {found}; this daskserve reads formats up to {reads}. Install the "
-            "daskserve that wrote it, or a newer one, or name another store; nothing in it was changed."
+            "version that wrote it, or a newer one, or use another store. The store was not changed."
         )
 
 
 def without_password(url: str) -> str:
-    """Return a URL that may be shown and logged."""
+    """Return the URL with its password masked, for messages and logs."""
     return re.sub(r"//([^/@:]*):[^/]*@", r"//\1:***@", url)

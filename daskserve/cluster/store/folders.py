@@ -1,17 +1,17 @@
-"""Folders of immutable objects: all that a journal asks of a file system.
+"""Folders of immutable objects: everything the journal needs from a file system.
 
-An object appears under its name whole or not at all, is never rewritten, and is only made if there is none
-of that name. How that is had differs:
+Creation is atomic and exclusive: an object appears complete or not at all, is never rewritten, and is created
+only if its name is free. The implementation depends on the file system:
 
-1. On a disk (`LocalFolder`): written and synced under a temporary name, then *hard-linked* to its own name,
-   and the folder synced. A rename would be as atomic, but replaces what is there without a word; a link
-   fails. Where there are no hard links, the name is taken first by an empty file, which the object is renamed
-   over: a crash in between leaves an empty object, which the journal passes over.
-2. On an object store (`RemoteFolder`, S3, GCS, Azure and whatever implements fsspec's ``mode="create"``
-   itself): one conditional put. Puts are whole or nothing there anyway.
-3. On any other file system of fsspec (HDFS, SFTP, SMB): written under a temporary name, then renamed if there
-   is nothing of that name. Looking and renaming are two steps, so two writers that claim the same name within
-   that moment may both believe they have it; the object is read back to make that moment short.
+1. On a disk (`LocalFolder`): the object is written and synced under a temporary name, then *hard-linked* to
+   its final name, and the folder is synced. A rename is also atomic, but silently replaces an existing file;
+   a link fails. On file systems without hard links, an empty file first reserves the name, and the object is
+   renamed over it. A crash in between leaves an empty object, which the journal ignores.
+2. On an object store (`RemoteFolder` on S3, GCS, Azure and other file systems that implement fsspec's
+   ``mode="create"``): one conditional put. Puts are atomic there.
+3. On any other file system of fsspec (HDFS, SFTP, SMB): the object is written under a temporary name, then
+   renamed if its name is free. The check and the rename are two steps, so two writers that race for one name
+   may both believe they won. Reading the object back makes that window short.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ from daskserve.cluster.store.errors import StoreError, StoreUnavailableError, wi
 from daskserve.errors import ServeError
 
 TEMPORARY = "tmp"
-#: A temporary file of that age belongs to nobody.
+#: A temporary file older than this has no live writer.
 ABANDONED_S = 3600.0
 
 
 class Folder(Protocol):
-    """Objects by name, such as ``txn/00000001-0000000001``. Blocking; not for an event loop."""
+    """A store of objects by name, such as ``txn/00000001-0000000001``. Its methods block."""
 
     def prepare(self, folders: Sequence[str]) -> None:
-        """Make ready; raise `StoreError` if objects cannot be kept here."""
+        """Create the given folders; raise `StoreError` if objects cannot be stored here."""
 
     def create(self, name: str, data: bytes) -> None:
-        """Make an object, for good once this returns; raise `FileExistsError` if there is one."""
+        """Create an object, durable once this returns; raise `FileExistsError` if its name is taken."""
 
     def read(self, names: Sequence[str]) -> dict[str, bytes]:
-        """Return some objects; raise `FileNotFoundError` if any is gone."""
+        """Return the contents of objects; raise `FileNotFoundError` if one is missing."""
 
     def names(self, folder: str) -> list[str]:
-        """Return the names of the objects in a folder, without the folder's own."""
+        """Return the names of the objects in a folder, without the folder's path."""
 
     def remove(self, names: Sequence[str]) -> None:
-        """Remove objects; those that are gone are no error."""
+        """Remove objects; a missing object is no error."""
 
     def close(self) -> None:
-        """Let go of whatever the folder holds open."""
+        """Release all resources."""
 
 
 class LocalFolder:
@@ -62,12 +62,12 @@ class LocalFolder:
         self._root = root
 
     def prepare(self, folders: Sequence[str]) -> None:
-        # The instance's folder is ours, and so is the store's above it; what is above that is not.
+        # The instance's folder and its parent, the store's folder, are created here; nothing above them is.
         base = self._root.parent
         if not base.parent.is_dir():
             raise StoreError(
-                f"The store cannot be opened: there is no folder {base.parent} on the scheduler's machine; "
-                "make it or name another one."
+                f"The store cannot be opened: there is no folder {base.parent} on the scheduler's machine. "
+                "Create it or use another folder."
             )
         for path in (base, self._root, *(self._root / each for each in (*folders, TEMPORARY))):
             if not path.is_dir():
@@ -77,7 +77,7 @@ class LocalFolder:
         self._clear_temporary()
 
     def _clear_temporary(self) -> None:
-        """Remove what writers left behind that died; young files may belong to one that lives."""
+        """Remove the files of dead writers; a recent file may belong to a live one."""
         for left in (self._root / TEMPORARY).iterdir():
             with contextlib.suppress(FileNotFoundError):
                 if time.time() - left.stat().st_mtime > ABANDONED_S:
@@ -103,7 +103,7 @@ class LocalFolder:
         except (FileExistsError, FileNotFoundError):
             raise
         except OSError:
-            pass  # there are no hard links on this file system
+            pass  # this file system has no hard links
         with open(path, "xb"):
             pass
         os.replace(temporary, path)
@@ -123,7 +123,7 @@ class LocalFolder:
 
 
 def _sync(folder: Path) -> None:
-    """Make the names in a folder as durable as the files they name."""
+    """Sync a folder, so that the names in it are durable."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -146,7 +146,7 @@ class RemoteFolder:
         self._files = files
         self._root = root.rstrip("/")
         self._is_exclusive = has_conditional_put(files)
-        # fsspec takes these for patterns where it is given several paths at once.
+        # fsspec expands these characters as patterns when it gets several paths at once.
         self._takes_many = not set("*?[") & set(self._root)
 
     def prepare(self, folders: Sequence[str]) -> None:
@@ -162,8 +162,8 @@ class RemoteFolder:
                 return
             self._rename_into_place(path, data)
         except Exception as error:
-            # "There is one" comes in many forms, and may mean our own: a put that was answered too late is
-            # tried again inside many of these libraries.
+            # Libraries raise different errors for an existing object. The object may also be our own: many
+            # of them retry a put whose answer came late.
             found = self._find(path)
             if found is None:
                 raise
@@ -171,7 +171,7 @@ class RemoteFolder:
                 raise FileExistsError(f"{path} exists") from error
             return
         if self._find(path) != data:
-            raise FileExistsError(f"{path} was made by another writer at the same time")
+            raise FileExistsError(f"{path} was created by another writer at the same time")
 
     def _rename_into_place(self, path: str, data: bytes) -> None:
         temporary = self._path(f"{TEMPORARY}/{uuid.uuid4().hex}")
@@ -206,7 +206,7 @@ class RemoteFolder:
         try:
             paths = self._files.ls(self._path(folder), detail=False)
         except FileNotFoundError:
-            return []  # object stores have no folders without objects
+            return []  # object stores have no empty folders
         return [str(path).rstrip("/").rpartition("/")[2] for path in paths]
 
     def remove(self, names: Sequence[str]) -> None:
@@ -215,7 +215,7 @@ class RemoteFolder:
                 self._files.rm([self._path(name) for name in names])
                 return
             except FileNotFoundError:
-                pass  # somebody else has begun to; one by one, then
+                pass  # another process has removed some of them; remove the rest one by one
         for name in names:
             with contextlib.suppress(FileNotFoundError):
                 self._files.rm_file(self._path(name))
@@ -228,7 +228,7 @@ class RemoteFolder:
 
 
 def has_conditional_put(files: Any) -> bool:
-    """Whether a file system implements ``pipe_file(mode="create")`` itself, so in one step."""
+    """Return whether a file system implements ``pipe_file(mode="create")``, an atomic conditional put."""
     from fsspec import AbstractFileSystem
     from fsspec.asyn import AsyncFileSystem
 
@@ -239,12 +239,12 @@ def has_conditional_put(files: Any) -> bool:
 
 
 def connect(url: str, instance_folder: str) -> Folder:
-    """Return the folder of one instance at a URL that fsspec knows.
+    """Return the folder of one instance at a URL that fsspec supports.
 
     Raises
     ------
     StoreError
-        The scheme's package is missing, or the URL names no folder, or one behind a cache.
+        The scheme's package is not installed, the URL has no path, or a cache is in front of the file system.
     """
     from fsspec.core import url_to_fs
     from fsspec.implementations.cached import CachingFileSystem
@@ -262,7 +262,7 @@ def connect(url: str, instance_folder: str) -> Folder:
     while isinstance(files, DirFileSystem):
         files, path = files.fs, files.path
     if isinstance(files, CachingFileSystem):
-        raise StoreError(f"The store {shown} is behind a cache; name the file system itself.")
+        raise StoreError(f"The store {shown} is behind a cache; use the URL of the file system behind it.")
     if not path.strip("/"):
         raise StoreError(f"The store {shown} names no folder; add a path.")
     if isinstance(files, LocalFileSystem):
@@ -270,7 +270,7 @@ def connect(url: str, instance_folder: str) -> Folder:
     return RemoteFolder(files, f"{path.rstrip('/')}/{instance_folder}")
 
 
-#: Errors that do not pass by themselves.
+#: Errors that a retry does not fix.
 LASTING = (
     FileNotFoundError,
     PermissionError,
@@ -282,7 +282,7 @@ LASTING = (
 
 @contextlib.contextmanager
 def explained(url: str) -> Iterator[None]:
-    """Turn what a file system raises into what a store raises; `FileExistsError` passes."""
+    """Translate the errors of a file system into those of a store; `FileExistsError` passes through."""
     try:
         yield
     except (ServeError, FileExistsError):
@@ -290,7 +290,7 @@ def explained(url: str) -> Iterator[None]:
     except LASTING as error:
         raise StoreError(
             f"The store {url} cannot be used ({type(error).__name__}: {error}). It must be a folder that the "
-            "scheduler may read and write: mend that or name another one."
+            "scheduler can read and write: fix its permissions or use another folder."
         ) from error
     except Exception as error:
         raise StoreUnavailableError(

@@ -1,32 +1,33 @@
-"""Records in a folder of any file system that fsspec knows, as a journal of immutable objects.
+"""A store in a folder of any file system that fsspec supports: a journal of immutable objects.
 
 ::
 
-    <root>/<instance>/format/<n>                 the format, and whose folder this is
-                      epoch/<epoch>              claimed by whoever made it
+    <root>/<instance>/format/<n>                 the format, and which instance owns the folder
+                      epoch/<epoch>              claimed by the process that created it
                       txn/<epoch>-<number>       one commit
                       snapshot/<epoch>-<number>  all records as of that commit
-                      aside/...                  copies of what could not be read
+                      aside/...                  copies of objects that could not be read
 
-Such file systems have no transactions; all this needs of them is in `daskserve.cluster.store.folders`: an
-object appears whole, and is only made if there is none of its name. From that follows:
+These file systems have no transactions. The journal needs only what `daskserve.cluster.store.folders`
+provides: an object appears complete, and is created only if its name is free. This gives:
 
-* A commit is one object. Once it returned it is durable (synced on a disk, accepted by an object store).
-* The fence: an epoch belongs to the one process that made its object. A commit looks for newer epochs before
-  it writes *and after*, and only succeeds if there is none. So if a commit succeeded, its object was there
-  before the next epoch's, and whoever claimed that epoch finds it when it loads. A controller that was
-  replaced while it wrote is told so, and the chain of positions (`daskserve.cluster.store.journal`) keeps
-  what it left behind out of the history as soon as its successor has written anything. This is exact where
-  making an object is exclusive and lists are up to date: disks, NFS, S3, GCS, Azure. On the rest (SFTP, SMB)
-  two processes that claim an epoch within the same moment could both get it. Within one scheduler process
-  the fence is exact everywhere.
-* A commit whose outcome is not known (the connection broke) raises, and its number is not used again; the
-  next commit builds on the one before it, which makes the lost one void even if it arrives late.
+* Durability. A commit is one object. A commit that returned is durable: synced on a disk, accepted by an
+  object store.
+* Fencing. An epoch belongs to the process that created its object. A commit checks for newer epochs before it
+  writes *and after*, and succeeds only if there are none. So the object of a successful commit is older than
+  the next epoch's, and the process that claims that epoch finds the commit when it loads. A controller that is
+  replaced while it writes gets an error. Once its successor has written, the chain of positions
+  (`daskserve.cluster.store.journal`) excludes the late object from the history. The fence is exact where
+  creation is exclusive and listings are consistent: disks, NFS, S3, GCS, Azure. Elsewhere (SFTP, SMB), two
+  processes that claim an epoch at the same moment may both get it. Within one scheduler process the fence is
+  exact everywhere.
+* Unknown outcomes. A commit whose outcome is unknown (the connection broke) raises, and its number is not used
+  again. The next commit builds on the one before it, so the lost commit is void even if it arrives late.
 
-The journal is cut short by a snapshot when it has grown past what the records themselves take, so that the
-work stays in proportion to what is written. A snapshot only ever lets go of what the snapshot *before* it
-covers: if the newest one turns out to be damaged, everything is still there. Snapshots first, then changes
-are removed, and reading lists them in that order, so a crash or a reader at any point sees a whole history.
+Compaction writes a snapshot when the journal outgrows the records, so its cost stays proportional to what is
+written. A snapshot removes only what the *previous* snapshot covers: if the newest one is damaged, nothing is
+lost. Compaction removes snapshots before changes, and a reader lists them in the same order, so a crash or a
+concurrent reader always finds a complete history.
 """
 
 from __future__ import annotations
@@ -56,36 +57,36 @@ from daskserve.cluster.store.thread import ThreadedStore
 from daskserve.types import InstanceName
 
 FOLDERS = ("format", "epoch", "txn", "snapshot", "aside")
-#: Tries, where another process may get in between.
+#: Attempts at an operation that another process may interrupt.
 ATTEMPTS = 8
-#: The journal is cut short when it has grown by this much more than what a snapshot costs to write.
+#: The journal is compacted when it exceeds the cost of a snapshot by this much.
 COMPACT_BYTES = 1 << 20
 COMPACT_OBJECTS = 512
-#: One object more for so many bytes of records: the share of a snapshot that every commit pays for.
+#: Bytes of records for which the journal may hold one more object before it is compacted.
 BYTES_PER_OBJECT = 4096
-#: Objects removed in one go, between which commits get their turn.
+#: Objects removed per job; commits run between the jobs.
 REMOVE_AT_ONCE = 64
 
 
 def folder_of(instance: InstanceName) -> str:
-    """Return the name of an instance's folder: one path segment that every file system takes."""
+    """Return the name of an instance's folder: one path segment that every file system accepts."""
     return quote(instance, safe="").replace(".", "%2E").replace("%", "=") or "="
 
 
 @dataclass(slots=True)
 class _Journal:
-    """What this process knows of the folder; forgotten when another one may have written there.
+    """This process's view of the folder; dropped when another process may have written there.
 
     Attributes
     ----------
     numbers : dict
-        The highest number of a change in each epoch, whatever became of that change.
+        The highest change number of each epoch, including failed changes.
     sound : Position or None
-        Where the newest snapshot without damage is.
+        Position of the newest undamaged snapshot.
     objects, size : int
-        Changes since that snapshot, and their bytes.
+        Number of changes since that snapshot, and their bytes.
     state_size : int
-        The bytes of all records, so about those of the next snapshot.
+        Bytes of all records, which is about the size of the next snapshot.
     """
 
     records: dict[str, bytes]
@@ -98,14 +99,14 @@ class _Journal:
 
     @property
     def is_long(self) -> bool:
-        """Whether a snapshot is worth what it costs."""
+        """Whether the journal is long enough to be worth a snapshot."""
         return (
             self.objects > COMPACT_OBJECTS + self.state_size // BYTES_PER_OBJECT
             or self.size > COMPACT_BYTES + self.state_size
         )
 
     def add(self, change: Change, size: int) -> None:
-        """Take in a change that has been written."""
+        """Apply a change that has been written."""
         self.last = change.position
         self.objects += 1
         self.size += size
@@ -118,13 +119,12 @@ class _Journal:
 
 
 class FsspecStore(ThreadedStore):
-    """See `daskserve.cluster.base.InstanceStore`, and the module for what it guarantees.
+    """An `InstanceStore` in a folder; the module docstring states its guarantees.
 
     Parameters
     ----------
     connect : callable, optional
-        Takes the URL and the name of the instance's folder, and returns that folder; called in the store's
-        thread.
+        Returns the instance's folder, given the URL and the folder's name. It runs in the store's thread.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class FsspecStore(ThreadedStore):
             self._connected = self._connect()
             self._folder.prepare(FOLDERS)
             if not self._check_format():
-                with contextlib.suppress(FileExistsError):  # somebody else opens it at the same time
+                with contextlib.suppress(FileExistsError):  # another process opens it at the same time
                     self._folder.create(f"format/{FORMAT:08d}", self._note())
 
     def do_close(self) -> None:
@@ -171,7 +171,7 @@ class FsspecStore(ThreadedStore):
 
     def do_load(self) -> Mapping[str, bytes]:
         with explained(self.url):
-            self._look_for_epochs()
+            self._refresh_epoch()
             return dict(self._known().records)
 
     def _known(self) -> _Journal:
@@ -186,9 +186,9 @@ class FsspecStore(ThreadedStore):
             try:
                 return self._read_objects(snapshots, changes)
             except FileNotFoundError:
-                # Another process has just cut the journal short; what it removed is in its snapshot.
+                # Another process has just compacted the journal; its snapshot covers what it removed.
                 continue
-        raise StoreUnavailableError(f"The store {self.url} changes faster than it can be read; try again.")
+        raise StoreUnavailableError(f"The store {self.url} changes faster than it can be read; retry later.")
 
     def _positions(self, folder: str) -> list[Position]:
         parsed = (Position.parse(name) for name in self._folder.names(folder))
@@ -202,7 +202,7 @@ class FsspecStore(ThreadedStore):
         history = replay(base, decoded)
         for name in self._folder.names("aside"):
             original = name.replace("=", "/", 1)
-            problems.setdefault(original, f"It could not be read at an earlier start; see aside/{name}.")
+            problems.setdefault(original, f"An earlier start could not read it; see aside/{name}.")
         self.report_problems(problems)
         numbers: dict[int, int] = {}
         for epoch, number in (*snapshots, *changes):
@@ -228,12 +228,12 @@ class FsspecStore(ThreadedStore):
             except DamagedError as error:
                 reason = f"The change cannot be read: {error}."
                 if name == f"txn/{positions[-1].name}":
-                    reason += " It is the newest, so probably one that was cut off and never acknowledged."
+                    reason += " It is the newest, so its write was probably cut off and never acknowledged."
                 self._keep_aside(name, data, reason, problems)
         return decoded, size
 
     def _best_snapshot(self, positions: list[Position], problems: dict[str, str]) -> Snapshot | None:
-        """Return the newest snapshot without damage, or else what is left of the newest."""
+        """Return the newest undamaged snapshot, or the readable part of the newest one."""
         salvaged = None
         for position in reversed(positions):
             name = f"snapshot/{position.name}"
@@ -246,13 +246,13 @@ class FsspecStore(ThreadedStore):
             if not snapshot.damaged:
                 return snapshot
             what = ", ".join(snapshot.damaged)
-            self._keep_aside(name, data, f"The snapshot is damaged; it cannot be read: {what}.", problems)
+            self._keep_aside(name, data, f"The snapshot is damaged; unreadable: {what}.", problems)
             salvaged = salvaged or snapshot
         return salvaged
 
     def _keep_aside(self, name: str, data: bytes, reason: str, problems: dict[str, str]) -> None:
         copy = f"aside/{name.replace('/', '=')}"
-        with contextlib.suppress(FileExistsError):  # an earlier start kept it
+        with contextlib.suppress(FileExistsError):  # an earlier start made the copy
             self._folder.create(copy, data)
         problems[name] = f"{reason} A copy is kept as {copy}."
 
@@ -274,7 +274,7 @@ class FsspecStore(ThreadedStore):
                 if journal.is_long:
                     self.post(self.do_compact)
                 return
-        raise StoreUnavailableError(f"Another process writes in the store {self.url}; try again.")
+        raise StoreUnavailableError(f"Another process is writing to the store {self.url}; retry later.")
 
     def _append(self, epoch: int, records: Mapping[str, bytes | None]) -> _Journal:
         journal = self._known()
@@ -282,7 +282,7 @@ class FsspecStore(ThreadedStore):
             self._seen_epoch = journal.last.epoch
             raise stale(epoch, self._seen_epoch)
         number = journal.numbers.get(epoch, 0) + 1
-        journal.numbers[epoch] = number  # used up, whatever becomes of this
+        journal.numbers[epoch] = number  # used up, even if the write fails
         change = Change(Position(epoch, number), journal.last, records)
         data = encode_change(change, self._writer)
         self._folder.create(f"txn/{change.position.name}", data)
@@ -294,32 +294,32 @@ class FsspecStore(ThreadedStore):
 
     def do_newest_epoch(self) -> int:
         with explained(self.url):
-            return self._look_for_epochs()
+            return self._refresh_epoch()
 
     def do_claim_epoch(self) -> int:
         with explained(self.url):
             self._check_format()
-            # The objects of the epochs may have got lost; what was written tells too.
+            # Epoch objects may be lost; the names of changes and snapshots also carry epochs.
             written = max(
                 (each.epoch for each in (*self._positions("txn"), *self._positions("snapshot"))), default=0
             )
             for _ in range(ATTEMPTS):
-                claimed = max(written, self._look_for_epochs()) + 1
-                if self._take_epoch(claimed) and self._look_for_epochs() == claimed:
-                    # The newest object alone says which epochs are over.
+                claimed = max(written, self._refresh_epoch()) + 1
+                if self._take_epoch(claimed) and self._refresh_epoch() == claimed:
+                    # The newest object is enough to fence all older epochs.
                     older = [each for each in self._listed_epochs() if each < claimed]
                     self._folder.remove([f"epoch/{each:08d}" for each in older])
                     return claimed
         raise StoreUnavailableError(
-            f"Other processes keep claiming epochs in the store {self.url}; try again."
+            f"Other processes keep claiming epochs in the store {self.url}; retry later."
         )
 
     def _take_epoch(self, epoch: int) -> bool:
-        """Make an epoch this process's own; return False if another one has it."""
+        """Claim an epoch for this process; return False if another process has it."""
         try:
             self._folder.create(f"epoch/{epoch:08d}", self._note())
         except FileExistsError:
-            self._look_for_epochs()
+            self._refresh_epoch()
             return False
         self._seen_epoch = epoch
         return True
@@ -327,8 +327,8 @@ class FsspecStore(ThreadedStore):
     def _listed_epochs(self) -> list[int]:
         return [int(name) for name in self._folder.names("epoch") if name.isdecimal()]
 
-    def _look_for_epochs(self) -> int:
-        """Return the newest epoch; forget the journal if it is another process's."""
+    def _refresh_epoch(self) -> int:
+        """Return the newest epoch; drop the journal if another process claimed it."""
         newest = max(self._listed_epochs(), default=0)
         if newest > self._seen_epoch:
             self._seen_epoch = newest
@@ -336,18 +336,18 @@ class FsspecStore(ThreadedStore):
         return self._seen_epoch
 
     def _refuse_stale(self, epoch: int) -> None:
-        # The first look spares a request where this process itself knows of a newer one.
-        if epoch < self._seen_epoch or epoch < self._look_for_epochs():
+        # The first check saves a request when this process already knows a newer epoch.
+        if epoch < self._seen_epoch or epoch < self._refresh_epoch():
             raise stale(epoch, self._seen_epoch)
 
-    # Cutting the journal short
+    # Compaction
 
     def do_compact(self, is_forced: bool = False) -> None:
-        """Write a snapshot if the journal is long; remove what the snapshot before it covers."""
+        """Write a snapshot if the journal is long, and remove what the previous snapshot covers."""
         journal = self._journal
         if journal is None or self.is_closing or not (journal.is_long or is_forced):
             return
-        # Also if it fails: the next try comes when the journal has grown by as much again.
+        # Reset first: after a failure, the next attempt waits until the journal has grown as much again.
         journal.objects = journal.size = 0
         with explained(self.url):
             if journal.last == journal.sound or not self._write_snapshot(journal):
@@ -355,7 +355,7 @@ class FsspecStore(ThreadedStore):
             covered, journal.sound = journal.sound, journal.last
             if covered is None:
                 return
-            # Snapshots first, see the module.
+            # Snapshots before changes; see the module docstring.
             self._remove(
                 [f"snapshot/{each.name}" for each in self._positions("snapshot") if each < covered]
                 + [f"txn/{each.name}" for each in self._positions("txn") if each <= covered]
@@ -373,7 +373,7 @@ class FsspecStore(ThreadedStore):
         return written.records == snapshot.records
 
     def _remove(self, names: list[str]) -> None:
-        """Remove objects, a few at a time."""
+        """Remove objects in batches, so that commits can run in between."""
         if names and not self.is_closing:
             with explained(self.url):
                 self._folder.remove(names[:REMOVE_AT_ONCE])

@@ -1,16 +1,16 @@
-"""What the objects of a journal hold, and what a set of them means. Pure: no file is touched here.
+"""Encoding of the journal's objects, and replay of a set of them. Pure: no I/O.
 
-A *change* is one commit; a *snapshot* is all records as of one change. Each is written once, under a name
-that is its position, ``<epoch>-<number>``, and never rewritten. Every change names the position it builds on
-(``after``): the last one that its writer knew to be part of the history. So the history is a chain, and
-which changes belong to it is decided by those that came later, not by when an object happened to arrive:
+A *change* is one commit; a *snapshot* is all records as of one change. Each is written once, under its
+position ``<epoch>-<number>``, and never rewritten. Every change names the position it builds on (``after``):
+the last position that its writer knew to be part of the history. So the history is a chain. Later changes
+decide which earlier ones belong to it; the arrival time of an object does not matter:
 
-* a change between another one's position and what that one builds on is no part of the history. It is what a
-  controller wrote that had been replaced already, or a write that was reported as failed and landed late.
+* A change between another change's position and that change's ``after`` is not part of the history. A replaced
+  controller wrote it, or its write was reported as failed and landed late.
 
-An object is a line that tells what it is, then frames, each with length and checksum: a header that every
-later format can read, then a key and a value per record. A damaged change counts as a whole (none of it is
-applied); of a damaged snapshot every record is used that can be read.
+An object is a magic line, then frames, each with a length and a checksum: a header that every later format can
+read, then a key and a value per record. A damaged change is dropped whole; from a damaged snapshot, all
+readable records are used.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import msgpack
 
 from daskserve.cluster.store.errors import check_format
 
-#: What this module writes, and the newest that it reads.
+#: The format that this module writes, and the newest one it reads.
 FORMAT = 1
 MAGIC = b"daskserve\n"
 _FRAME = struct.Struct(">II")
@@ -34,19 +34,19 @@ _NAME = re.compile(r"(\d{1,18})-(\d{1,18})")
 
 
 class Position(NamedTuple):
-    """Where a change stands: the controller's epoch, and its how-manieth change it is."""
+    """Position of a change: the controller's epoch, and the change's number in that epoch."""
 
     epoch: int
     number: int
 
     @property
     def name(self) -> str:
-        """The object's name; names sort as positions do."""
+        """The object's name; names sort in the order of positions."""
         return f"{self.epoch:08d}-{self.number:010d}"
 
     @classmethod
     def parse(cls, name: str) -> Position | None:
-        """Return the position that an object's name tells; None for other names."""
+        """Return the position in an object's name, or None for other names."""
         match = _NAME.fullmatch(name)
         return None if match is None else cls(int(match[1]), int(match[2]))
 
@@ -55,7 +55,7 @@ START = Position(0, 0)
 
 
 class DamagedError(Exception):
-    """An object is not what was written; the message says how."""
+    """An object is damaged; the message says how."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Snapshot:
     Attributes
     ----------
     damaged : tuple of str
-        What could not be read of it.
+        The records that could not be read.
     """
 
     position: Position
@@ -84,14 +84,14 @@ class Snapshot:
 
 @dataclass(slots=True)
 class History:
-    """What a set of objects amounts to; ``last`` is the newest change that is part of it."""
+    """The result of a replay; ``last`` is the newest change that is part of it."""
 
     records: dict[str, bytes] = field(default_factory=dict)
     last: Position = START
 
 
 def encode_change(change: Change, writer: str) -> bytes:
-    """Return a change as an object. ``writer`` makes objects of equal contents differ."""
+    """Return a change as an object. ``writer`` makes equal changes of two processes differ."""
     header = {"kind": "change", "position": change.position, "after": change.after, "writer": writer}
     return _encode(header, change.records)
 
@@ -122,9 +122,9 @@ def decode_change(url: str, data: bytes) -> Change:
     Raises
     ------
     DamagedError
-        Any part of it cannot be read.
+        A part of the object cannot be read.
     StoreFormatError
-        A newer daskserve wrote it.
+        A newer version of daskserve wrote the object.
     """
     header, frames = _header(url, data, "change")
     records: dict[str, bytes | None] = {}
@@ -135,14 +135,14 @@ def decode_change(url: str, data: bytes) -> Change:
 
 
 def decode_snapshot(url: str, data: bytes) -> Snapshot:
-    """Return the snapshot that an object holds, or as much of it as can be read.
+    """Return the readable records of the snapshot that an object holds.
 
     Raises
     ------
     DamagedError
-        Not even its header can be read.
+        The header cannot be read.
     StoreFormatError
-        A newer daskserve wrote it.
+        A newer version of daskserve wrote the object.
     """
     header, frames = _header(url, data, "snapshot")
     records: dict[str, bytes] = {}
@@ -159,7 +159,7 @@ def decode_snapshot(url: str, data: bytes) -> Snapshot:
 
 def _header(url: str, data: bytes, kind: str) -> tuple[dict[str, Any], Iterator[bytes | None]]:
     if not data.startswith(MAGIC):
-        raise DamagedError("it is empty" if not data else "it does not begin as daskserve's objects do")
+        raise DamagedError("it is empty" if not data else "it does not start with daskserve's magic line")
     frames = _frames(data)
     header: dict[str, Any] = msgpack.unpackb(_whole(next(frames, None)))
     check_format(url, header["format"], FORMAT)
@@ -169,7 +169,7 @@ def _header(url: str, data: bytes, kind: str) -> tuple[dict[str, Any], Iterator[
 
 
 def _frames(data: bytes) -> Iterator[bytes | None]:
-    """Yield every frame, None for a damaged one, up to where the object ends or makes no sense."""
+    """Yield the frames, None for each damaged one, until the object ends or a length exceeds it."""
     offset = len(MAGIC)
     while offset + _FRAME.size <= len(data):
         length, crc = _FRAME.unpack_from(data, offset)
@@ -183,12 +183,12 @@ def _frames(data: bytes) -> Iterator[bytes | None]:
 
 def _whole(frame: bytes | None) -> bytes:
     if frame is None:
-        raise DamagedError("its contents are cut off or changed")
+        raise DamagedError("its contents are cut off or altered")
     return frame
 
 
 def replay(base: Snapshot | None, changes: Iterable[Change]) -> History:
-    """Return what a snapshot and the changes after it amount to."""
+    """Return the history that a snapshot and the changes after it form."""
     history = History()
     if base is not None:
         history.records = dict(base.records)

@@ -1,16 +1,16 @@
-"""Stores: where an instance's records live.
+"""Opening a store, which keeps the durable records of an instance.
 
-A store is opened in the scheduler process, one per instance. It knows keys and bytes, nothing of their
-meaning. A commit is one transaction and names the controller epoch that makes it; the store refuses an
-epoch older than the newest it has seen, so a controller that was replaced can do no harm.
+The scheduler process opens one store per instance. A store maps keys to bytes and does not interpret them. A
+commit is one transaction, made by one controller epoch. The store refuses an epoch older than the newest it
+has seen, so a replaced controller cannot change anything.
 
 ================  ==========================================  =============================================
 URL               an acknowledged commit survives             two schedulers that share it are fenced
 ================  ==========================================  =============================================
 memory://         every process but the scheduler             nothing is shared
 sqlite:///path    SIGKILL, power loss                         exactly, by a lock around every commit
-any of fsspec     SIGKILL, power loss (local folders are      exactly where objects can be made exclusively
-                  synced); what the service promises (else)   (see `daskserve.cluster.store.fsspec`)
+any of fsspec     SIGKILL, power loss (local folders are      exactly where creation is exclusive
+                  synced); else what the service promises     (see `daskserve.cluster.store.fsspec`)
 ================  ==========================================  =============================================
 """
 
@@ -40,17 +40,17 @@ __all__ = [
 
 
 class MemoryStore:
-    """Records in the scheduler's memory: they survive every process but the scheduler's."""
+    """A store in the scheduler's memory; its records survive every process but the scheduler."""
 
     def __init__(self) -> None:
         self._records: dict[str, bytes] = {}
         self._epoch = 0
 
     async def open(self) -> None:
-        """There is nothing to open."""
+        """Do nothing; memory needs no opening."""
 
     async def close(self) -> None:
-        """There is nothing to close; the records go with this object."""
+        """Do nothing; the records are freed with this object."""
 
     async def load(self) -> Mapping[str, bytes]:
         return dict(self._records)
@@ -77,28 +77,29 @@ class MemoryStore:
 
 
 def open_store(url: str, instance: InstanceName) -> InstanceStore:
-    """Return the store that a URL names, for one instance; it is still to be opened with ``await open()``.
+    """Return the store of one instance at a URL; open it with ``await open()``.
 
     Parameters
     ----------
     url : str
-        ``memory://``; ``sqlite:///relative.db`` or ``sqlite:////absolute.db``; or a folder by any URL that
-        fsspec knows, such as ``file:///folder`` or ``s3://bucket/folder``. Paths are those of the process
+        ``memory://``; ``sqlite:///relative.db`` or ``sqlite:////absolute.db``; or the URL of a folder that
+        fsspec supports, such as ``file:///folder`` or ``s3://bucket/folder``. Paths are those of the process
         that opens the store: the Dask scheduler.
     instance : str
-        Whose records these are. Several instances may share one file or folder; none sees another's.
+        The instance that owns the records. Several instances may share one file or folder; each sees only
+        its own records.
 
     Raises
     ------
     BadRequestError
-        The URL names no store. Nothing is touched yet; trouble with the place itself comes from ``open()``.
+        The URL is not a store URL. Errors of the file or folder itself come from ``open()``.
     """
     scheme, colon, rest = url.partition("://")
     if scheme == "memory":
         if rest:
             raise BadRequestError(
-                f"Store URL {url!r} has a path, but memory:// is one instance's own and has none; use "
-                "sqlite:///path or file:///folder for records that outlive it."
+                f"Store URL {url!r} has a path, but memory:// takes none; use sqlite:///path or "
+                "file:///folder for records that outlive the scheduler."
             )
         return MemoryStore()
     if scheme == "sqlite":
@@ -115,7 +116,7 @@ def _sqlite_store(url: str, rest: str, instance: InstanceName) -> InstanceStore:
     if path == rest or not path or path == ":memory:":
         raise BadRequestError(
             f"Store URL {url!r} names no file; write sqlite:///relative/path.db, sqlite:////absolute/path.db "
-            "or, for records that need not outlive the scheduler, memory://."
+            "or memory:// for records that need not outlive the scheduler."
         )
     return SqliteStore(url, instance, path)
 
@@ -128,7 +129,7 @@ def _fsspec_store(url: str, instance: InstanceName) -> InstanceStore:
     scheme = urlsplit(url.partition("::")[0]).scheme or url.partition("::")[0]
     if scheme not in fsspec.available_protocols():
         raise BadRequestError(
-            f"Store URL {without_password(url)!r} has an unknown scheme {scheme!r}; known: memory://, "
-            "sqlite:///path, and those of fsspec, such as file:///folder or s3://bucket/folder."
+            f"Store URL {without_password(url)!r} has an unknown scheme {scheme!r}; use memory://, "
+            "sqlite:///path or a scheme of fsspec, such as file:///folder or s3://bucket/folder."
         )
     return FsspecStore(url, instance)

@@ -1,14 +1,14 @@
-"""Records in an SQLite file.
+"""A store in an SQLite file.
 
-The embedded choice for instances that outlive their scheduler: one file, no server. Write-ahead logging with
-``synchronous=FULL`` makes every commit one sequential write and one sync: a commit that returned survives the
-death of the process, of the machine and of its power, as far as the disk keeps what it says it has. Each
-commit is one ``BEGIN IMMEDIATE`` transaction that checks the epoch under the same lock as it writes, so the
-fence holds between processes too: two schedulers on one file are safe, and the one whose controller is older
-is refused. The file must be on a disk of this machine: SQLite's log does not work on network file systems.
+An embedded store for instances that outlive their scheduler: one file, no server. With write-ahead logging and
+``synchronous=FULL``, every commit is one sequential write and one sync. A commit that returned survives a
+crash of the process, a crash of the machine and a power loss, provided the disk honours the sync. Each commit
+is one ``BEGIN IMMEDIATE`` transaction that checks the epoch and writes under one lock, so the fence also holds
+between processes: two schedulers may share a file, and the older controller is refused. The file must be on a
+local disk: SQLite's write-ahead log does not work on network file systems.
 
-The tables begin with ``daskserve_``, so the file may be shared with others. Each record carries a checksum,
-because SQLite has none: a record that was damaged on the disk is moved to ``daskserve_aside``, not served.
+Table names start with ``daskserve_``, so other programs may use the same file. Each record has a checksum,
+because SQLite has none: a damaged record is moved to ``daskserve_aside``, not returned.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from daskserve.cluster.store.thread import ThreadedStore
 from daskserve.errors import ServeError
 from daskserve.types import InstanceName
 
-#: What this module writes, and the newest that it reads.
+#: The format that this module writes, and the newest one it reads.
 FORMAT = 1
-#: How to make an older format one newer; there is none yet.
+#: The statement that upgrades each older format to the next one; there is none yet.
 UPGRADES: Mapping[int, str] = {}
 
-#: How long another program's transaction is waited for.
+#: How long a transaction waits for another program's lock.
 BUSY_TIMEOUT_S = 5.0
 BUSY_RETRY_S = 0.02
 
@@ -51,32 +51,32 @@ SET_EPOCH = (
     "ON CONFLICT (instance) DO UPDATE SET epoch = excluded.epoch"
 )
 
-#: SQLite's error names (the beginning of them) that may pass by themselves, with what to do.
+#: Prefixes of SQLite's error names that a retry may fix, with the remedy.
 PASSING: Mapping[str, str] = {
     "SQLITE_BUSY": f"another program has held its lock for more than {BUSY_TIMEOUT_S:g} s; end that program "
     "or its transaction",
     "SQLITE_LOCKED": "another program holds its lock; end that program or its transaction",
-    "SQLITE_FULL": "the disk is full; make room",
-    "SQLITE_IOERR": "the disk reports an error; look at the system's log",
-    "SQLITE_NOMEM": "there is no memory left",
+    "SQLITE_FULL": "the disk is full; free some space",
+    "SQLITE_IOERR": "the disk reports an error; check the system's log",
+    "SQLITE_NOMEM": "SQLite is out of memory; free some memory on the scheduler's machine",
 }
-#: Those that will not.
+#: Prefixes of the errors that a retry does not fix.
 LASTING: Mapping[str, str] = {
     "SQLITE_READONLY": "it cannot be written; give the scheduler's user the right to write the file and its "
-    "folder, or name another file",
-    "SQLITE_PERM": "the scheduler's user may not use it; change its permissions or name another file",
+    "folder, or use another file",
+    "SQLITE_PERM": "the scheduler's user may not use it; change its permissions or use another file",
     "SQLITE_CANTOPEN": "it cannot be opened; the path must name a file, in a folder that the scheduler's "
     "user may write",
-    "SQLITE_NOTADB": "the file is there, but it is not an SQLite database; name another file",
-    "SQLITE_CORRUPT": "the file is damaged; make a copy, repair it with sqlite3's .recover command or bring "
-    "back a backup",
+    "SQLITE_NOTADB": "the file exists, but it is not an SQLite database; use another file",
+    "SQLITE_CORRUPT": "the file is damaged; make a copy, then repair it with sqlite3's .recover command or "
+    "restore a backup",
     "SQLITE_PROTOCOL": "SQLite's locks do not work there; use a disk of the scheduler's machine, or another "
     "kind of store",
 }
 
 
 class SqliteStore(ThreadedStore):
-    """See `daskserve.cluster.base.InstanceStore`, and the module for what it guarantees."""
+    """An `InstanceStore` in an SQLite file; the module docstring states its guarantees."""
 
     def __init__(self, url: str, instance: InstanceName, path: str) -> None:
         super().__init__(url, instance)
@@ -90,11 +90,11 @@ class SqliteStore(ThreadedStore):
         if not path.parent.is_dir():
             raise StoreError(
                 f"The store {self.url} cannot be opened: there is no folder {path.parent} on the scheduler's "
-                "machine; make it or name another file."
+                "machine. Create it or use another file."
             )
         with self._explained():
             self._connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
-            # A damaged key must not keep the others from being read; its checksum tells.
+            # A damaged key must not prevent reading the other records; the checksum detects it.
             self._connection.text_factory = lambda data: data.decode("utf-8", "surrogateescape")
             self._use_log()
             self._connection.execute("PRAGMA synchronous = FULL")
@@ -112,7 +112,7 @@ class SqliteStore(ThreadedStore):
             try:
                 (mode,) = self._db.execute("PRAGMA journal_mode = WAL").fetchone()
             except sqlite3.OperationalError as error:
-                # SQLite's own time-out does not cover the switch to the log.
+                # SQLite's own timeout does not cover the switch to the log.
                 if not _name_of(error).startswith("SQLITE_BUSY") or time.monotonic() > deadline:
                     raise
                 time.sleep(BUSY_RETRY_S)
@@ -169,19 +169,19 @@ class SqliteStore(ThreadedStore):
         return records
 
     def _salvage(self) -> tuple[list[tuple[int, str, bytes, int]], dict[str, str]]:
-        """Read a damaged file record by record."""
+        """Read a damaged file record by record; return the rows, and the reason for each unreadable key."""
         rows: list[tuple[int, str, bytes, int]] = []
         unreadable = {}
         where = "FROM daskserve_records WHERE instance = ? AND key = ?"
         keys = self._db.execute(
             "SELECT key FROM daskserve_records WHERE instance = ? ORDER BY key", (self.instance,)
-        ).fetchall()  # the index answers this alone
+        ).fetchall()  # the index alone answers this query
         for (key,) in keys:
             try:
                 found = self._db.execute(f"SELECT rowid, key, value, crc {where}", (self.instance, key))
                 rows.extend(found.fetchall())
             except sqlite3.DatabaseError as error:
-                unreadable[key] = f"The record cannot be read ({error}). It stays where it is in the file."
+                unreadable[key] = f"The record cannot be read ({error}). It stays in the file."
         return rows, unreadable
 
     def _set_aside(self, rowids: list[int]) -> None:

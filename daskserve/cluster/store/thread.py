@@ -1,9 +1,9 @@
-"""A store whose work is plain blocking code, done by one thread of its own.
+"""Base class of stores that run blocking code in a thread of their own.
 
-Stores live in the scheduler process, whose event loop must never wait for a disk or a network. One thread
-per store, rather than a pool, makes order a matter of course: commits happen in the order they were asked
-for, and nothing else ever touches the connection. It is a daemon: a file system that hangs for ever must not
-keep the scheduler from ending, and what is being written then was not acknowledged.
+Stores run in the scheduler process, whose event loop must never wait for a disk or a network. Each store has
+one thread instead of a pool, which keeps the order: commits run in the order of their calls, and only this
+thread uses the connection. It is a daemon thread: a hanging file system must not keep the scheduler from
+exiting, and a write in progress was not yet acknowledged.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ logger = logging.getLogger("daskserve.store")
 T = TypeVar("T")
 P = ParamSpec("P")
 
-#: `ThreadedStore.close` waits this long for work that does not end.
+#: How long `ThreadedStore.close` waits for running work.
 CLOSE_GRACE_S = 10.0
 
 
 class StoreThread(Executor):
-    """One daemon thread that does jobs one by one, in the order they were submitted."""
+    """One daemon thread that runs jobs one at a time, in the order of submission."""
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
@@ -40,13 +40,13 @@ class StoreThread(Executor):
         self._thread.start()
 
     def submit(self, job: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Do a job after all that were submitted before."""
+        """Run a job after all earlier ones; return its future."""
         future: Future[T] = Future()
         self._jobs.put((future, lambda: job(*args, **kwargs)))
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """End the thread after what was submitted before."""
+        """Stop the thread after all submitted jobs."""
         self._jobs.put(None)
         if wait:
             self._thread.join()
@@ -58,20 +58,21 @@ class StoreThread(Executor):
                 try:
                     future.set_result(job())
                 except BaseException as error:
-                    # The thread's top loop: every error belongs to whoever waits for the job.
+                    # The thread's top loop: every error goes to the caller that waits for the job.
                     future.set_exception(error)
             del item, future, job  # an idle thread must not keep a change alive
 
 
 class ThreadedStore(abc.ABC):
-    """The asynchronous half of a store; the blocking half is in the methods that begin with ``do_``.
+    """The asynchronous half of a store; the ``do_`` methods are the blocking half.
 
-    Those run in the store's thread only, one at a time. Whatever is not open raises `ClosedError`.
+    The ``do_`` methods run only in the store's thread, one at a time. A store that is not open raises
+    `ClosedError`.
 
     Attributes
     ----------
     url : str
-        What the store was opened by, fit to be shown.
+        The store's URL with its password masked.
     """
 
     def __init__(self, url: str, instance: InstanceName) -> None:
@@ -108,12 +109,14 @@ class ThreadedStore(abc.ABC):
                 await asyncio.get_running_loop().run_in_executor(thread, self.do_close)
             is_idle = True
         except TimeoutError:
-            logger.warning("Store %s did not close within %s s; it is left behind", self.url, CLOSE_GRACE_S)
+            logger.warning(
+                "Store %s did not close within %s s; its thread was abandoned", self.url, CLOSE_GRACE_S
+            )
         finally:
-            # Joining an idle thread takes microseconds; one that hangs is not waited for.
+            # Joining an idle thread takes microseconds; a hanging thread is not joined.
             thread.shutdown(wait=is_idle)
 
-    # What a store does
+    # The interface of a store
 
     async def load(self) -> Mapping[str, bytes]:
         """See `Store.load`."""
@@ -139,27 +142,27 @@ class ThreadedStore(abc.ABC):
 
     @property
     def is_closing(self) -> bool:
-        """Whether only what was already asked for is still to be done."""
+        """Whether the store takes no new work and only finishes what was submitted."""
         return self._thread is None
 
     async def run(self, job: Callable[..., T], *args: Any) -> T:
-        """Do something blocking in the store's thread and return its result."""
+        """Run a blocking job in the store's thread and return its result."""
         if self._thread is None:
             raise ClosedError(f"The store {self.url} of instance {self.instance!r} is not open.")
         return await asyncio.get_running_loop().run_in_executor(self._thread, job, *args)
 
     def post(self, job: Callable[[], None]) -> None:
-        """Do something later, after what was asked for before; to be called in the store's thread."""
+        """Queue a job behind the work submitted so far. Call this in the store's thread."""
         thread = self._thread
         if thread is not None:
             thread.submit(job).add_done_callback(self._note_end)
 
     def _note_end(self, ended: Future[None]) -> None:
         if not ended.cancelled() and (error := ended.exception()) is not None:
-            logger.error("Work in the background of store %s failed", self.url, exc_info=error)
+            logger.error("Background work of store %s failed", self.url, exc_info=error)
 
     def report_problems(self, problems: Mapping[str, str]) -> None:
-        """Take over what `problems` answers from now on, and log what is new."""
+        """Set what `problems` returns, and log the new problems."""
         for name, reason in problems.items():
             if name not in self._problems:
                 logger.error("Store %s, instance %s: %s: %s", self.url, self.instance, name, reason)
@@ -172,7 +175,7 @@ class ThreadedStore(abc.ABC):
 
     @abc.abstractmethod
     def do_close(self) -> None:
-        """Free what `do_open` took, however far it came."""
+        """Release what `do_open` acquired, also after it failed."""
 
     @abc.abstractmethod
     def do_load(self) -> Mapping[str, bytes]: ...

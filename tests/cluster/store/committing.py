@@ -1,7 +1,7 @@
 """A program that commits to a store until it is killed, and prints every commit that returned.
 
 Run as ``python committing.py URL``. Commit number ``n`` writes ``count`` and ``k<n>``, and removes the record
-that is ten commits old, so that any half of a commit shows.
+that is ten commits old, so that a partial commit is visible.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ KEPT = 10
 
 
 def records_after(count: int) -> dict[str, bytes]:
-    """Return what a store holds after so many commits."""
+    """Return the records of a store after ``count`` commits."""
     if not count:
         return {}
     kept = {f"k{number}": value_of(number) for number in range(max(1, count - KEPT + 1), count + 1)}

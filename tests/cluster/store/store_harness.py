@@ -1,4 +1,4 @@
-"""Places where stores keep their records, and file systems that misbehave, for the tests of the stores."""
+"""Locations for stores and failing file systems, for the tests of the stores."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from daskserve.cluster.store.folders import Folder, LocalFolder, RemoteFolder
 from daskserve.cluster.store.fsspec import FsspecStore, folder_of
 from daskserve.cluster.store.opening import MemoryStore, open_store
 
-#: What makes a store of an instance at one place; a second one finds what the first one wrote.
+#: Makes a store of an instance at one location; all stores made by it share their records.
 MakeStore = Callable[[str], InstanceStore]
 
 DURABLE = ("sqlite", "folder", "bucket", "renames")
 
 
 def make_bucket() -> Any:
-    """Return an object store in memory: puts are conditional, folders do not exist."""
+    """Return an in-memory object store with conditional puts and without folders."""
 
     class Bucket(MemoryFileSystem):
         store: ClassVar[dict[str, Any]] = {}
@@ -33,7 +33,7 @@ def make_bucket() -> Any:
 
 
 def make_renaming_files() -> Any:
-    """Return a file system in memory that offers no more than writing and renaming."""
+    """Return an in-memory file system that only supports writing and renaming."""
 
     class Renaming(MemoryFileSystem):
         store: ClassVar[dict[str, Any]] = {}
@@ -45,7 +45,7 @@ def make_renaming_files() -> Any:
 
 
 def place(kind: str, path: Path) -> MakeStore:
-    """Return a fresh place of a kind; ``path`` is an empty folder to use."""
+    """Return a store factory for a fresh location of a kind; ``path`` is an empty folder to use."""
     if kind == "memory":
         return lambda instance: MemoryStore()
     if kind == "sqlite":
@@ -75,18 +75,18 @@ async def commit(store: InstanceStore, epoch: int, **records: bytes | None) -> M
 
 
 class Crash(BaseException):
-    """The process dies here. Not an `Exception`, so that nothing treats it as an error."""
+    """A crash of the process. Not an `Exception`, so that no code handles it as an error."""
 
 
 class Trap:
-    """Counts steps, and does something at one of them. A step happens before and after anything is done.
+    """Counts steps and acts at one of them. Each operation has one step before it and one after it.
 
     Parameters
     ----------
     at : int
         The number of the step, from 0.
     action : callable, optional
-        What happens there; by default the process dies, so every later step fails too.
+        Runs at that step. By default the process crashes, so every later step fails too.
     """
 
     def __init__(self, at: int, action: Callable[[], object] | None = None) -> None:
@@ -108,7 +108,7 @@ class Trap:
 
 
 class TrappedFolder:
-    """A folder with a trap in it."""
+    """A folder whose operations step through a trap."""
 
     def __init__(self, inner: Folder, trap: Trap) -> None:
         self.inner = inner
@@ -140,7 +140,7 @@ class TrappedFolder:
 
 
 def every_step(run: Callable[[int], bool]) -> int:
-    """Do something again and again, with a trap one step later each time, until none springs; return when."""
+    """Call ``run`` with trap positions 0, 1, 2, ... until a trap no longer springs; return that position."""
     at = 0
     while run(at):
         at += 1
@@ -148,16 +148,16 @@ def every_step(run: Callable[[int], bool]) -> int:
 
 
 def local_folder(path: Path, instance: str = "i") -> LocalFolder:
-    """Return the folder that an instance has at the place ``folder``."""
+    """Return the folder of an instance at a location of the kind ``folder``."""
     return LocalFolder(path / "store" / folder_of(instance))
 
 
 def folder_store(path: Path, wrap: Callable[[Folder], Folder] = lambda folder: folder) -> FsspecStore:
-    """Return a store at the place ``folder``, with something between it and its folder."""
+    """Return a store at a location of the kind ``folder``; ``wrap`` wraps its folder."""
     return FsspecStore(f"file://{path}/store", "i", lambda url, name: wrap(local_folder(path)))
 
 
 async def settle(store: FsspecStore) -> None:
-    """Wait until the store has done what it does after commits."""
+    """Wait until the store has finished its background work."""
     for _ in range(20):
         await store.run(lambda: None)

@@ -1,4 +1,4 @@
-"""What every store promises: whole transactions of the newest controller, and nobody else's."""
+"""Guarantees of every store: atomic transactions, of the newest controller only."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from daskserve.errors import BadRequestError, ClosedError, StaleEpochError, Unav
 
 @pytest.fixture(params=["memory", *DURABLE])
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> MakeStore:
-    """Makes stores of one place, for every kind of place."""
+    """Return a factory of stores at one location, for each kind of location."""
     return place(request.param, tmp_path)
 
 
 @pytest.fixture(params=DURABLE)
 def durable(request: pytest.FixtureRequest, tmp_path: Path) -> MakeStore:
-    """Like `make`, for the places that outlive their stores."""
+    """Return a factory like `make`, for the locations that outlive their stores."""
     return place(request.param, tmp_path)
 
 
@@ -47,7 +47,7 @@ def test_records_are_written_replaced_and_removed(make: MakeStore) -> None:
     asyncio.run(scenario())
 
 
-def test_what_was_loaded_is_a_copy(make: MakeStore) -> None:
+def test_load_returns_a_copy(make: MakeStore) -> None:
     async def scenario() -> None:
         async with opened(make("i")) as store:
             before = await commit(store, 1, a=b"1")
@@ -68,7 +68,7 @@ KEYS = {
 }
 
 
-def test_any_key_comes_back_as_it_was(make: MakeStore) -> None:
+def test_any_key_round_trips(make: MakeStore) -> None:
     async def scenario() -> None:
         async with opened(make("i")) as store:
             await store.commit(1, StoreChange(KEYS))
@@ -77,7 +77,7 @@ def test_any_key_comes_back_as_it_was(make: MakeStore) -> None:
     asyncio.run(scenario())
 
 
-def test_a_large_value_comes_back_as_it_was(make: MakeStore) -> None:
+def test_a_large_value_round_trips(make: MakeStore) -> None:
     large = os.urandom(5 << 20)
 
     async def scenario() -> None:
@@ -87,7 +87,7 @@ def test_a_large_value_comes_back_as_it_was(make: MakeStore) -> None:
     asyncio.run(scenario())
 
 
-def test_commits_happen_in_the_order_they_were_asked_for(make: MakeStore) -> None:
+def test_commits_run_in_the_order_of_their_calls(make: MakeStore) -> None:
     async def scenario() -> None:
         async with opened(make("i")) as store:
             changes = [StoreChange({"last": b"%d" % each, f"k{each}": b""}) for each in range(20)]
@@ -97,7 +97,7 @@ def test_commits_happen_in_the_order_they_were_asked_for(make: MakeStore) -> Non
     asyncio.run(scenario())
 
 
-def test_instances_at_one_place_do_not_touch_each_other(make: MakeStore) -> None:
+def test_instances_that_share_a_location_are_isolated(make: MakeStore) -> None:
     names = ["i", "I", "i/j", "..", "i.", "ï", "", "txn"]
 
     async def scenario() -> None:
@@ -120,7 +120,7 @@ def test_instances_at_one_place_do_not_touch_each_other(make: MakeStore) -> None
 # ---- epochs
 
 
-def test_an_older_epoch_is_refused_whole_and_named(make: MakeStore) -> None:
+def test_a_commit_of_an_older_epoch_writes_nothing_and_raises(make: MakeStore) -> None:
     async def scenario() -> None:
         async with opened(make("i")) as store:
             await commit(store, 1, a=b"1")
@@ -134,11 +134,11 @@ def test_an_older_epoch_is_refused_whole_and_named(make: MakeStore) -> None:
     asyncio.run(scenario())
 
 
-def test_a_stale_epoch_sends_the_caller_to_the_newer_controller() -> None:
+def test_a_stale_epoch_error_means_retry_at_the_newer_controller() -> None:
     assert issubclass(StaleEpochError, UnavailableError)
 
 
-def test_claiming_an_epoch_ends_the_older_ones(make: MakeStore) -> None:
+def test_claiming_an_epoch_fences_the_older_ones(make: MakeStore) -> None:
     async def scenario() -> None:
         async with opened(make("i")) as store:
             assert await store.newest_epoch() == 0
@@ -153,7 +153,7 @@ def test_claiming_an_epoch_ends_the_older_ones(make: MakeStore) -> None:
     asyncio.run(scenario())
 
 
-def test_epochs_claimed_at_once_differ(make: MakeStore) -> None:
+def test_concurrent_claims_get_different_epochs(make: MakeStore) -> None:
     async def scenario() -> None:
         async with opened(make("i")) as store:
             assert sorted(await asyncio.gather(*(store.claim_epoch() for _ in range(5)))) == [1, 2, 3, 4, 5]
@@ -161,10 +161,10 @@ def test_epochs_claimed_at_once_differ(make: MakeStore) -> None:
     asyncio.run(scenario())
 
 
-# ---- what outlives the store
+# ---- durability
 
 
-def test_a_store_opened_again_has_the_records_and_a_higher_epoch(durable: MakeStore) -> None:
+def test_a_reopened_store_keeps_its_records_and_claims_a_higher_epoch(durable: MakeStore) -> None:
     async def scenario() -> None:
         async with opened(durable("i")) as store:
             assert await store.claim_epoch() == 1
@@ -184,7 +184,7 @@ def test_a_store_opened_again_has_the_records_and_a_higher_epoch(durable: MakeSt
     asyncio.run(scenario())
 
 
-def test_a_second_process_at_the_place_fences_the_first(durable: MakeStore) -> None:
+def test_a_second_process_at_one_location_fences_the_first(durable: MakeStore) -> None:
     async def scenario() -> None:
         async with opened(durable("i")) as one, opened(durable("i")) as two:
             assert await one.claim_epoch() == 1
@@ -203,7 +203,7 @@ def test_a_second_process_at_the_place_fences_the_first(durable: MakeStore) -> N
     asyncio.run(scenario())
 
 
-def test_two_processes_that_claim_and_write_at_once_wait_for_each_other(durable: MakeStore) -> None:
+def test_concurrent_claims_and_commits_of_two_processes_wait_for_each_other(durable: MakeStore) -> None:
     async def scenario() -> None:
         async with opened(durable("i")) as one, opened(durable("i")) as two, opened(durable("j")) as other:
             claims = [store.claim_epoch() for store in (one, two) * 5]
@@ -216,7 +216,7 @@ def test_two_processes_that_claim_and_write_at_once_wait_for_each_other(durable:
     asyncio.run(scenario())
 
 
-def test_two_processes_with_one_epoch_lose_nothing_of_each_other(durable: MakeStore) -> None:
+def test_two_processes_with_one_epoch_keep_each_others_records(durable: MakeStore) -> None:
     async def scenario() -> None:
         async with opened(durable("i")) as one, opened(durable("i")) as two:
             await commit(one, 1, a=b"1")
@@ -282,7 +282,9 @@ def test_any_sequence_of_commits_and_restarts_equals_a_dict(kind: str, operation
 # ---- lifecycle
 
 
-def test_opening_and_closing_are_idempotent_and_leave_nothing(durable: MakeStore, tmp_path: Path) -> None:
+def test_open_and_close_are_idempotent_and_leave_no_thread_or_file(
+    durable: MakeStore, tmp_path: Path
+) -> None:
     def open_files() -> list[str]:
         paths = [os.path.realpath(f"/proc/self/fd/{handle}") for handle in os.listdir("/proc/self/fd")]
         return [path for path in paths if path.startswith(str(tmp_path))]
@@ -308,7 +310,7 @@ def test_opening_and_closing_are_idempotent_and_leave_nothing(durable: MakeStore
     assert open_files() == []
 
 
-def test_closing_finishes_what_was_asked_for(durable: MakeStore) -> None:
+def test_close_finishes_pending_commits(durable: MakeStore) -> None:
     async def scenario() -> None:
         store = durable("i")
         await store.open()
@@ -323,7 +325,7 @@ def test_closing_finishes_what_was_asked_for(durable: MakeStore) -> None:
     asyncio.run(scenario())
 
 
-def test_a_cancelled_commit_leaves_the_store_in_order(durable: MakeStore) -> None:
+def test_a_cancelled_commit_leaves_the_store_consistent(durable: MakeStore) -> None:
     async def scenario() -> None:
         async with opened(durable("i")) as store:
             await store.commit(1, StoreChange({"a": b"1"}))
@@ -334,7 +336,7 @@ def test_a_cancelled_commit_leaves_the_store_in_order(durable: MakeStore) -> Non
             assert late.cancelled()
             await store.commit(1, StoreChange({"d": b"3"}))
             found = await store.load()
-            # It may have happened, but then whole.
+            # The cancelled commit may be applied, but only whole.
             assert found in ({"a": b"1", "d": b"3"}, {"a": b"1", "b": b"2", "c": b"2", "d": b"3"})
 
     asyncio.run(scenario())
@@ -343,7 +345,7 @@ def test_a_cancelled_commit_leaves_the_store_in_order(durable: MakeStore) -> Non
 # ---- URLs
 
 
-def test_every_instance_has_a_store_in_memory_of_its_own() -> None:
+def test_each_instance_has_its_own_memory_store() -> None:
     one, two = open_store("memory://", "i"), open_store("memory://", "i")
     assert isinstance(one, MemoryStore)
     assert one is not two
@@ -352,7 +354,7 @@ def test_every_instance_has_a_store_in_memory_of_its_own() -> None:
 @pytest.mark.parametrize(
     "url", ["", "nowhere", "/a/path", "mem://", "carrier-pigeon://home", "memory://path", "nosuch::file:///x"]
 )
-def test_a_url_that_names_no_store_is_refused(url: str) -> None:
+def test_an_invalid_store_url_is_refused(url: str) -> None:
     with pytest.raises(BadRequestError, match=f"Store URL '{url}' has "):
         open_store(url, "i")
 
@@ -363,14 +365,14 @@ def test_an_sqlite_url_without_a_file_is_refused(url: str) -> None:
         open_store(url, "i")
 
 
-def test_passwords_in_urls_are_not_shown() -> None:
+def test_errors_mask_passwords_in_urls() -> None:
     with pytest.raises(BadRequestError, match=r"pigeon://me:\*\*\*@home' has an unknown scheme"):
         open_store("pigeon://me:secret@home", "i")
     assert "secret" not in repr(open_store("sftp://me:secret@home/folder", "i"))
 
 
 @pytest.mark.parametrize("url", ["sqlite:///{}/missing/store.db", "file://{}/missing/store"])
-def test_a_missing_parent_folder_is_named(url: str, tmp_path: Path) -> None:
+def test_the_error_for_a_missing_parent_folder_names_it(url: str, tmp_path: Path) -> None:
     async def scenario() -> None:
         store = open_store(url.format(tmp_path), "i")
         with pytest.raises(Exception, match=f"there is no folder {tmp_path}/missing on the scheduler's"):

@@ -1,4 +1,4 @@
-"""Folders of immutable objects: exclusive, whole, and honest about what they cannot do."""
+"""Folders of immutable objects: exclusive and atomic creation, and errors for unusable locations."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
     return made
 
 
-def test_objects_are_made_once_listed_read_and_removed(folder: Folder) -> None:
+def test_objects_are_created_once_listed_read_and_removed(folder: Folder) -> None:
     assert folder.names("txn") == []
     folder.create("txn/1", b"one")
     folder.create("txn/2", b"two" * 1000)
@@ -85,7 +85,7 @@ def trap_disk(monkeypatch: pytest.MonkeyPatch, trap: Trap) -> None:
         trapped(name)
 
 
-def test_a_crash_at_any_step_leaves_a_whole_object_or_none(
+def test_a_crash_at_any_step_leaves_a_complete_object_or_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(at: int) -> bool:
@@ -107,10 +107,10 @@ def test_a_crash_at_any_step_leaves_a_whole_object_or_none(
             again.create("txn/1", b"data")
         return trap.has_sprung
 
-    assert every_step(run) >= 8  # sync the file, link, unlink, sync the folder: each before and after
+    assert every_step(run) >= 8  # file sync, link, unlink, folder sync: one step before and one after each
 
 
-def test_an_object_is_synced_before_it_has_its_name_and_its_folder_after(
+def test_an_object_is_synced_before_it_gets_its_name_and_its_folder_after(
     disk: LocalFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trap = Trap(10_000)
@@ -120,9 +120,7 @@ def test_an_object_is_synced_before_it_has_its_name_and_its_folder_after(
     assert [each for each in steps if each != "unlink"] == ["fsync", "link", "fsync"]
 
 
-def test_objects_are_exclusive_without_hard_links_too(
-    disk: LocalFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_creation_is_exclusive_without_hard_links(disk: LocalFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any) -> None:
         raise OSError(errno.EPERM, "no hard links here")
 
@@ -134,7 +132,7 @@ def test_objects_are_exclusive_without_hard_links_too(
     assert disk.names("tmp") == []
 
 
-def test_old_temporary_files_are_cleared_away_and_young_ones_are_not(disk: LocalFolder) -> None:
+def test_old_temporary_files_are_removed_and_recent_ones_are_kept(disk: LocalFolder) -> None:
     folder = disk._root / "tmp"
     (folder / "old").write_bytes(b"")
     (folder / "young").write_bytes(b"")
@@ -144,16 +142,16 @@ def test_old_temporary_files_are_cleared_away_and_young_ones_are_not(disk: Local
     assert disk.names("tmp") == ["young"]
 
 
-def test_a_store_in_a_file_is_refused(tmp_path: Path) -> None:
+def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "store").write_bytes(b"a file")
     with pytest.raises(StoreError, match="must be a folder"), explained("u"):
         LocalFolder(tmp_path / "store" / "i").prepare(["txn"])
 
 
-# ---- elsewhere
+# ---- on other file systems
 
 
-def test_whether_a_put_can_be_conditional_is_seen_from_the_class() -> None:
+def test_conditional_puts_are_detected_from_the_class() -> None:
     class Conditional(AsyncFileSystem):  # type: ignore[misc]
         async def _pipe_file(
             self, path: str, value: bytes, mode: str = "overwrite", **kwargs: Any
@@ -171,7 +169,7 @@ def failing(files: Any, name: str, around: Callable[[Callable[..., Any]], Callab
     return files
 
 
-def test_a_put_that_succeeded_and_was_tried_again_is_no_conflict() -> None:
+def test_a_retried_put_that_had_succeeded_is_no_conflict() -> None:
     def twice(put: Callable[..., Any]) -> Callable[..., Any]:
         def pipe_file(path: str, data: bytes, **kwargs: Any) -> None:
             put(path, data, **kwargs)
@@ -189,7 +187,7 @@ def test_a_put_that_succeeded_and_was_tried_again_is_no_conflict() -> None:
     assert folder.read(["txn/1"]) == {"txn/1": b"one"}
 
 
-def test_a_put_that_failed_is_an_error() -> None:
+def test_a_failed_put_raises() -> None:
     def refuse(put: Callable[..., Any]) -> Callable[..., Any]:
         def pipe_file(*args: Any, **kwargs: Any) -> None:
             raise ConnectionError("the line is down")
@@ -201,7 +199,7 @@ def test_a_put_that_failed_is_an_error() -> None:
         folder.create("txn/1", b"one")
 
 
-def test_of_two_that_rename_to_one_name_only_one_believes_it_did() -> None:
+def test_only_one_of_two_renames_to_one_name_succeeds() -> None:
     files = make_renaming_files()
 
     def overtaken(move: Callable[..., Any]) -> Callable[..., Any]:
@@ -216,7 +214,7 @@ def test_of_two_that_rename_to_one_name_only_one_believes_it_did() -> None:
         folder.create("txn/1", b"one")
 
 
-def test_a_path_with_wildcards_is_a_path(tmp_path: Path) -> None:
+def test_wildcards_in_a_path_are_literal(tmp_path: Path) -> None:
     folder = RemoteFolder(make_bucket(), "/st[o]re*")
     for name in ("txn/1", "txn/2", "txn/3"):
         folder.create(name, b"data")
@@ -229,14 +227,14 @@ def test_a_path_with_wildcards_is_a_path(tmp_path: Path) -> None:
 # ---- by URL
 
 
-def test_urls_of_disks_are_disks(tmp_path: Path) -> None:
+def test_local_urls_open_a_local_folder(tmp_path: Path) -> None:
     for url in (f"file://{tmp_path}/store", f"local://{tmp_path}/store/", f"dir::file://{tmp_path}/store"):
         folder = connect(url, "i")
         assert isinstance(folder, LocalFolder), url
         assert folder._root == tmp_path / "store" / "i"
 
 
-def test_other_urls_are_other_folders() -> None:
+def test_other_urls_open_a_remote_folder() -> None:
     folder = connect("dir::memory://store/of/mine", "i")
     assert isinstance(folder, RemoteFolder)
     assert folder._root == "/store/of/mine/i"
@@ -245,12 +243,12 @@ def test_other_urls_are_other_folders() -> None:
 @pytest.mark.parametrize(
     ("url", "reason"),
     [
-        ("simplecache::memory://store", "is behind a cache; name the file system itself"),
+        ("simplecache::memory://store", "is behind a cache; use the URL of the file system behind it"),
         ("file:///", "names no folder; add a path"),
         ("lakefs://repo/branch", "needs a package that is not installed in the scheduler's .*lakefs"),
     ],
 )
-def test_urls_that_are_no_good_are_refused_with_the_reason(url: str, reason: str) -> None:
+def test_unusable_urls_are_refused_with_the_reason(url: str, reason: str) -> None:
     with pytest.raises(StoreError, match=reason):
         connect(url, "i")
 
@@ -268,7 +266,7 @@ def test_urls_that_are_no_good_are_refused_with_the_reason(url: str, reason: str
         (StoreError("already told"), StoreError),
     ],
 )
-def test_errors_say_what_they_are_about(error: Exception, expected: type[Exception]) -> None:
+def test_errors_are_translated_and_name_the_store(error: Exception, expected: type[Exception]) -> None:
     with pytest.raises(expected) as caught, explained("scheme://there"):
         raise error
     if caught.value is not error:

@@ -1,4 +1,4 @@
-"""The journal in a folder: crashes, races and damage at every step, and what a commit costs."""
+"""The journal in a folder: crashes, races and damage at every step, and the cost of a commit."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from daskserve.cluster.store.fsspec import FsspecStore, folder_of
 from daskserve.cluster.store.opening import StoreFormatError, StoreUnavailableError, open_store
 from daskserve.errors import StaleEpochError
 
-#: A step that no test gets to.
+#: A step that no test reaches.
 NEVER = 1_000_000
-#: Makes another store of the same instance at the same place, with something in front of its folder.
+#: Makes another store of one instance at one location, with a trap in front of its folder.
 MakeTrapped = Callable[..., FsspecStore]
 
 
 @pytest.fixture(params=["folder", "bucket", "renames"])
 def places(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], MakeTrapped]:
-    """Makes fresh places by name."""
+    """Return a factory that makes fresh locations by name."""
 
     def fresh(name: str) -> MakeTrapped:
         if request.param == "folder":
@@ -73,7 +73,7 @@ def names(path: Path, folder: str) -> list[str]:
 # ---- by URL
 
 
-def test_a_folder_by_url_survives_its_store(tmp_path: Path) -> None:
+def test_records_in_a_folder_survive_the_store_object(tmp_path: Path) -> None:
     async def scenario() -> None:
         for url in (f"file://{tmp_path}/store", f"local://{tmp_path}/store/"):
             async with opened(open_store(url, "my/app")) as store:
@@ -86,7 +86,7 @@ def test_a_folder_by_url_survives_its_store(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("instance", ["a", "A b", "..", ".", "", "=", "%3D", "a/../b", "ü*?[x]", "x\x00\n"])
-def test_the_folder_of_an_instance_is_one_plain_name(instance: str) -> None:
+def test_the_folder_of_an_instance_is_one_path_segment(instance: str) -> None:
     name = folder_of(instance)
     assert name
     assert not set(name) & set("/.%*?[]\\\0\n")
@@ -94,10 +94,10 @@ def test_the_folder_of_an_instance_is_one_plain_name(instance: str) -> None:
     assert folder_of(name) != name or instance == name
 
 
-# ---- one step at a time: the process dies
+# ---- the process crashes at each step
 
 
-def test_a_crash_at_any_step_of_a_commit_loses_nothing_acknowledged(
+def test_a_crash_during_a_commit_loses_no_acknowledged_commit(
     places: Callable[[str], MakeTrapped],
 ) -> None:
     def run(at: int) -> bool:
@@ -127,10 +127,10 @@ def test_a_crash_at_any_step_of_a_commit_loses_nothing_acknowledged(
         asyncio.run(scenario())
         return trap.has_sprung
 
-    assert every_step(run) == 4  # look for epochs, before and after making the object, look again
+    assert every_step(run) == 4  # check the epoch, before and after creating the object, check again
 
 
-def test_a_crash_at_any_step_of_a_claim_leaves_epochs_going_up(places: Callable[[str], MakeTrapped]) -> None:
+def test_epochs_increase_after_a_crash_during_a_claim(places: Callable[[str], MakeTrapped]) -> None:
     def run(at: int) -> bool:
         make = places(str(at))
         trap = Trap(NEVER)
@@ -145,7 +145,7 @@ def test_a_crash_at_any_step_of_a_claim_leaves_epochs_going_up(places: Callable[
                 except Crash:
                     pass
             async with opened(make()) as store:
-                # It is over as soon as its number may have been given out, and never given out twice.
+                # The old epoch is fenced once the new number may have been returned, and no number repeats.
                 assert await store.newest_epoch() == (2 if f"after epoch/{'2':0>8}" in trap.steps else 1)
                 assert await store.claim_epoch() in (2, 3)
                 assert await store.load() == {"a": b"1"}
@@ -157,7 +157,7 @@ def test_a_crash_at_any_step_of_a_claim_leaves_epochs_going_up(places: Callable[
 
 
 @pytest.mark.usefixtures("short_journals")
-def test_a_crash_at_any_step_of_cutting_the_journal_short_loses_nothing(
+def test_a_crash_during_compaction_loses_nothing(
     places: Callable[[str], MakeTrapped],
 ) -> None:
     def run(at: int) -> bool:
@@ -180,7 +180,7 @@ def test_a_crash_at_any_step_of_cutting_the_journal_short_loses_nothing(
                     await settle(store)
                 except Crash:
                     pass
-            # Then it goes on, cuts the journal short by itself, and crashes no more.
+            # The reopened store continues and compacts the journal without a crash.
             for _ in range(2):
                 async with opened(make()) as store:
                     assert await store.load() == model
@@ -195,15 +195,15 @@ def test_a_crash_at_any_step_of_cutting_the_journal_short_loses_nothing(
         asyncio.run(scenario())
         return trap.has_sprung
 
-    # Before and after the snapshot, reading it back, two lists, removing an older snapshot and three changes.
+    # Before and after the snapshot, its read-back, two listings, the removal of a snapshot and three changes.
     assert every_step(run) == 9
 
 
-# ---- one step at a time: something fails, and the process goes on
+# ---- each step fails, and the process goes on
 
 
 @pytest.mark.parametrize("error", [ConnectionError("down"), PermissionError("no"), RuntimeError("foreign")])
-def test_a_commit_that_failed_never_happened_once_the_next_one_has(
+def test_a_failed_commit_is_void_once_the_next_one_succeeds(
     places: Callable[[str], MakeTrapped], error: Exception
 ) -> None:
     def run(at: int) -> bool:
@@ -235,7 +235,7 @@ def test_a_commit_that_failed_never_happened_once_the_next_one_has(
     assert every_step(run) == 4
 
 
-def test_a_place_that_comes_back_is_used_again(tmp_path: Path) -> None:
+def test_the_store_works_again_after_an_outage(tmp_path: Path) -> None:
     async def scenario() -> None:
         is_down = False
 
@@ -261,14 +261,14 @@ def test_a_place_that_comes_back_is_used_again(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-# ---- one step at a time: another process gets in between
+# ---- another process intervenes at each step
 
 
 @pytest.mark.parametrize("is_loaded", [False, True])
-def test_a_commit_that_is_overtaken_is_seen_by_the_next_controller_or_refused(
+def test_an_overtaken_commit_is_seen_by_the_next_controller_or_refused(
     places: Callable[[str], MakeTrapped], is_loaded: bool
 ) -> None:
-    """Wherever in the old controller's commit the new one takes over, both agree on what happened."""
+    """At whichever step of the old controller's commit the new one takes over, both agree on the outcome."""
 
     def run(at: int) -> bool:
         make = places(str(at))
@@ -313,7 +313,7 @@ def test_a_commit_that_is_overtaken_is_seen_by_the_next_controller_or_refused(
     assert every_step(run) == 4
 
 
-def test_an_acknowledged_commit_is_seen_by_whoever_claims_afterwards(
+def test_later_claimants_see_every_acknowledged_commit(
     places: Callable[[str], MakeTrapped],
 ) -> None:
     def run(at: int) -> bool:
@@ -348,9 +348,7 @@ def test_an_acknowledged_commit_is_seen_by_whoever_claims_afterwards(
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_two_that_claim_at_once_get_different_epochs(
-    places: Callable[[str], MakeTrapped], times: int
-) -> None:
+def test_two_concurrent_claims_get_different_epochs(places: Callable[[str], MakeTrapped], times: int) -> None:
     def run(at: int) -> bool:
         make = places(str(at))
         claimed: list[int] = []
@@ -376,7 +374,7 @@ def test_two_that_claim_at_once_get_different_epochs(
     assert every_step(run) >= 5
 
 
-def test_reading_while_another_process_cuts_the_journal_short_sees_everything(
+def test_a_load_during_another_process_compaction_sees_everything(
     places: Callable[[str], MakeTrapped], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FsspecStore, "is_closing", False)
@@ -447,7 +445,7 @@ TORN = "txn/00000001-0000000005"
 
 
 @pytest.mark.parametrize("cut", [0, 5, 40, -1])
-def test_a_torn_last_change_costs_no_earlier_one(tmp_path: Path, cut: int) -> None:
+def test_a_torn_last_change_loses_no_earlier_change(tmp_path: Path, cut: int) -> None:
     records = journal_of(tmp_path, 5)
     damage(tmp_path, TORN, lambda data: data[:cut])
     found, problems = reopened(tmp_path)
@@ -465,8 +463,8 @@ def test_a_torn_last_change_costs_no_earlier_one(tmp_path: Path, cut: int) -> No
     assert "aside/txn=00000001-0000000005" in problems[TORN]
 
 
-def test_a_torn_change_that_is_completed_later_stays_void(tmp_path: Path) -> None:
-    """Its writer was slow, not dead, on a file system where objects do not appear whole."""
+def test_a_torn_change_completed_later_stays_void(tmp_path: Path) -> None:
+    """The writer was slow, not dead, on a file system where objects do not appear atomically."""
     journal_of(tmp_path, 5)
     file = tmp_path / "store" / "i" / TORN
     whole = file.read_bytes()
@@ -483,7 +481,7 @@ def test_a_torn_change_that_is_completed_later_stays_void(tmp_path: Path) -> Non
     assert reopened(tmp_path)[0] == expected
 
 
-def test_a_damaged_change_is_named_kept_aside_and_costs_only_itself(tmp_path: Path) -> None:
+def test_a_damaged_change_is_reported_and_kept_aside_and_loses_only_itself(tmp_path: Path) -> None:
     records = journal_of(tmp_path, 5)
     name = "txn/00000001-0000000002"
     damage(tmp_path, name, lambda data: data.replace(b"2222", b"2?22"))
@@ -512,7 +510,7 @@ def test_a_damaged_change_is_named_kept_aside_and_costs_only_itself(tmp_path: Pa
 @pytest.mark.parametrize(
     "edit", [lambda data: b"", lambda data: data[:-9], lambda data: data.replace(b"3", b"?", 1)]
 )
-def test_a_damaged_snapshot_costs_nothing(tmp_path: Path, edit: Callable[[bytes], bytes]) -> None:
+def test_a_damaged_snapshot_loses_nothing(tmp_path: Path, edit: Callable[[bytes], bytes]) -> None:
     records = journal_of(tmp_path, 9, snapshots=(3, 6))
     assert names(tmp_path, "snapshot") == ["00000001-0000000003", "00000001-0000000006"]
     assert names(tmp_path, "txn")[0] == "00000001-0000000004"
@@ -522,13 +520,13 @@ def test_a_damaged_snapshot_costs_nothing(tmp_path: Path, edit: Callable[[bytes]
     assert list(problems) == ["snapshot/00000001-0000000006"]
 
 
-def test_of_the_only_snapshot_what_can_be_read_is_used(tmp_path: Path) -> None:
+def test_the_readable_part_of_the_only_snapshot_is_used(tmp_path: Path) -> None:
     records = journal_of(tmp_path, 9, snapshots=(3, 6))
     (tmp_path / "store" / "i" / "snapshot" / "00000001-0000000003").unlink()
     damage(tmp_path, "snapshot/00000001-0000000006", lambda data: data.replace(b"2222", b"2?22", 1))
     found, problems = reopened(tmp_path)
     assert found == without(records, "k2")
-    assert "cannot be read: 'k2'" in problems["snapshot/00000001-0000000006"]
+    assert "unreadable: 'k2'" in problems["snapshot/00000001-0000000006"]
 
     async def go_on() -> None:
         async with opened(folder_store(tmp_path)) as store:
@@ -541,7 +539,7 @@ def test_of_the_only_snapshot_what_can_be_read_is_used(tmp_path: Path) -> None:
     assert reopened(tmp_path)[0] == {**without(records, "k2"), "new": b""}
 
 
-def test_strange_files_in_the_folder_are_left_alone(tmp_path: Path) -> None:
+def test_unknown_files_in_the_folder_are_ignored(tmp_path: Path) -> None:
     records = journal_of(tmp_path, 2)
     root = tmp_path / "store" / "i"
     for folder in ("txn", "epoch", "snapshot", "format"):
@@ -550,7 +548,7 @@ def test_strange_files_in_the_folder_are_left_alone(tmp_path: Path) -> None:
     assert reopened(tmp_path) == (records, {})
 
 
-def test_epochs_go_up_even_if_their_objects_are_lost(tmp_path: Path) -> None:
+def test_epochs_increase_even_if_their_objects_are_lost(tmp_path: Path) -> None:
     records = journal_of(tmp_path, 2)
 
     async def scenario() -> None:
@@ -572,14 +570,14 @@ def test_epochs_go_up_even_if_their_objects_are_lost(tmp_path: Path) -> None:
 # ---- formats
 
 
-def test_a_newer_format_is_refused_with_what_to_do(tmp_path: Path) -> None:
+def test_a_newer_format_is_refused_with_the_remedy(tmp_path: Path) -> None:
     journal_of(tmp_path, 1)
     (tmp_path / "store" / "i" / "format" / "00000009").write_bytes(b"")
     with pytest.raises(StoreFormatError, match=r"has format 9; .* reads formats up to 1\. Install"):
         reopened(tmp_path)
 
 
-def test_a_format_that_became_newer_meanwhile_is_refused_to_the_next_controller(tmp_path: Path) -> None:
+def test_claiming_an_epoch_refuses_a_format_upgraded_meanwhile(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with opened(folder_store(tmp_path)) as store:
             await store.claim_epoch()
@@ -590,10 +588,10 @@ def test_a_format_that_became_newer_meanwhile_is_refused_to_the_next_controller(
     asyncio.run(scenario())
 
 
-# ---- the loop, and what it costs
+# ---- the event loop, and cost
 
 
-def test_a_slow_place_does_not_hold_up_the_loop(tmp_path: Path) -> None:
+def test_slow_storage_does_not_block_the_event_loop(tmp_path: Path) -> None:
     is_released = threading.Event()
 
     class Slow(TrappedFolder):
@@ -610,7 +608,7 @@ def test_a_slow_place_does_not_hold_up_the_loop(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_a_place_that_hangs_does_not_hold_up_closing(
+def test_hanging_storage_does_not_block_close(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("daskserve.cluster.store.thread.CLOSE_GRACE_S", 0.02)
@@ -637,7 +635,7 @@ def test_a_place_that_hangs_does_not_hold_up_closing(
 
 
 class Counting(TrappedFolder):
-    """Notes what is written."""
+    """A folder that counts what is written."""
 
     def __init__(self, inner: Folder) -> None:
         super().__init__(inner, Trap(NEVER))
@@ -652,7 +650,7 @@ def backend(number: int) -> dict[str, bytes | None]:
     return {f"backend/b{number:04d}": b"x" * 500, f"replica/b{number:04d}#0": b"y" * 200}
 
 
-def test_the_thousandth_record_costs_what_the_tenth_did(tmp_path: Path) -> None:
+def test_the_cost_of_a_commit_does_not_grow_with_the_records(tmp_path: Path) -> None:
     folders: list[Counting] = []
 
     def count(folder: Folder) -> Folder:
@@ -679,7 +677,7 @@ def test_the_thousandth_record_costs_what_the_tenth_did(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_cutting_the_journal_short_costs_in_proportion_to_what_is_written(
+def test_compaction_costs_in_proportion_to_what_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_fsspec, "COMPACT_BYTES", 2_000)
@@ -707,9 +705,7 @@ def test_cutting_the_journal_short_costs_in_proportion_to_what_is_written(
 
 
 @pytest.mark.usefixtures("short_journals")
-def test_a_journal_that_cannot_be_cut_short_is_still_written(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_commits_succeed_while_compaction_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class NoSnapshots(TrappedFolder):
         def create(self, name: str, data: bytes) -> None:
             if name.startswith("snapshot/"):
@@ -724,11 +720,11 @@ def test_a_journal_that_cannot_be_cut_short_is_still_written(
 
     asyncio.run(scenario())
     assert len(reopened(tmp_path)[0]) == 12
-    # It is not tried again with every commit.
+    # A failed compaction is not retried on every commit.
     assert caplog.text.count("no snapshots today") in range(1, 12)
 
 
-def test_what_is_remembered_of_a_size_is_the_size(tmp_path: Path) -> None:
+def test_the_tracked_state_size_is_exact(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with opened(folder_store(tmp_path)) as store:
             records: Any

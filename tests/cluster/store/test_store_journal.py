@@ -1,4 +1,4 @@
-"""What journal objects hold and what they amount to, without any file."""
+"""Encoding and replay of journal objects, without files."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ def change(epoch: int, number: int, after: Position, **records: bytes | None) ->
     return Change(Position(epoch, number), after, records)
 
 
-def test_a_change_and_a_snapshot_come_back_as_they_were() -> None:
+def test_changes_and_snapshots_round_trip() -> None:
     assert decode_change("u", encode_change(CHANGE, "w")) == CHANGE
     assert decode_snapshot("u", encode_snapshot(SNAPSHOT, "w")) == SNAPSHOT
 
 
-def test_equal_changes_of_two_writers_differ() -> None:
+def test_equal_changes_of_two_writers_encode_differently() -> None:
     assert encode_change(CHANGE, "one") != encode_change(CHANGE, "two")
 
 
 @given(epoch=st.integers(0, 10**9), number=st.integers(0, 10**12))
-def test_a_position_is_told_by_its_name(epoch: int, number: int) -> None:
+def test_a_position_is_parsed_from_its_name(epoch: int, number: int) -> None:
     assert Position.parse(Position(epoch, number).name) == (epoch, number)
 
 
-def test_names_sort_as_positions_do() -> None:
+def test_names_sort_in_the_order_of_positions() -> None:
     positions = [Position(1, 9), Position(1, 10), Position(9, 1), Position(10, 1)]
     assert sorted(each.name for each in positions) == [each.name for each in positions]
 
 
 @pytest.mark.parametrize("name", ["", "1", "1-", "-1", "a-1", "1-1.tmp", "x1-1", "00000001-0000000001 "])
-def test_other_names_are_no_positions(name: str) -> None:
+def test_other_names_parse_to_none(name: str) -> None:
     assert Position.parse(name) is None
 
 
@@ -60,7 +60,7 @@ def test_other_names_are_no_positions(name: str) -> None:
 
 
 @given(data=st.data())
-def test_a_change_that_is_not_what_was_written_is_never_applied(data: st.DataObject) -> None:
+def test_an_altered_change_is_never_applied(data: st.DataObject) -> None:
     whole = encode_change(CHANGE, "w")
     at = data.draw(st.integers(0, len(whole) - 1))
     cut_off = whole[:at]
@@ -71,7 +71,7 @@ def test_a_change_that_is_not_what_was_written_is_never_applied(data: st.DataObj
 
 
 @given(data=st.data())
-def test_of_a_damaged_snapshot_what_can_be_read_is_as_it_was(data: st.DataObject) -> None:
+def test_the_readable_records_of_a_damaged_snapshot_are_unchanged(data: st.DataObject) -> None:
     whole = encode_snapshot(SNAPSHOT, "w")
     at = data.draw(st.integers(0, len(whole) - 1))
     cut_off = whole[:at]
@@ -86,7 +86,7 @@ def test_of_a_damaged_snapshot_what_can_be_read_is_as_it_was(data: st.DataObject
         assert len(found.records) + len(found.damaged) == 3
 
 
-def test_a_damaged_record_of_a_snapshot_is_named() -> None:
+def test_the_damaged_records_of_a_snapshot_are_named() -> None:
     data = encode_snapshot(SNAPSHOT, "w").replace(b"BBBB", b"B?BB", 1)
     found = decode_snapshot("u", data)
     assert found.damaged == ("'b'",)
@@ -97,17 +97,17 @@ def test_a_damaged_record_of_a_snapshot_is_named() -> None:
     ("data", "reason"),
     [
         (b"", "it is empty"),
-        (b"something else", "does not begin as daskserve's objects do"),
+        (b"something else", "does not start with daskserve's magic line"),
         (MAGIC, "cut off"),
         (encode_snapshot(SNAPSHOT, "w"), "it holds a snapshot, not a change"),
     ],
 )
-def test_what_is_no_change_is_told_why(data: bytes, reason: str) -> None:
+def test_the_error_for_an_invalid_change_names_the_reason(data: bytes, reason: str) -> None:
     with pytest.raises(DamagedError, match=reason):
         decode_change("u", data)
 
 
-def test_an_object_of_a_newer_format_is_no_damage(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_newer_format_is_not_reported_as_damage(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("daskserve.cluster.store.journal.FORMAT", 2)
     newer = encode_change(CHANGE, "w")
     monkeypatch.undo()
@@ -116,14 +116,14 @@ def test_an_object_of_a_newer_format_is_no_damage(monkeypatch: pytest.MonkeyPatc
         decode_change("u", newer)
 
 
-# ---- what they amount to
+# ---- replay
 
 
-def test_nothing_amounts_to_nothing() -> None:
+def test_replaying_nothing_gives_an_empty_history() -> None:
     assert replay(None, []) == History({}, START)
 
 
-def test_changes_count_in_the_order_of_their_positions() -> None:
+def test_changes_are_applied_in_the_order_of_their_positions() -> None:
     changes = [
         change(2, 1, Position(1, 2), a=None, c=b"3"),
         change(1, 1, START, a=b"1", b=b"1"),
@@ -132,7 +132,7 @@ def test_changes_count_in_the_order_of_their_positions() -> None:
     assert replay(None, changes) == History({"b": b"2", "c": b"3"}, Position(2, 1))
 
 
-def test_a_snapshot_stands_for_the_changes_up_to_it() -> None:
+def test_a_snapshot_replaces_the_changes_up_to_it() -> None:
     base = Snapshot(Position(1, 2), {"a": b"1"})
     changes = [
         change(1, 1, START, a=b"0", z=b"0"),
@@ -143,7 +143,7 @@ def test_a_snapshot_stands_for_the_changes_up_to_it() -> None:
     assert replay(base, []) == History({"a": b"1"}, Position(1, 2))
 
 
-def test_a_late_write_of_a_controller_that_was_replaced_is_no_part_of_the_history() -> None:
+def test_a_late_write_of_a_replaced_controller_is_not_in_the_history() -> None:
     changes = [
         change(1, 1, START, a=b"1"),
         change(1, 2, Position(1, 1), a=b"late"),
@@ -154,7 +154,7 @@ def test_a_late_write_of_a_controller_that_was_replaced_is_no_part_of_the_histor
     assert replay(None, changes) == History({"a": b"1", "b": b"2", "c": b"3"}, Position(2, 2))
 
 
-def test_what_a_write_that_was_passed_over_passed_over_counts() -> None:
+def test_a_void_change_voids_no_other_change() -> None:
     changes = [
         change(1, 1, START, a=b"1"),
         change(1, 2, Position(1, 1), b=b"2"),
@@ -164,7 +164,7 @@ def test_what_a_write_that_was_passed_over_passed_over_counts() -> None:
     assert replay(None, changes) == History({"a": b"1", "b": b"2", "d": b"4"}, Position(3, 1))
 
 
-def test_a_change_that_is_missing_costs_itself_only() -> None:
+def test_a_missing_change_loses_only_itself() -> None:
     changes = [
         change(1, 1, START, a=b"1"),
         change(1, 3, Position(1, 2), c=b"3"),

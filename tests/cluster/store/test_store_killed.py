@@ -1,4 +1,4 @@
-"""A commit that returned survives SIGKILL of its process; one that did not is whole or not there."""
+"""A commit that returned survives SIGKILL of its process; a pending one is applied whole or not at all."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from store_harness import opened
 
 from daskserve.cluster.store.opening import open_store
 
-#: How often each program is killed and started anew on what it left.
+#: How often each program is killed and restarted on its store.
 ROUNDS = 3
 
 
 def commit_until_killed(url: str, commits: int) -> int:
-    """Return the last commit that a process acknowledged before it was killed, after that many or later."""
+    """Kill a process after at least ``commits`` commits; return the last one it acknowledged."""
     with subprocess.Popen(
         [sys.executable, committing.__file__, url], stdout=subprocess.PIPE, text=True
     ) as process:
@@ -29,7 +29,7 @@ def commit_until_killed(url: str, commits: int) -> int:
         for _ in range(commits):
             acknowledged = process.stdout.readline()
         process.kill()
-        # What it had said by then counts too; the last line may be cut off.
+        # Lines printed before the kill count too; the last line may be cut off.
         rest = [line for line in process.stdout.read().splitlines(keepends=True) if line.endswith("\n")]
     return int([acknowledged, *rest][-1])
 
@@ -47,7 +47,7 @@ def test_every_acknowledged_commit_survives_sigkill(url: str, tmp_path: Path) ->
         acknowledged = commit_until_killed(url, rng.randrange(1, 60))
         records, problems, epoch = asyncio.run(found_at(url))
         count = int(records["count"])
-        # One more may have been written whose acknowledgement was not.
+        # One more commit may be written without its acknowledgement.
         assert count in (acknowledged, acknowledged + 1)
         assert records == committing.records_after(count)
         assert problems == {}

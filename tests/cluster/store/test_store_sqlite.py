@@ -1,4 +1,4 @@
-"""The SQLite store: what it tells SQLite, what it makes of its errors, and what damage costs."""
+"""The SQLite store: durability settings, translation of SQLite's errors, damage and cost."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def path(tmp_path: Path) -> Path:
 
 @contextmanager
 def editing(path: Path) -> Iterator[sqlite3.Connection]:
-    """What another program does to the file."""
+    """Open the file as another program would."""
     with closing(sqlite3.connect(path)) as db, db:
         yield db
 
@@ -54,13 +54,13 @@ def test_every_commit_is_synced_to_a_write_ahead_log(path: Path) -> None:
             pragma = cast(SqliteStore, store).run
             assert await pragma(lambda: db.execute("PRAGMA journal_mode").fetchone()) == ("wal",)
             assert await pragma(lambda: db.execute("PRAGMA synchronous").fetchone()) == (2,)  # FULL
-        # The log is folded in and gone once nobody has the file open.
+        # Closing the last connection checkpoints the log and removes it.
         assert os.listdir(path.parent) == ["store.db"]
 
     asyncio.run(scenario())
 
 
-def test_paths_are_relative_or_absolute(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_urls_take_relative_and_absolute_paths(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(path.parent)
 
     async def scenario() -> None:
@@ -72,7 +72,7 @@ def test_paths_are_relative_or_absolute(path: Path, monkeypatch: pytest.MonkeyPa
     asyncio.run(scenario())
 
 
-def test_a_change_that_fails_half_way_leaves_nothing(path: Path) -> None:
+def test_a_commit_that_fails_midway_writes_nothing(path: Path) -> None:
     async def scenario() -> None:
         async with opened(sqlite_store(path)) as store:
             await commit(store, 1, a=b"1")
@@ -90,7 +90,7 @@ def test_a_change_that_fails_half_way_leaves_nothing(path: Path) -> None:
     asyncio.run(scenario())
 
 
-# ---- places that are no good
+# ---- unusable locations
 
 
 def refused(path: Path | str) -> StoreError:
@@ -106,21 +106,21 @@ def refused(path: Path | str) -> StoreError:
     return error
 
 
-def test_a_file_that_is_no_database_is_left_as_it_is(path: Path) -> None:
+def test_a_file_that_is_no_database_is_refused_and_unchanged(path: Path) -> None:
     path.write_bytes(b"something else of value\n" * 100)
-    assert "it is not an SQLite database; name another file" in str(refused(path))
+    assert "it is not an SQLite database; use another file" in str(refused(path))
     assert path.read_bytes() == b"something else of value\n" * 100
 
 
-def test_a_folder_is_no_file(tmp_path: Path) -> None:
+def test_a_folder_is_refused(tmp_path: Path) -> None:
     assert "the path must name a file" in str(refused(tmp_path))
 
 
-def test_a_place_where_no_file_can_be_made_is_refused() -> None:
+def test_a_path_where_no_file_can_be_created_is_refused() -> None:
     assert "the scheduler's user may write" in str(refused("/proc/self/store.db"))
 
 
-def test_the_tables_of_others_in_the_file_are_left_alone(path: Path) -> None:
+def test_other_tables_in_the_file_are_unchanged(path: Path) -> None:
     with editing(path) as db:
         db.execute("CREATE TABLE records (key, value)")
         db.execute("INSERT INTO records VALUES ('a', 'theirs')")
@@ -129,7 +129,7 @@ def test_the_tables_of_others_in_the_file_are_left_alone(path: Path) -> None:
         assert db.execute("SELECT * FROM records").fetchall() == [("a", "theirs")]
 
 
-def test_a_store_that_cannot_be_written_says_so_and_still_reads(path: Path) -> None:
+def test_a_read_only_store_refuses_commits_and_still_loads(path: Path) -> None:
     async def scenario() -> None:
         async with opened(sqlite_store(path)) as store:
             await commit(store, 1, a=b"1")
@@ -142,7 +142,7 @@ def test_a_store_that_cannot_be_written_says_so_and_still_reads(path: Path) -> N
     asyncio.run(scenario())
 
 
-def test_a_locked_store_is_waited_for_then_unavailable_then_well_again(
+def test_a_commit_waits_for_a_lock_then_fails_and_succeeds_once_it_is_free(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_sqlite, "BUSY_TIMEOUT_S", 0.05)
@@ -162,9 +162,7 @@ def test_a_locked_store_is_waited_for_then_unavailable_then_well_again(
     asyncio.run(scenario())
 
 
-def test_a_store_that_is_locked_when_it_is_opened_is_unavailable(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_opening_a_locked_store_raises_unavailable(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_sqlite, "BUSY_TIMEOUT_S", 0.05)
     monkeypatch.setattr(store_sqlite, "BUSY_RETRY_S", 0.01)
 
@@ -185,7 +183,7 @@ def test_a_store_that_is_locked_when_it_is_opened_is_unavailable(
 # ---- formats
 
 
-def test_a_newer_format_is_refused_with_what_to_do(path: Path) -> None:
+def test_a_newer_format_is_refused_with_the_remedy(path: Path) -> None:
     filled(path, {"a": b"1"})
     with editing(path) as db:
         db.execute("UPDATE daskserve_meta SET value = 7 WHERE name = 'format'")
@@ -193,13 +191,13 @@ def test_a_newer_format_is_refused_with_what_to_do(path: Path) -> None:
     store = sqlite_store(path)
     with pytest.raises(
         StoreFormatError,
-        match=f"store sqlite:///{path} has format 7; this daskserve reads formats up to 1. Install the dask",
+        match=f"store sqlite:///{path} has format 7; this daskserve reads formats up to 1. Install the vers",
     ):
         asyncio.run(store.open())
     assert path.read_bytes() == before
 
 
-def test_a_format_that_became_newer_meanwhile_is_refused_to_the_next_controller(path: Path) -> None:
+def test_claiming_an_epoch_refuses_a_format_upgraded_meanwhile(path: Path) -> None:
     async def scenario() -> None:
         async with opened(sqlite_store(path)) as store:
             assert await store.claim_epoch() == 1
@@ -211,7 +209,7 @@ def test_a_format_that_became_newer_meanwhile_is_refused_to_the_next_controller(
     asyncio.run(scenario())
 
 
-def test_an_older_format_is_brought_up_to_date(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_format_is_upgraded(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     filled(path, {"a": b"1"})
     monkeypatch.setattr(store_sqlite, "FORMAT", 3)
     monkeypatch.setattr(
@@ -241,14 +239,14 @@ DAMAGES: Mapping[str, str] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_a_damaged_record_is_kept_aside_and_named_and_the_others_are_read(path: Path, damage: str) -> None:
+def test_a_damaged_record_is_set_aside_and_reported_and_the_others_load(path: Path, damage: str) -> None:
     filled(path, {"a": b"11", "b": b"22", "c": b"33"})
     with editing(path) as db:
         db.execute(damage)
         (damaged,) = db.execute("SELECT value FROM daskserve_records WHERE key = 'b'").fetchone()
 
     async def scenario() -> None:
-        for _ in range(2):  # it stays known
+        for _ in range(2):  # the second load still reports it
             async with opened(sqlite_store(path)) as store:
                 assert await store.load() == {"a": b"11", "c": b"33"}
                 assert list(store.problems()) == ["b"]
@@ -265,7 +263,7 @@ def test_a_damaged_record_is_kept_aside_and_named_and_the_others_are_read(path: 
         assert db.execute("SELECT key, value FROM daskserve_aside").fetchall() == [("b", damaged)]
 
 
-def test_a_key_that_is_no_text_any_more_is_kept_aside(path: Path) -> None:
+def test_a_record_with_a_key_that_is_no_text_is_set_aside(path: Path) -> None:
     filled(path, {"a": b"1", "b": b"2"})
     with editing(path) as db:
         db.execute("UPDATE daskserve_records SET key = CAST(x'ff62' AS TEXT) WHERE key = 'b'")
@@ -278,11 +276,11 @@ def test_a_key_that_is_no_text_any_more_is_kept_aside(path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_a_damaged_page_costs_the_record_on_it(path: Path) -> None:
+def test_a_damaged_page_loses_only_its_record(path: Path) -> None:
     filled(path, {"a": b"1", "large": b"L" * 200_000, "z": b"2"})
     data = bytearray(path.read_bytes())
     size = int.from_bytes(data[16:18], "big")
-    # The pages that hold nothing but the large value begin with the number of the next such page.
+    # Overflow pages, which hold only the large value, begin with the number of the next overflow page.
     inside = next(at for at in range(0, len(data), size) if data[at + 4 : at + 200] == b"L" * 196)
     data[inside : inside + 4] = b"\xff\xff\xff\xff"
     path.write_bytes(data)
@@ -298,11 +296,11 @@ def test_a_damaged_page_costs_the_record_on_it(path: Path) -> None:
 
 # ---- cost
 
-#: In the log: a page and its header.
+#: Bytes of one page and its header in the log.
 PAGE = 4096 + 24
 
 
-def test_the_thousandth_record_costs_what_the_tenth_did(path: Path) -> None:
+def test_the_cost_of_a_commit_does_not_grow_with_the_records(path: Path) -> None:
     async def scenario() -> tuple[list[int], list[int]]:
         async with opened(sqlite_store(path)) as store:
             sqlite = cast(SqliteStore, store)
@@ -325,7 +323,7 @@ def test_the_thousandth_record_costs_what_the_tenth_did(path: Path) -> None:
         return [size for _, size in early], [size for _, size in late]
 
     early, late = asyncio.run(scenario())
-    # SQLite writes whole pages: while the index fits on one, three records share it; later each has its own.
+    # SQLite writes whole pages: a small index fits on one page, a large one has a page per record.
     assert statistics.median(late) <= statistics.median(early) + 3 * PAGE
 
 
@@ -337,7 +335,7 @@ def backend(number: int) -> dict[str, bytes | None]:
     }
 
 
-def test_errors_without_a_name_are_explained_too(path: Path) -> None:
+def test_errors_without_a_name_are_translated(path: Path) -> None:
     class Nameless(sqlite3.DatabaseError):
         pass
 
