@@ -9,11 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any
 
 from distributed import Client
-from distributed.worker import _worker_cvar  # the public get_worker() only reads it
 
 from daskserve._version import __version__
 from daskserve.clock import Clock
@@ -50,16 +49,6 @@ HOST_ACTOR = "host"
 def topic_of(instance: InstanceName) -> str:
     """Return the name of an instance's topic."""
     return f"daskserve/{instance}"
-
-
-@contextlib.contextmanager
-def current_worker_context(worker: Any) -> Iterator[None]:
-    """Let `distributed.get_worker` find ``worker`` in this context and its copies."""
-    token = _worker_cvar.set(worker)
-    try:
-        yield
-    finally:
-        _worker_cvar.reset(token)
 
 
 async def ask_supervisor(client: Client, verb: str, **message: Any) -> Any:

@@ -32,6 +32,7 @@ from distributed import Client, Scheduler, SpecCluster
 from distributed.deploy.spec import ProcessInterface
 from distributed.worker_memory import parse_memory_limit
 
+from daskserve.cluster.distributed_internals import config_variables
 from daskserve.errors import InstanceError
 from daskserve.loops.event_loop import uses_uvloop
 from daskserve.settings import LocalClusterSize, process_variables
@@ -86,7 +87,7 @@ def _environment() -> dict[str, str]:
     these may hold objects, a pool of threads for instance, that stay where they are.
     """
     sections = {name: dask.config.get(name, default={}) for name in ("distributed", "daskserve")}
-    return {**process_variables(), "DASK_INTERNAL_INHERIT_CONFIG": dask.config.serialize(sections)}
+    return {**process_variables(), **config_variables(sections)}
 
 
 class WorkerProcess(ProcessInterface):

@@ -18,7 +18,6 @@ from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from distributed import Client, Security, Worker, get_worker
-from distributed.client import _get_global_client, _maybe_call_security_loader
 from distributed.comm import connect
 
 from daskserve import settings
@@ -28,6 +27,7 @@ from daskserve.cluster.channel.channel import Answer, Dispatch
 from daskserve.cluster.channel.dialling import Dialler
 from daskserve.cluster.channel.pool import ChannelPool
 from daskserve.cluster.dask import DaskCluster, ask_supervisor
+from daskserve.cluster.distributed_internals import actors_on, call_when_closed, configured_security
 from daskserve.cluster.probe import mismatch, version_probe
 from daskserve.context import current_replica
 from daskserve.errors import ClusterUnreachableError, InstanceError, VersionMismatchError
@@ -316,9 +316,7 @@ class Link:
 
     def follow_client(self) -> None:
         """Close the channels with the Dask client, whose loop others may go on using."""
-        # Its task that listens to the scheduler ends when it is closed, and only then.
-        listening: Any = self.client._handle_report_task
-        self.loop.call_soon_threadsafe(listening.add_done_callback, lambda _: self._let_go())
+        call_when_closed(self.client, self._let_go)
 
     def _let_go(self) -> None:
         self.channels.abort()
@@ -369,7 +367,7 @@ def dial(address: str, timeout_s: float) -> Client:
         Nothing that speaks Dask's protocol answers there.
     """
     # As Dask's own client would find it.
-    security: Any = _maybe_call_security_loader(address) or Security()
+    security: Any = configured_security(address)
     try:
         # In a thread of its own, because the caller may be on an event loop.
         with ThreadPoolExecutor(1, "daskserve-dial") as threads:
@@ -406,8 +404,11 @@ async def _knock(address: str, timeout_s: float, security: Security) -> None:
 
 def default_client() -> Client | None:
     """Return Dask's default client of this process, if there is a running one."""
-    client = _get_global_client()
-    return client if client is not None and client.status == "running" else None
+    try:
+        client = Client.current()
+    except ValueError:
+        return None
+    return client if client.status == "running" else None
 
 
 def present_link() -> Link | None:
@@ -429,7 +430,7 @@ def worker_link() -> Link | None:
         worker = get_worker()
     except ValueError:
         return None
-    for actor in worker.state.actors.values():
+    for actor in actors_on(worker):
         link = getattr(actor, "link", None)
         if isinstance(link, Link):
             return link

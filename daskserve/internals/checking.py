@@ -45,6 +45,11 @@ class Check:
         }
         self.missing += [f"{_name_of(owner)}().{name}" for name in names if name not in known]
 
+    def constants(self, function: Callable[..., Any], *values: object) -> None:
+        """Require that the code of a function mentions these constants."""
+        known = function.__code__.co_consts
+        self.missing += [f"{_name_of(function)} with {value!r}" for value in values if value not in known]
+
     def parameters(self, function: Callable[..., Any], *names: str) -> None:
         """Require that a function takes exactly these parameters, in this order."""
         found = tuple(inspect.signature(function).parameters)

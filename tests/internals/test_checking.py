@@ -18,7 +18,8 @@ class Base:
 
 
 class Library(Base):
-    def method(self, code: int, headers: str) -> None: ...
+    def method(self, code: int, headers: str) -> str:
+        return "LIBRARY_VARIABLE"
 
 
 def _everything(check: Check) -> None:
@@ -26,6 +27,7 @@ def _everything(check: Check) -> None:
     check.attributes(platform, "python_version")
     check.fields(Library, "_here")
     check.parameters(Library.method, "self", "code", "headers")
+    check.constants(Library.method, "LIBRARY_VARIABLE")
 
 
 def test_a_library_that_has_everything_passes() -> None:
@@ -53,6 +55,7 @@ def import_from(module: str, name: str = "") -> Callable[[Check], None]:
         (lambda check: check.fields(Library, "_here", "_gone"), r"test_checking\.Library\(\)\._gone"),
         (lambda check: check.parameters(Library.method, "self", "code"), r"Library\.method\(self, code\)"),
         (lambda check: check.parameters(Library.method, "self", "headers", "code"), r"headers, code\)"),
+        (lambda check: check.constants(Library.method, "OTHER"), r"Library\.method with 'OTHER'"),
         (import_from("tornado.web", "gone"), r"cannot import name 'gone' from 'tornado\.web'"),
         (import_from("tornado.gone"), r"No module named 'tornado\.gone'"),
     ],

@@ -17,12 +17,12 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from distributed.comm import get_address_host, parse_address
-from distributed.comm.registry import get_backend
+from distributed.comm import get_address_host
 
 from daskserve._version import __version__
 from daskserve.clock import Clock
-from daskserve.cluster.channel.transport import Transport, is_plain_tcp, take_over
+from daskserve.cluster.channel.transport import Transport, take_over
+from daskserve.cluster.distributed_internals import agree, connect_comm, is_plain_tcp
 from daskserve.errors import ActorLostError
 from daskserve.payload import load_error
 from daskserve.settings import ChannelSettings
@@ -36,8 +36,6 @@ CHANNEL_OP = "daskserve_channel"
 #: What a Host says before both sides go over to frames.
 READY = "ready"
 
-#: What two ends tell each other when they connect and have to agree on.
-HANDSHAKE_FIELDS = ("compression", "python", "pickle-protocol")
 #: The scheduler is there, or nothing works; so a connection to it may take its time.
 SCHEDULER_TIMEOUT_S = 10.0
 #: So may a worker that there is no other way to.
@@ -45,39 +43,23 @@ ONLY_ROUTE_TIMEOUT_S = 5.0
 
 
 async def connect_once(
-    address: str, timeout_s: float, *, overrides: Mapping[str, Any] | None = None, **connection_args: Any
+    address: str, timeout_s: float, *, handshake: Mapping[str, Any] | None = None, **connection_args: Any
 ) -> Any:
-    """Return a Dask comm to an address after a single attempt.
+    """Return a Dask comm to an address after a single attempt; see `connect_comm` for ``handshake``.
 
-    `distributed.comm.connect` tries a refused connection again until its time is up, and waits for ever for
-    a server that accepts the connection and then says nothing, as some middleboxes do.
+    `distributed.comm.connect` retries a refused connection until its timeout, and waits forever for a server
+    that accepts the connection and then sends nothing, as some middleboxes do.
 
     Raises
     ------
     OSError
-        Nobody answers there; `TimeoutError`, which is one, if nobody did in time.
+        Nothing answers there; `TimeoutError`, which is one, if nothing answered in time.
     """
-    scheme, location = parse_address(address)
-    comm = None
     try:
         async with asyncio.timeout(timeout_s):
-            comm = await get_backend(scheme).get_connector().connect(location, **connection_args)
-            comm.local_info = {**comm.handshake_info(), **(overrides or {}), "address": comm.local_address}
-            await comm.write(comm.local_info)
-            comm.remote_info = {**await comm.read(), "address": comm.peer_address}
-            comm.handshake_options = comm.handshake_configuration(comm.local_info, comm.remote_info)
+            return await connect_comm(address, handshake=handshake, **connection_args)
     except TimeoutError:
-        _abort(comm)
         raise TimeoutError(f"{address} did not answer within {timeout_s:g} s") from None
-    except BaseException:
-        _abort(comm)
-        raise
-    return comm
-
-
-def _abort(comm: Any) -> None:
-    if comm is not None:
-        comm.abort()
 
 
 async def begin_channel(
@@ -118,11 +100,6 @@ async def dial_worker(
     comm.name = "daskserve channel"
     await begin_channel(comm, worker, timeout_s)
     return take_over(comm)
-
-
-def handshake_of(info: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what one end said of itself, to be told to a third."""
-    return {name: info[name] for name in HANDSHAKE_FIELDS if name in info}
 
 
 class RouteMemory:
@@ -227,5 +204,5 @@ class Dialler:
             raise
         if answer["handshake"] is not None:
             # The other end of this connection is the worker from now on.
-            comm.handshake_options = comm.handshake_configuration(comm.local_info, answer["handshake"])
+            agree(comm, answer["handshake"])
         return take_over(comm, by_socket=answer["by_socket"])

@@ -26,11 +26,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import msgpack
-from distributed.comm.tcp import TCP
 from distributed.protocol import Serialize
 
 from daskserve.cluster.channel.parts import HEAD, LARGE_BYTES, MAX_PARTS, SIZE, Buffer, PartReader
 from daskserve.cluster.channel.readiness import Readiness
+from daskserve.cluster.distributed_internals import detach_socket, is_plain_tcp, socket_of
 
 logger = logging.getLogger("daskserve.channel")
 
@@ -374,19 +374,5 @@ def take_over(comm: Any, *, by_socket: bool = True) -> Transport:
     """
     if not (by_socket and is_plain_tcp(comm)):
         return CommTransport(comm)
-    # A second descriptor of the same connection stays open when the comm closes its own.
-    sock = comm.stream.socket.dup()
     peer_address = str(comm.peer_address)
-    comm.abort()
-    return SocketTransport(sock, peer_address)
-
-
-def socket_of(comm: Any) -> socket.socket | None:
-    """Return the socket of a Dask comm over TCP, with TLS or without; None of others, and of closed ones."""
-    stream = comm.stream if isinstance(comm, TCP) else None
-    return None if stream is None else stream.socket
-
-
-def is_plain_tcp(comm: Any) -> bool:
-    """Whether a comm is a TCP connection and nothing else, whose socket can be taken over."""
-    return type(comm) is TCP
+    return SocketTransport(detach_socket(comm), peer_address)

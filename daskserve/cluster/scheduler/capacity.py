@@ -23,6 +23,7 @@ from typing import Any
 from distributed import Scheduler
 
 from daskserve.cluster.base import UseReport
+from daskserve.cluster.distributed_internals import replace_method, restore_method
 from daskserve.cluster.scheduler.hosts import HOST_KEY
 from daskserve.types import InstanceName, WorkerAddress
 
@@ -57,17 +58,18 @@ class Capacity:
             logger.info(
                 "The scheduler's idle timeout of %s s is suspended while daskserve runs", self._idle_timeout
             )
-        self._originals = {name: scheduler.handlers[name] for name in ("adaptive_target", "retire_workers")}
-        scheduler.handlers["adaptive_target"] = self._asked
-        scheduler.adaptive_target = self.adaptive_target
-        scheduler.handlers["retire_workers"] = scheduler.retire_workers = self.retire_workers
+        self._originals = {
+            "adaptive_target": replace_method(
+                scheduler, "adaptive_target", self.adaptive_target, handler=self._asked
+            ),
+            "retire_workers": replace_method(scheduler, "retire_workers", self.retire_workers),
+        }
 
     def uninstall(self) -> None:
         """Put everything back; idempotent."""
         scheduler = self._scheduler
         for name, original in self._originals.items():
-            scheduler.handlers[name] = original
-            scheduler.__dict__.pop(name, None)
+            restore_method(scheduler, name, original)
         if self._originals:
             scheduler.idle_timeout = self._idle_timeout
         self._originals = {}

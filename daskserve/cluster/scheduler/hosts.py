@@ -12,10 +12,10 @@ from typing import Any
 from distributed import Client, Future, Scheduler, wait
 from distributed.comm import get_address_host
 from distributed.core import Status
-from distributed.protocol import to_serialize
 from distributed.utils import get_ip
 
 from daskserve._version import __version__
+from daskserve.cluster.distributed_internals import call_actor
 from daskserve.cluster.probe import mismatch, version_probe
 from daskserve.cluster.worker.host import Host
 from daskserve.errors import ActorLostError, InstanceError, VersionMismatchError
@@ -314,14 +314,4 @@ class HostRegistry:
         entry = self._entries.get(worker)
         if entry is None:
             raise ActorLostError(f"Worker {worker} has no daskserve Host.", begun=False)
-        try:
-            answer = await self._client.rpc(worker).actor_execute(
-                actor=entry.key, function=function, args=[to_serialize(each) for each in arguments], kwargs={}
-            )
-        except OSError as error:
-            raise ActorLostError(f"Worker {worker} is gone: {error}") from error
-        except KeyError as error:
-            raise ActorLostError(f"The Host on {worker} is gone: {error}", begun=False) from error
-        if answer["status"] != "OK":
-            raise answer["exception"]
-        return answer["result"]
+        return await call_actor(self._client, worker, entry.key, function, *arguments)

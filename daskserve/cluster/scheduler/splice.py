@@ -20,15 +20,14 @@ import asyncio
 from typing import Any
 
 from distributed import Scheduler
-from distributed.comm.tcp import TCP
 from distributed.core import Status
 from tornado.iostream import IOStream
 
 from daskserve import settings
 from daskserve._version import __version__
-from daskserve.cluster.channel.dialling import begin_channel, connect_once, handshake_of
-from daskserve.cluster.channel.transport import is_plain_tcp, socket_of
+from daskserve.cluster.channel.dialling import begin_channel, connect_once
 from daskserve.cluster.channel.vanishing import PeerWatch
+from daskserve.cluster.distributed_internals import is_plain_tcp, peer_handshake, socket_of, stream_of
 from daskserve.cluster.scheduler.hosts import HostRegistry
 from daskserve.errors import ActorLostError, ServeError, VersionMismatchError
 from daskserve.payload import dump_error
@@ -68,10 +67,10 @@ class Splices:
             return Status.dont_reply
         self._open[comm] = (worker, far)
         try:
-            near_stream, far_stream = _stream_of(comm), _stream_of(far)
+            near_stream, far_stream = stream_of(comm), stream_of(far)
             is_bytes = near_stream is not None and far_stream is not None
             self._watch(comm, far)
-            handshake = handshake_of(far.remote_info) if is_bytes else None
+            handshake = peer_handshake(far) if is_bytes else None
             await comm.write({"handshake": handshake, "by_socket": by_socket})
             if near_stream is not None and far_stream is not None:
                 await _until_one_ends(
@@ -117,7 +116,7 @@ class Splices:
             return await connect_once(
                 worker,
                 WORKER_TIMEOUT_S,
-                overrides=handshake_of(comm.remote_info),
+                handshake=peer_handshake(comm),
                 deserialize=False,
                 **self._scheduler.connection_args,
             )
@@ -143,11 +142,6 @@ class Splices:
         # Only workers of this cluster, and only those that a channel can be opened to.
         if self._is_closed or worker not in self._scheduler.workers or not self._hosts.has(worker):
             raise ActorLostError(f"Worker {worker} has left the cluster, or daskserve it.", begun=False)
-
-
-def _stream_of(comm: Any) -> IOStream | None:
-    """Return the stream of bytes under a comm; None if it has none."""
-    return comm.stream if isinstance(comm, TCP) else None
 
 
 async def _until_one_ends(*directions: Any) -> None:

@@ -21,6 +21,7 @@ from daskserve._version import __version__
 from daskserve.cluster.base import StoreChange, UseReport
 from daskserve.cluster.channel.dialling import SPLICE_OP
 from daskserve.cluster.dask import SUPERVISOR_OP, topic_of
+from daskserve.cluster.distributed_internals import drop_topic
 from daskserve.cluster.encryption import as_client
 from daskserve.cluster.long_poll import ENDED, WORKERS
 from daskserve.cluster.scheduler.capacity import Capacity
@@ -382,7 +383,7 @@ class Supervisor(SchedulerPlugin):
         # Long after the end of an instance another one of its name may run, under another supervisor.
         present = self._scheduler.plugins.get(PLUGIN_NAME)
         if not (isinstance(present, Supervisor) and present.is_running(instance)):
-            self._scheduler._broker._topics.pop(topic_of(instance), None)
+            drop_topic(self._scheduler, topic_of(instance))
 
     def is_running(self, instance: InstanceName) -> bool:
         """Whether there is an instance of that name that is not being ended."""

@@ -25,7 +25,8 @@ from distributed.core import Status
 from daskserve._version import __version__
 from daskserve.cluster.base import STOP_MARGIN_S, ActorContext, ActorFactory, ActorSpec, Hosted
 from daskserve.cluster.channel.dialling import CHANNEL_OP
-from daskserve.cluster.dask import HOST_ACTOR, current_worker_context
+from daskserve.cluster.dask import HOST_ACTOR
+from daskserve.cluster.distributed_internals import as_current_worker
 from daskserve.cluster.encryption import as_client
 from daskserve.cluster.link import Link
 from daskserve.cluster.metrics_path import facts_of_server
@@ -214,7 +215,7 @@ class Host:
         cluster = link.cluster(spec.instance)
         context = ActorContext(spec, cluster, link.clock, link.rng, self._worker.address, link.landing)
         # User code reached from here finds this worker by Dask's own get_worker() and get_client().
-        with current_worker_context(self._worker):
+        with as_current_worker(self._worker):
             actor = self._factories[spec.kind](context)
             starting = asyncio.create_task(self._start(actor), name=f"daskserve-start-{spec.name}")
         entry = _Entry(spec, actor, starting, answer=getattr(actor, "answer_straight", None))

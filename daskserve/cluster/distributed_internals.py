@@ -1,0 +1,195 @@
+"""The parts of distributed that its documentation does not describe, and that daskserve uses."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from tornado.iostream import IOStream
+
+from daskserve.errors import ActorLostError
+from daskserve.internals.checking import needs
+
+with needs("distributed", ">=2025.1,<2026.9") as check:
+    from distributed import Client, Scheduler, Security, Worker
+    from distributed.broker import Broker
+    from distributed.client import _maybe_call_security_loader
+    from distributed.comm import parse_address
+    from distributed.comm.core import Comm
+    from distributed.comm.registry import get_backend
+    from distributed.comm.tcp import TCP
+    from distributed.core import Status
+    from distributed.protocol import to_serialize
+    from distributed.worker import _worker_cvar
+    from distributed.worker_state_machine import WorkerState
+
+    check.fields(Client, "_handle_report_task", "rpc")
+    check.fields(Worker, "state", "handlers")
+    check.fields(WorkerState, "actors")
+    check.attributes(Worker, "actor_execute")
+    check.fields(Scheduler, "handlers", "idle_timeout", "_broker")
+    check.fields(Broker, "_topics")
+    check.attributes(Scheduler, "adaptive_target", "retire_workers", "workers_to_close")
+    check.attributes(Status, "dont_reply")
+    check.fields(Comm, "local_info", "remote_info", "handshake_options")
+    check.attributes(Comm, "handshake_info", "handshake_configuration")
+    check.fields(TCP, "stream")
+
+with needs("dask", ">=2025.1,<2026.9") as check:
+    import dask.config
+
+    #: The variable from which a new process reads the configuration that its parent hands on.
+    _INHERITED_CONFIG = "DASK_INTERNAL_INHERIT_CONFIG"
+    check.constants(dask.config.collect_env, _INHERITED_CONFIG)
+
+#: What both ends of a connection must know of each other to choose an encoding.
+_HANDSHAKE_FIELDS = ("compression", "python", "pickle-protocol")
+
+# ---- clients and workers
+
+
+def configured_security(address: str) -> Security:
+    """Return the security that `distributed.Client` uses for an address, unless it is passed another one."""
+    return _maybe_call_security_loader(address) or Security()
+
+
+def call_when_closed(client: Client, callback: Callable[[], None]) -> None:
+    """Call a function on the client's event loop once the client is closed."""
+    # The task that listens to the scheduler ends when the client is closed, and only then.
+    listening: Any = client._handle_report_task
+    loop: asyncio.AbstractEventLoop = listening.get_loop()
+    loop.call_soon_threadsafe(listening.add_done_callback, lambda _: callback())
+
+
+async def call_actor(client: Client, worker: str, key: str, function: str, *arguments: Any) -> Any:
+    """Call a method of the actor with a key, even if another client created it; raise what it raises.
+
+    Raises
+    ------
+    ActorLostError
+        The worker is gone, or has no such actor.
+    """
+    try:
+        answer = await client.rpc(worker).actor_execute(
+            actor=key, function=function, args=[to_serialize(each) for each in arguments], kwargs={}
+        )
+    except OSError as error:
+        raise ActorLostError(f"Worker {worker} is gone: {error}") from error
+    except KeyError as error:
+        raise ActorLostError(f"Worker {worker} has no actor {key}.", begun=False) from error
+    if answer["status"] != "OK":
+        raise answer["exception"]
+    return answer["result"]
+
+
+def actors_on(worker: Worker) -> list[Any]:
+    """Return the actors that live on the worker of this process."""
+    return list(worker.state.actors.values())
+
+
+@contextmanager
+def as_current_worker(worker: Worker) -> Iterator[None]:
+    """Make `distributed.get_worker` return ``worker`` in this context and its copies."""
+    token = _worker_cvar.set(worker)
+    try:
+        yield
+    finally:
+        _worker_cvar.reset(token)
+
+
+def config_variables(sections: Mapping[str, Any]) -> dict[str, str]:
+    """Return the environment variables that give sections of Dask's configuration to a new process."""
+    return {_INHERITED_CONFIG: dask.config.serialize(sections)}
+
+
+# ---- the scheduler
+
+
+def replace_method(
+    scheduler: Scheduler, name: str, method: Callable[..., Any], *, handler: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
+    """Replace a method that also answers remote calls; return the original one for `restore_method`.
+
+    Parameters
+    ----------
+    handler
+        What answers remote calls; by default ``method`` too.
+    """
+    original: Callable[..., Any] = scheduler.handlers[name]
+    setattr(scheduler, name, method)
+    scheduler.handlers[name] = handler or method
+    return original
+
+
+def restore_method(scheduler: Scheduler, name: str, original: Callable[..., Any]) -> None:
+    """Undo `replace_method`."""
+    scheduler.handlers[name] = original
+    vars(scheduler).pop(name, None)
+
+
+def drop_topic(scheduler: Scheduler, topic: str) -> None:
+    """Forget all events of a topic, which the scheduler otherwise keeps until it closes."""
+    scheduler._broker._topics.pop(topic, None)
+
+
+# ---- connections
+
+
+async def connect_comm(
+    address: str, *, handshake: Mapping[str, Any] | None = None, **connection_args: Any
+) -> Comm:
+    """Connect to an address in a single attempt, and exchange handshakes.
+
+    Parameters
+    ----------
+    handshake
+        Fields of `peer_handshake` to present instead of this process's own.
+    """
+    scheme, location = parse_address(address)
+    comm: Comm = await get_backend(scheme).get_connector().connect(location, **connection_args)
+    try:
+        comm.local_info = {**comm.handshake_info(), **(handshake or {}), "address": comm.local_address}
+        await comm.write(comm.local_info)
+        comm.remote_info = {**await comm.read(), "address": comm.peer_address}
+        agree(comm, comm.remote_info)
+    except BaseException:
+        comm.abort()
+        raise
+    return comm
+
+
+def peer_handshake(comm: Comm) -> dict[str, Any]:
+    """Return what the peer said about itself in the handshake."""
+    return {name: comm.remote_info[name] for name in _HANDSHAKE_FIELDS if name in comm.remote_info}
+
+
+def agree(comm: Comm, handshake: dict[str, Any]) -> None:
+    """Encode messages on a connection so that the process with that handshake can decode them."""
+    comm.handshake_options = comm.handshake_configuration(comm.local_info, handshake)
+
+
+def is_plain_tcp(comm: Any) -> bool:
+    """Return whether a connection is TCP and nothing else, so that its socket can be taken over."""
+    return type(comm) is TCP
+
+
+def stream_of(comm: Any) -> IOStream | None:
+    """Return the byte stream of a connection over TCP, with TLS or without; None for any other."""
+    return comm.stream if isinstance(comm, TCP) else None
+
+
+def socket_of(comm: Any) -> socket.socket | None:
+    """Return the socket of an open connection over TCP, with TLS or without; None for any other."""
+    stream = stream_of(comm)
+    return None if stream is None else stream.socket
+
+
+def detach_socket(comm: Any) -> socket.socket:
+    """Close a connection over plain TCP and return its socket, which stays open."""
+    # A second descriptor of the same connection stays open when the comm closes its own.
+    sock: socket.socket = comm.stream.socket.dup()
+    comm.abort()
+    return sock

@@ -1,0 +1,156 @@
+"""What daskserve uses of distributed beyond its public API does what its names say."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+from unittest.mock import Mock
+
+import dask.config
+import pytest
+from distributed import get_worker
+from distributed.comm import listen
+from distributed.comm.core import Comm
+
+from daskserve.cluster.distributed_internals import (
+    agree,
+    as_current_worker,
+    call_when_closed,
+    config_variables,
+    configured_security,
+    connect_comm,
+    detach_socket,
+    is_plain_tcp,
+    peer_handshake,
+    replace_method,
+    restore_method,
+    socket_of,
+    stream_of,
+)
+
+SECURITY_LOADER = "distributed.client.security-loader"
+
+
+def test_a_new_process_reads_the_configuration_it_is_handed() -> None:
+    sections: dict[str, Any] = {"daskserve": {"a": [1, 2]}, "distributed": {"b": None}}
+    assert sections.items() <= dask.config.collect_env(config_variables(sections)).items()
+
+
+def load_security(info: dict[str, Any]) -> str:
+    return f"security of {info['address']}"
+
+
+def test_the_security_of_an_address_is_what_dask_is_configured_to_use() -> None:
+    assert configured_security("tcp://a:1").get_connection_args("client").get("require_encryption") is False
+    with dask.config.set({SECURITY_LOADER: f"{__name__}.load_security"}):
+        assert configured_security("tls://a:1") == "security of tls://a:1"  # type: ignore[comparison-overlap]
+
+
+def test_a_worker_is_current_within_a_context_only() -> None:
+    worker = Mock()
+    with as_current_worker(worker):
+        assert get_worker() is worker
+    with pytest.raises(ValueError, match="No worker found"):
+        get_worker()
+
+
+def test_a_replaced_method_answers_local_and_remote_calls_until_it_is_restored() -> None:
+    class Scheduler:
+        def __init__(self) -> None:
+            self.handlers = {"a": self.a, "b": self.b}
+
+        def a(self) -> str:
+            return "a"
+
+        def b(self) -> str:
+            return "b"
+
+    scheduler: Any = Scheduler()
+    originals = {
+        "a": replace_method(scheduler, "a", lambda: "new a"),
+        "b": replace_method(scheduler, "b", lambda: "new b", handler=lambda: "remote b"),
+    }
+    assert {name: original() for name, original in originals.items()} == {"a": "a", "b": "b"}
+    assert (scheduler.a(), scheduler.handlers["a"]()) == ("new a", "new a")
+    assert (scheduler.b(), scheduler.handlers["b"]()) == ("new b", "remote b")
+    for name, original in originals.items():
+        restore_method(scheduler, name, original)
+    assert (scheduler.a(), scheduler.handlers["a"]()) == ("a", "a")
+    assert (scheduler.b(), scheduler.handlers["b"]()) == ("b", "b")
+
+
+def test_the_end_of_a_client_is_the_end_of_its_listening_task() -> None:
+    async def main() -> None:
+        closed = asyncio.Event()
+        client: Any = Mock(_handle_report_task=asyncio.ensure_future(asyncio.sleep(0)))
+        call_when_closed(client, closed.set)
+        assert not closed.is_set()
+        async with asyncio.timeout(5):
+            await closed.wait()
+
+    asyncio.run(main())
+
+
+async def _connected_pair(scheme: str, **options: Any) -> tuple[Comm, Comm]:
+    accepted: asyncio.Queue[Comm] = asyncio.Queue()
+    listener = await listen(f"{scheme}://127.0.0.1:0" if scheme == "tcp" else "inproc://", accepted.put)
+    try:
+        near = await connect_comm(listener.contact_address, **options)
+        return near, await accepted.get()
+    finally:
+        listener.stop()
+
+
+def test_a_connection_presents_the_handshake_it_is_given() -> None:
+    async def main() -> None:
+        near, far = await _connected_pair("tcp", handshake={"python": (3, 99, 0), "pickle-protocol": 4})
+        assert peer_handshake(far)["python"] == (3, 99, 0)
+        assert far.handshake_options["pickle-protocol"] == near.handshake_options["pickle-protocol"] == 4
+        assert set(peer_handshake(near)) == {"compression", "python", "pickle-protocol"}
+        agree(near, {**peer_handshake(near), "pickle-protocol": 3})
+        assert near.handshake_options["pickle-protocol"] == 3
+        await near.write({"hello": "world"})
+        assert await far.read() == {"hello": "world"}
+        near.abort()
+        far.abort()
+
+    asyncio.run(main())
+
+
+def test_a_refused_connection_is_an_error_at_once() -> None:
+    async def main() -> None:
+        near, far = await _connected_pair("tcp")
+        address = near.peer_address
+        near.abort()
+        far.abort()
+        with pytest.raises(OSError, match=r"refused"):
+            await connect_comm(address)
+
+    asyncio.run(main())
+
+
+def test_the_socket_of_a_plain_connection_outlives_it() -> None:
+    async def main() -> None:
+        near, far = await _connected_pair("tcp")
+        assert is_plain_tcp(near)
+        assert stream_of(near) is not None
+        assert socket_of(near) is not None
+        with detach_socket(near) as mine, detach_socket(far) as theirs:
+            assert near.closed()
+            assert (stream_of(near), socket_of(near)) == (None, None)
+            mine.sendall(b"still open")
+            theirs.setblocking(True)
+            assert theirs.recv(100) == b"still open"
+
+    asyncio.run(main())
+
+
+def test_a_connection_within_the_process_has_no_socket() -> None:
+    async def main() -> None:
+        near, far = await _connected_pair("inproc")
+        assert not is_plain_tcp(near)
+        assert (stream_of(near), socket_of(near)) == (None, None)
+        near.abort()
+        far.abort()
+
+    asyncio.run(main())
