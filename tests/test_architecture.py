@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -29,6 +30,22 @@ def test_the_plan_fits_in_a_newcomers_head(plan: Plan) -> None:
 def test_the_picture_is_up_to_date(plan: Plan) -> None:
     picture = (ROOT / "docs/architecture.svg").read_text(encoding="utf-8")
     assert draw_architecture.svg(plan) == picture, "run python scripts/draw_architecture.py"
+
+
+def test_the_map_names_every_room_and_no_file_that_is_gone(plan: Plan) -> None:
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    paths = re.findall(r"`([a-z_/0-9]+(?:\.py|/))`", text)
+    assert len(paths) > 60
+    found = [
+        f"/{path.relative_to(ROOT).as_posix()}{'/' if path.is_dir() else ''}"
+        for folder in ("daskserve", "proxies", "tests", "scripts")
+        for path in (ROOT / folder, *(ROOT / folder).rglob("*"))
+    ]
+    missing = [each for each in paths if not any(path.endswith(f"/{each}") for path in found)]
+    assert missing == []
+    table = text.split("| room |")[1].split("\n\n")[0]
+    rooms = {Path(each).stem for each in re.findall(r"`([a-z_/.]+)`", table)}
+    assert set(plan.imports) - rooms == {"__init__", "__main__", "_version"}
 
 
 def test_rooms_that_import_each_other_have_no_floor() -> None:
