@@ -15,14 +15,14 @@ provides: an object appears complete, and is created only if its name is free. T
   object store.
 * Fencing. An epoch belongs to the process that created its object. A commit checks for newer epochs before it
   writes *and after*, and succeeds only if there are none. So the object of a successful commit is older than
-  the next epoch's, and the process that claims that epoch finds the commit when it loads. A controller that is
-  replaced while it writes gets an error. Once its successor has written, the chain of positions
+  the next epoch's, and the process that claims that epoch finds the commit when it loads. A controller that
+  is replaced while it writes gets an error. Once its successor has written, the chain of positions
   (`daskserve.cluster.store.journal`) excludes the late object from the history. The fence is exact where
   creation is exclusive and listings are consistent: disks, NFS, S3, GCS, Azure. Elsewhere (SFTP, SMB), two
   processes that claim an epoch at the same moment may both get it. Within one scheduler process the fence is
   exact everywhere.
-* Unknown outcomes. A commit whose outcome is unknown (the connection broke) raises, and its number is not used
-  again. The next commit builds on the one before it, so the lost commit is void even if it arrives late.
+* Unknown outcomes. A commit whose outcome is unknown (the connection broke) raises, and its number is not
+  used again. The next commit builds on the one before it, so the lost commit is void even if it arrives late.
 
 Compaction writes a snapshot when the journal outgrows the records, so its cost stays proportional to what is
 written. A snapshot removes only what the *previous* snapshot covers: if the newest one is damaged, nothing is

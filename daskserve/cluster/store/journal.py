@@ -5,11 +5,11 @@ position ``<epoch>-<number>``, and never rewritten. Every change names the posit
 the last position that its writer knew to be part of the history. So the history is a chain. Later changes
 decide which earlier ones belong to it; the arrival time of an object does not matter:
 
-* A change between another change's position and that change's ``after`` is not part of the history. A replaced
-  controller wrote it, or its write was reported as failed and landed late.
+* A change between another change's position and that change's ``after`` is not part of the history. A
+  replaced controller wrote it, or its write was reported as failed and landed late.
 
-An object is a magic line, then frames, each with a length and a checksum: a header that every later format can
-read, then a key and a value per record. A damaged change is dropped whole; from a damaged snapshot, all
+An object is a magic line, then frames, each with a length and a checksum: a header that every later format
+can read, then a key and a value per record. A damaged change is dropped whole; from a damaged snapshot, all
 readable records are used.
 """
 

@@ -1,11 +1,11 @@
 """A store in an SQLite file.
 
-An embedded store for instances that outlive their scheduler: one file, no server. With write-ahead logging and
-``synchronous=FULL``, every commit is one sequential write and one sync. A commit that returned survives a
-crash of the process, a crash of the machine and a power loss, provided the disk honours the sync. Each commit
-is one ``BEGIN IMMEDIATE`` transaction that checks the epoch and writes under one lock, so the fence also holds
-between processes: two schedulers may share a file, and the older controller is refused. The file must be on a
-local disk: SQLite's write-ahead log does not work on network file systems.
+An embedded store for instances that outlive their scheduler: one file, no server. With write-ahead logging
+and ``synchronous=FULL``, every commit is one sequential write and one sync. A commit that returned survives
+a crash of the process, a crash of the machine and a power loss, provided the disk honours the sync. Each
+commit is one ``BEGIN IMMEDIATE`` transaction that checks the epoch and writes under one lock, so the fence
+also holds between processes: two schedulers may share a file, and the older controller is refused. The file
+must be on a local disk: SQLite's write-ahead log does not work on network file systems.
 
 Table names start with ``daskserve_``, so other programs may use the same file. Each record has a checksum,
 because SQLite has none: a damaged record is moved to ``daskserve_aside``, not returned.
