@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from typing import Any, TypeAlias
 
-from daskserve.types import Message, Receive, Send
+from daskserve.types import WHOLE_RESPONSE, Message, Receive, Send
 
 Scope: TypeAlias = MutableMapping[str, Any]
 ASGIApp: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
@@ -35,6 +35,38 @@ async def send_whole(
         }
     )
     await send({"type": "http.response.body", "body": body})
+
+
+def begin_response(
+    held: Message | None, message: Message, *, takes_whole: bool = False
+) -> tuple[Message, Message | None]:
+    """Return the start of a response, and what to send now.
+
+    Who receives the messages of a response keeps its start, and passes it on with the first part of the body:
+    until then a failure can still become a proper error response.
+
+    Parameters
+    ----------
+    held : Message or None
+        What was returned before as the start of the same response.
+    message : Message
+        An ``http.response.start``, after which there is nothing to send yet, or a
+        `daskserve.types.WHOLE_RESPONSE`.
+    takes_whole : bool
+        Whether a whole response may be sent as it is. Otherwise it becomes a start and a body.
+
+    Raises
+    ------
+    RuntimeError
+        The response was started before.
+    """
+    if held is not None:
+        raise RuntimeError("a response was started a second time")
+    if message["type"] != WHOLE_RESPONSE:
+        return message, None
+    if takes_whole:
+        return message, message
+    return split_whole(message)
 
 
 def split_whole(message: Message) -> tuple[Message, Message]:

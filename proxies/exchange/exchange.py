@@ -27,7 +27,7 @@ from tornado import httputil
 from tornado.iostream import StreamClosedError
 
 from daskserve.errors import http_status_of
-from daskserve.proxies.asgi import Headers, Scope, split_whole
+from daskserve.proxies.asgi import Headers, Scope, begin_response
 from daskserve.proxies.exchange.request_body import RequestBody
 from daskserve.proxies.exchange.request_head import (
     FRAMING_HEADERS,
@@ -220,14 +220,16 @@ class Exchange(RequestReader):
         if self._is_gone:
             raise ConnectionResetError(_GONE)
         kind = message["type"]
-        if kind == WHOLE_RESPONSE:
-            return self._send_whole(message)
-        if kind == "http.response.start":
-            if self._start is not None:
-                raise RuntimeError("a response was started a second time")
-            self._start = message
-            return DONE
-        if kind != "http.response.body":
+        if kind == "http.response.start" or kind == WHOLE_RESPONSE:
+            if kind == WHOLE_RESPONSE and self._start is None:
+                data = self._joined(message)
+                if data is not None:
+                    return self._send_joined(message, data)
+            self._start, body = begin_response(self._start, message)
+            if body is None:
+                return DONE
+            message = body
+        elif kind != "http.response.body":
             raise RuntimeError(f"a message of type {kind!r} is not part of an HTTP response")
         if self._start is None or self._is_whole:
             raise RuntimeError("a response body was sent before its start or after its end")
@@ -245,16 +247,14 @@ class Exchange(RequestReader):
 
     # ---- the rest is private
 
-    def _send_whole(self, message: Message) -> Awaitable[None]:
-        if self._start is not None:
-            raise RuntimeError("a response was started a second time")
-        data = None
+    def _joined(self, message: Message) -> bytes | None:
+        """Return all bytes of a whole response, if this request and the response are of the usual kind."""
         is_usual = self._is_http11 and self._body.is_ended and self._method != "HEAD" and not self._closes
         if is_usual and len(message["body"]) <= _JOIN_BYTES and not self._carrier.is_draining:
-            data = self._carrier.heads.write(message)
-        if data is None:
-            self._start, body = split_whole(message)
-            return self.send(body)
+            return self._carrier.heads.write(message)
+        return None
+
+    def _send_joined(self, message: Message, data: bytes) -> Awaitable[None]:
         self._start = message
         self._is_begun = True
         try:

@@ -19,25 +19,16 @@ from daskserve.clock import RequestIds, stopwatch
 from daskserve.errors import RequestTimeoutError
 from daskserve.figures.histogram import cause_of
 from daskserve.loops.deadlines import until
-from daskserve.proxies.asgi import JSON, REQUEST_ID, ASGIApp, Headers, Scope, send_whole, split_whole
+from daskserve.proxies.asgi import JSON, ASGIApp, Headers, Scope, send_whole
 from daskserve.proxies.ingress.errors import reply_to
-from daskserve.proxies.ingress.figures import NO_ROUTE, SYSTEM_ROUTES, IngressFigures
+from daskserve.proxies.ingress.figures import SYSTEM_ROUTES, IngressFigures
+from daskserve.proxies.ingress.request import IngressRequest, IngressWebSocket, parse_timeout
 from daskserve.proxies.ingress.routes import Route, RouteTable, normalize_prefix
-from daskserve.types import DONE, WHOLE_RESPONSE, Envelope, EnvelopeKind, Message, Receive, Send
+from daskserve.types import Envelope, EnvelopeKind, Receive, Send
 
 log = logging.getLogger("daskserve.proxies")
 
 Dispatch = Callable[[str, Envelope, Receive, Send], Coroutine[Any, Any, None]]
-
-REQUEST_TIMEOUT = b"x-request-timeout-seconds"
-SHARD_KEY = b"x-serve-shard-key"
-HOST = b"host"
-CONTENT_LENGTH = b"content-length"
-TRANSFER_ENCODING = b"transfer-encoding"
-_HEADERS_READ = frozenset((REQUEST_ID, REQUEST_TIMEOUT, SHARD_KEY, HOST, CONTENT_LENGTH, TRANSFER_ENCODING))
-
-#: Octets that no server should have let pass in a header.
-_CONTROLS = frozenset(b"\0\r\n")
 
 #: The extension of ASGI by which a handshake is answered with a whole response.
 DENIAL = "websocket.http.response"
@@ -115,116 +106,6 @@ class IngressStatistics:
     busy_s: float
 
 
-class _Exchange:
-    """One request as the ingress follows it: what was read from its headers and how far its answer is."""
-
-    def __init__(self, headers: Iterable[tuple[bytes, bytes]], send: Send, takes_whole: bool = False) -> None:
-        self._send = send
-        self._takes_whole = takes_whole
-        for name, value in headers:
-            if name in _HEADERS_READ:
-                if name == HOST:
-                    self.host = value
-                elif name == REQUEST_ID:
-                    if not _CONTROLS.intersection(value):  # it stands in the response again
-                        self.request_id = self.request_id or value
-                elif name == SHARD_KEY:
-                    self.shard_key = value
-                elif name == REQUEST_TIMEOUT:
-                    self.timeout = value
-                else:
-                    self.has_body = self.has_body or value != b"0"
-
-    # Most requests never change any of these, and one is made for each.
-    request_id = b""
-    shard_key: bytes | None = None
-    timeout: bytes | None = None
-    host = b""
-    status = 0
-    is_gone = False
-    has_body = False
-    #: For the figures: what answered, and what went wrong, in a word of theirs.
-    route = NO_ROUTE
-    cause = ""
-    _start: Message | None = None
-
-    def send(self, message: Message) -> Awaitable[None]:
-        """Pass a message on to the server; a response without a request id gets one.
-
-        The start of a response waits here for its first bytes: as long as none are out, a failure can
-        still be answered properly.
-        """
-        kind = message["type"]
-        if kind == "http.response.start" or kind == WHOLE_RESPONSE:
-            if self.status or self._start is not None:
-                raise RuntimeError("a response was started a second time")
-            status = message["status"]
-            if not isinstance(status, int):
-                raise TypeError(f"the status of a response is a number, not {status!r}")
-            if kind == "http.response.start":
-                self._start = self._named(message)
-                return DONE
-            message = {**message, "request_id": self.request_id}
-            if self._takes_whole:
-                self.status = status
-            else:
-                self._start, message = split_whole(message)
-        try:
-            start = self._start
-            if start is not None:
-                self._start = None
-                self.status = start["status"]
-                sent = self._send(start)
-                if sent is not DONE:
-                    return self._send_after(sent, message)
-            sent = self._send(message)
-        except OSError:
-            self.is_gone = True
-            raise
-        return DONE if sent is DONE else self._send_after(sent)
-
-    def _named(self, start: Message) -> Message:
-        headers = start.get("headers", ())
-        for name, _ in headers:
-            if name == REQUEST_ID or name.lower() == REQUEST_ID:
-                return start
-        return {**start, "headers": [*headers, (REQUEST_ID, self.request_id)]}
-
-    async def _send_after(self, sent: Awaitable[None], message: Message | None = None) -> None:
-        try:
-            await sent
-            if message is not None:
-                await self._send(message)
-        except OSError:
-            self.is_gone = True
-            raise
-
-    def drop_start(self) -> None:
-        """Forget the start of a response that will not follow."""
-        self._start = None
-
-
-class _SocketExchange(_Exchange):
-    """A WebSocket as the ingress follows it; what would be a response of its own denies the handshake."""
-
-    async def send(self, message: Message) -> None:
-        """Pass a message on to the server."""
-        kind = message["type"]
-        if kind.startswith("http.response."):
-            kind = f"websocket.{kind}"
-            message = {**message, "type": kind}
-        try:
-            await self._send(message)
-        except OSError:
-            self.is_gone = True
-            if self.status != 101:
-                raise
-            return  # its disconnect is on its way to the application, which may have to clean up then
-        if not self.status:
-            answers = {"websocket.accept": 101, "websocket.close": 403}
-            self.status = answers.get(kind) or message.get("status", 0)
-
-
 class IngressApp:
     """The ASGI application in front of all endpoints.
 
@@ -271,9 +152,9 @@ class IngressApp:
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         kind = scope["type"]
         if kind == "http":
-            return self._serve(_Exchange(scope["headers"], send, self._takes_whole), scope, receive)
+            return self._serve(IngressRequest(scope["headers"], send, self._takes_whole), scope, receive)
         if kind == "websocket":
-            return self._serve(_SocketExchange(scope["headers"], send), scope, receive)
+            return self._serve(IngressWebSocket(scope["headers"], send), scope, receive)
         if kind == "lifespan":
             return _serve_lifespan(receive, send)
         raise ValueError(f"the ingress has no answer to a scope of type {kind!r}")
@@ -296,29 +177,29 @@ class IngressApp:
         state = "draining" if self._is_draining else "open"
         return f"<IngressApp {state}, {self._ongoing} ongoing, {sum(self._responses)} answered>"
 
-    async def _serve(self, exchange: _Exchange, scope: Scope, receive: Receive) -> None:
-        if not exchange.request_id:
-            exchange.request_id = self._request_ids.next().encode()
+    async def _serve(self, request: IngressRequest, scope: Scope, receive: Receive) -> None:
+        if not request.request_id:
+            request.request_id = self._request_ids.next().encode()
         started = stopwatch()
         self._ongoing += 1
         try:
-            await self._answer(exchange, scope, receive)
+            await self._answer(request, scope, receive)
         except Exception as error:
-            if exchange.is_gone:
+            if request.is_gone:
                 raise
-            await self._answer_error(exchange, error)
+            await self._answer_error(request, error)
         finally:
             self._ongoing -= 1
             seconds = stopwatch() - started
             self._busy_s += seconds
             method = "WEBSOCKET" if scope["type"] == "websocket" else scope["method"]
-            self.figures.observe(exchange.route, method, exchange.status, seconds, exchange.cause)
-            if exchange.status:
-                self._responses[exchange.status // 100 % 10] += 1
+            self.figures.observe(request.route, method, request.status, seconds, request.cause)
+            if request.status:
+                self._responses[request.status // 100 % 10] += 1
             else:
                 self._unanswered += 1
 
-    def _answer(self, exchange: _Exchange, scope: Scope, receive: Receive) -> Awaitable[None]:
+    def _answer(self, request: IngressRequest, scope: Scope, receive: Receive) -> Awaitable[None]:
         # No coroutine of its own, nor are those it calls: each would be passed through with every step.
         path = own_path = scope["path"]
         root = self._root
@@ -332,40 +213,40 @@ class IngressApp:
         # A WebSocket's handshake is a GET, and its scope does not say so.
         method = scope.get("method", "GET")
         if own_path.startswith("/-/") and own_path in SYSTEM_ROUTES:
-            exchange.route = SYSTEM_ROUTES[own_path]
-            return self._answer_system(exchange, own_path, method)
+            request.route = SYSTEM_ROUTES[own_path]
+            return self._answer_system(request, own_path, method)
         table = self._routes()
         if table is None:
-            exchange.cause = "no_routes_yet"
-            return self._refuse(exchange, 503, NOT_POPULATED, ((b"retry-after", b"1"),))
+            request.cause = "no_routes_yet"
+            return self._refuse(request, 503, NOT_POPULATED, ((b"retry-after", b"1"),))
         route = table.match(own_path)
         if route is None:
-            exchange.cause = "no_route"
-            host = exchange.host.decode("latin-1") or _server_of(scope)
+            request.cause = "no_route"
+            host = request.host.decode("latin-1") or _server_of(scope)
             url = f"{scope.get('scheme', 'http')}://{host}{root}/-/routes"
-            return self._refuse(exchange, 404, f"Path '{path}' not found. Ping {url} for available routes.")
-        exchange.route = route
+            return self._refuse(request, 404, f"Path '{path}' not found. Ping {url} for available routes.")
+        request.route = route
         if method not in route.methods:
-            exchange.cause = "method_not_allowed"
-            return self._refuse_method(exchange, method, route.methods)
-        return self._call(exchange, route.endpoint, self._head(exchange, scope, path, route), receive)
+            request.cause = "method_not_allowed"
+            return self._refuse_method(request, method, route.methods)
+        return self._call(request, route.endpoint, self._head(request, scope, path, route), receive)
 
-    async def _answer_system(self, exchange: _Exchange, path: str, method: str) -> None:
+    async def _answer_system(self, request: IngressRequest, path: str, method: str) -> None:
         if method not in ("GET", "HEAD"):
-            await self._refuse_method(exchange, method, ("GET", "HEAD"))
+            await self._refuse_method(request, method, ("GET", "HEAD"))
             return
         table = self._routes()
         if table is None:
-            await self._refuse(exchange, 503, NOT_POPULATED)
+            await self._refuse(request, 503, NOT_POPULATED)
         elif path == "/-/routes":
             body = json.dumps(table.endpoints()).encode()
-            await send_whole(exchange.send, 200, body, content_type=JSON)
+            await send_whole(request.send, 200, body, content_type=JSON)
         elif self._is_draining:
-            await self._refuse(exchange, 503, DRAINING)
+            await self._refuse(request, 503, DRAINING)
         else:
-            await send_whole(exchange.send, 200, b"success")
+            await send_whole(request.send, 200, b"success")
 
-    def _head(self, exchange: _Exchange, scope: Scope, path: str, route: Route) -> dict[str, Any]:
+    def _head(self, request: IngressRequest, scope: Scope, path: str, route: Route) -> dict[str, Any]:
         if self._takes_whole and scope["type"] == "http":
             head: Any = scope  # it was made for this request, and nobody else has seen it
         else:
@@ -380,10 +261,10 @@ class IngressApp:
                 head["raw_path"] = self._root_bytes + head["raw_path"]
         has_denial = DENIAL in (scope.get("extensions") or ())
         head["root_path"] = self._root if route.route == "/" else self._root + route.route
-        shard_key = exchange.shard_key
+        shard_key = request.shard_key
         head["extensions"] = {
             "daskserve": {
-                "request_id": exchange.request_id.decode("latin-1"),
+                "request_id": request.request_id.decode("latin-1"),
                 "shard_key": None if shard_key is None else shard_key.decode("latin-1"),
                 "route": route.route,
             }
@@ -393,54 +274,54 @@ class IngressApp:
         return head  # type: ignore[no-any-return]
 
     def _call(
-        self, exchange: _Exchange, endpoint: str, head: dict[str, Any], receive: Receive
+        self, request: IngressRequest, endpoint: str, head: dict[str, Any], receive: Receive
     ) -> Awaitable[None]:
         # A WebSocket is no request that could be late.
-        is_socket = isinstance(exchange, _SocketExchange)
+        is_socket = request.is_socket
         timeout_s = None if is_socket else self._timeout_s
-        if exchange.timeout is not None and not is_socket:
-            timeout_s = parse_timeout(exchange.timeout, default_s=timeout_s)
+        if request.timeout is not None and not is_socket:
+            timeout_s = parse_timeout(request.timeout, default_s=timeout_s)
         if timeout_s is not None:
-            return self._call_until(exchange, endpoint, head, receive, timeout_s)
-        envelope = Envelope(EnvelopeKind.HTTP, head, None, None, exchange.has_body or is_socket)
-        return self._dispatch(endpoint, envelope, receive, exchange.send)
+            return self._call_until(request, endpoint, head, receive, timeout_s)
+        envelope = Envelope(EnvelopeKind.HTTP, head, None, None, request.has_body or is_socket)
+        return self._dispatch(endpoint, envelope, receive, request.send)
 
     async def _call_until(
-        self, exchange: _Exchange, endpoint: str, head: dict[str, Any], receive: Receive, timeout_s: float
+        self, request: IngressRequest, endpoint: str, head: dict[str, Any], receive: Receive, timeout_s: float
     ) -> None:
         deadline = asyncio.get_running_loop().time() + timeout_s
-        envelope = Envelope(EnvelopeKind.HTTP, head, deadline=deadline, has_body=exchange.has_body)
-        request_id = exchange.request_id.decode("latin-1")
+        envelope = Envelope(EnvelopeKind.HTTP, head, deadline=deadline, has_body=request.has_body)
+        request_id = request.request_id.decode("latin-1")
         try:
             await until(
                 deadline,
-                self._dispatch(endpoint, envelope, receive, exchange.send),
+                self._dispatch(endpoint, envelope, receive, request.send),
                 f"Request {request_id} timed out after {timeout_s:g}s.",
             )
         except RequestTimeoutError:
             self._timed_out += asyncio.get_running_loop().time() >= deadline
             raise
 
-    async def _answer_error(self, exchange: _Exchange, error: Exception) -> None:
-        exchange.cause = cause_of(error)
-        request_id = exchange.request_id.decode("latin-1")
-        if exchange.status:
+    async def _answer_error(self, request: IngressRequest, error: Exception) -> None:
+        request.cause = cause_of(error)
+        request_id = request.request_id.decode("latin-1")
+        if request.status:
             # Headers are out; only a cut connection still tells the client that this is not the whole answer.
             log.warning("Request %s failed after its response had begun: %r", request_id, error)
             raise error
-        exchange.drop_start()
+        request.drop_start()
         reply = reply_to(error, debug=self._debug)
         if reply.is_fault:
             log.error("Request %s failed", request_id, exc_info=error)
-        await self._refuse(exchange, reply.status, reply.text, reply.headers)
+        await self._refuse(request, reply.status, reply.text, reply.headers)
 
-    async def _refuse(self, exchange: _Exchange, status: int, text: str, headers: Headers = ()) -> None:
-        await send_whole(exchange.send, status, text.encode("utf-8", "replace"), headers=headers)
+    async def _refuse(self, request: IngressRequest, status: int, text: str, headers: Headers = ()) -> None:
+        await send_whole(request.send, status, text.encode("utf-8", "replace"), headers=headers)
 
-    async def _refuse_method(self, exchange: _Exchange, method: str, allowed: Iterable[str]) -> None:
+    async def _refuse_method(self, request: IngressRequest, method: str, allowed: Iterable[str]) -> None:
         names = sorted(allowed)
         await self._refuse(
-            exchange,
+            request,
             405,
             f"Methods {method} not allowed. Available HTTP methods are {names}.",
             ((b"allow", ", ".join(names).encode("latin-1", "replace")),),
@@ -458,17 +339,6 @@ async def _serve_lifespan(receive: Receive, send: Send) -> None:
 def _server_of(scope: Scope) -> str:
     host, port = scope.get("server") or ("localhost", None)
     return f"{host}:{port}" if port else str(host)
-
-
-def parse_timeout(value: bytes, *, default_s: float | None) -> float | None:
-    """Return the seconds a header asks for: None (no limit) if not positive, the default if unreadable."""
-    try:
-        seconds = float(value)
-    except ValueError:
-        return default_s
-    if seconds != seconds:  # "nan" is a float, but no time
-        return default_s
-    return seconds if 0 < seconds < float("inf") else None
 
 
 def is_plain(value: object) -> bool:

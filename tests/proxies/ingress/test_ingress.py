@@ -16,7 +16,8 @@ from starlette.middleware import Middleware
 from daskserve.errors import ActorLostError, BackPressureError, BadRequestError
 from daskserve.options.config import HTTPOptions
 from daskserve.proxies.asgi import ASGIApp, Scope
-from daskserve.proxies.ingress.app import IngressApp, build_app, is_plain, parse_timeout
+from daskserve.proxies.ingress.app import IngressApp, build_app, is_plain
+from daskserve.proxies.ingress.request import parse_timeout
 from daskserve.proxies.ingress.routes import RouteTable
 from daskserve.testing import run_virtual
 from daskserve.types import WHOLE_RESPONSE, Envelope, EnvelopeKind, Message, Receive, Send

@@ -1,0 +1,160 @@
+"""One request as the ingress follows it: what its headers ask for, and how far its response is."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Iterable
+
+from daskserve.proxies.asgi import REQUEST_ID, begin_response
+from daskserve.proxies.ingress.figures import NO_ROUTE
+from daskserve.types import DONE, WHOLE_RESPONSE, Message, Send
+
+REQUEST_TIMEOUT = b"x-request-timeout-seconds"
+SHARD_KEY = b"x-serve-shard-key"
+HOST = b"host"
+CONTENT_LENGTH = b"content-length"
+TRANSFER_ENCODING = b"transfer-encoding"
+_HEADERS_READ = frozenset((REQUEST_ID, REQUEST_TIMEOUT, SHARD_KEY, HOST, CONTENT_LENGTH, TRANSFER_ENCODING))
+
+#: Octets that no server should have let pass in a header.
+_CONTROLS = frozenset(b"\0\r\n")
+
+
+class IngressRequest:
+    """An HTTP request.
+
+    Parameters
+    ----------
+    headers : iterable of pairs
+        From its scope.
+    send : callable
+        The server's.
+    takes_whole : bool
+        Whether ``send`` accepts a `WHOLE_RESPONSE`.
+
+    Attributes
+    ----------
+    status : int
+        The status of the response that was passed on; 0 before.
+    is_gone : bool
+        Whether the client has disconnected.
+    route : Route
+        What answers the request, for the metrics.
+    cause : str
+        What went wrong, for the metrics.
+    """
+
+    is_socket = False
+
+    # Most requests never change any of these, and one is made for each.
+    request_id = b""
+    shard_key: bytes | None = None
+    timeout: bytes | None = None
+    host = b""
+    status = 0
+    is_gone = False
+    has_body = False
+    route = NO_ROUTE
+    cause = ""
+    _start: Message | None = None
+
+    def __init__(self, headers: Iterable[tuple[bytes, bytes]], send: Send, takes_whole: bool = False) -> None:
+        self._send = send
+        self._takes_whole = takes_whole
+        for name, value in headers:
+            if name in _HEADERS_READ:
+                if name == HOST:
+                    self.host = value
+                elif name == REQUEST_ID:
+                    if not _CONTROLS.intersection(value):  # the response repeats it
+                        self.request_id = self.request_id or value
+                elif name == SHARD_KEY:
+                    self.shard_key = value
+                elif name == REQUEST_TIMEOUT:
+                    self.timeout = value
+                else:
+                    self.has_body = self.has_body or value != b"0"
+
+    def send(self, message: Message) -> Awaitable[None]:
+        """Pass a message on to the server; a response without a request id gets one.
+
+        The start of a response is passed on with its first bytes; see `begin_response`.
+        """
+        kind = message["type"]
+        if kind == "http.response.start" or kind == WHOLE_RESPONSE:
+            status = message["status"]
+            if not isinstance(status, int):
+                raise TypeError(f"the status of a response is a number, not {status!r}")
+            message = self._named(message)
+            self._start, body = begin_response(self._start, message, takes_whole=self._takes_whole)
+            if body is None:
+                return DONE
+            message = body
+        start = self._start
+        try:
+            if start is not None and not self.status:
+                self.status = start["status"]
+                if start is not message:
+                    sent = self._send(start)
+                    if sent is not DONE:
+                        return self._send_after(sent, message)
+            sent = self._send(message)
+        except OSError:
+            self.is_gone = True
+            raise
+        return DONE if sent is DONE else self._send_after(sent)
+
+    def _named(self, message: Message) -> Message:
+        if message["type"] == WHOLE_RESPONSE:
+            return {**message, "request_id": self.request_id}
+        headers = message.get("headers", ())
+        for name, _ in headers:
+            if name == REQUEST_ID or name.lower() == REQUEST_ID:
+                return message
+        return {**message, "headers": [*headers, (REQUEST_ID, self.request_id)]}
+
+    async def _send_after(self, sent: Awaitable[None], message: Message | None = None) -> None:
+        try:
+            await sent
+            if message is not None:
+                await self._send(message)
+        except OSError:
+            self.is_gone = True
+            raise
+
+    def drop_start(self) -> None:
+        """Forget the start of a response that will not follow."""
+        self._start = None
+
+
+class IngressWebSocket(IngressRequest):
+    """A WebSocket; an HTTP response to its handshake denies it."""
+
+    is_socket = True
+
+    async def send(self, message: Message) -> None:
+        """Pass a message on to the server."""
+        kind = message["type"]
+        if kind.startswith("http.response."):
+            kind = f"websocket.{kind}"
+            message = {**message, "type": kind}
+        try:
+            await self._send(message)
+        except OSError:
+            self.is_gone = True
+            if self.status != 101:
+                raise
+            return  # the application gets a disconnect, and may have to clean up then
+        if not self.status:
+            answers = {"websocket.accept": 101, "websocket.close": 403}
+            self.status = answers.get(kind) or message.get("status", 0)
+
+
+def parse_timeout(value: bytes, *, default_s: float | None) -> float | None:
+    """Return the seconds a header asks for: None (no limit) if not positive, the default if unreadable."""
+    try:
+        seconds = float(value)
+    except ValueError:
+        return default_s
+    if seconds != seconds:  # "nan" is a float, but no time
+        return default_s
+    return seconds if 0 < seconds < float("inf") else None
