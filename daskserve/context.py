@@ -6,7 +6,6 @@ replica sets them in a copy of its actor's context before user code runs.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Set
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any, ClassVar
 
 from daskserve.errors import ServeError
 from daskserve.figures.replica import ReplicaFigures
+from daskserve.loops.event_loop import running_loop
 from daskserve.loops.pending_call import PendingCall
 from daskserve.types import BackendTag, InstanceName, ReplicaTag
 
@@ -60,7 +60,7 @@ class RequestContext:
         calls.add(call)
         call.add_done_callback(calls.discard)
         # Looked at last, as `cancel_calls` looks at the calls last: one of the two sees the other.
-        if self._is_cancelled and asyncio._get_running_loop() is None:
+        if self._is_cancelled and running_loop() is None:
             call.cancel()
 
     def cancel_calls(self) -> None:

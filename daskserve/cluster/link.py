@@ -32,6 +32,7 @@ from daskserve.cluster.probe import mismatch, version_probe
 from daskserve.context import current_replica
 from daskserve.errors import ClusterUnreachableError, InstanceError, VersionMismatchError
 from daskserve.figures.collector import PROCESS
+from daskserve.loops.event_loop import running_loop
 from daskserve.loops.hops import Hops, Landing
 from daskserve.types import Envelope, InstanceName, Load, Receive, Send
 
@@ -216,10 +217,7 @@ class Link:
 
     def runs_here(self) -> bool:
         """Whether the caller is on the link's own loop."""
-        try:
-            return asyncio.get_running_loop() is self.loop
-        except RuntimeError:
-            return False
+        return running_loop() is self.loop
 
     async def ask(self, verb: str, **message: Any) -> Any:
         """Call a verb of the supervisor; see `daskserve.cluster.dask.ask_supervisor`."""

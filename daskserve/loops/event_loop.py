@@ -18,6 +18,14 @@ def uses_uvloop() -> bool:
     return True
 
 
+def running_loop() -> asyncio.AbstractEventLoop | None:
+    """Return the event loop that runs in this thread, if there is one."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
 def new_event_loop() -> asyncio.AbstractEventLoop:
     """Return a new event loop, of uvloop if that is installed; see `daskserve.settings.ProcessSettings`."""
     if not uses_uvloop():

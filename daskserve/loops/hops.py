@@ -88,8 +88,9 @@ class Hop:
         """
         self._posts.append((function, args))
         if self._state == _ASLEEP:
-            present = asyncio._get_running_loop()
-            if present is None:  # it has ended, and a coroutine of its is being closed
+            try:
+                present = asyncio.get_running_loop()
+            except RuntimeError:  # it has ended, and one of its coroutines is being closed
                 self._wake()
             else:
                 self._state = _TO_BE_WOKEN

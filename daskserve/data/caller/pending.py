@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from daskserve.cluster.link import Link
+from daskserve.loops.event_loop import running_loop
 from daskserve.loops.pending_call import PendingCall
 
 T = TypeVar("T")
@@ -51,7 +52,7 @@ def waiter_for(link: Link, call: PendingCall[Any]) -> asyncio.Future[None]:
 
     def wake(_: PendingCall[Any]) -> None:
         # The call may be cancelled from any thread.
-        running = asyncio._get_running_loop()
+        running = running_loop()
         if running is loop:
             _settle(waiter)
         elif running is link.loop:

@@ -28,12 +28,17 @@ from daskserve.types import Payload, Receive
 logger = logging.getLogger("daskserve.replica")
 
 
-def _reduce_state(state: State) -> tuple[type[State], tuple[dict[str, Any]]]:
-    return State, (state._state,)
+def _reduce_state(state: State) -> tuple[Any, ...]:
+    return State, (), vars(state), None, None, _restore_state
 
 
-# Starlette's `State` asks itself for its dict before it has one, so unpickling it recurses without end, and
-# with it every Starlette and FastAPI application. Whoever inspects a definition can also pickle it.
+def _restore_state(state: State, attributes: dict[str, Any]) -> None:
+    vars(state).update(attributes)
+
+
+# Pickle asks a new `State` for ``__setstate__``, which it looks for in a dict that it does not have yet: that
+# recurses without end. Every Starlette and FastAPI application has a `State`. Whoever inspects a definition
+# to pickle it imports this module too.
 copyreg.pickle(State, _reduce_state)
 
 

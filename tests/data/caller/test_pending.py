@@ -13,6 +13,7 @@ import pytest
 from daskserve.cluster.link import Link
 from daskserve.data.caller.handle import Response
 from daskserve.data.caller.pending import start_call, waiter_for
+from daskserve.loops.event_loop import running_loop
 from daskserve.loops.hops import Hops
 
 DEADLINE_S = 10.0
@@ -31,7 +32,7 @@ class LoopLink:
         self.thread.start()
 
     def runs_here(self) -> bool:
-        return asyncio._get_running_loop() is self.loop
+        return running_loop() is self.loop
 
     def close(self) -> None:
         self.loop.call_soon_threadsafe(self.loop.stop)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import pickle
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -562,3 +564,15 @@ class _State:
 
 
 STATEFUL = Starlette(routes=[Route("/", show_state)], lifespan=_State)
+
+
+def test_the_state_of_an_application_travels_with_it() -> None:
+    app = Starlette()
+    app.state.words = ["a"]
+    app.state.self = app.state
+    copy = pickle.loads(cloudpickle.dumps(app)).state
+    assert copy.words == ["a"]
+    assert copy.self is copy
+    copy.words = ["b"]
+    assert app.state.words == ["a"]
+    assert not hasattr(copy, "other")
