@@ -1,1 +1,1 @@
-"""Multiplexed connections between two processes: the way of requests."""
+"""Multiplexed connections between two processes, which carry requests."""

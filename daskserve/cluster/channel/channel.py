@@ -1,10 +1,10 @@
 """Channels: one persistent, multiplexed connection between two processes that carries request streams.
 
-Problem: an actor call costs 0.4 ms and one message each way; requests need streaming both ways,
-cancellation and tens of thousands of calls a second. Choice: take over one Dask comm per pair of
-processes (so TLS and the other transports come with it; see `daskserve.cluster.channel.transport`) and send
-lists of small frames both ways, all frames of one event-loop turn in one write. Large bytes go out of band,
-uncopied.
+Problem: an actor call costs 0.4 ms and one message each way; requests need streaming both ways, cancellation
+and tens of thousands of calls a second. Choice: one Dask comm per pair of processes is taken over, which
+brings TLS and the other transports with it (see `daskserve.cluster.channel.transport`). Both sides send lists
+of small frames; all frames of one event-loop iteration go out in one write. Large bytes travel out of band,
+without a copy.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ from daskserve.types import (
 logger = logging.getLogger("daskserve.channel")
 
 
-#: Answers one stream: (actor name, incarnation, envelope, receive, send) -> load of the actor.
+#: Handles one stream: (actor name, incarnation, envelope, receive, send) -> load of the actor.
 Dispatch = Callable[[str, int, Envelope, Receive, Send], Coroutine[Any, Any, Load]]
 
-#: Answers a stream that is for one answer without a task, and returns what gives it up; None if it is one for
-#: `Dispatch`: (actor name, incarnation, envelope, what takes the answer) -> ...
+#: Answers a single-answer stream without a task: (actor name, incarnation, envelope, on_answer) -> a function
+#: that cancels it, or None if the stream needs `Dispatch`.
 Answer = Callable[[str, int, Envelope, OnAnswer], Callable[[], None] | None]
 
 _KINDS: Mapping[str, EnvelopeKind] = {kind.value: kind for kind in EnvelopeKind}
 
 
 class Channel:
-    """The streams of one connection; `serve` runs until it ends."""
+    """The streams of one connection; `serve` runs until the connection ends."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Channel:
         self._next_stream = first_stream
         self._opened: dict[int, Opened | Asked] = {}
         self._accepted: dict[int, Accepted] = {}
-        #: Streams that are answered without a task, each with what gives it up.
+        #: Streams that are answered without a task, each with the function that cancels it.
         self._straight: dict[int, Callable[[], None]] = {}
         self._answer = answer
         self._landing = landing
@@ -93,7 +93,7 @@ class Channel:
         )
 
     async def serve(self) -> None:
-        """Carry streams until either side closes; every open one then ends with an error."""
+        """Carry streams until either side closes; open streams then end with an error."""
         try:
             await self._transport.run(self._receive, self._refuse)
         finally:
@@ -105,14 +105,14 @@ class Channel:
             self._transport.abort()
 
     async def request(self, address: ActorAddress, envelope: Envelope, receive: Receive, send: Send) -> Load:
-        """Open a stream to an actor of the other side and carry it to its end.
+        """Open a stream to an actor on the other side, carry it to its end, and return the actor's load.
 
         Raises
         ------
         ActorLostError
-            The connection ended first; ``begun`` tells whether the request may have been seen.
+            The connection ended first; ``begun`` is False if the actor cannot have seen the request.
         Exception
-            What the actor's handler raised.
+            The error that the actor's handler raised.
         """
         if self.is_closed:
             closed = f"The connection to {address.worker} is closed."
@@ -123,7 +123,7 @@ class Channel:
         pump = None
         taken_bytes = 0
         if envelope.has_body and envelope.kind is EnvelopeKind.HTTP:
-            # Made before anything is posted: what it posts at once then leaves in one piece with that.
+            # Created before the first post, so that its first frames leave in the same write.
             pump = asyncio.create_task(self._pump(stream, opened, receive), name="daskserve-channel-pump")
         self._post(_open_frame(stream, address, envelope))
         try:
@@ -149,10 +149,11 @@ class Channel:
                 pump.cancel()
 
     def ask(self, address: ActorAddress, envelope: Envelope, on_answer: OnAnswer) -> Callable[[], None]:
-        """Open a stream for one answer, which goes to a callback, and return what gives it up.
+        """Open a single-answer stream and return a function that cancels it.
 
-        It is for requests without a deadline or a body of their own, and costs half of what `request` does.
-        The connection must be open; if it ends before the answer has come, that is an `ActorLostError`.
+        The answer goes to the callback. This is for requests without a deadline or a body stream; it costs
+        half of what `request` costs. The connection must be open. If it ends before the answer arrives, the
+        callback gets an `ActorLostError`.
         """
         stream = self._next_stream
         self._next_stream += 2
@@ -169,13 +170,13 @@ class Channel:
             message = await receive()
             self._post((DATA, stream, (wire_message(message),)))
             if is_last(message):
-                # A disconnect after the body reaches us as the cancellation of the whole request.
+                # A disconnect after the body arrives here as the cancellation of the whole request.
                 return
             if not opened.window.take(message_bytes(message)):
                 await opened.window.wait()
 
     def _refuse(self, frame: Any, error: Exception) -> None:
-        """End the stream of a frame that cannot be sent."""
+        """End the stream of a frame that could not be sent."""
         logger.error("A message of stream %s cannot be sent: %s", frame[1], error)
         problem = TypeError(f"A message holds a value that cannot be sent: {error}")
         if frame[1] in self._opened:
@@ -185,8 +186,8 @@ class Channel:
 
     def _receive(self, frames: Frames) -> None:
         if self._landing is not None:
-            # What other threads have ready to be sent: the other side then works on that while this one is
-            # busy with what has just come in.
+            # Send what other threads have ready: the other side then works on it while this side handles
+            # the frames that have just arrived.
             self._landing.catch_up()
             self._transport.flush()
         for frame in frames:
@@ -197,7 +198,7 @@ class Channel:
         if kind == OPEN:
             self._accept_stream(number, *frame[2:])
             return
-        # Numbers tell who has opened a stream, so it is in one of these or has ended.
+        # The two sides use different numbers, so a stream is in at most one of these; otherwise it has ended.
         stream = self._opened.get(number) or self._accepted.get(number)
         if stream is None:
             give_up = self._straight.pop(number, None) if kind == CANCEL else None
@@ -248,7 +249,7 @@ class Channel:
             on_answer = partial(self._answered, number, name, incarnation, envelope)
             try:
                 give_up = self._answer(name, incarnation, envelope, on_answer)
-            except Exception as error:  # this request's, and no reason to end the connection of all others
+            except Exception as error:  # it concerns this request only, not the connection
                 self._post((ERROR, number, dump_error(error)))
                 return
             if give_up is not None:
@@ -260,7 +261,7 @@ class Channel:
         self, number: int, name: str, incarnation: int, envelope: Envelope, rest: Rest | None = None
     ) -> None:
         stream = self._accepted[number] = Accepted(number, self._transport, has_body=envelope.has_body)
-        # Without a name, which would take as long as the task.
+        # Without a name: naming a task costs as much as creating it.
         stream.task = asyncio.get_running_loop().create_task(
             self._handle(number, name, incarnation, envelope, stream, rest)
         )
@@ -277,7 +278,7 @@ class Channel:
         outcome: Load | Exception | Rest,
     ) -> None:
         if self._straight.pop(number, None) is None:
-            return  # given up
+            return  # cancelled
         if isinstance(outcome, Load):
             messages = [] if message is None else [wire_message(message)]
             work = CALL_WORK if envelope.kind is EnvelopeKind.CALL else FRAME_WORK
@@ -302,24 +303,26 @@ class Channel:
             else:
                 answering = rest.carry(stream.receive, stream.send)
             if envelope.deadline is not None:
-                answering = until(envelope.deadline, answering, f"The time for a request to {name} is over.")
+                answering = until(
+                    envelope.deadline, answering, f"The deadline of a request to {name} passed."
+                )
             load = await answering
             stream.end(load)
         except asyncio.CancelledError:
-            # By its opener, who does not listen any more, or because the actor was stopped under it.
+            # Either the opener cancelled it and no longer listens, or the actor was stopped.
             stopped = ActorLostError(f"{name} was stopped.", begun=True)
             self._post((ERROR, number, dump_error(stopped)))
             raise
         except Exception as error:
-            # The opener gets every error of the handler; nothing is lost here.
+            # Every error of the handler goes to the opener.
             self._post((ERROR, number, dump_error(error)))
         finally:
-            # Not by a callback, which would be one more turn of the loop; `_cancel` has the exception.
+            # Not a done callback, which costs one more loop iteration; `_cancel` covers the exception.
             self._accepted.pop(number, None)
 
     def _cancel(self, number: int, stream: Accepted) -> None:
         stream.task.cancel()
-        # One that is cancelled before its first step never gets to forget itself.
+        # A task that is cancelled before its first step never runs its own cleanup.
         stream.task.add_done_callback(lambda _: self._accepted.pop(number, None))
 
     def _finish(self) -> None:

@@ -1,13 +1,11 @@
-"""Dialling: how a process gets its connection to a worker, straight or through the scheduler.
+"""Dialling: connecting a process to a worker, directly or through the scheduler.
 
-Problem: a user program may reach the scheduler alone (NAT, a firewall, Kubernetes), and a dial that is not
-answered takes seconds to fail. Choice: dial the worker once, for a short time; if that fails, ask the
-scheduler, which knows whether the worker lives, to splice a connection to it
-(`daskserve.cluster.scheduler.splice`). What was found is remembered for a while, by host, so that later
-connections do not pay again.
+Problem: a user program may reach only the scheduler (NAT, a firewall, Kubernetes), and an unanswered dial
+takes seconds to fail. Choice: dial the worker once, with a short timeout. If that fails, ask the scheduler,
+which knows whether the worker is alive, to splice a connection to it (`daskserve.cluster.scheduler.splice`).
+The result is remembered per host for a while, so that later connections do not pay again.
 
-A worker that is really gone costs one question more: the scheduler says so at once, and nothing is remembered
-of its host.
+A dead worker costs one more request: the scheduler answers at once, and nothing is remembered about its host.
 """
 
 from __future__ import annotations
@@ -33,12 +31,12 @@ logger = logging.getLogger("daskserve.channel")
 #: The scheduler handler that splices, and the worker handler that takes over a channel's connection.
 SPLICE_OP = "daskserve_splice"
 CHANNEL_OP = "daskserve_channel"
-#: What a Host says before both sides go over to frames.
+#: The Host's answer, after which both sides send frames.
 READY = "ready"
 
-#: The scheduler is there, or nothing works; so a connection to it may take its time.
+#: Timeout of a connection to the scheduler; long, because nothing works without it.
 SCHEDULER_TIMEOUT_S = 10.0
-#: So may a worker that there is no other way to.
+#: Timeout of a direct dial when there is no other route to the worker.
 ONLY_ROUTE_TIMEOUT_S = 5.0
 
 
@@ -65,20 +63,20 @@ async def connect_once(
 async def begin_channel(
     comm: Any, worker: WorkerAddress, timeout_s: float, *, by_socket: bool = True
 ) -> None:
-    """Have a worker's Host take a new connection over as a channel; see `take_over` for ``by_socket``.
+    """Ask a worker's Host to take over a new connection as a channel; see `take_over` for ``by_socket``.
 
     Raises
     ------
     ActorLostError
-        It has no Host: it is not, or not any more, the worker that was meant.
+        The worker has no Host: it is not, or no longer, the intended worker.
     OSError
-        It has gone, or did not answer in time.
+        The worker is gone, or did not answer in time.
     """
     try:
         async with asyncio.timeout(timeout_s):
             await comm.write({"op": CHANNEL_OP, "by_socket": by_socket})
             answer = await comm.read()
-        if answer != READY:  # Dask answers None to an operation it does not know
+        if answer != READY:  # Dask answers None to an unknown operation
             raise ActorLostError(f"Worker {worker} has no Host of daskserve.", begun=False)
     except TimeoutError:
         comm.abort()
@@ -103,7 +101,7 @@ async def dial_worker(
 
 
 class RouteMemory:
-    """Which hosts could not be dialled lately."""
+    """The hosts that could not be dialled recently."""
 
     def __init__(self, expiry_s: float) -> None:
         self._expiry_s = expiry_s
@@ -111,9 +109,9 @@ class RouteMemory:
         self._has_reached_one = False
 
     def is_blocked(self, host: str, now: float) -> bool:
-        """Whether it is not worth dialling a host.
+        """Return whether dialling a host should be skipped.
 
-        Where one host is blocked and none was ever reached, as behind NAT, no other one is tried either.
+        If one host is blocked and no host was ever reached, as behind NAT, all hosts are skipped.
         """
         blocked = {each for each, until in self._blocked_until.items() if now < until}
         return host in blocked or (bool(blocked) and not self._has_reached_one)
@@ -128,14 +126,14 @@ class RouteMemory:
 
 
 class Dialler:
-    """Makes the connections that a process's channels run over.
+    """Opens the connections for the channels of a process.
 
     Parameters
     ----------
     connection_args
-        For Dask's comms, TLS among them.
+        The connection arguments of Dask's comms, including TLS.
     find_scheduler
-        Returns the scheduler's address, None if there is no connection to it any more.
+        Returns the scheduler's address, or None if the connection to it is closed.
     """
 
     def __init__(
@@ -159,9 +157,9 @@ class Dialler:
         Raises
         ------
         ActorLostError
-            The scheduler says that the worker is gone, or cannot reach it either.
+            The scheduler reports that the worker is gone, or that it cannot reach it either.
         OSError
-            The scheduler cannot be reached, or, if only the direct route is wanted, the worker.
+            The scheduler cannot be reached. With the route "direct": the worker cannot be reached.
         """
         if self._settings.route == "direct":
             return await self._dial_directly(worker, ONLY_ROUTE_TIMEOUT_S)
@@ -171,9 +169,9 @@ class Dialler:
         try:
             transport = await self._dial_directly(worker, self._settings.direct_timeout_s)
         except (OSError, ValueError) as error:
-            # ValueError: an address that means nothing in this process.
+            # ValueError: an address that is not valid in this process.
             transport = await self._dial_through_scheduler(worker)
-            # Only now is it known that the worker lives.
+            # Not earlier: only now is the worker known to be alive.
             self._memory.blocked(host, self._clock.now())
             logger.info(
                 "Worker %s cannot be dialled (%s); its requests go through the scheduler", worker, error
@@ -195,7 +193,7 @@ class Dialler:
         try:
             await comm.write({"op": SPLICE_OP, **message})
             answer = await comm.read()
-            if answer is None:  # Dask's answer to an operation it does not know
+            if answer is None:  # Dask's answer to an unknown operation
                 raise ActorLostError("No daskserve instance runs on this Dask cluster.", begun=False)
             if "error" in answer:
                 raise load_error(answer["error"])

@@ -1,24 +1,24 @@
-"""What channels send each other.
+"""The frames that channels send each other.
 
-Frames (tuples; the first two fields are the kind and the stream's number, chosen by the side that opens)::
+A frame is a tuple. Its first two fields are the kind and the stream's number, which the opener chooses::
 
-    (OPEN,   n, name, incarnation,                        open a stream to an actor over there, with the
-        kind, head, payload, has_body, left_s,            seconds left of its deadline, None if it has none;
-        patience)                                         seconds that it may wait in line, and has, or None
-    (DATA,   n, messages)                                 ASGI (or ``call.*``) messages, either way
+    (OPEN,   n, name, incarnation,                        open a stream to an actor; left_s: seconds until
+        kind, head, payload, has_body, left_s,            its deadline, or None; patience: seconds it may
+        patience)                                         wait in the queue and has waited, or None
+    (DATA,   n, messages)                                 ASGI or ``call.*`` messages, in either direction
     (END,    n, ongoing, queued)                          the handler is done; carries the actor's load
-    (ANSWER, n, messages, ongoing, queued)                its last messages, and that it is done
+    (ANSWER, n, messages, ongoing, queued)                the last messages, then as END
     (ERROR,  n, pickled error)                            the handler raised
-    (CANCEL, n)                                           the opener went away
-    (CREDIT, n, size)                                     the other side may send so many more bytes
+    (CANCEL, n)                                           the opener cancelled the stream
+    (CREDIT, n, size)                                     the other side may send that many more bytes
 
-Either way messages go on credit, which is given as they are read, so that a body is not piled up at a slow
-reader: a handler may be `daskserve.cluster.channel.streams.WINDOW_BYTES` ahead of the opener; the opener
-sends one message of a request ahead, and as much more once the handler has begun to read. So a replica that
-refuses a request has not swallowed more of its body than the router keeps to give again.
+Flow control works by credit in both directions. A reader grants credit as it reads, so a body does not pile
+up at a slow reader. A handler may be `daskserve.cluster.channel.streams.WINDOW_BYTES` ahead of the opener.
+The opener sends one message of a request ahead, and a window more once the handler starts to read. So a
+replica that refuses a request has not consumed more of its body than the router keeps for a retry.
 
-Streams opened by the dialling side have even numbers, by the accepting side odd ones. Frame kinds that a
-side does not know are ignored, so flow control can be added as a frame kind.
+Streams opened by the dialling side have even numbers, those of the accepting side odd ones. Unknown frame
+kinds are ignored.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from daskserve.types import Message, Payload
 
 OPEN, DATA, END, ERROR, CANCEL, CREDIT, ANSWER = range(7)
 
-#: Bytes values from this size on leave the msgpack part of a write, so that they are not copied into it.
+#: Bytes values of at least this size travel outside the msgpack part of a write, to avoid a copy.
 OUT_OF_BAND_BYTES = 32 * 1024
 
 
 def wire_payload(payload: Payload | None) -> Any:
-    """Return a payload as a frame carries it."""
+    """Return a payload in the form that a frame carries."""
     if payload is None:
         return None
     data: Any = payload.data
@@ -51,7 +51,7 @@ def unwire_payload(value: Any) -> Payload | None:
 
 
 def wire_message(message: Message) -> Message:
-    """Return a message as a frame carries it."""
+    """Return a message in the form that a frame carries."""
     body = message.get("body")
     if body is not None and len(body) >= OUT_OF_BAND_BYTES:
         return {**message, "body": to_serialize(body)}
@@ -69,7 +69,7 @@ def unwire_message(message: Message) -> Message:
 
 
 def is_last(message: Message) -> bool:
-    """Whether nothing follows of what a client sends: its body is whole, or it has gone."""
+    """Return whether a message is the client's last: its body is complete, or it has disconnected."""
     kind = message["type"]
     if kind.startswith("websocket."):
         return bool(kind == "websocket.disconnect")

@@ -1,7 +1,7 @@
-"""Messages of several parts, put together from what a socket gives; pure.
+"""Assembly of multi-part messages from the bytes of a socket; pure.
 
-Large parts are read into memory of their own, so that they are never copied and never kept alive by each
-other; all else goes through one small buffer.
+Each large part is read into its own memory, so that it is never copied and does not keep other parts alive.
+Everything else goes through one small buffer.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ Buffer = bytes | bytearray | memoryview
 
 HEAD = struct.Struct("<4sI")
 SIZE = struct.Struct("<Q")
-#: Parts from this size on are read into memory of their own.
+#: Parts of at least this size are read into their own memory.
 LARGE_BYTES = 32 * 1024
-#: The sizes of so many parts, and any part that is not large, fit into half of the buffer.
+#: Maximum number of parts; their sizes, or any part that is not large, fit into half of the buffer.
 MAX_PARTS = 16 * 1024 - 1
 BUFFER_BYTES = 256 * 1024
 
 
 class PartReader:
-    """Cuts a stream of bytes into messages: magic, number of parts, their sizes, the parts.
+    """Splits a byte stream into messages: magic, number of parts, their sizes, the parts.
 
-    Write into `room`, then tell `filled` how much.
+    Write into `room`, then call `filled` with the number of bytes.
 
     Parameters
     ----------
     magic : bytes
         The first four bytes of each message.
     receive : callable
-        Gets the parts of each message; the part of one that has only one is good until it returns.
+        Called with the parts of each message. The part of a single-part message is valid until it returns.
     """
 
     def __init__(self, magic: bytes, receive: Callable[[Sequence[Buffer]], None]) -> None:
@@ -40,25 +40,25 @@ class PartReader:
         self._start = self._end = 0
         self._sizes: Sequence[int] = ()
         self._parts: list[Buffer] = []
-        # A large part under way, and how much of it is there.
+        # The large part being read, and how much of it has arrived.
         self._large: memoryview | None = None
         self._large_filled = 0
 
     def room(self) -> memoryview:
-        """Return where the next bytes are to be put; never empty."""
+        """Return the memory for the next bytes; never empty."""
         if self._large is not None:
             return self._large[self._large_filled :]
         return self._view[self._end :]
 
     def filled(self, size_bytes: int) -> None:
-        """Take note that so many bytes were put into `room`.
+        """Process bytes that were written into `room`.
 
         Raises
         ------
         ValueError
-            This is no message.
+            The bytes are not a message.
         Exception
-            What the receiver raised.
+            An error that the receiver raised.
         """
         if self._large is None:
             self._end += size_bytes
@@ -78,7 +78,7 @@ class PartReader:
             self._start, self._end = 0, len(left)
 
     def _advance(self) -> bool:
-        """Take one thing out of the buffer; False if it is not there yet."""
+        """Consume one head, part or message; return False if more bytes are needed."""
         if not self._sizes:
             return self._read_head()
         done = len(self._parts)

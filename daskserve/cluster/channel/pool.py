@@ -1,4 +1,4 @@
-"""The channels of one process: one per other process, opened on first use, or by that one."""
+"""The channels of one process: one per other process, opened by either side on first use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from daskserve.loops.hops import Landing
 from daskserve.loops.tasks import is_cancelling
 from daskserve.types import ActorAddress, Envelope, Load, OnAnswer, Receive, Send, WorkerAddress
 
-#: Returns a connection that a worker has taken over as a channel.
+#: Opens a connection that a worker has taken over as a channel.
 Connect = Callable[[WorkerAddress], Awaitable[Transport]]
 
 
@@ -38,21 +38,21 @@ class ChannelPool:
         self._lost_after_s = lost_after_s
         self._connect = connect
         self._dialled: dict[WorkerAddress, asyncio.Task[Channel]] = {}
-        #: What that came to, as long as it is open.
+        #: The channels that were dialled and are open.
         self._open_to: dict[WorkerAddress, Channel] = {}
         self._serving: dict[Channel, asyncio.Task[None]] = {}
         self._is_closed = False
-        # Figures.
+        # Metrics.
         self._traffic = Traffic()
         self._opened = self._reopened = self._failed = 0
         self._reached: set[WorkerAddress] = set()
 
     async def accept(self, comm: Any, *, by_socket: bool = True) -> None:
-        """Serve a connection that the other side opened; returns when it ends. See also `take_over`."""
-        # Once the other side has read this, and before it has sent anything, neither uses the comm any more.
+        """Serve a connection that the other side opened, until it ends. See also `take_over`."""
+        # After this message, neither side uses the comm; the other side sends nothing before it arrives.
         await comm.write(READY)
         if self._is_closed:
-            comm.abort()  # nobody would ever end it
+            comm.abort()  # `close` has already run and would not end it
             return
         channel = self._open(take_over(comm, by_socket=by_socket), first_stream=1)
         task = asyncio.current_task()
@@ -64,7 +64,7 @@ class ChannelPool:
             self._serving.pop(channel, None)
 
     async def request(self, address: ActorAddress, envelope: Envelope, receive: Receive, send: Send) -> Load:
-        """Carry one request to an actor elsewhere; see `Channel.request`."""
+        """Carry one request to an actor in another process; see `Channel.request`."""
         channel = self._open_to.get(address.worker)
         if channel is None:
             channel = await self._channel(address.worker)
@@ -73,14 +73,14 @@ class ChannelPool:
     def ask(
         self, address: ActorAddress, envelope: Envelope, on_answer: OnAnswer
     ) -> Callable[[], None] | None:
-        """As `Channel.ask`; None if there is no open channel."""
+        """Call `Channel.ask`; return None if there is no open channel."""
         channel = self._open_to.get(address.worker)
         if channel is None or channel.is_closed:
             return None
         return channel.ask(address, envelope, on_answer)
 
     def drop(self, worker: WorkerAddress) -> None:
-        """Close the channel to a worker that is known to be gone, so that its requests fail at once."""
+        """Close the channel to a worker that is gone, so that its requests fail at once."""
         self._reached.discard(worker)
         self._open_to.pop(worker, None)
         dialled = self._dialled.pop(worker, None)
@@ -93,14 +93,14 @@ class ChannelPool:
             dialled.cancel()
 
     def abort(self) -> None:
-        """Close every channel at once, and give up those that are being opened."""
+        """Close every channel at once, and cancel pending dials."""
         for worker in list(self._dialled):
             self.drop(worker)
         for channel in list(self._serving):
             channel.close()
 
     async def close(self) -> None:
-        """Close every channel and wait until their tasks are gone; accept no more."""
+        """Close every channel, accept no more, and wait for their tasks."""
         self._is_closed = True
         tasks = list(self._serving.values())
         self.abort()
@@ -111,10 +111,10 @@ class ChannelPool:
         task = self._dialled.get(worker)
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
             task = asyncio.create_task(self._dial(worker), name="daskserve-channel-dial")
-            # Looked at even if all who waited for it have given up meanwhile.
+            # Retrieve the exception even if every waiting caller was cancelled.
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
             self._dialled[worker] = task
-        # Shielded: one caller that gives up must not end the dialling for the others.
+        # Shielded: a cancelled caller must not cancel the dial for the others.
         try:
             return await asyncio.shield(task)
         except OSError as error:
@@ -153,7 +153,7 @@ class ChannelPool:
         return channel
 
     def samples(self) -> list[Sample]:
-        """Return the figures as metrics; see `daskserve.figures.collector.Source`."""
+        """Return the metrics; see `daskserve.figures.collector.Source`."""
         return [
             ("channels", (), len(self._serving)),
             ("channel_connections", (), self._opened),
@@ -175,7 +175,7 @@ class ChannelPool:
 
 
 def _channel_in(dialled: asyncio.Task[Channel] | None) -> Channel | None:
-    """Return the channel that dialling gave; None while, or if, there is none."""
+    """Return the channel of a finished dial; None if the dial is pending or failed."""
     if dialled is None or not dialled.done() or dialled.cancelled() or dialled.exception() is not None:
         return None
     return dialled.result()

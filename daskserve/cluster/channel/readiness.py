@@ -1,10 +1,10 @@
-"""When a socket can be read or written; for code that reads and writes it itself.
+"""Readiness callbacks of a socket, for code that reads and writes it directly.
 
-Problem: when a program writes to a socket, Linux takes that for a hand-over. It moves whoever waits for the
-socket onto the writer's processor, which the writer is expected to leave at once. The writer of a channel has
-more to do, so two processes that could work side by side take turns on one processor while another one idles:
-a fifth of the time with 64 calls under way. Choice: the loop waits for an epoll instance that holds nothing
-but the socket. That wakes it all the same, and moves nobody.
+Problem: when a process writes to a socket, Linux assumes that the writer is about to sleep. It moves the
+waiting reader onto the writer's CPU. The writer of a channel keeps running, so two processes that could run
+in parallel take turns on one CPU while another CPU idles. With 64 calls in flight this costs a fifth of the
+time. Choice: the loop waits for a nested epoll instance that contains only the socket. The loop still wakes,
+and no process is moved.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from contextlib import suppress
 
 
 class Readiness:
-    """Calls back on the present loop, as often as a socket can be read, until it is closed."""
+    """Calls a function on the running loop whenever a socket is readable, until `close`."""
 
     def __init__(self, sock: socket.socket, on_readable: Callable[[], object]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -26,14 +26,14 @@ class Readiness:
         self._has_writer = False
         self._close_epoll: Callable[[], object] | None = None
         if sys.platform == "linux":
-            with suppress(OSError):  # too many files are open, perhaps; the socket itself will do
+            with suppress(OSError):  # for example too many open files; then the loop watches the socket
                 epoll = select.epoll()
                 epoll.register(sock, select.EPOLLIN)
                 self._number, self._close_epoll = epoll.fileno(), epoll.close
         self._loop.add_reader(self._number, on_readable)
 
     def on_writable(self, callback: Callable[[], object] | None) -> None:
-        """Call back whenever there is room to write; with None, no more."""
+        """Call a function whenever the socket is writable; None stops the calls."""
         if callback is not None:
             self._loop.add_writer(self._socket_number, callback)
         elif self._has_writer and not self._loop.is_closed():
@@ -41,7 +41,7 @@ class Readiness:
         self._has_writer = callback is not None
 
     def close(self) -> None:
-        """Call back no more. To be done once, before the socket is closed."""
+        """Stop all callbacks. Call this once, before the socket is closed."""
         self.on_writable(None)
         if not self._loop.is_closed():
             self._loop.remove_reader(self._number)

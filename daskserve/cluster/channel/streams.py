@@ -1,7 +1,7 @@
-"""What a channel keeps of each stream: on the side that opened it, and on the side that answers.
+"""The state of a channel's streams, on the opening side and on the answering side.
 
-All of this is made and dropped once per request, so it is small: no queue or event of asyncio's before
-somebody has to wait.
+These objects are created for every request, so they are small: they create an asyncio future or event only
+when something waits.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from daskserve.cluster.channel.frames import ANSWER, CREDIT, DATA, END, is_last,
 from daskserve.payload import message_bytes
 from daskserve.types import DONE, Load, Message, OnAnswer
 
-#: How much of a body may be on its way at a time. Credit for half of it is given at once, so that streams of
-#: small messages need no frames for it.
+#: How many bytes of a body may be in flight. A reader grants credit in steps of half a window, so that short
+#: streams need no credit frames.
 WINDOW_BYTES = 1024 * 1024
 
 
 class Inbox:
-    """What has arrived and has not been taken yet; for one taker."""
+    """A queue of received items for one reader."""
 
     __slots__ = ("_items", "_waiter")
 
@@ -35,13 +35,13 @@ class Inbox:
             self._waiter.set_result(None)
 
     async def get(self) -> Any:
-        """Return the next item when there is one."""
+        """Wait for the next item and return it."""
         while not self._items:
             await self._wait()
         return self._items.popleft()
 
     async def get_all(self) -> deque[Any]:
-        """Return all items there are when there is one."""
+        """Wait for at least one item and return all items."""
         while not self._items:
             await self._wait()
         items, self._items = self._items, deque()
@@ -56,7 +56,7 @@ class Inbox:
 
 
 class Window:
-    """How much may be sent yet in one direction of a stream; the sender's side."""
+    """The sender's remaining credit in one direction of a stream."""
 
     __slots__ = ("_left_bytes", "_room")
 
@@ -65,7 +65,7 @@ class Window:
         self._room: asyncio.Event | None = None  # few streams ever fill their window
 
     def take(self, size_bytes: int) -> bool:
-        """Note that so much was sent; return whether there is room for more."""
+        """Subtract sent bytes from the credit; return whether any is left."""
         self._left_bytes -= size_bytes
         return self._left_bytes > 0
 
@@ -75,7 +75,7 @@ class Window:
             self._room.set()
 
     async def wait(self) -> None:
-        """Return when there is room."""
+        """Wait until there is credit."""
         while self._left_bytes <= 0:
             if self._room is None:
                 self._room = asyncio.Event()
@@ -84,18 +84,18 @@ class Window:
 
 
 class Opened:
-    """A stream that this side has opened: the messages, the load or the error that come back."""
+    """A stream that this side opened; its inbox gets messages, then a load or an error."""
 
     __slots__ = ("inbox", "window")
 
     def __init__(self) -> None:
         self.inbox = Inbox()
-        #: What may be sent of the request: a single message, however large, until more is asked for.
+        #: Credit for the request body: one message of any size until the handler grants more.
         self.window = Window(1)
 
 
 class Asked:
-    """A stream that this side has opened for one answer, which goes to a callback. No task waits for it."""
+    """A single-answer stream that this side opened. The answer goes to a callback; no task waits."""
 
     __slots__ = ("_message", "_number", "_on_answer", "_outlet", "_streams")
 
@@ -110,12 +110,12 @@ class Asked:
 
     @property
     def inbox(self) -> Asked:
-        """Where what comes back is put: all of it is taken at once."""
+        """This object, which processes received items at once."""
         return self
 
     @property
     def window(self) -> Window:
-        """What may be sent: nothing follows the request."""
+        """An empty window: no messages follow the request."""
         return Window(0)
 
     def put(self, *items: Any) -> None:
@@ -129,7 +129,7 @@ class Asked:
                 self._outlet.post((CREDIT, self._number, size_bytes))
 
     def answer(self, messages: Sequence[Message], load: Load) -> None:
-        """Take the last messages: nobody has to be told how much there is room for."""
+        """Take the last messages and end the stream, without granting credit."""
         self._end(messages[-1] if messages else self._message, load)
 
     def _end(self, message: Message | None, outcome: Load | Exception) -> None:
@@ -146,9 +146,9 @@ class Outlet(Protocol):
 
 
 class Accepted:
-    """A stream that the other side has opened, as its handler sees it.
+    """A stream that the other side opened, as its handler sees it.
 
-    Most handlers answer at once, with the start of a response, its body, and their end: in one frame.
+    Most handlers answer at once. The start of the response, its body and the end then share one frame.
     """
 
     __slots__ = (
@@ -168,19 +168,19 @@ class Accepted:
     def __init__(self, number: int, outlet: Outlet, *, has_body: bool) -> None:
         self._number = number
         self._outlet = outlet
-        # The last frame, which may be added to for as long as it has not left.
+        # The last frame; messages are added to it until it is sent.
         self._frame: list[Any] = []
         self._turn = -1
-        # Whoever begins to read a body wants more than its first message.
+        # A full window, so that reading the first message of a body grants credit for the rest.
         self._taken_bytes = WINDOW_BYTES
         self.has_body = has_body
         self._inbox: Inbox | None = None
-        #: What may be sent of the response.
+        #: Credit for the response.
         self.window = Window(WINDOW_BYTES)
 
     @property
     def inbox(self) -> Inbox:
-        """What has come in of the request; made on first use."""
+        """The received messages of the request; created on first use."""
         if self._inbox is None:
             self._inbox = Inbox()
             if not self.has_body:
@@ -197,7 +197,7 @@ class Accepted:
         return message
 
     def send(self, message: Message) -> Awaitable[None]:
-        """Send a message to the client, as fast as it reads."""
+        """Send a message to the client; the result waits while the client reads too slowly."""
         if self._turn == self._outlet.turn:
             self._frame[2].append(wire_message(message))
         else:
@@ -207,7 +207,7 @@ class Accepted:
         return DONE if self.window.take(message_bytes(message)) else self.window.wait()
 
     def end(self, load: Load) -> None:
-        """Tell the client that nothing more comes."""
+        """Send the end of the stream with the actor's load."""
         if self._turn == self._outlet.turn:
             self._frame[0] = ANSWER
             self._frame += (load.ongoing, load.queued)

@@ -1,17 +1,16 @@
-"""What carries the frames of a channel: a Dask comm, or the TCP socket below one.
+"""Transports for the frames of a channel: a Dask comm, or the TCP socket below one.
 
-Writing and reading one message of a Dask comm takes 0.1 ms of CPU time, most of it spent on what requests
-have no use for. So where a comm is plain TCP its socket is taken over, by `SocketTransport`, which takes an
-eighth of that. Everything else that Dask connects by (TLS, UCX, WebSockets) is left as it is, in
-`CommTransport`.
+Writing and reading one message of a Dask comm takes 0.1 ms of CPU time, mostly for features that requests do
+not need. If a comm is plain TCP, `SocketTransport` takes over its socket and needs an eighth of that time.
+`CommTransport` uses the comms of all other protocols (TLS, UCX, WebSockets) unchanged.
 
-Either way all frames that are posted in one turn of the event loop go out together. Over a socket they are
-one message::
+Both send all frames that are posted in one iteration of the event loop together. Over a socket, such a batch
+is one message::
 
     magic, number of parts        4 + 4 bytes
     size of each part             8 bytes each
     part 0                        the list of frames, in msgpack
-    parts 1...                    large bytes, which part 0 refers to by their number; never copied together
+    parts 1...                    large bytes, which part 0 refers to by number; never copied together
 
 All numbers are little-endian.
 """
@@ -35,23 +34,23 @@ from daskserve.cluster.distributed_internals import detach_socket, is_plain_tcp,
 logger = logging.getLogger("daskserve.channel")
 
 Frames = Sequence[Any]
-#: Gets the frames of each message; what it raises ends the connection.
+#: Called with the frames of each message; an error that it raises ends the connection.
 Receiver = Callable[[Frames], None]
-#: Gets a frame that cannot be sent, with the reason.
+#: Called with a frame that cannot be sent, and the reason.
 Refuser = Callable[[Any, Exception], None]
 
 MAGIC = b"dsv1"
-#: How part 0 refers to a later part by its number, as extension types of msgpack: to become immutable bytes,
-#: or a buffer that may be written to; and a buffer that is too small for a part of its own.
+#: Extension types of msgpack in part 0: a reference to a later part that becomes immutable bytes, a reference
+#: that becomes a writable buffer, and a buffer that is too small for its own part.
 _BYTES, _BUFFER, _SMALL = 1, 2, 3
 
-#: Large parts are given to the socket in pieces, as it takes them.
+#: Large parts are written to the socket in pieces of this size.
 PIECE_BYTES = 256 * 1024
-#: Frames with so much work in them are not kept waiting for more: the other side may as well begin with them.
-#: A call by handle, or its answer, takes half the work that most others do.
+#: Frames with this much work are sent at once, so that the other side can start on them. A call by handle, or
+#: its answer, is half as much work as most other frames.
 MAX_WORK = 32
 CALL_WORK, FRAME_WORK = 1, 2
-#: How much is given to the socket in one turn of the event loop, if it takes so much.
+#: Maximum number of bytes written to the socket in one iteration of the event loop.
 TURN_BYTES = 1024 * 1024
 
 
@@ -67,33 +66,33 @@ class Traffic:
 class Transport(Protocol):
     """One connection, as a channel uses it."""
 
-    #: Where its bytes are counted.
+    #: Counts the connection's bytes.
     traffic: Traffic
 
     @property
     def peer_address(self) -> str:
-        """Where the other end is."""
+        """Address of the other end."""
 
     @property
     def sock(self) -> socket.socket | None:
-        """What it runs over in the end, if it is a socket; for looking at only."""
+        """The underlying socket, or None if there is none; for inspection only."""
 
     @property
     def unsent(self) -> Frames:
-        """The frames that were posted and of which nothing has been written; they stay here at the end."""
+        """The posted frames of which nothing was written; they stay here after the connection ends."""
 
     @property
     def turn(self) -> int:
-        """How often frames have left: a frame that was posted in the present turn may still be changed."""
+        """Number of writes so far; a frame posted in the current turn may still be changed."""
 
     async def run(self, receive: Receiver, refuse: Refuser) -> None:
         """Read and write until either side closes."""
 
     def post(self, frame: Any, work: int = FRAME_WORK) -> None:
-        """Send a frame, together with others of this turn of the event loop, until they are enough work."""
+        """Send a frame with the others of this loop iteration, or at once when they are enough work."""
 
     def flush(self) -> None:
-        """Send now what would have left at the end of this turn."""
+        """Send the posted frames now instead of at the end of this loop iteration."""
 
     def abort(self) -> None:
         """End the connection at once; idempotent."""
@@ -104,7 +103,7 @@ class CommTransport:
 
     def __init__(self, comm: Any) -> None:
         self._comm = comm
-        #: Of a Dask comm nobody tells how much was read.
+        #: Counts sent bytes only: a Dask comm does not report how much it read.
         self.traffic = Traffic()
         self._outbox: list[Any] = []
         self._outbox_filled = asyncio.Event()
@@ -132,8 +131,8 @@ class CommTransport:
                     return
                 receive(frames)
         except (TypeError, ValueError, LookupError, AttributeError):
-            # What is no frame comes from something that is no channel: nothing more of it can be trusted.
-            logger.exception("%s sent what is no frame; the connection is given up", self.peer_address)
+            # The peer does not speak this protocol, so nothing more from it can be trusted.
+            logger.exception("Received an invalid frame from %s; closed the connection", self.peer_address)
         finally:
             writer.cancel()
             self._comm.abort()
@@ -143,7 +142,7 @@ class CommTransport:
         self._outbox_filled.set()
 
     def flush(self) -> None:
-        """Nothing: another task writes."""
+        """Do nothing: a separate task writes."""
 
     def abort(self) -> None:
         self._comm.abort()  # wakes the reader, which finishes
@@ -162,11 +161,11 @@ class CommTransport:
                 self._comm.abort()
                 return
             except (TypeError, ValueError):
-                # One frame that cannot be packed must not take its neighbours along.
+                # A frame that cannot be packed must not prevent sending the others.
                 await self._write_one_by_one(frames, refuse)
             except Exception:
-                # Whatever else a transport comes up with: without a writer nobody would ever be answered.
-                logger.exception("Writing to %s failed; the connection is given up", self.peer_address)
+                # Any other error of a transport: without a writer no request would ever be answered.
+                logger.exception("Writing to %s failed; closed the connection", self.peer_address)
                 self._comm.abort()
                 return
 
@@ -182,12 +181,12 @@ class CommTransport:
 
 
 def _written(found: Any) -> int:
-    # TCP and TLS tell how much they wrote, the others need not.
+    # TCP and TLS return the number of bytes written; other protocols may not.
     return found if isinstance(found, int) else 0
 
 
 class SocketTransport:
-    """A connected stream socket, which is closed at the end."""
+    """A transport over a connected stream socket, which it owns and closes."""
 
     def __init__(self, sock: socket.socket, peer_address: str) -> None:
         self._socket = sock
@@ -242,14 +241,14 @@ class SocketTransport:
 
     def flush(self) -> None:
         if self._readiness is None or self._is_broken or self._is_aborted or not self._outbox:
-            return  # if it does not run yet, all goes out at once when it does
+            return  # before `run`, frames are kept, and `run` sends them together
         frames, self._outbox = self._outbox, []
         self._work = 0
         self.turn += 1
         try:
             self._queue(frames)
         except (TypeError, ValueError, OverflowError):
-            # One frame that cannot be packed must not take its neighbours along.
+            # A frame that cannot be packed must not prevent sending the others.
             self._queue_one_by_one(frames)
         if not self._is_full:
             self._write()
@@ -268,7 +267,7 @@ class SocketTransport:
     # ---- the rest is private
 
     def _read(self) -> bool:
-        """Take what has come; return whether there may be more."""
+        """Read and process available bytes; return whether there may be more."""
         try:
             size_bytes = self._socket.recv_into(self._parts.room())
         except (BlockingIOError, InterruptedError):
@@ -282,10 +281,10 @@ class SocketTransport:
         try:
             self._parts.filled(size_bytes)
         except Exception:
-            logger.exception("%s sent what is no frame; the connection is given up", self._peer_address)
+            logger.exception("Received an invalid frame from %s; closed the connection", self._peer_address)
             self.abort()
         except BaseException:
-            self.abort()  # it has half a message, and nobody would hear of the rest
+            self.abort()  # the message was only partly processed
             raise
         return True
 
@@ -339,7 +338,7 @@ class SocketTransport:
             self._pieces += [view[at : at + PIECE_BYTES] for at in range(0, len(view), PIECE_BYTES)]
 
     def _write(self) -> None:
-        """Give the socket what it takes, and the rest, or what would take long, when it takes more."""
+        """Write up to `TURN_BYTES` now, and the rest whenever the socket is writable."""
         left_bytes = TURN_BYTES
         while self._pieces and left_bytes > 0:
             try:
@@ -347,8 +346,8 @@ class SocketTransport:
             except (BlockingIOError, InterruptedError):
                 break
             except OSError:
-                # Nothing more can be sent, but what the other side had sent before can still be read. Later,
-                # as this may be in the middle of reading.
+                # Nothing more can be sent, but the bytes that the other side sent earlier can still be read.
+                # Read them in a later iteration, because `_write` may run during a read.
                 self._is_broken = True
                 self._pieces.clear()
                 asyncio.get_running_loop().call_soon(self._read_to_end)
@@ -366,11 +365,12 @@ class SocketTransport:
 
 
 def take_over(comm: Any, *, by_socket: bool = True) -> Transport:
-    """Return the transport that fits a comm, which must not be used any more.
+    """Return the transport for a comm, and take the comm over; the caller must not use it any more.
 
-    Nothing may be on its way to this side: what the comm has read ahead already would be lost. Both sides
-    must choose alike. They do if the comm connects them; if it ends at the scheduler, which carries its bytes
-    on, ``by_socket`` says whether what is there on the other side is plain TCP too.
+    The other side must not have sent anything yet: bytes that the comm has already buffered would be lost.
+    Both sides must choose the same kind of transport, which they do if the comm connects them directly. If
+    the comm ends at the scheduler, which forwards the bytes, ``by_socket`` says whether the far connection is
+    plain TCP too.
     """
     if not (by_socket and is_plain_tcp(comm)):
         return CommTransport(comm)

@@ -1,10 +1,10 @@
-"""Whether the machine at the other end of a TCP connection is still there.
+"""Detection of a vanished machine at the other end of a TCP connection.
 
-Problem: a machine that loses its power or its network says nothing. TCP gives it up after half a minute, as
-Dask has set it, for which requests wait that others could answer; and a shorter ``TCP_USER_TIMEOUT`` would
-end connections to processes that live, but do not read for a while. Choice: the kernel probes a connection
-that is silent, and once a second is looked when the other kernel has last acknowledged anything. A kernel
-does so however busy, blocked or stopped its processes are.
+Problem: a machine that loses power or network sends nothing. With Dask's settings TCP gives up after half a
+minute, while requests wait that other replicas could answer. A shorter ``TCP_USER_TIMEOUT`` would end
+connections to live processes that do not read for a while. Choice: the kernel probes silent connections
+(keepalive), and a timer checks once a second when the other kernel last acknowledged anything. A kernel
+acknowledges even if its processes are busy, blocked or stopped.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ logger = logging.getLogger("daskserve.channel")
 
 PERIOD_S = 1.0
 
-#: Of Linux's ``struct tcp_info``, see tcp(7), which only ever grows at its end: how many segments are not
-#: acknowledged, how many milliseconds ago the last acknowledgement came, how many bytes were not sent yet.
+#: Fields of Linux's ``struct tcp_info``, which only grows at its end (see tcp(7)): unacknowledged segments,
+#: milliseconds since the last acknowledgement, bytes not sent yet.
 _INFO = struct.Struct("=24x I 28x I 84x I")
 
 
 def silence_s(info: bytes) -> float:
-    """Return for how long the other kernel has been silent, from a ``struct tcp_info``."""
+    """Return how long the other kernel has been silent, from a ``struct tcp_info``."""
     if len(info) < _INFO.size:
         return 0.0
     unacked, last_ack_ms, not_sent_bytes = _INFO.unpack_from(info)
     if not_sent_bytes and not unacked:
-        # The other process does not read, so its kernel is asked for room, more and more seldom: nothing can
-        # be told from that.
+        # The other process does not read, so this kernel sends window probes at growing intervals. A long
+        # silence then says nothing about the machine.
         return 0.0
     return float(last_ack_ms) / 1000
 
@@ -43,9 +43,10 @@ class PeerWatch:
     Parameters
     ----------
     sock : socket.socket
-        A connected one; nothing is done about those that are not TCP, or where the system cannot tell.
+        A connected socket. Sockets other than TCP, and systems other than Linux, are not watched.
     lost_after_s : float
-        At least 3, as the kernel looks after a connection once a second at most; or 0 for never.
+        Silence after which the machine counts as lost, in seconds: at least 3, because the kernel probes at
+        most once a second; 0 means never.
     """
 
     def __init__(self, sock: socket.socket, lost_after_s: float, on_lost: Callable[[], object]) -> None:
@@ -60,27 +61,27 @@ class PeerWatch:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(lost_after_s / 3)))
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
             except OSError:
-                return  # it is closed already
-            self._look_later()
+                return  # the socket is already closed
+            self._schedule_check()
 
-    def _look_later(self) -> None:
-        asyncio.get_running_loop().call_later(PERIOD_S, self._look)
+    def _schedule_check(self) -> None:
+        asyncio.get_running_loop().call_later(PERIOD_S, self._check)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         try:
             silent_s = silence_s(self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size))
         except OSError:
-            return  # it is closed
+            return  # the socket is closed
         was_suspect, self._is_suspect = self._is_suspect, silent_s > self._lost_after_s
-        # Twice, because this machine may have been asleep itself, and answers to its probes are on their way.
+        # Two checks in a row: if this machine was suspended itself, the answers to its probes are in flight.
         if self._is_suspect and was_suspect:
-            logger.warning("Nothing was heard of the machine of %s for %.1f s", self._peer(), silent_s)
+            logger.warning("Lost the machine of %s: it was silent for %.1f s", self._peer(), silent_s)
             self._on_lost()
         else:
-            self._look_later()
+            self._schedule_check()
 
     def _peer(self) -> str:
         try:
             return ":".join(map(str, self._socket.getpeername()[:2]))
         except OSError:
-            return "a connection that is gone"
+            return "a closed connection"

@@ -1,4 +1,4 @@
-"""A cancellation that comes together with the end of what is waited for is not taken for that."""
+"""A cancellation that arrives together with another end is not mistaken for that end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def hang(*_: Any) -> Any:
 
 
 @pytest.mark.parametrize("turns", [None, 0, 1, 2])
-def test_a_request_that_is_cancelled_while_its_connection_is_given_up(turns: int | None) -> None:
+def test_a_request_cancelled_while_its_connection_closes_raises_cancelled(turns: int | None) -> None:
     async def main() -> None:
         pool = ChannelPool(cast(Any, hang), hang)
         request = pool.request(ADDRESS, Envelope(EnvelopeKind.CALL, {}), cast(Any, hang), cast(Any, hang))
@@ -44,7 +44,7 @@ def test_a_request_that_is_cancelled_while_its_connection_is_given_up(turns: int
 
 
 class Deaf:
-    """The seam to a cluster whose answers turn cancellations into errors."""
+    """A cluster whose calls turn cancellations into errors."""
 
     instance = "i"
 
@@ -66,7 +66,7 @@ class Deaf:
             raise UnavailableError("the connection was closed") from None
 
 
-def test_listening_ends_though_something_hides_its_cancellation() -> None:
+def test_listening_ends_even_if_its_cancellation_is_swallowed() -> None:
     async def main() -> None:
         cluster = Deaf()
         listener = LongPollClient(cast(Cluster, cluster), LoopClock())

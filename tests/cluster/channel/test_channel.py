@@ -1,4 +1,4 @@
-"""Channels over a comm of two queues: streams, flow control, ends of every kind."""
+"""Channels over an in-memory comm: streams, flow control and all kinds of ends."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Handler = Callable[[Receive, Send], Awaitable[None]]
 
 
 class QueueComm:
-    """One end of a connection in memory, with what channels use of Dask's comms."""
+    """One end of an in-memory connection, with the part of Dask's comm interface that channels use."""
 
     def __init__(self, incoming: asyncio.Queue[Any], outgoing: asyncio.Queue[Any]) -> None:
         self._incoming, self._outgoing = incoming, outgoing
@@ -63,7 +63,7 @@ class QueueComm:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as it comes out of the other end: copied, and without Dask's marks."""
+    """Return a value as the other end receives it: copied, and without Dask's serialization wrappers."""
     if isinstance(value, set):
         raise TypeError("can not serialize 'set' object")
     if isinstance(value, (list, tuple)):
@@ -74,7 +74,7 @@ def _plain(value: Any) -> Any:
 
 
 class Pair:
-    """Two channels that are connected; ``there`` answers by a handler."""
+    """Two connected channels; ``there`` answers with a handler."""
 
     def __init__(self, handler: Handler) -> None:
         forth: asyncio.Queue[Any] = asyncio.Queue()
@@ -92,7 +92,7 @@ class Pair:
         self.there = Channel(CommTransport(self.comms[1]), dispatch, first_stream=1)
 
     def remembered(self) -> list[Any]:
-        """Return what either side still keeps of streams."""
+        """Return the streams that either side still keeps."""
         return [
             each
             for side in (self.here, self.there)
@@ -103,7 +103,7 @@ class Pair:
 
 @asynccontextmanager
 async def connected(handler: Handler) -> AsyncIterator[Pair]:
-    """Yield a pair of channels; at the end nothing may be left of any stream."""
+    """Yield a pair of channels; check at the end that neither keeps a stream."""
     pair = Pair(handler)
     serving = [asyncio.create_task(side.serve()) for side in (pair.here, pair.there)]
     yield pair
@@ -124,7 +124,7 @@ async def nothing() -> Message:
 
 
 class Client:
-    """Sends some messages as a request's body, and keeps what is answered."""
+    """Sends messages as a request's body, and keeps the answers."""
 
     def __init__(self, *chunks: bytes) -> None:
         self.left = list(chunks)
@@ -152,7 +152,7 @@ def play(scenario: Callable[[], Awaitable[None]]) -> None:
     run_virtual(main)
 
 
-def test_a_request_is_carried_there_and_its_answer_back() -> None:
+def test_a_request_and_its_answer_are_carried() -> None:
     async def echo(receive: Receive, send: Send) -> None:
         message = await receive()
         await send(body(message["body"].upper(), more=False))
@@ -167,7 +167,7 @@ def test_a_request_is_carried_there_and_its_answer_back() -> None:
     play(scenario)
 
 
-def test_a_small_exchange_costs_two_frames_forth_and_one_back() -> None:
+def test_a_small_exchange_takes_two_frames_out_and_one_back() -> None:
     async def echo(receive: Receive, send: Send) -> None:
         await send(body((await receive())["body"], more=False))
 
@@ -180,7 +180,7 @@ def test_a_small_exchange_costs_two_frames_forth_and_one_back() -> None:
     play(scenario)
 
 
-def test_messages_of_one_turn_share_a_frame_and_those_of_the_next_have_their_own() -> None:
+def test_messages_of_one_loop_iteration_share_a_frame() -> None:
     async def chunks(receive: Receive, send: Send) -> None:
         for _ in range(3):
             await send(body(b"a", more=True))
@@ -199,7 +199,7 @@ def test_messages_of_one_turn_share_a_frame_and_those_of_the_next_have_their_own
     play(scenario)
 
 
-def test_a_whole_answer_arrives_though_its_handler_goes_on() -> None:
+def test_a_complete_answer_arrives_while_its_handler_runs_on() -> None:
     async def lingering(receive: Receive, send: Send) -> None:
         await send(body(b"all there is", more=False))
         await asyncio.sleep(60)
@@ -215,7 +215,7 @@ def test_a_whole_answer_arrives_though_its_handler_goes_on() -> None:
     play(scenario)
 
 
-def test_a_body_goes_one_message_ahead_of_a_handler_that_does_not_read() -> None:
+def test_a_body_is_one_message_ahead_of_a_handler_that_does_not_read() -> None:
     async def refuse(receive: Receive, send: Send) -> None:
         await asyncio.sleep(5)
         raise BadRequestError("no")
@@ -230,7 +230,7 @@ def test_a_body_goes_one_message_ahead_of_a_handler_that_does_not_read() -> None
     play(scenario)
 
 
-def test_an_upload_is_a_window_ahead_of_its_slow_reader() -> None:
+def test_an_upload_is_at_most_a_window_ahead_of_a_slow_reader() -> None:
     read = 0
     chunk = b"x" * 65536
 
@@ -256,7 +256,7 @@ def test_an_upload_is_a_window_ahead_of_its_slow_reader() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 1000, 65536, 3 * WINDOW_BYTES])
-def test_a_download_is_a_window_ahead_of_its_slow_reader(size: int) -> None:
+def test_a_download_is_at_most_a_window_ahead_of_a_slow_reader(size: int) -> None:
     count = max(20, 4 * WINDOW_BYTES // (size + MESSAGE_BYTES))
     sent = 0
 
@@ -281,7 +281,7 @@ def test_a_download_is_a_window_ahead_of_its_slow_reader(size: int) -> None:
     play(scenario)
 
 
-def test_python_values_fill_the_window_too() -> None:
+def test_python_values_count_toward_the_window() -> None:
     sent = 0
     value = Payload(b"pickle", (bytearray(300_000),))
 
@@ -336,7 +336,7 @@ def test_a_websocket_is_carried_until_its_client_disconnects() -> None:
     play(scenario)
 
 
-def test_who_gives_up_while_the_window_is_full_ends_the_handler() -> None:
+def test_cancelling_while_the_window_is_full_ends_the_handler() -> None:
     ended: list[type[BaseException]] = []
 
     async def stream(receive: Receive, send: Send) -> None:
@@ -360,7 +360,7 @@ def test_who_gives_up_while_the_window_is_full_ends_the_handler() -> None:
     play(scenario)
 
 
-def test_a_request_without_a_body_sends_nothing_but_is_read_as_empty() -> None:
+def test_a_request_without_a_body_is_read_as_empty_and_sends_no_frame() -> None:
     read: list[Message] = []
 
     async def handler(receive: Receive, send: Send) -> None:
@@ -387,7 +387,7 @@ def test_a_request_without_a_body_sends_nothing_but_is_read_as_empty() -> None:
     play(scenario)
 
 
-def test_a_handler_that_is_cancelled_before_its_first_step_leaves_nothing() -> None:
+def test_a_handler_cancelled_before_its_first_step_leaves_nothing() -> None:
     async def never(receive: Receive, send: Send) -> None:
         raise AssertionError("it was cancelled")
 
@@ -429,7 +429,7 @@ def test_a_lost_connection_ends_both_sides_of_a_stream() -> None:
     play(scenario)
 
 
-def test_what_was_never_sent_over_a_lost_connection_had_not_begun() -> None:
+def test_an_unsent_request_on_a_lost_connection_had_not_begun() -> None:
     async def stream(receive: Receive, send: Send) -> None:
         await asyncio.Event().wait()
 
@@ -437,7 +437,7 @@ def test_what_was_never_sent_over_a_lost_connection_had_not_begun() -> None:
         async with connected(stream) as pair:
             sent = asyncio.create_task(pair.here.request(ADDRESS, HTTP, nothing, Client().send))
             await asyncio.sleep(1)
-            pair.comms[0].abort()  # nobody has noticed yet
+            pair.comms[0].abort()  # the channel has not noticed yet
             unsent = asyncio.create_task(pair.here.request(ADDRESS, HTTP, nothing, Client().send))
             for request, begun in ((sent, True), (unsent, False)):
                 with pytest.raises(ActorLostError) as caught:
@@ -448,7 +448,7 @@ def test_what_was_never_sent_over_a_lost_connection_had_not_begun() -> None:
     play(scenario)
 
 
-def test_a_message_that_cannot_be_packed_fails_its_stream_alone() -> None:
+def test_a_message_that_cannot_be_packed_fails_only_its_stream() -> None:
     async def answer(receive: Receive, send: Send) -> None:
         message = await receive()
         if message["body"] == b"bad":
@@ -474,7 +474,7 @@ def test_a_message_that_cannot_be_packed_fails_its_stream_alone() -> None:
     "garbage",
     [7, "text", [7], [()], [(1,)], [(0, 2, "name")], [(0, 2, "n", 1, "no kind", {}, None)], [[1, 0]]],
 )
-def test_what_is_no_frame_ends_the_connection_and_what_was_open_on_it(
+def test_an_invalid_frame_ends_the_connection_and_its_streams(
     garbage: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def stream(receive: Receive, send: Send) -> None:
@@ -485,7 +485,7 @@ def test_what_is_no_frame_ends_the_connection_and_what_was_open_on_it(
         async with connected(stream) as pair:
             request = asyncio.create_task(pair.here.request(ADDRESS, HTTP, client.receive, client.send))
             await asyncio.sleep(1)
-            # Past the serializer, as another program's bytes would be.
+            # Bypass the serializer, like the bytes of another program.
             pair.comms[1]._outgoing.put_nowait(garbage)
             with pytest.raises(ActorLostError) as caught:
                 await request
@@ -493,10 +493,10 @@ def test_what_is_no_frame_ends_the_connection_and_what_was_open_on_it(
             assert pair.here.is_closed
 
     play(scenario)
-    assert "is no frame" in caplog.text
+    assert "invalid frame" in caplog.text
 
 
-def test_frames_of_kinds_and_streams_that_are_not_known_are_ignored() -> None:
+def test_frames_of_unknown_kinds_and_streams_are_ignored() -> None:
     async def echo(receive: Receive, send: Send) -> None:
         await send(body((await receive())["body"], more=False))
 
@@ -514,8 +514,8 @@ def test_frames_of_kinds_and_streams_that_are_not_known_are_ignored() -> None:
 # ---- deadlines
 
 
-def test_what_is_left_of_a_deadline_travels_and_is_held_on_the_other_side() -> None:
-    """The caller here never cancels, as one whose process is stopped."""
+def test_the_remaining_time_travels_and_the_other_side_enforces_it() -> None:
+    """The caller never cancels, like a stopped process."""
     cancelled_at = []
 
     async def handler(receive: Receive, send: Send) -> None:
@@ -529,7 +529,7 @@ def test_what_is_left_of_a_deadline_travels_and_is_held_on_the_other_side() -> N
         await asyncio.sleep(100)
         async with connected(handler) as pair:
             envelope = Envelope(EnvelopeKind.CALL, {}, deadline=105.0)
-            with pytest.raises(RequestTimeoutError, match="The time for a request"):
+            with pytest.raises(RequestTimeoutError, match="The deadline of a request"):
                 await pair.here.request(ADDRESS, envelope, nothing, nothing)
             assert pair.comms[0].written[0][-2] == 5.0
             assert cancelled_at == [105.0]
@@ -537,7 +537,7 @@ def test_what_is_left_of_a_deadline_travels_and_is_held_on_the_other_side() -> N
     play(scenario)
 
 
-def test_the_handler_knows_its_deadline_by_its_own_clock() -> None:
+def test_the_handler_gets_its_deadline_on_its_own_clock() -> None:
     async def scenario() -> None:
         pair = Pair(lambda receive, send: nothing())
         found = []
@@ -564,7 +564,7 @@ def test_the_handler_knows_its_deadline_by_its_own_clock() -> None:
     play(scenario)
 
 
-def test_how_long_a_request_may_wait_and_has_waited_travels() -> None:
+def test_the_patience_of_a_request_travels() -> None:
     async def scenario() -> None:
         pair = Pair(lambda receive, send: nothing())
         found = []
@@ -586,7 +586,7 @@ def test_how_long_a_request_may_wait_and_has_waited_travels() -> None:
     play(scenario)
 
 
-def test_what_arrives_after_its_deadline_is_not_begun() -> None:
+def test_a_request_that_arrives_after_its_deadline_is_not_begun() -> None:
     async def handler(receive: Receive, send: Send) -> None:
         raise AssertionError("begun")
 
@@ -601,8 +601,8 @@ def test_what_arrives_after_its_deadline_is_not_begun() -> None:
     play(scenario)
 
 
-def test_a_connection_that_is_accepted_while_the_process_closes_is_hung_up() -> None:
-    """It would be left on both sides for as long as the other side lives."""
+def test_a_connection_accepted_while_the_pool_closes_is_closed() -> None:
+    """Otherwise both sides would keep it until the other process ends."""
 
     class SlowComm(QueueComm):
         async def write(self, frames: Any) -> None:

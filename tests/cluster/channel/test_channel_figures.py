@@ -1,4 +1,4 @@
-"""What the channels of a process count: connections, reconnections, bytes."""
+"""Metrics of a process's channels: connections, reconnections, bytes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ADDRESS = ActorAddress("a", "tcp://there", 1)
 
 
 class There:
-    """The other side of every connection that is dialled."""
+    """The other side of every dialled connection."""
 
     def __init__(self) -> None:
         self.is_reachable = True
@@ -83,7 +83,7 @@ async def lose_connection(there: There, pool: ChannelPool) -> None:
         await asyncio.sleep(0.001)
 
 
-def test_bytes_are_counted_both_ways_and_over_all_connections() -> None:
+def test_bytes_are_counted_in_both_directions_over_all_connections() -> None:
     async def scenario(there: There, pool: ChannelPool) -> None:
         await ask(pool)
         first = counts(pool)
@@ -97,7 +97,7 @@ def test_bytes_are_counted_both_ways_and_over_all_connections() -> None:
     play(scenario)
 
 
-def test_a_connection_that_replaces_a_broken_one_is_a_reconnection() -> None:
+def test_replacing_a_broken_connection_counts_as_a_reconnection() -> None:
     async def scenario(there: There, pool: ChannelPool) -> None:
         await ask(pool)
         await ask(pool)
@@ -107,7 +107,7 @@ def test_a_connection_that_replaces_a_broken_one_is_a_reconnection() -> None:
         await ask(pool)
         found = counts(pool)
         assert (found["channels"], found["channel_connections"], found["channel_reconnects"]) == (1, 2, 1)
-        pool.drop(ADDRESS.worker)  # it has left; a worker of that address is another one
+        pool.drop(ADDRESS.worker)  # the worker left; a later worker at this address is a different one
         while counts(pool)["channels"]:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         await ask(pool)
@@ -116,7 +116,7 @@ def test_a_connection_that_replaces_a_broken_one_is_a_reconnection() -> None:
     play(scenario)
 
 
-def test_what_cannot_be_dialled_is_counted() -> None:
+def test_failed_dials_are_counted() -> None:
     async def scenario(there: There, pool: ChannelPool) -> None:
         there.is_reachable = False
         with pytest.raises(ActorLostError):

@@ -1,4 +1,4 @@
-"""Which way a connection to a worker takes, and what is remembered of it."""
+"""The route of a connection to a worker, and the memory of blocked hosts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Comm:
 
 
 class Network:
-    """Answers where it is told to; knows which addresses were tried."""
+    """A network on which only the given addresses answer; records the dialled addresses."""
 
     def __init__(self, *reachable: str, gone: bool = False, handshake: Any = HANDSHAKE) -> None:
         self.reachable = set(reachable)
@@ -72,25 +72,25 @@ class Network:
 
 
 def dial(network: Network, worker: str, **options: Any) -> Comm:
-    """Return the comm that a worker was reached by."""
+    """Dial a worker and return the comm that was used."""
 
     async def main() -> None:
         transport = await network.dialler(**options).dial(worker)
-        assert isinstance(transport, CommTransport)  # what else is there to take over here
+        assert isinstance(transport, CommTransport)  # these comms have no socket
 
     run_virtual(main)
     return network.comms[-1]
 
 
-def test_a_worker_that_answers_is_dialled() -> None:
+def test_a_reachable_worker_is_dialled_directly() -> None:
     network = Network(SCHEDULER, WORKER)
     comm = dial(network, WORKER)
     assert network.tried == [WORKER]
     assert comm.written == [{"op": CHANNEL_OP, "by_socket": True}]
 
 
-def test_a_worker_without_a_host_is_not_the_one_that_was_meant() -> None:
-    """As when another one has its address by now; nothing has been sent to it."""
+def test_a_worker_without_a_host_is_not_the_intended_one() -> None:
+    """Another worker has taken over its address; nothing was sent to it."""
     network = Network(SCHEDULER, WORKER)
     network.host_answer = None
     with pytest.raises(ActorLostError, match="has no Host") as caught:
@@ -100,23 +100,23 @@ def test_a_worker_without_a_host_is_not_the_one_that_was_meant() -> None:
     assert network.comms[0].is_aborted
 
 
-def test_one_that_does_not_is_reached_through_the_scheduler() -> None:
+def test_an_unreachable_worker_is_reached_through_the_scheduler() -> None:
     network = Network(SCHEDULER)
     comm = dial(network, WORKER)
     assert network.tried == [WORKER, SCHEDULER]
     (message,) = comm.written
     assert (message["op"], message["worker"], message["by_socket"]) == (SPLICE_OP, WORKER, False)
-    # The two ends of a splice pack as if they were connected directly.
+    # The two ends of a splice agree on the packing as if they were connected directly.
     assert comm.handshake_options == (comm.local_info, HANDSHAKE)
 
 
-def test_a_splice_of_messages_packs_for_the_scheduler() -> None:
+def test_a_splice_that_carries_messages_packs_for_the_scheduler() -> None:
     network = Network(SCHEDULER, handshake=None)
     comm = dial(network, WORKER)
     assert comm.handshake_options is None
 
 
-def test_a_host_that_is_blocked_is_not_tried_again_for_a_while() -> None:
+def test_a_blocked_host_is_not_dialled_until_it_expires() -> None:
     network = Network(SCHEDULER)
 
     async def main() -> None:
@@ -132,8 +132,8 @@ def test_a_host_that_is_blocked_is_not_tried_again_for_a_while() -> None:
     run_virtual(main)
 
 
-def test_a_dead_worker_blocks_nobody() -> None:
-    """The scheduler says at once that it is gone; nothing is remembered of its host."""
+def test_a_dead_worker_does_not_block_its_host() -> None:
+    """The scheduler answers at once that it is gone; its host is not remembered as blocked."""
     network = Network(SCHEDULER, NEIGHBOUR, gone=True)
 
     async def main() -> None:
@@ -148,7 +148,7 @@ def test_a_dead_worker_blocks_nobody() -> None:
     run_virtual(main)
 
 
-def test_silence_counts_as_blocked_after_the_timeout() -> None:
+def test_a_silent_worker_counts_as_blocked_after_the_timeout() -> None:
     network = Network(SCHEDULER)
 
     async def main() -> float:
@@ -173,7 +173,7 @@ def test_without_a_supervisor_the_worker_is_lost() -> None:
         dial(network, WORKER)
 
 
-def test_nobody_reached_means_that_nobody_else_is_tried() -> None:
+def test_if_no_host_was_ever_reached_one_blocked_host_blocks_all() -> None:
     memory = RouteMemory(10)
     memory.blocked("a", now=0)
     assert memory.is_blocked("a", now=9)
@@ -186,14 +186,14 @@ def test_nobody_reached_means_that_nobody_else_is_tried() -> None:
     assert not memory.is_blocked("a", now=9)
 
 
-def test_what_has_expired_is_forgotten() -> None:
+def test_expired_entries_are_forgotten() -> None:
     memory = RouteMemory(10)
     for number in range(100):
         memory.blocked(f"host-{number}", now=number * 11)
     assert len(memory._blocked_until) == 1
 
 
-def test_settings_come_from_dasks_configuration() -> None:
+def test_settings_come_from_the_dask_configuration() -> None:
     with dask.config.set({"daskserve.channel": {"route": "scheduler", "retry-direct-s": 5}}):
         assert settings.channel() == ChannelSettings(route="scheduler", retry_direct_s=5)
     with dask.config.set({"daskserve.channel.route": "tunnel"}):

@@ -1,4 +1,4 @@
-"""Messages of parts come out as they went in, however the bytes are cut."""
+"""Multi-part messages arrive unchanged, however the bytes are fragmented."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def message(parts: Sequence[bytes]) -> bytes:
 
 
 class Reading:
-    """Keeps what a reader makes of bytes."""
+    """Feeds bytes to a reader and keeps the messages."""
 
     def __init__(self) -> None:
         self.messages: list[list[bytes]] = []
@@ -56,21 +56,21 @@ def part(size: int, seed: int) -> bytes:
     messages=st.lists(st.lists(st.sampled_from(SIZES), min_size=1, max_size=4), min_size=1, max_size=4),
     largest=st.sampled_from((1021, 8192, LARGE_BYTES, 10**9)),
 )
-def test_any_cut_of_any_messages(messages: list[list[int]], largest: int) -> None:
+def test_messages_survive_any_fragmentation(messages: list[list[int]], largest: int) -> None:
     expected = [[part(size, 7 * i + j) for j, size in enumerate(sizes)] for i, sizes in enumerate(messages)]
     reading = Reading()
     reading.feed(b"".join(map(message, expected)), largest)
     assert reading.messages == expected
 
 
-def test_byte_by_byte() -> None:
+def test_messages_arrive_byte_by_byte() -> None:
     expected = [[b"one"], [b"", b"two", b"x" * LARGE_BYTES], [b"three"]]
     reading = Reading()
     reading.feed(b"".join(map(message, expected)), 1)
     assert reading.messages == expected
 
 
-def test_as_many_parts_as_there_may_be() -> None:
+def test_a_message_with_the_maximum_number_of_parts() -> None:
     expected = [[b"ab"] * MAX_PARTS, [b"c"]]
     reading = Reading()
     reading.feed(b"".join(map(message, expected)), 10**9)
@@ -80,7 +80,7 @@ def test_as_many_parts_as_there_may_be() -> None:
 @pytest.mark.parametrize(
     "data", [b"GET / HTTP/1.1\r\n", HEAD.pack(MAGIC, 0), HEAD.pack(MAGIC, MAX_PARTS + 1)]
 )
-def test_what_is_no_message_is_refused(data: bytes) -> None:
+def test_bytes_that_are_no_message_are_refused(data: bytes) -> None:
     reading = Reading()
     with pytest.raises(ValueError, match="no message begins with"):
         reading.feed(data, 10**9)

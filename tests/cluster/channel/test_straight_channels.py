@@ -1,4 +1,4 @@
-"""Requests that one answer is asked of, without a task, over a pair of sockets."""
+"""Single-answer requests without a task, over a pair of sockets."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def call(argument: bytes = b"", **head: Any) -> Envelope:
 
 
 class Asker:
-    """Keeps what comes of one request."""
+    """Keeps the outcome of one request."""
 
     def __init__(self, channel: Channel, envelope: Envelope) -> None:
         self.ends: list[tuple[Message | None, Load | Exception]] = []
@@ -60,7 +60,7 @@ class Asker:
 
 
 class Ends:
-    """Two channels on a pair of sockets; ``there`` answers by a handler."""
+    """Two channels on a pair of sockets; ``there`` answers with a handler."""
 
     def __init__(self, handler: Handler, answer: Answer | None) -> None:
         async def dispatch(
@@ -80,7 +80,7 @@ class Ends:
         self.transports = [SocketTransport(each, "there") for each in socket.socketpair()]
         self.here = Channel(self.transports[0], dispatch, first_stream=0)
         self.there = Channel(self.transports[1], dispatch, first_stream=1, answer=answer)
-        #: The kinds of frames that came there.
+        #: The kinds of the frames that ``there`` received.
         self.kinds: list[int] = []
         receive = self.there._receive
 
@@ -94,12 +94,12 @@ class Ends:
         return Asker(self.here, call(argument, **head))
 
     def remembered(self) -> int:
-        """Return how many streams either side still keeps."""
+        """Return the number of streams that either side still keeps."""
         sides = (self.here, self.there)
         return sum(len(side._opened) + len(side._accepted) + len(side._straight) for side in sides)
 
     async def settled(self) -> None:
-        """Return once the other side has taken all that was sent, and both have forgotten all streams."""
+        """Wait until all frames have arrived and neither side keeps a stream."""
         await Asker(self.here, call(b"last")).end()
         assert self.remembered() == 0
 
@@ -137,7 +137,7 @@ async def echo(envelope: Envelope, send: Send) -> None:
     await send({"type": "call.result", "payload": envelope.payload})
 
 
-def test_the_answer_comes_with_the_load() -> None:
+def test_the_answer_carries_the_load() -> None:
     async def scenario() -> None:
         async with connected(echo) as ends:
             askers = [ends.ask(b"%d" % number) for number in range(3 * MAX_WORK)]
@@ -154,7 +154,7 @@ def test_the_answer_comes_with_the_load() -> None:
 
 @pytest.mark.parametrize("size", [WINDOW_BYTES // 2, WINDOW_BYTES, 3 * WINDOW_BYTES])
 @pytest.mark.parametrize("is_buffer", [False, True])
-def test_a_large_answer_is_credited_so_that_its_handler_ends(size: int, is_buffer: bool) -> None:
+def test_a_large_answer_grants_credit_so_that_its_handler_ends(size: int, is_buffer: bool) -> None:
     data = bytes(range(256)) * (size // 256)
     sent = []
 
@@ -173,14 +173,14 @@ def test_a_large_answer_is_credited_so_that_its_handler_ends(size: int, is_buffe
             assert (load, sent) == (Load(3, 4), [1])
             await until(lambda: ends.remembered() == 0)
             await ends.settled()
-            # A smaller one has left together with the handler's end.
+            # A smaller answer left in one frame with the handler's end.
             expected = [frames.OPEN, *[frames.CREDIT] * (size >= WINDOW_BYTES)]
             assert ends.kinds == 2 * expected
 
     play(scenario)
 
 
-def test_a_large_answer_that_nobody_wants_any_more_holds_up_nothing() -> None:
+def test_a_large_answer_to_a_cancelled_request_blocks_nothing() -> None:
     async def answer(envelope: Envelope, send: Send) -> None:
         assert envelope.payload is not None
         if envelope.payload.data != b"last":
@@ -198,7 +198,7 @@ def test_a_large_answer_that_nobody_wants_any_more_holds_up_nothing() -> None:
     play(scenario)
 
 
-def test_an_end_without_an_answer_says_so() -> None:
+def test_an_end_without_an_answer_is_reported() -> None:
     async def nothing(envelope: Envelope, send: Send) -> None:
         pass
 
@@ -210,7 +210,7 @@ def test_an_end_without_an_answer_says_so() -> None:
 
 
 class Odd(Exception):
-    """An error that no pickle can hold."""
+    """An error that cannot be pickled."""
 
     def __init__(self) -> None:
         super().__init__("odd")
@@ -225,7 +225,7 @@ class Odd(Exception):
         (Odd(), UserCodeError, "Odd: odd"),
     ],
 )
-def test_errors_of_the_handler_are_outcomes(error: Exception, kind: type[Exception], match: str) -> None:
+def test_handler_errors_reach_the_callback(error: Exception, kind: type[Exception], match: str) -> None:
     async def fail(envelope: Envelope, send: Send) -> None:
         raise error
 
@@ -240,7 +240,7 @@ def test_errors_of_the_handler_are_outcomes(error: Exception, kind: type[Excepti
     play(scenario)
 
 
-def test_giving_up_cancels_the_handler_once() -> None:
+def test_cancelling_cancels_the_handler_once() -> None:
     async def scenario() -> None:
         async with connected(echo) as ends:
             asker = ends.ask(b"hang")
@@ -255,7 +255,7 @@ def test_giving_up_cancels_the_handler_once() -> None:
     play(scenario)
 
 
-def test_giving_up_at_once_leaves_nothing_on_either_side() -> None:
+def test_cancelling_at_once_leaves_nothing_on_either_side() -> None:
     async def scenario() -> None:
         async with connected(echo) as ends:
             asker = ends.ask(b"hang")
@@ -267,7 +267,7 @@ def test_giving_up_at_once_leaves_nothing_on_either_side() -> None:
     play(scenario)
 
 
-def test_giving_up_after_the_answer_does_nothing() -> None:
+def test_cancelling_after_the_answer_does_nothing() -> None:
     async def scenario() -> None:
         async with connected(echo) as ends:
             asker = ends.ask(b"1")
@@ -299,7 +299,7 @@ def test_only_the_first_end_counts() -> None:
 
 
 @pytest.mark.parametrize("who", ["here", "there"])
-def test_a_lost_connection_is_the_end_of_what_had_begun(who: str) -> None:
+def test_a_lost_connection_fails_begun_requests(who: str) -> None:
     async def scenario() -> None:
         async with connected(echo) as ends:
             askers = [ends.ask(b"hang") for _ in range(3)]
@@ -318,12 +318,12 @@ def test_a_lost_connection_is_the_end_of_what_had_begun(who: str) -> None:
     play(scenario)
 
 
-def test_what_never_left_over_a_lost_connection_had_not_begun() -> None:
+def test_an_unsent_single_answer_request_had_not_begun() -> None:
     async def scenario() -> None:
         async with connected(echo) as ends:
             await ends.ask(b"1").end()
             asker = ends.ask(b"2")
-            ends.here.close()  # before the turn is over in which it was to leave
+            ends.here.close()  # before the end of the loop iteration that would send it
             late = ends.ask(b"3")
             for each in (asker, late):
                 _, error = await each.end()
@@ -335,11 +335,13 @@ def test_what_never_left_over_a_lost_connection_had_not_begun() -> None:
 
 
 @pytest.mark.parametrize("count", [1, MAX_WORK])
-def test_a_request_that_cannot_be_packed_fails_alone(count: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_request_that_cannot_be_packed_fails_only_itself(
+    count: int, caplog: pytest.LogCaptureFixture
+) -> None:
     async def scenario() -> None:
         async with connected(echo) as ends:
             await ends.ask(b"0").end()
-            # The last one makes the frames leave at once, or not.
+            # The number of calls decides whether the last one triggers an immediate write.
             askers = [ends.ask(b"%d" % number) for number in range(count - 1)]
             bad = ends.ask(headers={1, 2})
             message, error = await bad.end()
@@ -406,7 +408,7 @@ def test_a_pool_asks_over_open_connections_only() -> None:
         await news.wait()
         assert ended == [Load(1)]
         assert pool.ask(replace(ADDRESS, worker="other"), call(), on_answer) is None
-        # Lost while one is under way: it is told, and nothing more is asked there.
+        # The connection is lost with a request in flight: it fails, and `ask` returns None from then on.
         news.clear()
         assert pool.ask(ADDRESS, call(b"hang"), on_answer) is not None
         await until(lambda: far[0]._accepted)
@@ -425,7 +427,7 @@ def test_a_pool_asks_over_open_connections_only() -> None:
 
 
 class Straight:
-    """Answers calls without a task, by the hand of the test."""
+    """Answers calls without a task, under the control of the test."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[Envelope, OnAnswer]] = []
@@ -447,7 +449,7 @@ class Straight:
         self.given_up += 1
 
 
-def test_calls_are_answered_without_a_task_where_that_can_be_done() -> None:
+def test_calls_are_answered_without_a_task_when_possible() -> None:
     straight = Straight()
 
     async def scenario() -> None:
@@ -460,7 +462,7 @@ def test_calls_are_answered_without_a_task_where_that_can_be_done() -> None:
             assert (await first.end())[1] == Load(5, 6)
             assert first.ends[0][0] == {"type": "call.result", "payload": Payload(b"well", ())}
             assert isinstance((await second.end())[1], KeyError)
-            # Given up: that is told once, and what comes of it nevertheless goes nowhere.
+            # Cancelled: the answering side is notified once, and a late answer is dropped.
             third.give_up()
             await until(lambda: straight.given_up == 1)
             assert not ends.there._straight
@@ -475,7 +477,7 @@ def test_calls_are_answered_without_a_task_where_that_can_be_done() -> None:
     play(scenario)
 
 
-def test_a_call_that_cannot_be_begun_fails_alone() -> None:
+def test_a_call_that_cannot_be_begun_fails_only_itself() -> None:
     straight = Straight()
 
     async def scenario() -> None:
@@ -492,7 +494,7 @@ def test_a_call_that_cannot_be_begun_fails_alone() -> None:
     play(scenario)
 
 
-def test_a_lost_connection_gives_up_all_that_is_answered_on_it() -> None:
+def test_a_lost_connection_cancels_all_its_taskless_answers() -> None:
     straight = Straight()
 
     async def scenario() -> None:
@@ -508,11 +510,11 @@ def test_a_lost_connection_gives_up_all_that_is_answered_on_it() -> None:
     play(scenario)
 
 
-# ---- what goes on in a task after all
+# ---- requests that continue in a task
 
 
 class Remainder:
-    """A `daskserve.types.Rest` by the hand of the test."""
+    """A `daskserve.types.Rest` under the control of the test."""
 
     def __init__(self) -> None:
         self.may_end = asyncio.Event()
@@ -541,7 +543,7 @@ async def nothing() -> Message:
     raise AssertionError("there is no body")
 
 
-def test_a_request_that_needs_more_than_one_answer_goes_on_in_a_task() -> None:
+def test_a_request_that_needs_more_than_one_answer_continues_in_a_task() -> None:
     straight = Straight()
 
     async def scenario() -> None:
@@ -569,7 +571,7 @@ def test_a_request_that_needs_more_than_one_answer_goes_on_in_a_task() -> None:
 
 @pytest.mark.parametrize("is_entered", [False, True])
 @pytest.mark.parametrize("by", ["client", "connection"])
-def test_a_rest_that_nobody_wants_is_dropped(is_entered: bool, by: str) -> None:
+def test_an_unwanted_rest_is_dropped(is_entered: bool, by: str) -> None:
     straight = Straight()
 
     async def keep(message: Message) -> None: ...
@@ -608,7 +610,7 @@ def test_a_rest_that_nobody_wants_is_dropped(is_entered: bool, by: str) -> None:
     ],
     ids=["body", "deadline", "patience", "control"],
 )
-def test_nobody_is_asked_to_answer_at_once_what_may_have_to_wait(envelope: Envelope) -> None:
+def test_requests_that_may_wait_are_not_answered_without_a_task(envelope: Envelope) -> None:
     straight = Straight()
 
     async def answer(envelope: Envelope, send: Send) -> None: ...
@@ -626,7 +628,7 @@ def test_nobody_is_asked_to_answer_at_once_what_may_have_to_wait(envelope: Envel
     play(scenario)
 
 
-def test_what_other_threads_have_ready_leaves_before_what_comes_in_is_begun() -> None:
+def test_posts_of_other_threads_are_sent_before_received_frames_are_handled() -> None:
     async def scenario() -> None:
         did: list[Any] = []
 
@@ -649,7 +651,7 @@ def test_what_other_threads_have_ready_leaves_before_what_comes_in_is_begun() ->
         hop = Hop(asyncio.get_running_loop(), landing)
         poster = threading.Thread(target=hop.post, args=(outlet.post, "ready"))
         poster.start()
-        poster.join()  # and this loop has had no turn since
+        poster.join()  # the loop has not run since
         channel._receive([_open_frame(0, ADDRESS, call())])
         assert did == ["ready", "left", "begun"]
 

@@ -37,7 +37,7 @@ DEADLINE_S = 10.0
 
 
 class End:
-    """One end: its transport, what it has received and what it could not send."""
+    """One end: its transport, the received frames and the refused ones."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.transport = SocketTransport(sock, "there")
@@ -67,7 +67,7 @@ class End:
 
 @asynccontextmanager
 async def pair() -> AsyncIterator[tuple[End, End]]:
-    """Yield two connected ends; both must come to their end when one is aborted."""
+    """Yield two connected ends; check at the end that aborting one ends both."""
     here, there = map(End, socket.socketpair())
     try:
         yield here, there
@@ -84,7 +84,7 @@ def runner(request: pytest.FixtureRequest) -> Any:
         yield runner
 
 
-def test_frames_come_out_as_they_went_in(runner: asyncio.Runner) -> None:
+def test_frames_round_trip(runner: asyncio.Runner) -> None:
     async def main() -> None:
         async with pair() as (here, there):
             frames = [
@@ -104,7 +104,7 @@ def test_frames_come_out_as_they_went_in(runner: asyncio.Runner) -> None:
 
 
 @pytest.mark.parametrize("work", [CALL_WORK, FRAME_WORK])
-def test_many_frames_of_one_turn_leave_in_groups(runner: asyncio.Runner, work: int) -> None:
+def test_many_frames_of_one_iteration_leave_in_groups(runner: asyncio.Runner, work: int) -> None:
     async def main() -> None:
         async with pair() as (here, there):
             here.transport.post("first")
@@ -122,7 +122,7 @@ def test_many_frames_of_one_turn_leave_in_groups(runner: asyncio.Runner, work: i
 
 
 @pytest.mark.parametrize("size", [0, 5, LARGE_BYTES - 1, LARGE_BYTES, PIECE_BYTES + 1, 3 * TURN_BYTES])
-def test_bytes_stay_bytes_and_buffers_can_be_written_to(runner: asyncio.Runner, size: int) -> None:
+def test_bytes_stay_bytes_and_buffers_are_writable(runner: asyncio.Runner, size: int) -> None:
     async def main() -> None:
         async with pair() as (here, there):
             data = bytes(range(256)) * (size // 256 + 1)
@@ -142,7 +142,7 @@ def test_bytes_stay_bytes_and_buffers_can_be_written_to(runner: asyncio.Runner, 
     runner.run(main())
 
 
-def test_a_frame_that_cannot_be_packed_takes_no_other_along(runner: asyncio.Runner) -> None:
+def test_a_frame_that_cannot_be_packed_fails_no_other_frame(runner: asyncio.Runner) -> None:
     async def main() -> None:
         async with pair() as (here, there):
             here.transport.post("before")
@@ -161,12 +161,12 @@ def test_a_frame_that_cannot_be_packed_takes_no_other_along(runner: asyncio.Runn
     "garbage",
     [
         b"GET / HTTP/1.1\r\n\r\n",
-        HEAD.pack(MAGIC, 1) + SIZE.pack(1) + b"\xc1",  # which msgpack never uses
+        HEAD.pack(MAGIC, 1) + SIZE.pack(1) + b"\xc1",  # a byte that msgpack never uses
         HEAD.pack(MAGIC, 1) + SIZE.pack(2**62),  # more than there is memory
         HEAD.pack(MAGIC, 1) + SIZE.pack(2**64 - 1),
     ],
 )
-def test_what_is_no_channel_is_hung_up_on(
+def test_bytes_of_another_protocol_end_the_connection(
     runner: asyncio.Runner, caplog: pytest.LogCaptureFixture, garbage: bytes
 ) -> None:
     async def main() -> None:
@@ -180,11 +180,11 @@ def test_what_is_no_channel_is_hung_up_on(
                 assert await asyncio.get_running_loop().sock_recv(theirs, 100) == b""
 
     runner.run(main())
-    assert "is no frame" in caplog.text
+    assert "invalid frame" in caplog.text
 
 
 @pytest.mark.parametrize("failure", [ValueError("bad frame"), asyncio.CancelledError()])
-def test_a_receiver_that_fails_ends_the_connection(runner: asyncio.Runner, failure: BaseException) -> None:
+def test_an_error_in_the_receiver_ends_the_connection(runner: asyncio.Runner, failure: BaseException) -> None:
     async def main() -> None:
         async with pair() as (here, there):
             there.failure = failure
@@ -195,7 +195,7 @@ def test_a_receiver_that_fails_ends_the_connection(runner: asyncio.Runner, failu
     runner.run(main())
 
 
-def test_a_slow_reader_holds_the_writer_up_and_gets_everything(runner: asyncio.Runner) -> None:
+def test_a_slow_reader_blocks_the_writer_and_gets_everything(runner: asyncio.Runner) -> None:
     async def main() -> None:
         ours, theirs = socket.socketpair()
         end = End(ours)
@@ -216,7 +216,7 @@ def test_a_slow_reader_holds_the_writer_up_and_gets_everything(runner: asyncio.R
     runner.run(main())
 
 
-def test_aborted_before_it_ran() -> None:
+def test_a_transport_aborted_before_it_ran_ends_at_once() -> None:
     async def main() -> None:
         ours, theirs = socket.socketpair()
         with theirs:
@@ -229,7 +229,7 @@ def test_aborted_before_it_ran() -> None:
     asyncio.run(main())
 
 
-def test_an_end_in_the_middle_of_a_message_delivers_nothing_of_it(runner: asyncio.Runner) -> None:
+def test_a_truncated_message_is_not_delivered(runner: asyncio.Runner) -> None:
     async def main() -> None:
         ours, theirs = socket.socketpair()
         end = End(ours)
@@ -242,7 +242,7 @@ def test_an_end_in_the_middle_of_a_message_delivers_nothing_of_it(runner: asynci
     runner.run(main())
 
 
-def test_a_group_that_is_full_leaves_at_once(runner: asyncio.Runner) -> None:
+def test_a_full_group_leaves_at_once(runner: asyncio.Runner) -> None:
     async def main() -> None:
         ours, theirs = socket.socketpair()
         end = End(ours)
@@ -264,7 +264,7 @@ def test_a_group_that_is_full_leaves_at_once(runner: asyncio.Runner) -> None:
 
 
 @pytest.mark.parametrize("is_waiting_for_room", [False, True])
-def test_a_connection_that_breaks_while_it_is_written_to_has_ended(
+def test_a_connection_that_breaks_during_a_write_ends(
     runner: asyncio.Runner, is_waiting_for_room: bool
 ) -> None:
     async def main() -> None:
@@ -287,7 +287,7 @@ def test_a_connection_that_breaks_while_it_is_written_to_has_ended(
     runner.run(main())
 
 
-def test_a_reset_is_an_end(runner: asyncio.Runner) -> None:
+def test_a_reset_ends_the_connection(runner: asyncio.Runner) -> None:
     async def main() -> None:
         with socket.create_server(("127.0.0.1", 0)) as server:
             ours = socket.create_connection(server.getsockname())
@@ -304,11 +304,11 @@ def test_a_reset_is_an_end(runner: asyncio.Runner) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="looks at file descriptors by /proc")
-def test_nothing_stays_open(runner: asyncio.Runner) -> None:
+def test_all_file_descriptors_are_closed(runner: asyncio.Runner) -> None:
     def epolls() -> int:
         links = []
         for each in Path("/proc/self/fd").iterdir():
-            with suppress(OSError):  # it has been closed meanwhile
+            with suppress(OSError):  # closed meanwhile
                 links.append(os.readlink(each))
         return links.count("anon_inode:[eventpoll]")
 
@@ -331,7 +331,7 @@ def test_nothing_stays_open(runner: asyncio.Runner) -> None:
 
 
 class Bottomless:
-    """A socket that takes all it is given at once."""
+    """A socket that accepts all bytes at once."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -345,7 +345,7 @@ class Bottomless:
         return len(data)
 
 
-def test_a_socket_that_takes_everything_does_not_hold_up_the_loop(runner: asyncio.Runner) -> None:
+def test_a_socket_that_accepts_everything_does_not_block_the_loop(runner: asyncio.Runner) -> None:
     async def main() -> None:
         ours, theirs = socket.socketpair()
         with theirs:
@@ -365,7 +365,7 @@ def test_a_socket_that_takes_everything_does_not_hold_up_the_loop(runner: asynci
     runner.run(main())
 
 
-def test_where_there_is_no_epoll_the_socket_itself_is_waited_for(
+def test_without_epoll_the_loop_waits_for_the_socket(
     runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(readiness, "sys", SimpleNamespace(platform="another"))
@@ -383,9 +383,7 @@ def test_where_there_is_no_epoll_the_socket_itself_is_waited_for(
 
 
 @pytest.mark.parametrize("family", ["unix", "tcp"])
-def test_what_was_sent_before_the_end_is_read_even_by_who_cannot_send_any_more(
-    runner: asyncio.Runner, family: str
-) -> None:
+def test_bytes_sent_before_the_end_are_read_after_sending_fails(runner: asyncio.Runner, family: str) -> None:
     def connect() -> tuple[socket.socket, socket.socket]:
         if family == "unix":
             return socket.socketpair()
@@ -411,7 +409,7 @@ def test_what_was_sent_before_the_end_is_read_even_by_who_cannot_send_any_more(
         with there:
             there.setblocking(False)
             there.send(data)
-            # All that this side has room for, which is more than it reads at a time.
+            # Fill this side's receive buffer, which holds more than one read.
             (arrived,) = struct.unpack("i", fcntl.ioctl(here, termios.FIONREAD, bytes(4)))
             assert arrived > BUFFER_BYTES
         async with asyncio.timeout(DEADLINE_S):
@@ -421,7 +419,7 @@ def test_what_was_sent_before_the_end_is_read_even_by_who_cannot_send_any_more(
     runner.run(main())
 
 
-def test_a_loop_that_is_closed_under_a_channel_leaves_nothing_to_complain_about(
+def test_a_loop_closed_under_a_channel_raises_no_warning(
     caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     loop = new_event_loop()

@@ -1,4 +1,4 @@
-"""Machines that are silent, as the kernel tells of them."""
+"""Detection of silent machines from the kernel's connection state."""
 
 from __future__ import annotations
 
@@ -19,39 +19,39 @@ DEADLINE_S = 10
 
 
 def info(*, last_ack_ms: int, unacked: int = 0, not_sent_bytes: int = 0) -> bytes:
-    told = bytearray(148)
+    raw = bytearray(148)
     for at, value in ((24, unacked), (56, last_ack_ms), (144, not_sent_bytes)):
-        struct.pack_into("I", told, at, value)
-    return bytes(told)
+        struct.pack_into("I", raw, at, value)
+    return bytes(raw)
 
 
-class ToldSocket(socket.socket):
-    """One of which the kernel tells what a test says."""
+class ScriptedSocket(socket.socket):
+    """A socket whose ``TCP_INFO`` values a test scripts."""
 
-    def __init__(self, *told: bytes) -> None:
+    def __init__(self, *infos: bytes) -> None:
         super().__init__()
-        self.told = list(told)
+        self.infos = list(infos)
 
     def getsockopt(self, *_: Any) -> Any:
-        if not self.told:
+        if not self.infos:
             raise OSError("closed")
-        return self.told.pop(0)
+        return self.infos.pop(0)
 
 
 @pytest.fixture(autouse=True)
-def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+def checks_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vanishing, "PERIOD_S", 0.001)
 
 
-def lost_by(*told: bytes, lost_after_s: float = 5.0) -> int:
-    """Return how often a connection was found lost while the kernel told this of it, and no more after it."""
+def times_lost(*infos: bytes, lost_after_s: float = 5.0) -> int:
+    """Return how often a connection was reported lost while the kernel returned these values."""
     lost: list[int] = []
 
     async def main() -> None:
-        with ToldSocket(*told) as sock:
-            PeerWatch(sock, lost_after_s, lambda: lost.append(len(sock.told)))
+        with ScriptedSocket(*infos) as sock:
+            PeerWatch(sock, lost_after_s, lambda: lost.append(len(sock.infos)))
             async with asyncio.timeout(DEADLINE_S):
-                while sock.told and not lost:  # noqa: ASYNC110 - timers of the watch empty it
+                while sock.infos and not lost:  # noqa: ASYNC110 - timers of the watch empty it
                     await asyncio.sleep(0.001)
 
     asyncio.run(main())
@@ -63,37 +63,37 @@ SILENT, HEARD = info(last_ack_ms=5001), info(last_ack_ms=4999)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell")
 @pytest.mark.parametrize(
-    ("told", "times"),
+    ("infos", "times"),
     [
         ([SILENT, SILENT], 1),
         ([HEARD, SILENT, SILENT, SILENT], 1),
         ([info(last_ack_ms=9000, unacked=1, not_sent_bytes=5)] * 2, 1),
         ([HEARD] * 5, 0),
-        # This machine may have slept itself.
+        # This machine may have been suspended itself.
         ([SILENT, HEARD, SILENT, HEARD], 0),
         # The other process does not read.
         ([info(last_ack_ms=60_000, not_sent_bytes=1)] * 3, 0),
-        # A kernel that tells less.
+        # A kernel with a shorter struct.
         ([info(last_ack_ms=60_000)[:104]] * 3, 0),
     ],
 )
-def test_two_looks_in_a_row_that_find_silence_are_a_loss(told: list[bytes], times: int) -> None:
-    assert lost_by(*told) == times
+def test_two_consecutive_silent_checks_are_a_loss(infos: list[bytes], times: int) -> None:
+    assert times_lost(*infos) == times
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell")
 @pytest.mark.parametrize(("lost_after_s", "left"), [(0.0, 1), (5.0, 0)])
-def test_nothing_is_looked_at_if_it_is_left_to_tcp(
+def test_a_socket_left_to_tcp_is_not_checked(
     monkeypatch: pytest.MonkeyPatch, lost_after_s: float, left: int
 ) -> None:
     monkeypatch.setattr(vanishing, "PERIOD_S", 0)
 
     async def main() -> None:
-        with ToldSocket(SILENT) as sock:
+        with ScriptedSocket(SILENT) as sock:
             PeerWatch(sock, lost_after_s, lambda: None)
             for _ in range(5):
                 await asyncio.sleep(0)
-            assert len(sock.told) == left
+            assert len(sock.infos) == left
 
     asyncio.run(main())
 
@@ -120,22 +120,22 @@ def fill(sock: socket.socket) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell")
 @pytest.mark.parametrize("is_read", [True, False])
-def test_this_kernel_tells_what_is_looked_for_where_it_is_looked_for(connected: Any, is_read: bool) -> None:
+def test_the_kernel_fills_the_fields_that_are_read(connected: Any, is_read: bool) -> None:
     near, far = connected
     if is_read:
         near.send(b"x")
         assert far.recv(1) == b"x"
     else:
-        fill(near)  # and now the other process does not read
-    # The acknowledgement is some time ago, which passes while nothing else happens.
+        fill(near)  # the other process does not read
+    # The last acknowledgement is older than zero, because time passes in this test.
     deadline = time.monotonic() + DEADLINE_S
     while True:
-        told = near.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 148)
-        unacked, last_ack_ms, not_sent_bytes = vanishing._INFO.unpack(told)
+        raw = near.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 148)
+        unacked, last_ack_ms, not_sent_bytes = vanishing._INFO.unpack(raw)
         if (unacked, not_sent_bytes > 0) == (0, not is_read) and 20 <= last_ack_ms < DEADLINE_S * 1000:
             break
         assert time.monotonic() < deadline, (unacked, last_ack_ms, not_sent_bytes)
-    assert silence_s(told) == (last_ack_ms / 1000 if is_read else 0)
+    assert silence_s(raw) == (last_ack_ms / 1000 if is_read else 0)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell")
