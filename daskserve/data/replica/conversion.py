@@ -14,18 +14,9 @@ anything else                          JSON, ``application/json``
 
 from __future__ import annotations
 
-import dataclasses
-import datetime
-import decimal
-import enum
 import inspect
-import json
 import logging
-import os
-import sys
 import traceback
-import uuid
-from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Generator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +27,7 @@ from starlette.responses import Response
 
 from daskserve.context import current_replica, current_request
 from daskserve.data.replica.crossing import Exchange
+from daskserve.data.replica.jsonable import to_json
 from daskserve.errors import StreamOptionError, UserCodeError
 from daskserve.payload import dump
 from daskserve.types import WHOLE_RESPONSE, Message, Payload
@@ -204,97 +196,6 @@ def _stream_chunk(chunk: Any) -> Message:
 
 def _stream_end() -> Message:
     return {"type": "http.response.body", "body": b"", "more_body": False}
-
-
-# ---- JSON
-
-
-def to_json(value: Any) -> bytes:
-    """Return a value as compact JSON, naming the type of what cannot be written."""
-    try:
-        return _ENCODER.encode(value).encode()
-    except TypeError:
-        # Keys that are not strings do not reach the encoder's hook; mend them and try once more.
-        return _ENCODER.encode(_with_plain_keys(value)).encode()
-    except (ValueError, RecursionError) as error:
-        raise UserCodeError(f"A result of type {_name(value)} cannot be written as JSON: {error}") from error
-
-
-def to_jsonable(value: Any) -> Any:
-    """Return something closer to JSON for a value that `json` does not know.
-
-    numpy, pandas and pydantic are looked up, never imported: a value of theirs implies that they are there.
-    """
-    for module, convert in _LIBRARIES.items():
-        if module in sys.modules:
-            converted = convert(sys.modules[module], value)
-            if converted is not NotImplemented:
-                return converted
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    for types, convert_plain in _PLAIN:
-        if isinstance(value, types):
-            return convert_plain(value)
-    raise UserCodeError(f"A result of type {_name(value)} cannot be written as JSON.")
-
-
-_ENCODER = json.JSONEncoder(default=to_jsonable, separators=(",", ":"), ensure_ascii=False)
-
-
-def _is_a(value: Any, module: Any, name: str) -> bool:
-    # A module that another thread is still importing may not have the name yet.
-    return isinstance(value, getattr(module, name, ()))
-
-
-def _from_numpy(numpy: Any, value: Any) -> Any:
-    if _is_a(value, numpy, "ndarray"):
-        return value.tolist()
-    if _is_a(value, numpy, "generic"):
-        plain = value.item()
-        # Types without a Python counterpart (longdouble) return themselves.
-        return str(plain) if _is_a(plain, numpy, "generic") else plain
-    return NotImplemented
-
-
-def _from_pandas(pandas: Any, value: Any) -> Any:
-    if _is_a(value, pandas, "DataFrame"):
-        return value.to_dict(orient="records")
-    if _is_a(value, pandas, "Series") or _is_a(value, pandas, "Index"):
-        return value.tolist()
-    return NotImplemented
-
-
-def _from_pydantic(pydantic: Any, value: Any) -> Any:
-    return value.model_dump(mode="json") if _is_a(value, pydantic, "BaseModel") else NotImplemented
-
-
-_LIBRARIES: Mapping[str, Any] = {"numpy": _from_numpy, "pandas": _from_pandas, "pydantic": _from_pydantic}
-_PLAIN: tuple[tuple[Any, Any], ...] = (
-    ((datetime.datetime, datetime.date, datetime.time), lambda value: value.isoformat()),
-    (datetime.timedelta, lambda value: value.total_seconds()),
-    ((uuid.UUID, BaseException), str),
-    (enum.Enum, lambda value: value.value),
-    (decimal.Decimal, float),
-    (os.PathLike, os.fspath),
-    ((bytes, bytearray, memoryview), lambda value: bytes(value).decode()),
-    (Mapping, dict),
-    ((set, frozenset, deque, type({}.keys()), type({}.values()), type({}.items()), map, zip), list),
-)
-
-
-def _with_plain_keys(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {_key(key): _with_plain_keys(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_with_plain_keys(item) for item in value]
-    return value
-
-
-def _key(key: Any) -> Any:
-    if isinstance(key, (str, int, float, bool)) or key is None:
-        return key
-    plain = to_jsonable(key)
-    return plain if isinstance(plain, (str, int, float)) else str(plain)
 
 
 def _name(value: Any) -> str:

@@ -6,17 +6,10 @@ import asyncio
 import contextvars
 import dataclasses
 import datetime
-import decimal
 import enum
-import json
 import logging
-import sys
 import threading
-import types
-import uuid
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -36,7 +29,6 @@ from daskserve.data.replica.conversion import (
     finish,
     finish_in_thread,
     to_answer,
-    to_json,
     user_traceback,
 )
 from daskserve.data.replica.crossing import open_exchange
@@ -110,54 +102,6 @@ def test_each_kind_of_result_has_its_content_type(result: Any, content_type: str
     status, headers, written = head_and_body(to_answer(result))
     assert (status, headers["content-type"], written) == (200, content_type, body)
     assert "content-length" not in headers  # whoever writes the response adds it
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        (datetime.datetime(2020, 1, 2, 3, 4, 5), "2020-01-02T03:04:05"),
-        (datetime.time(3, 4), "03:04:00"),
-        (datetime.timedelta(minutes=1), 60.0),
-        (uuid.UUID(int=1), "00000000-0000-0000-0000-000000000001"),
-        (decimal.Decimal("1.5"), 1.5),
-        (Color.RED, "red"),
-        (PurePosixPath("/a/b"), "/a/b"),
-        (b"text", "text"),
-        ({3}, [3]),
-        ({"k": 1}.keys(), ["k"]),
-        (types.MappingProxyType({"k": 1}), {"k": 1}),
-        (OrderedDict(k=np.int64(1)), {"k": 1}),
-        ({np.int64(1): "one", uuid.UUID(int=1): {Color.RED: 2}}, None),
-    ],
-)
-def test_values_that_json_does_not_know(value: Any, expected: Any) -> None:
-    if expected is None:
-        expected = {"1": "one", "00000000-0000-0000-0000-000000000001": {"red": 2}}
-    assert json.loads(to_json(value)) == expected
-    assert json.loads(to_json({"nested": [value]})) == {"nested": [expected]}
-
-
-def test_pandas_is_recognised_where_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    class DataFrame:
-        def to_dict(self, orient: str) -> list[dict[str, int]]:
-            assert orient == "records"
-            return [{"a": 1}]
-
-    class Series:
-        def tolist(self) -> list[int]:
-            return [1, 2]
-
-    pandas: Any = types.SimpleNamespace(DataFrame=DataFrame, Series=Series)
-    monkeypatch.setitem(sys.modules, "pandas", pandas)
-    assert to_json({"frame": DataFrame(), "series": Series()}) == b'{"frame":[{"a":1}],"series":[1,2]}'
-
-
-def test_no_library_is_imported_to_look_for_its_types(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("numpy", "pandas", "pydantic"):
-        monkeypatch.delitem(sys.modules, module, raising=False)
-    with pytest.raises(UserCodeError):
-        to_json(Opaque())
-    assert not {"numpy", "pandas", "pydantic"} & set(sys.modules)
 
 
 @pytest.mark.parametrize("result", [Opaque(), {"deep": [Opaque()]}])
