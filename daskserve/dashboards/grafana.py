@@ -1,4 +1,11 @@
-"""Dashboards as Grafana's JSON, and the tree of files from which Grafana and Prometheus are set up."""
+"""Dashboards as Grafana's JSON, and the tree of files from which Grafana and Prometheus are set up.
+
+grafana-foundation-sdk was tried on both dashboards: the same JSON but for defaults, about 135 lines in
+place of the 190 below, and the pages stay as they are. It adds 4.8 MB and 57 ms of import, is marked as
+alpha, and each of its releases is for one minor version of Grafana: the one that pip takes for the newest
+(1769699998!10.1.0) is for the oldest, so `setup.py` can state no lower bound. Its names change between them
+(`GraphTresholdsStyleMode` in 10.1).
+"""
 
 from __future__ import annotations
 
