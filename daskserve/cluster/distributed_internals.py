@@ -1,4 +1,4 @@
-"""The parts of distributed that its documentation does not describe, and that daskserve uses."""
+"""The undocumented parts of distributed that daskserve uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parts of Tornado that its documentation does not describe, and that daskserve uses."""
+"""The undocumented parts of Tornado that daskserve uses."""
 
 from __future__ import annotations
 

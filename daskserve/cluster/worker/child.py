@@ -22,7 +22,6 @@ is asked for a signal besides, as a thread gets no turn while native code holds 
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
 import faulthandler
 import fcntl
@@ -48,6 +47,7 @@ from daskserve.cluster.channel.channel import Channel
 from daskserve.cluster.channel.transport import SocketTransport, Transport
 from daskserve.cluster.link import Link, default_client, link_of
 from daskserve.errors import ClusterUnreachableError, InstanceError, VersionMismatchError
+from daskserve.internals.python import run_exit_functions
 from daskserve.loops.event_loop import new_event_loop
 from daskserve.options.environment import Interpreter
 from daskserve.payload import dump_bytes, load_bytes
@@ -409,7 +409,7 @@ def _run(factory: Callable[[], Served], pair: socket.socket, lifeline: int) -> N
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(_serve(factory, pair))
     # Taking the interpreter down would take a tenth of a second more, and wait for threads of user code.
-    atexit._run_exitfuncs()
+    run_exit_functions()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # one that is missing, closed or full
             stream.flush()
