@@ -1,15 +1,15 @@
-"""What the scheduler must know about workers that hold actors of ours.
+"""Changes to the scheduler that protect workers which hold actors of daskserve.
 
-Dask takes a worker that only holds actors for idle: adaptive scale-down closes it, retiring it fails or
-loses what it holds, and the idle timeout ends the whole cluster. While instances run, this changes three of
-the scheduler's decisions, and puts everything back afterwards:
+Dask considers a worker that only holds actors idle: adaptive scale-down closes it, retirement fails or loses
+its actors, and the idle timeout ends the whole cluster. While instances run, this module changes three of the
+scheduler's decisions. Afterwards it restores them:
 
 - ``idle_timeout`` is suspended;
-- ``adaptive_target`` is never below the workers in use, plus what waiting replicas need;
-- ``retire_workers`` (which adaptive scale-down, ``--lifetime`` and users all come through) first lets the
-  controllers move what the worker holds.
+- ``adaptive_target`` is never below the workers in use plus the workers that waiting replicas need;
+- ``retire_workers`` (called by adaptive scale-down, ``--lifetime`` and users) first lets the controllers move
+  the worker's actors.
 
-`SchedulerPlugin.valid_workers_downscaling`, the fourth, is a hook and needs no change.
+The fourth decision, `SchedulerPlugin.valid_workers_downscaling`, is a hook and needs no change.
 """
 
 from __future__ import annotations
@@ -29,20 +29,21 @@ from daskserve.types import InstanceName, WorkerAddress
 
 logger = logging.getLogger("daskserve.supervisor")
 
-#: What scales a cluster asks every second or so; one that has not asked for so long does not any more.
+#: A cluster counts as adaptive if it requested a target within this time; an adaptive one asks about once a
+#: second.
 ADAPTIVE_S = 60.0
 
 Evacuate = Callable[[list[WorkerAddress]], Awaitable[None]]
 
 
 class Capacity:
-    """What the instances use and want, and the scheduler's decisions in view of it."""
+    """The workers that instances use and need, and the scheduler's decisions based on them."""
 
     def __init__(self, scheduler: Scheduler, evacuate: Evacuate, became_adaptive: Callable[[], None]) -> None:
         self._scheduler: Any = scheduler
         self._evacuate = evacuate
         self._became_adaptive = became_adaptive
-        #: When a cluster that scales itself asked last how many workers it should have.
+        #: When an adaptive cluster last requested its target.
         self._asked_at = -math.inf
         self._reports: dict[InstanceName, UseReport] = {}
         self._idle_timeout: float | None = None
@@ -66,7 +67,7 @@ class Capacity:
         }
 
     def uninstall(self) -> None:
-        """Put everything back; idempotent."""
+        """Restore the scheduler's decisions; idempotent."""
         scheduler = self._scheduler
         for name, original in self._originals.items():
             restore_method(scheduler, name, original)
@@ -75,11 +76,11 @@ class Capacity:
         self._originals = {}
 
     def report(self, instance: InstanceName, report: UseReport) -> None:
-        """Take note of what an instance uses."""
+        """Store an instance's report."""
         self._reports[instance] = report
 
     def forget(self, instance: InstanceName) -> None:
-        """Drop what an instance reported."""
+        """Drop an instance's report."""
         self._reports.pop(instance, None)
 
     def in_use(self) -> set[WorkerAddress]:
@@ -87,10 +88,10 @@ class Capacity:
         return {worker for report in self._reports.values() for worker in report.in_use}
 
     def is_free(self, leaving: set[WorkerAddress], instances: Iterable[InstanceName]) -> bool:
-        """Whether nothing of ours is on workers that leave, and these instances will put nothing there.
+        """Return whether leaving workers hold no actors, and these instances will place none there.
 
-        For that each must have said that it knows: a report from before may be older than a replica that
-        was just being placed.
+        Every instance must have reported that it knows of the retirement: an earlier report may be older than
+        a replica that was just being placed.
         """
         reports = [self._reports.get(instance, UseReport()) for instance in instances]
         is_known = all(leaving <= report.retiring for report in reports)
@@ -98,27 +99,27 @@ class Capacity:
 
     @property
     def is_adaptive(self) -> bool:
-        """Whether something scales the cluster by what `adaptive_target` says."""
+        """Whether an adaptive cluster follows `adaptive_target`."""
         return asyncio.get_running_loop().time() - self._asked_at < ADAPTIVE_S
 
     def _asked(self, *args: Any, **kwargs: Any) -> int:
-        # Metrics and dashboards call the method; what is going to scale asks over a connection.
+        # Metrics and dashboards call the method; an adaptive cluster asks over a connection.
         was_adaptive, self._asked_at = self.is_adaptive, asyncio.get_running_loop().time()
         if not was_adaptive:
             self._became_adaptive()
         return self.adaptive_target(*args, **kwargs)
 
     def workers_wanted(self) -> int:
-        """Return how many more workers the replicas that found no room would fill."""
+        """Return how many more workers the waiting replicas need."""
         return sum(report.waiting_workers for report in self._reports.values())
 
     def adaptive_target(self, *args: Any, **kwargs: Any) -> int:
-        """Return the number of workers wanted by Dask's tasks and by replicas together."""
+        """Return the number of workers that Dask's tasks and replicas need together."""
         by_tasks: int = self._originals["adaptive_target"](*args, **kwargs)
         workers = self._scheduler.workers
         if by_tasks <= len(workers) and not self._has_tasks():
-            # Dask takes our Hosts for data that must find room on those workers that may leave, and so never
-            # lets the last of these go.
+            # Dask counts Hosts as data that must fit on the workers that may leave, so it never releases the
+            # last one of them.
             by_tasks = min(by_tasks, len(workers) - len(self._empty()))
         return max(by_tasks, len(self.in_use())) + self.workers_wanted()
 
@@ -131,7 +132,7 @@ class Capacity:
         )
 
     def _empty(self) -> list[Any]:
-        """Return the workers that may leave and hold nothing but a Host."""
+        """Return the workers that may leave and hold only a Host."""
         workers = list(self._scheduler.workers.values())
         for plugin in list(self._scheduler.plugins.values()):
             workers = plugin.valid_workers_downscaling(self._scheduler, workers)
@@ -144,7 +145,7 @@ class Capacity:
     async def retire_workers(
         self, workers: list[str] | None = None, *, names: list[Any] | None = None, **options: Any
     ) -> Mapping[str, Any]:
-        """Retire workers as Dask does, after what they hold of ours has moved."""
+        """Retire workers as Dask does, after their actors have moved."""
         kept = ("close_workers", "remove", "stimulus_id")
         passed_on = {name: options.pop(name) for name in kept if name in options}
         known = self._scheduler.workers
@@ -160,6 +161,6 @@ class Capacity:
             return dict(await self._originals["retire_workers"](workers, names=names, **passed_on))
         if not leaving:
             return {}
-        retire = self._originals["retire_workers"]  # before the last instance, and this, may go
+        retire = self._originals["retire_workers"]  # `uninstall` may run during the evacuation
         await self._evacuate(leaving)
         return dict(await retire(workers=leaving, **passed_on))

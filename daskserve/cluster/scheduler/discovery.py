@@ -1,11 +1,11 @@
-"""Where Prometheus finds the metrics: a list of all targets, by HTTP service discovery on the scheduler.
+"""HTTP service discovery for Prometheus: a list of all metrics targets, served by the scheduler.
 
-Dask serves ``/metrics`` in the scheduler and in every worker, the workers mostly on ports of chance. While
-instances run, the scheduler's HTTP server answers `PATH` with the targets as they are then, in the format of
-https://prometheus.io/docs/prometheus/latest/http_sd/, so that they need no configuration as they come and go.
+Dask serves ``/metrics`` in the scheduler and in every worker, and workers usually listen on random ports.
+While instances run, the scheduler's HTTP server answers `PATH` with the current targets, in the format of
+https://prometheus.io/docs/prometheus/latest/http_sd/. So workers can come and go without configuration.
 
-Several workers may share one process, and then its one registry: of these one is listed, or Prometheus
-would count everything several times.
+Workers that share a process share its metrics registry. Only one worker per process is listed; otherwise
+Prometheus would count every metric several times.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from daskserve.types import WorkerAddress
 
 #: Below the scheduler's own prefix, if it has one.
 PATH = "/daskserve/targets"
-#: Addresses that say where a server listens, and not where it is reached.
+#: Addresses that a server can listen on but that cannot be connected to.
 _WILDCARDS = frozenset(("", "0.0.0.0", "::"))
 
 Target = dict[str, Any]
 
 
 def reachable(bound: str, host: str) -> str:
-    """Return where an HTTP server is reached, by where it listens and which host Dask reaches."""
+    """Return the address of an HTTP server, from the address it listens on and the host that Dask uses."""
     return host if bound in _WILDCARDS else bound
 
 
@@ -55,7 +55,7 @@ def target(address: str, port: int, *, role: str, name: str, path: str) -> Targe
 
 
 def one_per_process(found: Iterable[tuple[Any, Target]]) -> list[Target]:
-    """Return the targets, of those with the same process only the first; None: of its own."""
+    """Return the first target of each process; a target whose process is None is always kept."""
     seen = set()
     kept = []
     for process, each in found:
@@ -66,12 +66,13 @@ def one_per_process(found: Iterable[tuple[Any, Target]]) -> list[Target]:
 
 
 class Targets:
-    """The list, and its route on the scheduler's HTTP server.
+    """The list of targets, and its route on the scheduler's HTTP server.
 
     Parameters
     ----------
     facts_of
-        Returns what a worker's Host said of its process, if there is one: `facts_of_server` and ``pid``.
+        Returns the facts that a worker's Host reported about its process, if any: `facts_of_server` and
+        ``pid``.
     """
 
     def __init__(self, scheduler: Scheduler, facts_of: Callable[[WorkerAddress], Mapping[str, Any]]) -> None:
@@ -84,11 +85,11 @@ class Targets:
         self._route.install()
 
     def uninstall(self) -> None:
-        """Take the route away; idempotent."""
+        """Remove the route; idempotent."""
         self._route.uninstall()
 
     def found(self) -> list[Target]:
-        """Return all targets there are now, the scheduler first."""
+        """Return all current targets, the scheduler first."""
         scheduler = self._scheduler
         head_host = get_address_host(scheduler.address)
         found: list[tuple[Any, Target]] = []
@@ -111,12 +112,12 @@ class Targets:
         return one_per_process(found)
 
     async def describe(self) -> list[Target]:
-        """Return the same, as a verb of the supervisor's."""
+        """Return all current targets; the supervisor's verb ``targets``."""
         return self.found()
 
 
 class TargetsHandler(RequestHandler):
-    """Answers with the list."""
+    """Answers with the list of targets."""
 
     def initialize(self, targets: Targets) -> None:
         self._targets = targets
@@ -127,14 +128,14 @@ class TargetsHandler(RequestHandler):
 
 
 def ask_targets(scheduler: str, timeout_s: float) -> list[Target]:
-    """Return the list of the scheduler at an address of Dask's, for those whom its HTTP server is closed to.
+    """Return the targets over a Dask connection, for clients that cannot reach the scheduler's HTTP server.
 
     Raises
     ------
     NotRunningError
-        No instance runs there.
+        No instance runs on the cluster.
     ClusterUnreachableError
-        Nothing that speaks Dask's protocol answers there.
+        No Dask scheduler answers at the address.
     """
     with dial(scheduler, timeout_s) as client:
         found = client.sync(ask_supervisor, client, "targets")

@@ -1,4 +1,4 @@
-"""What the supervisor knows, as metrics of the scheduler's process."""
+"""The supervisor's metrics, exported by the scheduler's process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class SupervisorFigures:
         self._hosts = hosts
 
     def samples(self) -> list[Sample]:
-        """Return the figures as they are now."""
+        """Return the current metrics."""
         instances = list(self._instances.values())
         return [
             ("supervisor_instances", (), len(instances)),

@@ -1,4 +1,4 @@
-"""The Hosts as the supervisor sees them: which worker has one, which may not, and why."""
+"""The supervisor's registry of Hosts: which workers have one, which are refused, and why."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from daskserve.types import InstanceName, WorkerAddress
 
 logger = logging.getLogger("daskserve.supervisor")
 
-#: How the keys of Hosts begin.
+#: Prefix of the Dask keys of Hosts.
 HOST_KEY = "daskserve-host-"
-#: A worker that does not answer the version probe by then is refused until it joins again.
+#: Timeout of the version probe; a worker that does not answer is refused until it joins again.
 PROBE_TIMEOUT_S = 5.0
-#: Once one Host is up, the others get this long to join the first instance's start.
+#: Once one Host is open, the start of the first instance waits this long for the others.
 STRAGGLER_S = 2.0
 #: How long the actors of one worker may take to stop when their instance ends.
 END_TIMEOUT_S = 4.0
-#: How often to look whether Dask has forgotten a Host that was released; it takes milliseconds.
+#: How often to check whether Dask has forgotten a released Host, which takes milliseconds.
 RELEASE_POLL_S = 0.005
 
 
@@ -42,12 +42,12 @@ class _HostEntry:
     key: str
     future: Future[Host]
     is_open: bool = False
-    #: What it says of its process.
+    #: What the Host reported about its process.
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 class HostRegistry:
-    """One Host per worker, each a Dask actor that the supervisor's client holds."""
+    """The Hosts, one per worker, each a Dask actor that the supervisor's client holds."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -55,15 +55,15 @@ class HostRegistry:
         self._entries: dict[WorkerAddress, _HostEntry] = {}
         self._refused: dict[WorkerAddress, str] = {}
         self._failed: dict[WorkerAddress, str] = {}
-        #: Workers that are to leave the cluster in order; they get nothing new.
+        #: Workers that are being retired; they get no new actors.
         self.retiring: set[WorkerAddress] = set()
-        #: Workers whose process did not answer lately; they get nothing new until they do.
+        #: Workers whose process did not answer recently; they get no new actors until it does.
         self.suspects: set[WorkerAddress] = set()
         self._tasks = TaskSet(logger)
         self._admitting: dict[WorkerAddress, asyncio.Task[bool]] = {}
 
     def open(self, client: Client) -> None:
-        """Use this client from now on."""
+        """Set the client that holds the Hosts."""
         self._client = client
 
     def has(self, worker: WorkerAddress) -> bool:
@@ -71,16 +71,16 @@ class HostRegistry:
 
     @property
     def count(self) -> int:
-        """How many workers have one."""
+        """Number of workers with an open Host."""
         return sum(entry.is_open for entry in list(self._entries.values()))
 
     def facts_of(self, worker: WorkerAddress) -> Mapping[str, Any]:
-        """Return what a worker's Host says of its process; nothing if there is none."""
+        """Return what a worker's Host reported about its process; an empty mapping without a Host."""
         entry = self._entries.get(worker)
         return {} if entry is None else entry.facts
 
     def refused(self) -> dict[WorkerAddress, str]:
-        """Return the workers without a fitting daskserve, each with what to do about it."""
+        """Return the workers without a compatible daskserve, each with the problem and its remedy."""
         return dict(self._refused)
 
     def infos(self) -> list[dict[str, Any]]:
@@ -108,23 +108,23 @@ class HostRegistry:
         return found
 
     async def describe(self) -> dict[str, Any]:
-        """Return the workers that may hold actors, and those that may not, in plain values."""
+        """Return the workers with a Host and the refused ones, as plain values."""
         return {"workers": self.infos(), "refused": self.refused()}
 
     async def ready(self, timeout_s: float) -> None:
-        """Give every worker a Host; return when all have one, or the stragglers have had their time.
+        """Start a Host on every worker; return when all have one, or when the stragglers' time is over.
 
         Raises
         ------
         VersionMismatchError
-            A worker has no daskserve, or another version of it; the message names all such workers.
+            A worker has no daskserve, or a different version; the message names all such workers.
         InstanceError
-            The cluster has no worker, or none that could take a Host in time.
+            The cluster has no workers, or no Host started in time.
         """
         workers = list(self._scheduler.workers)
         if not workers:
             raise InstanceError(
-                f"The Dask cluster at {self._scheduler.address} has no workers; add some, then start again."
+                f"The Dask cluster at {self._scheduler.address} has no workers; add workers, then start again."
             )
         self._refused = {}
         tasks = [asyncio.create_task(self.admit(worker)) for worker in workers]
@@ -157,7 +157,7 @@ class HostRegistry:
             raise VersionMismatchError(" ".join(self._refused.values()))
 
     async def admit(self, worker: WorkerAddress) -> bool:
-        """Check a worker's daskserve and give it a Host; return whether it has one now."""
+        """Check a worker's version and start a Host on it; return whether the worker has one now."""
         task = self._admitting.get(worker)
         if task is None:
             task = asyncio.create_task(self._admit(worker), name=f"daskserve-admit-{worker}")
@@ -166,9 +166,9 @@ class HostRegistry:
         try:
             return await asyncio.shield(task)
         except Exception as error:
-            # One worker's trouble must not keep the others from their Hosts; it is told if none gets one.
+            # One failing worker must not stop the others; `ready` reports the error if no Host starts.
             self._failed[worker] = f"worker {worker}: {error!r}"
-            logger.exception("A Host could not be started on %s", worker)
+            logger.exception("Starting a Host on %s failed", worker)
             return False
 
     async def _admit(self, worker: WorkerAddress) -> bool:
@@ -184,14 +184,14 @@ class HostRegistry:
             Host, actor=True, key=key, workers=[worker], allow_other_workers=False, pure=False, priority=1000
         )
         entry = self._entries[worker] = _HostEntry(key, future)
-        with self._client.as_current():  # wait() takes the default client, which may be a user's, or none
+        with self._client.as_current():  # otherwise wait() uses the default client, which may be a user's
             waiting = wait(future)
         await waiting
         if future.status != "finished":
             self._entries.pop(worker, None)
             if worker in self._scheduler.workers:
                 self._failed[worker] = f"worker {worker}: {await future.exception()!r}"
-                logger.error("A Host could not be started on %s", self._failed[worker])
+                logger.error("Starting a Host failed on %s", self._failed[worker])
             return False
         entry.facts = await self._execute(worker, "open")
         entry.is_open = self._entries.get(worker) is entry
@@ -215,18 +215,18 @@ class HostRegistry:
             self._refused.pop(worker, None)
             return True
         self._refused[worker] = problem
-        logger.error("%s It gets no actors of daskserve.", problem)
+        logger.error("%s The worker gets no actors of daskserve.", problem)
         return False
 
     def forget(self, worker: WorkerAddress) -> None:
-        """Drop a worker that left the cluster."""
+        """Remove a worker that left the cluster."""
         for known in (self._entries, self._refused, self._failed):
             known.pop(worker, None)
         self.retiring.discard(worker)
         self.suspects.discard(worker)
 
     def best_for_controller(self, excluded: set[WorkerAddress]) -> WorkerAddress | None:
-        """Return the worker where a controller disturbs and risks least, or None."""
+        """Return the best worker for a controller, or None."""
         candidates = [
             info
             for info in self.infos()
@@ -234,19 +234,28 @@ class HostRegistry:
         ]
         if not candidates:
             return None
-        # The proxy of HeadOnly takes the first worker of the head's host, so the controller takes the last.
+        # With HeadOnly, the proxy runs on the first worker of the head's host, so the controller takes the
+        # last.
         best = max(candidates, key=lambda info: (info["is_available"], info["is_head"], info["address"]))
         return str(best["address"])
 
     async def run(self, worker: WorkerAddress, verb: str, message: Mapping[str, Any]) -> Any:
-        """Call a verb of a worker's Host; raises what it raised, `ActorLostError` if the worker is gone."""
+        """Call a verb of a worker's Host and return its result.
+
+        Raises
+        ------
+        ActorLostError
+            The worker is gone.
+        Exception
+            An error that the verb raised.
+        """
         answer = await self._execute(worker, "run", verb, dict(message))
         if "error" in answer:
             raise load_error(answer["error"])
         return answer["value"]
 
     async def end_instance(self, instance: InstanceName) -> None:
-        """Stop all actors of an instance everywhere; a worker that does not answer is left behind."""
+        """Stop all actors of an instance on all workers; a worker that does not answer is skipped."""
         workers = [worker for worker in self._entries if self.has(worker)]
         await asyncio.gather(*(self._end_on(worker, instance) for worker in workers))
 
@@ -254,10 +263,10 @@ class HostRegistry:
         try:
             await asyncio.wait_for(self.run(worker, "end_instance", {"instance": instance}), END_TIMEOUT_S)
         except (OSError, TimeoutError, ActorLostError) as error:
-            logger.warning("Instance %s on %s did not end in order: %s", instance, worker, error)
+            logger.warning("Ending instance %s on %s failed: %s", instance, worker, error)
 
     async def release(self, worker: WorkerAddress) -> None:
-        """Close the Host of a worker that leaves, so that Dask finds no actor there."""
+        """Close the Host of a leaving worker, so that Dask finds no actor there."""
         if worker not in self._entries:
             return
         key = self._entries[worker].key
@@ -269,19 +278,19 @@ class HostRegistry:
             await asyncio.sleep(RELEASE_POLL_S)
 
     async def restart(self, worker: WorkerAddress) -> None:
-        """Have a worker that does not answer killed and started anew by its nanny; done in the background.
+        """Make the nanny of an unresponsive worker kill and restart it, in the background.
 
         Raises
         ------
         InstanceError
-            It has no nanny.
+            The worker has no nanny.
         """
         known = self._scheduler.workers.get(worker)
         if known is None:
             return
         if not known.nanny:
-            raise InstanceError(f"Worker {worker} has no nanny that could restart it.")
-        logger.warning("Worker %s does not answer and is restarted by its nanny", worker)
+            raise InstanceError(f"Worker {worker} cannot be restarted: it has no nanny.")
+        logger.warning("Restarting worker %s by its nanny: it does not answer", worker)
         self._tasks.spawn(
             self._scheduler.restart_workers(
                 workers=[worker],
@@ -301,12 +310,12 @@ class HostRegistry:
 
     async def _close_host(self, worker: WorkerAddress) -> None:
         entry = self._entries[worker]
-        # Also one that is just being opened: whoever waited for that may have given up.
+        # Also a Host that is not open yet: the caller that was opening it may have been cancelled.
         if entry.future.status == "finished":
             try:
                 await asyncio.wait_for(self._execute(worker, "close"), END_TIMEOUT_S)
             except (OSError, TimeoutError, ActorLostError) as error:
-                logger.warning("The Host on %s did not close in order: %s", worker, error)
+                logger.warning("Closing the Host on %s failed: %s", worker, error)
         entry.future.release()
 
     async def _execute(self, worker: WorkerAddress, function: str, *arguments: Any) -> Any:

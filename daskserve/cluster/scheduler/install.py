@@ -1,4 +1,4 @@
-"""Starting an instance on a cluster that may never have heard of daskserve."""
+"""Starting an instance on a cluster, with or without a supervisor."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from daskserve.types import InstanceName
 
 
 async def start_instance(link: Link, instance: InstanceName, *, timeout_s: float, **message: Any) -> None:
-    """Have the supervisor start an instance, after installing the supervisor if need be.
+    """Ask the supervisor to start an instance; install the supervisor first if needed.
 
     Parameters
     ----------
     timeout_s : float
-        How long the first worker may take to get a Host.
+        Timeout for the first worker's Host.
     **message
         The other arguments of the supervisor's verb ``start_instance``.
     """
@@ -26,8 +26,8 @@ async def start_instance(link: Link, instance: InstanceName, *, timeout_s: float
             await link.client.register_plugin(Supervisor())
         task = asyncio.current_task()
         if task is not None and task.cancelling():
-            # Somewhere on the way, perhaps in Dask's own wait_for, a cancellation was swallowed. Whoever gave
-            # the start up may have told the scheduler so before there was anybody to remember it.
+            # A call, perhaps Dask's own wait_for, swallowed a cancellation. The cancelled program may have
+            # asked the scheduler to end the instance before there was a supervisor to remember it.
             raise asyncio.CancelledError
         try:
             await link.ask("start_instance", instance=instance, timeout_s=timeout_s, **message)

@@ -13,14 +13,14 @@ from daskserve.internals.tornado import add_route, remove_route
 
 
 class SchedulerRoute:
-    """One handler below the scheduler's own prefix, if it has one.
+    """The route of one handler, below the scheduler's URL prefix.
 
     Parameters
     ----------
     path : str
         A regular expression for the whole path.
     arguments : mapping
-        For the handler's ``initialize``.
+        Arguments of the handler's ``initialize``.
     """
 
     def __init__(

@@ -1,17 +1,16 @@
-"""Splices: connections that the scheduler carries between callers and workers they cannot dial.
+"""Splices: connections that the scheduler forwards between callers and workers they cannot dial.
 
-Problem: a user program may reach the scheduler alone, and Dask's own way round that, `Scheduler.proxy`, is a
-one-shot call without streams. Choice: the caller asks for a worker on a connection of its own; the supervisor
-dials that worker and from then on hands over bytes, either way, without looking at them. So messages are
-neither unpacked nor unpickled here, and flow control, cancellation and errors work end to end, because they
-are frames like all others. The two ends agree on compression, and on how frames become bytes, as if they were
-connected directly.
+Problem: a user program may reach only the scheduler, and Dask's own solution, `Scheduler.proxy`, is a
+one-shot call without streams. Choice: the caller requests a worker on a separate connection. The supervisor
+dials the worker and then forwards bytes in both directions without inspecting them. So messages are neither
+unpacked nor unpickled here, and flow control, cancellation and errors work end to end, because they are
+ordinary frames. The two ends agree on compression and framing as if they were connected directly.
 
-What one side sends is read only as fast as the other side takes it, so a splice holds one buffer per
-direction. After each of them the scheduler's loop gets its turn.
+A splice reads from one side only as fast as the other side accepts, so it holds one buffer per direction. The
+scheduler's event loop runs other work after each buffer.
 
-Connections that are not streams of bytes (any transport but TCP and TLS) are carried message by message; the
-scheduler's comms do not deserialize what was marked by ``to_serialize``.
+Connections other than TCP and TLS are not byte streams; they are forwarded message by message. The
+scheduler's comms do not deserialize values wrapped by ``to_serialize``.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ from daskserve.errors import ActorLostError, ServeError, VersionMismatchError
 from daskserve.payload import dump_error
 from daskserve.types import WorkerAddress
 
-#: How long a worker may take to answer. The scheduler has it in its list, so it is there, but may be busy.
+#: Timeout for a worker's answer. The scheduler knows the worker, so it exists, but it may be busy.
 WORKER_TIMEOUT_S = 5.0
-#: A direction's buffer: small while small messages go by, large for bodies. The large one bounds what the
-#: scheduler holds, and how long its loop is held up by one turn of a splice (0.1 ms).
+#: Buffer sizes per direction: small for small messages, large for bodies. The large size bounds the
+#: scheduler's memory, and how long one step of a splice blocks its event loop (0.1 ms).
 SMALL_BYTES, LARGE_BYTES = 4 * 1024, 256 * 1024
 
 
@@ -53,10 +52,10 @@ class Splices:
         return f"<Splices of {self._scheduler.address} open={len(self._open)}>"
 
     async def accept(self, comm: Any, worker: WorkerAddress, version: str, by_socket: bool) -> Any:
-        """Connect a caller with a worker; the scheduler's handler, which returns when that has ended.
+        """Connect a caller with a worker, as a handler of the scheduler; return when the splice has ended.
 
-        With ``by_socket`` the caller would like to leave Dask's comm for the TCP socket below it; that needs
-        such a socket at either end.
+        ``by_socket``: the caller wants to use the TCP socket below Dask's comm. Both connections need a plain
+        TCP socket for that.
         """
         try:
             far = await self._dial(comm, worker, version)
@@ -85,7 +84,7 @@ class Splices:
         return Status.dont_reply
 
     def drop(self, worker: WorkerAddress) -> None:
-        """End what goes to a worker that is gone, so that callers hear of it at once."""
+        """End the splices to a worker that is gone, so that callers fail at once."""
         for comm, (other, far) in list(self._open.items()):
             if other == worker:
                 far.abort()
@@ -99,7 +98,7 @@ class Splices:
             comm.abort()
 
     def _watch(self, *comms: Any) -> None:
-        # Once either is aborted, its direction ends, and the other with it.
+        # Aborting either comm ends its direction, which ends the other one too.
         for comm in comms:
             sock = socket_of(comm)
             if sock is not None:
@@ -139,9 +138,11 @@ class Splices:
         return ActorLostError(f"Worker {worker} cannot be reached by the scheduler: {error}", begun=False)
 
     def _check(self, worker: WorkerAddress) -> None:
-        # Only workers of this cluster, and only those that a channel can be opened to.
+        # Only workers of this cluster, and only those with an open Host.
         if self._is_closed or worker not in self._scheduler.workers or not self._hosts.has(worker):
-            raise ActorLostError(f"Worker {worker} has left the cluster, or daskserve it.", begun=False)
+            raise ActorLostError(
+                f"Worker {worker} has left the cluster or has no daskserve Host.", begun=False
+            )
 
 
 async def _until_one_ends(*directions: Any) -> None:
@@ -151,33 +152,33 @@ async def _until_one_ends(*directions: Any) -> None:
     finally:
         for task in tasks:
             task.cancel()
-        # What was read has been written out by then: `_carry_bytes` waits for it.
+        # All bytes that were read have been written by then: `_carry_bytes` waits for it.
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _carry_bytes(source: IOStream, sink: IOStream) -> None:
-    """Hand over bytes until either side ends."""
+    """Forward bytes until either side ends."""
     buffer = memoryview(bytearray(SMALL_BYTES))
     try:
         while True:
             count = await source.read_into(buffer, partial=True)  # type: ignore[arg-type]
-            # Returns when all of it is with the kernel, so the buffer may be used again.
+            # This returns once the kernel has all bytes, so the buffer can be reused.
             await sink.write(buffer[:count])
             if count == len(buffer) < LARGE_BYTES:
                 buffer = memoryview(bytearray(LARGE_BYTES))
             elif count < SMALL_BYTES < len(buffer):
                 buffer = memoryview(bytearray(SMALL_BYTES))
-            # Neither wait gives way where there always is something to read and room to write.
+            # Neither await yields while there are bytes to read and room to write.
             await asyncio.sleep(0)
     except OSError:
-        pass  # one side has gone
+        pass  # one side has disconnected
 
 
 async def _carry_messages(source: Any, sink: Any) -> None:
-    """Hand over messages, still packed, until either side ends."""
+    """Forward messages, still packed, until either side ends."""
     try:
         while True:
             await sink.write(await source.read())
             await asyncio.sleep(0)
     except OSError:
-        pass  # one side has gone
+        pass  # one side has disconnected

@@ -1,9 +1,9 @@
-"""The supervisor: a scheduler plugin that is to daskserve what a control store is elsewhere.
+"""The supervisor: a scheduler plugin that keeps the state shared by all instances on a cluster.
 
-It keeps the registry of instances and Hosts, the stores, and the one Dask client that holds the Hosts, so
-that they outlive whoever started them. It answers one scheduler operation (``daskserve``) whose messages
-and answers are plain values; user code passes through it as bytes and is never unpickled here. It decides
-nothing about backends: that is the controller's work.
+It keeps the registry of instances and Hosts, the stores, and the Dask client that holds the Hosts, so that
+they outlive the programs that started them. It answers one scheduler operation (``daskserve``), whose
+messages and answers are plain values. User code passes through it as bytes and is never unpickled here. It
+makes no decisions about backends; the controller does.
 """
 
 from __future__ import annotations
@@ -49,18 +49,21 @@ from daskserve.types import DEFAULT_INSTANCE, InstanceName, WorkerAddress
 logger = logging.getLogger("daskserve.supervisor")
 
 PLUGIN_NAME = "daskserve-supervisor"
-#: A client that unsubscribes late makes Dask create the topic again, empty; it is dropped once more.
+#: A client that unsubscribes late makes Dask recreate the topic; after this time it is dropped again.
 SECOND_SWEEP_S = 1.0
-#: A supervisor without any instance leaves after that long; who starts one then registers another.
+#: A supervisor without an instance unregisters after this time; the next start registers a new one.
 UNUSED_S = 2.0
-#: So many interrupted starts are remembered; each is of interest for milliseconds.
+#: Number of interrupted starts that are remembered; each matters for milliseconds.
 GIVEN_UP = 100
-#: How long a worker that is to leave waits for its actors to be replaced elsewhere.
+#: How long a retiring worker waits until its actors are replaced elsewhere.
 EVACUATION_S = 60.0
 
 
 class Supervisor(SchedulerPlugin):
-    """See the module. Registered by the first ``serve.start()``, gone after the last ``shutdown()``."""
+    """The scheduler plugin of daskserve.
+
+    The first ``serve.start()`` registers it; it unregisters after the last ``shutdown()``.
+    """
 
     name = PLUGIN_NAME
     idempotent = True
@@ -84,7 +87,7 @@ class Supervisor(SchedulerPlugin):
         self._watching: asyncio.Task[Any] | None = None
         self._lock = asyncio.Lock()
         self._reported = asyncio.Event()
-        #: Calls of ``serve.start()`` that were interrupted before they got here.
+        #: Ids of ``serve.start()`` calls that were interrupted before they arrived here.
         self._given_up: deque[str] = deque(maxlen=GIVEN_UP)
         self._is_closed = False
         self._verbs: dict[str, Callable[..., Awaitable[Any]]] = {
@@ -103,13 +106,13 @@ class Supervisor(SchedulerPlugin):
         PROCESS.add(self._figures)
         scheduler.handlers[SUPERVISOR_OP] = self.handle
         scheduler.handlers[SPLICE_OP] = self._splices.accept
-        # Who registered it may be interrupted, or killed, before starting an instance.
+        # The program that registered it may be interrupted or killed before it starts an instance.
         self._unused = asyncio.get_running_loop().call_later(
             UNUSED_S, lambda: self._tasks.spawn(self._leave_if_unused())
         )
 
     async def handle(self, verb: str, message: Mapping[str, Any], version: str) -> dict[str, Any]:
-        """Answer one verb; errors travel as bytes that the caller unpacks."""
+        """Answer one verb; an error travels as bytes that the caller unpickles."""
         try:
             if version != __version__:
                 raise VersionMismatchError(
@@ -118,7 +121,7 @@ class Supervisor(SchedulerPlugin):
                 )
             return {"value": await self._verbs[verb](**message)}
         except Exception as error:
-            # Every error goes back to the caller, who raises it.
+            # Every error goes back to the caller, which raises it.
             return {"error": dump_error(error)}
 
     # Dask's events
@@ -154,7 +157,9 @@ class Supervisor(SchedulerPlugin):
         for instance in self._instances.values():
             if instance.owner == client and instance.grace is None and not instance.is_ending:
                 logger.info(
-                    "Owner of instance %s went away; it ends in %s s", instance.name, instance.grace_s
+                    "The owner of instance %s disconnected; the instance ends in %s s",
+                    instance.name,
+                    instance.grace_s,
                 )
                 instance.grace = loop.call_later(
                     instance.grace_s,
@@ -177,9 +182,9 @@ class Supervisor(SchedulerPlugin):
         start_id: str = "",
     ) -> dict[str, Any]:
         if self._is_closed:
-            raise NotRunningError("The supervisor has just left with its last instance; register it again.")
+            raise NotRunningError("The supervisor unregistered after its last instance; register it again.")
         if start_id in self._given_up:
-            raise InstanceError(f"The start of {instance!r} was given up before it began.")
+            raise InstanceError(f"The start of {instance!r} was cancelled before it began.")
         if instance in self._instances:
             if instance == DEFAULT_INSTANCE:
                 raise AlreadyRunningError(
@@ -204,22 +209,22 @@ class Supervisor(SchedulerPlugin):
             if entry.controller is None:
                 raise InstanceError(f"The controller of {instance!r} could not be started on any worker.")
         except BaseException:
-            # By its id: another instance may have its name by now.
+            # By its start id: another instance may have the same name by now.
             await self._end_instance(instance, start_id)
             raise
         return {"controller": plain(entry.controller)}
 
     async def _end_instance(self, instance: InstanceName, start_id: str | None = None) -> bool:
-        """End an instance, with a ``start_id`` only if that call of ``serve.start()`` made it.
+        """End an instance; return whether it no longer runs.
 
-        Returns whether there is none any more.
+        With a ``start_id``, end it only if that call of ``serve.start()`` started it.
         """
         entry = self._instances.get(instance)
         if start_id is not None and (entry is None or start_id != entry.start_id):
-            # The call that is to be undone may still be on its way: this one can have overtaken it.
+            # The start to undo may still be in flight: this call can overtake it.
             self._given_up.append(start_id)
         if entry is None:
-            # Who was interrupted between registering the supervisor and starting an instance ends up here.
+            # A program that was interrupted between registering the supervisor and the start arrives here.
             await self._leave_if_unused()
             return True
         if start_id is not None and start_id != entry.start_id:
@@ -238,14 +243,14 @@ class Supervisor(SchedulerPlugin):
             entry.awaiting_hosts.cancel()
         await self._hosts.end_instance(entry.name)
         if entry.starting.locked() or not entry.has_begun.is_set():
-            # Whoever is just starting it, or a controller for it, sees now that it ends.
+            # A running start of the instance or of its controller now sees that the instance is ending.
             try:
                 async with asyncio.timeout(START_TIMEOUT_S):
                     await entry.has_begun.wait()
                     async with entry.starting:
                         pass
             except TimeoutError:
-                logger.warning("Instance %s ends while its store or a worker hangs", entry.name)
+                logger.warning("Instance %s ended while its store or a worker did not answer", entry.name)
             await self._hosts.end_instance(entry.name)
         self._drop_topic(entry.name)
         loop = asyncio.get_running_loop()
@@ -260,8 +265,8 @@ class Supervisor(SchedulerPlugin):
     async def _find_controller(self, instance: InstanceName) -> dict[str, Any]:
         entry = self._known(instance)
         if entry.controller is None:
-            # A moment of patience spares every caller a loop of its own; never long, because the caller's
-            # connection to the scheduler is busy meanwhile.
+            # A short wait saves callers a retry. It must be short: it occupies the caller's connection to the
+            # scheduler.
             try:
                 await asyncio.wait_for(entry.controller_up.wait(), 0.5)
             except TimeoutError:
@@ -286,7 +291,7 @@ class Supervisor(SchedulerPlugin):
     ) -> None:
         entry = self._known(instance)
         if epoch < entry.epoch:
-            # The store would refuse it only after the new controller's first write.
+            # The store itself refuses the old epoch only after the new controller's first write.
             raise StaleEpochError(f"Controller epoch {epoch} was replaced by {entry.epoch}.")
         await entry.store.commit(epoch, StoreChange(records))
 
@@ -351,7 +356,7 @@ class Supervisor(SchedulerPlugin):
                     self._tasks.spawn(self._controllers.start(entry))
 
     async def _evacuate(self, workers: list[WorkerAddress]) -> None:
-        """Return when these workers hold nothing of ours, or when that took too long to come about."""
+        """Wait until these workers hold no actors of daskserve, or until the timeout."""
         leaving = {worker for worker in workers if self._hosts.has(worker)}
         if not leaving:
             return
@@ -362,31 +367,35 @@ class Supervisor(SchedulerPlugin):
                 await self._controllers.replace(entry, leaving)
         try:
             async with asyncio.timeout(EVACUATION_S):
-                # Of those that have left already, in order or not, nobody reports any more.
+                # Workers that have already left are not reported any more.
                 while not self._is_closed and (here := {each for each in leaving if self._hosts.has(each)}):
                     if self._capacity.is_free(here, self._controllers.expected(here)):
                         break
                     self._reported.clear()
                     await self._reported.wait()
         except TimeoutError:
-            logger.warning("Workers %s leave with actors of daskserve: there is no room elsewhere", leaving)
+            logger.warning(
+                "Workers %s are retired with actors of daskserve, which were not replaced within %s s",
+                leaving,
+                EVACUATION_S,
+            )
         for worker in leaving:
             await self._hosts.release(worker)
         self._reported.set()
 
     def _tell(self, instance: InstanceName | None, message: Mapping[str, Any]) -> None:
-        """Send plain values to an instance's topic; None sends them to every instance's."""
+        """Publish plain values on an instance's topic; None publishes on all instances' topics."""
         for name in list(self._instances) if instance is None else [instance]:
             self._scheduler.log_event(topic_of(name), dict(message))
 
     def _drop_topic(self, instance: InstanceName) -> None:
-        # Long after the end of an instance another one of its name may run, under another supervisor.
+        # Another instance of this name may run by now, under another supervisor.
         present = self._scheduler.plugins.get(PLUGIN_NAME)
         if not (isinstance(present, Supervisor) and present.is_running(instance)):
             drop_topic(self._scheduler, topic_of(instance))
 
     def is_running(self, instance: InstanceName) -> bool:
-        """Whether there is an instance of that name that is not being ended."""
+        """Return whether an instance of this name runs and is not ending."""
         return instance in self._instances and not self._instances[instance].is_ending
 
     async def _leave_if_unused(self) -> None:
@@ -395,10 +404,10 @@ class Supervisor(SchedulerPlugin):
                 await self.close()
 
     async def close(self) -> None:
-        """Leave nothing in the scheduler: the reverse of `start` and `_hosts_ready`."""
+        """Undo `start` and `_hosts_ready`, so that nothing is left in the scheduler."""
         self._is_closed = True
         PROCESS.remove(self._figures)
-        for instance in self._instances:  # they end with this scheduler, in whatever order
+        for instance in self._instances:  # left only if the scheduler itself is closing
             PROCESS.forget(instance)
         self._reported.set()
         self._unused.cancel()

@@ -1,4 +1,4 @@
-"""What the scheduler decides in view of what instances report."""
+"""The scheduler's decisions, based on the reports of instances."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ async def _evacuate(workers: list[str]) -> None:
 
 
 class Scheduler:
-    """As much of a scheduler as is asked, with two workers that hold a Host each."""
+    """The part of a scheduler that is used, with two workers that hold a Host each."""
 
     def __init__(self) -> None:
         host = SimpleNamespace(key=f"{HOST_KEY}1")
@@ -33,7 +33,7 @@ class Scheduler:
         self.queued: list[Any] = []
         self.unrunnable: dict[str, Any] = {}
         self.plugins = {"ours": self}
-        #: What Dask itself would say.
+        #: Dask's own target.
         self.by_tasks = 1
         self.held: set[str] = set()
         self.handlers: dict[str, Any] = {
@@ -62,10 +62,10 @@ def capacity(scheduler: Any, became_adaptive: list[bool]) -> Capacity:
     return capacity
 
 
-def test_a_worker_is_free_once_every_instance_knows_that_it_leaves_and_has_nothing_there(
+def test_a_retiring_worker_is_free_once_every_instance_knows_and_has_no_actors_there(
     capacity: Capacity,
 ) -> None:
-    """A report from before it knew may be followed by a replica that it was just placing."""
+    """A report from before it knew may be older than a replica that it was just placing."""
     assert not capacity.is_free({W1}, ["a"])
     capacity.report("a", UseReport(in_use=frozenset({W2})))
     assert not capacity.is_free({W1}, ["a"])
@@ -77,13 +77,13 @@ def test_a_worker_is_free_once_every_instance_knows_that_it_leaves_and_has_nothi
     assert not capacity.is_free({W1, W2}, ["a"])
 
 
-def test_what_an_instance_without_a_controller_has_still_counts(capacity: Capacity) -> None:
+def test_the_report_of_an_instance_without_a_controller_still_counts(capacity: Capacity) -> None:
     capacity.report("a", UseReport(in_use=frozenset({W1})))
     assert not capacity.is_free({W1}, [])
     assert capacity.is_free({W2}, [])
 
 
-def test_workers_of_any_instance_count_and_waiting_replicas_add_to_the_target(
+def test_the_target_covers_the_workers_of_all_instances_and_waiting_replicas(
     capacity: Capacity, scheduler: Any
 ) -> None:
     scheduler.unrunnable = {"a task": None}
@@ -97,8 +97,8 @@ def test_workers_of_any_instance_count_and_waiting_replicas_add_to_the_target(
     assert capacity.adaptive_target() == 1
 
 
-def test_a_worker_that_holds_nothing_but_a_host_may_go(capacity: Capacity, scheduler: Any) -> None:
-    """Dask, which takes the Host for data, would keep one more than is needed."""
+def test_a_worker_that_holds_only_a_host_may_be_closed(capacity: Capacity, scheduler: Any) -> None:
+    """Dask counts the Host as data and would keep one worker too many."""
     scheduler.held, scheduler.by_tasks = {W1}, 2
     capacity.report("a", UseReport(in_use=frozenset({W1})))
     assert capacity.adaptive_target() == 1
@@ -107,7 +107,7 @@ def test_a_worker_that_holds_nothing_but_a_host_may_go(capacity: Capacity, sched
 
 
 @pytest.mark.parametrize("what", ["queued", "unrunnable", "processing", "more wanted"])
-def test_what_tasks_want_is_left_to_dask(capacity: Capacity, scheduler: Any, what: str) -> None:
+def test_the_target_for_tasks_is_left_to_dask(capacity: Capacity, scheduler: Any, what: str) -> None:
     scheduler.held, scheduler.by_tasks = {W1}, 2
     if what == "queued":
         scheduler.queued.append("a task")
@@ -120,12 +120,12 @@ def test_what_tasks_want_is_left_to_dask(capacity: Capacity, scheduler: Any, wha
     assert capacity.adaptive_target() == scheduler.by_tasks
 
 
-def test_a_cluster_is_adaptive_while_somebody_asks_how_large_it_should_be(
+def test_a_cluster_is_adaptive_while_its_target_is_requested(
     capacity: Capacity, scheduler: Any, became_adaptive: list[bool]
 ) -> None:
     async def main() -> None:
         assert not capacity.is_adaptive
-        scheduler.adaptive_target()  # as metrics do
+        scheduler.adaptive_target()  # as metrics call it
         assert not capacity.is_adaptive
         scheduler.handlers["adaptive_target"]()
         assert capacity.is_adaptive

@@ -1,4 +1,4 @@
-"""Which targets are listed for Prometheus, and the route that lists them."""
+"""The targets listed for Prometheus, and the route that serves the list."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CONNECTION: Any = SimpleNamespace(context=None)
 
 
 class Scheduler:
-    """The parts of a Dask scheduler that are looked at."""
+    """The part of a Dask scheduler that is used."""
 
     def __init__(self, prefix: str = "") -> None:
         self.address = "tcp://10.0.0.1:8786"
@@ -49,7 +49,7 @@ def test_the_scheduler_and_all_workers_are_listed_as_they_come_and_go() -> None:
     assert listed(scheduler) == ["scheduler 10.0.0.1:8787", "worker [fd00::4]:40004"]
 
 
-def test_of_workers_that_share_a_process_one_is_listed() -> None:
+def test_one_worker_per_process_is_listed() -> None:
     scheduler = Scheduler()
     for port in (1, 2, 3):
         scheduler.join("10.0.0.2", port)
@@ -57,7 +57,7 @@ def test_of_workers_that_share_a_process_one_is_listed() -> None:
     assert listed(scheduler, facts)[1:] == ["worker 10.0.0.2:1", "worker 10.0.0.2:3"]
 
 
-def test_processes_of_which_nothing_is_known_are_all_listed() -> None:
+def test_workers_of_unknown_processes_are_all_listed() -> None:
     entry = target("h", 1, role="worker", name="w", path="/metrics")
     assert one_per_process([(None, entry), (None, entry), (1, entry), (1, entry)]) == [entry] * 3
 
@@ -66,12 +66,12 @@ def test_processes_of_which_nothing_is_known_are_all_listed() -> None:
     ("bound", "expected"),
     [("", "h"), ("0.0.0.0", "h"), ("::", "h"), ("127.0.0.1", "127.0.0.1"), ("10.1.1.1", "10.1.1.1")],
 )
-def test_a_server_is_reached_where_it_listens_unless_that_says_nothing(bound: str, expected: str) -> None:
+def test_a_wildcard_address_is_replaced_by_the_host_that_dask_uses(bound: str, expected: str) -> None:
     assert reachable(bound, "h") == expected
 
 
 @pytest.mark.parametrize("prefix", ["", "/dask"])
-def test_the_route_comes_and_goes_and_follows_the_prefix(prefix: str) -> None:
+def test_the_route_is_added_below_the_prefix_and_removed(prefix: str) -> None:
     scheduler = Scheduler(prefix)
     application = scheduler.http_application
     assert metrics_path(application) == f"{prefix}/metrics"

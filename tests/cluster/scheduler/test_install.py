@@ -1,4 +1,4 @@
-"""Starting an instance: what a start that is given up must not do any more."""
+"""Starting an instance: a cancelled start must not start it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from daskserve.cluster.scheduler.install import start_instance
 
 
 class Careless:
-    """A link whose way to the scheduler swallows a cancellation, as ``asyncio.wait_for`` may."""
+    """A link whose calls to the scheduler swallow a cancellation, as ``asyncio.wait_for`` may."""
 
     def __init__(self) -> None:
         self.client: Any = self

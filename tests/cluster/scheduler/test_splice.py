@@ -1,4 +1,4 @@
-"""Carrying from one connection to another, where nothing ever makes the carrier wait."""
+"""Forwarding between connections that are always ready."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from daskserve.cluster.scheduler.splice import (
 
 
 class ReadyStream:
-    """A stream that always has what is asked of it, until it ends; the other end of it takes everything."""
+    """A stream that always has data, until it ends, and accepts all writes at once."""
 
     def __init__(self, *pieces: int) -> None:
         self.left = list(pieces)
@@ -34,7 +34,7 @@ class ReadyStream:
 
 
 class ReadyComm:
-    """The same for a transport of messages."""
+    """A comm that always has a message, until it ends, and accepts all writes at once."""
 
     def __init__(self, *messages: Any) -> None:
         self.left = list(messages)
@@ -49,8 +49,8 @@ class ReadyComm:
         self.written.append(message)
 
 
-def turns_while(carrying: Any) -> int:
-    """Return how often others had their turn while something was carried."""
+def other_runs_during(carrying: Any) -> int:
+    """Return how often another task ran while something was forwarded."""
 
     async def main() -> int:
         turns, task = 0, asyncio.create_task(carrying)
@@ -63,21 +63,21 @@ def turns_while(carrying: Any) -> int:
     return asyncio.run(main())
 
 
-def test_the_loop_has_its_turn_between_any_two_pieces() -> None:
+def test_other_tasks_run_between_any_two_buffers() -> None:
     source, sink = ReadyStream(*[LARGE_BYTES] * 50), ReadyStream()
-    assert turns_while(_carry_bytes(source, sink)) >= 50  # type: ignore[arg-type]
+    assert other_runs_during(_carry_bytes(source, sink)) >= 50  # type: ignore[arg-type]
     assert len(sink.taken) == 50
 
 
-def test_the_loop_has_its_turn_between_any_two_messages() -> None:
+def test_other_tasks_run_between_any_two_messages() -> None:
     source, sink = ReadyComm(*range(50)), ReadyComm()
-    assert turns_while(_carry_messages(source, sink)) >= 50
+    assert other_runs_during(_carry_messages(source, sink)) >= 50
     assert sink.written == list(range(50))
 
 
-def test_the_buffer_is_large_only_while_much_goes_by() -> None:
+def test_the_buffer_is_large_only_during_large_transfers() -> None:
     source = ReadyStream(100, SMALL_BYTES, LARGE_BYTES, SMALL_BYTES, 100, 100)
-    turns_while(_carry_bytes(source, ReadyStream()))  # type: ignore[arg-type]
+    other_runs_during(_carry_bytes(source, ReadyStream()))  # type: ignore[arg-type]
     assert source.asked == [SMALL_BYTES, SMALL_BYTES, LARGE_BYTES, LARGE_BYTES, LARGE_BYTES, SMALL_BYTES]
 
 
