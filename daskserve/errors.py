@@ -1,4 +1,4 @@
-"""The errors daskserve raises, named by what the caller can do about them.
+"""The errors that daskserve raises, named by what the caller can do about them.
 
 ::
 
@@ -6,30 +6,30 @@
     ├── BadRequestError        (ValueError)  400   fix the arguments
     │   ├── AlreadyRegisteredError
     │   ├── NotRegisteredError
-    │   └── StreamOptionError  (TypeError)         call it with stream=True, or without
+    │   └── StreamOptionError  (TypeError)         add or remove stream=True
     ├── NotFoundError          (KeyError)    404   the name does not exist
-    ├── ExternalScalerDisabledError          412   let the backend be scaled from outside first
-    ├── ClosedError                          500   make or connect to an instance first
-    ├── InstanceError                        500   start, connect, version and cluster trouble
+    ├── ExternalScalerDisabledError          412   set external_scaler_enabled on the backend first
+    ├── ClosedError                          500   start or connect to an instance first
+    ├── InstanceError                        500   start, connect, version and cluster problems
     │   ├── AlreadyRunningError
     │   ├── NotRunningError
     │   ├── ClusterUnreachableError (OSError)
     │   ├── VersionMismatchError
     │   ├── LibraryVersionError                    install a version of the library that works
     │   └── PortInUseError     (OSError, ValueError)
-    ├── DeployError            (RuntimeError) 500  the change did not come about
+    ├── DeployError            (RuntimeError) 500  the change failed
     │   ├── ReplicaStartError                      the user's constructor raised; carries the traceback
     │   └── NoCapacityError                        no worker has room
     ├── BackPressureError                    503   retry later
     ├── UnavailableError                     503   retry: no replica could take the request
     │   ├── StaleEpochError                        a newer controller has taken over
     │   ├── ReplicaBusyError                       not begun: another replica may take it
-    │   └── ActorLostError                         the other side went away; `begun` says if it had started
+    │   └── ActorLostError                         the actor is gone; `begun`: user code may have run
     ├── RequestTimeoutError    (TimeoutError) 408
-    └── UserCodeError                        500   an error of user code that itself cannot be pickled
+    └── UserCodeError                        500   an error of user code that cannot be pickled
 
-Every class takes one message, plus keyword fields with defaults that live in ``__dict__``: that is what
-lets `BaseException.__reduce__` carry them between processes unchanged.
+Every class takes one message, plus keyword fields with defaults that live in ``__dict__``. This lets
+`BaseException.__reduce__` carry them between processes unchanged.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ServeError(Exception):
         super().__init__(message)
 
     def __str__(self) -> str:
-        # KeyError's own __str__ would show the repr of the message.
+        # KeyError's own __str__ returns the repr of the message.
         return str(self.args[0]) if self.args else ""
 
 
@@ -58,7 +58,7 @@ class BadRequestError(ServeError, ValueError):
 
 
 class AlreadyRegisteredError(BadRequestError):
-    """A backend, endpoint or route of that name exists with other contents."""
+    """A backend, endpoint or route of this name exists with a different definition."""
 
 
 class NotRegisteredError(BadRequestError):
@@ -66,7 +66,7 @@ class NotRegisteredError(BadRequestError):
 
 
 class StreamOptionError(BadRequestError, TypeError):
-    """A stream was asked of a method that gives none, or a single answer of a generator."""
+    """A stream was requested from a method that is no generator, or a single answer from a generator."""
 
 
 class NotFoundError(ServeError, KeyError):
@@ -76,7 +76,7 @@ class NotFoundError(ServeError, KeyError):
 
 
 class ExternalScalerDisabledError(ServeError):
-    """The backend does not let others say how many replicas it has, see ``external_scaler_enabled``."""
+    """The backend does not accept external scaling; see ``external_scaler_enabled``."""
 
     http_status = 412
 
@@ -94,15 +94,15 @@ class AlreadyRunningError(InstanceError):
 
 
 class NotRunningError(InstanceError):
-    """No instance runs where one was looked for."""
+    """No instance of this name runs on the cluster."""
 
 
 class ClusterUnreachableError(InstanceError, OSError):
-    """No Dask scheduler answers at that address."""
+    """No Dask scheduler answers at the address."""
 
 
 class VersionMismatchError(InstanceError):
-    """The scheduler or a worker has no daskserve, or another version of it."""
+    """The scheduler or a worker has no daskserve, or a different version."""
 
 
 class LibraryVersionError(InstanceError):
@@ -128,11 +128,11 @@ class LibraryVersionError(InstanceError):
 
 
 class PortInUseError(InstanceError, OSError, ValueError):
-    """Another program, or another instance, listens on the wanted port."""
+    """Another program or instance already listens on the requested port."""
 
 
 class DeployError(ServeError, RuntimeError):
-    """A change was accepted and then could not be carried out."""
+    """A change was accepted but could not be completed."""
 
 
 class ReplicaStartError(DeployError):
@@ -141,7 +141,7 @@ class ReplicaStartError(DeployError):
     Attributes
     ----------
     user_traceback : str
-        The traceback inside the replica, as text.
+        The traceback from inside the replica, as text.
     """
 
     def __init__(self, message: str = "", *, user_traceback: str = "") -> None:
@@ -154,7 +154,7 @@ class NoCapacityError(DeployError):
 
 
 class BackPressureError(ServeError):
-    """The router's queue for a backend is full; try again after ``retry_after_s``."""
+    """The router's queue for a backend is full; retry after ``retry_after_s``."""
 
     http_status = 503
     is_retryable = True
@@ -174,14 +174,14 @@ class BackPressureError(ServeError):
 
 
 class UnavailableError(ServeError):
-    """No replica could take the request at this moment."""
+    """No replica can take the request at the moment."""
 
     http_status = 503
     is_retryable = True
 
 
 class ReplicaBusyError(UnavailableError):
-    """The replica runs as many requests as it may. The request has not begun."""
+    """The replica runs its maximum number of requests; this request was not begun."""
 
     def __init__(self, message: str = "", *, ongoing: int = 0) -> None:
         super().__init__(message)
@@ -189,14 +189,14 @@ class ReplicaBusyError(UnavailableError):
 
 
 class ActorLostError(UnavailableError):
-    """The actor or its worker is gone, or the connection to it.
+    """The actor, its worker, or the connection to it is gone.
 
     Attributes
     ----------
     begun : bool
         False only if user code cannot have seen the request.
     is_disconnected : bool
-        All that is known is that the connection broke: the actor may well live, and the next one reach it.
+        Only the connection is known to be broken: the actor may be alive, and a new connection may reach it.
     """
 
     http_status = 502
@@ -208,7 +208,7 @@ class ActorLostError(UnavailableError):
 
 
 class StaleEpochError(UnavailableError):
-    """A newer controller has taken over; ask that one."""
+    """A newer controller has taken over; retry the call there."""
 
 
 class RequestTimeoutError(ServeError, TimeoutError):
@@ -219,7 +219,7 @@ class RequestTimeoutError(ServeError, TimeoutError):
 
 
 class UserCodeError(ServeError):
-    """User code raised an error that cannot be pickled; the message holds its type and text."""
+    """User code raised an error that cannot be pickled; the message contains its type and text."""
 
 
 class RemoteTraceback(Exception):

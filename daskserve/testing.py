@@ -1,13 +1,13 @@
-"""Tests without waiting and without a cluster: an event loop in virtual time, and an instance in one process.
+"""Tools for fast tests: an event loop in virtual time, and an instance in one process without a cluster.
 
-Problem: what daskserve is made of waits (backoffs, grace periods, ticks), and tests that wait are slow or
-flaky. Choice, as in trio's autojump clock: an asyncio event loop whose clock stands still while anything can
-run, and jumps to the next timer when nothing can. An hour of ticks takes milliseconds, and always happens in
-the same order. `daskserve.clock.LoopClock` reads that loop, so code that takes a `Clock` needs no changes.
+Problem: most parts of daskserve wait (backoffs, grace periods, ticks), and tests that wait are slow or flaky.
+Choice, as in trio's autojump clock: an asyncio event loop whose clock stands still while anything can run,
+and jumps to the next timer when nothing can. An hour of ticks takes milliseconds and always happens in the
+same order. `daskserve.clock.LoopClock` reads that loop's time, so code that takes a `Clock` needs no changes.
 
-Virtual time knows timers, not the outside world: sockets are only looked at when nothing else is left to do,
-and threads (so the user code of real replicas) work in real time, which virtual time runs past. For those,
-`local_instance` gives an instance on an ordinary loop, in one process.
+Virtual time covers timers only. The loop checks sockets only when nothing else is left to do. Threads, and so
+the user code of real replicas, run in real time while virtual time jumps ahead. To test those, use
+`local_instance`, which runs an instance on an ordinary loop in one process.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: A test that gets to this virtual time waits for something that does not happen.
+#: Virtual time after which a test is assumed to wait for something that never happens.
 LIMIT_S = 24 * 3600.0
-#: Turns of the loop without time passing that no honest test needs.
+#: Maximum number of loop iterations without time passing.
 MAX_TURNS = 200_000
-#: The loop's own socket, by which other threads wake it.
+#: Sockets that the loop itself registers: the one with which other threads wake it.
 _OWN_SOCKETS = 1
 
 
 class DeadlockError(RuntimeError):
-    """Nothing is scheduled on a `VirtualTimeLoop`, so what the program waits for can never happen."""
+    """Nothing is scheduled on a `VirtualTimeLoop`, so the program waits for something that cannot happen."""
 
 
 class LivelockError(RuntimeError):
-    """A `VirtualTimeLoop` goes round and round: without time passing, or far past any sensible time."""
+    """A `VirtualTimeLoop` runs without end: time stands still, or has passed its limit."""
 
 
 class _JumpingSelector(selectors.SelectSelector):
-    """Waits for nothing: where the loop would wait, time jumps."""
+    """A selector that advances virtual time instead of waiting."""
 
     loop: VirtualTimeLoop
 
@@ -70,12 +70,13 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     Raises
     ------
     DeadlockError
-        From whatever runs the loop: nothing is ready and no timer is set. The message lists what waits.
+        Raised from the call that runs the loop: nothing is ready and no timer is set. The message lists the
+        waiting tasks.
     LivelockError
-        The loop turned `MAX_TURNS` times without time passing, or time passed ``limit_s``.
+        The loop ran `MAX_TURNS` iterations without time passing, or time passed ``limit_s``.
     """
 
-    # Of asyncio.BaseEventLoop: the heap of timers, earliest first.
+    # Defined by asyncio.BaseEventLoop: the heap of timers, earliest first.
     _scheduled: list[asyncio.TimerHandle]
 
     def __init__(self, limit_s: float = LIMIT_S) -> None:
@@ -92,14 +93,14 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         return self._virtual_now
 
     def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:  # type: ignore[override]
-        """Run a function in a thread; virtual time stands still until it is done."""
+        """Run a function in a thread; virtual time stands still until it returns."""
         future: asyncio.Future[T] = super().run_in_executor(executor, func, *args)
         self._in_threads += 1
         future.add_done_callback(self._left_thread)
         return future
 
     async def shutdown_default_executor(self, *args: Any) -> None:
-        """Wait for the threads of `run_in_executor` to end, in real time."""
+        """Wait in real time for the threads of `run_in_executor` to end."""
         self._in_threads += 1
         try:
             await super().shutdown_default_executor(*args)
@@ -115,11 +116,12 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         return self._in_threads > 0
 
     def count_turn(self) -> None:
-        """Note a turn of the loop that takes no time."""
+        """Count a loop iteration that takes no time."""
         self._turns += 1
         if self._turns > MAX_TURNS:
             raise LivelockError(
-                f"livelock: the loop turned {MAX_TURNS} times and it is still {self._virtual_now:g} s"
+                f"livelock: the loop ran {MAX_TURNS} iterations while time stood still at "
+                f"{self._virtual_now:g} s; check for a loop that never waits"
             )
 
     def jump(self) -> None:
@@ -127,7 +129,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self._turns = 0
         if not self._scheduled:
             raise DeadlockError(f"deadlock: nothing is scheduled; waiting: {_describe_tasks(self)}")
-        # Not by adding the timeout: that may come out a rounding error before the timer.
+        # Not the current time plus the timeout: a rounding error could end before the timer.
         self._virtual_now = max(self._virtual_now, self._scheduled[0].when())
         if self._virtual_now > self._limit_s:
             raise LivelockError(
@@ -145,7 +147,7 @@ def _describe_tasks(loop: asyncio.AbstractEventLoop) -> str:
 
 
 def run_virtual(function: Callable[..., Coroutine[Any, Any, T]], *args: Any, limit_s: float = LIMIT_S) -> T:
-    """Run a coroutine function to its end in virtual time, as `asyncio.run` does in real time.
+    """Run a coroutine function in virtual time and return its result, as `asyncio.run` does in real time.
 
     Examples
     --------
@@ -160,12 +162,12 @@ def run_virtual(function: Callable[..., Coroutine[Any, Any, T]], *args: Any, lim
 
 
 async def wait_until(condition: Callable[[], Any], *, timeout_s: float = 10.0, every_s: float = 0.005) -> Any:
-    """Return the condition's first true value, looking again and again, in virtual time or in real time.
+    """Check a condition every ``every_s`` and return its first true value; works in virtual and real time.
 
     Raises
     ------
     TimeoutError
-        It did not become true within ``timeout_s``.
+        The condition did not become true within ``timeout_s``.
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
@@ -189,17 +191,17 @@ def local_instance(
 ) -> Iterator[Client]:
     """Yield the client of an instance that runs in this process, on an event loop in a thread, without Dask.
 
-    The controller, the routers, the replicas and, if asked for, the HTTP proxies are the real ones; workers
-    are pretend ones, so nothing is isolated and nothing speeds up. When the block ends, the instance does.
+    The controller, the routers, the replicas and, if enabled, the HTTP proxies are the real ones. The workers
+    are simulated, so there is no isolation and no speedup. The instance ends with the block.
 
     Parameters
     ----------
     workers : int
-        How many pretend workers, of 4 threads each.
+        Number of simulated workers, with 4 threads each.
     http_options : HTTPOptions or dict, optional
-        Default: no HTTP proxies, calls go through handles only.
+        Options of the HTTP proxies. Default: no proxies; calls go through handles only.
     timeout_s : float
-        How long the proxies may take to listen.
+        Timeout for the proxies to listen, in seconds.
 
     Examples
     --------
@@ -208,7 +210,7 @@ def local_instance(
     ...     client.create_endpoint("double", backend="double")
     ...     assert client.get_handle("double").remote(21).result() == 42
     """
-    # Only those who want an instance need the layers that make one.
+    # Imported here, so that `run_virtual` does not load these layers.
     from daskserve import actors
     from daskserve.client.calls import ControllerCalls, wait_for_http
     from daskserve.client.client import Client
@@ -233,7 +235,7 @@ def local_instance(
         ActorKind.REPLICA: actors.make_replica,
     }
     cluster = LocalCluster(factories, workers=workers)
-    # The local link answers what a client asks of a real one.
+    # The local link implements what a client uses of a real one.
     link = cast(Link, cluster.program.link)
     with _loop_in_thread() as loop:
 

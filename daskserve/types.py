@@ -1,8 +1,8 @@
-"""The nouns every layer shares: tags, states, addresses and the messages of one request.
+"""Types that all layers share: tags, states, addresses and the messages of a request.
 
-This module imports nothing of daskserve. Messages are slotted dataclasses: they are made per request, so they
-must be cheap, and they cross threads, so nobody changes them. Those of which each request makes several are
-not frozen, because making a frozen one takes three times as long.
+This module imports nothing from daskserve. Messages are slotted dataclasses: they are created per request, so
+they must be cheap, and they cross threads, so they must not be changed. Types that a request creates several
+times are not frozen, because creating a frozen dataclass takes three times as long.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ Send: TypeAlias = Callable[[Message], Awaitable[None]]
 
 
 class _Done(tuple[()]):
-    """Awaiting it comes to None at once. Stateless, so one will do for everybody."""
+    """An awaitable that returns None at once. It has no state, so one object serves all callers."""
 
     __slots__ = ()
-    __await__ = tuple.__iter__  # in C, and over at once
+    __await__ = tuple.__iter__  # implemented in C; stops at once
 
 
-#: The type of a message that ASGI does not have: a whole response, with ``status``, ``headers`` and ``body``,
-#: which says its length itself. Replicas send it. The ingress adds its ``request_id``, and for all but our
-#: own servers makes two messages of it. Headers that many responses share are best a tuple: it is looked up.
+#: A message type that is not part of ASGI: a complete response with ``status``, ``headers`` and ``body``. The
+#: length of the body is the response's length; no ``content-length`` header is needed. Replicas send it. The
+#: ingress adds its ``request_id`` and splits it into two ASGI messages for servers other than daskserve's
+#: own. Pass headers that many responses share as a tuple, so that the encoded head can be cached.
 WHOLE_RESPONSE = "daskserve.response"
 
-#: What a `Send` may return that has nothing to wait for: a coroutine costs several times as much to make.
+#: The return value of a `Send` that need not wait; creating a coroutine costs several times as much.
 DONE: Awaitable[None] = cast(Awaitable[None], _Done())
 
 #: The name under which ``serve.start(detached=True)`` is found by ``serve.connect()``.
@@ -57,8 +58,7 @@ class ActorKind(enum.StrEnum):
     REPLICA = "replica"
 
 
-#: Where the Host finds the class of each kind. Import paths, because the cluster layer may not import
-#: the layers above it.
+#: Import path of the factory for each kind of actor. The cluster layer may not import the layers above it.
 ACTOR_FACTORIES: Mapping[ActorKind, str] = {
     ActorKind.CONTROLLER: "daskserve.actors:make_controller",
     ActorKind.PROXY: "daskserve.actors:ProxyActor",
@@ -67,7 +67,7 @@ ACTOR_FACTORIES: Mapping[ActorKind, str] = {
 
 
 class ReplicaState(enum.StrEnum):
-    """Where a replica is in its life; names follow the classic controller."""
+    """States in a replica's life cycle; the names follow the classic controller."""
 
     SHOULD_START = "SHOULD_START"
     STARTING = "STARTING"
@@ -78,7 +78,7 @@ class ReplicaState(enum.StrEnum):
 
 
 class Location(enum.StrEnum):
-    """Which workers get an HTTP proxy."""
+    """Which workers run an HTTP proxy."""
 
     HEAD_ONLY = "HeadOnly"
     EVERY_NODE = "EveryNode"
@@ -88,9 +88,9 @@ class Location(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ActorAddress:
-    """Where one incarnation of an actor lives.
+    """The address of one incarnation of an actor.
 
-    ``incarnation`` tells a restarted actor from the one whose name it took over: a message for an
+    ``incarnation`` distinguishes a restarted actor from the earlier one of the same name. A message for an
     older incarnation is refused, never delivered to the newer one.
     """
 
@@ -104,7 +104,7 @@ class ActorAddress:
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """One Dask worker as placement sees it. ``resources`` are the declared ones, not what is free."""
+    """One Dask worker, as placement sees it. ``resources`` are the declared ones, not the free ones."""
 
     address: WorkerAddress
     host: str
@@ -115,7 +115,7 @@ class WorkerInfo:
     pid: int = 0
     is_available: bool = True
     is_head: bool = False
-    #: It is to leave the cluster in order: what it holds has to move.
+    #: The worker is being retired; its actors must move.
     is_retiring: bool = False
 
 
@@ -149,14 +149,14 @@ class EnvelopeKind(enum.StrEnum):
     CONTROL = "control"
 
 
-#: The type of the message by which a replica tells a router that a request with `Patience` has its slot, and
-#: what the replica now has to do: ``ongoing`` and ``queued``, as in `Load`.
+#: Type of the message with which a replica informs a router that a request with `Patience` has got a slot.
+#: The message carries the replica's load: ``ongoing`` and ``queued``, as in `Load`.
 SLOT_TAKEN = "slot.taken"
 
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long a request may wait in line at a replica that is full, and how long it has done so before."""
+    """How long a request may wait in the queue of a full replica, and how long it has already waited."""
 
     left_s: float
     waited_s: float = 0.0
@@ -166,9 +166,9 @@ class Patience:
 class Envelope:
     """The opening message of one request to one actor.
 
-    ``deadline`` is when it must have been answered, on the clock of this process's event loop. ``has_body``
-    is whether messages of the caller follow; without it, one that says the body is empty is taken as read.
-    Without ``patience`` a replica that is full refuses it at once.
+    ``deadline`` is the time by which it must be answered, on the clock of this process's event loop.
+    ``has_body`` says whether messages of the caller follow; if not, the handler reads one message with an
+    empty body. Without ``patience``, a full replica refuses the request at once.
     """
 
     kind: EnvelopeKind
@@ -181,22 +181,23 @@ class Envelope:
 
 @dataclass(slots=True)
 class Load:
-    """What a replica says of itself with every answer."""
+    """The load that a replica reports with every answer."""
 
     ongoing: int = 0
     queued: int = 0
 
 
 class Rest(Protocol):
-    """A request for one answer that turned out to need more: the remainder, for a task to carry."""
+    """The remainder of a single-answer request that needs more than one answer; a task carries it."""
 
     def carry(self, receive: Receive, send: Send) -> Coroutine[Any, Any, Load]:
-        """Answer it."""
+        """Answer the rest of the request."""
 
     def drop(self) -> None:
-        """Let go of it, if `carry` has not been entered, or has not done that already."""
+        """Release the request, unless `carry` was entered or has released it."""
 
 
-#: Is told how a request has ended that one answer was asked of: with that, if it came, and with the actor's
-#: load or an error; or, of a request over HTTP, how it goes on. It must not raise.
+#: Called once at the end of a single-answer request, with the answer, if there is one, and the actor's load
+#: or an error. For an HTTP request that needs more than one answer, it gets a `Rest` instead. It must not
+#: raise.
 OnAnswer: TypeAlias = Callable[[Message | None, Load | Exception | Rest], None]

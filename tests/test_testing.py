@@ -1,4 +1,4 @@
-"""Virtual time: exact, deterministic, and loud about what can never happen."""
+"""Virtual time: exact, deterministic, with errors for deadlocks and livelocks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_time_starts_at_zero_and_passes_only_for_timers() -> None:
 
 
 def test_a_timer_fires_at_its_time_to_the_last_bit() -> None:
-    """A rounding error early, `while now < deadline: wait(deadline - now)` would go round and round."""
+    """If it fired a rounding error early, `while now < deadline: wait(deadline - now)` would never end."""
 
     async def scenario() -> None:
         loop = asyncio.get_running_loop()
@@ -59,7 +59,7 @@ def test_a_timer_fires_at_its_time_to_the_last_bit() -> None:
     run_virtual(scenario)
 
 
-def test_the_same_program_takes_the_same_course_every_time() -> None:
+def test_a_program_takes_the_same_course_every_time() -> None:
     async def worker(name: int, trace: list[tuple[float, int]]) -> None:
         for turn in range(5):
             await asyncio.sleep((name * 7 + turn * 3) % 5 / 10)
@@ -86,7 +86,7 @@ def test_timeouts_and_the_loop_clock_work_in_virtual_time() -> None:
     assert run_virtual(scenario) == 61
 
 
-def test_nothing_scheduled_is_a_deadlock_that_names_who_waits() -> None:
+def test_a_deadlock_error_names_the_waiting_tasks() -> None:
     async def wait_for_nothing() -> None:
         await asyncio.Event().wait()
 
@@ -100,22 +100,22 @@ def test_nothing_scheduled_is_a_deadlock_that_names_who_waits() -> None:
     assert "test_testing.py:" in str(info.value)
 
 
-def test_a_loop_without_end_is_a_livelock() -> None:
+def test_an_endless_loop_is_a_livelock() -> None:
     async def spin() -> None:
-        while True:  # noqa: ASYNC110  # the very fault
+        while True:  # noqa: ASYNC110  # the fault under test
             await asyncio.sleep(0)
 
     async def tick() -> None:
         while True:  # noqa: ASYNC110
             await asyncio.sleep(5)
 
-    with pytest.raises(LivelockError, match="it is still 0 s"):
+    with pytest.raises(LivelockError, match="time stood still at 0 s"):
         run_virtual(spin)
     with pytest.raises(LivelockError, match="past 100 s"):
         run_virtual(tick, limit_s=100)
 
 
-def test_a_thread_is_waited_for_in_real_time() -> None:
+def test_virtual_time_waits_for_a_thread_in_real_time() -> None:
     go = threading.Event()
 
     def work() -> str:
@@ -134,7 +134,7 @@ def test_a_thread_is_waited_for_in_real_time() -> None:
     assert run_virtual(scenario) == ("done", 0.0)
 
 
-def test_errors_and_results_come_out_and_nothing_stays_behind() -> None:
+def test_errors_and_results_are_passed_on_and_nothing_is_left() -> None:
     before = set(threading.enumerate())
 
     async def scenario(value: int) -> int:
@@ -149,7 +149,7 @@ def test_errors_and_results_come_out_and_nothing_stays_behind() -> None:
     assert set(threading.enumerate()) <= before
 
 
-def test_it_is_a_loop_factory_for_a_runner_too() -> None:
+def test_the_loop_works_as_a_runner_loop_factory() -> None:
     async def scenario() -> float:
         await asyncio.sleep(30)
         return now()
@@ -163,7 +163,9 @@ def test_it_is_a_loop_factory_for_a_runner_too() -> None:
 
 
 @pytest.mark.parametrize("run", [run_virtual, lambda function: asyncio.run(function())])
-def test_a_condition_is_waited_for(run: Callable[[Callable[[], Coroutine[Any, Any, None]]], None]) -> None:
+def test_wait_until_waits_for_a_condition(
+    run: Callable[[Callable[[], Coroutine[Any, Any, None]]], None],
+) -> None:
     async def scenario() -> None:
         found: list[str] = []
         asyncio.get_running_loop().call_later(0.02, found.append, "it")
@@ -219,7 +221,7 @@ def test_backends_of_a_local_instance_call_each_other() -> None:
 
 
 @pytest.mark.parametrize("server", ["tornado", "uvicorn"])
-def test_a_local_instance_serves_http_if_asked_to(server: Literal["tornado", "uvicorn"]) -> None:
+def test_a_local_instance_serves_http_if_enabled(server: Literal["tornado", "uvicorn"]) -> None:
     httpx = pytest.importorskip("httpx")
     with local_instance(http_options=HTTPOptions(port=0, server=server)) as client:
         client.create_backend("hello", lambda request: "hello")
@@ -230,7 +232,7 @@ def test_a_local_instance_serves_http_if_asked_to(server: Literal["tornado", "uv
         httpx.get(f"{url}/hello")
 
 
-def test_a_server_that_is_not_installed_is_refused_by_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_starting_with_a_server_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("uvicorn", "uvicorn_connection"):
         monkeypatch.delitem(sys.modules, f"daskserve.proxies.server.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
@@ -239,7 +241,7 @@ def test_a_server_that_is_not_installed_is_refused_by_the_start(monkeypatch: pyt
             pass
 
 
-def test_a_server_that_there_is_not_is_refused_by_name() -> None:
+def test_an_unknown_server_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"server\n.*'tornado' or 'uvicorn'.*hypercorn"):
         with local_instance(http_options={"port": 0, "server": "hypercorn"}):
             pass

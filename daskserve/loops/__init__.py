@@ -1,1 +1,1 @@
-"""Event loops and threads: crossing between them, waiting and deadlines."""
+"""Event loops, calls between threads, and deadlines."""

@@ -1,9 +1,9 @@
-"""Deadlines: the time by which a request must have been answered.
+"""Deadlines: the time by which a request must be answered.
 
-Whoever accepts a request sets its deadline, once, on the clock of its event loop; it goes with the request's
-envelope. Between processes travels what is left of it, because their clocks differ. Each process through
-which a request passes holds the deadline by itself: a caller that hangs, or whose cancellation is late, must
-not keep a replica busy. What a request calls in turn has no more time than is left to the request itself.
+The process that accepts a request sets its deadline once, on the clock of its event loop. The deadline is
+part of the request's envelope. Between processes, the remaining time travels instead, because their clocks
+differ. Every process on the path enforces the deadline: a caller that hangs, or whose cancellation is late,
+must not keep a replica busy. Nested calls of a request have no more time than the request itself.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ T = TypeVar("T")
 
 
 async def until(deadline: float, work: Coroutine[Any, Any, T], message: str) -> T:
-    """Return what the work comes to, or cancel it at the deadline; it is not begun after that.
+    """Return the result of the work, or cancel it at the deadline; do not start it after the deadline.
 
-    Deadlines may be nested, and of equal ones the outermost raises.
+    Deadlines may be nested; of equal deadlines, the outermost raises.
 
     Raises
     ------
     RequestTimeoutError
-        The deadline has passed; with ``message``.
+        The deadline passed; its text is ``message``.
     """
     if asyncio.get_running_loop().time() >= deadline:
         work.close()
         raise RequestTimeoutError(message)
-    # Not `Clock.wait_for`: a TimeoutError of user code must not pass for our deadline.
+    # Not `Clock.wait_for`: a TimeoutError of user code must not be mistaken for this deadline.
     limit = asyncio.timeout_at(deadline)
     try:
         async with limit:
@@ -42,10 +42,10 @@ async def until(deadline: float, work: Coroutine[Any, Any, T], message: str) -> 
 
 
 def earliest(*deadlines: float | None) -> float | None:
-    """Return the first of some deadlines; None stands for having none."""
+    """Return the earliest deadline; None means no deadline."""
     return min((each for each in deadlines if each is not None), default=None)
 
 
 def is_over(deadline: float | None, now: float) -> bool:
-    """Whether a deadline, if there is one, has passed."""
+    """Return whether a deadline has passed; None never passes."""
     return deadline is not None and now >= deadline

@@ -1,4 +1,4 @@
-"""Which kind of event loop runs our threads and the processes that we start."""
+"""The kind of event loop in daskserve's threads and in the processes that it starts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from daskserve import settings
 
 
 def uses_uvloop() -> bool:
-    """Whether event loops that daskserve makes are uvloop's: it is installed, and not ruled out."""
+    """Return whether daskserve uses uvloop: it is installed and not disabled."""
     if not settings.process().uvloop:
         return False
     try:
@@ -27,7 +27,7 @@ def running_loop() -> asyncio.AbstractEventLoop | None:
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """Return a new event loop, of uvloop if that is installed; see `daskserve.settings.ProcessSettings`."""
+    """Return a new event loop, uvloop's if `uses_uvloop`; see `daskserve.settings.ProcessSettings`."""
     if not uses_uvloop():
         return asyncio.new_event_loop()
     import uvloop

@@ -1,4 +1,4 @@
-"""Ways onto an event loop from other threads, at one wake-up for many."""
+"""Posting functions to an event loop from other threads, with one wake-up for many posts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ASLEEP, _TO_BE_WOKEN, _WOKEN = range(3)
 
 
 class Landing:
-    """Where hops onto an event loop arrive. All that share one share its wake-ups, too."""
+    """The receiving end of hops on one event loop. Hops that share a landing share its wake-ups."""
 
     __slots__ = ("_arrived", "_is_woken", "_loop")
 
@@ -26,7 +26,7 @@ class Landing:
         self._is_woken = False
 
     def wake_for(self, hop: Hop) -> None:
-        """Have the loop look after a hop, soon; from any thread. A closed loop will not."""
+        """Make the loop drain a hop soon. Call this from any thread; a closed loop ignores it."""
         self._arrived.append(hop)
         if not self._is_woken:
             self._is_woken = True
@@ -34,35 +34,36 @@ class Landing:
                 self._loop.call_soon_threadsafe(self._wake)
 
     def catch_up(self) -> None:
-        """Do at once what has arrived, on the loop; for who is about to do what can wait for it.
+        """Drain all arrived hops now, on the loop, before other work.
 
-        The loop itself would come to it after all else that it was woken for.
+        Without this call, the loop drains them after all other callbacks of the current iteration.
         """
         arrived = self._arrived
         for _ in range(len(arrived)):
-            if arrived:  # what is done may have caught up as well
+            if arrived:  # a drained function may itself have called this method
                 arrived.popleft().drain()
 
     def _wake(self) -> None:
-        # First: whoever comes after this line wakes the loop again.
+        # Reset first: a hop that arrives after this line wakes the loop again.
         self._is_woken = False
         try:
             self.catch_up()
         finally:
-            # As after a sys.exit() in one of them: the others believe that they are on their way.
+            # After an error such as SystemExit in one hop, the remaining hops still count on a wake-up.
             if self._arrived and not self._is_woken:
                 self._is_woken = True
                 self._loop.call_soon(self._wake)
 
 
 class Hop:
-    """A way onto an event loop from other threads. N posts before the loop gets to them cost one wake-up.
+    """Posts functions to an event loop from other threads. Posts that the loop has not run share a wake-up.
 
     Parameters
     ----------
     loop : asyncio.AbstractEventLoop
+        The loop that runs the functions.
     landing : Landing, optional
-        Of that loop; default: one of its own.
+        A landing of that loop. Default: a new one.
     """
 
     __slots__ = ("_landing", "_posts", "_state", "loop")
@@ -74,23 +75,23 @@ class Hop:
         self._state = _ASLEEP
 
     def post(self, function: Callable[..., object], *args: Any) -> None:
-        """Run ``function(*args)`` on the loop, in the order of posts; a closed loop drops it."""
+        """Run ``function(*args)`` on the loop, in the order of posts; a closed loop drops the post."""
         self._posts.append((function, args))
         if self._state != _WOKEN:
             self._wake()
 
     def post_soon(self, function: Callable[..., object], *args: Any) -> None:
-        """As `post`, from the thread of another loop that is at the end of what it has to do.
+        """Post like `post`, but wake the loop after the current iteration of the calling thread's loop.
 
-        A thread that is woken wants the interpreter's lock. If it comes before the one that woke it lets go
-        of that, it falls asleep again, and waking up takes longer than all the rest. So the wake-up waits for
-        the end of this turn of the present loop.
+        A woken thread needs the interpreter lock. If the waking thread still holds it, the woken thread
+        sleeps again, and a second wake-up costs more than everything else. So the wake-up waits for the end
+        of this loop iteration.
         """
         self._posts.append((function, args))
         if self._state == _ASLEEP:
             try:
                 present = asyncio.get_running_loop()
-            except RuntimeError:  # it has ended, and one of its coroutines is being closed
+            except RuntimeError:  # the loop has ended, and one of its coroutines is being closed
                 self._wake()
             else:
                 self._state = _TO_BE_WOKEN
@@ -105,32 +106,32 @@ class Hop:
         self._landing.wake_for(self)
 
     def drain(self) -> None:
-        """Do what was posted; on the loop."""
-        # The state first, the count second: whoever posts after this line wakes the loop again, and whatever
-        # was posted before it is in the count.
+        """Run the posted functions. Call this on the loop."""
+        # Reset the state before counting: a post after this line wakes the loop again, and a post before it
+        # is in the count.
         self._state = _ASLEEP
         for _ in range(len(self._posts)):
             function, args = self._posts.popleft()
             try:
                 function(*args)
             except (Exception, asyncio.CancelledError):
-                logger.exception("Internal error while crossing between threads in %r", function)
+                logger.exception("Internal error: a function posted from another thread failed: %r", function)
 
 
 class Hops:
-    """One `Hop` for each event loop that somebody waits on; for use from any thread."""
+    """One `Hop` per event loop that has waiting callers; for use from any thread."""
 
     def __init__(self) -> None:
-        #: By the identity of the loop, which is looked up several times a call.
+        #: Keyed by the loop's ``id``, because a call needs this lookup several times.
         self._hops: dict[int, Hop] = {}
 
     def onto(self, loop: asyncio.AbstractEventLoop, landing: Landing | None = None) -> Hop:
-        """Return the way onto a loop; made on first use, to arrive at a landing of its own or at this one."""
+        """Return the hop onto a loop; create it on first use, with this landing or a new one."""
         hop = self._hops.get(id(loop))
         if hop is not None and hop.loop is loop:
             return hop
-        # Two threads may do this at once; then some posts share a wake-up with fewer others. Programs may run
-        # loop after loop.
+        # Two threads may do this at once; then some posts share a wake-up with fewer others. Hops of closed
+        # loops are dropped, because programs may run one loop after another.
         hops = {key: each for key, each in list(self._hops.items()) if not each.loop.is_closed()}
         hop = hops[id(loop)] = Hop(loop, landing)
         self._hops = hops

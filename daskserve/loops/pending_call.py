@@ -1,9 +1,9 @@
-"""The future of one call: made on one thread, ended on another, waited for on a third.
+"""The future of one call, which several threads may create, end and wait for.
 
-`concurrent.futures.Future` with what calls need and no more, at a quarter of the price: that one makes a
-condition variable for each call, though nobody blocks a thread on it. Nor is there a lock: what two threads
-may both be after is in a list, and `list.pop` and `list.remove` give it to one of them; and both may append
-their end, but there is one that stands first.
+This is a reduced `concurrent.futures.Future` at a quarter of the cost: the standard one creates a condition
+variable per call, which most calls never use. There is no lock either. Anything that two threads may both
+claim is in a list: `list.pop` and `list.remove` give it to one of them. Both threads may append their end,
+but only the first in the list counts.
 """
 
 from __future__ import annotations
@@ -17,45 +17,45 @@ T = TypeVar("T")
 
 
 class PendingCall(Generic[T]):
-    """What a call comes to. Every method may be called from any thread; the first end counts."""
+    """The outcome of a call. Every method may be called from any thread; the first end counts."""
 
     __slots__ = ("__weakref__", "_callbacks", "_ends", "_stop")
 
     def __init__(self) -> None:
-        #: The call's end, a value and an error, once it has one. The first counts, and nothing removes it.
+        #: The end of the call, as (value, error). The first entry counts and is never removed.
         self._ends: list[tuple[Any, BaseException | None]] = []
         self._callbacks: list[Callable[[PendingCall[Any]], object]] = []
         self._stop: list[Callable[[], object]] | None = None
 
     def done(self) -> bool:
-        """Whether the call has ended, well or not."""
+        """Return whether the call has ended, with a value or an error."""
         return bool(self._ends)
 
     def cancelled(self) -> bool:
-        """Whether it was cancelled before it ended otherwise."""
+        """Return whether the call was cancelled before it ended otherwise."""
         return type(self.exception()) is CancelledError
 
     def cancel(self) -> bool:
-        """End it as cancelled; return whether that is, or was before, how it ended."""
+        """End the call as cancelled; return whether it is cancelled, now or from before."""
         return self._end(None, CancelledError()) or self.cancelled()
 
     def set_result(self, value: T) -> None:
-        """End it with a value."""
+        """End the call with a value."""
         self._end(value, None)
 
     def set_error(self, error: BaseException) -> None:
-        """End it with an error."""
+        """End the call with an error."""
         self._end(None, error)
 
     def result(self, timeout_s: float | None = None) -> T:
-        """Return or raise what the call has come to, blocking this thread until then.
+        """Block this thread until the call has ended; return its value or raise its error.
 
         Raises
         ------
         TimeoutError
-            It has not ended within ``timeout_s``, or it ended with one.
+            The call did not end within ``timeout_s``, or ended with this error.
         concurrent.futures.CancelledError
-            It was cancelled.
+            The call was cancelled.
         """
         if not self._ends:
             ended = threading.Event()
@@ -68,24 +68,24 @@ class PendingCall(Generic[T]):
         return value  # type: ignore[no-any-return]
 
     def exception(self) -> BaseException | None:
-        """Return the error of a call that has ended; None if it ended well, or has not ended."""
+        """Return the error of an ended call; None if it has a value or has not ended."""
         return self._ends[0][1] if self._ends else None
 
     def add_done_callback(self, callback: Callable[[PendingCall[Any]], object]) -> None:
-        """Call back once, when the call has ended: on the thread that ends it, or at once on this one."""
+        """Call back once when the call has ended: on the ending thread, or at once on this one."""
         if not self._ends:
             self._callbacks.append(callback)
-            # Looked at after joining, as `_end` looks at the callbacks last: one of the two sees the other.
+            # Check after adding, as `_end` checks the callbacks after ending: one of the two sees the other.
             if not self.done():
                 return
             try:
                 self._callbacks.remove(callback)
             except ValueError:
-                return  # it is being called
+                return  # the ending thread calls it
         callback(self)
 
     def on_cancel(self, stop: Callable[[], object]) -> None:
-        """Have what would end the call stopped when it is cancelled, or now, if it has been; for one only."""
+        """Call ``stop`` if the call is cancelled, or now if it already is; holds one function only."""
         self._stop = [stop]
         if self._ends:
             self._call_stop()
@@ -96,21 +96,21 @@ class PendingCall(Generic[T]):
         ends, end = self._ends, (value, error)
         ends.append(end)
         if ends[0] is not end:
-            del ends[1:]  # another thread was first; its end keeps nothing of this one's alive
+            del ends[1:]  # another thread was first; release this end's value
             return False
         callbacks = self._callbacks
         while callbacks:
             try:
                 callback = callbacks.pop(0)
             except IndexError:
-                break  # who has added it calls it
+                break  # the thread that added it calls it
             callback(self)
         if self._stop is not None:
             self._call_stop()
         return True
 
     def _call_stop(self) -> None:
-        stop, self._stop = self._stop, None  # it may refer to this call
+        stop, self._stop = self._stop, None  # `stop` may refer to this call: avoid a reference cycle
         if stop and self.cancelled():
             try:
                 only = stop.pop()

@@ -1,4 +1,4 @@
-"""Tasks that belong to an object: kept from the garbage collector, told of when they fail, ended with it."""
+"""Background tasks of an object: kept alive, logged on failure, cancelled with the object."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ class TaskSet:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def spawn(self, coroutine: Coroutine[Any, Any, T], name: str = "") -> asyncio.Task[T]:
-        """Run a coroutine in the background; one that fails is logged."""
+        """Run a coroutine in a background task and return the task; a failure is logged."""
         task = asyncio.get_running_loop().create_task(coroutine, name=f"daskserve-{name}" if name else None)
         self._tasks.add(task)
         task.add_done_callback(self._reap)
         return task
 
     def cancel(self) -> None:
-        """Cancel all of them."""
+        """Cancel all tasks."""
         for task in list(self._tasks):
             task.cancel()
 
     def _reap(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            self._logger.error("A task in the background failed", exc_info=task.exception())
+            self._logger.error("A background task failed", exc_info=task.exception())
 
 
 def is_cancelling() -> bool:
-    """Whether the present task has been cancelled: what ends along with it is not to hide that."""
+    """Return whether the current task has a pending cancellation, which other errors must not hide."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

@@ -1,4 +1,4 @@
-"""Deadlines: what is late is cancelled, or not begun; and whose error it is."""
+"""Deadlines: late work is cancelled or not begun, and raises the right error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def test_work_in_time_gives_its_result() -> None:
+def test_work_in_time_returns_its_result() -> None:
     async def work() -> str:
         await asyncio.sleep(4.9)
         return "done"
@@ -34,7 +34,7 @@ def test_work_in_time_gives_its_result() -> None:
     play(scenario)
 
 
-def test_work_that_is_late_is_cancelled() -> None:
+def test_late_work_is_cancelled() -> None:
     cancelled_at = []
 
     async def work() -> None:
@@ -64,7 +64,7 @@ def test_work_is_not_begun_after_its_deadline() -> None:
     play(scenario)
 
 
-def test_errors_of_the_work_are_its_own_timeouts_among_them() -> None:
+def test_errors_of_the_work_pass_through_including_timeouts() -> None:
     async def work() -> None:
         raise TimeoutError("the database")
 
@@ -77,19 +77,19 @@ def test_errors_of_the_work_are_its_own_timeouts_among_them() -> None:
 
 
 @pytest.mark.parametrize(("outer", "inner", "told"), [(5, 5, "outer"), (5, 6, "outer"), (6, 5, "inner")])
-def test_of_nested_deadlines_the_first_counts_and_of_equal_ones_the_outermost(
+def test_the_earliest_nested_deadline_counts_and_the_outermost_of_equal_ones(
     outer: float, inner: float, told: str
 ) -> None:
     async def scenario() -> None:
         with pytest.raises(RequestTimeoutError, match=told):
             await until(outer, until(inner, asyncio.sleep(60), "inner"), "outer")
         assert now() == 5
-        await asyncio.sleep(0)  # no cancellation is left over
+        await asyncio.sleep(0)  # no cancellation is pending
 
     play(scenario)
 
 
-def test_the_earliest_deadline_is_that_of_whoever_has_one() -> None:
+def test_earliest_ignores_missing_deadlines() -> None:
     assert earliest(None, 3.0, 2.0) == 2.0
     assert earliest(3.0, None) == 3.0
     assert earliest(None, None) is None

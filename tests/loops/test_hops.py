@@ -1,4 +1,4 @@
-"""Ways onto an event loop from other threads: one wake-up for many posts, none lost, all in order."""
+"""Posts to an event loop from other threads: one wake-up for many posts, none lost, all in order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from daskserve.loops.hops import Hop, Hops, Landing
 DEADLINE_S = 10.0
 
 
-def test_loops_that_were_closed_are_forgotten() -> None:
+def test_closed_loops_are_forgotten() -> None:
     hops = Hops()
     refs = []
     for _ in range(5):
@@ -27,12 +27,12 @@ def test_loops_that_were_closed_are_forgotten() -> None:
         loop.close()
         del loop
     gc.collect()
-    assert sum(ref() is not None for ref in refs) == 1  # the last one, until there is another
+    assert sum(ref() is not None for ref in refs) == 1  # the last loop is kept until the next one
 
 
 @pytest.fixture
 def other_loop() -> Iterator[asyncio.AbstractEventLoop]:
-    """An event loop that runs in a thread of its own."""
+    """Yield an event loop that runs in its own thread."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -42,7 +42,7 @@ def other_loop() -> Iterator[asyncio.AbstractEventLoop]:
     loop.close()
 
 
-def test_what_is_posted_soon_is_done_once_the_present_turn_is_over(
+def test_post_soon_runs_after_the_current_loop_iteration(
     other_loop: asyncio.AbstractEventLoop,
 ) -> None:
     done = threading.Event()
@@ -50,14 +50,14 @@ def test_what_is_posted_soon_is_done_once_the_present_turn_is_over(
 
     async def main() -> None:
         hop.post_soon(done.set)
-        assert not done.wait(0.05)  # this turn is not over
+        assert not done.wait(0.05)  # this loop iteration is not over
         await asyncio.to_thread(done.wait, DEADLINE_S)
 
     asyncio.run(main())
     assert done.is_set()
 
 
-def test_a_post_does_not_wait_for_what_was_posted_soon(other_loop: asyncio.AbstractEventLoop) -> None:
+def test_a_post_does_not_wait_for_an_earlier_post_soon(other_loop: asyncio.AbstractEventLoop) -> None:
     seen: list[int] = []
     done = threading.Event()
     hop = Hop(other_loop)
@@ -65,13 +65,13 @@ def test_a_post_does_not_wait_for_what_was_posted_soon(other_loop: asyncio.Abstr
     async def main() -> None:
         hop.post_soon(seen.append, 1)
         hop.post(done.set)
-        assert done.wait(DEADLINE_S)  # within this very turn
+        assert done.wait(DEADLINE_S)  # within this loop iteration
 
     asyncio.run(main())
     assert seen == [1]
 
 
-def test_nothing_is_lost_however_posts_are_mixed(other_loop: asyncio.AbstractEventLoop) -> None:
+def test_no_post_is_lost_when_both_kinds_are_mixed(other_loop: asyncio.AbstractEventLoop) -> None:
     hop = Hop(other_loop)
     seen: list[tuple[str, int]] = []
 
@@ -96,7 +96,7 @@ def test_nothing_is_lost_however_posts_are_mixed(other_loop: asyncio.AbstractEve
         assert [number for each, number in seen if each == kind] == list(range(2000))
 
 
-def test_without_a_loop_of_its_own_whoever_posts_soon_posts_at_once(
+def test_post_soon_from_a_thread_without_a_loop_posts_at_once(
     other_loop: asyncio.AbstractEventLoop,
 ) -> None:
     done = threading.Event()
@@ -104,8 +104,8 @@ def test_without_a_loop_of_its_own_whoever_posts_soon_posts_at_once(
     assert done.wait(DEADLINE_S)
 
 
-class NeverAwake(asyncio.AbstractEventLoop):
-    """A loop that counts how often it is woken, and stays asleep."""
+class SleepingLoop(asyncio.AbstractEventLoop):
+    """A loop that records its wake-ups and runs nothing."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
@@ -116,8 +116,8 @@ class NeverAwake(asyncio.AbstractEventLoop):
     call_soon = call_soon_threadsafe  # type: ignore[assignment]
 
 
-def test_hops_that_arrive_at_one_landing_share_its_wake_ups() -> None:
-    loop = NeverAwake()
+def test_hops_with_one_landing_share_its_wake_ups() -> None:
+    loop = SleepingLoop()
     landing = Landing(loop)
     one, other = Hop(loop, landing), Hop(loop, landing)
     seen: list[int] = []
@@ -132,8 +132,8 @@ def test_hops_that_arrive_at_one_landing_share_its_wake_ups() -> None:
     assert seen == [1, 3, 2, 4]
 
 
-def test_what_has_arrived_can_be_done_before_the_loop_wakes() -> None:
-    loop = NeverAwake()
+def test_catch_up_runs_arrived_posts_before_the_loop_wakes() -> None:
+    loop = SleepingLoop()
     landing = Landing(loop)
     hop = Hop(loop, landing)
     seen: list[int] = []
@@ -145,15 +145,15 @@ def test_what_has_arrived_can_be_done_before_the_loop_wakes() -> None:
     hop.post(first)
     hop.post(seen.append, 2)
     landing.catch_up()
-    assert seen == [1, 2], "what comes meanwhile has its own turn"
-    assert len(loop.calls) == 1, "it is woken already"
+    assert seen == [1, 2], "a post made meanwhile waits for the next wake-up"
+    assert len(loop.calls) == 1, "the loop was already woken"
     loop.calls.pop()()
     assert seen == [1, 2, 3]
     landing.catch_up()
     assert seen == [1, 2, 3]
 
 
-def test_nothing_is_lost_while_the_loop_catches_up() -> None:
+def test_no_post_is_lost_during_catch_up() -> None:
     seen: list[tuple[int, int]] = []
 
     async def main() -> None:
@@ -166,13 +166,13 @@ def test_nothing_is_lost_while_the_loop_catches_up() -> None:
             for number in range(5000):
                 hops[(poster + number) % 3 if poster == 3 else poster].post(seen.append, (poster, number))
 
-        def tell() -> None:
+        def post_end() -> None:
             for poster in posters:
                 poster.join()
             hops[0].post(ended.set)
 
         posters = [threading.Thread(target=post, args=(each,)) for each in range(4)]
-        for each in (*posters, threading.Thread(target=tell)):
+        for each in (*posters, threading.Thread(target=post_end)):
             each.start()
         async with asyncio.timeout(DEADLINE_S):
             while not ended.is_set():
@@ -185,7 +185,7 @@ def test_nothing_is_lost_while_the_loop_catches_up() -> None:
     assert sorted(number for each, number in seen if each == 3) == list(range(5000))
 
 
-def test_a_landing_on_a_closed_loop_drops_what_comes() -> None:
+def test_a_landing_on_a_closed_loop_drops_posts() -> None:
     loop = asyncio.new_event_loop()
     landing = Landing(loop)
     loop.close()
@@ -194,8 +194,8 @@ def test_a_landing_on_a_closed_loop_drops_what_comes() -> None:
 
 
 @pytest.mark.parametrize("error", [asyncio.CancelledError, KeyboardInterrupt])
-def test_nothing_that_one_hop_brings_keeps_back_what_others_bring(error: type[BaseException]) -> None:
-    loop = NeverAwake()
+def test_a_failing_post_does_not_block_the_posts_of_other_hops(error: type[BaseException]) -> None:
+    loop = SleepingLoop()
     landing = Landing(loop)
     one, other = Hop(loop, landing), Hop(loop, landing)
     seen: list[int] = []

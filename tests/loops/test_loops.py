@@ -1,4 +1,4 @@
-"""Which event loop runs what."""
+"""The kind of event loop in each thread and process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from daskserve.loops.hops import Hop
 uvloop = pytest.importorskip("uvloop")
 
 
-def test_uvloop_is_used_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uvloop_is_used_if_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(loops.new_event_loop()) as loop:
         assert isinstance(loop, uvloop.Loop)
     monkeypatch.setitem(sys.modules, "uvloop", None)
@@ -26,7 +26,7 @@ def test_uvloop_is_used_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -
         assert not isinstance(loop, uvloop.Loop)
 
 
-def test_uvloop_can_be_ruled_out() -> None:
+def test_uvloop_can_be_disabled() -> None:
     with dask.config.set({"daskserve.process.uvloop": False}):
         with closing(loops.new_event_loop()) as loop:
             assert not isinstance(loop, uvloop.Loop)
@@ -39,7 +39,7 @@ async def _loop_of_user_code() -> object:
     return user_loop.loop
 
 
-def test_user_code_gets_one() -> None:
+def test_user_code_runs_on_uvloop() -> None:
     assert isinstance(asyncio.run(_loop_of_user_code()), uvloop.Loop)
 
 
@@ -51,7 +51,7 @@ def test_user_code_gets_one() -> None:
         ({"distributed.admin.event-loop": "asyncio"}, "asyncio"),
     ],
 )
-def test_workers_that_we_start_get_one_unless_dask_is_told_otherwise(
+def test_started_workers_use_uvloop_unless_dask_is_configured_otherwise(
     config: dict[str, object], expected: str
 ) -> None:
     with dask.config.set(config):

@@ -1,4 +1,4 @@
-"""The future of one call: each thing happens once, whoever else is at it."""
+"""The future of one call: everything happens once, even if threads race."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from daskserve.loops.pending_call import PendingCall
 
 
 class Interrupted(list[Any]):
-    """A list beside whose every change another thread gets to do something, once."""
+    """A list that runs another thread's action once, at a given point of a change."""
 
     def __init__(self, items: list[Any], at: str, other: Callable[[], object]) -> None:
         super().__init__(items)
@@ -69,7 +69,7 @@ def test_an_error_and_a_cancellation() -> None:
         cancelled.result()
 
 
-def test_callbacks_run_in_their_order_and_late_ones_at_once() -> None:
+def test_callbacks_run_in_order_and_late_ones_at_once() -> None:
     call: PendingCall[int] = PendingCall()
     seen: list[Any] = []
     for number in range(3):
@@ -81,7 +81,7 @@ def test_callbacks_run_in_their_order_and_late_ones_at_once() -> None:
 
 
 @pytest.mark.parametrize("at", ["before append", "after append"])
-def test_a_call_that_ends_while_a_callback_is_added_calls_it_once(at: str) -> None:
+def test_a_callback_added_during_the_end_is_called_once(at: str) -> None:
     call: PendingCall[int] = PendingCall()
     seen: list[Any] = []
     call._callbacks = Interrupted([], at, lambda: call.set_result(1))
@@ -90,7 +90,7 @@ def test_a_call_that_ends_while_a_callback_is_added_calls_it_once(at: str) -> No
 
 
 @pytest.mark.parametrize("at", ["before pop", "after pop"])
-def test_a_callback_that_is_added_while_others_are_called_is_called_once(at: str) -> None:
+def test_a_callback_added_while_others_run_is_called_once(at: str) -> None:
     call: PendingCall[int] = PendingCall()
     seen: list[Any] = []
     call._callbacks = Interrupted([seen.append], at, lambda: call.add_done_callback(seen.append))
@@ -98,8 +98,8 @@ def test_a_callback_that_is_added_while_others_are_called_is_called_once(at: str
     assert seen == [call] * 2
 
 
-def test_a_callback_that_is_taken_back_while_it_is_called_is_called_once() -> None:
-    """The one that adds it sees the end, and the one that ends it sees it; both go for it."""
+def test_a_callback_claimed_by_both_threads_is_called_once() -> None:
+    """The adding thread sees the end and the ending thread sees the callback; both claim it."""
     call: PendingCall[int] = PendingCall()
     seen: list[Any] = []
 
@@ -117,7 +117,7 @@ def test_a_callback_that_is_taken_back_while_it_is_called_is_called_once() -> No
 
 
 @pytest.mark.parametrize("ends_as", ["cancelled", "answered"])
-def test_only_a_cancellation_stops_what_would_end_the_call(ends_as: str) -> None:
+def test_stop_is_called_only_on_cancellation(ends_as: str) -> None:
     for is_late in (False, True):
         call: PendingCall[int] = PendingCall()
         stopped: list[int] = []
@@ -131,7 +131,7 @@ def test_only_a_cancellation_stops_what_would_end_the_call(ends_as: str) -> None
         assert call._stop is None
 
 
-def test_what_is_to_be_stopped_is_stopped_once_though_both_sides_see_to_it() -> None:
+def test_stop_is_called_once_when_both_threads_claim_it() -> None:
     call: PendingCall[int] = PendingCall()
     stopped: list[int] = []
     call.on_cancel(lambda: stopped.append(1))
@@ -147,7 +147,7 @@ def test_what_is_to_be_stopped_is_stopped_once_though_both_sides_see_to_it() -> 
 
 
 @pytest.mark.parametrize(("at", "first"), [("before append", 2), ("after append", 1)])
-def test_of_two_ends_at_a_time_the_first_counts(at: str, first: int) -> None:
+def test_the_first_of_two_concurrent_ends_counts(at: str, first: int) -> None:
     call: PendingCall[int] = PendingCall()
     seen: list[Any] = []
     call.add_done_callback(seen.append)
@@ -158,15 +158,15 @@ def test_of_two_ends_at_a_time_the_first_counts(at: str, first: int) -> None:
 
 
 @pytest.mark.parametrize("at", ["before append", "after append"])
-def test_who_cancels_while_another_thread_does_is_told_that_it_is_cancelled(at: str) -> None:
+def test_concurrent_cancels_both_return_true(at: str) -> None:
     call: PendingCall[int] = PendingCall()
-    told: list[bool] = []
-    call._ends = Interrupted(call._ends, at, lambda: told.append(call.cancel()))
-    told.append(call.cancel())
-    assert told == [True, True]
+    results: list[bool] = []
+    call._ends = Interrupted(call._ends, at, lambda: results.append(call.cancel()))
+    results.append(call.cancel())
+    assert results == [True, True]
 
 
-def test_a_thread_that_blocks_is_woken() -> None:
+def test_a_blocked_thread_is_woken() -> None:
     call: PendingCall[str] = PendingCall()
     found: list[str] = []
     waiting = threading.Thread(target=lambda: found.append(call.result(10)))
@@ -176,7 +176,7 @@ def test_a_thread_that_blocks_is_woken() -> None:
     assert found == ["there"]
 
 
-def test_of_many_threads_one_ends_it_and_each_callback_is_called_once() -> None:
+def test_among_many_threads_one_ends_the_call_and_each_callback_runs_once() -> None:
     for _ in range(200):
         call: PendingCall[int] = PendingCall()
         begin = threading.Barrier(6)

@@ -124,7 +124,7 @@ class HostRegistry:
         workers = list(self._scheduler.workers)
         if not workers:
             raise InstanceError(
-                f"The Dask cluster at {self._scheduler.address} has no workers; add workers, then start again."
+                f"The Dask cluster at {self._scheduler.address} has no workers; add one, then start again."
             )
         self._refused = {}
         tasks = [asyncio.create_task(self.admit(worker)) for worker in workers]
