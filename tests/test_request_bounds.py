@@ -58,7 +58,7 @@ def poll_for(condition: Callable[[], Any], what: Callable[[], Any] = lambda: "")
 
 def gauges(client: Client) -> dict[str, int]:
     """Return all that counts up and down in the instance, of all its processes together."""
-    cluster: LocalCluster = client._link._cluster  # type: ignore[attr-defined]
+    cluster: LocalCluster = client._link._world  # type: ignore[attr-defined]
 
     async def count() -> dict[str, int]:
         return gauges_of(cluster)  # on the loop, where nothing changes meanwhile
@@ -201,7 +201,7 @@ def test_what_a_request_calls_has_no_more_time_than_the_request(client: Client) 
     assert get(client, "/same") == (200, "[null,null]")
     for name, is_less in (("same", False), ("more", False), ("less", True)):
         own, childs = json.loads(get(client, f"/{name}", X_Request_Timeout_Seconds="60")[1])
-        assert (childs < own - 50) if is_less else (childs == own), (own, childs)
+        assert childs < own - 50 if is_less else childs == pytest.approx(own, abs=1), (own, childs)
     own, childs = less.options(timeout_s=60).remote().result(PATIENCE_S)
     assert childs < own - 50
 

@@ -6,14 +6,16 @@ and one event loop. Nothing above this layer knows which.
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, TypeVar
 
-from daskserve.clock import Clock
+from daskserve.clock import Clock, RequestIds
+from daskserve.errors import ClusterUnreachableError
 from daskserve.figures.table import Sample
-from daskserve.loops.hops import Landing
+from daskserve.loops.hops import Hop, Hops, Landing
 from daskserve.types import (
     ActorAddress,
     ActorKind,
@@ -27,6 +29,8 @@ from daskserve.types import (
     WorkerAddress,
     WorkerInfo,
 )
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +68,7 @@ class ActorContext:
     """What an actor's factory gets: its spec and its process's seam to everything else."""
 
     spec: ActorSpec
-    cluster: Cluster
+    cluster: Process
     clock: Clock
     rng: random.Random
     worker: WorkerAddress = ""
@@ -122,16 +126,6 @@ ActorFactory = Callable[[ActorContext], Hosted]
 
 
 @dataclass(frozen=True, slots=True)
-class News:
-    """One change of a published key. ``value`` is None when it is too large to travel with the news."""
-
-    key: str
-    counter: int
-    value: Any = None
-    is_inline: bool = True
-
-
-@dataclass(frozen=True, slots=True)
 class StoreChange:
     """One transaction: records to write (bytes) and to remove (None)."""
 
@@ -168,12 +162,6 @@ class InstanceStore(Store, Protocol):
 
     async def claim_epoch(self) -> int:
         """Return a new epoch, higher than any before, for good; commits of older ones fail from now on."""
-
-
-class WorkerListener(Protocol):
-    """Told of workers as they come and go."""
-
-    def __call__(self, joined: Sequence[WorkerInfo], left: Sequence[WorkerAddress]) -> None: ...
 
 
 TopicHandler = Callable[[Any], None]
@@ -262,7 +250,118 @@ class Cluster(Protocol):
         """Whether the actor lives in this process."""
 
 
-class LongPollSource(Protocol):
-    """Where a listener fetches published values."""
+class Listener(Protocol):
+    """How a process learns of changes of an instance; see `daskserve.cluster.long_poll.LongPollClient`."""
 
-    async def fetch(self, keys: Sequence[str]) -> tuple[SnapshotId, Mapping[str, tuple[int, Any]]]: ...
+    @property
+    def is_started(self) -> bool:
+        """Whether `start` has returned already."""
+
+    async def start(self) -> None:
+        """Subscribe; idempotent. When it returns, no later change is missed."""
+
+    async def stop(self) -> None:
+        """Unsubscribe and forget everything; idempotent."""
+
+    def watch(self, key: str, watcher: Callable[[Any], None]) -> Callable[[], None]:
+        """Call ``watcher(value)`` now if it is known, and whenever it changes; returns what ends it."""
+
+    def on_worker_left(self, callback: Callable[[WorkerAddress], None]) -> None:
+        """Call ``callback(worker)`` when the scheduler sees a worker go."""
+
+    def on_ended(self, callback: Callable[[], None]) -> None:
+        """Call ``callback()`` when the instance has been shut down."""
+
+    async def wait_for_snapshot(self, snapshot_id: SnapshotId, timeout_s: float) -> None:
+        """Return when this process has applied that change or a newer one; `TimeoutError` if it does not."""
+
+
+class Process(Cluster, Protocol):
+    """A process's view of the cluster, with what the process keeps for those who call actors from it."""
+
+    @property
+    def clock(self) -> Clock: ...
+
+    @property
+    def link(self) -> Link: ...
+
+    @property
+    def listener(self) -> Listener:
+        """The process's listener for the instance; made on first use, not yet started."""
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """What the layers above keep once per process and instance, by name."""
+
+
+class Link(Protocol):
+    """The event loop of a process's connections, and how callers on any thread get onto it.
+
+    See `daskserve.cluster.link.Link`.
+    """
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop: ...
+
+    @property
+    def clock(self) -> Clock: ...
+
+    @property
+    def rng(self) -> random.Random: ...
+
+    @property
+    def request_ids(self) -> RequestIds: ...
+
+    @property
+    def hops(self) -> Hops:
+        """Ways onto event loops: this link's own, and those of its callers."""
+
+    @property
+    def hop(self) -> Hop:
+        """The way onto the link's loop from other threads."""
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing can be carried out any more."""
+
+    def closed_error(self) -> ClusterUnreachableError:
+        """Return what to raise if `is_closed`."""
+
+    def runs_here(self) -> bool:
+        """Whether the caller is on the link's own loop."""
+
+    def cluster(self, instance: InstanceName) -> Process:
+        """Return this process's view of an instance."""
+
+
+class ClientLink(Link, Protocol):
+    """What a `daskserve.client.client.Client` asks of its process besides."""
+
+    @property
+    def scheduler_address(self) -> str: ...
+
+    @property
+    def dashboard_link(self) -> str | None:
+        """The address of the Dask dashboard; None if there is none."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether blocking calls can still be carried out."""
+
+    def sync(self, coroutine: Coroutine[Any, Any, T], *, timeout_s: float | None = None) -> T:
+        """Run a coroutine on the link's loop and return its result to this thread."""
+
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine on the link's loop without waiting for it; call on the loop only."""
+
+    async def ask(self, verb: str, **message: Any) -> Any:
+        """Call a verb of the supervisor."""
+
+    async def drop_cluster(self, instance: InstanceName) -> None:
+        """Forget an instance."""
+
+    def release_default(self, instance: InstanceName) -> None:
+        """Let go of the default instance if it is this one."""
+
+    def instance_ended(self, instance: InstanceName) -> None:
+        """Close the Dask cluster that was made for this link with its last instance."""

@@ -9,41 +9,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from distributed import Client
 
 from daskserve._version import __version__
 from daskserve.clock import Clock
-from daskserve.cluster.base import ActorSpec, StoreChange, TopicHandler, UseReport
-from daskserve.cluster.channel.channel import Answer, Dispatch
+from daskserve.cluster.actor_book import ActorBook
+from daskserve.cluster.actor_calls import ActorCalls
+from daskserve.cluster.base import StoreChange, TopicHandler, UseReport
 from daskserve.cluster.channel.pool import ChannelPool
 from daskserve.cluster.long_poll import LongPollClient
-from daskserve.errors import ActorLostError, InstanceError, NotRunningError
+from daskserve.errors import InstanceError, NotRunningError
 from daskserve.figures.collector import PROCESS
 from daskserve.payload import load_error
-from daskserve.types import (
-    ActorAddress,
-    Envelope,
-    EnvelopeKind,
-    InstanceName,
-    Load,
-    Message,
-    OnAnswer,
-    Receive,
-    Send,
-    WorkerAddress,
-    WorkerInfo,
-)
+from daskserve.types import ActorAddress, InstanceName, WorkerAddress, WorkerInfo
 
 #: The scheduler handler that the supervisor plugin adds.
 SUPERVISOR_OP = "daskserve"
 MARKER_RETRY_S = 0.005
 MAX_MARKER_RETRY_S = 0.5
-
-#: The name under which channels reach a worker's Host itself.
-HOST_ACTOR = "host"
 
 
 def topic_of(instance: InstanceName) -> str:
@@ -101,7 +87,7 @@ class RemoteStore:
         )
 
 
-class DaskCluster:
+class DaskCluster(ActorCalls):
     """See `daskserve.cluster.base.Cluster`, which this implements.
 
     Parameters
@@ -110,8 +96,8 @@ class DaskCluster:
         Asynchronous use only: every method runs on the client's own loop.
     link
         The `daskserve.cluster.link.Link` this view belongs to.
-    local_worker
-        The worker this process is, with ``dispatch`` and ``answer`` of its Host; None outside workers.
+    local_worker, book
+        The worker this process is, and its actors; None outside workers.
     """
 
     def __init__(
@@ -123,21 +109,16 @@ class DaskCluster:
         clock: Clock,
         link: Any = None,
         local_worker: Any = None,
-        dispatch: Dispatch | None = None,
-        answer: Answer | None = None,
+        book: ActorBook | None = None,
     ) -> None:
-        self.instance = instance
+        super().__init__(instance, channels, book)
         self.clock = clock
         self.store = RemoteStore(client, instance)
         self.link = link
         #: What the layers above keep once per process and instance, by name.
         self.shared: dict[str, Any] = {}
         self._client = client
-        self._channels = channels
         self._worker = local_worker
-        self._here: WorkerAddress = ""  # that worker's, once it was asked for: it takes Dask two calls
-        self._dispatch = dispatch
-        self._answer = answer
         self._controller: ActorAddress | None = None
         self._listener: LongPollClient | None = None
         self._is_ended = False
@@ -187,39 +168,6 @@ class DaskCluster:
         refused: Mapping[WorkerAddress, str] = answer["refused"]
         return refused
 
-    async def create(self, spec: ActorSpec, worker: WorkerAddress) -> Mapping[str, Any]:
-        message = {
-            "kind": spec.kind.value,
-            "name": spec.name,
-            "incarnation": spec.incarnation,
-            "instance": spec.instance,
-            "payload": spec.payload,
-        }
-        facts: Mapping[str, Any] = await self.call(
-            ActorAddress(HOST_ACTOR, worker, 0), "create", spec=message
-        )
-        return facts
-
-    async def destroy(self, address: ActorAddress, grace_s: float) -> None:
-        host = ActorAddress(HOST_ACTOR, address.worker, 0)
-        try:
-            await self.call(
-                host, "destroy", name=address.name, incarnation=address.incarnation, grace_s=grace_s
-            )
-        except ActorLostError:
-            pass  # the worker is gone, and the actor with it
-
-    async def inspect(
-        self, worker: WorkerAddress, *, figures_of: Collection[str] = ()
-    ) -> Sequence[Mapping[str, Any]]:
-        actors: Sequence[Mapping[str, Any]] = await self.call(
-            ActorAddress(HOST_ACTOR, worker, 0),
-            "actors",
-            instance=self.instance,
-            figures_of=list(figures_of),
-        )
-        return actors
-
     async def report(self, epoch: int, report: UseReport) -> bool:
         is_adaptive: bool = await ask_supervisor(
             self._client,
@@ -234,33 +182,6 @@ class DaskCluster:
 
     async def restart_worker(self, worker: WorkerAddress) -> None:
         await ask_supervisor(self._client, "restart_worker", worker=worker)
-
-    async def call(self, address: ActorAddress, verb: str, **message: Any) -> Any:
-        envelope = Envelope(EnvelopeKind.CONTROL, {"verb": verb, "message": message})
-        answer: list[Message] = []
-
-        async def keep(item: Message) -> None:
-            answer.append(item)
-
-        await self.request(address, envelope, _nothing_to_receive, keep)
-        return answer[0]["value"]
-
-    def request(
-        self, address: ActorAddress, envelope: Envelope, receive: Receive, send: Send
-    ) -> Coroutine[Any, Any, Load]:
-        if self._dispatch is not None and (address.worker == self._here or self.is_local(address)):
-            return self._dispatch(address.name, address.incarnation, envelope, receive, send)
-        return self._channels.request(address, envelope, receive, send)
-
-    def ask(
-        self, address: ActorAddress, envelope: Envelope, on_answer: OnAnswer
-    ) -> Callable[[], None] | None:
-        # Whoever chose the address has asked whether it `is_local`, so that is known.
-        if address.worker == self._here:
-            if self._answer is None:
-                return None
-            return self._answer(address.name, address.incarnation, envelope, on_answer)
-        return self._channels.ask(address, envelope, on_answer)
 
     async def controller(self) -> ActorAddress:
         if self._is_ended:
@@ -324,12 +245,3 @@ class DaskCluster:
             with contextlib.suppress(TimeoutError):
                 await self.clock.wait_for(seen.wait(), patience_s)
             patience_s = min(MAX_MARKER_RETRY_S, patience_s * 2)
-
-    def is_local(self, address: ActorAddress) -> bool:
-        if self._worker is not None:
-            self._here = self._worker.address
-        return address.worker == self._here
-
-
-async def _nothing_to_receive() -> Message:
-    return {"type": "http.disconnect"}

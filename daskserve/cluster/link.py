@@ -23,7 +23,7 @@ from distributed.comm import connect
 from daskserve import settings
 from daskserve._version import __version__
 from daskserve.clock import OneLoopClock, RequestIds, system_rng
-from daskserve.cluster.channel.channel import Answer, Dispatch
+from daskserve.cluster.actor_book import ActorBook
 from daskserve.cluster.channel.dialling import Dialler
 from daskserve.cluster.channel.pool import ChannelPool
 from daskserve.cluster.dask import DaskCluster, ask_supervisor
@@ -79,8 +79,8 @@ class Link:
     Parameters
     ----------
     client : distributed.Client
-    worker, dispatch, answer
-        In a worker: the worker and the ways to its Host's actors; see `daskserve.cluster.channel.channel`.
+    worker, book
+        In a worker: the worker and its actors.
     """
 
     def __init__(
@@ -89,8 +89,7 @@ class Link:
         *,
         role: str = "client",
         worker: Worker | None = None,
-        dispatch: Dispatch | None = None,
-        answer: Answer | None = None,
+        book: ActorBook | None = None,
     ) -> None:
         self.client = client
         # Tornado's IOLoop class does not tell that every IOLoop there is wraps an asyncio loop.
@@ -109,12 +108,15 @@ class Link:
         connection_args = client.security.get_connection_args(role)
         dialler = Dialler(connection_args, self._find_scheduler, channel, self.clock)
         self.channels = ChannelPool(
-            dispatch or _refuse, dialler.dial, answer, self.landing, lost_after_s=channel.lost_after_s
+            _refuse if book is None else book.dispatch,
+            dialler.dial,
+            None if book is None else book.answer,
+            self.landing,
+            lost_after_s=channel.lost_after_s,
         )
         PROCESS.add(self.channels)
         self._worker = worker
-        self._dispatch = dispatch
-        self._answer = answer
+        self._book = book
         self._clusters: dict[InstanceName, DaskCluster] = {}
         self._started: dict[InstanceName, None] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -163,8 +165,7 @@ class Link:
                 clock=self.clock,
                 link=self,
                 local_worker=self._worker,
-                dispatch=self._dispatch,
-                answer=self._answer,
+                book=self._book,
             )
         return self._clusters[instance]
 
@@ -348,12 +349,6 @@ def link_of(client: Client) -> Link:
         logger.debug("Dask client %s of %s is used by daskserve", client.id, link.scheduler_address)
         setattr(client, _ATTRIBUTE, link)
     return link
-
-
-def forget_link(client: Client) -> None:
-    """Take a closed link off its Dask client."""
-    if hasattr(client, _ATTRIBUTE):
-        delattr(client, _ATTRIBUTE)
 
 
 def dial(address: str, timeout_s: float) -> Client:

@@ -18,6 +18,7 @@ from daskserve.cluster.store.opening import MemoryStore
 from daskserve.control.controller import Controller
 from daskserve.control.records import CorruptRecordError, Record, ReplicaRecord, decode
 from daskserve.errors import ReplicaStartError
+from daskserve.figures.table import Sample
 from daskserve.options.config import HTTPOptions
 from daskserve.starts import ControllerStart, ProxyStart, ReplicaStart
 from daskserve.testing import run_virtual, wait_until
@@ -93,6 +94,9 @@ class ScriptedReplica:
     async def handle(self, envelope: Envelope, receive: Receive, send: Send) -> Load:
         return Load()
 
+    def samples(self) -> list[Sample]:
+        return []
+
     @verb
     async def reconfigure(self, user_config: bytes | None, concurrency: int, **options: Any) -> None:
         self._stage.reconfigured.append(self.tag)
@@ -141,6 +145,9 @@ class ScriptedProxy:
 
     async def handle(self, envelope: Envelope, receive: Receive, send: Send) -> Load:
         return Load()
+
+    def samples(self) -> list[Sample]:
+        return []
 
     async def stop(self, grace_s: float) -> None:
         if self._stage.proxies.get(self.worker) is self:

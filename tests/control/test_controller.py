@@ -337,7 +337,7 @@ def test_a_proxy_that_does_not_answer_delays_a_change_but_does_not_prevent_it() 
         await stage.call("wait_for_http", timeout_s=5)
         await stage.create()
         proxy = next(iter(stage.proxies.values()))
-        stage.cluster.process(proxy.worker).die()
+        stage.cluster.process(proxy.worker).kill()
         await stage.endpoint()
         assert set(await stage.published("routes")) == {"/e"}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgpack
@@ -13,6 +13,7 @@ from control_harness import backend
 from controller_harness import ScriptedReplica, ScriptedStore, Stage, boom, hang, play
 
 from daskserve.cluster.base import StoreChange
+from daskserve.cluster.local.process import LocalProcess
 from daskserve.control.reconcile import RETRY_S, TICK_S
 from daskserve.control.records import BackendRecord, CodeRecord, ReplicaRecord, encode
 from daskserve.control.watch import MISSES
@@ -357,6 +358,19 @@ def test_a_worker_that_cannot_be_reached_is_asked_again_and_is_no_failed_constru
     play(scenario)
 
 
+def break_looks(process: LocalProcess, refused: dict[str, int]) -> None:
+    """Fail the first looks of a process at each of the given workers, and count them."""
+    inspect = process.inspect
+
+    async def broken(worker: str, *, figures_of: Collection[str] = ()) -> Sequence[Mapping[str, Any]]:
+        if refused.get(worker, MISSES) < MISSES - 1:
+            refused[worker] += 1
+            raise ActorLostError("cannot be reached", begun=False)
+        return await inspect(worker, figures_of=figures_of)
+
+    process.inspect = broken  # type: ignore[method-assign]
+
+
 def test_a_running_replica_that_cannot_be_reached_by_a_new_controller_stays_published() -> None:
     """It is not known to be dead, so no replica set shrinks."""
 
@@ -364,17 +378,9 @@ def test_a_running_replica_that_cannot_be_reached_by_a_new_controller_stays_publ
         await stage.create(num_replicas=2)
         before = await stage.published("backend/b")
         holders = {each.worker for each in stage.running_of("b")}
-        run_on = stage.cluster.run_on
         refused = dict.fromkeys(holders, 0)
-
-        async def broken(caller: Any, worker: str, work: Any) -> Any:
-            is_look = caller is not stage.cluster.program and "list_actors" in work.__code__.co_names
-            if is_look and refused.get(worker, MISSES) < MISSES - 1:
-                refused[worker] += 1
-                raise ActorLostError("cannot be reached", begun=False)
-            return await run_on(caller, worker, work)
-
-        stage.cluster.run_on = broken  # type: ignore[method-assign]
+        for host in stage.cluster._hosts.values():
+            break_looks(host.process, refused)
         await stage.crash_controller()
         await stage.clock.sleep(20)
         assert refused == dict.fromkeys(holders, MISSES - 1)
@@ -414,7 +420,7 @@ def test_a_replica_that_cannot_be_told_to_stop_is_told_again() -> None:
             await stop(grace_s)
 
         replica.stop = refuse  # type: ignore[method-assign]
-        entries = stage.cluster._hosts[replica.worker].entries
+        entries = stage.cluster._hosts[replica.worker].book.entries
         name = f"local/replica/{replica.tag}"
         held = entries[name]
         deleting = asyncio.create_task(stage.delete())

@@ -27,7 +27,7 @@ def test_a_replica_that_vanished_is_replaced_by_a_new_one() -> None:
     async def scenario(stage: Stage) -> None:
         await stage.create(num_replicas=2)
         victim = await not_on_the_controllers_worker(stage)
-        entries = stage.cluster._hosts[victim.worker].entries
+        entries = stage.cluster._hosts[victim.worker].book.entries
         del entries[f"local/replica/{victim.tag}"], stage.running[victim.tag]
         await stage.clock.sleep(2 * PERIOD_S)
         # Under its own name it might be made twice, should it be there after all: the new one has a new name.

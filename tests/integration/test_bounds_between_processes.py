@@ -87,7 +87,7 @@ def gauges(dask_worker: Any) -> dict[str, int]:
     """Return what counts up and down in a worker; Dask's client runs it there."""
     (host,) = (each for each in dask_worker.state.actors.values() if type(each).__name__ == "Host")
     found = dict.fromkeys(("ingress", "ongoing", "calls", "abandoned", "in flight", "waiting", "streams"), 0)
-    for name, entry in host._entries.items():
+    for name, entry in host.book.entries.items():
         if "/replica/" in name:
             found["ongoing"] += entry.actor.load().ongoing
             found["abandoned"] += entry.actor._wall.abandoned

@@ -213,7 +213,7 @@ def actors_of(external: ExternalCluster) -> list[str]:
 
     def look(dask_worker: Any) -> list[str]:
         hosts = [each for each in dask_worker.state.actors.values() if type(each).__name__ == "Host"]
-        return [name for host in hosts for name in host._entries]
+        return [name for host in hosts for name in host.book.entries]
 
     found = external.client.run(look)
     return [name for names in found.values() for name in names]

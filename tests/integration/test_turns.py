@@ -29,7 +29,7 @@ def refusals(client: serve.Client, external: ExternalCluster) -> float:
 
     def count(dask_worker: Any) -> int:
         (host,) = (each for each in dask_worker.state.actors.values() if type(each).__name__ == "Host")
-        replicas = [entry.actor for name, entry in host._entries.items() if "/replica/" in name]
+        replicas = [entry.actor for name, entry in host.book.entries.items() if "/replica/" in name]
         return sum(each._figures.refused for each in replicas)
 
     return sum(external.client.run(count).values())
@@ -148,7 +148,7 @@ def in_line(external: ExternalCluster) -> int:
 
     def count(dask_worker: Any) -> int:
         (host,) = (each for each in dask_worker.state.actors.values() if type(each).__name__ == "Host")
-        replicas = [entry.actor for name, entry in host._entries.items() if "/replica/" in name]
+        replicas = [entry.actor for name, entry in host.book.entries.items() if "/replica/" in name]
         return sum(len(each._line.places) for each in replicas)
 
     return sum(external.client.run(count).values())

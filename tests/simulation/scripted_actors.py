@@ -9,6 +9,7 @@ from typing import Any
 
 from daskserve.cluster.base import ActorContext, verb, verbs_of
 from daskserve.errors import ReplicaStartError
+from daskserve.figures.table import Sample
 from daskserve.starts import ProxyStart, ReplicaStart
 from daskserve.types import Envelope, Load, Receive, Send
 
@@ -88,6 +89,9 @@ class ScriptedReplica:
     async def handle(self, envelope: Envelope, receive: Receive, send: Send) -> Load:
         return Load()
 
+    def samples(self) -> list[Sample]:
+        return []
+
     @verb
     async def reconfigure(self, user_config: bytes | None, concurrency: int, **options: Any) -> None:
         async with self._reconfiguring:
@@ -153,6 +157,9 @@ class ScriptedProxy:
 
     async def handle(self, envelope: Envelope, receive: Receive, send: Send) -> Load:
         return Load()
+
+    def samples(self) -> list[Sample]:
+        return []
 
     async def stop(self, grace_s: float) -> None:
         if self._stop_watching is not None:

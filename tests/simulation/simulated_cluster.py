@@ -254,17 +254,17 @@ class SimulatedCluster(LocalCluster):
             self.remove_worker(worker)
 
     def is_suspended(self, worker: WorkerAddress) -> bool:
-        return not self._hosts[worker].process.awake.is_set()
+        return not self._hosts[worker].process.state.is_running
 
     def break_connections(self, worker: WorkerAddress) -> None:
-        """Fail what others have under way at a worker, and cancel it there, as broken connections do."""
-        self._hosts[worker].disconnect(f"The connection to {worker} broke.")
+        """Break all connections of a worker."""
+        self._hosts[worker].process.channels.abort()
 
     def drop_actor(self, address: ActorAddress) -> None:
         """Let an actor be gone from its worker without a trace."""
-        self._hosts[address.worker].entries.pop(address.name, None)
+        self._hosts[address.worker].book.entries.pop(address.name, None)
 
     def entry_is_ready(self, address: ActorAddress) -> bool:
         host = self._hosts.get(address.worker)
-        entry = None if host is None else host.entries.get(address.name)
+        entry = None if host is None else host.book.entries.get(address.name)
         return entry is not None and entry.spec.incarnation == address.incarnation and entry.is_ready

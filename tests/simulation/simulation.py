@@ -377,7 +377,7 @@ class Simulation:
             self.reports.close()
             for worker in self._workers():
                 self._trouble(worker.address)
-                self.cluster._hosts[worker.address].kill()
+                self.cluster._hosts[worker.address].process.kill()
             self.cluster.entry.is_ending = True
             await self.cluster.close()
 

@@ -54,7 +54,11 @@ class ChannelPool:
         if self._is_closed:
             comm.abort()  # `close` has already run and would not end it
             return
-        channel = self._open(take_over(comm, by_socket=by_socket), first_stream=1)
+        await self.serve(take_over(comm, by_socket=by_socket))
+
+    async def serve(self, transport: Transport) -> None:
+        """Serve the other end of a connection that was dialled; returns when it ends."""
+        channel = self._open(transport, first_stream=1)
         task = asyncio.current_task()
         assert task is not None
         self._serving[channel] = task

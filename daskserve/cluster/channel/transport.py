@@ -24,10 +24,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import msgpack
-from distributed.protocol import Serialize
-
-from daskserve.cluster.channel.parts import HEAD, LARGE_BYTES, MAX_PARTS, SIZE, Buffer, PartReader
+from daskserve.cluster.channel.packing import pack, unpack
+from daskserve.cluster.channel.parts import HEAD, SIZE, Buffer, PartReader
 from daskserve.cluster.channel.readiness import Readiness
 from daskserve.cluster.distributed_internals import detach_socket, is_plain_tcp, socket_of
 
@@ -40,9 +38,6 @@ Receiver = Callable[[Frames], None]
 Refuser = Callable[[Any, Exception], None]
 
 MAGIC = b"dsv1"
-#: Extension types of msgpack in part 0: a reference to a later part that becomes immutable bytes, a reference
-#: that becomes a writable buffer, and a buffer that is too small for its own part.
-_BYTES, _BUFFER, _SMALL = 1, 2, 3
 
 #: Large parts are written to the socket in pieces of this size.
 PIECE_BYTES = 256 * 1024
@@ -294,14 +289,8 @@ class SocketTransport:
         self.abort()
 
     def _unpack(self, parts: Sequence[Buffer]) -> None:
-        def refer(code: int, data: bytes) -> Any:
-            if code == _SMALL:
-                return memoryview(bytearray(data))
-            part = parts[int.from_bytes(data, "little")]
-            return bytes(part) if code == _BYTES else memoryview(part)
-
         assert self._receive is not None
-        self._receive(msgpack.unpackb(parts[0], use_list=False, strict_map_key=False, ext_hook=refer))
+        self._receive(unpack(parts))
 
     def _flush_turn(self) -> None:
         self._is_flushing = False
@@ -316,19 +305,7 @@ class SocketTransport:
                 self._refuse(frame, error)
 
     def _queue(self, frames: list[Any]) -> None:
-        large: list[memoryview] = []
-
-        def refer(value: Any) -> msgpack.ExtType:
-            if not isinstance(value, Serialize):
-                raise TypeError(f"a {type(value).__name__} cannot cross a channel")
-            view = memoryview(value.data)
-            if view.nbytes < LARGE_BYTES or len(large) + 1 >= MAX_PARTS:
-                return msgpack.ExtType(_SMALL, view.tobytes())
-            large.append(view.cast("B"))
-            code = _BYTES if isinstance(value.data, bytes) else _BUFFER
-            return msgpack.ExtType(code, len(large).to_bytes(4, "little"))
-
-        body = msgpack.packb(frames, default=refer)
+        body, large = pack(frames)
         head = HEAD.pack(MAGIC, 1 + len(large)) + SIZE.pack(len(body))
         if not large and len(body) < PIECE_BYTES:
             self._pieces.append(head + body)

@@ -6,37 +6,39 @@ the worker of the last one is lost. Every pretend worker is a `LocalProcess`: it
 with its own listener, routers and actors, behind the `daskserve.cluster.base.Cluster` protocol that
 `daskserve.cluster.dask` answers too. The layers above cannot tell the difference.
 
-What differs on purpose: plain values are copied as Dask would copy them (a list arrives as a tuple, and what
-msgpack cannot pack is refused), errors are pickled, but request streams are handed over as they are. The
-topic loses, delays and reorders messages if told to. Time is the loop's, so everything also runs on
-`daskserve.testing.VirtualTimeLoop`. A worker that is removed is dead at once: whoever waits for one of its
-actors gets `ActorLostError`, and what still runs of its code can neither write nor publish nor call; it waits
-until it is cancelled.
+Requests between processes run over real channels with a transport in memory; those within one take the same
+paths as in a real worker. The topic loses, delays and reorders messages if told to. Time is the loop's, so
+everything also runs on `daskserve.testing.VirtualTimeLoop`. A worker that is removed is dead at once: whoever
+waits for one of its actors gets `ActorLostError`, and what still runs of its code can neither write nor
+publish nor call; it waits until it is cancelled.
 """
 
 from __future__ import annotations
 
 import asyncio
-import heapq
-import itertools
 import logging
 import os
 import random
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Self, TypeVar
 
 from daskserve.clock import Clock, LoopClock
+from daskserve.cluster.actor_book import ActorBook
 from daskserve.cluster.base import (
     ActorContext,
     ActorFactory,
     ActorSpec,
     Hosted,
     InstanceStore,
-    TopicHandler,
     UseReport,
 )
-from daskserve.cluster.local.process import LocalHost, LocalProcess, plain_copy
+from daskserve.cluster.channel.transport import Transport
+from daskserve.cluster.local.process import LocalProcess
+from daskserve.cluster.local.run_state import RunState
+from daskserve.cluster.local.topic import Deliver, LocalTopic, deliver_at_once
+from daskserve.cluster.local.transport import WhenAwake, connect
+from daskserve.cluster.local.world import World
 from daskserve.cluster.long_poll import CONTROLLER, ENDED, WORKERS
 from daskserve.cluster.store.opening import MemoryStore
 from daskserve.errors import (
@@ -52,63 +54,32 @@ logger = logging.getLogger("daskserve.local")
 
 T = TypeVar("T")
 
+
 #: Who asks for the controller while it is being replaced waits this long, as at the supervisor.
 CONTROLLER_PATIENCE_S = 0.5
 #: Pause after the controller could not be started on any worker.
 CONTROLLER_RETRY_S = 0.5
 
-#: Says after how many seconds a message of the topic reaches one listener. No number: it is lost; several: it
-#: comes that often.
-Deliver = Callable[[Any], Iterable[float]]
 
+class LocalHost:
+    """One pretend worker: its view of the cluster and its actors."""
 
-def deliver_at_once(message: Any) -> Iterable[float]:
-    """Deliver every message once, in order, as soon as the loop turns."""
-    return (0.0,)
+    def __init__(self, world: World, info: WorkerInfo, factories: Mapping[ActorKind, ActorFactory]) -> None:
+        def make(spec: ActorSpec) -> Hosted:
+            process = self.process
+            return factories[spec.kind](
+                ActorContext(spec, process, process.clock, world.rng, info.address, process.link.landing)
+            )
 
+        state = RunState(world.clock)
+        self.info = info
+        self.book = ActorBook(info.address, info.pid, state.clock, make)
+        self.process = LocalProcess(world, state, self.book)
 
-class LocalTopic:
-    """Publish and subscribe. Messages due at the same time arrive in the order they were published in.
-
-    Attributes
-    ----------
-    deliver : callable
-        How messages published from now on are delivered, see `Deliver`.
-    """
-
-    def __init__(self, deliver: Deliver) -> None:
-        self.deliver = deliver
-        self._handlers: dict[int, TopicHandler] = {}
-        self._numbers = itertools.count()
-        self._due: list[tuple[float, int, int, Any]] = []
-
-    def subscribe(self, handler: TopicHandler) -> Callable[[], None]:
-        """Hear every message from now on; returns what ends it."""
-        number = next(self._numbers)
-        self._handlers[number] = handler
-
-        def unsubscribe() -> None:
-            self._handlers.pop(number, None)
-
-        return unsubscribe
-
-    def publish(self, message: Any) -> None:
-        """Send plain values to every listener there is now."""
-        message = plain_copy(message)
-        loop = asyncio.get_running_loop()
-        for number in self._handlers:
-            for delay_s in self.deliver(message):
-                # Timers due at one time fire in no order, so each takes whatever is first by our own.
-                heapq.heappush(self._due, (loop.time() + delay_s, next(self._numbers), number, message))
-                if delay_s > 0:
-                    loop.call_later(delay_s, self._deliver_next)
-                else:
-                    loop.call_soon(self._deliver_next)
-
-    def _deliver_next(self) -> None:
-        _, _, number, message = heapq.heappop(self._due)
-        if number in self._handlers:
-            self._handlers[number](plain_copy(message))
+    async def bury(self) -> None:
+        """Stop all actors and listen no more."""
+        await self.book.end_instance(self.process.instance)
+        await self.process.stop_listening()
 
 
 class LocalCluster:
@@ -185,12 +156,12 @@ class LocalCluster:
         self._replacing: asyncio.Task[None] | None = None
         self._is_ended = False
         self._tasks: set[asyncio.Task[None]] = set()
-        self.program = LocalProcess(self, None)
+        self.program = LocalProcess(self, RunState(self.clock))
         for each in [None] * workers if isinstance(workers, int) else workers:
             self._join(each)
 
     def __repr__(self) -> str:
-        actors = sum(len(host.entries) for host in self._hosts.values())
+        actors = sum(len(host.book.entries) for host in self._hosts.values())
         return f"<LocalCluster {self.instance} workers={len(self._hosts)} actors={actors} epoch={self.epoch}>"
 
     async def __aenter__(self) -> Self:
@@ -243,7 +214,9 @@ class LocalCluster:
     async def close(self) -> None:
         """End the instance and whatever this object has running. Idempotent."""
         await self.end()
-        await self.program.close()
+        await self.program.stop_listening()
+        processes = [self.program, *(host.process for host in self._hosts.values())]
+        await asyncio.gather(*(process.channels.close() for process in processes))
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -285,13 +258,8 @@ class LocalCluster:
         info = replace(info, **changes)
         if info.address in self._hosts:
             raise ValueError(f"a worker {info.address} is there already")
-        process = LocalProcess(self, info.address)
-        self._hosts[info.address] = LocalHost(info, process, self._make_actor)
+        self._hosts[info.address] = LocalHost(self, info, self._factories)
         return info
-
-    def _make_actor(self, spec: ActorSpec, host: LocalHost) -> Hosted:
-        context = ActorContext(spec, host.process, host.process.clock, self.rng, host.info.address)
-        return self._factories[spec.kind](context)
 
     def change_worker(self, worker: WorkerAddress, **changes: Any) -> None:
         """Change fields of a worker, such as ``is_available``; nobody is told, as on a real cluster."""
@@ -304,8 +272,8 @@ class LocalCluster:
         It answers nobody, hears and says nothing, and nothing falls due in it until it goes on. Only code
         that waits for time by itself, not by the clock of its `ActorContext`, cannot be held up.
         """
-        process = self._hosts[worker].process
-        process.suspend() if is_suspended else process.resume()
+        state = self._hosts[worker].process.state
+        state.suspend() if is_suspended else state.resume()
 
     def retire_worker(self, worker: WorkerAddress) -> None:
         """Announce that a worker is to leave, so that what it holds moves; then `remove_worker` it.
@@ -332,7 +300,7 @@ class LocalCluster:
         The actors get a ``stop(0)`` to free what they hold in this process; nobody sees what they do.
         """
         host = self._hosts.pop(worker)
-        host.kill()
+        host.process.kill()
         self.spawn(host.bury())
         self.topic.publish({"kind": WORKERS, "joined": [], "left": [worker]})
         if self._controller is not None and self._controller.worker == worker:
@@ -347,7 +315,7 @@ class LocalCluster:
         return [
             ActorAddress(entry.spec.name, host.info.address, entry.spec.incarnation)
             for host in self._hosts.values()
-            for entry in host.entries.values()
+            for entry in host.book.entries.values()
         ]
 
     def actor(self, address: ActorAddress) -> Hosted:
@@ -361,7 +329,7 @@ class LocalCluster:
         host = self._hosts.get(address.worker)
         if host is None:
             raise ActorLostError(f"Worker {address.worker} cannot be reached.", begun=False)
-        return host.ready_actor(address)
+        return host.book.ready_actor(address.name, address.incarnation)
 
     async def find_controller(self) -> ActorAddress:
         """Return where the controller lives; wait a moment if it is being replaced."""
@@ -418,34 +386,15 @@ class LocalCluster:
 
     # What the processes use
 
-    async def run_on(
-        self,
-        caller: LocalProcess,
-        worker: WorkerAddress,
-        work: Callable[[LocalHost], Coroutine[Any, Any, T]],
-    ) -> T:
-        """Do something on a worker for a process: directly in its own, else from process to process.
-
-        Raises
-        ------
-        ActorLostError
-            The worker is not there (``begun`` is False), or was lost before it was done.
-        """
-        await caller.breathe()
-        if worker == caller.worker:
-            return await work(self._hosts[worker])
-        await self.clock.sleep(self._latency_s())
+    def connect(self, caller: str, when_awake: WhenAwake, worker: WorkerAddress) -> Transport:
+        """Return one end of a new connection to a worker; `OSError` if it is not there."""
         host = self._hosts.get(worker)
-        if host is None or not host.process.is_alive:
-            raise ActorLostError(f"Worker {worker} cannot be reached.", begun=False)
-        try:
-            result = await host.carry(lambda: work(host), caller)
-        except Exception:
-            await caller.breathe()
-            raise
-        await self.clock.sleep(self._latency_s())
-        await caller.breathe()
-        return result
+        if host is None:
+            raise OSError("there is no such worker")
+        process = host.process
+        ours, theirs = connect((caller, when_awake), (worker, process.state.when_awake), self._latency_s)
+        self.spawn(process.channels.serve(theirs))
+        return ours
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run a coroutine without waiting for it; `close` ends it."""

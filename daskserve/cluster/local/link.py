@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from daskserve.clock import RequestIds
+from daskserve.cluster.base import Process
+from daskserve.cluster.local.world import World
 from daskserve.errors import BadRequestError, ClusterUnreachableError, NotRunningError
-from daskserve.loops.hops import Hop, Hops
+from daskserve.loops.hops import Hop, Hops, Landing
 from daskserve.types import InstanceName
-
-if TYPE_CHECKING:
-    from daskserve.cluster.local.cluster import LocalCluster
-    from daskserve.cluster.local.process import LocalProcess
 
 T = TypeVar("T")
 
@@ -25,23 +23,31 @@ class LocalLink:
     dashboard_link = None
     default_instance: Any = None
 
-    def __init__(self, cluster: LocalCluster, process: LocalProcess) -> None:
-        self.clock = cluster.clock
-        self.rng = cluster.rng
+    def __init__(self, world: World, process: Process) -> None:
+        self.clock = world.clock
+        self.rng = world.rng
         self.request_ids = RequestIds(self.rng)
         self.hops = Hops()
-        self._cluster = cluster
+        self._landing: Landing | None = None
+        self._world = world
         self._process = process
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
         """The event loop that the whole cluster runs on."""
-        return self._cluster.loop
+        return self._world.loop
+
+    @property
+    def landing(self) -> Landing:
+        """Where calls from other threads arrive; made on first use, once there is a loop."""
+        if self._landing is None:
+            self._landing = Landing(self.loop)
+        return self._landing
 
     @property
     def hop(self) -> Hop:
         """The way onto that loop from other threads."""
-        return self.hops.onto(self.loop)
+        return self.hops.onto(self.loop, self.landing)
 
     @property
     def is_open(self) -> bool:
@@ -64,23 +70,23 @@ class LocalLink:
         except RuntimeError:
             return False
 
-    def cluster(self, instance: InstanceName) -> LocalProcess:
+    def cluster(self, instance: InstanceName) -> Process:
         """Return this process's view of the only instance there is; `NotRunningError` for any other."""
-        if instance != self._cluster.instance:
+        if instance != self._world.instance:
             raise NotRunningError(f"Instance {instance!r} does not run on this cluster.")
         return self._process
 
     async def drop_cluster(self, instance: InstanceName) -> None:
         """Stop listening to the instance."""
-        await self._process.close()
+        await self._process.listener.stop()
 
     async def ask(self, verb: str, **message: Any) -> Any:
         """Answer those verbs of the supervisor that a client needs."""
         if verb == "end_instance":
-            await self._cluster.end()
+            await self._world.end()
             return None
         if verb == "instances":
-            return [self._cluster.instance]
+            return [self._world.instance]
         raise BadRequestError(f"A local cluster has no verb {verb!r}.")
 
     def sync(self, coroutine: Coroutine[Any, Any, T], *, timeout_s: float | None = None) -> T:
@@ -97,7 +103,7 @@ class LocalLink:
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine without waiting for it; call on the loop only."""
-        self._cluster.spawn(coroutine)
+        self._world.spawn(coroutine)
 
     def release_default(self, instance: InstanceName) -> None:
         """Nothing: a local instance is nobody's default."""

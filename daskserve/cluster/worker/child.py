@@ -43,6 +43,7 @@ from distributed import Client
 
 from daskserve import settings
 from daskserve._version import __version__
+from daskserve.cluster.actor_calls import control_call
 from daskserve.cluster.channel.channel import Channel
 from daskserve.cluster.channel.transport import SocketTransport, Transport
 from daskserve.cluster.link import Link, default_client, link_of
@@ -54,10 +55,8 @@ from daskserve.payload import dump_bytes, load_bytes
 from daskserve.types import (
     ActorAddress,
     Envelope,
-    EnvelopeKind,
     InstanceName,
     Load,
-    Message,
     Payload,
     Receive,
     Send,
@@ -193,15 +192,8 @@ class ChildProcess:
 
     async def call(self, verb: str, payload: bytes | None = None, **message: Any) -> Any:
         """Call a verb of the child with plain values, and bytes of any size besides."""
-        answer: list[Message] = []
-
-        async def keep(item: Message) -> None:
-            answer.append(item)
-
-        head = {"verb": verb, "message": message}
         wrapped = None if payload is None else Payload(payload)
-        await self.request(0, Envelope(EnvelopeKind.CONTROL, head, wrapped), _nothing_to_receive, keep)
-        return answer[0]["value"]
+        return await control_call(partial(self.request, 0), verb, message, wrapped)
 
     async def end(self) -> None:
         """Let the process end by itself, kill it if it does not, and return when it has ended."""
@@ -303,10 +295,6 @@ def _kill_group(leader: int) -> None:
 
 async def _refuse(name: str, number: int, envelope: Envelope, receive: Receive, send: Send) -> Load:
     raise InstanceError("A child process has nothing to ask of its parent.")
-
-
-async def _nothing_to_receive() -> Message:
-    return {"type": "http.disconnect"}
 
 
 # ---- how the child reaches the Dask cluster

@@ -11,6 +11,7 @@ import pytest
 
 from daskserve.cluster.base import ActorContext, ActorSpec, Cluster, StoreChange, UseReport, verb, verbs_of
 from daskserve.cluster.local.cluster import LocalCluster, deliver_at_once
+from daskserve.cluster.local.process import LocalProcess
 from daskserve.cluster.store.opening import MemoryStore
 from daskserve.errors import (
     ActorLostError,
@@ -22,6 +23,7 @@ from daskserve.errors import (
     StaleEpochError,
     UnavailableError,
 )
+from daskserve.figures.table import Sample
 from daskserve.testing import run_virtual, wait_until
 from daskserve.types import (
     ActorAddress,
@@ -30,6 +32,7 @@ from daskserve.types import (
     EnvelopeKind,
     Load,
     Message,
+    OnAnswer,
     Receive,
     Send,
     WorkerInfo,
@@ -69,10 +72,23 @@ class Echo:
         await send({"type": "answer", "body": message["body"]})
         return Load(3, 4)
 
+    def answer_straight(self, envelope: Envelope, on_answer: OnAnswer) -> Callable[[], None] | None:
+        """Answer without a task, later if the head says so."""
+        if envelope.head.get("hangs"):
+            return None
+        if envelope.head.get("fails"):
+            raise BadRequestError("refused")
+        answer = (on_answer, {"type": "answer", "body": b"straight"}, Load(5, 6))
+        timer = asyncio.get_running_loop().call_later(envelope.head.get("after_s", 0), *answer)
+        return timer.cancel
+
     async def stop(self, grace_s: float) -> None:
         self.stopped.append(grace_s)
         await self.context.clock.sleep(grace_s)
         self.ended.append(grace_s)
+
+    def samples(self) -> list[Sample]:
+        return []
 
     @verb
     async def echo(self, **message: Any) -> Any:
@@ -159,7 +175,7 @@ async def ask(cluster: Cluster, address: ActorAddress, **head: Any) -> tuple[Loa
     async def send(message: Message) -> None:
         answers.append(message)
 
-    load = await cluster.request(address, Envelope(EnvelopeKind.CALL, head), receive, send)
+    load = await cluster.request(address, Envelope(EnvelopeKind.HTTP, head), receive, send)
     return load, answers
 
 
@@ -377,6 +393,65 @@ def test_a_caller_that_goes_away_cancels_its_request() -> None:
             await asyncio.sleep(0.1)
             asking.cancel()
             await wait_until(lambda before=before: actor(cluster, address).cancelled == before + 1)
+
+    run(scenario)
+
+
+async def straight(cluster: LocalCluster, process: LocalProcess, address: ActorAddress, **head: Any) -> Any:
+    """Return the answer to a request without a task, or "given up" after a minute; None if it needs one."""
+    answers: list[Any] = []
+    envelope = Envelope(EnvelopeKind.CALL, head, has_body=False)
+    give_up = process.ask(address, envelope, lambda message, outcome: answers.append((message, outcome)))
+    if give_up is None:
+        return None
+    await cluster.clock.sleep(head.get("patience_s", 60))
+    give_up()
+    await cluster.clock.sleep(60)
+    return answers[0] if answers else "given up"
+
+
+def test_an_actor_answers_without_a_task_from_near_and_far() -> None:
+    async def scenario(cluster: LocalCluster) -> None:
+        address = await make(cluster)
+        assert await straight(cluster, cluster.process(W2), address) is None  # nothing connects them yet
+        expected = ({"type": "answer", "body": b"straight"}, Load(5, 6))
+        for process in (cluster.program, cluster.process(W1), cluster.process(W2)):
+            await process.call(address, "echo")
+            assert await straight(cluster, process, address, after_s=1) == expected
+            assert await straight(cluster, process, address, after_s=9, patience_s=1) == "given up"
+
+    run(scenario)
+
+
+def test_a_request_that_cannot_be_answered_without_a_task_is_answered_by_one() -> None:
+    async def scenario(cluster: LocalCluster) -> None:
+        address = await make(cluster)
+        await cluster.process(W2).call(address, "echo")
+        assert await straight(cluster, cluster.process(W1), address, hangs=True) is None
+        assert await straight(cluster, cluster.process(W2), address, hangs=True) == "given up"
+        assert actor(cluster, address).cancelled == 1
+        message, outcome = await straight(cluster, cluster.process(W2), address, fails=True)
+        assert (message, str(outcome)) == (None, "refused")
+
+    run(scenario)
+
+
+def test_a_process_that_is_lost_or_does_not_run_answers_nothing() -> None:
+    async def scenario(cluster: LocalCluster) -> None:
+        address = await make(cluster)
+        process = cluster.process(W2)
+        await process.call(address, "echo")
+        cluster.suspend_worker(W2)
+        assert await straight(cluster, process, address) is None
+        cluster.suspend_worker(W2, is_suspended=False)
+        cluster.suspend_worker(W1)
+        asking = asyncio.create_task(straight(cluster, process, address))
+        await asyncio.sleep(1)
+        cluster.remove_worker(W1)
+        message, outcome = await asking
+        assert message is None
+        assert isinstance(outcome, ActorLostError)
+        assert outcome.begun
 
     run(scenario)
 
@@ -792,7 +867,7 @@ def test_the_actors_of_a_worker_can_be_looked_at() -> None:
             ("b#3", False, True, ""),
         ]
         assert {(each["kind"], each["incarnation"], each["worker"]) for each in found} == {("replica", 1, W1)}
-        assert await cluster.program.inspect(W2) == []
+        assert not await cluster.program.inspect(W2)
         cluster.remove_worker(W1)
         with pytest.raises(ActorLostError):
             await cluster.program.inspect(W1)

@@ -1,0 +1,270 @@
+"""The actors of one worker: made, found, asked and ended.
+
+`daskserve.cluster.worker.host.Host` keeps one book for its Dask worker, `daskserve.cluster.local` one for
+each pretend worker. The book knows its actors only as `Hosted`, and neither Dask nor the local cluster.
+
+Requests reach an actor by `ActorBook.dispatch`, which takes a task, or by `ActorBook.answer`, which takes
+none; see `daskserve.cluster.channel.channel`. The book itself answers under the name `HOST_ACTOR`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from daskserve.clock import Clock
+from daskserve.cluster.base import STOP_MARGIN_S, ActorSpec, Hosted
+from daskserve.errors import ActorLostError, BadRequestError, UnavailableError
+from daskserve.figures.collector import PROCESS
+from daskserve.loops.tasks import TaskSet, is_cancelling
+from daskserve.types import (
+    ActorKind,
+    Envelope,
+    EnvelopeKind,
+    InstanceName,
+    Load,
+    OnAnswer,
+    Receive,
+    Send,
+    WorkerAddress,
+)
+
+logger = logging.getLogger("daskserve.host")
+
+#: The name under which requests reach the book of a worker itself.
+HOST_ACTOR = "host"
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One actor."""
+
+    spec: ActorSpec
+    actor: Hosted
+    starting: asyncio.Task[Mapping[str, Any]]
+    #: What answers requests without a task, if the actor has such a thing, as replicas do.
+    answer: Callable[[Envelope, OnAnswer], Callable[[], None] | None] | None = None
+    was_ready: bool = False  # once it has been seen to be ready, it stays so
+
+    @property
+    def is_ready(self) -> bool:
+        if not self.was_ready:
+            done = self.starting.done() and not self.starting.cancelled()
+            self.was_ready = done and self.starting.exception() is None
+        return self.was_ready
+
+    def health(self) -> dict[str, Any]:
+        """Return what the actor reports of its health; one that reports nothing is healthy."""
+        ask = getattr(self.actor, "health", None)
+        facts = ask() if ask is not None and self.is_ready else {}
+        return {"is_healthy": facts.get("is_healthy", True), "detail": facts.get("detail", "")}
+
+    def figures(self) -> dict[str, Any]:
+        """Return the actor's metrics for autoscaling, if it has any."""
+        ask = getattr(self.actor, "figures", None)
+        return {"figures": ask()} if ask is not None and self.is_ready else {}
+
+
+class ActorBook:
+    """See the module.
+
+    Parameters
+    ----------
+    worker : str
+        The address of the worker, with the process id that its actors report.
+    make : callable
+        Makes an actor from its spec.
+    surroundings : callable, optional
+        Returns the context manager in which an actor is made and its start begins.
+    on_change : callable, optional
+        Called after an actor started or stopped.
+
+    Attributes
+    ----------
+    entries : dict
+        The actors by name, ready or not.
+    """
+
+    def __init__(
+        self,
+        worker: WorkerAddress,
+        pid: int,
+        clock: Clock,
+        make: Callable[[ActorSpec], Hosted],
+        *,
+        surroundings: Callable[[], AbstractContextManager[None]] = nullcontext,
+        on_change: Callable[[], None] = _nothing,
+    ) -> None:
+        self.worker = worker
+        self.entries: dict[str, Entry] = {}
+        self._pid = pid
+        self._clock = clock
+        self._make = make
+        self._surroundings = surroundings
+        self._on_change = on_change
+        self._stopping = TaskSet(logger)
+        self._verbs: Mapping[str, Callable[..., Awaitable[Any]]] = {
+            "create": self.create,
+            "destroy": self.destroy,
+            "actors": self.list_actors,
+            "end_instance": self.end_instance,
+            "call": self.call,
+        }
+
+    def __repr__(self) -> str:
+        return f"<ActorBook of {self.worker} actors={len(self.entries)}>"
+
+    async def run(self, verb: str, message: Mapping[str, Any]) -> Any:
+        """Answer one of the book's own verbs."""
+        return await self._verbs[verb](**message)
+
+    def dispatch(
+        self, name: str, incarnation: int, envelope: Envelope, receive: Receive, send: Send
+    ) -> Coroutine[Any, Any, Load]:
+        """Answer one request stream: of the book itself, a control call, or a request to an actor."""
+        if envelope.kind is EnvelopeKind.CONTROL:
+            return self._control(name, incarnation, envelope, send)
+        entry = self.entries.get(name)
+        if entry is None or not entry.was_ready or entry.spec.incarnation != incarnation:
+            return self.ready_actor(name, incarnation).handle(envelope, receive, send)
+        return entry.actor.handle(envelope, receive, send)
+
+    def answer(
+        self, name: str, incarnation: int, envelope: Envelope, on_answer: OnAnswer
+    ) -> Callable[[], None] | None:
+        """Have an actor answer a request without a task; None if it does not, for whatever reason."""
+        entry = self.entries.get(name)
+        if entry is None or not entry.was_ready or entry.spec.incarnation != incarnation:
+            return None
+        return None if entry.answer is None else entry.answer(envelope, on_answer)
+
+    async def _control(self, name: str, incarnation: int, envelope: Envelope, send: Send) -> Load:
+        verb, message = envelope.head["verb"], dict(envelope.head["message"])
+        if name == HOST_ACTOR:
+            value = await self.run(verb, message)
+        else:
+            value = await self.call(name, incarnation, verb, message)
+        await send({"type": "control.result", "value": value})
+        return Load()
+
+    async def create(self, spec: Mapping[str, Any]) -> dict[str, Any]:
+        """Make an actor, wait until it is ready and return its facts; see `Cluster.create`."""
+        wanted = ActorSpec(**{**spec, "kind": ActorKind(spec["kind"])})
+        entry = self.entries.get(wanted.name)
+        while entry is not None and entry.spec.incarnation < wanted.incarnation:
+            await self._remove(entry, grace_s=0)
+            entry = self.entries.get(wanted.name)  # another caller may have been quicker
+        if entry is None:
+            entry = self._enter(wanted)
+        elif entry.spec.incarnation > wanted.incarnation:
+            raise ActorLostError(
+                f"{wanted.name} is at incarnation {entry.spec.incarnation}; {wanted.incarnation} is older."
+            )
+        # Shielded: a caller that gives up, or a second caller, must not end the start of the actor.
+        try:
+            return dict(await asyncio.shield(entry.starting))
+        except asyncio.CancelledError:
+            if entry.starting.cancelled() and not is_cancelling():
+                raise ActorLostError(f"{wanted.name} was stopped while it started.") from None
+            raise
+        except Exception:
+            await self._remove(entry, grace_s=0)
+            raise
+
+    def _enter(self, spec: ActorSpec) -> Entry:
+        with self._surroundings():
+            actor = self._make(spec)
+            starting = asyncio.create_task(self._start(actor), name=f"daskserve-start-{spec.name}")
+        entry = Entry(spec, actor, starting, answer=getattr(actor, "answer_straight", None))
+        self.entries[spec.name] = entry
+        PROCESS.add(actor)
+        return entry
+
+    async def _start(self, actor: Hosted) -> Mapping[str, Any]:
+        try:
+            return {**await actor.start(), "pid": self._pid}
+        finally:
+            self._on_change()
+
+    async def destroy(self, name: str, incarnation: int, grace_s: float) -> None:
+        """Stop an actor and forget it; one that is gone already, or newer, is left alone."""
+        entry = self.entries.get(name)
+        if entry is not None and entry.spec.incarnation <= incarnation:
+            await self._remove(entry, grace_s)
+
+    async def _remove(self, entry: Entry, grace_s: float) -> None:
+        # Shielded: the caller may be cancelled, as a controller that is killed. Nobody else would end what is
+        # half ended and no entry any more.
+        await asyncio.shield(self._stopping.spawn(self._stop(entry, grace_s), f"stop-{entry.spec.name}"))
+
+    async def _stop(self, entry: Entry, grace_s: float) -> None:
+        if not entry.starting.done():
+            entry.starting.cancel()
+        try:
+            await self._clock.wait_for(entry.actor.stop(grace_s), grace_s + STOP_MARGIN_S)
+        finally:
+            if self.entries.get(entry.spec.name) is entry:
+                del self.entries[entry.spec.name]
+            PROCESS.remove(entry.actor)
+            self._on_change()
+
+    async def list_actors(
+        self, instance: InstanceName, figures_of: Collection[str] = ()
+    ) -> list[dict[str, Any]]:
+        """Return an instance's actors; see `Cluster.inspect`."""
+        named = set(figures_of)
+        return [
+            {
+                "name": entry.spec.name,
+                "kind": entry.spec.kind.value,
+                "incarnation": entry.spec.incarnation,
+                "is_ready": entry.is_ready,
+                **entry.health(),
+                **(entry.figures() if entry.spec.name in named else {}),
+                "worker": self.worker,
+                "pid": self._pid,
+            }
+            for entry in self.entries.values()
+            if entry.spec.instance == instance
+        ]
+
+    async def end_instance(self, instance: InstanceName) -> None:
+        """Stop an instance's actors, the controller first so that it does not replace the others."""
+        mine = [entry for entry in self.entries.values() if entry.spec.instance == instance]
+        mine.sort(key=lambda entry: entry.spec.kind is not ActorKind.CONTROLLER)
+        for entry in mine:
+            try:
+                await self._remove(entry, grace_s=0)
+            except Exception:
+                # One actor that cannot stop must not keep the others alive.
+                logger.exception("Actor %s failed to stop", entry.spec.name)
+
+    async def call(self, name: str, incarnation: int, verb: str, message: Mapping[str, Any]) -> Any:
+        """Call one of an actor's verbs; see `Cluster.call`."""
+        actor = self.ready_actor(name, incarnation)
+        if verb not in actor.verbs:
+            raise BadRequestError(f"{name} has no verb {verb!r}; known: {', '.join(sorted(actor.verbs))}")
+        return await actor.verbs[verb](**message)
+
+    def ready_actor(self, name: str, incarnation: int) -> Hosted:
+        """Return an actor.
+
+        Raises
+        ------
+        ActorLostError, UnavailableError
+            It is not there; it is still starting.
+        """
+        entry = self.entries.get(name)
+        if entry is None or entry.spec.incarnation != incarnation:
+            raise ActorLostError(f"{name}/{incarnation} is not on {self.worker}.", begun=False)
+        if not entry.is_ready:
+            raise UnavailableError(f"{name} is still starting.")
+        return entry.actor
