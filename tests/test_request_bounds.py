@@ -58,12 +58,12 @@ def poll_for(condition: Callable[[], Any], what: Callable[[], Any] = lambda: "")
 
 def gauges(client: Client) -> dict[str, int]:
     """Return all that counts up and down in the instance, of all its processes together."""
-    cluster: LocalCluster = client._link._world  # type: ignore[attr-defined]
+    cluster: LocalCluster = client._connection.link._world  # type: ignore[attr-defined]
 
     async def count() -> dict[str, int]:
         return gauges_of(cluster)  # on the loop, where nothing changes meanwhile
 
-    return client._link.sync(count())
+    return client._connection.link.sync(count())
 
 
 def gauges_of(cluster: LocalCluster) -> dict[str, int]:

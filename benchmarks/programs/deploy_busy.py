@@ -58,7 +58,7 @@ def make_empty_actor():
     from daskserve.cluster.base import ActorSpec
     from daskserve.types import ActorKind
 
-    link = client._link
+    link = client._connection.link
     view = link.cluster(client.instance_name)
     worker = sorted(dask.scheduler_info()["workers"])[0]
     spec = ActorSpec(ActorKind.PROXY, f"{client.instance_name}/empty/{time.time()}", 1, client.instance_name)

@@ -89,6 +89,30 @@ def start(
         The proxies did not listen in time.
     """
     options = _http_options(http_host, http_port, http_middlewares, http_options)
+    _check_instance_name(name, detached, store)
+    found = _find_link(dask_client, address)
+    link = _make_cluster(detached, dashboard) if found is None else found
+    instance = name or (DEFAULT_INSTANCE if detached else _new_name(link))
+    owner = None if detached else link.owner_id
+    owns_cluster = detached and found is None
+    start_id = uuid.uuid4().hex
+    message = {"owner": owner, "owns_cluster": owns_cluster, "store": store, "start_id": start_id}
+    try:
+        if owns_cluster:
+            link.owning_instances.add(instance)
+        link.instance_started(instance)
+        link.sync(_start(link, instance, options, message))
+        return Client(link, instance, is_owner=not detached)
+    except BaseException as error:
+        # Nothing half-made stays, not even on Ctrl-C; but an instance that was there before does.
+        if found is None or not isinstance(error, AlreadyRunningError):
+            _end_half_made(link, instance, start_id)
+        if address is not None:
+            link.hang_up()
+        raise
+
+
+def _check_instance_name(name: str | None, detached: bool, store: str) -> None:
     if name is not None:
         check_name(name, "name")
         if detached and name != DEFAULT_INSTANCE:
@@ -98,35 +122,14 @@ def start(
             f"An instance with a random name would never find its records in {store!r} again; give it a "
             "name=, or start it with detached=True."
         )
-    link = _find_link(dask_client, address)
-    made_here = link is None
-    if link is None:
-        link = _make_cluster(detached, dashboard)
-    instance = name or (DEFAULT_INSTANCE if detached else _new_name(link))
-    start_id = uuid.uuid4().hex
-    message = {
-        "owner": None if detached else link.owner_id,
-        "owns_cluster": detached and made_here,
-        "store": store,
-        "start_id": start_id,
-    }
+
+
+def _end_half_made(link: Link, instance: InstanceName, start_id: str) -> None:
     try:
-        if made_here and detached:
-            link.owning_instances.add(instance)
-        link.instance_started(instance)
-        link.sync(_start(link, instance, options, message))
-        return Client(link, instance, is_owner=not detached)
-    except BaseException as error:
-        # Nothing half-made stays, not even on Ctrl-C; but an instance that was there before does.
-        if made_here or not isinstance(error, AlreadyRunningError):
-            try:
-                end_instance(link, instance, start_id=start_id)
-            except Exception:
-                # What went wrong first is what the caller must see.
-                logger.exception("The instance that did not start could not be ended in order")
-        if address is not None:
-            link.hang_up()
-        raise
+        end_instance(link, instance, start_id=start_id)
+    except Exception:
+        # The caller must see the error of the start.
+        logger.exception("The instance that did not start could not be ended in order")
 
 
 def _make_cluster(detached: bool, dashboard: bool) -> Link:
@@ -344,10 +347,7 @@ def set_target_capacity(percent: float | None) -> None:
     NotRunningError
         No instance runs.
     """
-    client = _present_client()
-    if client is None:
-        raise NotRunningError("No instance runs here; deploy something with serve.run() first.")
-    client.set_target_capacity(percent)
+    _running_client().set_target_capacity(percent)
 
 
 def run(

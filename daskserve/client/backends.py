@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from daskserve import settings
-from daskserve.client.base import ClientBase
+from daskserve.client.connection import InstanceConnection
 from daskserve.client.wishes import join_config, make_wish, split_config
 from daskserve.errors import ServeError
 from daskserve.options.config import ActorOptions, BackendConfig, parse_options
@@ -17,8 +17,10 @@ from daskserve.types import GoalId
 logger = logging.getLogger("daskserve.client.client")
 
 
-class BackendVerbs(ClientBase):
+class BackendVerbs:
     """Callables and how they run."""
+
+    _connection: InstanceConnection
 
     def create_backend(
         self,
@@ -76,7 +78,7 @@ class BackendVerbs(ClientBase):
         NoCapacityError
             No worker had room within ``timeout_s``.
         """
-        self._check_open()
+        self._connection.check_open()
         wish = make_wish(
             backend_tag,
             backend_def,
@@ -88,19 +90,10 @@ class BackendVerbs(ClientBase):
             env=env,
         )
         try:
-            return self._change("create_backend", blocking=blocking, **wish)
+            return self._connection.change("create_backend", blocking=blocking, **wish)
         except KeyboardInterrupt:
-            self._take_back(wish)
+            _take_back(self._connection, wish)
             raise
-
-    def _take_back(self, wish: Mapping[str, Any]) -> None:
-        """Delete the backend that an interrupted call was making."""
-        try:
-            # The same wish again changes nothing where it was registered, and fails where another one is.
-            self._change("create_backend", blocking=False, **wish)
-            self._change("delete_backend", tag=wish["tag"], force=True)
-        except ServeError as error:
-            logger.info("Backend %s was not made, or is in use already: %s", wish["tag"], error)
 
     def update_backend_config(
         self,
@@ -126,7 +119,7 @@ class BackendVerbs(ClientBase):
             raise TypeError("config_options must be a BackendConfig or a dict of its options, got None")
         config = parse_options(BackendConfig, config_options, what="config_options")
         plain, user_config = split_config(config)
-        return self._change(
+        return self._connection.change(
             "update_backend_config",
             blocking=blocking,
             tag=backend_tag,
@@ -151,15 +144,15 @@ class BackendVerbs(ClientBase):
         BadRequestError
             There cannot be so many replicas: not a whole number, or none.
         """
-        return int(self._call("scale", name=name, number=checked_number(target_num_replicas)))
+        return int(self._connection.call("scale", name=name, number=checked_number(target_num_replicas)))
 
     def get_backend_config(self, backend_tag: str) -> BackendConfig:
         """Return a backend's config; `NotRegisteredError` (a `ValueError`) if there is no such backend."""
-        return join_config(self._call("get_backend_config", tag=backend_tag))
+        return join_config(self._connection.call("get_backend_config", tag=backend_tag))
 
     def list_backends(self) -> dict[str, BackendConfig]:
         """Return the config of every backend, by tag."""
-        return {tag: join_config(found) for tag, found in self._call("list_backends").items()}
+        return {tag: join_config(found) for tag, found in self._connection.call("list_backends").items()}
 
     def delete_backend(
         self, backend_tag: str, force: bool = False, *, blocking: bool = True
@@ -178,4 +171,14 @@ class BackendVerbs(ClientBase):
         BadRequestError
             An endpoint still sends it traffic or shadows.
         """
-        return self._change("delete_backend", blocking=blocking, tag=backend_tag, force=force)
+        return self._connection.change("delete_backend", blocking=blocking, tag=backend_tag, force=force)
+
+
+def _take_back(connection: InstanceConnection, wish: Mapping[str, Any]) -> None:
+    """Delete the backend that an interrupted call was making."""
+    try:
+        # The same wish again changes nothing where it was registered, and fails where another one is.
+        connection.change("create_backend", blocking=False, **wish)
+        connection.change("delete_backend", tag=wish["tag"], force=True)
+    except ServeError as error:
+        logger.info("Backend %s was not made, or is in use already: %s", wish["tag"], error)

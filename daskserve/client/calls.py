@@ -27,7 +27,7 @@ logger = logging.getLogger("daskserve.client.client")
 POLL_S = 25.0
 #: How long a call is tried again while the controller is being replaced.
 CONTROLLER_S = 30.0
-RETRY_S = 0.05
+CONTROLLER_RETRY_S = 0.05
 #: A call that takes longer looks whether its controller is still the present one.
 CHECK_S = 1.0
 #: How long `Client.shutdown` waits for everything to be gone.
@@ -64,7 +64,7 @@ class ControllerCalls:
                 raise ClusterUnreachableError(
                     f"The connection to the Dask scheduler {self.link.scheduler_address} was lost: {error}"
                 ) from error
-            await self.link.clock.sleep(RETRY_S)
+            await self.link.clock.sleep(CONTROLLER_RETRY_S)
 
     @staticmethod
     async def _call_one(cluster: DaskCluster, verb: str, message: Mapping[str, Any]) -> Any:

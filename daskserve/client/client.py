@@ -6,24 +6,103 @@ import asyncio
 import json
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
+from daskserve.client.backends import BackendVerbs
+from daskserve.client.connection import InstanceConnection
 from daskserve.client.deployment_verbs import DeploymentVerbs
+from daskserve.client.endpoints import EndpointVerbs
 from daskserve.client.explanation import Explanation
 from daskserve.client.status import Status
 from daskserve.cluster.link import Link
 from daskserve.data.caller.handle import Handle, routers_of
-from daskserve.errors import NotFoundError
+from daskserve.errors import NotFoundError, ServeError
 from daskserve.options.bounds import checked_capacity
-from daskserve.types import InstanceName, SnapshotId
+from daskserve.types import GoalId, InstanceName, SnapshotId
 
 
-class Client(DeploymentVerbs):
+class Client(BackendVerbs, EndpointVerbs, DeploymentVerbs):
     """One instance, as a user program holds it. Made by `daskserve.start` and `daskserve.connect`.
 
     An instance that was started without ``detached=True`` ends with its client: by `shutdown`, when the
     client is garbage collected, or when the program ends.
     """
+
+    def __init__(self, link: Link, instance: InstanceName, *, is_owner: bool) -> None:
+        self._connection = InstanceConnection(link, instance)
+        if is_owner:
+            self._connection.end_with(self)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._connection.is_closed else "open"
+        return f"<daskserve.Client of {self.instance_name!r} at {self.scheduler_address} {state}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise ServeError(
+            "A daskserve client cannot be serialized; call serve.connect() where you need one, or pass a "
+            "handle."
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.shutdown()
+
+    @property
+    def instance_name(self) -> InstanceName:
+        """The name of the instance, which its topics and actors carry."""
+        return self._connection.instance
+
+    @property
+    def dashboard_link(self) -> str | None:
+        """The address of the Dask dashboard; None if the scheduler has none."""
+        self._connection.check_open()
+        return self._connection.link.dashboard_link
+
+    @property
+    def scheduler_address(self) -> str:
+        """The address of the Dask scheduler; another program reaches a detached instance with it."""
+        return self._connection.link.scheduler_address
+
+    def wait_for_goal(self, goal_id: GoalId, timeout_s: float | None = None) -> bool:
+        """Return whether a change that was begun with ``blocking=False`` has come about in time.
+
+        Parameters
+        ----------
+        goal_id : str
+            What the call that began it returned.
+        timeout_s : float, optional
+            How long to wait; None waits for ever.
+
+        Raises
+        ------
+        ServeError
+            Why it failed and was taken back.
+        NotFoundError
+            There is no such goal; the last hundred that ended are known.
+        """
+        return self._connection.wait_for_goal(goal_id, timeout_s)
+
+    def shutdown(self) -> None:
+        """End the instance: its replicas, proxies and controller. Idempotent.
+
+        When this returns, nothing of the instance is left on the cluster. A Dask cluster that ``start``
+        made for it ends too.
+        """
+        self._connection.close()
+
+    def become_default(self) -> None:
+        """Be the instance that `daskserve.run` uses in this process, and live as long as it."""
+        self._connection.link.default_instance = self
+
+    def serve_until_interrupted(self) -> None:
+        """Block until Ctrl-C (SIGINT) or SIGTERM, then shut down; or until the instance ends otherwise."""
+        self._connection.check_open()
+        try:
+            self._connection.link.wait_until_ended(self._connection.instance)
+        finally:
+            self.shutdown()
 
     def get_handle(self, endpoint_name: str, missing_ok: bool = False, sync: bool = True) -> Handle:
         """Return a handle that calls an endpoint from Python.
@@ -41,56 +120,33 @@ class Client(DeploymentVerbs):
         NotFoundError
             A `KeyError`: there is no such endpoint.
         """
-        self._warn_about_loop(sync)
+        _warn_about_loop(sync)
+        link, instance = self._connection.link, self._connection.instance
         try:
-            facts = self._call("get_endpoint", name=endpoint_name)
+            facts = self._connection.call("get_endpoint", name=endpoint_name)
         except NotFoundError:
             if not missing_ok:
                 raise
             facts = {"is_legacy": True, "python_methods": []}
-        self._prepare_routers()
+        # Begun here and not at the first call, so that later changes through this client are seen by it.
+        link.sync(_start_routers(link, instance))
         return Handle(
-            self._instance,
+            instance,
             endpoint_name,
             is_legacy=facts["is_legacy"],
             python_methods=tuple(facts["python_methods"]),
-            cluster=self._link.cluster(self._instance),
+            cluster=link.cluster(instance),
         )
-
-    def _prepare_routers(self) -> None:
-        # Begun here and not at the first call, so that later changes through this client are seen by it.
-        self._link.sync(_start_routers(self._link, self._instance))
-
-    @staticmethod
-    def _warn_about_loop(sync: bool) -> None:
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            if not sync:
-                warnings.warn(
-                    "You asked for a handle with sync=False outside an event loop; its responses can only be "
-                    "awaited there. Use sync=True and .result() in blocking code.",
-                    UserWarning,
-                    stacklevel=3,
-                )
-        else:
-            if sync:
-                warnings.warn(
-                    "You asked for a handle with sync=True inside an event loop; .result() would block it. "
-                    "Use sync=False and await the responses.",
-                    UserWarning,
-                    stacklevel=3,
-                )
 
     def http_urls(self) -> list[str]:
         """Return where the proxies listen, for instance ``["http://127.0.0.1:8000"]``."""
-        return list(self._call("http_urls"))
+        return list(self._connection.call("http_urls"))
 
     def status(self) -> Status:
         """Return what runs and what does not, with the reasons; all empty once the instance has ended."""
-        if self._is_closed:
+        if self._connection.is_closed:
             return Status()
-        return Status.of(self._call("status"))
+        return Status.of(self._connection.call("status"))
 
     def set_target_capacity(self, percent: float | None) -> None:
         """Let every backend have this percentage of its replicas, rounded up; None: all of them.
@@ -108,7 +164,7 @@ class Client(DeploymentVerbs):
         BadRequestError
             A `ValueError`: it is not a number from 0 to 100.
         """
-        self._change("set_target_capacity", percent=checked_capacity(percent))
+        self._connection.change("set_target_capacity", percent=checked_capacity(percent))
 
     def explain(self, name: str) -> Explanation:
         """Return why a backend or deployment has as many replicas as it has; print it to read it.
@@ -118,7 +174,7 @@ class Client(DeploymentVerbs):
         NotFoundError
             There is no such backend.
         """
-        return Explanation.of(self._call("explain", name=name))
+        return Explanation.of(self._connection.call("explain", name=name))
 
     def view(self, name: str) -> Any:
         """Return something of the controller's inside in plain values, under the classic system's names.
@@ -131,11 +187,11 @@ class Client(DeploymentVerbs):
         NotFoundError
             There is no such view; the message names those there are.
         """
-        return self._call("view", name=name)
+        return self._connection.call("view", name=name)
 
     def report_queue_lengths(self, router: str, lengths: Mapping[str, int]) -> None:
         """Tell the controller what waits in a router, by backend; ``view("queue_lengths")`` shows it."""
-        self._call("report_queue_lengths", router=router, lengths=dict(lengths))
+        self._connection.call("report_queue_lengths", router=router, lengths=dict(lengths))
 
     def listen_for_change(
         self, keys_to_snapshot_ids: Mapping[str, SnapshotId | None]
@@ -154,13 +210,34 @@ class Client(DeploymentVerbs):
             The new snapshot id and value of each key that changed; empty after 30 s without a change.
         """
         ids = {key: None if seen is None else list(seen) for key, seen in keys_to_snapshot_ids.items()}
-        found = self._call("listen_for_change", snapshot_ids=ids)
+        found = self._connection.call("listen_for_change", snapshot_ids=ids)
         return {key: ((seen[0], seen[1]), value) for key, (seen, value) in found.items()}
 
     def snapshot(self) -> str:
         """Return what is deployed as JSON, in the shape of the classic system's snapshot."""
-        return json.dumps(self._call("snapshot"))
+        return json.dumps(self._connection.call("snapshot"))
 
 
 async def _start_routers(link: Link, instance: InstanceName) -> None:
     await routers_of(link.cluster(instance))
+
+
+def _warn_about_loop(sync: bool) -> None:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        if not sync:
+            warnings.warn(
+                "You asked for a handle with sync=False outside an event loop; its responses can only be "
+                "awaited there. Use sync=True and .result() in blocking code.",
+                UserWarning,
+                stacklevel=3,
+            )
+    else:
+        if sync:
+            warnings.warn(
+                "You asked for a handle with sync=True inside an event loop; .result() would block it. "
+                "Use sync=False and await the responses.",
+                UserWarning,
+                stacklevel=3,
+            )

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from daskserve.client.endpoints import EndpointVerbs
+from daskserve.client.connection import InstanceConnection
 from daskserve.client.wishes import check_route, make_wish
 from daskserve.options.config import ActorOptions, BackendConfig
 from daskserve.types import ALL_HTTP_METHODS, GoalId
@@ -47,8 +47,10 @@ def python_methods(definition: Any) -> list[str]:
     )
 
 
-class DeploymentVerbs(EndpointVerbs):
+class DeploymentVerbs:
     """Deploying, with versions."""
+
+    _connection: InstanceConnection
 
     def deploy(
         self,
@@ -112,7 +114,7 @@ class DeploymentVerbs(EndpointVerbs):
     ) -> GoalId | None:
         """Bring a deployment about; `daskserve.client.wishes.make_wish` makes the wish."""
         check_route(route)
-        return self._change(
+        return self._connection.change(
             "deploy",
             blocking=blocking,
             wish=dict(wish),
@@ -123,13 +125,13 @@ class DeploymentVerbs(EndpointVerbs):
 
     def delete_deployment(self, name: str, force: bool = False, *, blocking: bool = True) -> GoalId | None:
         """Remove a deployment, its backend and its endpoint; an unknown name is no error."""
-        return self._change("delete_deployment", blocking=blocking, name=name, force=force)
+        return self._connection.change("delete_deployment", blocking=blocking, name=name, force=force)
 
     def get_deployment_info(self, name: str) -> tuple[DeploymentInfo, str | None]:
         """Return a deployment's info and route; `NotFoundError` (a `KeyError`) if there is none."""
-        return _info_of(self._call("get_deployment_info", name=name))
+        return _info_of(self._connection.call("get_deployment_info", name=name))
 
     def list_deployments(self) -> dict[str, tuple[DeploymentInfo, str | None]]:
         """Return the info and route of every deployment, by name."""
-        found = self._call("view", name="list_deployments")
+        found = self._connection.call("view", name="list_deployments")
         return {name: _info_of(each) for name, each in found.items()}

@@ -6,13 +6,15 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from daskserve.client.backends import BackendVerbs
+from daskserve.client.connection import InstanceConnection
 from daskserve.client.wishes import check_name
 from daskserve.errors import BadRequestError
 
 
-class EndpointVerbs(BackendVerbs):
+class EndpointVerbs:
     """Routes, and where their requests go."""
+
+    _connection: InstanceConnection
 
     def create_endpoint(
         self,
@@ -45,7 +47,7 @@ class EndpointVerbs(BackendVerbs):
             raise TypeError(f"route must be a string that starts with '/', got {route!r}")
         if not isinstance(methods, (list, tuple)) or not all(isinstance(each, str) for each in methods):
             raise TypeError(f"methods must be a list of strings, got {methods!r}")
-        self._change(
+        self._connection.change(
             "create_endpoint",
             name=endpoint_name,
             route=route,
@@ -56,7 +58,7 @@ class EndpointVerbs(BackendVerbs):
 
     def delete_endpoint(self, endpoint: str) -> None:
         """Remove an endpoint; its backends stay, an unknown name is no error."""
-        self._change("delete_endpoint", name=endpoint)
+        self._connection.change("delete_endpoint", name=endpoint)
 
     def list_endpoints(self) -> dict[str, dict[str, Any]]:
         """Return ``{name: {"route", "methods", "traffic", "shadows"}}``."""
@@ -67,7 +69,7 @@ class EndpointVerbs(BackendVerbs):
                 "traffic": dict(facts["traffic"]),
                 "shadows": dict(facts["shadows"]),
             }
-            for name, facts in self._call("list_endpoints").items()
+            for name, facts in self._connection.call("list_endpoints").items()
         }
 
     def set_traffic(self, endpoint_name: str, traffic_policy_dictionary: Mapping[str, float]) -> None:
@@ -82,7 +84,7 @@ class EndpointVerbs(BackendVerbs):
             raise BadRequestError(
                 f"Traffic must be a dict of backend tags and weights, got {traffic_policy_dictionary!r}"
             )
-        self._change("set_traffic", name=endpoint_name, traffic=dict(traffic_policy_dictionary))
+        self._connection.change("set_traffic", name=endpoint_name, traffic=dict(traffic_policy_dictionary))
 
     def shadow_traffic(self, endpoint_name: str, backend_tag: str, proportion: float) -> None:
         """Send copies of a proportion of an endpoint's requests to a backend and drop its answers; 0 stops.
@@ -95,4 +97,6 @@ class EndpointVerbs(BackendVerbs):
         is_number = isinstance(proportion, (int, float)) and not isinstance(proportion, bool)
         if not is_number or not 0 <= proportion <= 1:
             raise TypeError(f"proportion must be a number in 0..1, got {proportion!r}")
-        self._change("shadow_traffic", name=endpoint_name, backend=backend_tag, proportion=float(proportion))
+        self._connection.change(
+            "shadow_traffic", name=endpoint_name, backend=backend_tag, proportion=float(proportion)
+        )

@@ -163,7 +163,7 @@ def read_some(state: State, name: str, size_mib: int) -> int:
     """Read so much of an endless answer, then go."""
     state.client.create_backend(name, endless)
     state.client.create_endpoint(name, backend=name)
-    link = state.client._link
+    link = state.client._connection.link
 
     async def read() -> int:
         count, is_enough = 0, asyncio.Event()

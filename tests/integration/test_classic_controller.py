@@ -107,12 +107,12 @@ def test_a_newer_goal_supersedes_the_one_before(client: serve.Client) -> None:
     first = client.create_backend("b", Slow, config={"num_replicas": 2}, blocking=False)
     assert isinstance(first, str)
     assert not client.wait_for_goal(first, timeout_s=0.05)
-    assert client._num_pending_goals() == 1
+    assert client.view("num_pending_goals") == 1
     second = client.update_backend_config("b", {"num_replicas": 1}, blocking=False)
     assert second is not None
     assert client.wait_for_goal(first, timeout_s=1.0)
     assert client.wait_for_goal(second)
-    assert client._num_pending_goals() == 0
+    assert client.view("num_pending_goals") == 0
     assert [actor.state for actor in client.status().replicas("b")] == ["RUNNING"]
     assert client.update_backend_config("b", {"num_replicas": 1}, blocking=False) is None
 

@@ -122,7 +122,7 @@ def test_dasks_configuration_is_enough_to_connect(encrypted: Client, security: S
         with serve.start(address=encrypted.scheduler.address, http_options={"location": "NoServer"}) as other:
             other.deploy("d", Doubler)
             assert other.get_handle("d").remote(21).result(20) == 42
-            other._link.client.close()
+            other._connection.link.client.close()
 
 
 def test_a_cluster_of_ones_own_is_encrypted_if_dasks_configuration_says_so(security: Security) -> None:

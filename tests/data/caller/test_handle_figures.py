@@ -21,7 +21,7 @@ def answer(request: Any) -> Any:
 
 
 def series(client: serve.Client) -> dict[tuple[str, ...], float]:
-    link: Any = client._link
+    link: Any = client._connection.link
     routers = link.cluster(client.instance_name).shared["routers"]
     return {
         (name, *labels[1:]): value.count if isinstance(value, Histogram) else value
