@@ -53,6 +53,7 @@ class World:
         workers = [WorkerInfo(f"w{n}", f"h{n}", 8, 1 << 34) for n in range(WORKERS)]
         self.observed = Observed(workers={each.address: each for each in workers})
         self.incarnation = 0
+        self.goals = deployments
         for number in range(deployments):
             name = f"d{number:05d}"
             self.state.apply(
@@ -62,17 +63,19 @@ class World:
             )
             self.settle(name)
 
-    def next_incarnation(self) -> int:
-        self.incarnation += 1
-        return self.incarnation
+    def next_goal(self) -> str:
+        self.goals += 1
+        return f"g{self.goals}"
 
     def step(self, name: str) -> Change:
         """Take one step of one backend, as the loop does."""
         world = backend_state.World(
-            self.state, self.observed, 0.0, self.rng, self.next_incarnation, frozenset({"w0"})
+            self.state, self.observed, 0.0, self.rng.getrandbits(64), self.incarnation, frozenset({"w0"})
         )
         step = backend_state.step(world, self.state.backends[name])
+        self.incarnation = step.incarnation
         self.state.apply(step.change)
+        self.observed.learn(name, step.notes)
         for action in step.actions:
             if isinstance(action, backend_state.StartReplica):
                 self.observed.ready[action.replica.tag] = {}
@@ -95,7 +98,7 @@ class World:
                 {"num_replicas": wanted},
                 None,
                 sets_user_config=False,
-                goal_id=f"g{self.next_incarnation()}",
+                goal_id=self.next_goal(),
                 timeout_s=None,
             )
             self.state.apply(outcome.change)

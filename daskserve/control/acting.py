@@ -18,7 +18,7 @@ from daskserve.cluster.base import STOP_MARGIN_S, ActorSpec, Cluster, UseReport
 from daskserve.control.backend_state import ReconfigureReplica, StartReplica, StopReplica
 from daskserve.control.http_state import StartProxy, StopProxy
 from daskserve.control.observed import Observed
-from daskserve.control.records import Change, ProxyRecord, ReplicaRecord
+from daskserve.control.records import ProxyRecord, ReplicaRecord
 from daskserve.control.state import State
 from daskserve.errors import ActorLostError, InstanceError, RequestTimeoutError, ServeError, UnavailableError
 from daskserve.starts import ProxyStart, ReplicaStart
@@ -34,7 +34,7 @@ PROXY_GRACE_S = 5.0
 #: A proxy listens within milliseconds; one that does not by then is tried anew.
 PROXY_START_S = 30.0
 
-Commit: TypeAlias = Callable[[Change], Awaitable[None]]
+Commit: TypeAlias = Callable[..., Awaitable[None]]
 
 
 class Acting:

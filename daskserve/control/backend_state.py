@@ -2,20 +2,22 @@
 
 `step` is called whenever something about a backend may have changed. It reads levels, never events, so it
 may be called at any time, any number of times, and after any loss of memory: a new controller that has seen
-nothing yet gets the actions that let it see.
+nothing yet gets the actions that let it see. It changes none of its arguments: what it learns is part of its
+answer, as `Notes`, and holds once the change is in the store.
 """
 
 from __future__ import annotations
 
-import random
+import hashlib
+import itertools
 import string
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from daskserve.control import endpoint_state, goals
-from daskserve.control.observed import Observed
-from daskserve.control.placement import Demand, demand_of, explain, place
+from daskserve.control.observed import Notes, Observed
+from daskserve.control.placement import Demand, Trial, demand_of, explain, place
 from daskserve.control.records import (
     BackendRecord,
     Change,
@@ -29,7 +31,7 @@ from daskserve.control.rollout import Burdens, next_steps
 from daskserve.control.scaled import autoscaling_of, bounds_of, scaled, taken_back
 from daskserve.control.state import State
 from daskserve.errors import DeployError, NoCapacityError, RequestTimeoutError, ServeError
-from daskserve.types import ReplicaState, WorkerAddress
+from daskserve.types import ReplicaState, WorkerAddress, WorkerInfo
 
 #: The config of a replica that was told of another one and has not answered: it may run with either.
 UNKNOWN_CONFIG = ""
@@ -68,34 +70,55 @@ Action: TypeAlias = StartReplica | StopReplica | ReconfigureReplica
 
 @dataclass(slots=True)
 class Step:
-    """What to write, then what to do. ``wake_at`` is when to look again though nothing happens."""
+    """What to write, what to note once it is written, and what to do then.
+
+    Attributes
+    ----------
+    wake_at : float or None
+        When the next step is due although nothing happens.
+    incarnation : int
+        The last incarnation number in use, those of this step included.
+    """
 
     change: Change = field(default_factory=dict)
+    notes: Notes = field(default_factory=Notes)
     actions: list[Action] = field(default_factory=list)
     wake_at: float | None = None
+    incarnation: int = 0
 
     def wake(self, at: float) -> None:
-        """Ask to be looked at again by that time."""
+        """Ask for another step by that time."""
         self.wake_at = at if self.wake_at is None else min(self.wake_at, at)
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """What a step reads besides the backend."""
+    """What a step reads besides the backend.
+
+    Attributes
+    ----------
+    seed : int
+        Decides the names of new replicas.
+    incarnation : int
+        The last incarnation number in use.
+    wall : float
+        Seconds since the epoch, for people to read.
+    """
 
     state: State
     observed: Observed
     now: float
-    rng: random.Random
-    next_incarnation: Callable[[], int]
+    seed: int
+    incarnation: int
     avoid: Collection[WorkerAddress] = ()
-    #: In seconds since the epoch, for people to read.
     wall: float = 0.0
 
 
-def replica_tag(backend: str, rng: random.Random) -> str:
-    """Return a new replica's tag: ``backend#`` and six random letters, as the classic system names them."""
-    return f"{backend}#{''.join(rng.choices(string.ascii_letters, k=6))}"
+def replica_tag(backend: str, seed: int, number: int) -> str:
+    """Return a new replica's tag: ``backend#`` and six letters, as the classic system names them."""
+    digest = hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=6).digest()
+    letters = "".join(string.ascii_letters[byte % len(string.ascii_letters)] for byte in digest)
+    return f"{backend}#{letters}"
 
 
 def grace_of(backend: BackendRecord, replica: ReplicaRecord) -> float:
@@ -111,7 +134,8 @@ class _Stepper:
     def __init__(self, world: World, backend: BackendRecord) -> None:
         self.world = world
         self.backend = backend
-        self.step = Step()
+        self.notes = world.observed.notes(backend.tag)
+        self.step = Step(notes=self.notes, incarnation=world.incarnation)
         self.replicas = {each.tag: each for each in world.state.replicas_of(backend.tag)}
 
     def set_replica(self, tag: str, record: ReplicaRecord | None) -> None:
@@ -139,61 +163,51 @@ class _Stepper:
     def take_in(self) -> None:
         observed = self.world.observed
         for replica in list(self.replicas.values()):
-            if replica.worker is not None and replica.worker in observed.lost_workers:
-                self.set_replica(replica.tag, move(replica, ReplicaEvent.LOST))
-            elif self.is_beyond_help(replica):
-                self.set_replica(replica.tag, move(replica, ReplicaEvent.UNWANTED, is_forced=True))
-            elif replica.tag in observed.failed and replica.state in (
-                ReplicaState.STARTING,
-                ReplicaState.RUNNING,
-            ):
-                self.set_replica(replica.tag, move(replica, ReplicaEvent.FAILED))
-                # A failure of an older wish, or of one taken back, says nothing about this one.
-                is_wanted = not self.backend.is_deleting and replica.version == self.backend.version
-                if replica.state is ReplicaState.STARTING and is_wanted:
-                    self.count_failure(observed.failed[replica.tag])
-            elif replica.state is ReplicaState.STARTING and replica.tag in observed.ready:
-                self.set_replica(replica.tag, move(replica, ReplicaEvent.STARTED))
-                goal = self.goal
-                if goal is not None and goal.failures:
-                    self.step.change[goal.key] = replace(goal, failures=0)
-                observed.failures.pop(self.backend.tag, None)
-                observed.retry_at.pop(self.backend.tag, None)
-            elif replica.state is ReplicaState.STOPPING and (
-                # One on a worker that does not answer is ended as an orphan, should the worker wake up.
-                replica.tag in observed.gone or replica.worker in observed.unresponsive
-            ):
-                self.set_replica(replica.tag, move(replica, ReplicaEvent.GONE))
-            elif replica.tag in observed.reconfigure_failed and replica.state is ReplicaState.RUNNING:
-                error = observed.reconfigure_failed.pop(replica.tag)
-                if not self.fail_goal(_start_error(self.backend.tag, error)):
-                    # Nobody waits to be told, and asking it again would never end: make another one.
-                    self.give_up(replica)
-            elif replica.tag in observed.configured:
-                config_id = observed.configured.pop(replica.tag)
-                if config_id != replica.config_id:
-                    self.set_replica(replica.tag, replace(replica, config_id=config_id))
+            event = observed.event_of(replica)
+            if event is None:
+                self.take_in_config(replica)
+                continue
+            forced = {"is_forced": True} if event is ReplicaEvent.UNWANTED else {}
+            self.set_replica(replica.tag, move(replica, event, **forced))
+            if event is ReplicaEvent.STARTED:
+                self.note_start()
+            elif event is ReplicaEvent.FAILED and replica.state is ReplicaState.STARTING:
+                self.note_failure(replica, observed.failed[replica.tag])
 
-    def is_beyond_help(self, replica: ReplicaRecord) -> bool:
-        """Whether a replica that should serve cannot: its probes fail, or its process does not answer."""
-        observed = self.world.observed
-        return replica.state in (ReplicaState.STARTING, ReplicaState.RUNNING) and (
-            replica.tag in observed.unhealthy or replica.worker in observed.unresponsive
-        )
+    def take_in_config(self, replica: ReplicaRecord) -> None:
+        """Take in the answer to a reconfiguration."""
+        observed, tag = self.world.observed, replica.tag
+        error = observed.reconfigure_failed.get(tag)
+        if error is not None and replica.state is ReplicaState.RUNNING:
+            self.notes.reconfigure_failed[tag] = error
+            if not self.fail_goal(_start_error(self.backend.tag, error)):
+                # No caller waits for the error, and asking again would never end: make another replica.
+                self.give_up(replica)
+        elif tag in observed.configured:
+            config_id = self.notes.configured[tag] = observed.configured[tag]
+            if config_id != replica.config_id:
+                self.set_replica(tag, replace(replica, config_id=config_id))
 
-    def count_failure(self, error: BaseException) -> None:
-        observed, tag = self.world.observed, self.backend.tag
+    def note_start(self) -> None:
         goal = self.goal
+        if goal is not None and goal.failures:
+            self.step.change[goal.key] = replace(goal, failures=0)
+        self.notes.failures, self.notes.retry_at = 0, None
+
+    def note_failure(self, replica: ReplicaRecord, error: BaseException) -> None:
+        if self.backend.is_deleting or replica.version != self.backend.version:
+            return  # what failed is not what is wanted
+        goal, notes = self.goal, self.notes
         if goal is not None and goal.state is GoalState.PENDING:
             goal = replace(goal, failures=goal.failures + 1)
             self.step.change[goal.key] = goal
             if goal.failures >= MAX_FAILURES:
-                self.fail_goal(_start_error(tag, error))
+                self.fail_goal(_start_error(self.backend.tag, error))
             return
-        failures = observed.failures[tag] = observed.failures.get(tag, 0) + 1
-        pause_s = min(MAX_RETRY_S, RETRY_S * 2 ** (failures - 1))
-        observed.retry_at[tag] = self.world.now + pause_s
-        observed.waiting[tag] = f"a replica failed to start, trying again in {pause_s:g} s: {error}"
+        notes.failures += 1
+        pause_s = min(MAX_RETRY_S, RETRY_S * 2 ** (notes.failures - 1))
+        notes.retry_at = self.world.now + pause_s
+        notes.waiting = f"a replica failed to start, trying again in {pause_s:g} s: {error}"
 
     def scale(self) -> None:
         """Make the number that the autoscaler decided on the wanted one, within the bounds of now."""
@@ -235,18 +249,15 @@ class _Stepper:
             return
         if goal.timeout_s is None or self.backend.is_deleting:
             return
-        observed = self.world.observed
-        if goal.goal_id not in observed.deadlines:
-            observed.deadlines[goal.goal_id] = self.world.now + goal.timeout_s
-            # A new wish is tried at once, however often the one before it failed.
-            observed.failures.pop(self.backend.tag, None)
-            observed.retry_at.pop(self.backend.tag, None)
-        deadline = observed.deadlines[goal.goal_id]
+        deadline = self.world.observed.deadlines.get(goal.goal_id)
+        if deadline is None:
+            deadline = self.notes.deadlines[goal.goal_id] = self.world.now + goal.timeout_s
+            # A new goal is tried at once, however often the one before it failed.
+            self.notes.failures, self.notes.retry_at = 0, None
         if self.world.now < deadline:
             self.step.wake(deadline)
             return
-        why = observed.waiting.get(self.backend.tag)
-        tag, wanted = self.backend.tag, self.backend.needed_replicas
+        why, tag, wanted = self.notes.waiting, self.backend.tag, self.backend.needed_replicas
         if why is not None:
             self.fail_goal(
                 NoCapacityError(
@@ -273,9 +284,8 @@ class _Stepper:
         )
         for replica in steps.stop:
             self.give_up(replica)
-        retry_at = observed.retry_at.get(self.backend.tag, 0.0)
-        if steps.start and retry_at > self.world.now:
-            self.step.wake(retry_at)
+        if steps.start and self.is_pausing() and self.notes.retry_at is not None:
+            self.step.wake(self.notes.retry_at)
         else:
             for _ in range(steps.start):
                 self.begin()
@@ -301,9 +311,8 @@ class _Stepper:
             )
 
     def begin(self) -> None:
-        tag = replica_tag(self.backend.tag, self.world.rng)
-        while tag in self.world.state.replicas or tag in self.replicas:
-            tag = replica_tag(self.backend.tag, self.world.rng)
+        tags = (replica_tag(self.backend.tag, self.world.seed, number) for number in itertools.count())
+        tag = next(tag for tag in tags if tag not in self.world.state.replicas and tag not in self.replicas)
         record = ReplicaRecord(
             tag=tag,
             backend=self.backend.tag,
@@ -315,50 +324,54 @@ class _Stepper:
         self.set_replica(tag, record)
 
     def place_waiting(self) -> None:
-        observed = self.world.observed
+        observed, notes = self.world.observed, self.notes
         waiting = [each for each in self.replicas.values() if each.state is ReplicaState.SHOULD_START]
         if not waiting:
-            if observed.retry_at.get(self.backend.tag, 0.0) <= self.world.now:
-                observed.waiting.pop(self.backend.tag, None)
+            if not self.is_pausing():
+                notes.waiting = None
             return
         demand = demand_of(self.backend, waiting[0])
-        # Placed records must count at once, so the trial ledger is the state with this step applied.
-        trial = _Trial(self.world.state, self.step.change)
-        try:
-            for replica in waiting:
-                if not self.place_on(trial, replica, demand):
-                    break
-            else:
-                observed.waiting.pop(self.backend.tag, None)
-        finally:
-            trial.undo()
-
-    def place_on(self, trial: _Trial, replica: ReplicaRecord, demand: Demand) -> bool:
-        observed = self.world.observed
         # A worker that joined again under its old address is of use once what was lost with it is seen to.
         workers = [each for each in observed.usable_workers() if each.address not in observed.lost_workers]
-        worker = place(trial.state, workers, demand, self.world.avoid)
+        trial = Trial(self.world.state, self.step.change)
+        for replica in waiting:
+            if not self.place_on(workers, trial, replica, demand):
+                notes.waiting = explain(trial, workers, demand)
+                return
+        notes.waiting = None
+
+    def place_on(
+        self, workers: list[WorkerInfo], trial: Trial, replica: ReplicaRecord, demand: Demand
+    ) -> bool:
+        worker = place(trial, workers, demand, self.world.avoid)
         if worker is None:
-            observed.waiting[self.backend.tag] = explain(trial.state, workers, demand)
             return False
+        self.step.incarnation += 1
         placed = move(
             replica,
             ReplicaEvent.PLACED,
             worker=worker,
-            incarnation=self.world.next_incarnation(),
+            incarnation=self.step.incarnation,
             config_id=self.backend.config_id,
         )
         self.set_replica(replica.tag, placed)
-        trial.apply({f"replica/{replica.tag}": placed})
+        trial.occupy(replica.backend, worker, replica.demand)
         return True
+
+    def is_pausing(self) -> bool:
+        """Whether it is too early to start another replica after one that failed."""
+        return self.notes.retry_at is not None and self.notes.retry_at > self.world.now
 
     # 4. finish
 
     def finish(self) -> None:
         self.act()
         self.finish_goal()
+        if self.goal is None or self.goal.state is not GoalState.PENDING:
+            self.notes.deadlines.clear()
         if self.backend.is_deleting and not self.replicas:
             self.step.change[self.backend.key] = None
+            self.notes.failures, self.notes.retry_at = 0, None
             self.drop_codes(keep=None)
         elif self.goal is None:
             self.drop_codes(keep=self.backend.code_key)
@@ -370,6 +383,7 @@ class _Stepper:
 
     def act(self) -> None:
         observed = self.world.observed
+        unread = observed.reconfigure_failed.keys() - self.notes.reconfigure_failed.keys()
         for replica in list(self.replicas.values()):
             if replica.state is ReplicaState.SHOULD_STOP:
                 stopping = move(replica, ReplicaEvent.TOLD_TO_STOP)
@@ -384,9 +398,7 @@ class _Stepper:
                     self.step.actions.append(StartReplica(self.in_doubt(replica)))
             elif (
                 # One that runs and has not been seen is looked for by the watch, and never made again.
-                replica.tag in observed.ready
-                and replica.tag not in observed.reconfigure_failed
-                and self.is_outdated(replica)
+                replica.tag in observed.ready and replica.tag not in unread and self.is_outdated(replica)
             ):
                 self.step.actions.append(ReconfigureReplica(self.in_doubt(replica)))
 
@@ -428,23 +440,6 @@ class _Stepper:
                 each.version == backend.version and each.config_id == backend.config_id for each in running
             )
         )
-
-
-class _Trial:
-    """The state with a change applied, taken back afterwards: cheaper than a copy of the ledger."""
-
-    def __init__(self, state: State, change: Change) -> None:
-        self.state = state
-        self._before: Change = {}
-        self.apply({key: value for key, value in change.items() if key.startswith("replica/")})
-
-    def apply(self, change: Change) -> None:
-        for key in change:
-            self._before.setdefault(key, self.state.replicas.get(key.removeprefix("replica/")))
-        self.state.apply(change)
-
-    def undo(self) -> None:
-        self.state.apply(self._before)
 
 
 def _start_error(backend: str, error: BaseException) -> ServeError:

@@ -7,7 +7,7 @@ same host keeps the port.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from daskserve.control.observed import Observed
@@ -32,10 +32,20 @@ class StopProxy:
 
 @dataclass(slots=True)
 class HttpStep:
-    """What to write, then what to do."""
+    """What to write, then what to do.
+
+    Attributes
+    ----------
+    lost : list
+        The proxies whose workers are gone: what was seen of them holds no longer.
+    incarnation : int
+        The last incarnation number in use, those of this step included.
+    """
 
     change: Change = field(default_factory=dict)
     actions: list[StartProxy | StopProxy] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    incarnation: int = 0
 
 
 def wanted_slots(
@@ -66,48 +76,81 @@ def step(
     *,
     location: Location | None,
     port: int,
-    next_incarnation: Callable[[], int],
+    incarnation: int,
     avoid: WorkerAddress | None,
 ) -> HttpStep:
-    """Return what to write and what to do next about the proxies."""
-    result = HttpStep()
+    """Return what to write and what to do next about the proxies.
+
+    Parameters
+    ----------
+    port : int
+        The port that the options name; 0 for any.
+    incarnation : int
+        The last incarnation number in use.
+    """
+    result = HttpStep(incarnation=incarnation)
     # A worker that joined again under its old address is of use once what was lost with it is seen to.
     usable = [each for each in observed.usable_workers() if each.address not in observed.lost_workers]
-    usable_addresses = {each.address for each in usable}
     slots = wanted_slots(location, usable, state, avoid)
     # A port that was found free is kept by whatever replaces its proxy; a port that was named is named.
     ports = {proxy.host: port or proxy.port for proxy in state.proxies.values() if port or proxy.port}
+    kept = _keep(state, observed, slots, {each.address for each in usable}, result)
+    wanted = {
+        name: _settle(kept.get(name), workers[0], name, port, ports, result)
+        for name, workers in slots.items()
+    }
+    ready_hosts = {proxy.host for proxy in kept.values() if _is_ready(observed, proxy)}
+    starting_hosts: set[str] = set()
+    for proxy in wanted.values():
+        # One at a time per host until the first listens: it must find the port free, the others share it.
+        must_wait = proxy.host in starting_hosts and proxy.host not in ready_hosts
+        if not _is_ready(observed, proxy) and not must_wait:
+            starting_hosts.add(proxy.host)
+            result.actions.append(StartProxy(proxy))
+    return result
+
+
+def _keep(
+    state: State,
+    observed: Observed,
+    slots: Collection[str],
+    usable: Collection[WorkerAddress],
+    result: HttpStep,
+) -> dict[str, ProxyRecord]:
+    """Return the proxies that stay where they are; take the others back."""
     kept: dict[str, ProxyRecord] = {}
     for proxy in state.proxies.values():
         if proxy.worker in observed.lost_workers or proxy.worker not in observed.workers:
-            observed.proxies_ready.pop(proxy.name, None)
-            observed.proxies_failed.pop(proxy.name, None)
+            result.lost.append(proxy.name)
             # While there is no worker at all, as in a restart of the cluster, the record keeps the port.
             if observed.usable_workers():
                 result.change[proxy.key] = None
-        elif proxy.name not in slots or proxy.worker not in usable_addresses:
+        elif proxy.name not in slots or proxy.worker not in usable:
             result.change[proxy.key] = None
             result.actions.append(StopProxy(proxy))
         else:
             kept[proxy.name] = proxy
-    starting_hosts: set[str] = set()
-    ready_hosts = {proxy.host for proxy in kept.values() if _is_ready(observed, proxy)}
-    for name, workers in slots.items():
-        known = kept.get(name)
-        if known is None:
-            best = workers[0]
-            known = ProxyRecord(name, best.address, best.host, next_incarnation(), port)
-        wanted_port = known.port or ports.get(known.host, 0)
-        if name not in kept or known.port != wanted_port:
-            known = replace(known, port=ports.get(known.host, wanted_port))
-            result.change[known.key] = known
-        if not _is_ready(observed, known):
-            # One at a time per host until the first listens: it must find the port free, the others share it.
-            if known.host in starting_hosts and known.host not in ready_hosts:
-                continue
-            starting_hosts.add(known.host)
-            result.actions.append(StartProxy(known))
-    return result
+    return kept
+
+
+def _settle(
+    kept: ProxyRecord | None,
+    best: WorkerInfo,
+    name: str,
+    port: int,
+    ports: Mapping[str, int],
+    result: HttpStep,
+) -> ProxyRecord:
+    """Return a wanted proxy's record, a new one if none is kept, with the port of its host."""
+    proxy = kept
+    if proxy is None:
+        result.incarnation += 1
+        proxy = ProxyRecord(name, best.address, best.host, result.incarnation, port)
+    wanted_port = proxy.port or ports.get(proxy.host, 0)
+    if kept is None or proxy.port != wanted_port:
+        proxy = replace(proxy, port=ports.get(proxy.host, wanted_port))
+        result.change[proxy.key] = proxy
+    return proxy
 
 
 def _is_ready(observed: Observed, proxy: ProxyRecord) -> bool:

@@ -5,14 +5,15 @@ Nothing here is stored: a new controller sees it all again by asking.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from daskserve.autoscaling.context import Sample
 from daskserve.control.loads import Loads
-from daskserve.control.records import BackendRecord
-from daskserve.types import BackendTag, GoalId, ReplicaTag, WorkerAddress, WorkerInfo
+from daskserve.control.records import BackendRecord, ReplicaRecord
+from daskserve.control.replica_lifecycle import ReplicaEvent
+from daskserve.types import BackendTag, GoalId, ReplicaState, ReplicaTag, WorkerAddress, WorkerInfo
 
 #: Samples of each autoscaled backend that people may look at.
 KEPT_SAMPLES = 10
@@ -51,6 +52,32 @@ class Scaling:
     def note(self, sample: Sample, before: tuple[Sample, ...]) -> None:
         """Keep the newest sample with those before it."""
         self.samples = (*before, sample)[-KEPT_SAMPLES:]
+
+
+@dataclass(slots=True)
+class Notes:
+    """What a step about one backend knows of it afterwards; `Observed.learn` takes it over.
+
+    Attributes
+    ----------
+    failures : int
+        Constructors that failed in a row outside any goal.
+    retry_at : float or None
+        The earliest time to start another replica after that.
+    waiting : str or None
+        Why replicas wait, for people to read.
+    deadlines : dict
+        Until when a goal may take that this step saw first.
+    configured, reconfigure_failed : dict
+        Answers to reconfigurations that this step took in.
+    """
+
+    failures: int = 0
+    retry_at: float | None = None
+    waiting: str | None = None
+    deadlines: dict[GoalId, float] = field(default_factory=dict)
+    configured: dict[ReplicaTag, str] = field(default_factory=dict)
+    reconfigure_failed: dict[ReplicaTag, BaseException] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -98,9 +125,65 @@ class Observed:
             if address not in self.unresponsive and not info.is_retiring
         ]
 
+    def event_of(self, replica: ReplicaRecord) -> ReplicaEvent | None:
+        """Return what has happened to a replica since its record was written; None if nothing has.
+
+        1. Its worker is gone.
+        2. It should serve and cannot: its probes fail, or its process does not answer.
+        3. It failed, in its constructor or later.
+        4. It has started.
+        5. It has stopped. One on a worker that does not answer counts as stopped: if the worker wakes up,
+           the replica is ended as an orphan.
+        """
+        tag, state, worker = replica.tag, replica.state, replica.worker
+        is_wanted = state in (ReplicaState.STARTING, ReplicaState.RUNNING)
+        is_silent = worker in self.unresponsive
+        if worker is not None and worker in self.lost_workers:
+            return ReplicaEvent.LOST
+        if is_wanted and (is_silent or tag in self.unhealthy):
+            return ReplicaEvent.UNWANTED
+        if is_wanted and tag in self.failed:
+            return ReplicaEvent.FAILED
+        if state is ReplicaState.STARTING and tag in self.ready:
+            return ReplicaEvent.STARTED
+        if state is ReplicaState.STOPPING and (is_silent or tag in self.gone):
+            return ReplicaEvent.GONE
+        return None
+
+    def notes(self, tag: BackendTag) -> Notes:
+        """Return what is known of a backend, for a step to go on from."""
+        return Notes(self.failures.get(tag, 0), self.retry_at.get(tag), self.waiting.get(tag))
+
+    def learn(self, tag: BackendTag, notes: Notes) -> None:
+        """Take over what a step about a backend has learnt."""
+        _put(self.failures, tag, notes.failures or None)
+        _put(self.retry_at, tag, notes.retry_at)
+        _put(self.waiting, tag, notes.waiting)
+        self.deadlines.update(notes.deadlines)
+        # A replica may have answered again meanwhile: that answer stays, for the next step.
+        for replica, config_id in notes.configured.items():
+            if self.configured.get(replica) == config_id:
+                del self.configured[replica]
+        for replica, error in notes.reconfigure_failed.items():
+            if self.reconfigure_failed.get(replica) is error:
+                del self.reconfigure_failed[replica]
+
+    def forget_proxies(self, names: Iterable[str]) -> None:
+        """Drop what was seen of proxies whose workers are gone."""
+        for name in names:
+            self.proxies_ready.pop(name, None)
+            self.proxies_failed.pop(name, None)
+
     def forget_replica(self, tag: ReplicaTag) -> None:
         """Drop what was seen of a replica whose record is gone."""
         for levels in (self.ready, self.failed, self.unhealthy, self.configured, self.reconfigure_failed):
             levels.pop(tag, None)
         self.gone.discard(tag)
         self.loads.forget_replica(tag)
+
+
+def _put(levels: dict[BackendTag, Any], tag: BackendTag, value: Any) -> None:
+    if value is None:
+        levels.pop(tag, None)
+    else:
+        levels[tag] = value

@@ -12,9 +12,9 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from daskserve.control.records import BackendRecord, ReplicaRecord
+from daskserve.control.records import BackendRecord, Change, ReplicaRecord
 from daskserve.control.state import State
 from daskserve.types import BackendTag, WorkerAddress, WorkerInfo
 
@@ -31,6 +31,50 @@ class Demand:
     allowed_workers: tuple[str, ...] | None = None
 
 
+class Ledger(Protocol):
+    """What replicas occupy; `daskserve.control.state.State` is one."""
+
+    def used(self, worker: WorkerAddress) -> Mapping[str, float]: ...
+
+    def count_on(self, worker: WorkerAddress, backend: BackendTag | None = None) -> int: ...
+
+
+class Trial:
+    """The ledger of a state with a change that is not applied yet."""
+
+    def __init__(self, state: State, change: Change) -> None:
+        self._state = state
+        self._used: dict[WorkerAddress, dict[str, float]] = {}
+        self._counts: Counter[tuple[WorkerAddress, BackendTag | None]] = Counter()
+        for key, record in change.items():
+            kind, _, tag = key.partition("/")
+            if kind != ReplicaRecord.KIND:
+                continue
+            old = state.replicas.get(tag)
+            if old is not None and old.worker is not None:
+                self.occupy(old.backend, old.worker, old.demand, -1)
+            if isinstance(record, ReplicaRecord) and record.worker is not None:
+                self.occupy(record.backend, record.worker, record.demand)
+
+    def occupy(
+        self, backend: BackendTag, worker: WorkerAddress, amounts: Mapping[str, float], count: int = 1
+    ) -> None:
+        """Add a replica on a worker; a ``count`` of -1 takes one away."""
+        used = self._used.setdefault(worker, dict(self._state.used(worker)))
+        for name, amount in amounts.items():
+            used[name] = used.get(name, 0) + count * amount
+        self._counts[worker, backend] += count
+        self._counts[worker, None] += count
+
+    def used(self, worker: WorkerAddress) -> Mapping[str, float]:
+        """Return what the replicas on a worker occupy, by resource."""
+        return self._used[worker] if worker in self._used else self._state.used(worker)
+
+    def count_on(self, worker: WorkerAddress, backend: BackendTag | None = None) -> int:
+        """Return how many replicas, of one backend or of all, are placed on a worker."""
+        return self._state.count_on(worker, backend) + self._counts[worker, backend]
+
+
 def capacity(worker: WorkerInfo) -> dict[str, float]:
     """Return what a worker offers by resource: its threads as CPU, its memory, what it declares."""
     # Dask says 0 of a worker that has no memory limit.
@@ -38,9 +82,9 @@ def capacity(worker: WorkerInfo) -> dict[str, float]:
     return {"CPU": float(worker.threads), "memory": memory, **worker.resources}
 
 
-def has_room(state: State, worker: WorkerInfo, amounts: Mapping[str, float]) -> bool:
+def has_room(ledger: Ledger, worker: WorkerInfo, amounts: Mapping[str, float]) -> bool:
     """Whether the ledger leaves that much on a worker."""
-    offered, used = capacity(worker), state.used(worker.address)
+    offered, used = capacity(worker), ledger.used(worker.address)
     return all(
         used.get(name, 0) + amount <= offered.get(name, 0) + TOLERANCE for name, amount in amounts.items()
     )
@@ -52,7 +96,7 @@ def is_allowed(worker: WorkerInfo, allowed: tuple[str, ...] | None) -> bool:
 
 
 def place(
-    state: State, workers: Iterable[WorkerInfo], demand: Demand, avoid: Iterable[WorkerAddress] = ()
+    ledger: Ledger, workers: Iterable[WorkerInfo], demand: Demand, avoid: Iterable[WorkerAddress] = ()
 ) -> WorkerAddress | None:
     """Return the best worker for one replica, or None if none has room.
 
@@ -67,15 +111,15 @@ def place(
         for worker in workers
         if worker.is_available
         and is_allowed(worker, demand.allowed_workers)
-        and has_room(state, worker, demand.amounts)
+        and has_room(ledger, worker, demand.amounts)
     ]
     if not candidates:
         return None
 
     def rank(worker: WorkerInfo) -> tuple[int, bool, int, str]:
         address = worker.address
-        same = state.count_on(address, demand.backend)
-        return (same, address in avoided, state.count_on(address), address)
+        same = ledger.count_on(address, demand.backend)
+        return (same, address in avoided, ledger.count_on(address), address)
 
     return min(candidates, key=rank).address
 
@@ -136,7 +180,7 @@ def _may_join(kind: WorkerInfo, demand: Demand) -> bool:
     return demand.allowed_workers is None or kind.host in demand.allowed_workers
 
 
-def explain(state: State, workers: Iterable[WorkerInfo], demand: Demand) -> str:
+def explain(ledger: Ledger, workers: Iterable[WorkerInfo], demand: Demand) -> str:
     """Say why no worker has room, with the figures that decide it."""
     known = list(workers)
     if not known:
@@ -150,7 +194,7 @@ def explain(state: State, workers: Iterable[WorkerInfo], demand: Demand) -> str:
         return f"all {len(allowed)} allowed workers are paused or closing"
     lacks = []
     for name, amount in sorted(demand.amounts.items()):
-        free = [capacity(each).get(name, 0) - state.used(each.address).get(name, 0) for each in usable]
+        free = [capacity(each).get(name, 0) - ledger.used(each.address).get(name, 0) for each in usable]
         if amount > max(free) + TOLERANCE:
             lacks.append(f"{name} {amount:g} (most free on one worker: {max(0.0, max(free)):g})")
     wanted = ", ".join(f"{name} {amount:g}" for name, amount in sorted(demand.amounts.items()))

@@ -12,6 +12,7 @@ import logging
 import random
 from collections.abc import Iterable
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from typing import Any
 
 from daskserve.clock import Clock, stopwatch
@@ -45,7 +46,8 @@ class Reconciler:
     Parameters
     ----------
     commit
-        Writes a change to the store, applies it to the state and notifies, or raises and does none of it.
+        `daskserve.control.writing.Writer.commit`: writes a change to the store, applies it to the state and
+        notifies, or raises and does none of it.
     lock
         Held while a change is decided and committed, by this loop and by the controller's verbs alike.
     """
@@ -187,13 +189,15 @@ class Reconciler:
                 state=self._state,
                 observed=self._observed,
                 now=self._clock.now(),
-                rng=self._rng,
-                next_incarnation=self._next_incarnation,
+                seed=self._rng.getrandbits(64),
+                incarnation=self._incarnation,
                 avoid=self._workers_to_avoid(),
                 wall=self._clock.wall(),
             )
             step = backend_state.step(world, backend)
-            await self._commit(step.change)
+            # Kept though the commit may fail: then nobody knows whether the store has these numbers.
+            self._incarnation = step.incarnation
+            await self._commit(step.change, partial(self._observed.learn, tag, step.notes))
         if step.wake_at is not None:
             self._wake_at[tag] = step.wake_at
         for action in step.actions:
@@ -210,16 +214,13 @@ class Reconciler:
                 self._observed,
                 location=self._location,
                 port=self._port,
-                next_incarnation=self._next_incarnation,
+                incarnation=self._incarnation,
                 avoid=self._worker,
             )
-            await self._commit(step.change)
+            self._incarnation = step.incarnation
+            await self._commit(step.change, partial(self._observed.forget_proxies, step.lost))
         for action in step.actions:
             self._acting.act_on_proxy(action)
-
-    def _next_incarnation(self) -> int:
-        self._incarnation += 1
-        return self._incarnation
 
     def _workers_to_avoid(self) -> set[WorkerAddress]:
         return {self._worker, *(proxy.worker for proxy in self._state.proxies.values())}

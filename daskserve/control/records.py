@@ -168,7 +168,16 @@ class CodeRecord:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaRecord:
-    """One replica and where it is in its life. Its ``config_id`` is empty while it is told another config."""
+    """One replica and where it is in its life.
+
+    Attributes
+    ----------
+    config_id : str
+        The config it runs with; empty while it is told another one.
+    events : tuple
+        What has happened to it, oldest first: the `replica_lifecycle.ReplicaEvent` values. No replica has
+        more than five, as no state comes twice.
+    """
 
     KIND: ClassVar[str] = "replica"
 
@@ -181,6 +190,7 @@ class ReplicaRecord:
     worker: WorkerAddress | None = None
     incarnation: int = 0
     is_forced: bool = False
+    events: tuple[str, ...] = ()
 
     @property
     def key(self) -> str:
@@ -297,6 +307,10 @@ _KINDS: Mapping[str, type[Any]] = {
 _ENUMS: Mapping[str, type[enum.StrEnum]] = {"replica": ReplicaState, "goal": GoalState}
 
 
+#: Fields that are tuples; msgpack returns lists.
+_TUPLES = ("methods", "python_methods", "events")
+
+
 class CorruptRecordError(InstanceError):
     """A stored record cannot be read."""
 
@@ -335,7 +349,7 @@ def from_plain(kind: str, values: Mapping[str, Any]) -> Any:
     changed = dict(values)
     if kind in _ENUMS:
         changed["state"] = _ENUMS[kind](changed["state"])
-    for name in ("methods", "python_methods"):
+    for name in _TUPLES:
         if name in changed:
             changed[name] = tuple(changed[name])
     if "scalings" in changed:
@@ -347,7 +361,7 @@ def to_plain(record: Record) -> dict[str, Any]:
     """Return a record as plain values."""
     values = asdict(record)
     # As they come back from a store, where they may have been within another record meanwhile.
-    for name in ("methods", "python_methods"):
+    for name in _TUPLES:
         if name in values:
             values[name] = list(values[name])
     if "scalings" in values:

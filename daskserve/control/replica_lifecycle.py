@@ -68,5 +68,11 @@ def move(replica: ReplicaRecord, event: ReplicaEvent, **changes: Any) -> Replica
     """Return the replica after an event; None once it is STOPPED, which is not recorded."""
     state = TRANSITIONS.get((replica.state, event))
     if state is None:
-        raise InvalidTransition(f"Replica {replica.tag} is {replica.state}; {event!s} is not for that state.")
-    return None if state is S.STOPPED else replace(replica, state=state, **changes)
+        history = ", ".join(replica.events) or "none"
+        raise InvalidTransition(
+            f"Replica {replica.tag} is {replica.state}; {event!s} is not for that state. Its events so far: "
+            f"{history}."
+        )
+    if state is S.STOPPED:
+        return None
+    return replace(replica, state=state, events=(*replica.events, event.value), **changes)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Self
+from typing import Self, TypeAlias
 
 from daskserve.cluster.base import Store
 from daskserve.control import checkpoint
@@ -23,6 +23,9 @@ from daskserve.control.state import State
 from daskserve.errors import StaleEpochError
 
 logger = logging.getLogger("daskserve.controller")
+
+#: What follows a change in memory that no record holds.
+Then: TypeAlias = Callable[[], None]
 
 
 class Writer:
@@ -45,14 +48,15 @@ class Writer:
         self._state = state
         self._apply = apply
         self._lock = asyncio.Lock()
-        self._is_doubtful = False
+        #: The change that may or may not be in the store, with what is to follow it.
+        self._doubtful: tuple[Change, Then | None] | None = None
         self.changes = 0
 
     async def __aenter__(self) -> Self:
         await self._lock.acquire()
         try:
-            if self._is_doubtful:
-                await self._read_again()
+            if self._doubtful is not None:
+                await self._read_again(*self._doubtful)
         except BaseException:
             self._lock.release()
             raise
@@ -61,11 +65,16 @@ class Writer:
     async def __aexit__(self, *exc_info: object) -> None:
         self._lock.release()
 
-    async def commit(self, change: Change) -> None:
-        """Write a change and apply it, or raise: then it may be in the store all the same."""
+    async def commit(self, change: Change, then: Then | None = None) -> None:
+        """Write a change, apply it and call ``then``, or raise: it may be in the store all the same.
+
+        If it turns out to be in the store, it is applied and ``then`` called when the records are read again.
+        """
         if not change:
+            if then is not None:
+                then()
             return
-        writing = asyncio.create_task(self._write(change), name="daskserve-write")
+        writing = asyncio.create_task(self._write(change, then), name="daskserve-write")
         try:
             await asyncio.shield(writing)
         except asyncio.CancelledError:
@@ -78,23 +87,27 @@ class Writer:
                 logger.warning("A change that nobody waits for was not written: %r", writing.exception())
             raise
 
-    async def _write(self, change: Change) -> None:
+    async def _write(self, change: Change, then: Then | None) -> None:
         try:
             await checkpoint.write(self._store, self._epoch, change)
         except StaleEpochError:
             raise
         except BaseException:
-            self._is_doubtful = True
+            self._doubtful = change, then
             raise
         self.changes += 1
         self._apply(change)
+        if then is not None:
+            then()
 
-    async def _read_again(self) -> None:
+    async def _read_again(self, change: Change, then: Then | None) -> None:
         stored, unreadable = checkpoint.read(await self._store.load())
         known = self._state.records()
         difference: Change = {key: None for key in known if key not in stored and key not in unreadable}
         difference.update({key: each for key, each in stored.items() if each != known.get(key)})
-        self._is_doubtful = False
+        self._doubtful = None
         if difference:
             logger.info("The store holds what was not known to be written: %s", ", ".join(sorted(difference)))
             self._apply(difference)
+        if then is not None and all(stored.get(key) == record for key, record in change.items()):
+            then()

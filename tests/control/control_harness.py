@@ -102,10 +102,6 @@ class Bench:
         self._goals = 0
         self._incarnation = 0
 
-    def _next_incarnation(self) -> int:
-        self._incarnation += 1
-        return self._incarnation
-
     def verb(self, outcome: Outcome) -> str:
         """Apply what a verb wants; return its goal."""
         self.state.apply(outcome.change)
@@ -144,16 +140,18 @@ class Bench:
 
     def decide(self, tag: str = "b") -> Step:
         """Return the next step without taking it."""
-        world = World(self.state, self.observed, self.now, self.rng, self._next_incarnation)
+        world = World(self.state, self.observed, self.now, self.rng.getrandbits(64), self._incarnation)
         return step(world, self.state.backends[tag])
 
     def step(self, tag: str = "b") -> Step:
         """Take one step: commit its change, as the reconciler does, and return it."""
         self.last = self.decide(tag)
+        self._incarnation = self.last.incarnation
         self.state.apply(self.last.change)
         for key, record in self.last.change.items():
             if record is None and key.startswith("replica/"):
                 self.observed.forget_replica(key.removeprefix("replica/"))
+        self.observed.learn(tag, self.last.notes)
         return self.last
 
     def settle(self, tag: str = "b") -> None:

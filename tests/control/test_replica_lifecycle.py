@@ -55,10 +55,20 @@ def test_the_table_holds_nothing_but_these_rows() -> None:
 def test_a_move_takes_other_changes_along() -> None:
     waiting = replica("b#1", ReplicaState.SHOULD_START)
     placed = move(waiting, ReplicaEvent.PLACED, worker="w2", incarnation=7, config_id="c9")
-    assert placed == replica("b#1", ReplicaState.STARTING, worker="w2", incarnation=7, config_id="c9")
+    expected = {"worker": "w2", "incarnation": 7, "config_id": "c9", "events": ("placed",)}
+    assert placed == replica("b#1", ReplicaState.STARTING, **expected)
     assert waiting.worker is None
 
 
 def test_what_is_wanted_is_what_may_be_given_up() -> None:
     assert set(STOP_ORDER) == WANTED_STATES
     assert STOP_ORDER == (ReplicaState.SHOULD_START, ReplicaState.STARTING, ReplicaState.RUNNING)
+
+
+def test_an_invalid_transition_tells_the_events_before_it() -> None:
+    starting = move(replica("b#1", ReplicaState.SHOULD_START), ReplicaEvent.PLACED, worker="w1")
+    assert starting is not None
+    running = move(starting, ReplicaEvent.STARTED)
+    assert running is not None
+    with pytest.raises(InvalidTransition, match=r"b#1 is RUNNING; gone is not .* so far: placed, started\."):
+        move(running, ReplicaEvent.GONE)
