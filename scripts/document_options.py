@@ -1,6 +1,6 @@
-"""Write the option tables of README.md from the option models, their only definition.
+"""Generate the option tables of README.md from the option models.
 
-Run without arguments it rewrites the file; with ``--check`` it exits with 1 if the file is not up to date.
+Without arguments, rewrite the file. With ``--check``, exit with 1 if the file is out of date.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ INTERNAL = frozenset({"internal_metadata"})
 
 
 def default_of(field: FieldInfo) -> str:
-    """Return a field's default as a reader would write it."""
+    """Return a field's default in Python syntax."""
     value: Any = field.get_default(call_default_factory=True)
     return f"`{str(value) if isinstance(value, config.Location) else value!r}`"
 

@@ -1,4 +1,4 @@
-"""Tables of a document that are made from code, each between two comments, so that they can be made anew."""
+"""Tables in a document that are generated from code, each between two comments."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class GeneratedTables:
-    """The tables of one kind in a document.
+    """The generated tables of one kind in a document.
 
     Attributes
     ----------
     document : str
-        Where it is below the project's folder.
+        Path of the document, relative to the project's folder.
     opening : str
-        Matches the text of the comment that a table follows; what it captures is given to ``make``.
+        Regular expression for the comment before a table; its groups are the arguments of ``make``.
     make : callable
         Returns the table as Markdown.
     """
@@ -28,14 +28,14 @@ class GeneratedTables:
     make: Callable[..., str]
 
     def rendered(self, text: str) -> str:
-        """Return the text with every table made anew."""
+        """Return the text with every table regenerated."""
         tables = re.compile(rf"(?P<head><!-- {self.opening} -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
 
-        def anew(match: re.Match[str]) -> str:
+        def regenerate(match: re.Match[str]) -> str:
             head, *captured, end = match.groups()
             return head + self.make(*captured) + end
 
-        return tables.sub(anew, text)
+        return tables.sub(regenerate, text)
 
     def main(self) -> int:
         """Rewrite the document, or with ``--check`` return 1 if it is not up to date."""

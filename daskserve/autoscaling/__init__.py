@@ -1,4 +1,4 @@
-"""Autoscaling policies: pure functions of what was measured, and what they are given and return."""
+"""Autoscaling policies, which are pure functions, and the types they take and return."""
 
 from daskserve.autoscaling.context import (
     AutoscalingContext,

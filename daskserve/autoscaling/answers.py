@@ -1,4 +1,4 @@
-"""Whether what a policy answered can be acted upon."""
+"""Check and convert the answers of policies."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from daskserve.autoscaling.context import Decision
 
 
 def as_decision(answer: Any) -> Decision:
-    """Return a policy's answer as a `Decision`: it may be one, a number, or a number and the new state.
+    """Convert a policy's answer to a `Decision`.
+
+    The answer is a `Decision`, a number of replicas, or a tuple of a number and the new state.
 
     Raises
     ------
     TypeError, ValueError
-        It is none of these.
+        The answer is none of these.
     """
     if isinstance(answer, Decision):
         decision = answer
@@ -23,7 +25,7 @@ def as_decision(answer: Any) -> Decision:
         decision = Decision(answer[0], f"the policy wants {answer[0]}", answer[1])
     else:
         decision = Decision(answer, f"the policy wants {answer}")
-    number: Any = decision.replicas  # whatever the user's function said
+    number: Any = decision.replicas  # a user's function may return any type here
     if isinstance(number, float) and number.is_integer():
         number = int(number)
     if isinstance(number, bool) or not isinstance(number, int):
@@ -31,7 +33,7 @@ def as_decision(answer: Any) -> Decision:
             f"it returned {answer!r}; return a whole number of replicas, (number, state) or a Decision"
         )
     if number < 0:
-        raise ValueError(f"it returned {number} replicas; a number cannot be negative")
+        raise ValueError(f"it returned {number} replicas; return 0 or more")
     if not isinstance(decision.state, Mapping):
-        raise TypeError(f"its state is {decision.state!r}; it has to be a dict of plain values")
+        raise TypeError(f"its state is {decision.state!r}; return a dict of plain values")
     return replace(decision, replicas=number) if number is not decision.replicas else decision

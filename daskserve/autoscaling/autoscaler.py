@@ -1,13 +1,14 @@
-"""One backend's autoscaler: it keeps the newest figures, asks the policy and tames the answer.
+"""One backend's autoscaler: it keeps recent metrics, calls the policy and damps its decisions.
 
-It reads no clock and does no I/O. Whoever drives it hands in samples as they come and calls `step` at each
-``metrics_interval_s``, and at once when requests come in for a backend that has no replica:
+It reads no clock and does no I/O. The caller passes in samples as they arrive and calls `step` every
+``metrics_interval_s``. It also calls `step` at once when requests arrive for a backend without replicas:
 
     scaler.observe(sample)
     step = scaler.step(now=..., wall=..., current=3, target=4)
     if step.replicas != 4: ...
 
-Nothing that it knows has to outlive the process. A new one waits a little longer before it changes anything.
+The autoscaler's state need not outlive the process. A new autoscaler only waits a little longer before its
+first change.
 """
 
 from __future__ import annotations
@@ -23,35 +24,35 @@ from typing import Any
 from daskserve.autoscaling.answers import as_decision
 from daskserve.autoscaling.context import AutoscalingContext, Decision, Sample
 from daskserve.autoscaling.custom import CustomMetrics, CustomViews, PerReplica
-from daskserve.autoscaling.damping import Damping, Patience
+from daskserve.autoscaling.damping import Damping, Delays
 from daskserve.autoscaling.loading import CallablePolicy, load_policy
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.bounds import Bounds
 from daskserve.types import BackendTag, ReplicaTag
 
-logger = logging.getLogger("daskserve.autoscaling.context")
+logger = logging.getLogger("daskserve.autoscaling")
 
-#: Samples kept at most, whatever the look-back period and the rate at which they come.
+#: Maximum number of samples kept, whatever the look-back period and the sampling rate.
 MOST_SAMPLES = 4096
-#: Figures older than so many intervals, and than so many seconds, tell nothing of the present.
+#: Metrics are stale when they are older than both this many intervals and this many seconds.
 STALE_INTERVALS = 2
 STALE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class ScalingStep:
-    """What came of one look.
+    """The result of one autoscaling step.
 
     Attributes
     ----------
     replicas : int
-        How many replicas to have from now on; within the bounds, unless it is a dry run.
+        The new target number of replicas; within the bounds, unless this is a dry run.
     wanted : int
-        What the policy wants, within the bounds.
+        The number of replicas that the policy wants, within the bounds.
     reason : str
-        Why, for people to read.
+        A human-readable explanation.
     error : BaseException or None
-        What the policy raised, or what is wrong with its answer. The number then stays.
+        What the policy raised, or what is wrong with its answer. The target then does not change.
     """
 
     replicas: int
@@ -66,18 +67,18 @@ class Autoscaler:
     Parameters
     ----------
     name : str
-        The backend, for policies and for people.
+        The backend's name, passed to policies and written to the log.
     config : AutoscalingConfig
-        Its options.
+        The backend's autoscaling options.
     policy : callable, optional
-        What decides, if not what ``config.policy`` names: a policy that was unpickled, or one for a test.
+        A policy to use instead of ``config.policy``: one that was unpickled, or one for a test.
     damping : Damping, optional
-        How it is tamed, if not as the config says.
+        The damping to use instead of the config's.
 
     Raises
     ------
     ValueError
-        The policy does not exist, or does not take ``config.policy_kwargs``.
+        The policy does not exist, or does not accept ``config.policy_kwargs``.
     """
 
     def __init__(
@@ -100,8 +101,8 @@ class Autoscaler:
         self._idle_since: float | None = None
         self._last_up: float | None = None
         self._last_down: float | None = None
-        self._patience = Patience()
-        #: The failure that is in the log already; it would be there every second.
+        self._delays = Delays()
+        #: The last failure that was logged, so that a lasting one is not logged every second.
         self._logged = ""
         self.configure(config, policy=policy, damping=damping)
 
@@ -115,10 +116,10 @@ class Autoscaler:
         policy: CallablePolicy | None = None,
         damping: Damping | None = None,
     ) -> None:
-        """Go by other options from now on, with the figures that are there. A bad policy changes nothing."""
+        """Use new options from now on, and keep the metrics. A policy that does not load changes nothing."""
         loaded = load_policy(config, policy)
-        for doubt in config.doubts():
-            logger.warning("backend %s: autoscaling: %s", self.name, doubt)
+        for warning in config.warnings():
+            logger.warning("backend %s: autoscaling: %s", self.name, warning)
         self.config = config
         self._bounds = Bounds.of(config)
         self._policy = loaded
@@ -132,12 +133,14 @@ class Autoscaler:
         replica_ongoing: Mapping[ReplicaTag, float] | None = None,
         custom: PerReplica | None = None,
     ) -> None:
-        """Take in what was seen. Samples come in the order of their times; an older one is ignored.
+        """Add a sample. A sample that is not newer than the last one is ignored.
 
         Parameters
         ----------
-        replica_ongoing, custom
-            What each running replica was running; by name, what the user's code in each of them measures.
+        replica_ongoing : mapping
+            The number of requests in flight in each running replica.
+        custom : mapping
+            The custom metrics of each running replica, by metric name.
         """
         if self._newest is not None and sample.at <= self._newest.at:
             return
@@ -160,20 +163,20 @@ class Autoscaler:
         queries: Mapping[str, float] | None = None,
         bounds: Bounds | None = None,
     ) -> ScalingStep:
-        """Return how many replicas to have from now on.
+        """Return how many replicas the backend should have from now on.
 
         Parameters
         ----------
         now, wall : float
-            The time, on the clock of the samples and since the epoch.
+            The time on the samples' clock, and in seconds since the epoch.
         current : int
-            How many replicas run.
+            The number of running replicas.
         target : int
-            How many are wanted at present, whoever said so.
+            The present target number of replicas, set by the autoscaler or by a user.
         queries : mapping
             Values of PromQL expressions by name.
         bounds : Bounds
-            Between which numbers to choose, if not between those of the config.
+            Bounds to use instead of the config's.
         """
         context = self.context(now, wall, current, target, queries, bounds)
         try:
@@ -181,7 +184,7 @@ class Autoscaler:
             if inspect.isawaitable(answer):
                 if inspect.iscoroutine(answer):
                     answer.close()
-                raise TypeError("the policy is async; it has to be asked by step_async()")
+                raise TypeError("the policy is async; call step_async() instead of step()")
         except Exception as error:
             return self._failed(context, error)
         return self.answered(context, answer)
@@ -217,8 +220,8 @@ class Autoscaler:
         queries: Mapping[str, float] | None,
         bounds: Bounds | None,
     ) -> AutoscalingContext:
-        """Return what a policy is to decide by; see `step`."""
-        self._notice(target, now)
+        """Return the context for a policy; see `step` for the parameters."""
+        self._follow_target(target, now)
         horizon = now - self._damping.look_back_period_s
         while self._samples and self._samples[0].at <= horizon:
             self._samples.popleft()
@@ -245,8 +248,8 @@ class Autoscaler:
             self._bounds if bounds is None else bounds,
         )
 
-    def _notice(self, target: int, now: float) -> None:
-        """Begin anew what a change of the wanted number, whoever made it, has made worthless."""
+    def _follow_target(self, target: int, now: float) -> None:
+        """Restart the delays when the target has changed, and drop metrics from before the change."""
         before, self._target = self._target, target
         if before is None or before == target:
             return
@@ -254,13 +257,13 @@ class Autoscaler:
             self._last_up = now
         else:
             self._last_down = now
-        self._patience.reset()
+        self._delays.reset()
         if self._damping.cuts_look_back:
             self._samples.clear()
             self._custom.clear()
 
     def answered(self, context: AutoscalingContext, answer: Any) -> ScalingStep:
-        """Return what comes of a policy's answer about a context."""
+        """Return the step for a policy's answer to a context."""
         try:
             decision = as_decision(answer)
         except (TypeError, ValueError) as error:
@@ -273,12 +276,10 @@ class Autoscaler:
         bounds = context.bounds or self._bounds
         wanted, why = self._bounded(context, decision, bounds)
         if not bounds.allows(present):
-            self._patience.reset()
+            self._delays.reset()
             replicas, wait = wanted, ""
         else:
-            replicas, wait = self._patience.settle(
-                context, wanted, self._damping, is_urgent=decision.is_urgent
-            )
+            replicas, wait = self._delays.apply(context, wanted, self._damping, is_urgent=decision.is_urgent)
         reason = "; ".join(part for part in (decision.reason, why, wait) if part)
         if self.config.dry_run:
             would = (
@@ -288,35 +289,35 @@ class Autoscaler:
             )
             return ScalingStep(present, wanted, f"dry run, {would}: {reason}")
         if replicas != present:
-            self._notice(replicas, context.current_time)
+            self._follow_target(replicas, context.current_time)
         return ScalingStep(replicas, wanted, reason)
 
     def _bounded(self, context: AutoscalingContext, decision: Decision, bounds: Bounds) -> tuple[int, str]:
         wanted = decision.replicas
-        if context.target_num_replicas == 0 and self._is_asked_for(context):
-            # Whatever the policy says: nobody else would ever answer those who wait.
+        if context.target_num_replicas == 0 and self._has_demand(context):
+            # This overrides the policy: without a replica, the waiting requests would never be answered.
             wanted = max(wanted, math.ceil(self.config.up_factor), 1)
         if wanted < bounds.least:
-            return bounds.least, f"{bounds.least} at least (min_replicas{bounds.note})"
+            return bounds.least, f"{bounds.least} at least (min_replicas{bounds.capacity_note})"
         if wanted > bounds.most:
-            return bounds.most, f"{bounds.most} at most (max_replicas{bounds.note})"
-        why = f"{wanted} for the requests that wait" if wanted != decision.replicas else ""
+            return bounds.most, f"{bounds.most} at most (max_replicas{bounds.capacity_note})"
+        why = f"{wanted} for the waiting requests" if wanted != decision.replicas else ""
         whole = bounds.nearest(wanted)
         if whole != wanted:
             groups = f"{whole} in whole groups of {bounds.multiple_of}"
             why = f"{why}; {groups}" if why else groups
         return whole, why
 
-    def _is_asked_for(self, context: AutoscalingContext) -> bool:
+    def _has_demand(self, context: AutoscalingContext) -> bool:
         newest = self._newest
-        return newest is not None and not self._is_stale(context.current_time) and newest.is_waited_for
+        return newest is not None and not self._is_stale(context.current_time) and newest.has_demand
 
     def _is_stale(self, now: float) -> bool:
         limit_s = max(STALE_INTERVALS * self.config.metrics_interval_s, STALE_S)
         return self._newest is None or now - self._newest.at > limit_s
 
     def _failed(self, context: AutoscalingContext, error: Exception) -> ScalingStep:
-        """Keep the number, within the bounds, where there is no sound answer."""
+        """Return a step that keeps the target, within the bounds, after the policy failed."""
         if repr(error) != self._logged:
             logger.error("backend %s: the autoscaling policy failed", self.name, exc_info=error)
             self._logged = repr(error)

@@ -1,7 +1,7 @@
-"""What autoscaling policies are given and what they return; its options are in `AutoscalingConfig`.
+"""The types that autoscaling policies take and return; the options are in `AutoscalingConfig`.
 
-A policy is a plain function of an `AutoscalingContext`: no clock, no I/O, no memory but the state that it
-returned the last time. The same function therefore runs in the controller, in the simulator and in a test.
+A policy is a plain function of an `AutoscalingContext`. It reads no clock, does no I/O and remembers only the
+state that it returned last time. The same function therefore runs in the controller, the simulator and tests.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from daskserve.types import BackendTag, ReplicaTag
 if TYPE_CHECKING:
     from daskserve.options.autoscaling import AutoscalingConfig
 
-#: Sums of floats are off by their last digits; that must not be a replica more.
+#: Tolerance for floating-point sums: a rounding error must not add a replica.
 ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What was seen of a backend at one time, over all of its replicas and all routers.
+    """The load of a backend at one time, over all of its replicas and all routers.
 
     Attributes
     ----------
     at : float
-        When, in seconds on the clock of `AutoscalingContext.current_time`.
+        Time of the sample, in seconds on the clock of `AutoscalingContext.current_time`.
     ongoing : float
-        Requests that replicas were running.
+        Requests in flight in replicas.
     queued : float
-        Requests that waited in routers for a replica.
+        Requests waiting in routers for a replica.
     rate : float
-        Requests per second that have ended since the sample before.
+        Requests per second that have ended since the previous sample.
     latency_counts : sequence of int
-        How many of these took how long, by the buckets of `AutoscalingContext.latency_bounds_s`: not
-        cumulative, and one more than there are bounds.
+        How many of these requests fell into each bucket of `AutoscalingContext.latency_bounds_s`. The counts
+        are not cumulative, and there is one more count than there are bounds.
     backlog : float or None
-        Tasks that waited in the broker's queue of the policy ``queue``; None: that is not known at present.
+        Tasks waiting in the broker's queue of the policy ``queue``; None if the length is unknown.
     """
 
     at: float
@@ -51,51 +51,55 @@ class Sample:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing ran, waited or ended: short requests show in the rate alone."""
+        """Whether no request ran, waited or ended. Short requests may show up only in the rate."""
         return self.ongoing <= 0 and self.queued <= 0 and self.rate <= 0 and self.backlog == 0
 
     @property
-    def is_waited_for(self) -> bool:
-        """Whether somebody waits whom only a replica can answer."""
+    def has_demand(self) -> bool:
+        """Whether any request or task runs or waits, so that at least one replica is needed."""
         return self.ongoing + self.queued + (self.backlog or 0.0) > 0
 
 
 @dataclass(frozen=True, slots=True)
 class AutoscalingContext:
-    """All that a policy decides by.
+    """The input of a policy.
 
     Attributes
     ----------
+    name : str
+        The backend's name.
+    config : AutoscalingConfig
+        The backend's autoscaling options.
     current_time : float
-        In seconds, on a clock that only goes forward.
+        Time in seconds, on a monotonic clock.
     wall_time : float
-        In seconds since the epoch, for schedules.
+        Time in seconds since the epoch, for schedules.
     current_num_replicas, target_num_replicas : int
-        How many replicas run, and how many are wanted since the last decision.
+        The number of running replicas, and the present target.
     samples : sequence of Sample
-        Oldest first, over the look-back period, cut at the last change of the wanted number.
+        The samples of the look-back period, oldest first. Samples from before the last change of the target
+        are dropped.
     replica_ongoing : mapping
-        What each running replica was running at the last sample.
+        The number of requests in flight in each running replica, at the last sample.
     custom : mapping
-        What the backend's own code measures (``record_autoscaling_stats``): by name, the
-        ``aggregated_metrics`` of its replicas, taken together by the config's ``aggregation_function``.
+        The custom metrics of the backend (``record_autoscaling_stats``), by name. Each value combines the
+        ``aggregated_metrics`` of the replicas with the config's ``aggregation_function``.
     queries : mapping
-        The newest values of the config's PromQL expressions, by name; one that is too old is left out.
+        The newest values of the config's PromQL expressions, by name, without stale ones.
     state : mapping
-        What the policy returned as its state the last time; plain values, and it may be lost.
+        The state that the policy returned last time: plain values, which may be lost.
     last_scale_up_time, last_scale_down_time : float or None
-        When the wanted number changed last, on the clock of ``current_time``.
+        When the target last went up and down, on the clock of ``current_time``.
     idle_since : float or None
-        Since when nothing runs and nothing waits; None if something does.
+        Since when no request runs or waits; None if the backend is not idle.
     latency_bounds_s : sequence of float
-        The upper bounds of the buckets in which samples count latencies.
+        The upper bounds of the latency buckets of the samples, in seconds.
     raw_metrics : mapping
-        The newest values of the backend's own metrics, by name and running replica; one that is too old is
-        left out.
+        The newest values of the backend's custom metrics, by name and running replica, without stale ones.
     aggregated_metrics : mapping
-        The same, each over the time of the samples by the config's ``aggregation_function``.
+        The same metrics, each aggregated over the samples with the config's ``aggregation_function``.
     bounds : Bounds or None
-        Between which numbers the answer will be held; None for those of the config.
+        The bounds that the result is clamped to; None for the config's.
     """
 
     name: BackendTag
@@ -119,27 +123,27 @@ class AutoscalingContext:
 
     @property
     def total_running_requests(self) -> float:
-        """Requests that run, on average over the samples."""
+        """Number of running requests, averaged over the samples."""
         return math.fsum(each.ongoing for each in self.samples) / (len(self.samples) or 1)
 
     @property
     def total_queued_requests(self) -> float:
-        """Requests that wait, on average over the samples."""
+        """Number of queued requests, averaged over the samples."""
         return math.fsum(each.queued for each in self.samples) / (len(self.samples) or 1)
 
     @property
     def total_num_requests(self) -> float:
-        """Requests that run or wait, on average over the samples."""
+        """Number of running plus queued requests, averaged over the samples."""
         return self.total_running_requests + self.total_queued_requests
 
     @property
     def min_replicas(self) -> int:
-        """The fewest replicas that are allowed now, at the target capacity of the instance."""
+        """Minimum number of replicas at the present target capacity of the instance."""
         return (self.bounds or Bounds.of(self.config)).least
 
     @property
     def max_replicas(self) -> int:
-        """The most replicas that are allowed now, at the target capacity of the instance."""
+        """Maximum number of replicas at the present target capacity of the instance."""
         return (self.bounds or Bounds.of(self.config)).most
 
     @property
@@ -155,19 +159,19 @@ class AutoscalingContext:
     def whole_replicas(
         self, load: float, *, hysteresis: float | None = None, uncertainty: float = 0.0
     ) -> int:
-        """Return ``load``, in replicas, as the number to have; the one there is if that is nearly right.
+        """Round ``load`` to a whole number of replicas; return the present target if it is close enough.
 
-        Loads that waver about a whole number would otherwise ask for one more and one less in turn. The
-        config's factors are applied as well: how much of a change to make at a time.
+        Without this tolerance, a load that varies around a whole number would add and remove a replica in
+        turn. The config's smoothing factors are applied as well.
 
         Parameters
         ----------
         load : float
-            How many replicas the load would keep exactly as busy as they should be.
+            How many replicas the load would keep exactly at their target.
         hysteresis : float, optional
-            The share by which the load may pass the number there is, either way; None for the config's.
+            The share by which the load may differ from the present target; None for the config's.
         uncertainty : float
-            By how many replicas the load may be wrong; it may pass the number by so much more.
+            The error of the load, in replicas, which widens the tolerance.
         """
         now = self.target_num_replicas
         if now <= 0:
@@ -180,17 +184,23 @@ class AutoscalingContext:
         if math.ceil(load * band + uncertainty - ROUNDING) >= now:
             return now
         fewer = math.ceil(now + self.config.down_factor * (load - now) - ROUNDING)
-        return max(0, min(fewer, now - 1))  # a factor above 1 may go below nothing
+        return max(0, min(fewer, now - 1))  # a factor above 1 may give a negative number
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """How many replicas a policy wants, before the bounds are applied, and why, for people to read.
+    """A policy's result: how many replicas it wants, and why.
 
     Attributes
     ----------
+    replicas : int
+        The number of replicas, before the bounds are applied.
+    reason : str
+        A human-readable explanation.
+    state : mapping
+        Plain values that the policy receives next time as `AutoscalingContext.state`.
     is_urgent : bool
-        Go up without waiting for ``upscale_delay_s``.
+        Scale up without waiting for ``upscale_delay_s``.
     """
 
     replicas: int
@@ -200,5 +210,5 @@ class Decision:
 
 
 Policy: TypeAlias = Callable[[AutoscalingContext], Decision]
-#: What users may write: a number of replicas, with the new state or without, or a whole `Decision`.
+#: A policy as users write it: it returns a number of replicas, a tuple of it and the state, or a `Decision`.
 CustomPolicy: TypeAlias = Callable[..., Any] | Callable[..., Awaitable[Any]]

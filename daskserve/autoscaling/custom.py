@@ -1,4 +1,4 @@
-"""What a backend's own code measures: how values are taken together, and a policy by one of them."""
+"""Custom metrics of a backend: how their values are aggregated, and a policy that scales on one of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from daskserve.autoscaling.context import AutoscalingContext, Decision, Policy
 from daskserve.types import ReplicaTag
 
 T = TypeVar("T")
-#: By name, what each replica says of itself.
+#: Values by metric name and replica.
 PerReplica: TypeAlias = Mapping[str, Mapping[ReplicaTag, float]]
 
 
@@ -24,26 +24,26 @@ def _mean(values: Iterable[float]) -> float:
         return math.fsum(each / len(found) for each in found)
 
 
-#: By the words of ``aggregation_function``.
-WAYS: Mapping[str, Callable[[Iterable[float]], float]] = {"mean": _mean, "max": max, "min": min}
-#: By the words of `custom_metric`.
+#: Functions by the values of ``aggregation_function``.
+AGGREGATIONS: Mapping[str, Callable[[Iterable[float]], float]] = {"mean": _mean, "max": max, "min": min}
+#: Functions by the values of the argument ``across`` of `custom_metric`.
 ACROSS: Mapping[str, Callable[[Iterable[float]], float]] = {"sum": math.fsum, "mean": _mean, "max": max}
 
 
-class _ByName(Mapping[str, T]):
-    """A mapping whose values are worked out when they are asked for: few policies go by all of them."""
+class _LazyMapping(Mapping[str, T]):
+    """A mapping that computes each value on first access, because few policies use all metrics."""
 
-    def __init__(self, names: Iterable[str], work_out: Callable[[str], T]) -> None:
+    def __init__(self, names: Iterable[str], compute: Callable[[str], T]) -> None:
         self._names = dict.fromkeys(names)
-        self._work_out = work_out
-        self._found: dict[str, T] = {}
+        self._compute = compute
+        self._computed: dict[str, T] = {}
 
     def __getitem__(self, name: str) -> T:
         if name not in self._names:
             raise KeyError(name)
-        if name not in self._found:
-            self._found[name] = self._work_out(name)
-        return self._found[name]
+        if name not in self._computed:
+            self._computed[name] = self._compute(name)
+        return self._computed[name]
 
     def __contains__(self, name: object) -> bool:
         return name in self._names
@@ -60,7 +60,7 @@ class _ByName(Mapping[str, T]):
 
 @dataclass(frozen=True, slots=True)
 class CustomViews:
-    """Values at one time: the newest, over a time, and that over all replicas."""
+    """Custom metrics at one time: the newest values, aggregated over time, and also over all replicas."""
 
     newest: PerReplica = field(default_factory=dict)
     aggregated: PerReplica = field(default_factory=dict)
@@ -68,77 +68,75 @@ class CustomViews:
 
 
 class CustomMetrics:
-    """The values of the look-back period, at most ``most`` times."""
+    """The custom metrics of the look-back period, for at most ``most`` samples."""
 
     def __init__(self, most: int) -> None:
         self._seen: deque[tuple[float, PerReplica]] = deque(maxlen=most)
 
     def observe(self, at: float, values: PerReplica) -> None:
-        """Take in what the running replicas told."""
+        """Add the values that the running replicas reported."""
         self._seen.append((at, values))
 
     def clear(self) -> None:
-        """Forget all of it."""
+        """Drop all values."""
         self._seen.clear()
 
-    def views(self, horizon: float, way: str) -> CustomViews:
-        """Return what is known since ``horizon``. A replica that tells nothing any more is in none of it."""
+    def views(self, horizon: float, aggregation: str) -> CustomViews:
+        """Return the values since ``horizon``, without replicas that have stopped reporting."""
         while self._seen and self._seen[0][0] <= horizon:
             self._seen.popleft()
         if not self._seen or not self._seen[-1][1]:
             return CustomViews()
         newest = self._seen[-1][1]
-        together = WAYS[way]
-        # A copy, because values go on coming in while the policy of a user's is asked in its thread.
+        aggregate = AGGREGATIONS[aggregation]
+        # A copy, because values keep arriving while a user's policy runs in its thread.
         seen = [values for _, values in list(self._seen)]
 
         def over_time(name: str) -> Mapping[ReplicaTag, float]:
-            told = [each[name] for each in seen if name in each]
+            reported = [each[name] for each in seen if name in each]
             return {
-                replica: together([each[replica] for each in told if replica in each])
+                replica: aggregate([each[replica] for each in reported if replica in each])
                 for replica in newest[name]
             }
 
-        aggregated = _ByName(newest, over_time)
+        aggregated = _LazyMapping(newest, over_time)
         return CustomViews(
-            newest, aggregated, _ByName(newest, lambda name: together(aggregated[name].values()))
+            newest, aggregated, _LazyMapping(newest, lambda name: aggregate(aggregated[name].values()))
         )
 
 
 def custom_metric(metric: str, target: float, across: str = "sum") -> Policy:
-    """Return a policy that has one replica per ``target`` of what the backend's own code measures.
+    """Return a policy that runs one replica per ``target`` units of a custom metric.
 
     Parameters
     ----------
     metric : str
-        A name that ``record_autoscaling_stats`` gives a value for.
+        A name that ``record_autoscaling_stats`` returns a value for.
     target : float
-        How much one replica is for.
+        Value of the metric per replica.
     across : str
-        How the replicas' values become one: ``"sum"`` where each tells of its own share, ``"mean"`` or
-        ``"max"`` where all of them tell of the same thing, such as a queue that they share.
+        How the values of the replicas are combined: ``"sum"`` if each replica reports its own share,
+        ``"mean"`` or ``"max"`` if all report the same thing, such as a queue that they share.
 
     Raises
     ------
     ValueError
-        One of these is of no use.
+        An argument is invalid.
     """
     if not isinstance(metric, str) or not metric:
-        raise ValueError(f"metric is {metric!r}; it has to be a name that record_autoscaling_stats returns")
+        raise ValueError(f"metric is {metric!r}; give a name that record_autoscaling_stats returns")
     if isinstance(target, bool) or not isinstance(target, int | float) or not 0 < target < math.inf:
-        raise ValueError(f"the target of {metric!r} is {target!r}; it has to be a number above 0")
+        raise ValueError(f"the target of {metric!r} is {target!r}; give a number above 0")
     if across not in ACROSS:
-        raise ValueError(f"across is {across!r}; it has to be one of {', '.join(ACROSS)}")
+        raise ValueError(f"across is {across!r}; give one of {', '.join(ACROSS)}")
 
     def decide(context: AutoscalingContext) -> Decision:
         present, running = context.target_num_replicas, context.current_num_replicas
         values = context.aggregated_metrics.get(metric, {})
         if not values:
             others = ", ".join(sorted(context.aggregated_metrics))
-            known = f"; they tell of {others}" if others else ""
-            return Decision(
-                present, f"none of {running} replicas tells its {metric}{known}, so {present} stay"
-            )
+            known = f"; they report {others}" if others else ""
+            return Decision(present, f"none of {running} replicas reports {metric}{known}, so {present} stay")
         value = max(0.0, ACROSS[across](values.values()))
         wanted = context.whole_replicas(value / target)
         reason = (
@@ -146,9 +144,9 @@ def custom_metric(metric: str, target: float, across: str = "sum") -> Policy:
         )
         missing = running - len(values)
         if missing > 0 and wanted < present:
-            # What they do not tell may well be the most.
+            # The unreported values may be the largest.
             wanted = present
-            reason = f"{reason}; {missing} tell nothing, so not fewer than {present}"
+            reason = f"{reason}; {missing} report nothing, so not fewer than {present}"
         return Decision(wanted, f"{reason}: {wanted}")
 
     return decide

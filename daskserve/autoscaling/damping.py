@@ -1,10 +1,11 @@
-"""What stands between a policy's wish and a change, so that what wavers or errs does no harm.
+"""Damping of a policy's decisions, so that noise and mistakes do no harm.
 
-A wish for more or fewer must persist for its delay; a contrary or a contented one starts the wait anew. What
-is given up then is no more than was idle all through the look-back period. The last replica goes only after
-a time without any request, and from none there is no wait at all: whoever asks is waiting already.
+A policy must want more, or fewer, replicas for the whole delay before anything changes. If one check
+disagrees, the delay restarts. A step down removes only replicas that were unneeded throughout the look-back
+period. The last replica stops only after a time without requests. From zero there is no delay, because a
+request is already waiting.
 
-All of it is plain numbers that a new controller may lose: it only waits a little longer.
+The state is plain numbers that a new controller may lose. It then only waits a little longer.
 """
 
 from __future__ import annotations
@@ -16,22 +17,22 @@ from dataclasses import dataclass, field
 from daskserve.autoscaling.context import ROUNDING, AutoscalingContext
 from daskserve.options.autoscaling import AutoscalingConfig
 
-#: Delays are held to within this, or a tick that is early by a rounding error costs a whole interval.
+#: Tolerance of delays: without it, a tick that is early by a rounding error would cost a whole interval.
 TOLERANCE_S = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Damping:
-    """How wishes are tamed.
+    """The options of damping.
 
     Attributes
     ----------
     cuts_look_back : bool
-        Figures from before the last change count no more.
+        Whether metrics from before the last change are dropped.
     settles : bool
-        A step down goes no further than the most that was wanted within the look-back period.
+        Whether a step down stops at the largest number wanted within the look-back period.
     multiple_of : int
-        A step is of so many replicas, or of a multiple.
+        The size of a group: a step changes the number of replicas by a multiple of it.
     """
 
     upscale_delay_s: float
@@ -46,7 +47,7 @@ class Damping:
 
     @classmethod
     def of(cls, config: AutoscalingConfig) -> Damping:
-        """Return what a config asks for. The classic policy is followed to the letter."""
+        """Return the damping of a config. The classic policy is applied without our refinements."""
         is_classic = config.policy == "classic"
         return cls(
             config.upscale_delay_s,
@@ -62,22 +63,22 @@ class Damping:
 
 
 @dataclass(slots=True)
-class Patience:
-    """For how long more, or fewer, replicas have been wanted by now."""
+class Delays:
+    """Tracks for how long the policy has wanted more, or fewer, replicas."""
 
     up_since: float | None = None
     down_since: float | None = None
-    #: What was wanted at which time, within the look-back period.
+    #: Times and the numbers wanted at them, within the look-back period.
     wanted: deque[tuple[float, int]] = field(default_factory=deque)
 
     def reset(self) -> None:
-        """Begin all waits anew, after a change."""
+        """Restart all delays, after a change."""
         self.up_since = self.down_since = None
 
-    def settle(
+    def apply(
         self, context: AutoscalingContext, wanted: int, damping: Damping, *, is_urgent: bool
     ) -> tuple[int, str]:
-        """Return the number to have from now on, and what is still waited for, if it is not ``wanted``."""
+        """Return the new target, and the reason if it is not ``wanted`` yet."""
         now, present = context.current_time, context.target_num_replicas
         self._remember(now, wanted, damping.look_back_period_s)
         if wanted == present:
@@ -98,7 +99,7 @@ class Patience:
         return self._down(now - self.down_since, present, wanted, damping)
 
     def _remember(self, now: float, wanted: int, period_s: float) -> None:
-        # The most of them is all that is asked for: what a later and larger one hides can go.
+        # Only the maximum is ever read, so a later and larger number replaces all smaller ones before it.
         while self.wanted and self.wanted[-1][1] <= wanted:
             self.wanted.pop()
         self.wanted.append((now, wanted))
@@ -131,7 +132,7 @@ class Patience:
             why = f"{unit} first"
         if damping.settles and self.wanted[0][1] > least:
             least = min(present, -(-self.wanted[0][1] // unit) * unit)
-            why = f"{least} for now, as many were wanted within {damping.look_back_period_s:g} s"
+            why = f"{least} for now, the most wanted in the last {damping.look_back_period_s:g} s"
         if damping.max_downscale_factor is not None:
             groups = math.ceil(present / damping.max_downscale_factor / unit - ROUNDING)
             slow = min(present - unit, groups * unit)

@@ -1,4 +1,4 @@
-"""One policy for several backends: asking it, and whether what it answers can be acted upon."""
+"""One policy for several backends: call it, and check its answer."""
 
 from __future__ import annotations
 
@@ -11,27 +11,29 @@ from daskserve.autoscaling.context import AutoscalingContext, Decision
 from daskserve.autoscaling.loading import CallablePolicy
 from daskserve.types import BackendTag
 
-LEFT_OUT = "the policy of the group leaves it as it is"
+LEFT_OUT = "the group's policy does not change this backend"
 
 
 async def decide_together(
     policy: CallablePolicy, contexts: Mapping[BackendTag, AutoscalingContext]
 ) -> dict[BackendTag, Decision]:
-    """Return what a policy, plain or async, decides about each of these backends.
+    """Return the decision of a policy, plain or async, for each of these backends.
 
     Raises
     ------
     TypeError, ValueError
-        The answer is of no use. Then none of it is, because the numbers depend on each other.
+        A part of the answer is invalid. All of it is then refused, because the numbers depend on each other.
     """
     answer = policy(dict(contexts))
     if inspect.isawaitable(answer):
         answer = await answer
-    return judged(answer, contexts)
+    return checked_decisions(answer, contexts)
 
 
-def judged(answer: Any, contexts: Mapping[BackendTag, AutoscalingContext]) -> dict[BackendTag, Decision]:
-    """Return a decision for each backend of the group in plain values; one left out keeps its number."""
+def checked_decisions(
+    answer: Any, contexts: Mapping[BackendTag, AutoscalingContext]
+) -> dict[BackendTag, Decision]:
+    """Return a decision in plain values for each backend of the group; one left out keeps its number."""
     if not isinstance(answer, Mapping):
         raise TypeError(
             f"it returned {answer!r}; return a dict with a number of replicas, (number, state) or a Decision "
@@ -40,8 +42,8 @@ def judged(answer: Any, contexts: Mapping[BackendTag, AutoscalingContext]) -> di
     unknown = [name for name in answer if name not in contexts]
     if unknown:
         raise ValueError(
-            f"it returned {answer[unknown[0]]!r} for {unknown[0]!r}, which is not in the group; there are: "
-            f"{', '.join(sorted(contexts))}"
+            f"it returned {answer[unknown[0]]!r} for {unknown[0]!r}, which is not in the group; the group "
+            f"has: {', '.join(sorted(contexts))}"
         )
     found = {}
     for name, context in contexts.items():
@@ -52,7 +54,7 @@ def judged(answer: Any, contexts: Mapping[BackendTag, AutoscalingContext]) -> di
             decision = as_decision(answer[name])
         except (TypeError, ValueError) as error:
             raise type(error)(f"for {name!r} {error}") from None
-        # What is of the user's types goes no further than this thread.
+        # Convert to plain types, because objects of user types must not leave this thread.
         state = dict(decision.state)
         found[name] = Decision(int(decision.replicas), str(decision.reason), state, bool(decision.is_urgent))
     return found

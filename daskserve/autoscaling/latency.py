@@ -1,9 +1,10 @@
-"""A policy that keeps a latency below an objective.
+"""A policy that keeps latency below an objective.
 
-Latency does not say how many replicas are missing: below a certain load per replica it hardly moves, above it
-runs away. So the policy learns that load. What one replica carried while the objective was met, and what it
-carried when it was missed, are its state for an hour; from the one follows how far to go down at once,
-and the other stops the next try. A policy that has forgotten, in a new controller, tries again.
+Latency does not say how many replicas are missing: below a certain load per replica it hardly changes, and
+above it grows without limit. The policy therefore learns that load. For an hour it remembers the rate per
+replica at which the objective was met ("good") and the rate at which it was missed ("bad"). The good rate
+says how far it may scale down at once; the bad rate limits the next attempt. In a new controller the policy
+starts without this state and tries again.
 """
 
 from __future__ import annotations
@@ -14,25 +15,25 @@ from typing import Any
 
 from daskserve.autoscaling.context import ROUNDING, AutoscalingContext, Decision, Policy
 
-#: Below this share of the objective there is something to give away.
+#: Latency below this share of the objective allows fewer replicas.
 COMFORT = 0.8
-#: So near to a load that was too much is near enough.
+#: The load per replica stays below this share of the "bad" rate.
 MARGIN = 0.9
-#: One step up at most multiplies the replicas by this: latencies of a queue say nothing of its end.
+#: Largest factor of one step up: the latencies of a growing queue do not say how many replicas end it.
 MOST_AT_ONCE = 2.0
-#: The share of the replicas given up in a try, while it is not known what is too much.
+#: Share of the replicas removed in one attempt while the "bad" rate is unknown.
 TRIED = 0.1
-#: Code and callers change: what was learned holds for so long.
+#: How long a learned rate is used, because code and callers change.
 MEMORY_S = 3600.0
 
 
 def latency_objective(objective_s: float, quantile: float = 0.95) -> Policy:
-    """Return a policy that wants ``quantile`` of the requests to take at most ``objective_s``.
+    """Return a policy that keeps the ``quantile`` of request latencies at or below ``objective_s``.
 
     Raises
     ------
     ValueError
-        The objective is not above 0, or the quantile not between 0 and 1.
+        The objective is not above 0, or the quantile is not between 0 and 1.
     """
     if not 0 < objective_s < math.inf:
         raise ValueError(f"objective_s is {objective_s!r}; give seconds above 0, such as 0.2")
@@ -45,11 +46,11 @@ def latency_objective(objective_s: float, quantile: float = 0.95) -> Policy:
             waiting = context.samples[-1].queued if context.samples else 0
             return Decision(1 if waiting > 0 else 0, f"{waiting:g} requests wait", context.state)
         if not context.samples:
-            return Decision(present, "no figures yet since the last change", context.state)
+            return Decision(present, "no metrics yet since the last change", context.state)
         rate = sum([each.rate for each in context.samples]) / len(context.samples)
         taken_s = _latency(context, rate, quantile, objective_s)
         if taken_s is None:
-            return Decision(present, "no latencies among the figures, so nothing changes", context.state)
+            return Decision(present, "no latencies were measured, so nothing changes", context.state)
         known = {
             name: pair for name, pair in context.state.items() if pair[1] > context.current_time - MEMORY_S
         }
@@ -66,7 +67,7 @@ def latency_objective(objective_s: float, quantile: float = 0.95) -> Policy:
 
 
 def quantile_of(counts: Sequence[float], bounds_s: Sequence[float], quantile: float) -> float:
-    """Return a quantile of what the buckets count, evenly spread in each; the last bucket has no end."""
+    """Return a quantile of bucketed values, spread evenly within each bucket; infinity in the last one."""
     rank, below, lower = quantile * sum(counts), 0.0, 0.0
     for count, upper in zip(counts, bounds_s, strict=False):
         if count and below + count >= rank - ROUNDING:
@@ -77,7 +78,7 @@ def quantile_of(counts: Sequence[float], bounds_s: Sequence[float], quantile: fl
 
 
 def _latency(context: AutoscalingContext, rate: float, quantile: float, objective_s: float) -> float | None:
-    """Return the latency, in which those who still wait count too; None if it is not known."""
+    """Return the latency, with waiting requests included; None if it is unknown."""
     samples, bounds_s = context.samples, context.latency_bounds_s
     counted = [each.latency_counts for each in samples if each.latency_counts]
     counts = list(map(sum, zip(*counted, strict=True)))
@@ -106,13 +107,13 @@ def _more(
 def _fewer(context: AutoscalingContext, rate: float, text: str, known: Mapping[str, Any]) -> Decision:
     present = context.target_num_replicas
     if rate <= 0:
-        return Decision(0, f"{text}, and nothing comes: 0", known)
+        return Decision(0, f"{text}, and no requests arrive: 0", known)
     carried = rate / context.current_num_replicas
     good = max([carried, *(pair[0] for name, pair in known.items() if name == "good")])
     state = {**known, "good": (good, context.current_time)}
     wanted = math.ceil(rate / good - ROUNDING)
     if "bad" in known:
-        # Half way between what is carried and what was too much, as ratios go.
+        # The geometric mean of the present rate and the bad one.
         most = MARGIN * known["bad"][0]
         wanted = max(
             min(wanted, math.ceil(rate / math.sqrt(carried * most))), math.ceil(rate / most - ROUNDING)

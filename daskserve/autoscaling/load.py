@@ -1,10 +1,10 @@
-"""Policies by the number of requests that run or wait.
+"""Policies that scale on the number of running and queued requests.
 
-Today's ``target_ongoing_requests`` differs from the classic one where a queue has built up. To count who
-waits is to count how long the shortage has lasted, not how large it is: ten seconds of ten times the load
-wants a hundred times the replicas, which come when the queue has gone, and leave again. Where requests have
-ended we know better: what comes in per second, times how long each takes, is the load to carry; and the
-queue is a load beside it, to be worked off in ``drain_period_s``.
+``target_ongoing_requests`` differs from the classic policy when a queue has built up. The length of a queue
+measures how long a shortage has lasted, not how large it is. Ten seconds of ten times the load would ask for
+a hundred times the replicas, which would start when the queue is gone, and stop again. Once enough requests
+have ended, their arrival rate times their duration gives the load (Little's law). The queue is added as a
+load to be worked off within ``drain_period_s``.
 """
 
 from __future__ import annotations
@@ -16,35 +16,35 @@ from dataclasses import dataclass
 
 from daskserve.autoscaling.context import ROUNDING, AutoscalingContext, Decision, Policy, Sample
 
-#: So many requests must have ended for their mean duration to mean anything.
+#: Number of ended requests from which their mean duration is meaningful.
 ENOUGH_ENDED = 10.0
-#: A mean may be wrong by so many of its standard deviations.
+#: Assumed error of a mean load, in standard deviations.
 DEVIATIONS = 2.0
-#: The same for bursts, which would be found by chance more often, as each look counts.
+#: The same for bursts. It is larger because every single check can find a burst by chance.
 BURST_DEVIATIONS = 3.0
-#: So many samples make a burst, or one late message would.
+#: Number of samples that a burst needs, so that one late message does not look like a burst.
 ENOUGH_SAMPLES = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is to be carried, in requests at a time, and by how many replicas exactly."""
+    """A load in concurrent requests, and in replicas before rounding."""
 
     requests: float
     replicas: float
-    #: How it was found, where it is not just what runs and waits.
+    #: How the load was computed, if it is not just the running plus queued requests.
     flow: str = ""
 
 
 def classic() -> Policy:
-    """Return the policy of classic Ray Serve: what runs or waits, divided by the target, with factors."""
+    """Return the policy of classic Ray Serve: running plus queued requests divided by the target."""
     return _classic
 
 
 def _classic(context: AutoscalingContext) -> Decision:
     config = context.config
     if not context.samples:
-        return _no_figures(context)
+        return _no_metrics(context)
     combine = _COMBINE[config.aggregation_function]
     total = combine([each.ongoing + each.queued for each in context.samples])
     wanted = context.whole_replicas(total / config.target_ongoing_requests, hysteresis=0)
@@ -52,16 +52,16 @@ def _classic(context: AutoscalingContext) -> Decision:
 
 
 def target_ongoing_requests() -> Policy:
-    """Return the policy that keeps ``target_ongoing_requests`` running or waiting per replica."""
+    """Return the policy that keeps ``target_ongoing_requests`` running plus queued requests per replica."""
     return _target_ongoing
 
 
 def _target_ongoing(context: AutoscalingContext) -> Decision:
     samples = context.samples
     if not samples:
-        return _no_figures(context)
+        return _no_metrics(context)
     if context.target_num_replicas == 0:
-        samples = samples[-1:]  # what waited earlier was nobody's to answer: only the backlog counts
+        samples = samples[-1:]  # without replicas the queue only grows, so only its newest length counts
     queueing = [each for each in context.samples if each.queued > 0]
     each_runs = _each_runs(context, queueing)
     state = {"each_runs": each_runs} if each_runs > 0 else {}
@@ -74,7 +74,7 @@ def _target_ongoing(context: AutoscalingContext) -> Decision:
         recent = _since(samples, context.current_time - burst_s)
         if len(recent) >= ENOUGH_SAMPLES and _may_burst(context, recent):
             burst = _load(context, recent, each_runs)
-            # Of requests that come by chance, as many more or fewer run as the root of their number.
+            # With random arrivals, the number in flight has its square root as standard deviation.
             chance = BURST_DEVIATIONS * math.sqrt(burst.requests / len(recent))
             sure = burst.replicas - chance / context.config.target_ongoing_requests
             if sure >= context.config.burst_factor * context.target_num_replicas - ROUNDING:
@@ -86,9 +86,10 @@ def _target_ongoing(context: AutoscalingContext) -> Decision:
 
 
 def _uncertainty(context: AutoscalingContext, samples: Sequence[Sample]) -> float:
-    """Return by how many replicas the mean load may well be wrong, as what runs wavers.
+    """Return the error of the mean load that comes from noise, in replicas.
 
-    It goes by how one look differs from the next: a load that has changed for good is not one that wavers.
+    The noise is estimated from differences between successive samples, so a lasting change of the load does
+    not count as noise.
     """
     totals = [each.ongoing + each.queued for each in samples]
     if len(totals) < 2:
@@ -99,7 +100,7 @@ def _uncertainty(context: AutoscalingContext, samples: Sequence[Sample]) -> floa
 
 
 def _may_burst(context: AutoscalingContext, recent: Sequence[Sample]) -> bool:
-    """Whether the newest sample alone would do for a burst, which is cheap to tell."""
+    """Whether the newest sample alone is large enough for a burst. This check is cheap."""
     newest, config = recent[-1], context.config
     enough = config.burst_factor * context.target_num_replicas * config.target_ongoing_requests
     return newest.ongoing + newest.queued >= enough - ROUNDING
@@ -117,7 +118,7 @@ def _load(context: AutoscalingContext, samples: Sequence[Sample], each_runs: flo
 
 
 def _flow(context: AutoscalingContext, samples: Sequence[Sample], each_runs: float) -> Load | None:
-    """Return the load by Little's law; None if too little has ended to tell how long requests take."""
+    """Return the load by Little's law; None if too few requests have ended to know their duration."""
     first, last = samples[0], samples[-1]
     span_s = last.at - first.at
     duration_s = _duration_s(samples)
@@ -132,10 +133,10 @@ def _flow(context: AutoscalingContext, samples: Sequence[Sample], each_runs: flo
 
 
 def _duration_s(samples: Sequence[Sample]) -> float | None:
-    """Return how long requests run: what ran, by what ended; None if too few have ended.
+    """Return the mean duration of requests: running divided by ended; None if too few have ended.
 
-    When replicas begin, much more runs at once, and nothing of it has ended yet. Such a second says nothing,
-    so it is the middle one of all the seconds that counts, if it is less than the mean.
+    When replicas start, many requests begin at once and none has ended yet, which inflates the mean. The
+    median over the intervals is therefore used if it is smaller.
     """
     ran = ended = 0.0
     ratios = []
@@ -152,10 +153,10 @@ def _duration_s(samples: Sequence[Sample]) -> float | None:
 
 
 def _each_runs(context: AutoscalingContext, queueing: Sequence[Sample]) -> float:
-    """Return the most that one replica was seen to run while others waited; 0 if that is not known.
+    """Return the largest number of requests one replica ran while requests were queued; 0 if unknown.
 
-    Replicas that leave a queue standing cannot run more than they do, whatever the target says. Those that
-    have only just begun run less, so the most there ever was is kept as the policy's state.
+    Replicas that do not empty a queue already run as many requests as they can, whatever the target says.
+    Replicas that have just started run fewer, so the maximum so far is kept in the policy's state.
     """
     known: float = context.state.get("each_runs", 0.0)
     if not queueing or context.current_num_replicas <= 0:
@@ -174,7 +175,7 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-#: By the names of ``aggregation_function``.
+#: Functions by the values of ``aggregation_function``.
 _COMBINE: Mapping[str, Callable[[Sequence[float]], float]] = {"mean": _mean, "max": max, "min": min}
 
 
@@ -185,14 +186,14 @@ def _reason(
     if context.samples:
         over_s = min(over_s, context.current_time - context.samples[0].at)
     target = context.config.target_ongoing_requests
-    what = "requests at a time" if flow else "requests ongoing or queued"
+    what = "concurrent requests" if flow else "requests ongoing or queued"
     return f"{flow}{total:.1f} {what} over {over_s:.0f} s, {target:g} per replica wanted: {wanted}"
 
 
-def _no_figures(context: AutoscalingContext) -> Decision:
+def _no_metrics(context: AutoscalingContext) -> Decision:
     since = (
         ""
         if context.last_scale_up_time is None and context.last_scale_down_time is None
         else (" since the last change")
     )
-    return Decision(context.target_num_replicas, f"no figures yet{since}")
+    return Decision(context.target_num_replicas, f"no metrics yet{since}")

@@ -1,4 +1,4 @@
-"""From what a config names to a function that can be asked."""
+"""Load the policy that a config names."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from daskserve.autoscaling.context import AutoscalingContext
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.credentials import masked
 
-#: A policy as users may write it: its answer is not judged yet.
+#: A policy as users write it: its answer is not checked yet.
 CallablePolicy: TypeAlias = Callable[..., Any]
 
-#: Each makes a policy of its keyword arguments.
+#: Functions that take the policy's keyword arguments and return the policy.
 MAKERS: Mapping[str, Callable[..., Callable[[AutoscalingContext], Any]]] = {
     "target_ongoing_requests": load.target_ongoing_requests,
     "classic": load.classic,
@@ -30,19 +30,19 @@ MAKERS: Mapping[str, Callable[..., Callable[[AutoscalingContext], Any]]] = {
 def load_policy(
     config: AutoscalingConfig, policy: CallablePolicy | None = None
 ) -> Callable[[AutoscalingContext], Any]:
-    """Return the function that decides.
+    """Return the policy of a config as a function.
 
     Parameters
     ----------
     config : AutoscalingConfig
         Names the policy and its keyword arguments.
     policy : callable, optional
-        What the name stands for, where the config holds it pickled.
+        The policy itself, if the config holds it pickled.
 
     Raises
     ------
     ValueError
-        There is no such policy, or it does not take these arguments.
+        The policy does not exist, or does not accept these arguments.
     """
     named = config.policy if policy is None else policy
     if named == "schedule":
@@ -53,7 +53,7 @@ def load_policy(
             return _made(named, maker, config.policy_kwargs)
         named = _imported(named)
     if not callable(named):
-        raise ValueError(f"the policy is {named!r}, which cannot be called; unpickle it first")
+        raise ValueError(f"the policy is {named!r}, which is not callable; unpickle it first")
     if inspect.isclass(named):
         return _made(named.__name__, named, config.policy_kwargs)
     return functools.partial(named, **config.policy_kwargs) if config.policy_kwargs else named
@@ -63,7 +63,7 @@ def _scheduled(config: AutoscalingConfig) -> Callable[[AutoscalingContext], Any]
     arguments = dict(config.policy_kwargs)
     base = arguments.pop("policy", None)
     if base == "schedule":
-        raise ValueError("a schedule cannot have a schedule as the policy below it; name another one")
+        raise ValueError('policy "schedule" has policy="schedule" in its policy_kwargs; name another policy')
     if base is not None:
         below = config.model_copy(
             update={"policy": base, "policy_kwargs": arguments.pop("policy_kwargs", {})}
@@ -79,8 +79,8 @@ def _made(
         inspect.signature(maker).bind(**arguments)
     except TypeError as error:
         raise ValueError(
-            f"the policy {name!r} does not take policy_kwargs={masked(dict(arguments))!r}: {error}; it is "
-            f"{name}{inspect.signature(maker)}"
+            f"the policy {name!r} does not accept policy_kwargs={masked(dict(arguments))!r}: {error}; its "
+            f"signature is {name}{inspect.signature(maker)}"
         ) from None
     made: Callable[[AutoscalingContext], Any] = maker(**arguments)
     return made
@@ -94,7 +94,7 @@ def _imported(path: str) -> Any:
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
         raise ValueError(
-            f"the policy {path!r} cannot be imported here: {error}; it has to be installed where the "
-            "controller runs, or be passed as a function"
+            f"the policy {path!r} cannot be imported: {error}; install it where the controller runs, or pass "
+            "it as a function"
         ) from error
     return found

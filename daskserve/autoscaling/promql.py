@@ -1,4 +1,4 @@
-"""A policy by whatever a Prometheus server knows: the length of a queue elsewhere, lag, tokens per second."""
+"""A policy that scales on any value in Prometheus, such as a queue length, a lag, or tokens per second."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from daskserve.autoscaling.context import AutoscalingContext, Decision, Policy
 
 
 def promql(targets: Mapping[str, float]) -> Policy:
-    """Return a policy that has as many replicas as the largest of the config's queries wants.
+    """Return a policy that runs as many replicas as the most demanding of the config's queries needs.
 
     Parameters
     ----------
     targets : mapping
-        How much of each query's value one replica is for, by the query's name.
+        Value per replica of each query, by the query's name.
 
     Raises
     ------
     ValueError
-        There is no target, or one that is not above 0.
+        There is no target, or a target is not above 0.
     """
     if not isinstance(targets, Mapping) or not targets:
         raise ValueError(
-            f"targets is {targets!r}; say how much one replica is for by the names of prometheus_queries, "
-            'such as policy_kwargs={"targets": {"lag": 100}}'
+            f"targets is {targets!r}; give the value per replica for the names of prometheus_queries, such "
+            'as policy_kwargs={"targets": {"lag": 100}}'
         )
     for name, target in targets.items():
         if isinstance(target, bool) or not isinstance(target, int | float) or not 0 < target < math.inf:
-            raise ValueError(f"the target of {name!r} is {target!r}; it has to be a number above 0")
+            raise ValueError(f"the target of {name!r} is {target!r}; give a number above 0")
 
     def decide(context: AutoscalingContext) -> Decision:
         unknown = sorted(set(targets) - set(context.config.prometheus_queries))
         if unknown:
             known = ", ".join(sorted(context.config.prometheus_queries)) or "none"
-            raise ValueError(f"no query {unknown[0]!r} in prometheus_queries; there are: {known}")
+            raise ValueError(f"prometheus_queries has no query {unknown[0]!r}; it has: {known}")
         present = context.target_num_replicas
         most, parts = 0, []
         missing = sorted(set(targets) - set(context.queries))
@@ -46,7 +46,7 @@ def promql(targets: Mapping[str, float]) -> Policy:
             elif name not in missing:
                 missing.append(name)
         if missing:
-            # What is not known may well be what wants the most: never fewer than there are.
+            # An unknown value may be the one that needs the most replicas, so do not scale down.
             most = max(most, present)
             parts.append(f"no fresh value of {', '.join(missing)}, so not fewer than {present}")
         return Decision(most, f"{'; '.join(parts)}: {most}")

@@ -1,9 +1,9 @@
-"""A policy by the tasks that wait in a broker's queue, beside what runs in the replicas that take them."""
+"""A policy that scales on the tasks in a broker's queue plus the requests of the replicas that consume it."""
 
 from __future__ import annotations
 
 from daskserve.autoscaling.context import AutoscalingContext, Decision, Policy
-from daskserve.autoscaling.custom import WAYS
+from daskserve.autoscaling.custom import AGGREGATIONS
 from daskserve.options.queues import QueueOptions
 
 
@@ -13,27 +13,29 @@ def queue(
     rabbitmq_management_url: str | None = None,
     poll_interval_s: float = 10.0,
 ) -> Policy:
-    """Return the policy that keeps ``target_ongoing_requests`` tasks and requests per replica.
+    """Return the policy that keeps ``target_ongoing_requests`` tasks plus requests per replica.
 
-    The length of the queue comes with the samples; see `daskserve.options.queues.QueueOptions` for the
-    parameters, and for what is raised.
+    The samples contain the length of the queue. See `daskserve.options.queues.QueueOptions` for the
+    parameters and the errors.
     """
     name = QueueOptions(broker_url, queue_name, rabbitmq_management_url, poll_interval_s).queue_name
 
     def decide(context: AutoscalingContext) -> Decision:
         present, target = context.target_num_replicas, context.config.target_ongoing_requests
         if not context.samples:
-            return Decision(present, "no figures yet")
+            return Decision(present, "no metrics yet")
         samples = context.samples if present > 0 else context.samples[-1:]
-        requests = WAYS[context.config.aggregation_function](each.ongoing + each.queued for each in samples)
+        aggregate = AGGREGATIONS[context.config.aggregation_function]
+        requests = aggregate(each.ongoing + each.queued for each in samples)
         backlog = samples[-1].backlog
         wanted = context.whole_replicas((requests + (backlog or 0.0)) / target)
         beside = f"{requests:.1f} requests ongoing or queued"
         if backlog is None:
-            # What is not known may well be much.
+            # An unknown length may be large.
             wanted = max(present, wanted)
             return Decision(
-                wanted, f"no fresh length of queue {name!r}, so not fewer than {present}; {beside}: {wanted}"
+                wanted,
+                f"the length of queue {name!r} is unknown, so not fewer than {present}; {beside}: {wanted}",
             )
         return Decision(
             wanted,

@@ -1,4 +1,4 @@
-"""A policy by the time of day and week, alone or as bounds of another one."""
+"""A policy that scales on the time of day and week, alone or as bounds for another policy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BOUNDS = ("min_replicas", "max_replicas")
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What holds from the times of one line on, until another line's time comes."""
+    """The bounds that apply from the times of one cron line until the time of another line."""
 
     line: CronLine
     least: int
@@ -27,27 +27,27 @@ class Entry:
 def scheduled(
     schedule: Mapping[str, Any], timezone: str = "UTC", policy: Callable[..., Any] | None = None
 ) -> Policy:
-    """Return a policy that goes by lines of cron.
+    """Return a policy that follows a schedule of cron lines.
 
     Parameters
     ----------
     schedule : mapping
-        From lines such as ``"0 8 * * mon-fri"`` to a number of replicas, or to a dict with ``min_replicas``,
-        ``max_replicas`` or both. Each holds until another line's time comes.
+        Maps lines such as ``"0 8 * * mon-fri"`` to a number of replicas, or to a dict with ``min_replicas``,
+        ``max_replicas`` or both. Each entry applies until the time of another line.
     timezone : str
-        Where the clock hangs, such as ``Europe/Berlin``.
+        Time zone of the lines, such as ``Europe/Berlin``.
     policy : callable, optional
-        Decides between the bounds; a number is then its lower bound.
+        Decides between the bounds; a plain number of replicas is then the lower bound.
 
     Raises
     ------
     ValueError
-        A line, a number or the time zone is none.
+        A line, a number or the time zone is invalid.
     """
     if not isinstance(schedule, Mapping) or not schedule:
         raise ValueError(
-            f'schedule is {schedule!r}; give numbers by lines of cron, such as {{"0 8 * * mon-fri": 10, '
-            '"0 18 * * *": 2}'
+            f"schedule is {schedule!r}; give a dict from cron lines to numbers of replicas, such as "
+            '{"0 8 * * mon-fri": 10, "0 18 * * *": 2}'
         )
     entries = [_entry(text, value) for text, value in schedule.items()]
     zone = _zone(timezone)
@@ -55,11 +55,11 @@ def scheduled(
 
     def decide(context: AutoscalingContext) -> Decision:
         nonlocal minute, entry
-        if context.wall_time // 60 != minute:  # looking back over the days is worth remembering
+        if context.wall_time // 60 != minute:  # the search over past days is slow, so run it once a minute
             minute = int(context.wall_time // 60)
             local = datetime.fromtimestamp(context.wall_time, UTC).astimezone(zone).replace(tzinfo=None)
             entry = _in_force(entries, local)
-        text = f'by the schedule since "{entry.line.text}"'
+        text = f'by the schedule entry "{entry.line.text}"'
         if policy is None:
             return Decision(entry.least, f"{entry.least} {text}")
         decision = as_decision(policy(context))
@@ -77,7 +77,7 @@ def scheduled(
 
 
 def _in_force(entries: list[Entry], local: datetime) -> Entry:
-    """Return the entry whose time came last; of several at once, the last one given."""
+    """Return the entry with the most recent time; of several with the same time, the last one given."""
     best, best_at = entries[0], datetime.min
     for entry in entries:
         at = entry.line.last_before(local)
@@ -92,12 +92,15 @@ def _entry(text: str, value: Any) -> Entry:
         unknown = sorted(set(value) - set(BOUNDS))
         if unknown or not value:
             raise ValueError(
-                f"the schedule has {dict(value)!r} for {text!r}; it takes {' and '.join(BOUNDS)}"
+                f"the schedule has {dict(value)!r} for {text!r}; give {' and '.join(BOUNDS)}, or one of them"
             )
         least = _number(text, value.get("min_replicas", 0))
         most = _number(text, value["max_replicas"]) if "max_replicas" in value else None
         if most is not None and most < least:
-            raise ValueError(f"the schedule for {text!r} has max_replicas={most} below min_replicas={least}")
+            raise ValueError(
+                f"the schedule for {text!r} has max_replicas={most} below min_replicas={least}; raise "
+                "max_replicas or lower min_replicas"
+            )
         return Entry(line, least, most)
     return Entry(line, _number(text, value), None)
 
@@ -113,6 +116,6 @@ def _zone(name: str) -> ZoneInfo:
         return ZoneInfo(name)
     except (KeyError, OSError, ValueError, TypeError):
         raise ValueError(
-            f'timezone is {name!r}, which is not known here; give a name such as "Europe/Berlin" (where the '
-            "system has no time zones, pip install tzdata)"
+            f'timezone is {name!r}, which is unknown; give a name such as "Europe/Berlin" (if the system has '
+            "no time zone data, pip install tzdata)"
         ) from None

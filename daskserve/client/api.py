@@ -31,7 +31,7 @@ from daskserve.payload import dump_bytes
 from daskserve.starts import ControllerStart
 from daskserve.types import DEFAULT_INSTANCE, InstanceName
 
-logger = logging.getLogger("daskserve.client.api")
+logger = logging.getLogger("daskserve.api")
 
 #: Tells an argument that was left out from one that was given its default.
 _UNSET: Any = object()

@@ -14,7 +14,7 @@ from daskserve.options.config import ActorOptions, BackendConfig, parse_options
 from daskserve.options.external_scaling import checked_number
 from daskserve.types import GoalId
 
-logger = logging.getLogger("daskserve.client.client")
+logger = logging.getLogger("daskserve.client")
 
 
 class BackendVerbs:

@@ -21,7 +21,7 @@ from daskserve.errors import (
 )
 from daskserve.types import GoalId, InstanceName
 
-logger = logging.getLogger("daskserve.client.client")
+logger = logging.getLogger("daskserve.client")
 
 #: One call to the controller waits for a goal this long at most, then asks again.
 POLL_S = 25.0

@@ -127,7 +127,7 @@ class Controller(ChangingVerbs):
     async def report_load(self, router: str, loads: Mapping[str, Sequence[int]]) -> None:
         """Take note of how many requests wait in a router and how many are in flight, by backend."""
         self._observed.loads.report(router, loads, self._clock.now())
-        self._scaler.note_load(tag for tag, load in loads.items() if any(load))
+        self._scaler.notify_load(tag for tag, load in loads.items() if any(load))
 
     @verb
     async def get_deployment_info(self, name: str) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def within_bounds(backend: BackendRecord, config: AutoscalingConfig, wall: float
     if allowed == backend.scaled_to:
         return backend
     groups = f" in groups of {bounds.multiple_of}" if bounds.multiple_of > 1 else ""
-    why = f"{bounds.least} to {bounds.most} replicas{groups} are allowed now{bounds.note}"
+    why = f"{bounds.least} to {bounds.most} replicas{groups} are allowed now{bounds.capacity_note}"
     return scaled(backend, allowed, why, wall)
 
 

@@ -1,6 +1,4 @@
-"""The options of autoscaling, each defined once; what policies see of them is in
-`daskserve.autoscaling.context`.
-"""
+"""The options of autoscaling. The context that policies receive is in `daskserve.autoscaling.context`."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from daskserve.options.bounds import Bounds
 from daskserve.options.credentials import masked, validated
 from daskserve.options.queues import QueueOptions, queue_options_of
 
-#: Policies that come with daskserve. Any other text is an import path.
+#: Policies that come with daskserve. Any other string is an import path.
 BUILT_IN_POLICIES = (
     "target_ongoing_requests",
     "classic",
@@ -24,122 +22,133 @@ BUILT_IN_POLICIES = (
     "queue",
     "schedule",
 )
-#: How long a burst has to be seen, where the config leaves it to us.
+#: Default of ``burst_window_s``.
 BURST_WINDOW_S = 6.0
 
 
 class AutoscalingConfig(BaseModel):
-    """Between which bounds a backend's replicas are scaled, by what, and how fast."""
+    """The bounds, the policy and the speed of a backend's autoscaling."""
 
     model_config = ConfigDict(
         extra="forbid",
         validate_assignment=True,
         populate_by_name=True,
         arbitrary_types_allowed=True,
-        # Infinity passes every lower bound and then never ends, or divides to nothing.
+        # Without this, an infinite value would be serialised as null.
         ser_json_inf_nan="constants",
     )
 
     min_replicas: int = Field(
-        1, ge=0, description="Never fewer; 0 lets an idle backend have none, and holds what comes then."
+        1,
+        ge=0,
+        description="Minimum number of replicas. With 0, an idle backend has no replicas, and requests wait "
+        "until one has started.",
     )
-    max_replicas: int = Field(1, ge=1, description="Never more.")
+    max_replicas: int = Field(1, ge=1, description="Maximum number of replicas.")
     initial_replicas: int | None = Field(
-        None, ge=0, description="How many to begin with. None: ``min_replicas``."
+        None, ge=0, description="Initial number of replicas. None: ``min_replicas``."
     )
     multiple_of: int = Field(
         1,
         ge=1,
-        description="Replicas work in groups of so many: each number is rounded up to whole groups, as "
-        "far as ``max_replicas`` has room for them.",
+        description="Number of replicas that work as a group. The target is rounded up to whole groups, as "
+        "far as ``max_replicas`` allows.",
     )
     policy: Any = Field(
         "target_ongoing_requests",
-        description="What decides: ``target_ongoing_requests``, ``classic``, ``latency``, ``promql``, "
+        description="Autoscaling policy: ``target_ongoing_requests``, ``classic``, ``latency``, ``promql``, "
         '``custom_metric``, ``queue``, ``schedule``, an import path ``"module:function"``, or a function.',
     )
     policy_kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="Keyword arguments for the policy."
+        default_factory=dict, description="Keyword arguments of the policy."
     )
     group: str | None = Field(
         None,
         min_length=1,
-        description="Decide together about all backends that name this group and the same policy of your "
-        "own: it is called once, with a dict of their contexts by name, and returns a dict.",
+        description="Group of backends that share one call of the same custom policy. The policy receives a "
+        "dict of their contexts by name and returns a dict.",
     )
     target_ongoing_requests: float = Field(
         2,
         gt=0,
-        description="So many requests running or waiting per replica is right.",
+        description="Target number of running plus queued requests per replica.",
         validation_alias=AliasChoices("target_ongoing_requests", "target_num_ongoing_requests_per_replica"),
     )
-    metrics_interval_s: float = Field(1, ge=0.01, description="How often is looked and decided.")
+    metrics_interval_s: float = Field(1, ge=0.01, description="How often the policy runs, in seconds.")
     look_back_period_s: float = Field(
-        30, gt=0, description="Over how long figures are taken together; at most back to the last change."
+        30,
+        gt=0,
+        description="Window over which load is averaged, in seconds. It starts at the last change at the "
+        "earliest.",
     )
     aggregation_function: Literal["mean", "max", "min"] = Field(
-        "mean", description="How figures are taken together."
+        "mean", description="How load is aggregated over the window."
     )
     smoothing_factor: float = Field(
-        1, gt=0, description="Share of a wanted change to make at a time; above 1 goes further than that."
+        1, gt=0, description="Share of a wanted change that one step makes; above 1 overshoots."
     )
     upscaling_factor: float | None = Field(
-        None, gt=0, description="The same for going up alone. None: ``smoothing_factor``."
+        None, gt=0, description="``smoothing_factor`` for scaling up. None: ``smoothing_factor``."
     )
     downscaling_factor: float | None = Field(
-        None, gt=0, description="The same for going down alone. None: ``smoothing_factor``."
+        None, gt=0, description="``smoothing_factor`` for scaling down. None: ``smoothing_factor``."
     )
     upscale_delay_s: float = Field(
-        30, ge=0, description="More replicas must be wanted for so long before there are more."
+        30, ge=0, description="How long the policy must want more replicas before it scales up, in seconds."
     )
     downscale_delay_s: float = Field(
-        600, ge=0, description="Fewer replicas must be wanted for so long before there are fewer."
+        600,
+        ge=0,
+        description="How long the policy must want fewer replicas before it scales down, in seconds.",
     )
     downscale_to_zero_delay_s: float | None = Field(
         None,
         ge=0,
-        description="No request must have been there for so long before the last replica goes. None: "
+        description="How long a backend must be idle before its last replica stops, in seconds. None: "
         "``downscale_delay_s``.",
     )
     burst_window_s: float | None = Field(
         None,
         ge=0,
-        description="If the load of so short a time wants ``burst_factor`` times the replicas, do not wait "
-        "for ``upscale_delay_s``; 0 always waits. None: 6 s, or 0 where ``upscale_delay_s`` was set.",
+        description="Window for detecting a burst, in seconds. If its load needs ``burst_factor`` times the "
+        "replicas, scaling up does not wait for ``upscale_delay_s``. 0 disables this. None: 6 s, or 0 if "
+        "``upscale_delay_s`` is set.",
     )
-    burst_factor: float = Field(2, gt=1, description="How much more than there is makes a burst.")
+    burst_factor: float = Field(
+        2, gt=1, description="Ratio of needed to present replicas that makes a burst."
+    )
     drain_period_s: float = Field(
-        10, gt=0, description="How fast a queue that has built up is to be worked off, beside the new load."
+        10, gt=0, description="Time within which a queue is worked off in addition to new load, in seconds."
     )
     hysteresis: float = Field(
         0.1,
         ge=0,
         lt=1,
-        description="Change nothing while the load is within this share of what the replicas there are "
-        "should have.",
+        description="Share by which the load may differ from the target of the present replicas before "
+        "anything changes.",
     )
     max_upscale_factor: float | None = Field(
-        None, gt=1, description="One step up at most multiplies the replicas by this. None: no limit."
+        None, gt=1, description="Maximum factor by which one step multiplies the replicas. None: no limit."
     )
     max_downscale_factor: float | None = Field(
-        None, gt=1, description="One step down at most divides the replicas by this. None: no limit."
+        None, gt=1, description="Maximum factor by which one step divides the replicas. None: no limit."
     )
     dry_run: bool = Field(
-        False, description="Change nothing, but say in the log and the status what would have been done."
+        False, description="Whether to only report decisions, in the log and the status, and change nothing."
     )
     prometheus_address: str | None = Field(
-        None, description="Where a Prometheus server answers, such as ``http://prometheus:9090``."
+        None, description="Address of a Prometheus server, such as ``http://prometheus:9090``."
     )
     prometheus_queries: dict[str, str] = Field(
-        default_factory=dict, description="PromQL expressions by name, each of one value."
+        default_factory=dict, description="PromQL expressions by name, each with one value."
     )
-    prometheus_interval_s: float = Field(5, ge=0.1, description="How often Prometheus is asked.")
-    prometheus_max_age_s: float = Field(15, gt=0, description="An older value is no longer gone by.")
+    prometheus_interval_s: float = Field(5, ge=0.1, description="How often Prometheus is polled, in seconds.")
+    prometheus_max_age_s: float = Field(15, gt=0, description="Age from which a value is stale, in seconds.")
 
     @model_validator(mode="before")
     @classmethod
-    def _policy_of_its_own(cls, values: Any) -> Any:
-        """Accept ``policy={"policy_function": ..., "policy_kwargs": {...}}``, today's other spelling."""
+    def _unpack_policy(cls, values: Any) -> Any:
+        """Accept Ray Serve's spelling ``policy={"policy_function": ..., "policy_kwargs": {...}}``."""
         if not (isinstance(values, Mapping) and isinstance(values.get("policy"), Mapping)):
             return values
         policy = dict(values["policy"])
@@ -157,7 +166,7 @@ class AutoscalingConfig(BaseModel):
     @classmethod
     def _is_finite(cls, value: Any) -> Any:
         if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{value} is not a number that can be scaled by; give a finite one")
+            raise ValueError(f"{value} is not a finite number; give a finite one")
         return value
 
     @field_validator("policy")
@@ -177,8 +186,8 @@ class AutoscalingConfig(BaseModel):
     def _bounds_agree(self) -> AutoscalingConfig:
         if self.max_replicas < self.min_replicas:
             raise ValueError(
-                f"max_replicas={self.max_replicas} is less than min_replicas={self.min_replicas}; raise the "
-                "one or lower the other"
+                f"max_replicas={self.max_replicas} is less than min_replicas={self.min_replicas}; raise "
+                "max_replicas or lower min_replicas"
             )
         unit = self.multiple_of
         least, most = -(-self.min_replicas // unit) * unit, self.max_replicas // unit * unit
@@ -191,13 +200,13 @@ class AutoscalingConfig(BaseModel):
         if first is not None and not self.min_replicas <= first <= self.max_replicas:
             raise ValueError(
                 f"initial_replicas={first} is not between min_replicas={self.min_replicas} and "
-                f"max_replicas={self.max_replicas}; choose one of these, or leave it out for the least"
+                f"max_replicas={self.max_replicas}; give a number between them, or omit it for min_replicas"
             )
         if self.group is not None and self.policy in BUILT_IN_POLICIES:
             raise ValueError(
-                f"group={self.group!r} is given, and policy {self.policy!r} decides about each backend by "
-                "itself; leave group out, or give a policy of your own, a function or an import path, that "
-                "takes a dict of contexts by name and returns a dict of numbers"
+                f"group={self.group!r} is given, but policy {self.policy!r} decides for each backend alone; "
+                "omit group, or give a custom policy, a function or an import path, that takes a dict of "
+                "contexts by name and returns a dict of numbers"
             )
         if self.policy == "promql" and not (self.prometheus_address and self.prometheus_queries):
             raise ValueError(
@@ -223,54 +232,54 @@ class AutoscalingConfig(BaseModel):
             yield name, masked(value) if name in ("policy_kwargs", "prometheus_address") else value
 
     def queue_options(self) -> QueueOptions | None:
-        """Return the broker's queue that the policy ``queue`` goes by; None for other policies."""
+        """Return the options of the broker's queue for the policy ``queue``; None for other policies."""
         return queue_options_of(self.policy, self.policy_kwargs)
 
     @property
     def up_factor(self) -> float:
-        """The share of a wanted change upwards to make at a time."""
+        """The share of a wanted change that one step up makes."""
         return self.smoothing_factor if self.upscaling_factor is None else self.upscaling_factor
 
     @property
     def down_factor(self) -> float:
-        """The share of a wanted change downwards to make at a time."""
+        """The share of a wanted change that one step down makes."""
         return self.smoothing_factor if self.downscaling_factor is None else self.downscaling_factor
 
     @property
     def zero_delay_s(self) -> float:
-        """How long a backend must be idle before its last replica goes."""
+        """How long a backend must be idle before its last replica stops, in seconds."""
         delay_s = self.downscale_to_zero_delay_s
         return self.downscale_delay_s if delay_s is None else delay_s
 
     @property
     def first_replicas(self) -> int:
-        """How many replicas to begin with."""
+        """The initial number of replicas."""
         return self.min_replicas if self.initial_replicas is None else self.initial_replicas
 
     @property
     def burst_s(self) -> float:
-        """How short a time tells a burst; 0 for none. Who sets a delay upwards gets that delay."""
+        """The window for bursts, in seconds; 0 for none. Setting ``upscale_delay_s`` turns bursts off."""
         if self.burst_window_s is not None:
             return self.burst_window_s
         return 0.0 if "upscale_delay_s" in self.model_fields_set else BURST_WINDOW_S
 
-    def doubts(self) -> list[str]:
-        """Return what is allowed here, but will hardly do what was meant, with the remedy."""
+    def warnings(self) -> list[str]:
+        """Return warnings about valid options that are probably mistakes, each with a remedy."""
         found = []
         if self.policy == "classic" and self.upscale_delay_s < self.look_back_period_s:
             found.append(
                 f"upscale_delay_s={self.upscale_delay_s:g} is less than look_back_period_s="
-                f"{self.look_back_period_s:g}: the classic policy goes on counting the load from before a "
-                "change, and so changes again; raise the delay, or use target_ongoing_requests"
+                f"{self.look_back_period_s:g}: the classic policy still counts the load from before a change "
+                "and changes the number again; raise the delay, or use target_ongoing_requests"
             )
         if self.downscale_delay_s < self.look_back_period_s:
             found.append(
                 f"downscale_delay_s={self.downscale_delay_s:g} is less than look_back_period_s="
-                f"{self.look_back_period_s:g}: replicas will go in every short lull and have to start again; "
-                "raise the delay or shorten the look-back"
+                f"{self.look_back_period_s:g}: replicas stop in every short lull and have to start again; "
+                "raise the delay or shorten the look-back period"
             )
         if self.smoothing_factor > 1 or self.up_factor > 1 or self.down_factor > 1:
-            found.append("a factor above 1 goes past what the load wants, and then back; 1 or less settles")
+            found.append("a factor above 1 overshoots and then scales back; set it to 1 or less")
         bounds = Bounds.of(self)
         if bounds.least == bounds.most:
             found.append(

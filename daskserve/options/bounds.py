@@ -1,6 +1,6 @@
-"""How many replicas a backend may have: its own bounds, in whole groups, and the share of them for now.
+"""The bounds of a backend's number of replicas, in whole groups and at the instance's target capacity.
 
-Policies import this module, so it does without pydantic.
+Policies import this module, so it does not import pydantic.
 """
 
 from __future__ import annotations
@@ -12,42 +12,44 @@ from typing import Any, Protocol
 
 from daskserve.errors import BadRequestError
 
-#: Where the target capacity of an instance has gone last.
+#: Directions of the last change of an instance's target capacity.
 UP, DOWN = "UP", "DOWN"
 
 
 def share_of(replicas: int, capacity: float | None, multiple_of: int = 1) -> int:
-    """Return a share of so many replicas, rounded up to whole groups; of some it is none only at 0 percent.
+    """Return a share of a number of replicas, rounded up to whole groups.
+
+    The share of a number above 0 is 0 only at 0 percent.
 
     Parameters
     ----------
     capacity : float or None
-        In percent; None is all of them.
+        The share in percent; None for all of them.
     multiple_of : int
         How many replicas work as a group.
     """
     groups = -(-replicas // multiple_of)
     if capacity is not None and groups:
-        # Rounded first: the last digit of a float must not be a replica more.
+        # Round first, so that a floating-point error does not add a replica.
         share = math.ceil(round(groups * capacity / 100, 9))
         groups = max(share, 1) if capacity > 0 else 0
     return groups * multiple_of
 
 
 def checked_capacity(percent: Any) -> float | None:
-    """Return a target capacity as it is kept; `BadRequestError` unless it is from 0 to 100, or None."""
+    """Return a target capacity as a float or None; raise `BadRequestError` unless it is 0 to 100 or None."""
     if percent is None:
         return None
     is_number = isinstance(percent, Real) and not isinstance(percent, bool)
     if is_number and 0 <= percent <= 100:
         return float(percent)
     raise BadRequestError(
-        f"The target capacity is {percent!r}; it must be a percentage from 0 to 100, or None for all."
+        f"The target capacity is {percent!r}; give a percentage from 0 to 100, or None for all."
     )
 
 
 class ReplicaRange(Protocol):
-    """The options of `daskserve.options.autoscaling.AutoscalingConfig` that bounds are made of."""
+    """The options of `daskserve.options.autoscaling.AutoscalingConfig` that determine the bounds."""
 
     @property
     def min_replicas(self) -> int: ...
@@ -63,16 +65,16 @@ class ReplicaRange(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Between which numbers the autoscaler chooses.
+    """The bounds of the autoscaler.
 
     Attributes
     ----------
     least, most, first : int
-        Never fewer, never more, and how many to begin with; all in whole groups.
+        The minimum, maximum and initial number of replicas, in whole groups.
     multiple_of : int
         How many replicas work as a group.
     capacity : float or None
-        The percentage of its own bounds that these are; None for all of them.
+        The target capacity, in percent, at which these bounds hold; None for full capacity.
     """
 
     least: int
@@ -83,7 +85,10 @@ class Bounds:
 
     @classmethod
     def of(cls, config: ReplicaRange, capacity: float | None = None, direction: str | None = None) -> Bounds:
-        """Return the bounds of a config at a target capacity: while that goes up, ``first`` is the least."""
+        """Return the bounds of a config at a target capacity.
+
+        While the capacity goes up, the initial number of replicas, if set, is the minimum.
+        """
         unit = config.multiple_of
         most = share_of(config.max_replicas // unit * unit, capacity, unit)
         first = min(share_of(config.first_replicas, capacity, unit), most)
@@ -92,11 +97,11 @@ class Bounds:
         return cls(least, most, first, unit, capacity)
 
     def allows(self, replicas: int) -> bool:
-        """Whether there may be so many."""
+        """Whether this number of replicas is allowed."""
         return self.least <= replicas <= self.most and replicas % self.multiple_of == 0
 
     def nearest(self, replicas: int) -> int:
-        """Return the number to have where so many are wanted: whole groups, within the bounds."""
+        """Return the allowed number for a wanted number: rounded up to whole groups, within the bounds."""
         return min(max(self.whole(replicas), self.least), self.most)
 
     def whole(self, replicas: int) -> int:
@@ -104,6 +109,6 @@ class Bounds:
         return -(-replicas // self.multiple_of) * self.multiple_of
 
     @property
-    def note(self) -> str:
-        """What to say beside a bound, for people to read; empty at full capacity."""
+    def capacity_note(self) -> str:
+        """A human-readable note about the capacity, to follow a bound; empty at full capacity."""
         return "" if self.capacity is None else f", at a target capacity of {self.capacity:g} %"

@@ -1,4 +1,4 @@
-"""Keeping passwords that stand in URLs out of what people read: logs, reasons, errors, and `repr`."""
+"""Mask credentials in URLs before they reach logs, reasons, errors and `repr`."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import InitErrorDetails
 
-#: What stands for a name and a password.
+#: The replacement of a username and password.
 HIDDEN = "***"
-#: The password may hold an @ that nobody escaped, and the scheme may have been forgotten: all up to the last
-#: @ before the path is hidden.
+#: A password may contain an unescaped @, and the scheme may be missing, so everything up to the last @ before
+#: the path is hidden.
 _LOGIN = re.compile(r"(?:(?<=://)[^/?#\s]*|[^\s/?#:@'\"]+:[^\s/?#'\"]+)@")
 _PARAMETER = re.compile(r"(?<=[?&])((?:user(?:name)?|pass(?:word|wd)?)=)[^&#\s'\"]*", re.IGNORECASE)
 
 
 def masked(value: Any) -> Any:
-    """Return a value of plain values in which no URL has credentials; what else there is stays as it is."""
+    """Return a copy of plain values in which the credentials of all URLs are masked."""
     if isinstance(value, str):
         return _PARAMETER.sub(rf"\1{HIDDEN}", _LOGIN.sub(f"{HIDDEN}@", value))
     if isinstance(value, Mapping):
@@ -29,12 +29,12 @@ def masked(value: Any) -> Any:
 
 
 def validated(values: Any, validate: Callable[[Any], Any]) -> Any:
-    """Return what a model makes of its values; errors, which show what they were about, show it masked.
+    """Validate values; the inputs shown in validation errors are masked.
 
     Raises
     ------
     pydantic.ValidationError
-        The values are wrong.
+        The values are invalid.
     """
     try:
         return validate(values)
@@ -46,7 +46,7 @@ def validated(values: Any, validate: Callable[[Any], Any]) -> Any:
 
 def _shown(found: Any) -> InitErrorDetails:
     given = found["input"]
-    # A model hides what is to be hidden in its own `repr`.
+    # A model masks credentials in its own `repr`.
     shown = InitErrorDetails(
         type=found["type"], loc=found["loc"], input=given if isinstance(given, BaseModel) else masked(given)
     )

@@ -1,4 +1,4 @@
-"""What a scaler outside of the cluster may ask for; see ``external_scaler_enabled`` in `BackendConfig`."""
+"""Check the requests of an external scaler; see ``external_scaler_enabled`` in `BackendConfig`."""
 
 from __future__ import annotations
 
@@ -7,39 +7,39 @@ from typing import Any
 
 from daskserve.errors import BadRequestError
 
-#: More replicas than that are nobody's wish but a mistake; the controller would be busy with them for long.
+#: Largest accepted number. A larger one is probably a mistake and would keep the controller busy for long.
 MOST_REPLICAS = 10_000
-#: The key under which a request has the number, which is that of Ray Serve.
+#: The key of the number in a request, as in Ray Serve.
 KEY = "target_num_replicas"
 
 
 def checked_number(value: Any) -> int:
-    """Return a number of replicas that somebody wants.
+    """Return the requested number of replicas if it is allowed.
 
     Raises
     ------
     BadRequestError
-        It is none that there may be. As with ``num_replicas``, that is also zero.
+        The number is not allowed. As with ``num_replicas``, zero is not allowed either.
     """
     if isinstance(value, bool) or not isinstance(value, int):
         shown = repr(value) if len(repr(value)) <= 40 else f"{repr(value)[:40]}..."
-        raise BadRequestError(f"{KEY} is {shown}; it has to be a whole number of replicas")
+        raise BadRequestError(f"{KEY} is {shown}; give a whole number of replicas")
     if not 1 <= value <= MOST_REPLICAS:
-        shown = str(value) if abs(value) <= 10**15 else "beyond all bounds"
+        shown = str(value) if abs(value) <= 10**15 else "out of range"
         raise BadRequestError(
-            f"{KEY} is {shown}; it has to be from 1 to {MOST_REPLICAS}, as with num_replicas: only "
-            "autoscaling_config lets a backend have none"
+            f"{KEY} is {shown}; give a number from 1 to {MOST_REPLICAS}; only autoscaling_config allows 0 "
+            "replicas"
         )
     return value
 
 
 def number_in(body: bytes) -> int:
-    """Return the number of replicas that the body of a request wants.
+    """Return the number of replicas in the body of a request.
 
     Raises
     ------
     BadRequestError
-        The body is not JSON, or has no such number.
+        The body is not JSON, has no number, or the number is not allowed.
     """
     example = f'{{"{KEY}": 3}}'
     try:

@@ -1,4 +1,4 @@
-"""Where a broker keeps the queue whose length the policy ``queue`` goes by."""
+"""The options of the policy ``queue``: which queue of which broker it reads."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from urllib.parse import SplitResult, unquote, urlsplit
 from daskserve.options.credentials import masked
 
 REDIS_SCHEMES = ("redis", "rediss", "unix")
-#: Those of Kombu, and whether they mean TLS.
+#: Kombu's schemes, and whether they use TLS.
 RABBITMQ_SCHEMES: Mapping[str, bool] = {"amqp": False, "pyamqp": False, "amqps": True}
-#: A broker is not to be asked more often than that.
+#: Smallest allowed poll interval.
 SHORTEST_POLL_S = 0.1
-#: Older than so many polls, a length counts no more.
+#: A length is stale after this many poll intervals.
 FRESH_POLLS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class ManagementURL:
-    """Where RabbitMQ's management API tells of one queue, and who asks."""
+    """The address of RabbitMQ's management API for one queue, with the credentials."""
 
     base: str
     vhost: str
@@ -41,14 +41,14 @@ class QueueOptions:
     queue_name : str
         The queue; with Redis, the key of the list.
     rabbitmq_management_url : str, optional
-        Where RabbitMQ's management API answers. None: on the broker's host, at its usual port.
+        Address of RabbitMQ's management API. None: the broker's host, at the default port.
     poll_interval_s : float
-        How often the broker is asked.
+        How often the broker is polled, in seconds.
 
     Raises
     ------
     ValueError
-        One of these is of no use; the message says which, and shows no credentials.
+        An option is invalid; the message names it and shows no credentials.
     """
 
     broker_url: str = field(repr=False)
@@ -61,20 +61,19 @@ class QueueOptions:
         known = (*REDIS_SCHEMES, *RABBITMQ_SCHEMES)
         if parts.scheme not in known:
             raise ValueError(
-                f"broker_url is {masked(self.broker_url)!r}; it has to begin with one of "
+                f"broker_url is {masked(self.broker_url)!r}; give a URL that begins with one of "
                 f'{", ".join(f"{scheme}://" for scheme in known)}, such as "redis://localhost:6379/0"'
             )
         if parts.scheme == "unix" and not parts.path:
             raise ValueError('broker_url is "unix://" without a path; write "unix:///run/redis/redis.sock"')
         if not isinstance(self.queue_name, str) or not self.queue_name:
-            raise ValueError(f"queue_name is {masked(self.queue_name)!r}; it has to be the name of a queue")
+            raise ValueError(f"queue_name is {masked(self.queue_name)!r}; give the name of a queue")
         interval_s: Any = self.poll_interval_s
         if isinstance(interval_s, bool) or not isinstance(interval_s, int | float):
-            raise ValueError(f"poll_interval_s is {masked(interval_s)!r}; it has to be a number of seconds")
+            raise ValueError(f"poll_interval_s is {masked(interval_s)!r}; give a number of seconds")
         if not SHORTEST_POLL_S <= interval_s < math.inf:
             raise ValueError(
-                f"poll_interval_s is {interval_s}; it has to be a number of seconds, {SHORTEST_POLL_S:g} at "
-                "least"
+                f"poll_interval_s is {interval_s}; give a number of seconds, {SHORTEST_POLL_S:g} or more"
             )
         self._check_management(parts)
 
@@ -83,29 +82,29 @@ class QueueOptions:
         if given is None:
             if self.is_rabbitmq and not broker.hostname:
                 raise ValueError(
-                    f"broker_url is {masked(self.broker_url)!r}, without a host; name it, or say where "
-                    "RabbitMQ's management API answers by rabbitmq_management_url"
+                    f"broker_url is {masked(self.broker_url)!r}, without a host; add the host, or give the "
+                    "address of RabbitMQ's management API as rabbitmq_management_url"
                 )
             return
         if not self.is_rabbitmq:
             raise ValueError(
-                f"rabbitmq_management_url is given, but broker_url is {masked(self.broker_url)!r}; leave it "
-                "out for Redis"
+                f"rabbitmq_management_url is given, but broker_url is {masked(self.broker_url)!r}; omit "
+                "rabbitmq_management_url for Redis"
             )
         parts = _split("rabbitmq_management_url", given)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(
-                f'rabbitmq_management_url is {masked(given)!r}; it has to be like "http://localhost:15672"'
+                f'rabbitmq_management_url is {masked(given)!r}; give a URL such as "http://localhost:15672"'
             )
 
     @classmethod
     def parse(cls, arguments: Mapping[str, Any]) -> QueueOptions:
-        """Return the options of ``policy_kwargs``.
+        """Return the options in ``policy_kwargs``.
 
         Raises
         ------
         ValueError
-            A name is missing or unknown, or a value of no use.
+            An option is missing, unknown or invalid.
         """
         try:
             inspect.signature(cls).bind(**arguments)
@@ -119,26 +118,26 @@ class QueueOptions:
 
     @property
     def is_rabbitmq(self) -> bool:
-        """Whether it is RabbitMQ's; otherwise it is Redis'."""
+        """Whether the broker is RabbitMQ; otherwise it is Redis."""
         return urlsplit(self.broker_url).scheme in RABBITMQ_SCHEMES
 
     @property
     def max_age_s(self) -> float:
-        """The age from which a length counts no more."""
+        """The age from which a length is stale, in seconds."""
         return FRESH_POLLS * self.poll_interval_s
 
     def management(self) -> ManagementURL:
-        """Return where RabbitMQ tells of the queue; credentials of the management URL come first."""
+        """Return the management API of the queue; credentials in its own URL take precedence."""
         broker = urlsplit(self.broker_url)
         is_tls = RABBITMQ_SCHEMES[broker.scheme]
-        # As in Kombu, no virtual host is the one that is called "/".
+        # As in Kombu, a URL without a virtual host means "/".
         vhost = unquote(broker.path[1:]) or "/"
         if self.rabbitmq_management_url is None:
             host = f"[{broker.hostname}]" if ":" in (broker.hostname or "") else broker.hostname
             base, asker = (f"https://{host}:15671" if is_tls else f"http://{host}:15672"), broker
         else:
             given = urlsplit(self.rabbitmq_management_url)
-            # People write the address of the API, or that of the pages for them.
+            # The URL may be that of the API or that of the web interface.
             path = given.path.rstrip("/").removesuffix("/api")
             base = f"{given.scheme}://{given.netloc.rpartition('@')[2]}{path}"
             asker = given if given.username is not None else broker
@@ -148,29 +147,29 @@ class QueueOptions:
 
 
 def queue_options_of(policy: Any, arguments: Mapping[str, Any]) -> QueueOptions | None:
-    """Return the queue that a policy goes by, or the one below a schedule; None if there is none.
+    """Return the queue that a policy, or the policy below a schedule, reads; None if it reads none.
 
     Raises
     ------
     ValueError
-        There should be one, and its options are wrong.
+        The options of the queue are invalid.
     """
     if policy == "schedule":
         policy, arguments = arguments.get("policy"), arguments.get("policy_kwargs", {})
     if policy != "queue":
         return None
     if not isinstance(arguments, Mapping):
-        raise ValueError(f"policy_kwargs is {masked(arguments)!r}; it has to be a dict of keyword arguments")
+        raise ValueError(f"policy_kwargs is {masked(arguments)!r}; give a dict of keyword arguments")
     return QueueOptions.parse(arguments)
 
 
 def _split(name: str, url: Any) -> SplitResult:
     if not isinstance(url, str):
-        raise ValueError(f"{name} is {type(url).__name__}; it has to be a URL as text")
+        raise ValueError(f"{name} is of type {type(url).__name__}; give a URL as a string")
     try:
         parts = urlsplit(url)
-        _ = parts.port  # which is read only now
+        _ = parts.port  # the port is only validated on access
     except ValueError as error:
-        # The parts that could not be told apart may be credentials.
-        raise ValueError(f"{name} is {masked(url)!r}, which is no URL: {masked(str(error))}") from None
+        # The error may quote credentials.
+        raise ValueError(f"{name} is {masked(url)!r}, which is not a URL: {masked(str(error))}") from None
     return parts

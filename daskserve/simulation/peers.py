@@ -23,7 +23,7 @@ def knative(context: AutoscalingContext) -> Decision:
     """Decide as Knative does."""
     samples, target = context.samples, context.config.target_ongoing_requests
     if not samples:
-        return Decision(context.target_num_replicas, "no figures yet")
+        return Decision(context.target_num_replicas, "no metrics yet")
     now, ready = context.current_time, max(1, context.current_num_replicas)
     stable = sum(each.ongoing + each.queued for each in samples) / len(samples)
     recent = [each for each in samples if each.at > now - PANIC_S] or samples[-1:]

@@ -131,7 +131,7 @@ def test_bounds_hold_at_once_without_a_delay() -> None:
 def test_without_figures_nothing_changes() -> None:
     bench = Bench(target=4, min_replicas=0, max_replicas=9, upscale_delay_s=0, downscale_delay_s=0)
     step = bench.look()
-    assert (step.replicas, step.reason) == (4, "no figures yet")
+    assert (step.replicas, step.reason) == (4, "no metrics yet")
 
 
 # ---- zero
@@ -177,7 +177,7 @@ def test_from_zero_up_at_once_in_proportion_to_the_backlog() -> None:
 def test_from_zero_every_policy_wakes_up() -> None:
     bench = Bench(policy=wants(0), target=0, min_replicas=0, max_replicas=9, upscaling_factor=3)
     step = bench.tick(queued=1)
-    assert (step.replicas, step.reason) == (3, "because; 3 for the requests that wait")
+    assert (step.replicas, step.reason) == (3, "because; 3 for the waiting requests")
 
     def broken(context: AutoscalingContext) -> int:
         raise RuntimeError("no")
@@ -264,11 +264,11 @@ def test_policies_may_be_functions_classes_and_import_paths() -> None:
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
-        ("nowhere_at_all:f", "cannot be imported here"),
-        ("test_autoscaler:nothing", "cannot be imported here"),
+        ("nowhere_at_all:f", "cannot be imported"),
+        ("test_autoscaler:nothing", "cannot be imported"),
         (b"pickled", "unpickle it first"),
-        (Lopsided, "does not take policy_kwargs="),
-        ("latency", "does not take policy_kwargs="),
+        (Lopsided, "does not accept policy_kwargs="),
+        ("latency", "does not accept policy_kwargs="),
     ],
 )
 def test_a_policy_that_cannot_be_loaded_is_an_error_that_says_why(policy: Any, message: str) -> None:

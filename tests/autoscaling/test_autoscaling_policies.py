@@ -113,7 +113,7 @@ def test_a_queue_counts_as_what_it_takes_to_work_it_off() -> None:
     found = ask(*queue, target=10)
     # 600/s of 0.1 s, and 2,000 of 0.1 s within 10 s: 60 + 20 at a time.
     assert found.replicas == 40
-    assert "2000.0 queued and 600.0 more per s, of 0.1 s each: 80.0 requests at a time" in found.reason
+    assert "2000.0 queued and 600.0 more per s, of 0.1 s each: 80.0 concurrent requests" in found.reason
     assert ask(*queue, target=10, policy="classic").replicas == 775
     assert ask(*queue, target=10, drain_period_s=2).replicas == 80
 
@@ -251,7 +251,7 @@ def test_a_schedule_holds_until_another_line_comes() -> None:
     assert scheduled(friday.replace(hour=8)).replicas == 10
     assert scheduled(friday.replace(hour=18)).replicas == 2
     saturday = scheduled(friday.replace(day=9, hour=12))
-    assert (saturday.replicas, saturday.reason) == (2, '2 by the schedule since "0 18 * * *"')
+    assert (saturday.replicas, saturday.reason) == (2, '2 by the schedule entry "0 18 * * *"')
 
 
 def test_a_schedule_goes_by_the_clock_of_its_zone() -> None:
@@ -270,7 +270,7 @@ def test_a_schedule_can_be_bounds_of_another_policy() -> None:
     assert scheduled(night, *seen(2), **both).replicas == 1
     found = scheduled(night, *seen(40), **both)
     assert found.replicas == 6
-    assert found.reason.endswith('wanted: 20; 6 at most by the schedule since "0 18 * * *"')
+    assert found.reason.endswith('wanted: 20; 6 at most by the schedule entry "0 18 * * *"')
 
 
 @pytest.mark.parametrize(

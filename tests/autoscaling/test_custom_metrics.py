@@ -106,7 +106,7 @@ def test_what_all_replicas_see_alike_is_not_added_up() -> None:
 def test_a_replica_that_tells_nothing_keeps_all_of_them_and_stops_no_growth() -> None:
     less = ask({"b#1": 1.0}, target=3)
     assert less.replicas == 3
-    assert "2 tell nothing, so not fewer than 3" in less.reason
+    assert "2 report nothing, so not fewer than 3" in less.reason
     assert ask({"b#1": 90.0}, target=3).replicas == 9
     assert ask({"b#1": 1.0}, target=3, current=1).replicas == 1
 
@@ -115,8 +115,8 @@ def test_a_replica_that_tells_nothing_keeps_all_of_them_and_stops_no_growth() ->
 def test_without_values_the_number_stays(target: int, current: int) -> None:
     found = ask({}, target=target, current=current)
     assert found.replicas == target
-    assert f"none of {current} replicas tells its tokens" in found.reason
-    assert "they tell of toke," in ask({"b#1": 1.0}, target=3, name="toke").reason
+    assert f"none of {current} replicas reports tokens" in found.reason
+    assert "they report toke," in ask({"b#1": 1.0}, target=3, name="toke").reason
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_without_values_the_number_stays(target: int, current: int) -> None:
     [
         ({}, "needs a metric"),
         ({"metric": "tokens"}, "needs a metric"),
-        ({"metric": "tokens", "target": 1, "goal": 2}, "does not take policy_kwargs"),
+        ({"metric": "tokens", "target": 1, "goal": 2}, "does not accept policy_kwargs"),
         ({"metric": "", "target": 1}, "metric is ''"),
         ({"metric": "tokens", "target": 0}, "above 0"),
         ({"metric": "tokens", "target": True}, "above 0"),
@@ -169,7 +169,7 @@ def test_a_gauge_of_users_scales_with_the_delays_of_every_policy() -> None:
     assert bench.target == 4
     bench.run(31, {"tokens": dict.fromkeys(("b#1", "b#2", "b#3", "b#4"), 2.0)})
     assert bench.target == 1
-    assert "none of 1 replicas tells its tokens, so 1 stay" in bench.run(60, None)
+    assert "none of 1 replicas reports tokens, so 1 stay" in bench.run(60, None)
 
 
 def test_policies_of_users_get_all_views() -> None:

@@ -19,7 +19,7 @@ from daskserve.autoscaling.autoscaler import Autoscaler
 from daskserve.autoscaling.loading import load_policy
 from daskserve.client.explanation import Explanation
 from daskserve.clock import LoopClock
-from daskserve.control.scaling.backlog import REPLY_S, Backlog
+from daskserve.control.scaling.backlog import REPLY_TIMEOUT_S, Backlog
 from daskserve.control.scaling.brokers import RabbitMQQueue, RedisQueue, open_queue
 from daskserve.control.scaling.fetching import HTTPFetcher
 from daskserve.options.autoscaling import AutoscalingConfig
@@ -55,14 +55,14 @@ def test_what_waits_at_the_broker_and_what_runs_is_divided_by_the_target() -> No
     )
     assert wants(Sample(100.0, 0, 0, backlog=0.0), target=3).replicas == 0
     assert wants(Sample(100.0, 0, 0, backlog=5.0), target=0).replicas == 3
-    assert wants(target=3) == Decision(3, "no figures yet")
+    assert wants(target=3) == Decision(3, "no metrics yet")
 
 
 @pytest.mark.parametrize("running", [0.0, 9.0])
 def test_a_length_that_is_not_known_takes_no_replica_away(running: float) -> None:
     found = wants(Sample(100.0, running, 0, backlog=None), target=3)
     assert found.replicas == (3 if running == 0 else 5)
-    assert "no fresh length of queue 'tasks', so not fewer than 3" in found.reason
+    assert "the length of queue 'tasks' is unknown, so not fewer than 3" in found.reason
 
 
 def test_a_schedule_may_be_above_it() -> None:
@@ -208,7 +208,7 @@ def test_each_kind_of_trouble_is_in_the_log_once(caplog: pytest.LogCaptureFixtur
 def test_a_broker_that_does_not_answer_is_hung_up_on_and_asked_again() -> None:
     async def scenario(backlog: Backlog, queue: ScriptedQueue) -> None:
         queue.now = None
-        await asyncio.sleep(10.0 + REPLY_S)
+        await asyncio.sleep(10.0 + REPLY_TIMEOUT_S)
         assert backlog.problem == "queue 'tasks' cannot be read: the broker has not answered for 5 s"
         assert queue.closes == 1
         queue.now = 3.0
@@ -235,7 +235,7 @@ def test_what_is_no_length_is_an_error(number: float) -> None:
     async def scenario(backlog: Backlog, queue: ScriptedQueue) -> None:
         queue.now = number
         await asyncio.sleep(10.0)
-        assert backlog.problem.endswith(f"the broker says that {number} wait")
+        assert backlog.problem.endswith(f"the broker reports a length of {number}")
 
     watched(scenario)
 
@@ -353,12 +353,12 @@ def test_rabbitmq_tells_of_tasks_that_wait_and_of_those_that_are_worked_on() -> 
     ("body", "message"),
     [
         (b'{"error": "Object Not Found", "reason": "Not Found"}', "no queue 'a/b' in the virtual host 'v/1'"),
-        (b'{"error": "not_authorised", "reason": "Login failed"}', "refuses the name or the password"),
-        (b'{"error": "x"}', "refuses to tell"),
-        (b'{"name": "a/b"}', "does not tell its number of messages"),
-        (b'{"messages": "7"}', "does not tell its number of messages"),
-        (b'{"messages": true}', "does not tell its number of messages"),
-        (b"[]", "does not tell its number of messages"),
+        (b'{"error": "not_authorised", "reason": "Login failed"}', "refuses the username or the password"),
+        (b'{"error": "x"}', "refuses the request"),
+        (b'{"name": "a/b"}', "does not report the number of messages"),
+        (b'{"messages": "7"}', "does not report the number of messages"),
+        (b'{"messages": true}', "does not report the number of messages"),
+        (b"[]", "does not report the number of messages"),
         (b"<html>", "not RabbitMQ's management API"),
         (b"\xff", "not RabbitMQ's management API"),
     ],

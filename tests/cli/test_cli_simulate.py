@@ -79,7 +79,7 @@ def always(context: object, number: int) -> int:
     ("arguments", "message"),
     [
         (["--policy", "fastest"], "it must be one of target_ongoing_requests"),
-        (["--policy", "nowhere:f"], "cannot be imported here"),
+        (["--policy", "nowhere:f"], "cannot be imported"),
         (["--min", "9", "--max", "3"], "max_replicas=3 is less than min_replicas=9"),
         (["--set", "max_replicas"], "has no '='"),
         (["--set", "nonsense=1"], "nonsense"),
@@ -89,7 +89,7 @@ def always(context: object, number: int) -> int:
         (["--plot", "out.png"], "give out.svg, not out.png"),
         (["--plot", "/nowhere/at/all/out.svg"], "--plot cannot be written"),
         (["--starts-at", "noon"], "write it as 2024-03-08T06:00+01:00"),
-        (["--policy", "latency"], "does not take policy_kwargs"),
+        (["--policy", "latency"], "does not accept policy_kwargs"),
     ],
 )
 def test_bad_options_are_errors_that_say_what_to_do(trace: Path, arguments: list[str], message: str) -> None:

@@ -186,7 +186,7 @@ def test_what_the_users_code_measures_decides(client: serve.Client, tmp_path: Pa
     poll_for(lambda: len(running(client, "b")) == 3, what=lambda: told(client))
     poll_for(lambda: "over 3 replicas is 28" in told(client), what=lambda: told(client))
     file.write_text("hang")
-    poll_for(lambda: "none of 3 replicas tells its backlog" in told(client), what=lambda: told(client))
+    poll_for(lambda: "none of 3 replicas reports backlog" in told(client), what=lambda: told(client))
     assert wanted(client) == 3
     assert client.get_handle("e").remote().result(PATIENCE_S) == "done"
     file.write_text("4")

@@ -116,7 +116,7 @@ def test_redis_that_goes_and_comes_back_takes_no_replica_away_meanwhile(
         poll_for(lambda: len(running(client, "b")) == 4, what=lambda: told(client))
         assert "7 wait in queue 'tasks'" in told(client)
         server.stop()
-        poll_for(lambda: "no fresh length of queue 'tasks'" in told(client), what=lambda: told(client))
+        poll_for(lambda: "the length of queue 'tasks'" in told(client), what=lambda: told(client))
         assert "cannot be read: ConnectionError" in told(client)
         assert_hidden(client, external)
         server.start()  # and it is empty
@@ -162,5 +162,5 @@ def test_a_backlog_in_rabbitmq_starts_replicas(client: serve.Client, external: E
             "poll_interval_s": 0.2,
         }
         client.update_backend_config("b", {"autoscaling_config": {**QUICK, "policy_kwargs": create_config}})
-        poll_for(lambda: "refuses the name or the password" in told(client), what=lambda: told(client))
+        poll_for(lambda: "refuses the username or the password" in told(client), what=lambda: told(client))
         assert "wr0ng" not in told(client)

@@ -100,7 +100,7 @@ def test_an_instance_is_scaled_as_a_whole_and_back(client: serve.Client, url: st
 
 @pytest.mark.parametrize("percent", [-1, 101, math.nan, "50", True])
 def test_what_is_no_percentage_is_refused(client: serve.Client, percent: Any) -> None:
-    with pytest.raises(ValueError, match="must be a percentage from 0 to 100, or None for all"):
+    with pytest.raises(ValueError, match="give a percentage from 0 to 100, or None for all"):
         client.set_target_capacity(percent)
     assert client.status().target_capacity is None
 

@@ -34,7 +34,10 @@ def test_the_classic_spelling_and_the_nested_policy_are_understood() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"min_replicas": 5, "max_replicas": 2}, "max_replicas=2 is less than min_replicas=5; raise the one"),
+        (
+            {"min_replicas": 5, "max_replicas": 2},
+            "max_replicas=2 is less than min_replicas=5; raise max_replicas",
+        ),
         ({"min_replicas": 2, "max_replicas": 4, "initial_replicas": 5}, "initial_replicas=5 is not between"),
         ({"min_replicas": 2, "max_replicas": 4, "initial_replicas": 1}, "initial_replicas=1 is not between"),
         ({"min_replicas": -1}, "min_replicas"),
@@ -77,13 +80,13 @@ def test_assignments_are_judged_too() -> None:
         found.min_replicas = 4
 
 
-def test_doubts_name_the_values_and_the_remedy() -> None:
-    assert AutoscalingConfig(max_replicas=9).doubts() == []
-    classic = AutoscalingConfig(max_replicas=9, policy="classic", upscale_delay_s=5).doubts()
+def test_warnings_name_the_values_and_the_remedy() -> None:
+    assert AutoscalingConfig(max_replicas=9).warnings() == []
+    classic = AutoscalingConfig(max_replicas=9, policy="classic", upscale_delay_s=5).warnings()
     assert len(classic) == 1
     assert "upscale_delay_s=5 is less than look_back_period_s=30" in classic[0]
-    assert "nothing to scale" in AutoscalingConfig(max_replicas=1).doubts()[0]
-    assert "both 4, so there is nothing" in AutoscalingConfig(max_replicas=7, multiple_of=4).doubts()[0]
+    assert "nothing to scale" in AutoscalingConfig(max_replicas=1).warnings()[0]
+    assert "both 4, so there is nothing" in AutoscalingConfig(max_replicas=7, multiple_of=4).warnings()[0]
 
 
 def test_what_policies_are_given_costs_no_pydantic() -> None:

@@ -45,9 +45,9 @@ def bounds(capacity: float | None = None, direction: str | None = None, **option
 def test_a_capacity_scales_all_bounds() -> None:
     options = {"min_replicas": 4, "max_replicas": 20, "initial_replicas": 10}
     full, half = bounds(**options), bounds(50, **options)
-    assert (full.least, full.first, full.most, full.note) == (4, 10, 20, "")
+    assert (full.least, full.first, full.most, full.capacity_note) == (4, 10, 20, "")
     assert (half.least, half.first, half.most) == (2, 5, 10)
-    assert half.note == ", at a target capacity of 50 %"
+    assert half.capacity_note == ", at a target capacity of 50 %"
     nothing = bounds(0, **options)
     assert (nothing.least, nothing.first, nothing.most, nothing.nearest(7)) == (0, 0, 0, 0)
 
@@ -92,7 +92,7 @@ def test_whatever_the_share_bounds_are_whole_groups_in_order(
     "percent", [-1, 100.1, math.nan, math.inf, "50", "", True, [50], b"50", 1j, object()]
 )
 def test_what_is_no_percentage_is_refused(percent: Any) -> None:
-    with pytest.raises(BadRequestError, match="it must be a percentage from 0 to 100, or None for all"):
+    with pytest.raises(BadRequestError, match="give a percentage from 0 to 100, or None for all"):
         checked_capacity(percent)
 
 

@@ -27,23 +27,26 @@ def config(**kwargs: Any) -> AutoscalingConfig:
         ({}, "missing a required argument: 'broker_url'; it needs a broker_url and a queue_name"),
         ({"broker_url": REDIS["broker_url"]}, "missing a required argument: 'queue_name'"),
         ({**REDIS, "queue": "x"}, "unexpected keyword argument 'queue'"),
-        ({**REDIS, "broker_url": f"kafka://:{SECRET}@h"}, "has to begin with one of redis://"),
-        ({**REDIS, "broker_url": f"localhost:6379?password={SECRET}"}, "has to begin with one of redis://"),
-        ({**REDIS, "broker_url": f"redis://:{SECRET}@h:port/0"}, "which is no URL"),
-        ({**REDIS, "broker_url": f"redis://:{SECRET}@[h/0"}, "which is no URL"),
-        ({**REDIS, "broker_url": 6379}, "it has to be a URL as text"),
+        ({**REDIS, "broker_url": f"kafka://:{SECRET}@h"}, "begins with one of redis://"),
+        ({**REDIS, "broker_url": f"localhost:6379?password={SECRET}"}, "begins with one of redis://"),
+        ({**REDIS, "broker_url": f"redis://:{SECRET}@h:port/0"}, "which is not a URL"),
+        ({**REDIS, "broker_url": f"redis://:{SECRET}@[h/0"}, "which is not a URL"),
+        ({**REDIS, "broker_url": 6379}, "give a URL as a string"),
         ({**REDIS, "broker_url": "unix://"}, "without a path"),
         ({**REDIS, "broker_url": f"amqp://u:{SECRET}@/v"}, "without a host"),
-        ({**REDIS, "queue_name": ""}, "it has to be the name of a queue"),
-        ({**REDIS, "queue_name": 7}, "it has to be the name of a queue"),
-        ({**REDIS, "poll_interval_s": 0}, "0.1 at least"),
-        ({**REDIS, "poll_interval_s": float("inf")}, "0.1 at least"),
+        ({**REDIS, "queue_name": ""}, "give the name of a queue"),
+        ({**REDIS, "queue_name": 7}, "give the name of a queue"),
+        ({**REDIS, "poll_interval_s": 0}, "0.1 or more"),
+        ({**REDIS, "poll_interval_s": float("inf")}, "0.1 or more"),
         ({**REDIS, "poll_interval_s": True}, "a number of seconds"),
         ({**REDIS, "poll_interval_s": "10"}, "a number of seconds"),
-        ({**REDIS, "rabbitmq_management_url": f"http://u:{SECRET}@h"}, "leave it out for Redis"),
+        (
+            {**REDIS, "rabbitmq_management_url": f"http://u:{SECRET}@h"},
+            "omit rabbitmq_management_url for Redis",
+        ),
         (
             {"broker_url": "amqp://h", "queue_name": "q", "rabbitmq_management_url": f"u:{SECRET}@h:15672"},
-            "it has to be like",
+            "give a URL such as",
         ),
     ],
 )
@@ -97,7 +100,7 @@ def test_errors_still_show_what_was_wrong() -> None:
 
 def test_a_policy_that_does_not_take_its_arguments_shows_no_credentials_either() -> None:
     url = REDIS["broker_url"]
-    with pytest.raises(ValueError, match="does not take policy_kwargs") as caught:
+    with pytest.raises(ValueError, match="does not accept policy_kwargs") as caught:
         load_policy(AutoscalingConfig(policy="classic", policy_kwargs={"broker_url": url}))
     assert SECRET not in str(caught.value)
 

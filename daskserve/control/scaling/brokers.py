@@ -1,4 +1,4 @@
-"""The lengths of queues at Redis and at RabbitMQ, as Celery and Kombu keep them."""
+"""Read the lengths of queues in Redis and RabbitMQ, in the layout of Celery and Kombu."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import quote
 
-from daskserve.control.scaling.backlog import REPLY_S, QueueLength
+from daskserve.control.scaling.backlog import REPLY_TIMEOUT_S, QueueLength
 from daskserve.options.queues import QueueOptions
 
-#: Returns the body of the response to a GET with this name and password; see `fetching.HTTPFetcher`.
+#: Returns the response body of a GET with this username and password; see `fetching.HTTPFetcher`.
 FetchAs = Callable[[str, tuple[str, str]], Awaitable[bytes]]
 
-#: Kombu keeps tasks with a priority in lists beside the queue's own, whose keys end in this and a digit.
+#: Kombu keeps tasks with a priority in separate lists, whose keys end in this separator and a digit.
 PRIORITY_SEPARATOR = "\x06\x16"
 PRIORITIES = range(1, 10)
 
 
 def open_queue(options: QueueOptions, fetch: FetchAs) -> QueueLength:
-    """Return the queue at its broker; nothing is connected yet."""
+    """Return the queue at its broker, without connecting to it."""
     return RabbitMQQueue(options, fetch) if options.is_rabbitmq else RedisQueue(options)
 
 
 class RedisQueue:
-    """A list in Redis, with the lists of Kombu's priorities."""
+    """A Redis list, together with Kombu's priority lists."""
 
     def __init__(self, options: QueueOptions) -> None:
         name = options.queue_name
@@ -35,12 +35,12 @@ class RedisQueue:
         self._client: Any = None
 
     async def read(self) -> float:
-        """Return how many tasks are in the lists; a list that does not exist is an empty one."""
+        """Return how many tasks are in the lists; a missing list counts as empty."""
         redis = await _redis()
         try:
             if self._client is None:
                 self._client = redis.asyncio.from_url(
-                    self._url, socket_timeout=REPLY_S, socket_connect_timeout=REPLY_S
+                    self._url, socket_timeout=REPLY_TIMEOUT_S, socket_connect_timeout=REPLY_TIMEOUT_S
                 )
             pipeline = self._client.pipeline(transaction=False)
             for key in self._keys:
@@ -50,26 +50,26 @@ class RedisQueue:
             raise OSError(f"{type(error).__name__}: {error}") from error
 
     async def close(self) -> None:
-        """Hang up. The pool stays, as its connections keep their TLS context, which takes 50 ms to make."""
+        """Disconnect. The pool stays, because it holds the TLS context, which takes 50 ms to create."""
         if self._client is not None:
             await self._client.connection_pool.disconnect()
 
 
 async def _redis() -> Any:
-    """Return the package ``redis``, which is not everybody's."""
+    """Return the package ``redis``, which is an optional dependency."""
     try:
-        # In a thread: it takes some hundred milliseconds the first time.
+        # In a thread, because the first import takes some hundred milliseconds.
         await asyncio.to_thread(importlib.import_module, "redis.asyncio")
         return importlib.import_module("redis")
     except ImportError as error:
         raise ValueError(
-            f"the Python package redis cannot be imported ({error}); on every worker, as the controller may "
-            'run on any, pip install "daskserve[redis]"'
+            f'the Python package redis cannot be imported ({error}); pip install "daskserve[redis]" on every '
+            "worker, because the controller may run on any of them"
         ) from error
 
 
 class RabbitMQQueue:
-    """A queue of RabbitMQ, with the tasks that were taken and are not acknowledged yet."""
+    """A RabbitMQ queue; its length includes tasks that were delivered but not acknowledged."""
 
     def __init__(self, options: QueueOptions, fetch: FetchAs) -> None:
         asked = options.management()
@@ -80,29 +80,29 @@ class RabbitMQQueue:
         self._fetch = fetch
 
     async def read(self) -> float:
-        """Return the queue's ``messages``."""
+        """Return the queue's number of ``messages``."""
         body = await self._fetch(self._url, self._login)
         try:
             answer: Any = json.loads(body)
         except ValueError:
             raise ValueError(
-                f"what answers at {self._where} is not RabbitMQ's management API; set rabbitmq_management_url"
+                f"{self._where} is not RabbitMQ's management API; set rabbitmq_management_url"
             ) from None
         if isinstance(answer, dict) and "error" in answer:
-            raise ValueError(self._refusal(answer))
+            raise ValueError(self._error_text(answer))
         found = answer.get("messages") if isinstance(answer, dict) else None
         if isinstance(found, bool) or not isinstance(found, int):
-            # So it is for a moment after the queue was made, and where statistics are switched off.
-            raise ValueError(f"the management API at {self._where} does not tell its number of messages")
+            # This holds for a moment after the queue was created, and wherever statistics are disabled.
+            raise ValueError(f"the management API at {self._where} does not report the number of messages")
         return float(found)
 
-    def _refusal(self, answer: dict[str, Any]) -> str:
+    def _error_text(self, answer: dict[str, Any]) -> str:
         said = f"{answer['error']}: {answer.get('reason', 'no reason given')}"
         if answer["error"] in ("not_authorised", "not_authorized"):
-            return f"the management API at {self._where} refuses the name or the password ({said})"
+            return f"the management API at {self._where} refuses the username or the password ({said})"
         if answer["error"] == "Object Not Found":
             return f"there is no queue {self._name!r} in the virtual host {self._vhost!r} of {self._where}"
-        return f"the management API at {self._where} refuses to tell ({said})"
+        return f"the management API at {self._where} refuses the request ({said})"
 
     async def close(self) -> None:
-        """Nothing stays open between two reads."""
+        """Do nothing: no connection stays open between two reads."""

@@ -1,34 +1,34 @@
-"""GET by Tornado's client, for `prometheus` and for RabbitMQ in `brokers`."""
+"""HTTP GET with Tornado's client, for `prometheus` and for RabbitMQ in `brokers`."""
 
 from __future__ import annotations
 
 from tornado.httpclient import AsyncHTTPClient, HTTPError
 from tornado.simple_httpclient import SimpleAsyncHTTPClient
 
-#: The answer to a query of one value is some hundred bytes.
+#: Largest response body. The result of a query for one value is some hundred bytes.
 MOST_BYTES = 1 << 20
 
 
 class HTTPFetcher:
-    """Gets URLs. To be made and closed on the event loop that uses it."""
+    """Gets URLs. Create and close it on the event loop that uses it."""
 
     def __init__(self, *, timeout_s: float = 5.0) -> None:
         self._timeout_s = timeout_s
-        # A client of its own: the shared one of a process may be configured by others, and outlives us.
+        # Not the process-wide client: other code may configure it, and it outlives this object.
         self._client: AsyncHTTPClient = SimpleAsyncHTTPClient(force_instance=True, max_body_size=MOST_BYTES)
 
     async def __call__(self, url: str, login: tuple[str, str] | None = None) -> bytes:
-        """Return the body, that of a refusal in JSON too.
+        """Return the body of the response, and of an error response if it is JSON.
 
         Parameters
         ----------
         login : tuple, optional
-            A name and its password; they are for this address alone, so that no redirection is followed.
+            A username and password. Redirects are then not followed, so that no other server receives them.
 
         Raises
         ------
         OSError
-            Nobody answered, or with an error.
+            The server did not answer, or answered with an error.
         """
         username, password = login or (None, None)
         try:

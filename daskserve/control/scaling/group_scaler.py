@@ -1,8 +1,8 @@
-"""Asking the policy of a group of backends, at the shortest interval of them, about all of them at once.
+"""Call the policy of each group of backends, once for all of them, at their shortest interval.
 
-A group are the backends whose options name the same group, the same policy and the same arguments for it; so
-backends join and leave as their options change, and half-way through an update there are two groups of one
-name. All but the question is each backend's own: its figures, bounds, delays, dry run and from-zero rule.
+A group consists of the backends whose options have the same group, policy and policy arguments. Backends join
+and leave as their options change, so two groups of the same name may exist during an update. Only the policy
+call is shared. Each backend keeps its own metrics, bounds, delays, dry run and scaling from zero.
 """
 
 from __future__ import annotations
@@ -18,60 +18,60 @@ from daskserve.autoscaling.autoscaler import Autoscaler, ScalingStep
 from daskserve.autoscaling.context import AutoscalingContext, Decision
 from daskserve.autoscaling.loading import CallablePolicy
 from daskserve.clock import Clock
-from daskserve.control.scaling import asking
-from daskserve.control.scaling.asking import Aside
-from daskserve.control.scaling.look import Look
+from daskserve.control.scaling import policy_calls
+from daskserve.control.scaling.policy_calls import PolicyCall
+from daskserve.control.scaling.snapshot import BackendSnapshot
 from daskserve.control.state import State
 from daskserve.errors import UserCodeError
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.types import BackendTag
 
-logger = logging.getLogger("daskserve.autoscaling.context")
+logger = logging.getLogger("daskserve.autoscaling")
 
-#: A policy that could not be had is tried again so often: its module may be installed by then.
+#: How often a policy that failed to load is tried again; its module may have been installed meanwhile.
 RETRY_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One backend of a group, as it was seen.
+    """One backend of a group, as seen by one check.
 
     Attributes
     ----------
     facts : mapping
-        What `Autoscaler.context` takes.
+        The arguments of `Autoscaler.context`.
     is_pending : bool
-        Whether what was decided last has still to be made true.
+        Whether the last decision has not been applied yet.
     """
 
-    look: Look
+    snapshot: BackendSnapshot
     autoscaler: Autoscaler
     facts: Mapping[str, Any]
     is_pending: bool
 
 
 @dataclass(frozen=True, slots=True)
-class _Question:
-    """The policy at work, and what it was asked about."""
+class _Evaluation:
+    """A running call of the policy, and its arguments."""
 
     members: Mapping[BackendTag, Member]
     contexts: Mapping[BackendTag, AutoscalingContext]
-    aside: Aside[dict[BackendTag, Decision]]
+    call: PolicyCall[dict[BackendTag, Decision]]
 
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """Backends that are decided about together. ``config`` is one of theirs, and names the policy."""
+    """Backends that share one policy call. ``config`` is the config of one of them and names the policy."""
 
     config: AutoscalingConfig
     due: float
     members: dict[BackendTag, None] = field(default_factory=dict)
     policy: CallablePolicy | None = None
-    looking: asyncio.Task[None] | None = None
-    #: The policy on its way here, and under way with an answer; never both.
-    loading: Aside[CallablePolicy] | None = None
-    question: _Question | None = None
-    #: Why there is no policy, and when it is tried again.
+    checking: asyncio.Task[None] | None = None
+    #: A policy that is being loaded, or one that is being called; never both.
+    loading: PolicyCall[CallablePolicy] | None = None
+    evaluation: _Evaluation | None = None
+    #: Why there is no policy, and when to load it again.
     error: str = ""
     retry_at: float = -math.inf
 
@@ -85,16 +85,16 @@ class Group:
         )
 
     @property
-    def aside(self) -> Aside[Any] | None:
-        """What the user's code is at, if it is at anything."""
-        return self.loading if self.question is None else self.question.aside
+    def policy_call(self) -> PolicyCall[Any] | None:
+        """The running call of user code, if there is one."""
+        return self.loading if self.evaluation is None else self.evaluation.call
 
-    def give_up(self) -> None:
-        """End what is under way; a thread ends when its policy does."""
-        if self.looking is not None:
-            self.looking.cancel()
-        if self.aside is not None:
-            self.aside.leave()
+    def cancel(self) -> None:
+        """Cancel the running check and abandon the policy call, whose thread ends when the policy does."""
+        if self.checking is not None:
+            self.checking.cancel()
+        if self.policy_call is not None:
+            self.policy_call.abandon()
 
 
 class Groups:
@@ -102,14 +102,14 @@ class Groups:
 
     Parameters
     ----------
-    see
-        Takes in what is to be seen of a backend; None if it is gone, or does not belong here any more.
-    decide
-        Takes note of a step.
+    member_of
+        Checks a backend; returns None if it is gone or has left the group.
+    record
+        Records a step.
     wake
-        Has the loop that calls `begin_due` go round.
-    leave_behind
-        Tells of a thread that hangs and that nobody waits for from now on.
+        Wakes the loop that calls `begin_due`.
+    report_abandoned
+        Logs a hanging policy call that is abandoned.
     """
 
     def __init__(
@@ -117,22 +117,22 @@ class Groups:
         state: State,
         clock: Clock,
         *,
-        see: Callable[[BackendTag], Member | None],
-        decide: Callable[[Look, ScalingStep], None],
+        member_of: Callable[[BackendTag], Member | None],
+        record: Callable[[BackendSnapshot, ScalingStep], None],
         wake: Callable[[], None],
-        leave_behind: Callable[[str, Aside[Any] | None], None],
+        report_abandoned: Callable[[str, PolicyCall[Any] | None], None],
     ) -> None:
         self._state = state
         self._clock = clock
-        self._see = see
-        self._decide = decide
+        self._member_of = member_of
+        self._record = record
         self._wake = wake
-        self._leave_behind = leave_behind
+        self._report_abandoned = report_abandoned
         self._groups: list[Group] = []
         self._group_of: dict[BackendTag, Group] = {}
 
     def join(self, tag: BackendTag, config: AutoscalingConfig) -> None:
-        """Decide about a backend together with those of its group from now on."""
+        """Add a backend to the group of its config."""
         self.leave(tag)
         now = self._clock.now()
         group = next((each for each in self._groups if each.is_of(config)), None)
@@ -145,50 +145,50 @@ class Groups:
         self._wake()
 
     def leave(self, tag: BackendTag) -> None:
-        """Decide about a backend no more; a group without any is forgotten, with what its policy is at."""
+        """Remove a backend from its group. An empty group is dropped, and its policy call abandoned."""
         group = self._group_of.pop(tag, None)
         if group is None:
             return
         del group.members[tag]
         if not group.members:
             self._groups.remove(group)
-            self._leave_behind(f"group {group.config.group}", group.aside)
-            group.give_up()
+            self._report_abandoned(f"group {group.config.group}", group.policy_call)
+            group.cancel()
 
-    def hurry(self, tag: BackendTag) -> bool:
-        """Ask about a backend now; False if it is in no group."""
+    def check_now(self, tag: BackendTag) -> bool:
+        """Check the group of a backend now; return False if the backend is in no group."""
         group = self._group_of.get(tag)
         if group is not None:
             group.due = self._clock.now()
         return group is not None
 
     def begin_due(self, now: float) -> float:
-        """Begin to ask where it is time to; return when it is time again."""
+        """Start the checks that are due; return when the next one is due."""
         for group in self._groups:
-            if group.due <= now and group.looking is None:
+            if group.due <= now and group.checking is None:
                 self._begin(group)
-        return min((each.due for each in self._groups if each.looking is None), default=math.inf)
+        return min((each.due for each in self._groups if each.checking is None), default=math.inf)
 
     def close(self) -> None:
-        """End what is under way."""
+        """Cancel all checks."""
         for group in self._groups:
-            group.give_up()
+            group.cancel()
 
     def _begin(self, group: Group) -> None:
         name = group.config.group
-        task = group.looking = asyncio.create_task(self._look(group), name=f"daskserve-scale-group-{name}")
+        task = group.checking = asyncio.create_task(self._check(group), name=f"daskserve-scale-group-{name}")
 
         def done(_: asyncio.Task[None]) -> None:
-            group.looking = None
+            group.checking = None
             if not task.cancelled() and task.exception() is not None:
                 logger.error("The autoscaler of group %s failed", name, exc_info=task.exception())
             self._wake()
 
         task.add_done_callback(done)
 
-    async def _look(self, group: Group) -> None:
+    async def _check(self, group: Group) -> None:
         group.due = self._clock.now() + 1.0
-        seen = {tag: self._see(tag) for tag in list(group.members)}
+        seen = {tag: self._member_of(tag) for tag in list(group.members)}
         members = {tag: each for tag, each in seen.items() if each is not None}
         if not members:
             return
@@ -196,36 +196,38 @@ class Groups:
             each.autoscaler.config.metrics_interval_s for each in members.values()
         )
         if any(each.is_pending for each in members.values()):
-            return  # what was decided for some of them is not to be decided anew for the others
+            return  # wait until the last decision is applied to all backends of the group
         await self._load(group)
         if group.policy is None:
-            self._go_without(group, members, group.error)
+            self._record_failure(group, members, group.error)
             return
-        if group.question is None:
-            group.question = self._asked(group, group.policy, members)
-        question = group.question
+        if group.evaluation is None:
+            group.evaluation = self._start_call(group, group.policy, members)
+        evaluation = group.evaluation
         try:
-            decisions = await question.aside.wait()
+            decisions = await evaluation.call.wait()
         except TimeoutError as error:
-            problem = f"the policy has not answered for {asking.ANSWER_S:g} s"
-            self._go_without(group, members, problem, error)
+            problem = f"the policy has not answered for {policy_calls.ANSWER_TIMEOUT_S:g} s"
+            self._record_failure(group, members, problem, error)
             return
         except UserCodeError as error:
-            group.question = None
-            self._go_without(group, members, f"the policy failed: {error}", error)
+            group.evaluation = None
+            self._record_failure(group, members, f"the policy failed: {error}", error)
             return
-        group.question = None
+        group.evaluation = None
         for tag, decision in decisions.items():
-            self._settle(group, tag, question, decision)
+            self._apply(group, tag, evaluation, decision)
 
-    def _asked(self, group: Group, policy: CallablePolicy, members: Mapping[BackendTag, Member]) -> _Question:
+    def _start_call(
+        self, group: Group, policy: CallablePolicy, members: Mapping[BackendTag, Member]
+    ) -> _Evaluation:
         contexts = {tag: each.autoscaler.context(**each.facts) for tag, each in members.items()}
         name = f"daskserve-policy-group-{group.config.group}"
-        return _Question(
-            members, contexts, Aside(self._clock, name, asking.answer_together, policy, contexts)
+        return _Evaluation(
+            members, contexts, PolicyCall(self._clock, name, policy_calls.run_group_policy, policy, contexts)
         )
 
-    def _go_without(
+    def _record_failure(
         self,
         group: Group,
         members: Mapping[BackendTag, Member],
@@ -234,40 +236,40 @@ class Groups:
     ) -> None:
         for tag, member in members.items():
             if tag in group.members:
-                self._decide(member.look, member.look.without_policy(problem, error))
+                self._record(member.snapshot, member.snapshot.without_policy(problem, error))
 
-    def _settle(self, group: Group, tag: BackendTag, question: _Question, decision: Decision) -> None:
-        """Tame what was decided about one backend, if it is still the one that was asked about."""
-        member, backend = question.members[tag], self._state.backends.get(tag)
-        seen = member.look
+    def _apply(self, group: Group, tag: BackendTag, evaluation: _Evaluation, decision: Decision) -> None:
+        """Damp and record the decision for one backend, unless the backend has changed meanwhile."""
+        member, backend = evaluation.members[tag], self._state.backends.get(tag)
+        seen = member.snapshot
         if tag not in group.members or backend is None or backend.is_deleting:
             return
         if backend.autoscaling != seen.backend.autoscaling:
-            return  # it comes back with its new options
-        look = Look.at(backend, seen.config, seen.sample, seen.running)
-        if look.target != seen.target:
+            return  # the next check uses the new options
+        snapshot = BackendSnapshot.of(backend, seen.config, seen.sample, seen.running)
+        if snapshot.target != seen.target:
             group.due = self._clock.now()
             problem = f"the policy answered late, for {seen.target} replicas"
-            self._decide(look, look.without_policy(problem))
+            self._record(snapshot, snapshot.without_policy(problem))
             return
-        self._decide(look, member.autoscaler.answered(question.contexts[tag], decision))
+        self._record(snapshot, member.autoscaler.answered(evaluation.contexts[tag], decision))
 
     async def _load(self, group: Group) -> None:
-        """Have the group's policy, or see what became of it."""
+        """Start loading the group's policy, or take the result of loading it."""
         if group.policy is not None or (group.loading is None and self._clock.now() < group.retry_at):
             return
         name = group.config.group
         if group.loading is None:
-            group.loading = Aside(
-                self._clock, f"daskserve-policy-group-{name}", asking.loaded_policy, group.config
+            group.loading = PolicyCall(
+                self._clock, f"daskserve-policy-group-{name}", policy_calls.loaded_policy, group.config
             )
         before = group.error
         try:
             group.policy = await group.loading.wait()
             group.error = ""
         except TimeoutError:
-            still = f"the policy is still being loaded after {asking.ANSWER_S:g} s"
-            place = group.loading.whereabouts
+            still = f"the policy is still being loaded after {policy_calls.ANSWER_TIMEOUT_S:g} s"
+            place = group.loading.location
             group.error = f"{still}: {place}" if place else still
             if not before.startswith(still):
                 logger.warning("Group %s: %s", name, group.error)

@@ -1,11 +1,11 @@
-"""Where a thread hangs while it loads what users wrote, and what to do about it.
+"""Describe where a thread hangs while it imports user code, and what to do about it.
 
-Python has a lock for the name of each module. Whoever imports the module holds it until the module's code has
-come to its end, and everybody else who imports it waits for that, for as long as it takes. Only circles are
-noticed: of two threads that each wait for a module of the other, one goes on with a module half made. Code
-that waits for anything else is no circle. Neither `importlib.invalidate_caches` nor taking the module out of
-`sys.modules` gives the lock away, as it goes by the name. So a module that hangs cannot be replaced by a
-mended one of the same name in the same process.
+Python has an import lock per module name. The importing thread holds it until the module's code has run, and
+other threads that import the module wait without a timeout. Python only detects deadlocks: if two threads
+wait for each other's module, one continues with a partially initialised module. Code that waits for anything
+else is not detected. The lock belongs to the name, so neither `importlib.invalidate_caches` nor removing the
+module from `sys.modules` releases it. A module that hangs can therefore not be replaced by a fixed module of
+the same name in the same process.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from threading import Thread
 from types import FrameType
 
 _MACHINERY = "<frozen importlib."
-#: Its functions that import something, or wait until somebody else has, by ``name``.
+#: Functions of the import machinery that import the module ``name``, or wait for another thread to do so.
 _IMPORTING = ("_find_and_load", "_lock_unlock_module")
 REMEDY = (
-    "this process can import nothing else of that name, so deploy the mended policy in a module of another "
-    "name, or have the worker restarted that status() names for the controller, by restart_workers() of its "
-    "Dask client"
+    "this process cannot import another module of that name, so deploy the fixed policy in a module with a "
+    "different name, or restart the worker that status() shows for the controller with the Dask client's "
+    "restart_workers()"
 )
 
 
-def whereabouts(thread: Thread) -> str:
-    """Say where a thread is, and if it imports something what to do; nothing if it has ended."""
+def thread_location(thread: Thread) -> str:
+    """Describe a thread's code location, and a remedy if it is importing; "" if the thread has ended."""
     innermost = sys._current_frames().get(thread.ident or 0)
     frames = list(_outwards(innermost))
     if not frames:
         return ""
-    # What it has begun to import, from the inside out.
+    # The modules that the thread is importing, innermost first.
     names = [str(each.f_locals.get("name")) for each in frames if _is_machinery(each, *_IMPORTING)]
     if names and _is_machinery(frames[0], "acquire"):
-        return f"an earlier import of {names[0]} has not come to its end; {REMEDY}"
+        return f"an earlier import of {names[0]} has not ended; {REMEDY}"
     place = next((frame for frame in frames if not _is_of_python(frame)), frames[0])
     text = f"it is at {place.f_code.co_filename}:{place.f_lineno}"
-    return f"{text}, importing {' for '.join(names)}; should that hang, {REMEDY}" if names else text
+    return f"{text}, importing {' for '.join(names)}; if the import hangs, {REMEDY}" if names else text
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:

@@ -1,4 +1,4 @@
-"""Values of PromQL expressions, kept fresh for policies. Who speaks HTTP is an argument: see `fetching`."""
+"""Poll the values of PromQL expressions for policies. The HTTP client is an argument; see `fetching`."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from urllib.parse import urlencode
 
 from daskserve.clock import Clock
 
-logger = logging.getLogger("daskserve.autoscaling.context")
+logger = logging.getLogger("daskserve.autoscaling")
 
-#: Returns the body of the response to a GET, and raises an `OSError` or `ValueError` if there is none.
+#: Returns the response body of a GET; raises an `OSError` or `ValueError` if it fails.
 Fetch = Callable[[str], Awaitable[bytes]]
 
 
 class PrometheusQueries:
-    """Asks a Prometheus server for the values of some expressions, again and again.
+    """Polls a Prometheus server for the values of some expressions.
 
     Parameters
     ----------
     address : str
-        Where the server answers, such as ``http://prometheus:9090``; a path before ``/api`` is kept.
+        Address of the server, such as ``http://prometheus:9090``; a path before ``/api`` is kept.
     queries : mapping
         The expressions by name.
     fetch : callable
         Gets a URL.
     clock : Clock
-        Says how old a value is.
+        Measures the age of values.
     interval_s, max_age_s : float
-        How often to ask, and the age from which a value counts no more.
+        How often to poll, and the age from which a value is stale.
     """
 
     def __init__(
@@ -58,26 +58,26 @@ class PrometheusQueries:
         return f"<{type(self).__name__} fresh={len(self.values())}/{len(self.queries)}>"
 
     def values(self) -> dict[str, float]:
-        """Return the values that are not too old, by name."""
+        """Return the values that are not stale, by name."""
         oldest = self._clock.now() - self._max_age_s
         return {name: value for name, (value, at) in self._values.items() if at >= oldest}
 
     def errors(self) -> dict[str, str]:
-        """Return what went wrong with the newest try of each expression, by name."""
+        """Return the errors of the last poll, by name of the expression."""
         return dict(self._errors)
 
     async def run(self) -> None:
-        """Ask at once and then at every interval, until cancelled."""
+        """Poll at once and then at every interval, until cancelled."""
         while True:
             await self.refresh()
             await self._clock.sleep(self._interval_s)
 
     async def refresh(self) -> None:
-        """Ask for all expressions at once. What fails is logged when it begins, and keeps its last value."""
+        """Poll all expressions concurrently. One that fails keeps its last value; a new error is logged."""
         await asyncio.gather(*(self._ask(name, text) for name, text in self.queries.items()))
 
     async def _ask(self, name: str, text: str) -> None:
-        # The age of a value is counted from when it was asked for, not from when the answer came.
+        # A value's age counts from the request, not from the answer.
         at = self._clock.now()
         try:
             async with asyncio.timeout(self._max_age_s):
@@ -92,33 +92,35 @@ class PrometheusQueries:
 
 
 def value_of(body: bytes) -> float:
-    """Return the one number in the server's answer to a query.
+    """Return the single number in the server's answer to a query.
 
     Raises
     ------
     ValueError
-        There is none, or more than one; the message says what to change.
+        The answer has no number, or more than one; the message says what to change.
     """
     try:
         answer: Any = json.loads(body)
     except ValueError:
-        raise ValueError("the answer is not JSON; is that the address of a Prometheus server?") from None
+        raise ValueError("the answer is not JSON; check that the address is a Prometheus server's") from None
     if not isinstance(answer, dict) or answer.get("status") != "success":
         said = answer.get("error") if isinstance(answer, dict) else None
-        raise ValueError(f"Prometheus refused it: {said or 'no reason given'}")
+        raise ValueError(f"Prometheus refused the query: {said or 'no reason given'}")
     try:
         data = answer["data"]
         kind, result = data["resultType"], data["result"]
         if kind == "vector":
             if len(result) != 1:
                 found = "no series" if not result else f"{len(result)} series"
-                raise ValueError(f"it gives {found}, not one; wrap it in sum(...) or max(...)")
+                raise ValueError(f"the query gives {found}, not one; wrap it in sum(...) or max(...)")
             result = result[0]["value"]
         elif kind != "scalar":
-            raise ValueError(f"it gives a {kind}; write an expression of one value at one time")
+            raise ValueError(f"the query gives a {kind}; write an expression with one value at one time")
         value = float(result[1])
     except (KeyError, TypeError, IndexError):
-        raise ValueError("the answer is not that of Prometheus' /api/v1/query") from None
+        raise ValueError(
+            "the answer is not that of Prometheus' /api/v1/query; check the address of the server"
+        ) from None
     if not math.isfinite(value):
-        raise ValueError(f"it gives {value}, which is no number to scale by")
+        raise ValueError(f"the query gives {value}; write an expression with a finite value")
     return value

@@ -1,8 +1,8 @@
-"""Asking each autoscaled backend's policy, in its rhythm, how many replicas there should be.
+"""Run the policy of each autoscaled backend at its interval.
 
-This only looks and writes down in `Observed` what was decided, and on what it was based; the loop of the
-controller makes it the backend's wanted number. Policies of users run in threads, see
-`daskserve.control.scaling.asking`: they may block, and then hold up nobody but themselves.
+The scaler only records its decisions in `Observed`, with the state they are based on. The controller's loop
+makes them the backend's target. Users' policies may block, so they run in threads; see
+`daskserve.control.scaling.policy_calls`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from daskserve.clock import Clock
 from daskserve.control.observed import Observed, Scaling
 from daskserve.control.records import BackendRecord
 from daskserve.control.scaled import autoscaling_of
-from daskserve.control.scaling import asking
-from daskserve.control.scaling.asking import Aside
+from daskserve.control.scaling import policy_calls
 from daskserve.control.scaling.backlog import Backlog
 from daskserve.control.scaling.brokers import open_queue
 from daskserve.control.scaling.fetching import HTTPFetcher
 from daskserve.control.scaling.group_scaler import Groups, Member
-from daskserve.control.scaling.look import Look
+from daskserve.control.scaling.policy_calls import PolicyCall
 from daskserve.control.scaling.prometheus import PrometheusQueries
+from daskserve.control.scaling.snapshot import BackendSnapshot
 from daskserve.control.state import State
 from daskserve.errors import UserCodeError
 from daskserve.options.autoscaling import AutoscalingConfig
@@ -34,61 +34,61 @@ from daskserve.types import BackendTag, ReplicaState
 
 T = TypeVar("T")
 
-logger = logging.getLogger("daskserve.autoscaling.context")
+logger = logging.getLogger("daskserve.autoscaling")
 
-#: Where nothing happens and these policies have nothing more to give up, they are asked this often.
+#: How often these policies run for an idle backend that is already at its minimum.
 RESTING_S = 5.0
 BY_LOAD_ONLY = frozenset({"target_ongoing_requests", "classic", "latency"})
-#: A policy that could not be had is tried again so often: its module may be installed by then.
+#: How often a policy that failed to load is tried again; its module may have been installed meanwhile.
 RETRY_S = 30.0
-#: A decision that the loop has not made true by then, because the store is away for example, is made anew.
+#: A decision that is not applied within this time is repeated. The store may be unavailable, for example.
 PENDING_S = 5.0
 
 
 @dataclass(slots=True)
-class _Question:
-    """A user's policy at work, and the number that it was asked about."""
+class _Evaluation:
+    """A running call of a user's policy, and the target that it was called with."""
 
     target: int
-    aside: Aside[ScalingStep]
+    call: PolicyCall[ScalingStep]
 
 
 @dataclass(slots=True)
 class _Entry:
-    """One backend's autoscaler; None while it could not be made."""
+    """The state kept for one backend. ``autoscaler`` is None while its policy is not loaded."""
 
     due: float
     is_resting: bool = False
     options: Mapping[str, Any] | None = None
     config: AutoscalingConfig | None = None
     autoscaler: Autoscaler | None = None
-    looking: asyncio.Task[None] | None = None
-    #: A user's policy on its way to an autoscaler, and one that is asked; never both.
-    loading: Aside[Autoscaler] | None = None
-    question: _Question | None = None
-    #: What is known of the values of PromQL expressions, and the task that keeps them fresh.
+    checking: asyncio.Task[None] | None = None
+    #: A user's policy that is being loaded, or one that is being called; never both.
+    loading: PolicyCall[Autoscaler] | None = None
+    evaluation: _Evaluation | None = None
+    #: The values of PromQL expressions, and the task that polls them.
     queries: PrometheusQueries | None = None
     querying: asyncio.Task[None] | None = None
-    #: The broker's queue that the policy goes by, if it is that one.
+    #: The broker's queue, if the policy is ``queue``.
     backlog: Backlog | None = None
-    #: Why there is no autoscaler, and when it is tried again.
+    #: Why there is no autoscaler, and when to load its policy again.
     error: str = ""
     retry_at: float = math.inf
 
     @property
-    def aside(self) -> Aside[Any] | None:
-        """What the user's code is at, if it is at anything."""
-        return self.loading if self.question is None else self.question.aside
+    def policy_call(self) -> PolicyCall[Any] | None:
+        """The running call of user code, if there is one."""
+        return self.loading if self.evaluation is None else self.evaluation.call
 
-    def give_up(self) -> None:
-        """End what is under way; a thread ends when its policy does."""
-        for task in (self.looking, self.querying):
+    def cancel(self) -> None:
+        """Cancel all tasks and abandon the policy call, whose thread ends when the policy does."""
+        for task in (self.checking, self.querying):
             if task is not None:
                 task.cancel()
         if self.backlog is not None:
             self.backlog.stop()
-        if self.aside is not None:
-            self.aside.leave()
+        if self.policy_call is not None:
+            self.policy_call.abandon()
 
 
 class Scaler:
@@ -97,7 +97,7 @@ class Scaler:
     Parameters
     ----------
     poke
-        Has the loop look at some backends.
+        Makes the controller's loop reconcile some backends.
     """
 
     def __init__(
@@ -110,41 +110,41 @@ class Scaler:
         self._entries: dict[BackendTag, _Entry] = {}
         self._wake = asyncio.Event()
         self._fetcher: HTTPFetcher | None = None
-        #: What hung when it was not wanted any more.
-        self._left_behind: list[Aside[Any]] = []
+        #: Abandoned policy calls that still hang.
+        self._abandoned: list[PolicyCall[Any]] = []
         self._groups = Groups(
             state,
             clock,
-            see=self._see,
-            decide=self._decided,
+            member_of=self._member_of,
+            record=self._record,
             wake=self._wake.set,
-            leave_behind=self._leave_behind,
+            report_abandoned=self._report_abandoned,
         )
 
     def wake(self) -> None:
-        """Look at the backends that are new."""
+        """Check new backends now."""
         self._wake.set()
 
-    def note_load(self, backends: Iterable[BackendTag]) -> None:
-        """Look now at those of these backends that had nothing to do until now, or have no replica."""
+    def notify_load(self, backends: Iterable[BackendTag]) -> None:
+        """Check those of these backends now that were idle or have no replica."""
         for tag in backends:
             entry = self._entries.get(tag)
             if entry is None or entry.is_resting or self._state.is_at_zero(tag):
                 self._wake.set()
-                if entry is not None and not self._groups.hurry(tag):
+                if entry is not None and not self._groups.check_now(tag):
                     entry.due = self._clock.now()
 
     async def run(self) -> None:
-        """Ask until cancelled."""
+        """Run policies until cancelled."""
         try:
             while True:
                 self._wake.clear()
-                self._follow()
+                self._sync_entries()
                 now = self._clock.now()
                 for tag, entry in self._entries.items():
-                    if entry.due <= now and entry.looking is None:
+                    if entry.due <= now and entry.checking is None:
                         self._begin(tag, entry)
-                waits = [each.due for each in self._entries.values() if each.looking is None]
+                waits = [each.due for each in self._entries.values() if each.checking is None]
                 due = min((*waits, self._groups.begin_due(now)))
                 pause_s = max(0.0, due - now) if due < math.inf else None
                 try:
@@ -153,17 +153,17 @@ class Scaler:
                     pass
         finally:
             for entry in self._entries.values():
-                entry.give_up()
+                entry.cancel()
             self._groups.close()
             if self._fetcher is not None:
                 self._fetcher.close()
 
-    def _follow(self) -> None:
+    def _sync_entries(self) -> None:
         wanted = self._state.autoscaled()
         for tag in self._entries.keys() - wanted:
             entry = self._entries.pop(tag)
-            self._leave_behind(tag, entry.aside)
-            entry.give_up()
+            self._report_abandoned(tag, entry.policy_call)
+            entry.cancel()
             self._groups.leave(tag)
             self._observed.scalings.pop(tag, None)
             self._observed.loads.forget_backend(tag)
@@ -171,17 +171,17 @@ class Scaler:
             self._entries[tag] = _Entry(self._clock.now())
 
     def _begin(self, tag: BackendTag, entry: _Entry) -> None:
-        task = entry.looking = asyncio.create_task(self._look(tag, entry), name=f"daskserve-scale-{tag}")
+        task = entry.checking = asyncio.create_task(self._check(tag, entry), name=f"daskserve-scale-{tag}")
 
         def done(_: asyncio.Task[None]) -> None:
-            entry.looking = None
+            entry.checking = None
             if not task.cancelled() and task.exception() is not None:
                 logger.error("The autoscaler of %s failed", tag, exc_info=task.exception())
             self._wake.set()
 
         task.add_done_callback(done)
 
-    async def _look(self, tag: BackendTag, entry: _Entry) -> None:
+    async def _check(self, tag: BackendTag, entry: _Entry) -> None:
         now = self._clock.now()
         entry.due = now + (entry.config.metrics_interval_s if entry.config is not None else 1.0)
         backend = self._state.backends.get(tag)
@@ -191,31 +191,31 @@ class Scaler:
             return
         await self._configure(backend, entry)
         if entry.config is not None and entry.config.group is not None:
-            entry.due = math.inf  # its group looks at it from now on
+            entry.due = math.inf  # its group checks it from now on
             return
-        look = self._take_in(backend, entry)
+        snapshot = self._observe(backend, entry)
         entry.is_resting = False
         if entry.autoscaler is None:
-            step = look.without_policy(entry.error)
+            step = snapshot.without_policy(entry.error)
         else:
-            step = await self._ask(entry, entry.autoscaler, look)
-            entry.is_resting = look.sample.is_idle and _is_content(look, step)
+            step = await self._call_policy(entry, entry.autoscaler, snapshot)
+            entry.is_resting = snapshot.sample.is_idle and _can_rest(snapshot, step)
             if entry.is_resting and entry.due > now:
                 entry.due = now + max(RESTING_S, entry.autoscaler.config.metrics_interval_s)
         if entry.backlog is not None and entry.backlog.problem:
             step = replace(step, reason=f"{step.reason}; {entry.backlog.problem}")
-        self._decided(look, step)
+        self._record(snapshot, step)
 
     def _is_pending(self, backend: BackendRecord) -> bool:
-        """Whether the loop has still to make true what was decided; it is told again."""
+        """Whether the last decision has not been applied yet; if so, poke the loop again."""
         decided = self._observed.scalings.get(backend.tag)
         if decided is None or not decided.is_for(backend) or self._clock.now() - decided.at >= PENDING_S:
             return False
         self._poke([backend.tag])
         return True
 
-    def _see(self, tag: BackendTag) -> Member | None:
-        """Look at one of a group; None if there is nothing to see, or it has other options by now."""
+    def _member_of(self, tag: BackendTag) -> Member | None:
+        """Check one backend of a group; return None if it is gone or its options have changed."""
         entry, backend = self._entries.get(tag), self._state.backends.get(tag)
         if entry is None or entry.autoscaler is None or backend is None or backend.is_deleting:
             return None
@@ -223,11 +223,11 @@ class Scaler:
             self._groups.leave(tag)
             entry.due = self._clock.now()
             return None
-        look = self._take_in(backend, entry)
-        return Member(look, entry.autoscaler, self._facts(entry, look), self._is_pending(backend))
+        snapshot = self._observe(backend, entry)
+        return Member(snapshot, entry.autoscaler, self._facts(entry, snapshot), self._is_pending(backend))
 
-    def _take_in(self, backend: BackendRecord, entry: _Entry) -> Look:
-        """Look at the backend, and let its autoscaler have what is seen."""
+    def _observe(self, backend: BackendRecord, entry: _Entry) -> BackendSnapshot:
+        """Sample the backend's load for its autoscaler, and return a snapshot of the backend."""
         tag, loads, now = backend.tag, self._observed.loads, self._clock.now()
         running = [each.tag for each in self._state.replicas_of(tag) if each.state is ReplicaState.RUNNING]
         sample = loads.sample(tag, running, now)
@@ -236,20 +236,20 @@ class Scaler:
         if entry.autoscaler is not None:
             ongoing, custom = loads.ongoing(running, now), loads.custom(running, now)
             entry.autoscaler.observe(sample, replica_ongoing=ongoing, custom=custom)
-        return Look.at(backend, entry.config, sample, len(running))
+        return BackendSnapshot.of(backend, entry.config, sample, len(running))
 
-    def _facts(self, entry: _Entry, look: Look) -> dict[str, Any]:
+    def _facts(self, entry: _Entry, snapshot: BackendSnapshot) -> dict[str, Any]:
         return {
             "now": self._clock.now(),
             "wall": self._clock.wall(),
-            "current": look.running,
-            "target": look.target,
+            "current": snapshot.running,
+            "target": snapshot.target,
             "queries": None if entry.queries is None else entry.queries.values(),
-            "bounds": look.bounds,
+            "bounds": snapshot.bounds,
         }
 
     async def _configure(self, backend: BackendRecord, entry: _Entry) -> None:
-        """Go by the present options of the backend."""
+        """Apply the present options of the backend."""
         if entry.options != backend.autoscaling:
             entry.options = backend.autoscaling
             config = entry.config = autoscaling_of(backend)
@@ -257,70 +257,75 @@ class Scaler:
                 return
             entry.due = self._clock.now() + config.metrics_interval_s
             entry.error = ""
-            self._query(backend.tag, config, entry)
-            self._follow_queue(backend.tag, config, entry)
-            if entry.aside is not None:
-                # It has the autoscaler in its hands: whatever comes of it is not to be seen.
-                self._leave_behind(backend.tag, entry.aside)
-                entry.aside.leave()
-                entry.loading = entry.question = entry.autoscaler = None
+            self._watch_queries(backend.tag, config, entry)
+            self._watch_queue(backend.tag, config, entry)
+            if entry.policy_call is not None:
+                # The call still uses the autoscaler, so drop both; its result must have no effect.
+                self._report_abandoned(backend.tag, entry.policy_call)
+                entry.policy_call.abandon()
+                entry.loading = entry.evaluation = entry.autoscaler = None
             if config.group is None:
                 self._groups.leave(backend.tag)
                 await self._load(backend.tag, config, entry)
             else:
                 entry.retry_at = math.inf
-                entry.autoscaler = asking.configured_in_group(backend.tag, config, entry.autoscaler)
+                entry.autoscaler = policy_calls.group_member_autoscaler(backend.tag, config, entry.autoscaler)
                 self._groups.join(backend.tag, config)
         elif entry.config is not None and (entry.loading is not None or self._clock.now() >= entry.retry_at):
             await self._load(backend.tag, entry.config, entry)
 
     async def _load(self, tag: BackendTag, config: AutoscalingConfig, entry: _Entry) -> None:
-        """Make the entry's autoscaler, or see what became of it."""
+        """Create the entry's autoscaler, or take the result of loading its policy."""
         entry.retry_at = math.inf
         try:
-            if asking.is_built_in(config):
-                entry.autoscaler = asking.configured(tag, config, entry.autoscaler)
+            if policy_calls.is_built_in(config):
+                entry.autoscaler = policy_calls.configured_autoscaler(tag, config, entry.autoscaler)
             else:
                 if entry.loading is None:
-                    entry.loading = self._aside(tag, asking.configured, tag, config, entry.autoscaler)
+                    entry.loading = self._start_call(
+                        tag, policy_calls.configured_autoscaler, tag, config, entry.autoscaler
+                    )
                     entry.autoscaler = None
                 entry.autoscaler = await entry.loading.wait()
             entry.error = ""
         except TimeoutError:
-            before, still = entry.error, f"the policy is still being loaded after {asking.ANSWER_S:g} s"
-            place = entry.loading.whereabouts if entry.loading is not None else ""
+            before, still = (
+                entry.error,
+                f"the policy is still being loaded after {policy_calls.ANSWER_TIMEOUT_S:g} s",
+            )
+            place = entry.loading.location if entry.loading is not None else ""
             entry.error = f"{still}: {place}" if place else still
             if not before.startswith(still):
                 logger.warning("Backend %s: %s", tag, entry.error)
             return
         except Exception as error:
             entry.autoscaler = None
-            self._note_unusable(tag, entry, error)
+            self._record_unusable(tag, entry, error)
         entry.loading = None
 
-    def _note_unusable(self, tag: BackendTag, entry: _Entry, error: Exception) -> None:
+    def _record_unusable(self, tag: BackendTag, entry: _Entry, error: Exception) -> None:
         text = str(error) if isinstance(error, UserCodeError) else f"{type(error).__name__}: {error}"
         before, entry.error = entry.error, f"the policy cannot be used: {text}"
         entry.retry_at = self._clock.now() + RETRY_S
         if entry.error != before:
             logger.error("The autoscaling policy of %s cannot be used", tag, exc_info=error)
 
-    def _aside(self, tag: BackendTag, function: Callable[..., T], *args: Any) -> Aside[T]:
-        return Aside(self._clock, f"daskserve-policy-{tag}", function, *args)
+    def _start_call(self, tag: BackendTag, function: Callable[..., T], *args: Any) -> PolicyCall[T]:
+        return PolicyCall(self._clock, f"daskserve-policy-{tag}", function, *args)
 
-    def _leave_behind(self, whose: str, aside: Aside[Any] | None) -> None:
-        """Tell of a thread that hangs and that nobody waits for from now on."""
-        if aside is None or not aside.is_overdue:
+    def _report_abandoned(self, whose: str, call: PolicyCall[Any] | None) -> None:
+        """Log a hanging policy call that is abandoned."""
+        if call is None or not call.is_overdue:
             return
-        self._left_behind = [each for each in (*self._left_behind, aside) if each.is_running]
+        self._abandoned = [each for each in (*self._abandoned, call) if each.is_running]
         logger.warning(
-            "The former autoscaling policy of %s hangs and is left behind in its thread; threads so lost: %s",
+            "The former autoscaling policy of %s hangs; its thread is abandoned; abandoned threads: %s",
             whose,
-            len(self._left_behind),
+            len(self._abandoned),
         )
 
-    def _query(self, tag: BackendTag, config: AutoscalingConfig, entry: _Entry) -> None:
-        """Keep the values of the config's PromQL expressions fresh from now on, if it has any."""
+    def _watch_queries(self, tag: BackendTag, config: AutoscalingConfig, entry: _Entry) -> None:
+        """Start polling the config's PromQL expressions, if it has any."""
         if entry.querying is not None:
             entry.querying.cancel()
         entry.queries = entry.querying = None
@@ -336,8 +341,8 @@ class Scaler:
         )
         entry.querying = asyncio.create_task(entry.queries.run(), name=f"daskserve-promql-{tag}")
 
-    def _follow_queue(self, tag: BackendTag, config: AutoscalingConfig, entry: _Entry) -> None:
-        """Keep the length of the policy's queue fresh from now on, if it goes by one."""
+    def _watch_queue(self, tag: BackendTag, config: AutoscalingConfig, entry: _Entry) -> None:
+        """Start polling the broker's queue, if the policy is ``queue``."""
         options, present = config.queue_options(), entry.backlog
         if present is not None:
             if present.options == options:
@@ -356,30 +361,32 @@ class Scaler:
             self._fetcher = HTTPFetcher()
         return self._fetcher
 
-    async def _ask(self, entry: _Entry, autoscaler: Autoscaler, look: Look) -> ScalingStep:
-        facts, config, target = self._facts(entry, look), autoscaler.config, look.target
-        if asking.is_built_in(config):
+    async def _call_policy(
+        self, entry: _Entry, autoscaler: Autoscaler, snapshot: BackendSnapshot
+    ) -> ScalingStep:
+        facts, config, target = self._facts(entry, snapshot), autoscaler.config, snapshot.target
+        if policy_calls.is_built_in(config):
             return autoscaler.step(**facts)
-        if entry.question is None:
-            aside = self._aside(autoscaler.name, asking.answer, autoscaler, facts)
-            entry.question = _Question(target, aside)
-        question = entry.question
+        if entry.evaluation is None:
+            call = self._start_call(autoscaler.name, policy_calls.run_step, autoscaler, facts)
+            entry.evaluation = _Evaluation(target, call)
+        evaluation = entry.evaluation
         try:
-            step = await question.aside.wait()
+            step = await evaluation.call.wait()
         except TimeoutError as error:
-            problem = f"the policy has not answered for {asking.ANSWER_S:g} s"
-            return look.without_policy(problem, error)
+            problem = f"the policy has not answered for {policy_calls.ANSWER_TIMEOUT_S:g} s"
+            return snapshot.without_policy(problem, error)
         except UserCodeError as error:
-            entry.question = None
-            return look.without_policy(f"the policy failed: {error}", error)
-        entry.question = None
-        if question.target != target:
+            entry.evaluation = None
+            return snapshot.without_policy(f"the policy failed: {error}", error)
+        entry.evaluation = None
+        if evaluation.target != target:
             entry.due = self._clock.now()
-            return look.without_policy(f"the policy answered late, for {question.target} replicas")
+            return snapshot.without_policy(f"the policy answered late, for {evaluation.target} replicas")
         return step
 
-    def _decided(self, look: Look, step: ScalingStep) -> None:
-        backend = look.backend
+    def _record(self, snapshot: BackendSnapshot, step: ScalingStep) -> None:
+        backend = snapshot.backend
         before = self._observed.scalings.get(backend.tag)
         decided = Scaling(
             at=self._clock.now(),
@@ -389,7 +396,7 @@ class Scaler:
             wanted=step.wanted,
             reason=step.reason,
         )
-        decided.note(look.sample, () if before is None else before.samples)
+        decided.note(snapshot.sample, () if before is None else before.samples)
         self._observed.scalings[backend.tag] = decided
         if step.error is not None and (before is None or before.reason != step.reason):
             logger.warning("Backend %s: %s", backend.tag, step.reason)
@@ -400,9 +407,9 @@ class Scaler:
             self._poke([backend.tag])
 
 
-def _is_content(look: Look, step: ScalingStep) -> bool:
-    """Whether only requests can make the policy want anything else."""
-    config, bounds = look.config, look.bounds
+def _can_rest(snapshot: BackendSnapshot, step: ScalingStep) -> bool:
+    """Whether only new requests can change the policy's decision."""
+    config, bounds = snapshot.config, snapshot.bounds
     if config is None or bounds is None or config.policy not in BY_LOAD_ONLY:
         return False
-    return step.wanted == step.replicas == look.target == bounds.least
+    return step.wanted == step.replicas == snapshot.target == bounds.least

@@ -67,7 +67,7 @@ class Desk:
 
     def request_waits(self, tag: str = "b") -> None:
         self.observed.loads.report("router", {tag: (7, 0)}, self.clock.now())
-        self.scaler.note_load([tag])
+        self.scaler.notify_load([tag])
 
 
 Scene = Callable[[Desk], Coroutine[Any, Any, None]]

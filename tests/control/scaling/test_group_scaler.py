@@ -17,9 +17,9 @@ from controller_harness import Stage, play
 from scaler_harness import QUICK, Desk, attended
 
 from daskserve.autoscaling import AutoscalingContext, Decision
-from daskserve.autoscaling.groups import judged
+from daskserve.autoscaling.groups import checked_decisions
 from daskserve.client.explanation import Explanation
-from daskserve.control.scaling import asking
+from daskserve.control.scaling import policy_calls
 from daskserve.control.scaling.group_scaler import RETRY_S
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.payload import dump_bytes
@@ -45,7 +45,7 @@ def policies(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     module.__dict__.update(go_on=go_on, asked=asked, hang=hang)
     monkeypatch.setitem(sys.modules, MODULE, module)
-    monkeypatch.setattr(asking, "ANSWER_S", 0.1)
+    monkeypatch.setattr(policy_calls, "ANSWER_TIMEOUT_S", 0.1)
     yield module
     go_on.set()
 
@@ -78,17 +78,20 @@ def context(name: str, target: int = 3) -> AutoscalingContext:
 
 def test_an_answer_is_taken_apart_by_name_and_who_is_left_out_keeps_the_number() -> None:
     contexts = {name: context(name) for name in "abcd"}
-    found = judged({"a": 4, "b": (5, {"n": 2}), "c": Decision(6, "why", {}, True)}, contexts)
+    found = checked_decisions({"a": 4, "b": (5, {"n": 2}), "c": Decision(6, "why", {}, True)}, contexts)
     assert {name: each.replicas for name, each in found.items()} == {"a": 4, "b": 5, "c": 6, "d": 3}
     assert (found["b"].state, found["c"].is_urgent) == ({"n": 2}, True)
-    assert (found["d"].state, found["d"].reason) == ({"n": 1}, "the policy of the group leaves it as it is")
+    assert (found["d"].state, found["d"].reason) == (
+        {"n": 1},
+        "the group's policy does not change this backend",
+    )
 
 
 BAD: list[tuple[Any, str]] = [
     (None, "it returned None; return a dict"),
     (4, "it returned 4; return a dict"),
     ([("a", 4)], "return a dict"),
-    ({"a": 4, "z": 5}, "returned 5 for 'z', which is not in the group; there are: a, b"),
+    ({"a": 4, "z": 5}, "returned 5 for 'z', which is not in the group; the group has: a, b"),
     ({1: 5}, "returned 5 for 1, which is not in the group"),
     ({"a": 4, "b": "many"}, "for 'b' it returned 'many'; return a whole number"),
     ({"a": 4, "b": -1}, "for 'b' it returned -1 replicas"),
@@ -110,7 +113,7 @@ def test_of_an_answer_that_is_none_nothing_is_done(answer: Any, message: str, po
     asyncio.run(attended(scene))
 
 
-# ---- asking
+# ---- policy_calls
 
 
 def test_the_policy_is_asked_once_about_all_at_the_shortest_interval(policies: Any) -> None:
@@ -270,7 +273,7 @@ def test_without_an_answer_nobody_changes_and_who_waits_at_zero_is_answered(
         assert (desk.wants("a"), desk.wants("b")) == (None, None)
         desk.request_waits("b")
         await wait_until(lambda: desk.wants("b") == 1)
-        assert "1 for the requests that wait" in desk.reason("b")
+        assert "1 for the waiting requests" in desk.reason("b")
         assert desk.wants("a") is None
 
     asyncio.run(attended(scene))
@@ -338,14 +341,14 @@ def test_a_policy_that_hangs_is_left_behind_when_the_last_one_leaves(
         if how == "deleted":
             desk.state.apply({"backend/a": None, "backend/b": None})
             desk.scaler.wake()
-            await wait_until(lambda: "left behind" in caplog.text)
+            await wait_until(lambda: "is abandoned" in caplog.text)
         put(desk, "a", "b")
         await wait_until(lambda: (desk.wants("a"), desk.wants("b")) == (5, 5))
 
     with caplog.at_level(logging.WARNING, "daskserve.autoscaling"):
         asyncio.run(attended(scene))
     told = [each.getMessage() for each in caplog.records]
-    assert sum("policy of group g hangs and is left behind" in each for each in told) == 1
+    assert sum("policy of group g hangs; its thread is abandoned" in each for each in told) == 1
 
 
 def test_a_policy_that_could_not_be_had_is_tried_again(policies: Any) -> None:
@@ -405,9 +408,7 @@ def test_b_has_twice_as_many_as_a_also_after_the_controller_is_replaced() -> Non
 
 @pytest.mark.parametrize("policy", ["target_ongoing_requests", "classic", "schedule", "latency"])
 def test_a_policy_that_comes_with_daskserve_has_no_group(policy: str) -> None:
-    with pytest.raises(
-        ValueError, match="decides about each backend by itself; leave group out, or give a p"
-    ):
+    with pytest.raises(ValueError, match="decides for each backend alone; omit group, or give a custom p"):
         AutoscalingConfig(group="g", policy=policy)
     with pytest.raises(ValueError, match="group"):
         AutoscalingConfig(group="", policy="a:b")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from daskserve.control.scaling.importing import REMEDY, whereabouts
+from daskserve.control.scaling.importing import REMEDY, thread_location
 
 
 @contextmanager
@@ -40,7 +40,7 @@ def gate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[threading.
 
 def wait_for(thread: threading.Thread, words: str) -> str:
     for _ in range(1000):
-        if words in (found := whereabouts(thread)):
+        if words in (found := thread_location(thread)):
             return found
         threading.Event().wait(0.005)
     raise AssertionError(found)
@@ -66,7 +66,7 @@ def test_who_waits_for_an_import_of_somebody_else_is_told_so(
         if not is_known:
             del sys.modules["inner_of_importing"]  # which does not help
         with running(how, "inner_of_importing") as second:
-            found = wait_for(second, "an earlier import of inner_of_importing has not come to its end")
+            found = wait_for(second, "an earlier import of inner_of_importing has not ended")
             assert found.endswith(REMEDY)
             sys.modules["inner_of_importing"] = module  # where the first one looks for it at its end
             gate.set()
@@ -84,7 +84,7 @@ def test_code_that_hangs_outside_of_imports_is_named_by_its_place_alone(gate: th
 
 def test_one_that_has_ended_is_nowhere() -> None:
     thread = threading.Thread(target=int)
-    assert whereabouts(thread) == ""
+    assert thread_location(thread) == ""
     thread.start()
     thread.join()
-    assert whereabouts(thread) == ""
+    assert thread_location(thread) == ""

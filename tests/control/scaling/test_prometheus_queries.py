@@ -36,12 +36,12 @@ def test_a_vector_of_one_and_a_scalar_have_a_value() -> None:
     [
         (vector(), "gives no series, not one; wrap it in sum"),
         (vector("1", "2"), "gives 2 series, not one"),
-        (vector("NaN"), "no number to scale by"),
+        (vector("NaN"), "a finite value"),
         (vector("x"), "could not convert"),
-        (answer("matrix", []), "it gives a matrix"),
+        (answer("matrix", []), "the query gives a matrix"),
         (answer("vector", [{}]), "not that of Prometheus"),
-        (b'{"status": "error", "error": "parse error"}', "refused it: parse error"),
-        (b"[]", "refused it: no reason given"),
+        (b'{"status": "error", "error": "parse error"}', "refused the query: parse error"),
+        (b"[]", "refused the query: no reason given"),
         (b"<html>", "not JSON"),
         (b"\xff", "not JSON"),
     ],
@@ -133,7 +133,7 @@ def test_over_a_real_socket_values_and_refusals_come_in() -> None:
         await asked.refresh()
         assert asked.values() == {"good": 42}
         assert asked.errors() == {
-            "bad": "Prometheus refused it: parse error",
+            "bad": "Prometheus refused the query: parse error",
             "html": "HTTP 502: Bad Gateway",
         }
         server.stop()

@@ -18,7 +18,7 @@ from daskserve.control.loads import STALE_S
 from daskserve.control.observed import Observed
 from daskserve.control.records import BackendRecord
 from daskserve.control.scaled import carried_over
-from daskserve.control.scaling import asking
+from daskserve.control.scaling import policy_calls
 from daskserve.control.scaling.scaler import Scaler
 from daskserve.control.state import State
 from daskserve.errors import BadRequestError, NotFoundError, ReplicaStartError
@@ -201,7 +201,7 @@ def test_what_replicas_measure_by_themselves_decides() -> None:
         config = {**QUICK, "min_replicas": 1, "policy": "custom_metric", "policy_kwargs": kwargs}
         await stage.create(autoscaling_config=config)
         await stage.clock.sleep(5.0)
-        assert "none of 1 replicas tells its tokens" in (await explained(stage)).reason
+        assert "none of 1 replicas reports tokens" in (await explained(stage)).reason
         tell(25.0)
         await stage.until(lambda: count(stage) == 3)
         tell(1.0)
@@ -328,7 +328,7 @@ def test_a_policy_that_blocks_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -
     state, observed = State(), Observed()
     for each in (stuck, quick):
         state.apply({each.key: carried_over(each, None, 0.0)})
-    monkeypatch.setattr(asking, "ANSWER_S", 0.05)
+    monkeypatch.setattr(policy_calls, "ANSWER_TIMEOUT_S", 0.05)
 
     async def main() -> None:
         poked: list[str] = []

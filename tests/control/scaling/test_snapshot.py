@@ -9,16 +9,16 @@ import pytest
 from control_harness import backend
 
 from daskserve.autoscaling import Sample
-from daskserve.control.scaling.look import Look
+from daskserve.control.scaling.snapshot import BackendSnapshot
 from daskserve.options.autoscaling import AutoscalingConfig
 
 WAITING, IDLE = Sample(1.0, 0.0, 3.0), Sample(1.0, 0.0, 0.0)
 
 
-def look(target: int, sample: Sample, capacity: float | None = None, **options: Any) -> Look:
+def look(target: int, sample: Sample, capacity: float | None = None, **options: Any) -> BackendSnapshot:
     config = {"max_replicas": 8, "min_replicas": 0, **options}
     record = replace(backend(config={"autoscaling_config": config}), scaled_to=target, capacity=capacity)
-    return Look.at(record, AutoscalingConfig(**config), sample, 0)
+    return BackendSnapshot.of(record, AutoscalingConfig(**config), sample, 0)
 
 
 @pytest.mark.parametrize(
@@ -35,11 +35,13 @@ def look(target: int, sample: Sample, capacity: float | None = None, **options: 
         (look(2, WAITING), 2),
     ],
 )
-def test_nothing_changes_but_for_those_who_wait_where_there_is_no_replica(seen: Look, expected: int) -> None:
+def test_nothing_changes_but_for_those_who_wait_where_there_is_no_replica(
+    seen: BackendSnapshot, expected: int
+) -> None:
     step = seen.without_policy("it hangs")
     assert (step.replicas, step.wanted) == (expected, expected)
     assert step.reason == (
-        f"it hangs; {expected} for the requests that wait"
+        f"it hangs; {expected} for the waiting requests"
         if expected != seen.target
         else "it hangs, so nothing changes"
     )

@@ -1,9 +1,9 @@
-"""Running what users wrote for the autoscaler, away from the controller's loop and from everybody else.
+"""Run users' autoscaling policies outside the controller's event loop.
 
-A policy, or the module it is imported from, may block for ever and may raise anything. So each call has a
-daemon thread of its own: one that hangs takes no thread from others, is left behind when nobody waits for it
-any more, and does not keep the process when it is to end. Whatever is raised comes out as a `UserCodeError`:
-`sys.exit()` would end the loop that it is raised on, and `CancelledError` the task, without a word.
+A policy, or the module it is imported from, may block forever and may raise anything. Each call therefore has
+its own daemon thread. A call that hangs takes no thread from others, can be abandoned, and does not keep the
+process from ending. Every exception is raised as a `UserCodeError`: otherwise `sys.exit()` would silently end
+the event loop, and `CancelledError` the task.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from daskserve.autoscaling.context import AutoscalingContext, Decision
 from daskserve.autoscaling.groups import decide_together
 from daskserve.autoscaling.loading import CallablePolicy, load_policy
 from daskserve.clock import Clock
-from daskserve.control.scaling.importing import whereabouts
+from daskserve.control.scaling.importing import thread_location
 from daskserve.errors import UserCodeError
 from daskserve.figures.histogram import LATENCY_BUCKETS_S
 from daskserve.options.autoscaling import BUILT_IN_POLICIES, AutoscalingConfig
@@ -29,63 +29,63 @@ from daskserve.types import BackendTag
 
 T = TypeVar("T")
 
-#: What has not answered by then is waited for on the side.
-ANSWER_S = 5.0
+#: Timeout of one wait for a policy. A slower call keeps running, and later checks wait for it again.
+ANSWER_TIMEOUT_S = 5.0
 
 
-class Aside(Generic[T]):
-    """One call of what users wrote, under way in a thread of its own.
+class PolicyCall(Generic[T]):
+    """One call of user code in its own thread.
 
     Parameters
     ----------
     name : str
-        Of the thread.
+        Name of the thread.
     """
 
     def __init__(self, clock: Clock, name: str, function: Callable[..., T], *args: Any) -> None:
         self._clock = clock
         self._begun = clock.now()
-        self._thread = _OwnThread(name)
+        self._thread = _DaemonThreadExecutor(name)
         self._answer = asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
 
     @property
     def is_done(self) -> bool:
-        """Whether `wait` has something to return or to raise."""
+        """Whether the call has ended, so that `wait` returns or raises at once."""
         return self._answer.done()
 
     @property
     def is_running(self) -> bool:
-        """Whether the thread is at work, be it for nobody any more."""
+        """Whether the thread still runs, even if the call was abandoned."""
         return self._thread.is_running
 
     @property
     def is_overdue(self) -> bool:
-        """Whether it was waited for in vain."""
-        return not self.is_done and self._clock.now() - self._begun >= ANSWER_S
+        """Whether the call has exceeded the timeout."""
+        return not self.is_done and self._clock.now() - self._begun >= ANSWER_TIMEOUT_S
 
     @property
-    def whereabouts(self) -> str:
-        """Where the thread is, for people to read; see `daskserve.control.scaling.importing`."""
-        return self._thread.whereabouts
+    def location(self) -> str:
+        """A human-readable code location of the thread; see `daskserve.control.scaling.importing`."""
+        return self._thread.location
 
     async def wait(self) -> T:
-        """Return the answer, or raise `TimeoutError` once `ANSWER_S` have passed since the call began.
+        """Return the result, or raise `TimeoutError` `ANSWER_TIMEOUT_S` after the call began.
 
         Raises
         ------
         UserCodeError
-            What was raised, whatever it was, in words and as its cause.
+            The call raised an exception, which is the cause of this error.
         """
-        left_s = max(0.0, self._begun + ANSWER_S - self._clock.now())
+        left_s = max(0.0, self._begun + ANSWER_TIMEOUT_S - self._clock.now())
         return await self._clock.wait_for(asyncio.shield(self._answer), left_s)
 
-    def leave(self) -> None:
-        """Wait for it no longer; the thread ends when the user's code does."""
+    def abandon(self) -> None:
+        """Stop waiting for the call; the thread ends when the user's code does."""
         self._answer.cancel()
 
 
-class _OwnThread(Executor):
-    """Runs one function in a daemon thread; for those of a pool the interpreter waits at its end."""
+class _DaemonThreadExecutor(Executor):
+    """Runs one function in a daemon thread. The interpreter would wait for the threads of a pool at exit."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -96,8 +96,8 @@ class _OwnThread(Executor):
         return self._thread is not None and self._thread.is_alive()
 
     @property
-    def whereabouts(self) -> str:
-        return "" if self._thread is None else whereabouts(self._thread)
+    def location(self) -> str:
+        return "" if self._thread is None else thread_location(self._thread)
 
     def submit(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         future: Future[T] = Future()
@@ -106,8 +106,8 @@ class _OwnThread(Executor):
         def run() -> None:
             try:
                 value = function(*args, **kwargs)
-            except BaseException as error:  # all of them: the loop gets a stand-in
-                future.set_exception(_stand_in(error))
+            except BaseException as error:  # SystemExit and others must not reach the event loop
+                future.set_exception(_as_user_code_error(error))
             else:
                 future.set_result(value)
 
@@ -116,10 +116,10 @@ class _OwnThread(Executor):
         return future
 
 
-def _stand_in(error: BaseException) -> UserCodeError:
+def _as_user_code_error(error: BaseException) -> UserCodeError:
     try:
         text = f"{type(error).__name__}: {error}"
-    except BaseException:  # the user's too
+    except BaseException:  # the user's __str__ may raise, too
         text = type(error).__name__
     found = UserCodeError(text)
     found.__cause__ = error
@@ -127,15 +127,17 @@ def _stand_in(error: BaseException) -> UserCodeError:
 
 
 def is_built_in(config: AutoscalingConfig) -> bool:
-    """Whether nothing that users wrote decides."""
+    """Whether the policy, and the one below a schedule, are built in."""
     below = config.policy_kwargs.get("policy", "schedule")
     return config.policy in BUILT_IN_POLICIES and below in BUILT_IN_POLICIES
 
 
-def configured(tag: BackendTag, config: AutoscalingConfig, present: Autoscaler | None) -> Autoscaler:
-    """Return an autoscaler that goes by these options: the present one with its figures, or a new one."""
+def configured_autoscaler(
+    tag: BackendTag, config: AutoscalingConfig, present: Autoscaler | None
+) -> Autoscaler:
+    """Return an autoscaler with these options: the present one, which keeps its metrics, or a new one."""
     if not is_built_in(config):
-        importlib.invalidate_caches()  # the module may have been installed since the last try
+        importlib.invalidate_caches()  # the module may have been installed since the last attempt
     policy = load_bytes(config.policy) if isinstance(config.policy, bytes) else None
     if present is None:
         return Autoscaler(tag, config, policy=policy, latency_bounds_s=LATENCY_BUCKETS_S)
@@ -143,16 +145,18 @@ def configured(tag: BackendTag, config: AutoscalingConfig, present: Autoscaler |
     return present
 
 
-def configured_in_group(tag: BackendTag, config: AutoscalingConfig, present: Autoscaler | None) -> Autoscaler:
-    """Return an autoscaler for figures and bounds alone: its policy is asked with the others of its group."""
+def group_member_autoscaler(
+    tag: BackendTag, config: AutoscalingConfig, present: Autoscaler | None
+) -> Autoscaler:
+    """Return an autoscaler for metrics and bounds only; the policy is called for its whole group."""
     if present is None:
-        return Autoscaler(tag, config, policy=_never_alone, latency_bounds_s=LATENCY_BUCKETS_S)
-    present.configure(config, policy=_never_alone)
+        return Autoscaler(tag, config, policy=_only_in_group, latency_bounds_s=LATENCY_BUCKETS_S)
+    present.configure(config, policy=_only_in_group)
     return present
 
 
-def _never_alone(context: Any, **options: Any) -> Any:
-    raise RuntimeError("the policy of a group is asked about all of its backends at once")
+def _only_in_group(context: Any, **options: Any) -> Any:
+    raise RuntimeError("a group's policy was called for one backend; call it for the whole group")
 
 
 def loaded_policy(config: AutoscalingConfig) -> CallablePolicy:
@@ -161,13 +165,13 @@ def loaded_policy(config: AutoscalingConfig) -> CallablePolicy:
     return load_policy(config, load_bytes(config.policy) if isinstance(config.policy, bytes) else None)
 
 
-def answer_together(
+def run_group_policy(
     policy: CallablePolicy, contexts: Mapping[BackendTag, AutoscalingContext]
 ) -> dict[BackendTag, Decision]:
-    """Return what a group's policy answers, with a loop of its own should it be async."""
+    """Return the decisions of a group's policy. An async policy runs on a new event loop."""
     return asyncio.run(decide_together(policy, contexts))
 
 
-def answer(autoscaler: Autoscaler, facts: Mapping[str, Any]) -> ScalingStep:
-    """Return what a policy answers, with a loop of its own should it be async."""
+def run_step(autoscaler: Autoscaler, facts: Mapping[str, Any]) -> ScalingStep:
+    """Return the step of a policy. An async policy runs on a new event loop."""
     return asyncio.run(autoscaler.step_async(**facts))

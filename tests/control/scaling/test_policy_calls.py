@@ -19,7 +19,7 @@ from scaler_harness import Desk, attended
 
 from daskserve.autoscaling import AutoscalingContext
 from daskserve.clock import LoopClock
-from daskserve.control.scaling import asking
+from daskserve.control.scaling import policy_calls
 from daskserve.control.scaling.importing import REMEDY
 from daskserve.control.scaling.scaler import RETRY_S
 from daskserve.errors import UserCodeError
@@ -38,7 +38,7 @@ def policies(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     module.__dict__.update(go_on=go_on, hang=hang, five=lambda context: 5)
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(asking, "ANSWER_S", 0.1)
+    monkeypatch.setattr(policy_calls, "ANSWER_TIMEOUT_S", 0.1)
     yield module
     go_on.set()
 
@@ -99,7 +99,7 @@ def test_a_policy_that_hangs_is_replaced_by_the_next_one(
         asyncio.run(attended(scene))
     told = [each.getMessage() for each in caplog.records]
     assert sum("has not answered" in each for each in told) == 1
-    assert sum("left behind in its thread; threads so lost: 1" in each for each in told) == 1
+    assert sum("its thread is abandoned; abandoned threads: 1" in each for each in told) == 1
 
 
 def test_a_module_that_hangs_when_imported_is_replaced_by_one_of_another_name(
@@ -117,9 +117,7 @@ def test_a_module_that_hangs_when_imported_is_replaced_by_one_of_another_name(
         assert f"it is at {tmp_path}/hangs_at_once.py:2, importing hangs_at_once;" in desk.reason()
         (tmp_path / "hangs_at_once.py").write_text(mended)
         desk.put("hangs_at_once:policy", max_replicas=8)
-        await wait_until(
-            lambda: "an earlier import of hangs_at_once has not come to its end" in desk.reason()
-        )
+        await wait_until(lambda: "an earlier import of hangs_at_once has not ended" in desk.reason())
         assert REMEDY in desk.reason()
         (tmp_path / "hangs_no_more.py").write_text(mended)
         desk.put("hangs_no_more:policy")
@@ -167,7 +165,7 @@ def test_who_waits_at_zero_is_answered_without_the_policy(
         await wait_until(lambda: desk.wants() is not None)
         assert desk.wants() == max(1, least)
         assert why in desk.reason()
-        assert "for the requests that wait" in desk.reason()
+        assert "for the waiting requests" in desk.reason()
 
     asyncio.run(attended(scene))
 
@@ -212,12 +210,12 @@ def test_a_policy_that_hangs_does_not_keep_the_process() -> None:
     program = """
 import asyncio, threading
 from daskserve.clock import LoopClock
-from daskserve.control.scaling import asking
+from daskserve.control.scaling import policy_calls
 from daskserve.control.scaling.importing import REMEDY
-asking.ANSWER_S = 0.05
+policy_calls.ANSWER_TIMEOUT_S = 0.05
 async def main():
     try:
-        await asking.Aside(LoopClock(), "hangs", threading.Event().wait).wait()
+        await policy_calls.PolicyCall(LoopClock(), "hangs", threading.Event().wait).wait()
     except TimeoutError:
         print("hangs")
 asyncio.run(main())
@@ -266,7 +264,7 @@ def test_an_error_without_words_is_named() -> None:
             raise _Mute
 
         with pytest.raises(UserCodeError, match=r"^_Mute$") as caught:
-            await asking.Aside(LoopClock(), "mute", speechless).wait()
+            await policy_calls.PolicyCall(LoopClock(), "mute", speechless).wait()
         assert isinstance(caught.value.__cause__, _Mute)
 
     asyncio.run(main())

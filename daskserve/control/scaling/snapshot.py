@@ -1,4 +1,4 @@
-"""One look at an autoscaled backend: what its policy is to decide by, and what to do without it. Pure."""
+"""A snapshot of an autoscaled backend, and the step to take when its policy fails. Pure."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from daskserve.options.bounds import Bounds
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """What was seen, and of which record.
+class BackendSnapshot:
+    """A backend's record, options and load at one time.
 
     Attributes
     ----------
     config : AutoscalingConfig or None
-        The backend's options; None while they are on their way out.
+        The backend's autoscaling options; None while they are being removed.
     running : int
-        How many replicas run.
+        The number of running replicas.
     bounds : Bounds or None
-        Between which numbers to choose.
+        The bounds of the number of replicas.
     """
 
     backend: BackendRecord
@@ -33,23 +33,23 @@ class Look:
     bounds: Bounds | None
 
     @classmethod
-    def at(
+    def of(
         cls, backend: BackendRecord, config: AutoscalingConfig | None, sample: Sample, running: int
-    ) -> Look:
-        """Return a look with the bounds of now."""
+    ) -> BackendSnapshot:
+        """Return a snapshot with the present bounds."""
         bounds = None if config is None else bounds_of(backend, config)
         return cls(backend, config, sample, running, bounds)
 
     @property
     def target(self) -> int:
-        """How many replicas are wanted."""
+        """The target number of replicas."""
         return self.backend.num_replicas
 
     def without_policy(self, problem: str, error: BaseException | None = None) -> ScalingStep:
-        """Return the step to take: none, but for those who wait where there is no replica."""
+        """Return the step without a policy: no change, unless requests wait and there is no replica."""
         target, bounds = self.target, self.bounds
         least = 0 if bounds is None else bounds.nearest(1)
         is_dry_run = self.config is None or self.config.dry_run
-        if is_dry_run or target > 0 or not self.sample.is_waited_for or not least:
+        if is_dry_run or target > 0 or not self.sample.has_demand or not least:
             return ScalingStep(target, target, f"{problem}, so nothing changes", error)
-        return ScalingStep(least, least, f"{problem}; {least} for the requests that wait", error)
+        return ScalingStep(least, least, f"{problem}; {least} for the waiting requests", error)
