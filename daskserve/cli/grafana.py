@@ -1,4 +1,4 @@
-"""``daskserve metrics grafana``: the files from which Grafana and Prometheus are set up."""
+"""``daskserve metrics grafana``: write the configuration files for Grafana and Prometheus."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from daskserve.dashboards.grafana import files
 
 DEFAULTS = Limits()
 USE = """\
-Grafana: copy provisioning/ to its own (mostly /etc/grafana/provisioning), then restart it. It must be able
-to read {dashboards}.
-Prometheus: add "rule_files: [{rules}/*.yaml]" to prometheus.yml, reload it.
+Grafana: copy provisioning/ into its provisioning folder (usually /etc/grafana/provisioning), then restart it.
+Grafana needs read access to {dashboards}.
+Prometheus: add "rule_files: [{rules}/*.yaml]" to prometheus.yml, then reload it.
 """
 
 
@@ -23,18 +23,18 @@ Prometheus: add "rule_files: [{rules}/*.yaml]" to prometheus.yml, reload it.
     "--output",
     required=True,
     type=click.Path(file_okay=False, path_type=Path),
-    help="The folder to write to; files of the same names are replaced.",
+    help="Folder to write to; existing files are replaced.",
 )
 @click.option(
     "--prometheus",
     "prometheus_url",
     default="http://localhost:9090",
     show_default=True,
-    help="Where Grafana reaches Prometheus.",
+    help="Address at which Grafana reaches Prometheus.",
 )
 @click.option(
     "--dashboards-path",
-    help="Where Grafana will find the dashboards, if not in the output.",
+    help="Folder in which Grafana finds the dashboards, if not in the output folder.",
 )
 @click.option("--interval", "interval_s", default=15, show_default=True, help="Seconds between two scrapes.")
 @click.option(
@@ -42,7 +42,7 @@ Prometheus: add "rule_files: [{rules}/*.yaml]" to prometheus.yml, reload it.
     type=click.FloatRange(0, 1, min_open=True),
     default=DEFAULTS.error_ratio,
     show_default=True,
-    help="Alert when a larger share of requests fails.",
+    help="Share of failed requests above which an alert fires.",
 )
 @click.option(
     "--p99",
@@ -50,7 +50,7 @@ Prometheus: add "rule_files: [{rules}/*.yaml]" to prometheus.yml, reload it.
     type=click.FloatRange(0, min_open=True),
     default=DEFAULTS.p99_s,
     show_default=True,
-    help="Alert when the 99th percentile of an endpoint's requests takes more seconds.",
+    help="99th percentile of an endpoint's request durations above which an alert fires, in seconds.",
 )
 def grafana(
     output: Path,
@@ -62,10 +62,12 @@ def grafana(
 ) -> None:
     """Write dashboards for Grafana and alert rules for Prometheus.
 
-    Grafana reads them when it starts (provisioning): a data source, a folder, and the dashboards in it.
+    Grafana reads the files when it starts (provisioning): a data source, a folder, and its dashboards.
     """
     if not prometheus_url.startswith(("http://", "https://")):
-        raise click.UsageError("--prometheus is an address such as http://prometheus:9090.")
+        raise click.UsageError(
+            f"--prometheus is {prometheus_url!r}; give an address such as http://prometheus:9090."
+        )
     root = Path(os.path.abspath(output))
     where = dashboards_path or str(root / "dashboards")
     for name, text in files(prometheus_url, where, interval_s, Limits(error_ratio, p99_s)).items():
@@ -74,6 +76,6 @@ def grafana(
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text, encoding="utf-8")
         except OSError as error:
-            raise click.ClickException(f"{file} could not be written: {error}") from error
+            raise click.ClickException(f"Could not write {file}: {error}") from error
         click.echo(str(file))
     click.echo(USE.format(dashboards=where, rules=root / "prometheus/rules"), nl=False)

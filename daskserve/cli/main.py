@@ -1,4 +1,4 @@
-"""The command ``daskserve``. Each group of commands is a module of its own, imported when it is asked for."""
+"""The command ``daskserve``. Each group of commands has its own module, which is imported on use."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import click
 
 from daskserve._version import __version__
 
-#: Where each group is found, and what the help says of it: ``name -> ("module:group", "help")``.
+#: The location and the help text of each group: ``name -> ("module:group", "help")``.
 GROUPS: Mapping[str, tuple[str, str]] = {
-    "metrics": ("daskserve.cli.metrics:metrics", "Bring Prometheus and daskserve together."),
+    "metrics": ("daskserve.cli.metrics:metrics", "Set up Prometheus and Grafana for daskserve."),
     "simulate": ("daskserve.cli.simulate:simulate", "Try autoscaling policies on a recorded load."),
 }
 
 
 class LazyGroup(click.Group):
-    """A group whose commands are imported only when they run: ``daskserve --help`` must be quick."""
+    """A group that imports its commands only when they run, so that ``daskserve --help`` is fast."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of all groups."""
         return sorted(GROUPS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return a group, imported now; None if there is none of that name."""
+        """Import and return a group; None if there is no group of that name."""
         if cmd_name not in GROUPS:
             return None
         module_name, _, name = GROUPS[cmd_name][0].partition(":")
@@ -32,7 +32,7 @@ class LazyGroup(click.Group):
         return found
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the groups' names and helps without importing them."""
+        """Write the names and help texts of the groups without importing them."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, GROUPS[name][1]) for name in self.list_commands(ctx)])
 

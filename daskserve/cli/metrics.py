@@ -1,4 +1,4 @@
-"""``daskserve metrics``: what Prometheus needs to find the metrics, and what they mean."""
+"""``daskserve metrics``: configure Prometheus to scrape daskserve, and list the metrics."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from daskserve.cli.grafana import grafana
 from daskserve.errors import ServeError
 from daskserve.figures.table import SECTIONS
 
-#: How long anything that is asked may take to answer.
+#: Timeout of requests to the scheduler.
 TIMEOUT_S = 10.0
-#: Where the scheduler's HTTP server lists the targets.
+#: Path of the list of targets on the scheduler's HTTP server.
 TARGETS_PATH = "/daskserve/targets"
 
 CONFIGURATION = """\
@@ -40,7 +40,7 @@ FILE_DISCOVERY = """\
 file_sd_configs:
       - files: [{file}]"""
 
-#: The names that the classic system exported, as recording rules of Prometheus.
+#: Recording rules that add the metric names of the classic system.
 CLASSIC_RULES = """\
 groups:
   - name: classic-names
@@ -70,7 +70,7 @@ groups:
 
 @click.group()
 def metrics() -> None:
-    """Bring Prometheus and daskserve together."""
+    """Set up Prometheus and Grafana for daskserve."""
 
 
 metrics.add_command(grafana)
@@ -78,7 +78,7 @@ metrics.add_command(grafana)
 
 @metrics.command("list")
 def list_metrics() -> None:
-    """Print all metrics: name, kind, labels, meaning."""
+    """Print all metrics with their labels, kinds and meanings."""
     for title, specs in SECTIONS.items():
         click.echo(f"{title}:")
         for spec in specs:
@@ -88,7 +88,7 @@ def list_metrics() -> None:
 
 @metrics.command()
 def rules() -> None:
-    """Print recording rules that export the classic system's names as well."""
+    """Print recording rules that add the metric names of the classic system."""
     click.echo(CLASSIC_RULES, nl=False)
 
 
@@ -97,31 +97,34 @@ def rules() -> None:
 @click.option("--file", "file", type=click.Path(dir_okay=False), help="Read targets from this file instead.")
 @click.option("--interval", "interval_s", default=15, show_default=True, help="Seconds between two scrapes.")
 def scrape_config(scheduler: str, file: str | None, interval_s: int) -> None:
-    """Print the part of prometheus.yml that scrapes a whole cluster.
+    """Print the section of prometheus.yml that scrapes a whole cluster.
 
-    SCHEDULER is the address of the scheduler's dashboard, such as http://scheduler:8787. With --file, targets
-    are read from a file that `daskserve metrics targets --file ... --follow` keeps up to date.
+    SCHEDULER is the address of the scheduler's dashboard, such as http://scheduler:8787. With --file,
+    Prometheus reads the targets from a file that `daskserve metrics targets --file ... --follow` updates.
     """
     if file is not None:
         discovery = FILE_DISCOVERY.format(file=json.dumps(os.path.abspath(file)))
     elif scheduler.startswith(("http://", "https://")):
         discovery = HTTP_DISCOVERY.format(url=json.dumps(_url(scheduler)), interval_s=interval_s)
     else:
-        raise click.UsageError("Give the scheduler's dashboard, such as http://scheduler:8787, or --file.")
+        raise click.UsageError(
+            f"The scheduler's dashboard is {scheduler!r}; give an address such as http://scheduler:8787, or "
+            "--file."
+        )
     click.echo(CONFIGURATION.format(discovery=discovery, interval_s=interval_s), nl=False)
 
 
 @metrics.command()
 @click.argument("scheduler", default="")
-@click.option("--file", "file", type=click.Path(dir_okay=False, path_type=Path), help="Write them here.")
-@click.option("--follow", is_flag=True, help="Go on, as workers come and go, until interrupted.")
-@click.option("--interval", "interval_s", default=5.0, show_default=True, help="Seconds between two looks.")
+@click.option("--file", "file", type=click.Path(dir_okay=False, path_type=Path), help="File to write to.")
+@click.option("--follow", is_flag=True, help="Keep updating the file until interrupted.")
+@click.option("--interval", "interval_s", default=5.0, show_default=True, help="Seconds between two updates.")
 def targets(scheduler: str, file: Path | None, follow: bool, interval_s: float) -> None:
-    """Print where metrics are to be scraped, or keep a file of it (file_sd) up to date.
+    """Print the scrape targets, or keep a file of them (file_sd) up to date.
 
     SCHEDULER is the address of the scheduler's dashboard, such as http://scheduler:8787, or of the scheduler
-    itself, such as tcp://scheduler:8786; default: Dask's scheduler-address. A file is replaced as a whole,
-    and stays as it is while the scheduler does not answer.
+    itself, such as tcp://scheduler:8786. The default is Dask's scheduler-address. The file is replaced
+    atomically, and does not change while the scheduler does not answer.
     """
     address = scheduler or str(dask.config.get("scheduler-address", None) or "")
     if not address:
@@ -129,7 +132,7 @@ def targets(scheduler: str, file: Path | None, follow: bool, interval_s: float) 
             "Give the scheduler's address, or set scheduler-address in Dask's configuration."
         )
     if follow and file is None:
-        raise click.UsageError("--follow needs a --file.")
+        raise click.UsageError("--follow is given without --file; add --file.")
     if not follow:
         text = _fetch(address)
         click.echo(text, nl=False) if file is None else replace(file, text)
@@ -142,32 +145,32 @@ def _follow(address: str, file: Path, interval_s: float) -> None:
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())
-    written = trouble = ""
+    written = reported = ""
     while True:
         try:
             text = _fetch(address)
             if text != written or not file.exists():
                 replace(file, text)
                 written = text
-            trouble = ""
+            reported = ""
         except (click.ClickException, OSError) as error:
-            told = error.format_message() if isinstance(error, click.ClickException) else str(error)
-            if told != trouble:  # once, not at each look
-                click.echo(f"Trying again every {interval_s:g} s: {told}", err=True)
-            trouble = told
+            problem = error.format_message() if isinstance(error, click.ClickException) else str(error)
+            if problem != reported:  # report a lasting problem once
+                click.echo(f"Trying again every {interval_s:g} s: {problem}", err=True)
+            reported = problem
         if ended.wait(interval_s):
             return
 
 
 def replace(file: Path, text: str) -> None:
-    """Put a new file in the place of an old one, so that readers see the one or the other."""
+    """Replace a file atomically: readers see either the old or the new content."""
     handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as new:
             new.write(text)
             new.flush()
             os.fsync(new.fileno())
-        os.chmod(name, 0o644)  # Prometheus mostly runs as a user of its own
+        os.chmod(name, 0o644)  # Prometheus usually runs as another user
         os.replace(name, file)
     except BaseException:
         os.unlink(name)
@@ -175,18 +178,18 @@ def replace(file: Path, text: str) -> None:
 
 
 def _fetch(address: str) -> str:
-    """Return the list of targets as text that differs only if they do."""
+    """Return the list of targets as JSON, sorted, so that equal lists give equal text."""
     try:
         found = _targets(address)
     except (ServeError, OSError, ValueError, http.client.HTTPException) as error:
-        raise click.ClickException(f"{address} did not give a list of targets: {error}") from error
+        raise click.ClickException(f"{address} did not return a list of targets: {error}") from error
     found.sort(key=lambda each: (each["labels"].get("dask_role", ""), each["targets"]))
     return json.dumps(found, indent=2) + "\n"
 
 
 def _targets(address: str) -> list[dict[str, Any]]:
     if not address.startswith(("http://", "https://")):
-        # Imported here: all of Dask, which whoever asks by HTTP does not need.
+        # Imported here because it imports all of Dask, which the HTTP path does not need.
         from daskserve.cluster.scheduler.discovery import ask_targets
 
         return ask_targets(address, TIMEOUT_S)
@@ -196,10 +199,10 @@ def _targets(address: str) -> list[dict[str, Any]]:
     except urllib.error.HTTPError as error:
         error.close()
         if error.code == 404:
-            raise ValueError("no instance of daskserve runs there") from None
+            raise ValueError("no instance of daskserve runs there; start one") from None
         raise
     if not isinstance(found, list) or not all(map(_is_target, found)):
-        raise ValueError("what it answered is no list of targets")
+        raise ValueError("the response is not a list of targets; give the address of a Dask dashboard")
     return found
 
 

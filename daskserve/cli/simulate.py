@@ -1,4 +1,4 @@
-"""``daskserve simulate``: what an autoscaling policy would have done to a recorded load."""
+"""``daskserve simulate``: simulate autoscaling policies on a recorded load."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from daskserve.simulation.report import as_dict, changes, picture, table
 from daskserve.simulation.svg import plot
 from daskserve.simulation.trace import Trace, TraceError, read_trace
 
-#: Not a policy that can be deployed, but one to compare with.
+#: A policy for comparison only, which cannot be deployed.
 KNATIVE = "knative"
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 
@@ -33,18 +33,22 @@ def simulate() -> None:
 
 
 def _config_options(command: CommandT) -> CommandT:
-    """Add the options that make an `AutoscalingConfig`."""
+    """Add the command-line options for an `AutoscalingConfig`."""
     for option in reversed(
         [
-            click.option("--policy", help="What decides; a name or an import path, as in AutoscalingConfig."),
+            click.option("--policy", help="Policy: a name or an import path, as in AutoscalingConfig."),
             click.option(
                 "--config",
                 "config_path",
                 type=click.Path(exists=True, dir_okay=False),
-                help="YAML file with options of AutoscalingConfig; those given here win.",
+                help="YAML file with options of AutoscalingConfig; command-line options take precedence.",
             ),
             click.option(
-                "--set", "settings", multiple=True, metavar="OPTION=VALUE", help="Any other option."
+                "--set",
+                "settings",
+                multiple=True,
+                metavar="OPTION=VALUE",
+                help="Another option of AutoscalingConfig. May be repeated.",
             ),
             click.option("--target", type=float, help="target_ongoing_requests."),
             click.option("--min", "min_replicas", type=int, help="min_replicas."),
@@ -57,7 +61,7 @@ def _config_options(command: CommandT) -> CommandT:
 
 
 def _service_options(command: CommandT) -> CommandT:
-    """Add the options that make a `Service`."""
+    """Add the command-line options for a `Service`."""
     for option in reversed(
         [
             click.option(
@@ -65,27 +69,39 @@ def _service_options(command: CommandT) -> CommandT:
                 type=int,
                 default=8,
                 show_default=True,
-                help="Requests a replica runs at a time.",
+                help="Maximum number of concurrent requests per replica.",
             ),
             click.option(
                 "--duration-s",
                 type=float,
                 default=0.1,
                 show_default=True,
-                help="How long a request runs, if the trace does not say.",
+                help="Mean duration of a request, if the trace has no durations.",
             ),
             click.option(
                 "--duration-cv",
                 type=float,
                 default=1.0,
                 show_default=True,
-                help="Spread of durations, as their deviation by their mean, if the trace does not say.",
+                help="Standard deviation of durations divided by their mean, if the trace has no durations.",
             ),
             click.option(
-                "--start-up-s", type=float, default=10.0, show_default=True, help="How long a replica starts."
+                "--start-up-s",
+                type=float,
+                default=10.0,
+                show_default=True,
+                help="Start-up time of a replica.",
             ),
-            click.option("--max-queued", type=float, default=1000.0, show_default=True, help="Refuse more."),
-            click.option("--deadline-s", type=float, default=math.inf, help="Give up who waited so long."),
+            click.option(
+                "--max-queued",
+                type=float,
+                default=1000.0,
+                show_default=True,
+                help="Maximum number of queued requests; more are rejected.",
+            ),
+            click.option(
+                "--deadline-s", type=float, default=math.inf, help="Maximum waiting time of a request."
+            ),
         ]
     ):
         command = option(command)
@@ -98,19 +114,22 @@ def _service_options(command: CommandT) -> CommandT:
     "trace_path",
     required=True,
     type=click.Path(exists=True, dir_okay=False),
-    help="CSV with the columns timestamp_s,requests, or timestamp_s and a line per request; duration_s "
-    "may be added.",
+    help="CSV file with the columns timestamp_s,requests, or with timestamp_s and a line per request; "
+    "duration_s may be added.",
 )
 @_config_options
 @_service_options
 @click.option(
-    "--compare", multiple=True, metavar="POLICY", help="Another policy, or knative. May be repeated."
+    "--compare",
+    multiple=True,
+    metavar="POLICY",
+    help="Another policy to compare with, or knative. May be repeated.",
 )
-@click.option("--price", type=float, default=0.0, help="Of one replica for one hour.")
+@click.option("--price", type=float, default=0.0, help="Price of one replica per hour.")
 @click.option("--starts-at", help="Time of day of the trace's first second, ISO 8601, for schedules.")
-@click.option("--exact", is_flag=True, help="Request by request instead of as a fluid.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of what chance there is.")
-@click.option("--plot", "plot_path", type=click.Path(dir_okay=False), help="Draw it, as FILE.svg.")
+@click.option("--exact", is_flag=True, help="Simulate single requests instead of a fluid.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random numbers.")
+@click.option("--plot", "plot_path", type=click.Path(dir_okay=False), help="SVG file for a plot.")
 @click.option("--json", "is_json", is_flag=True, help="Print JSON instead of a table.")
 def policy_command(
     trace_path: str,
@@ -123,10 +142,10 @@ def policy_command(
     is_json: bool,
     **options: Any,
 ) -> None:
-    """Simulate a policy, with the code that also runs in the controller, over a trace."""
+    """Simulate a policy on a trace, with the code that runs in the controller."""
     if plot_path is not None and Path(plot_path).suffix != ".svg":
         raise click.UsageError(
-            f"--plot draws SVG: give {Path(plot_path).with_suffix('.svg')}, not {plot_path}"
+            f"--plot is {plot_path}, but plots are SVG; give {Path(plot_path).with_suffix('.svg')}"
         )
     try:
         trace = read_trace(trace_path)
@@ -152,7 +171,7 @@ def policy_command(
         try:
             Path(plot_path).write_text(plot(outcomes), encoding="utf-8")
         except OSError as error:
-            raise click.ClickException(f"--plot cannot be written: {error}") from error
+            raise click.ClickException(f"Could not write {plot_path}: {error}") from error
     if is_json:
         click.echo(json.dumps([as_dict(outcome, price) for outcome in outcomes], indent=2))
     else:
@@ -161,16 +180,18 @@ def policy_command(
 
 def _print(trace: Trace, outcomes: list[Outcome], price: float) -> None:
     seconds = len(trace.counts)
-    click.echo(f"{trace.requests:,.0f} requests in {seconds:,} s, {trace.requests / seconds:,.1f} a second\n")
+    click.echo(
+        f"{trace.requests:,.0f} requests in {seconds:,} s, {trace.requests / seconds:,.1f} per second\n"
+    )
     click.echo(table(outcomes, price))
     for outcome in outcomes:
         click.echo(f"\n{picture(outcome)}")
     if outcomes[0].history.changes:
-        click.echo(f"\nWhat {outcomes[0].name} changed, and why:\n{changes(outcomes[0])}")
+        click.echo(f"\nChanges of {outcomes[0].name}, with reasons:\n{changes(outcomes[0])}")
 
 
 def _configs(options: dict[str, Any], compare: tuple[str, ...]) -> dict[str, AutoscalingConfig]:
-    """Return the config of each policy by the name to show, the one asked about first."""
+    """Return the config of each policy by its display name, the main policy first."""
     values = _from_file(options["config_path"]) | _from_settings(options["settings"])
     for name, option in (
         ("policy", "policy"),
@@ -185,7 +206,7 @@ def _configs(options: dict[str, Any], compare: tuple[str, ...]) -> dict[str, Aut
     first = str(values.get("policy", AutoscalingConfig.model_fields["policy"].default))
     found = {}
     for name in dict.fromkeys((first, *compare)):
-        # Arguments of one policy are none of another's.
+        # The arguments of one policy do not apply to another.
         own = (
             values
             if name == first
@@ -206,7 +227,7 @@ def _from_file(path: str | None) -> dict[str, Any]:
     if found is None:
         return {}
     if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
-        raise ValueError(f"{path} has to be a mapping of options, such as max_replicas: 10")
+        raise ValueError(f"{path} is not a mapping of options; write lines such as max_replicas: 10")
     return found
 
 

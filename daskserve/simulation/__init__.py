@@ -1,1 +1,1 @@
-"""What an autoscaling policy would have done to a recorded load, by the controller's own code."""
+"""Simulate autoscaling policies on recorded loads, with the code that the controller runs."""

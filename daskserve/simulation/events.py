@@ -1,4 +1,4 @@
-"""The same queue request by request: exact for what it models, in a time that grows with the requests."""
+"""The event-based queue: exact, request by request; its run time grows with the number of requests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from daskserve.simulation.queueing import Limits, Tally
 
 
 def drawn_duration_s(mean_s: float, cv: float, rng: random.Random) -> float:
-    """Return a duration: constant without spread, else from a gamma distribution (exponential at 1)."""
+    """Draw a duration from a gamma distribution with this coefficient of variation; constant if it is 0."""
     if cv <= 0:
         return mean_s
     shape = 1 / cv**2
@@ -19,7 +19,7 @@ def drawn_duration_s(mean_s: float, cv: float, rng: random.Random) -> float:
 
 
 class EventQueue:
-    """Requests one by one. Those of a tick come at random times within it."""
+    """Simulates single requests, which arrive at random times within each tick."""
 
     def __init__(self, limits: Limits, rng: random.Random, *, duration_cv: float = 1.0) -> None:
         self.tally = Tally()
@@ -39,7 +39,7 @@ class EventQueue:
         return float(len(self._arrived))
 
     def advance(self, now: float, tick_s: float, arrivals: float, slots: int, duration_s: float) -> None:
-        """Let a tick that begins at ``now`` pass."""
+        """Simulate the tick that begins at ``now``."""
         self._fraction += arrivals
         count = math.floor(self._fraction)
         self._fraction -= count
@@ -53,12 +53,12 @@ class EventQueue:
                 self.tally.completed += 1
                 self._fill(ended, slots, duration_s)
             if at < now + tick_s:
-                self._come(at, slots, duration_s)
+                self._arrive(at, slots, duration_s)
         self._expire(now + tick_s)
         if self.tally.completed == before and not self._arrived:
             self.tally.last_wait_s = 0.0
 
-    def _come(self, at: float, slots: int, duration_s: float) -> None:
+    def _arrive(self, at: float, slots: int, duration_s: float) -> None:
         if len(self._ends) >= slots and len(self._arrived) + 1 > self._limits.max_queued:
             self.tally.rejected += 1
             return

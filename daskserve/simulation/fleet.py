@@ -1,4 +1,4 @@
-"""Replicas that start, run and go while an autoscaler looks at them, over a whole trace."""
+"""Simulate the replicas of a backend and its autoscaler over a whole trace."""
 
 from __future__ import annotations
 
@@ -20,32 +20,33 @@ from daskserve.simulation.queueing import FluidQueue, Limits, Queue
 from daskserve.simulation.trace import Trace
 
 TICK_S = 1.0
-#: Upper bounds of the buckets that policies see latencies in.
+#: Upper bounds of the latency buckets in samples.
 LATENCY_BOUNDS_S: Sequence[float] = tuple(
     base * 10**power for power in range(-4, 2) for base in (1, 2.5, 5) if base * 10**power <= 60
 )
-#: In so many equal parts is the distribution of durations put on top of waits.
+#: Number of equal parts into which the distribution of durations is split when it is added to waits.
 PARTS = 100
-#: The same for what policies see, each second.
+#: The same for the samples that policies receive each second.
 COARSE_PARTS = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What one replica does.
+    """The behaviour of one replica.
 
     Attributes
     ----------
     concurrency : int
-        How many requests it runs at a time.
+        Maximum number of concurrent requests.
     duration_s : float
-        How long one takes on average, where the trace does not say.
+        Mean duration of a request, if the trace has no durations.
     duration_cv : float
-        Their standard deviation by their mean: 0 for all the same, 1 for exponential ones.
+        Coefficient of variation of durations (standard deviation divided by mean), if the trace has none: 0
+        for constant durations, 1 for exponential ones.
     start_up_s : float
-        From the decision until it runs.
+        Time from the decision until the replica runs.
     limits : Limits
-        Of the queue before the replicas.
+        Limits of the queue in front of the replicas.
     """
 
     concurrency: int = 8
@@ -57,7 +58,7 @@ class Service:
     def __post_init__(self) -> None:
         wrong = None
         if self.concurrency < 1:
-            wrong = f"concurrency is {self.concurrency}; a replica runs 1 request at least"
+            wrong = f"concurrency is {self.concurrency}; give 1 or more"
         elif not 0 < self.duration_s < math.inf:
             wrong = f"duration_s is {self.duration_s}; give seconds above 0"
         elif not 0 <= self.duration_cv < math.inf:
@@ -65,14 +66,17 @@ class Service:
         elif not 0 <= self.start_up_s < math.inf:
             wrong = f"start_up_s is {self.start_up_s}; give seconds, 0 or more"
         elif self.limits.max_queued < 0 or not self.limits.deadline_s > 0:
-            wrong = "max_queued cannot be negative, and deadline_s has to be above 0"
+            wrong = (
+                f"max_queued is {self.limits.max_queued} and deadline_s is {self.limits.deadline_s}; give 0 "
+                "or more, and a number above 0"
+            )
         if wrong is not None:
             raise ValueError(wrong)
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One change of the wanted number."""
+    """One change of the target number of replicas."""
 
     at: float
     before: int
@@ -82,7 +86,7 @@ class Change:
 
 @dataclass(slots=True)
 class History:
-    """What was seen at the end of every tick, and every change."""
+    """The state at the end of every tick, and every change."""
 
     running: array[float] = field(default_factory=lambda: array("d"))
     target: array[float] = field(default_factory=lambda: array("d"))
@@ -93,7 +97,7 @@ class History:
 
 
 class Fleet:
-    """The replicas of one backend. Which ones are given up first: those that do not run yet."""
+    """The replicas of one backend. Scaling down stops starting replicas before running ones."""
 
     def __init__(self, replicas: int, start_up_s: float) -> None:
         self.target = replicas
@@ -103,11 +107,11 @@ class Fleet:
 
     @property
     def existing(self) -> int:
-        """How many run or start: what is paid for."""
+        """The number of running and starting replicas, all of which are paid for."""
         return self.running + len(self._ready_at)
 
     def scale(self, target: int, now: float) -> None:
-        """Begin or give up replicas until so many are there or on their way."""
+        """Start or stop replicas until ``target`` of them run or start."""
         self.target = target
         self._ready_at += [now + self._start_up_s] * (target - self.existing)
         while self.existing > target and self._ready_at:
@@ -115,7 +119,7 @@ class Fleet:
         self.running = min(self.running, target)
 
     def advance(self, now: float) -> None:
-        """Let run what is ready by now."""
+        """Mark the replicas that have started by ``now`` as running."""
         while self._ready_at and self._ready_at[0] <= now:
             self._ready_at.pop(0)
             self.running += 1
@@ -123,7 +127,7 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a policy made of a trace."""
+    """The result of simulating a policy on a trace."""
 
     name: str
     trace: Trace
@@ -134,15 +138,15 @@ class Outcome:
 
     @property
     def replica_hours(self) -> float:
-        """What was paid for."""
+        """The sum of the lifetimes of all replicas, in hours."""
         return self.history.replica_seconds / 3600
 
     def wait_quantile_s(self, share: float) -> float:
-        """Return how long so many of those who began had waited, at most."""
+        """Return a quantile of the waiting times of requests that began."""
         return _quantile(self.queue.tally.waits_ms, share)
 
     def latency_quantile_s(self, share: float) -> float:
-        """Return how long so many took, wait and work together, at most."""
+        """Return a quantile of latencies, which are waiting time plus duration."""
         parts = duration_parts_s(self.trace.mean_duration_s or self.service.duration_s, self.duration_cv)
         found: dict[int, float] = {}
         for wait_ms, count in self.queue.tally.waits_ms.items():
@@ -163,18 +167,18 @@ def simulate(
     wall_offset_s: float = 0.0,
     rng: random.Random | None = None,
 ) -> Outcome:
-    """Return what the autoscaler of ``config`` makes of ``trace``.
+    """Simulate the autoscaler of ``config`` on ``trace``.
 
     Parameters
     ----------
     make : callable, optional
-        Makes the autoscaler, if it is to differ from the controller's.
+        Makes an autoscaler that differs from the controller's.
     is_exact : bool
-        Simulate request by request instead of as a fluid.
+        Simulate single requests instead of a fluid.
     wall_offset_s : float
-        What to add to the trace's timestamps for the time of day, which schedules go by.
+        Offset from the trace's timestamps to seconds since the epoch, for schedules.
     rng : random.Random, optional
-        What chance there is; without one every run is the same.
+        Source of randomness; by default, one with a fixed seed.
     """
     rng = seeded_rng(0) if rng is None else rng
     cv = service.duration_cv if trace.duration_cv is None else trace.duration_cv
@@ -193,14 +197,14 @@ def simulate(
 def _autoscaler(config: AutoscalingConfig) -> Autoscaler:
     if config.group is not None:
         raise ValueError(
-            f"group={config.group!r} cannot be simulated, as one backend is alone here; leave it out, and "
-            "give a policy of one context"
+            f"group={config.group!r} cannot be simulated, because the simulation has one backend; omit group "
+            "and give a policy that takes one context"
         )
     return Autoscaler("simulated", config, latency_bounds_s=LATENCY_BOUNDS_S)
 
 
 class _Run:
-    """One simulation on its way."""
+    """A running simulation."""
 
     def __init__(
         self,
@@ -224,13 +228,13 @@ class _Run:
         self._fleet = Fleet(Bounds.of(config).first, service.start_up_s)
         self._interval_s = config.metrics_interval_s
         self._is_noisy = isinstance(queue, FluidQueue)
-        # Most policies do not look at latencies, and to count them takes as long as all the rest.
+        # Counting latencies takes as long as all the rest, and most policies do not read them.
         self._counts_latencies = config.policy not in ("target_ongoing_requests", "classic", "promql")
         self._looked_at = 0.0
         self._completed = 0.0
 
     def tick(self, second: int) -> None:
-        """Let one second pass, then look, if it is time to."""
+        """Simulate one second, then run the autoscaler if it is due."""
         now, fleet, queue = second * TICK_S, self._fleet, self._queue
         fleet.advance(now)
         durations = self._trace.durations_s
@@ -244,7 +248,7 @@ class _Run:
         history.queued.append(queue.queued)
         history.wait_s.append(queue.tally.last_wait_s)
         end = now + TICK_S
-        # The first request for a backend without replicas is told to the controller at once.
+        # The first request for a backend without replicas is reported to the controller at once.
         is_first = fleet.target == 0 and queue.queued > 0
         if end - self._looked_at >= self._interval_s - 1e-9 or is_first:
             self._look(end, slots, duration_s)
@@ -256,7 +260,7 @@ class _Run:
         self._completed, self._looked_at = queue.tally.completed, now
         ongoing = queue.ongoing
         if self._is_noisy and 0 < ongoing < slots:
-            # A look finds as many as just happen to run.
+            # A sample sees the number that happens to run at its time.
             ongoing = min(slots, max(0.0, self._rng.gauss(ongoing, math.sqrt(ongoing))))
         counts: Sequence[int] = ()
         if self._counts_latencies and ended > 0:
@@ -271,7 +275,7 @@ class _Run:
 
 
 def duration_parts_s(mean_s: float, cv: float, parts: int = PARTS) -> list[float]:
-    """Return the durations of equal parts of the requests: a gamma distribution, by Wilson and Hilferty."""
+    """Return the durations of equal parts of a gamma distribution (Wilson-Hilferty approximation)."""
     shape = 1 / max(cv, 1e-3) ** 2
     found = []
     for part in range(parts):
@@ -283,9 +287,9 @@ def duration_parts_s(mean_s: float, cv: float, parts: int = PARTS) -> list[float
 
 
 def latency_counts(wait_s: float, ended: float, duration_s: float, parts_s: Sequence[float]) -> list[int]:
-    """Return how many of those that ended took how long, by `LATENCY_BOUNDS_S`; the parts ascend."""
+    """Return the number of ended requests in each bucket of `LATENCY_BOUNDS_S`; ``parts_s`` ascend."""
     counts = [0] * (len(LATENCY_BOUNDS_S) + 1)
-    # Bounds between the shortest and the longest are few, and there is a look for each second of a day.
+    # Visit only the few bounds between the shortest and the longest: this runs for each second of a day.
     shortest = bisect_left(LATENCY_BOUNDS_S, wait_s + parts_s[0] * duration_s)
     longest = bisect_left(LATENCY_BOUNDS_S, wait_s + parts_s[-1] * duration_s)
     each, before = ended / len(parts_s), 0

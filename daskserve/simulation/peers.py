@@ -1,8 +1,9 @@
-"""Knative's autoscaler, to compare with: a stable window of 60 s and one of 6 s for panic.
+"""Knative's autoscaler, for comparison, with a stable window of 60 s and a panic window of 6 s.
 
-By its documentation: the mean of what runs and waits over the stable window, by the target, is the number.
-While the same over 6 s is twice what the ready ones should carry, that counts instead, and none goes until a
-stable window has passed without. A step is at most 1,000 times up and half down.
+As its documentation says, the number of replicas is the mean of running plus queued requests over the stable
+window, divided by the target. When the mean over the panic window is twice what the ready replicas should
+carry, that mean is used instead. No replica stops until a stable window has passed without panic. A step
+multiplies the replicas by at most 1,000 or divides them by at most 2.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ ZERO_GRACE_S = 30.0
 
 
 def knative(context: AutoscalingContext) -> Decision:
-    """Decide as Knative does."""
+    """Return the decision that Knative would make."""
     samples, target = context.samples, context.config.target_ongoing_requests
     if not samples:
         return Decision(context.target_num_replicas, "no metrics yet")
@@ -43,7 +44,7 @@ def knative(context: AutoscalingContext) -> Decision:
 
 
 def knative_autoscaler(config: AutoscalingConfig) -> Autoscaler:
-    """Return an autoscaler that does as Knative's, with the bounds and the target of ``config``."""
+    """Return an autoscaler that behaves like Knative's, with the bounds and the target of ``config``."""
     own = config.model_copy(update={"look_back_period_s": STABLE_S})
     damping = Damping(
         0.0, 0.0, ZERO_GRACE_S, STABLE_S, cuts_look_back=False, settles=False, multiple_of=config.multiple_of

@@ -1,12 +1,13 @@
-"""Requests as a fluid: what waits, runs and ends in one tick, at the cost of a few sums.
+"""A fluid model of the queue: the requests that wait, run and end in one tick cost only a few sums.
 
-Requests run in slots, as many per replica as it runs at a time, and leave a slot at the rate of one per mean
-duration; who finds none waits in order. Within a tick everything flows evenly, so what chance does within it
-(two at once, a long one before a short one) is put on top by Sakasegawa's approximation of the wait in an
-M/G/c queue. What this leaves out: which replica a request goes to (all slots are one pool, as if the router
-always found a free one), and the shape of the distribution of durations beyond its mean and spread.
+Requests run in slots, of which each replica has a fixed number. A slot completes one request per mean
+duration, and requests without a slot wait in order. Within a tick everything flows evenly. Random variation
+(two arrivals at once, a long request before a short one) is added with Sakasegawa's approximation of the wait
+in an M/G/c queue. The model ignores which replica a request goes to: all slots form one pool, as if the
+router always found a free one. It also ignores the shape of the distribution of durations, beyond its mean
+and spread.
 
-`daskserve.simulation.events` does the same request by request; a test compares the two.
+`daskserve.simulation.events` models the same queue request by request; a test compares the two.
 """
 
 from __future__ import annotations
@@ -16,28 +17,28 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Protocol
 
-#: The wait of those who wait by chance is exponential; here are the means of its fifths, by its mean.
+#: Random waits are exponential; these are the means of the fifths of that distribution, relative to its mean.
 CHANCES = (0.107, 0.360, 0.708, 1.217, 2.609)
-#: Waits by chance build up over some seconds: they go by the load of so long.
+#: Window of the load that determines random waits, which build up over some seconds.
 CHANCE_PERIOD_S = 30.0
-#: In so many parts begins what begins in one tick.
+#: Number of parts into which the requests that begin in one tick are split.
 PIECES = 4
-#: Fewer requests than that are none.
+#: A smaller number of requests counts as zero.
 LEAST = 1e-12
-#: A chance below this is none.
+#: A smaller probability of waiting counts as zero.
 LEAST_CHANCE = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What bounds a queue.
+    """The limits of a queue.
 
     Attributes
     ----------
     max_queued : float
-        More are refused, with 503.
+        Maximum length; requests beyond it are rejected with 503.
     deadline_s : float
-        Who has waited so long is given up.
+        Maximum waiting time; requests that wait longer expire.
     """
 
     max_queued: float = math.inf
@@ -46,41 +47,41 @@ class Limits:
 
 @dataclass(slots=True)
 class Tally:
-    """What has become of all requests so far."""
+    """Counts of all requests so far, by outcome."""
 
     completed: float = 0.0
     rejected: float = 0.0
     expired: float = 0.0
-    #: How many began after so many milliseconds of waiting.
+    #: Number of requests that began, by waiting time in milliseconds.
     waits_ms: dict[int, float] = field(default_factory=dict)
-    #: The wait of those who began in the newest tick, on average.
+    #: Mean waiting time of the requests that began in the last tick.
     last_wait_s: float = 0.0
 
     def began(self, wait_s: float, count: float) -> None:
-        """Count requests that found a slot."""
+        """Count requests that began after waiting."""
         key = int(wait_s * 1000)
         self.waits_ms[key] = self.waits_ms.get(key, 0.0) + count
 
 
 class Queue(Protocol):
-    """Requests of one backend, waiting and running."""
+    """The waiting and running requests of one backend."""
 
     tally: Tally
 
     @property
     def ongoing(self) -> float:
-        """How many run."""
+        """Number of running requests."""
 
     @property
     def queued(self) -> float:
-        """How many wait."""
+        """Number of waiting requests."""
 
     def advance(self, now: float, tick_s: float, arrivals: float, slots: int, duration_s: float) -> None:
-        """Let a tick that begins at ``now`` pass."""
+        """Simulate the tick that begins at ``now``."""
 
 
 class FluidQueue:
-    """Requests as a fluid; see the module."""
+    """Models requests as a fluid; see the module."""
 
     def __init__(self, limits: Limits, *, duration_cv: float = 1.0) -> None:
         self.tally = Tally()
@@ -88,9 +89,9 @@ class FluidQueue:
         self._spread = (1 + duration_cv**2) / 2
         self._running = 0.0
         self._waiting = 0.0
-        #: The load of the last seconds, in slots; -1 before the first.
+        #: The load of the last seconds, in slots; -1 before the first tick.
         self._level = -1.0
-        #: Who waits: from when to when they came, evenly, and how many; the longest first.
+        #: Waiting requests, oldest first: start and end of their even arrival, and their number.
         self._cohorts: deque[tuple[float, float, float]] = deque()
 
     @property
@@ -102,9 +103,9 @@ class FluidQueue:
         return self._waiting
 
     def advance(self, now: float, tick_s: float, arrivals: float, slots: int, duration_s: float) -> None:
-        """Let a tick that begins at ``now`` pass."""
+        """Simulate the tick that begins at ``now``."""
         inflow = self._waiting + arrivals
-        # All could run at once: towards Little's law, as fast as requests end.
+        # If all can run at once, the number in flight approaches Little's law as fast as requests end.
         level = inflow / tick_s * duration_s
         if self._level < 0:
             self._level = level
@@ -126,14 +127,14 @@ class FluidQueue:
         self._refuse()
 
     def _saturated(self, tick_s: float, inflow: float, slots: int, duration_s: float) -> tuple[float, float]:
-        """Return how many end and may begin while there are more than slots."""
-        given_up = max(0.0, self._running - slots)  # slots that are still being emptied
+        """Return how many requests end, and how many may begin, while there are more requests than slots."""
+        given_up = max(0.0, self._running - slots)  # slots of stopping replicas, which are draining
         ended = slots * tick_s / duration_s + given_up * (1 - math.exp(-tick_s / duration_s))
         ended = min(self._running + inflow, ended)
         return ended, min(inflow, max(0.0, ended + slots - self._running))
 
     def _began_all(self, now: float, tick_s: float, arrivals: float, slots: int, duration_s: float) -> None:
-        """Let everybody begin: first who waits, as fast as slots get free, then who comes."""
+        """Begin all requests: first the waiting ones, as slots become free, then the arriving ones."""
         tally, backlog = self.tally, self._waiting
         tally.last_wait_s = 0.0
         if backlog > 0:
@@ -150,7 +151,7 @@ class FluidQueue:
         if chance < LEAST_CHANCE:
             tally.waits_ms[0] = tally.waits_ms.get(0, 0.0) + arrivals
             return
-        # Who waits longer than that does so behind a queue, and the fluid shows it.
+        # Longer waits come from a queue, which the fluid model already contains.
         mean_s = min(self._spread * duration_s / (slots * (1 - use)), CHANCE_PERIOD_S)
         tally.began(0.0, arrivals * (1 - chance))
         for part in CHANCES:
@@ -158,7 +159,7 @@ class FluidQueue:
         tally.last_wait_s = max(tally.last_wait_s, chance * mean_s)
 
     def _begin(self, now: float, span_s: float, count: float, deadline_s: float) -> float:
-        """Let so many of those who wait begin, evenly over a time, the longest first; return how many did."""
+        """Begin up to ``count`` waiting requests, oldest first, evenly over a time; return how many began."""
         begun = waited = 0.0
         while count - begun > LEAST and self._cohorts:
             at = now + span_s * begun / count
@@ -181,7 +182,7 @@ class FluidQueue:
         return begun
 
     def _expire(self, oldest: float) -> None:
-        """Give up who came before ``oldest``."""
+        """Expire the requests that arrived before ``oldest``."""
         cohorts = self._cohorts
         while cohorts and cohorts[0][0] < oldest:
             since, until, size = cohorts.popleft()
@@ -194,7 +195,7 @@ class FluidQueue:
             self._waiting = 0.0
 
     def _refuse(self) -> None:
-        """Refuse who came last to a queue that was full."""
+        """Reject the newest requests of a queue that is too long."""
         while self._cohorts and self._waiting > self._limits.max_queued:
             since, until, size = self._cohorts.pop()
             refused = min(size, self._waiting - self._limits.max_queued)

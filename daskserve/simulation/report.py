@@ -1,4 +1,4 @@
-"""What came of a simulation, for people and for programs."""
+"""Present the results of simulations as text and as JSON."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 from daskserve.simulation.fleet import Outcome
 
 BARS = " ▁▂▃▄▅▆▇█"
-#: How wide a line of blocks is drawn.
+#: Width of a sparkline, in characters.
 WIDTH = 72
-#: Changes shown with their reasons.
+#: Maximum number of changes that are listed with their reasons.
 MOST_CHANGES = 12
 
 
 def as_dict(outcome: Outcome, price: float = 0.0) -> dict[str, Any]:
-    """Return the figures of an outcome as plain values for JSON."""
+    """Return an outcome as plain values for JSON."""
     history, tally = outcome.history, outcome.queue.tally
     return {
         "policy": outcome.name,
@@ -87,7 +87,7 @@ def _text(name: str, value: Any) -> str:
 
 
 def resampled(values: Sequence[float], width: int) -> list[float]:
-    """Return at most ``width`` values, each the largest of its share: peaks must not be lost."""
+    """Return at most ``width`` values, each the maximum of its part, so that peaks stay visible."""
     if len(values) <= width:
         return list(values)
     edges = [round(place * len(values) / width) for place in range(width + 1)]
@@ -95,7 +95,7 @@ def resampled(values: Sequence[float], width: int) -> list[float]:
 
 
 def sparkline(values: Sequence[float], width: int = WIDTH) -> str:
-    """Return a line of blocks as high as the values; anything above 0 is seen."""
+    """Return a sparkline of the values, in which anything above 0 is visible."""
     shown = resampled(values, width)
     top = max(shown, default=0.0)
     if top <= 0:
@@ -105,7 +105,7 @@ def sparkline(values: Sequence[float], width: int = WIDTH) -> str:
 
 
 def picture(outcome: Outcome) -> str:
-    """Return load, replicas, queue and wait over time, as lines of blocks."""
+    """Return sparklines of load, replicas, queue and wait over time."""
     history = outcome.history
     rows = [
         ("requests/s", outcome.trace.counts, ""),
@@ -129,7 +129,7 @@ def _span(seconds: int) -> str:
 
 
 def changes(outcome: Outcome, most: int = MOST_CHANGES) -> str:
-    """Return the first changes, a line each, with their reasons."""
+    """Return the first changes with their reasons, one per line."""
     found = outcome.history.changes
     lines = [f"{each.at:>9,.0f} s  {each.before} to {each.after}: {each.reason}" for each in found[:most]]
     if len(found) > most:

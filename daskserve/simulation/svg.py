@@ -15,12 +15,12 @@ from daskserve.simulation.report import resampled
 
 COLOURS: Sequence[str] = ("#1b6ca8", "#d1495b", "#2e8b57", "#b8860b", "#6a4c93", "#444444")
 WIDTH, PANEL, GAP, LEFT, TOP = 900, 130, 34, 70, 40
-#: More points than pixels only make the file larger.
+#: Maximum number of points of a line. More points than pixels would only make the file larger.
 MOST_POINTS = WIDTH - LEFT - 20
 
 
 def plot(outcomes: Sequence[Outcome]) -> str:
-    """Return one drawing: load, replicas, queue and wait over time, a line per outcome."""
+    """Return an SVG of load, replicas, queue and wait over time, with one line per outcome."""
     first = outcomes[0]
     panels: list[tuple[str, list[Sequence[float]]]] = [
         ("requests/s", [first.trace.counts]),
@@ -76,7 +76,7 @@ def _panel(top: int, title: str, series: Sequence[Sequence[float]], seconds: int
 
 
 def _steps(values: Sequence[float], limit: float, top: int, right: int) -> str:
-    """Return a path of level pieces, one per change of the value."""
+    """Return a step-shaped path, with one step per change of the value."""
     parts: list[str] = []
     before = math.nan
     for number, value in enumerate(values):
@@ -89,7 +89,7 @@ def _steps(values: Sequence[float], limit: float, top: int, right: int) -> str:
 
 
 def _nice(value: float) -> float:
-    """Return the next round number, for the end of an axis."""
+    """Return the next larger round number, for the end of an axis."""
     if value <= 0:
         return 1.0
     scale = 10.0 ** math.floor(math.log10(value))

@@ -1,12 +1,12 @@
-"""A load to try policies on: how many requests come in each second.
+"""A recorded load: the number of requests that arrive in each second.
 
-Traces are CSV files with a header, in one of two forms. Lines may be in any order.
+A trace is a CSV file with a header, in one of two forms. Lines may be in any order.
 
-- ``timestamp_s,requests``: a line per second or longer; so many requests from then on until the next line's
-  second, at the latest for the shortest distance of two lines.
-- ``timestamp_s``: a line per request.
+- ``timestamp_s,requests``: one line per period of a second or longer, with the number of requests in it. The
+  period is the shortest distance between two lines.
+- ``timestamp_s``: one line per request.
 
-A column ``duration_s`` may be added to either: how long the request, or the mean one, takes once it runs.
+Both forms may have a column ``duration_s`` with the duration of the request, or the mean of the requests.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 COLUMNS = ("timestamp_s", "requests", "duration_s")
-#: More is hardly meant: somebody wrote milliseconds.
+#: Longest accepted trace. A longer one probably has its timestamps in milliseconds.
 LONGEST_S = 366 * 86_400
 
 
 class TraceError(ValueError):
-    """A trace cannot be read; the message names the line, the value and what is expected."""
+    """A trace is invalid; the message names the line, the value and what is expected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +36,14 @@ class Trace:
     Attributes
     ----------
     counts : sequence of float
-        How many requests come in each second.
+        Number of requests that arrive in each second.
     durations_s : sequence of float
-        How long those of each second take, on average; empty if the trace does not say.
+        Mean duration of the requests of each second; empty if the trace has no durations.
     duration_cv : float or None
-        The spread of durations: their standard deviation by their mean; None if the trace does not say.
+        Coefficient of variation of durations (standard deviation divided by mean); None if the trace has no
+        durations.
     starts_at : float
-        The first second, on the clock of the trace.
+        Timestamp of the first second, on the clock of the trace.
     """
 
     counts: Sequence[float]
@@ -52,12 +53,12 @@ class Trace:
 
     @property
     def requests(self) -> float:
-        """How many requests there are."""
+        """Total number of requests."""
         return math.fsum(self.counts)
 
     @property
     def mean_duration_s(self) -> float | None:
-        """How long a request takes on average; None if the trace does not say."""
+        """Mean duration of a request; None if the trace has no durations."""
         if not self.durations_s or self.requests <= 0:
             return None
         pairs = zip(self.counts, self.durations_s, strict=True)
@@ -65,14 +66,14 @@ class Trace:
 
 
 def read_trace(path: str | Path) -> Trace:
-    """Return the trace in a CSV file.
+    """Read a trace from a CSV file.
 
     Raises
     ------
     TraceError
-        The file is none.
+        The file is not a valid trace.
     OSError
-        It cannot be opened.
+        The file cannot be opened.
     """
     with open(path, encoding="utf-8-sig", newline="") as file:
         try:
@@ -82,23 +83,23 @@ def read_trace(path: str | Path) -> Trace:
 
 
 def parse_trace(lines: Iterable[str] | str, *, name: str = "the trace") -> Trace:
-    """Return the trace in lines of CSV; see `read_trace`."""
+    """Parse a trace from lines of CSV; see `read_trace`."""
     reader = csv.DictReader(io.StringIO(lines) if isinstance(lines, str) else lines, skipinitialspace=True)
     columns = [column.strip() for column in reader.fieldnames or ()]
     reader.fieldnames = columns
     if COLUMNS[0] not in columns or set(columns) - set(COLUMNS):
         raise TraceError(
-            f"{name} has the columns {', '.join(columns) or 'none'}; its first line must be "
-            "timestamp_s,requests or, with a line per request, timestamp_s; either may have duration_s too"
+            f"{name} has the columns {', '.join(columns) or 'none'}; make its first line "
+            "timestamp_s,requests or, with a line per request, timestamp_s; both may have duration_s too"
         )
     rows = list(_rows(reader, name))
     if not rows:
-        raise TraceError(f"{name} has no line below its header")
+        raise TraceError(f"{name} has no line below its header; add the requests")
     first = math.floor(min(at for at, _, _ in rows))
     last = math.floor(max(at for at, _, _ in rows))
     if last - first >= LONGEST_S:
         raise TraceError(
-            f"{name} goes from {first} to {last}, {(last - first) / 86_400:.0f} days; timestamp_s is in "
+            f"{name} goes from {first} to {last}, {(last - first) / 86_400:.0f} days; give timestamp_s in "
             "seconds"
         )
     if "requests" in columns:
@@ -111,12 +112,14 @@ def _rows(reader: csv.DictReader[str], name: str) -> Iterator[tuple[float, float
     for row in reader:
         where = f"{name}, line {reader.line_num}"
         if None in row or None in row.values():
-            raise TraceError(f"{where} does not have as many values as the header")
+            raise TraceError(f"{where} does not have as many values as the header; give one per column")
         at = _number(row, "timestamp_s", where)
         requests = _number(row, "requests", where) if "requests" in row else 1.0
         duration_s = _number(row, "duration_s", where) if "duration_s" in row else 0.0
         if requests < 0 or duration_s < 0:
-            raise TraceError(f"{where}: requests and duration_s cannot be negative")
+            raise TraceError(
+                f"{where}: requests={requests:g} and duration_s={duration_s:g}; neither can be negative"
+            )
         yield at, requests, duration_s
 
 
@@ -126,12 +129,12 @@ def _number(row: Mapping[str, str], column: str, where: str) -> float:
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise TraceError(f"{where}: {column} is {row[column]!r}; it has to be a number")
+        raise TraceError(f"{where}: {column} is {row[column]!r}; give a number")
     return value
 
 
 def _spread(rows: Sequence[tuple[float, float, float]]) -> Iterator[tuple[float, float, float]]:
-    """Spread what came within several seconds over all of them, as a line per minute asks for."""
+    """Spread the requests of each line evenly over its period, such as the 60 s of a line per minute."""
     ordered = sorted(rows)
     gaps = [later[0] - earlier[0] for earlier, later in itertools.pairwise(ordered)]
     period = max(1, round(min((gap for gap in gaps if gap > 0), default=1.0)))

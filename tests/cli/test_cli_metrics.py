@@ -98,7 +98,7 @@ def test_what_gives_no_targets_is_named(scheduler: Scheduler, answer: Any) -> No
     scheduler.answer = answer
     result = run("targets", scheduler.url)
     assert result.exit_code == 1
-    assert f"{scheduler.url} did not give a list of targets" in result.output
+    assert f"{scheduler.url} did not return a list of targets" in result.output
     assert ("no instance of daskserve runs there" in result.output) == (answer[0] == 404)
 
 
@@ -106,16 +106,16 @@ def test_half_an_answer_is_none(scheduler: Scheduler) -> None:
     scheduler.missing_bytes = 10
     result = run("targets", scheduler.url)
     assert result.exit_code == 1
-    assert f"{scheduler.url} did not give a list of targets" in result.output
+    assert f"{scheduler.url} did not return a list of targets" in result.output
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["targets"], "Give the scheduler's address"),
-        (["targets", "http://h:1", "--follow"], "--follow needs a --file"),
-        (["scrape-config"], "Give the scheduler's dashboard"),
-        (["scrape-config", "tcp://h:8786"], "Give the scheduler's dashboard"),
+        (["targets", "http://h:1", "--follow"], "--follow is given without --file"),
+        (["scrape-config"], "give an address such as http://scheduler:8787"),
+        (["scrape-config", "tcp://h:8786"], "give an address such as http://scheduler:8787"),
     ],
 )
 def test_wrong_usage_says_what_is_missing(arguments: list[str], message: str) -> None:

@@ -31,10 +31,10 @@ def test_a_table_pictures_and_reasons_are_printed(trace: Path, tmp_path: Path) -
         "--trace", trace, "--compare", "classic", "--compare", "knative", "--plot", plot, "--price", 2
     )
     assert found.exit_code == 0, found.output
-    assert found.output.startswith("42,000 requests in 300 s, 140.0 a second\n")
+    assert found.output.startswith("42,000 requests in 300 s, 140.0 per second\n")
     for name in ("target_ongoing_requests", "classic", "knative"):
         assert f"\n{name}" in found.output
-    assert "What target_ongoing_requests changed, and why:" in found.output
+    assert "Changes of target_ongoing_requests, with reasons:" in found.output
     assert plot.read_text().startswith("<svg ")
 
 
@@ -86,8 +86,8 @@ def always(context: object, number: int) -> int:
         (["--set", "policy_kwargs={"], "not YAML"),
         (["--concurrency", "0"], "concurrency is 0"),
         (["--start-up-s", "-1"], "start_up_s is -1"),
-        (["--plot", "out.png"], "give out.svg, not out.png"),
-        (["--plot", "/nowhere/at/all/out.svg"], "--plot cannot be written"),
+        (["--plot", "out.png"], "out.png, but plots are SVG; give out.svg"),
+        (["--plot", "/nowhere/at/all/out.svg"], "Could not write"),
         (["--starts-at", "noon"], "write it as 2024-03-08T06:00+01:00"),
         (["--policy", "latency"], "does not accept policy_kwargs"),
     ],
@@ -104,7 +104,7 @@ def test_bad_files_are_errors_that_say_what_to_do(trace: Path, tmp_path: Path) -
     bad.write_text("a: [")
     assert "is not YAML" in run("--trace", trace, "--config", bad).output
     bad.write_text("- 1")
-    assert "has to be a mapping" in run("--trace", trace, "--config", bad).output
+    assert "is not a mapping of options" in run("--trace", trace, "--config", bad).output
     assert "has the columns - 1" in run("--trace", bad).output
     assert "does not exist" in run("--trace", tmp_path / "none").output
     bad.write_text("")

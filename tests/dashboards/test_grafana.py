@@ -156,7 +156,7 @@ def read(file: Path) -> Any:
         (["--output", "OUT", "--prometheus", "prom:9090"], 2, "such as http://prometheus:9090"),
         (["--output", "OUT", "--error-ratio", "5"], 2, "0<x<=1"),
         (["--output", "OUT", "--p99", "0"], 2, "x>0"),
-        (["--output", "OUT/a-file/below"], 1, "could not be written"),
+        (["--output", "OUT/a-file/below"], 1, "Could not write"),
     ],
 )
 def test_what_cannot_be_is_said(arguments: list[str], status: int, message: str, tmp_path: Path) -> None:

@@ -34,19 +34,19 @@ def test_a_line_per_request_in_any_order_with_durations() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "has the columns none; its first line must be timestamp_s,requests"),
+        ("", "has the columns none; make its first line timestamp_s,requests"),
         ("time,requests\n1,2\n", "has the columns time, requests"),
         ("timestamp_s,requests,user\n1,2,3\n", "has the columns timestamp_s, requests, user"),
         ("timestamp_s,requests\n", "no line below its header"),
         ("timestamp_s,requests\n1,2\n2\n", "line 3 does not have as many values"),
         ("timestamp_s,requests\n1,2,3\n", "line 2 does not have as many values"),
-        ("timestamp_s,requests\n1,2\n2,many\n", "line 3: requests is 'many'; it has to be a number"),
+        ("timestamp_s,requests\n1,2\n2,many\n", "line 3: requests is 'many'; give a number"),
         ("timestamp_s\n2024-03-08\n", "timestamp_s is '2024-03-08'"),
         ("timestamp_s,requests\n1,nan\n", "requests is 'nan'"),
         ("timestamp_s,requests\ninf,1\n", "timestamp_s is 'inf'"),
-        ("timestamp_s,requests\n1,-2\n", "cannot be negative"),
-        ("timestamp_s,duration_s\n1,-2\n", "cannot be negative"),
-        ("timestamp_s\n1\n1709856000000\n", "days; timestamp_s is in seconds"),
+        ("timestamp_s,requests\n1,-2\n", "can be negative"),
+        ("timestamp_s,duration_s\n1,-2\n", "can be negative"),
+        ("timestamp_s\n1\n1709856000000\n", "days; give timestamp_s in seconds"),
     ],
 )
 def test_what_is_no_trace_is_refused_with_the_line_and_the_value(text: str, message: str) -> None:
