@@ -1,4 +1,4 @@
-"""What all tests share: marks by folder, and runs of property tests that repeat."""
+"""Configuration of all tests: marks by folder, and reproducible property tests."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ HERE = Path(__file__).parent
 
 # The same examples in every run, and no deadline: a busy machine is not a failure.
 settings.register_profile("daskserve", deadline=None, derandomize=True)
-# Other examples in every run, and many: pytest --hypothesis-profile=nightly tests/simulation
+# Many examples, different in every run: pytest --hypothesis-profile=nightly tests/simulation
 settings.register_profile("nightly", deadline=None, max_examples=10_000, print_blob=True)
 settings.load_profile("daskserve")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what lies in tests/integration, so that nobody has to remember to."""
+    """Mark all tests in tests/integration as integration and slow."""
     for item in items:
         if (HERE / "integration") in item.path.parents:
             item.add_marker(pytest.mark.integration)

@@ -1,4 +1,4 @@
-"""What the documents say is what the code does."""
+"""The documents match the code."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def test_the_option_tables_of_the_readme_are_up_to_date(documenter: ModuleType) 
     assert documenter.TABLES.rendered(text) == text, "run python scripts/document_options.py"
 
 
-def test_an_outdated_table_is_noticed(documenter: ModuleType) -> None:
+def test_an_outdated_table_is_regenerated(documenter: ModuleType) -> None:
     old = "<!-- options: HTTPOptions -->\n| `port` | `1` | wrong |\n<!-- end -->"
     new = documenter.TABLES.rendered(old)
     assert "wrong" not in new
     assert "| `port` | `8000` |" in new
 
 
-def test_a_table_names_every_option_and_its_other_spelling(documenter: ModuleType) -> None:
+def test_a_table_names_every_option_and_its_alias(documenter: ModuleType) -> None:
     text = documenter.table(BackendConfig)
     for name in BackendConfig.model_fields:
         assert (f"`{name}`" in text) == (name != "internal_metadata")
@@ -56,7 +56,7 @@ def test_a_table_names_every_option_and_its_other_spelling(documenter: ModuleTyp
 
 
 @pytest.mark.parametrize("model", [BackendConfig, HTTPOptions])
-def test_every_option_says_what_it_means(model: type[BackendConfig | HTTPOptions]) -> None:
+def test_every_option_has_a_description(model: type[BackendConfig | HTTPOptions]) -> None:
     assert [name for name, field in model.model_fields.items() if not field.description] == []
 
 
@@ -69,7 +69,7 @@ def test_the_list_of_metrics_is_up_to_date() -> None:
     assert script.TABLES.rendered(outdated) == text
 
 
-def test_all_words_for_causes_are_explained() -> None:
+def test_the_metrics_page_explains_every_cause() -> None:
     text = (ROOT / "docs/metrics.md").read_text()
     assert [cause for cause in CAUSES.values() if f"`{cause}`" not in text] == []
 
@@ -83,7 +83,7 @@ def test_the_table_of_alerts_is_up_to_date() -> None:
     assert script.TABLES.rendered(outdated) == text
 
 
-def test_each_row_of_a_dashboard_has_a_screen_with_all_its_panels() -> None:
+def test_each_dashboard_row_has_an_image_with_all_its_panels() -> None:
     text = (ROOT / "docs/grafana.md").read_text()
     shown = re.findall(r"\(screens/(.*?)\)", text)
     wanted = []

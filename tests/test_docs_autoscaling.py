@@ -1,4 +1,4 @@
-"""The examples of docs/autoscaling.md do what it says."""
+"""The examples of docs/autoscaling.md work as described."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run(example: str) -> dict[str, Any]:
 
 
 def example(name: str) -> Any:
-    """Return what an example defines."""
+    """Return an object that an example defines."""
     return next(found[name] for found in map(run, EXAMPLES) if name in found)
 
 
@@ -33,7 +33,7 @@ def test_every_policy_is_in_the_table() -> None:
     assert re.findall(r"^\| `(\w+)` \| ", table, re.MULTILINE)[1:] == list(BUILT_IN_POLICIES)
 
 
-def test_every_config_is_valid_and_can_be_decided_by() -> None:
+def test_every_config_is_valid_and_gives_a_decision() -> None:
     configs = [run(example)["config"] for example in EXAMPLES if "\nconfig" in f"\n{example}"]
     assert len(configs) == 4
     for options in configs:
@@ -41,7 +41,7 @@ def test_every_config_is_valid_and_can_be_decided_by() -> None:
         assert step.error is None
 
 
-def test_the_policy_of_ones_own_decides() -> None:
+def test_a_custom_policy_decides() -> None:
     policy = example("by_tokens")
     config = AutoscalingConfig(max_replicas=9, policy=policy, policy_kwargs={"per_replica": 500})
     context = AutoscalingContext("b", config, 1, 1, 1, 1, queries={"tokens_waiting": 1800})
@@ -63,7 +63,7 @@ def test_backends_are_scaled_together() -> None:
     assert asyncio.run(decide_together(policy, alone))["speaker"].replicas == 1
 
 
-def test_numbers_of_ones_own_decide() -> None:
+def test_custom_statistics_decide() -> None:
     model = example("Model")()
     model.tokens_waiting = 2500
     values = {name: {"b#1": float(value)} for name, value in model.record_autoscaling_stats().items()}

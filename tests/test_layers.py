@@ -1,8 +1,8 @@
-"""The import graph is the architecture; these tests hold it to the layers that CONTRIBUTING.md draws.
+"""Rules for the import graph: the layers that CONTRIBUTING.md describes.
 
-Every check is a pure function from parsed sources to a list of ``file:line: what is wrong``, so that each
-rule is tried twice: on the real tree, where it must find nothing, and on a small made-up tree that breaks
-it, where it must find exactly that.
+Every check is a pure function from parsed sources to a list of ``file:line: what is wrong``. Each rule is
+tested twice: on the real tree, where it must find nothing, and on a small invalid tree, where it must find
+exactly the violation.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-#: A module may import its own layer and those with a smaller number. control and data share a number and
-#: are kept apart by a rule of their own, as are the rooms of `STRANGERS`.
+#: A module may import its own layer and layers with a smaller number. A separate rule keeps control and data
+#: apart, which share a number, and the other rooms of `STRANGERS`.
 LAYERS: Mapping[str, int] = {
     "values": 0,
     "autoscaling": 1,
@@ -59,7 +59,7 @@ FACADE = "daskserve"
 
 @dataclass(frozen=True)
 class Module:
-    """One source file under the name it is imported by."""
+    """One source file, with the name of its module."""
 
     name: str
     path: str
@@ -69,7 +69,7 @@ class Module:
 
 @dataclass(frozen=True)
 class Import:
-    """One import of one thing; ``target`` is a module of the tree where it can be one."""
+    """One imported name; ``target`` is a module of the tree if the name resolves to one."""
 
     importer: str
     target: str
@@ -108,7 +108,7 @@ def _is_type_checking(test: ast.expr) -> bool:
 
 
 def _statements(node: ast.AST, is_runtime: bool = True) -> Iterator[tuple[ast.AST, bool]]:
-    """Yield every node below, function bodies included, and whether it can run."""
+    """Yield every node below, including function bodies, and whether it can run."""
     for child in ast.iter_child_nodes(node):
         yield child, is_runtime
         if isinstance(child, ast.If) and _is_type_checking(child.test):
@@ -154,7 +154,7 @@ def imports(tree: Tree) -> list[Import]:
 
 
 def layer_of(name: str) -> str | None:
-    """Return the layer of a module of daskserve; None for the root package and for what has no layer."""
+    """Return the layer of a module of daskserve; None for the root package and modules without a layer."""
     parts = name.split(".")
     if parts[0] != FACADE or len(parts) == 1:
         return None
@@ -220,7 +220,7 @@ def imports_of_the_facade(tree: Tree) -> list[str]:
 
 
 def import_cycles(tree: Tree) -> list[str]:
-    """Return one line per group of modules that import each other, whether at the top or in a function."""
+    """Return one line per group of modules that import each other, at the top or in functions."""
     graph: dict[str, dict[str, str]] = {name: {} for name in tree}
     for each in imports(tree):
         if each.is_runtime and each.target in tree and each.target != each.importer:
@@ -233,7 +233,7 @@ def import_cycles(tree: Tree) -> list[str]:
 
 
 def _knots(graph: Mapping[str, set[str]]) -> list[set[str]]:
-    """Return the strongly connected groups of two and more."""
+    """Return the strongly connected groups of two or more modules."""
     reach: dict[str, set[str]] = {}
     for start in graph:
         seen: set[str] = set()
@@ -265,7 +265,7 @@ def tree() -> Tree:
     return read_tree(sources())
 
 
-def test_the_walk_sees_the_real_tree(tree: Tree) -> None:
+def test_the_real_tree_is_read(tree: Tree) -> None:
     assert {"daskserve.types", "daskserve.cluster.base"} <= set(tree)
     seen = {(each.importer, each.target) for each in imports(tree)}
     assert ("daskserve.cluster.base", "daskserve.types") in seen
@@ -280,7 +280,7 @@ def test_imports_point_left_only(tree: Tree) -> None:
     assert imports_to_the_right(tree) == []
 
 
-def test_strangers_never_import_each_other(tree: Tree) -> None:
+def test_separated_rooms_never_import_each_other(tree: Tree) -> None:
     assert imports_between_strangers(tree) == []
 
 
@@ -303,7 +303,7 @@ def test_every_package_on_disk_is_listed_in_setup_py(tree: Tree) -> None:
     assert with_code - set(re.findall(r'"([^"]+)"', listed[1])) == set()
 
 
-# ---- each rule can fail, and names the place
+# ---- each rule can fail, and names the location
 
 GOALS = "daskserve/control/goals.py"
 ROUTING = "daskserve/data/caller/routing.py"
@@ -406,7 +406,7 @@ TYPES_ONLY = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    "
         ),
     ],
 )
-def test_each_rule_finds_what_breaks_it(
+def test_each_rule_finds_its_violation(
     rule: Callable[[Tree], list[str]], files: dict[str, str], place: str
 ) -> None:
     found = rule(read_tree(files))
@@ -414,7 +414,7 @@ def test_each_rule_finds_what_breaks_it(
     assert found[0].startswith(f"{place}: ")
 
 
-def test_an_orderly_tree_breaks_no_rule() -> None:
+def test_a_valid_tree_breaks_no_rule() -> None:
     tree = read_tree(
         {
             "daskserve/__init__.py": "from daskserve.client.client import Client",

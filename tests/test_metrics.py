@@ -1,4 +1,4 @@
-"""Metrics of user code: what may be declared, where values go, and what labels they get."""
+"""Metrics of user code: declarations, the destination of values, and labels."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def exported(process: ProcessMetrics) -> list[str]:
 
 
 def in_replica(function: Callable[[], Any], figures: ReplicaFigures, request: Any = None) -> Any:
-    """Run something as user code of a replica would run."""
+    """Run a function as user code of a replica."""
 
     def run() -> Any:
         current_replica.set(ReplicaContext("i", "d", "d#1", figures=figures))
@@ -51,12 +51,12 @@ def values(figures: ReplicaFigures) -> dict[str, float]:
     return found
 
 
-def test_they_are_found_where_users_look() -> None:
+def test_metrics_are_public_names() -> None:
     assert serve.metrics.Counter is metrics.Counter
     assert serve.metrics.__all__ == ["Counter", "Gauge", "Histogram"]
 
 
-def test_in_a_replica_values_get_its_labels_and_stay_with_it(process: ProcessMetrics) -> None:
+def test_values_in_a_replica_get_its_labels_and_stay_in_its_figures(process: ProcessMetrics) -> None:
     figures = ReplicaFigures()
     hits = metrics.Counter("hits", "Hits.", tag_keys=("model",))
     in_replica(lambda: hits.inc(tags={"model": "a"}), figures)
@@ -65,7 +65,7 @@ def test_in_a_replica_values_get_its_labels_and_stay_with_it(process: ProcessMet
     assert exported(process) == []
 
 
-def test_outside_of_replicas_values_have_their_own_tags_only(process: ProcessMetrics) -> None:
+def test_values_outside_a_replica_have_only_their_own_tags(process: ProcessMetrics) -> None:
     depth = metrics.Gauge("depth", "How deep.", ("tank",))
     depth.set(2, {"tank": "a"})
     depth.set(1, {"tank": "a"})
@@ -73,7 +73,7 @@ def test_outside_of_replicas_values_have_their_own_tags_only(process: ProcessMet
     assert exported(process) == ['depth{tank="a"} 1.0', "dives_total 1.0"]
 
 
-def test_a_histogram_counts_in_its_own_buckets(process: ProcessMetrics) -> None:
+def test_a_histogram_uses_its_own_buckets(process: ProcessMetrics) -> None:
     sizes = metrics.Histogram("sizes", "Sizes.", boundaries=[1, 10], tag_keys=("kind",))
     for value in (1, 5, 50):
         sizes.observe(value, {"kind": "a"})
@@ -86,7 +86,7 @@ def test_a_histogram_counts_in_its_own_buckets(process: ProcessMetrics) -> None:
     ]
 
 
-def test_default_tags_hold_unless_a_call_says_otherwise(process: ProcessMetrics) -> None:
+def test_default_tags_apply_unless_a_call_overrides_them(process: ProcessMetrics) -> None:
     hits = metrics.Counter("hits", tag_keys=("model", "zone")).set_default_tags({"zone": "eu"})
     hits.inc(tags={"model": "a"})
     hits.inc(tags={"model": "a", "zone": "us"})
@@ -94,7 +94,7 @@ def test_default_tags_hold_unless_a_call_says_otherwise(process: ProcessMetrics)
     assert hits.info["default_tags"] == {"zone": "eu"}
 
 
-def test_a_declared_route_is_that_of_the_request() -> None:
+def test_a_declared_route_tag_gets_the_route_of_the_request() -> None:
     figures = ReplicaFigures()
     hits = metrics.Counter("hits", tag_keys=("route",))
     in_replica(hits.inc, figures, RequestContext("r", "/a"))
@@ -105,7 +105,7 @@ def test_a_declared_route_is_that_of_the_request() -> None:
     }
 
 
-def test_a_thread_of_the_users_own_measures_for_the_replica_that_made_the_metric() -> None:
+def test_a_user_thread_measures_for_the_replica_that_created_the_metric() -> None:
     figures = ReplicaFigures()
     hits: metrics.Counter = in_replica(lambda: metrics.Counter("hits"), figures)
     thread = threading.Thread(target=hits.inc)
@@ -131,7 +131,7 @@ def test_threads_lose_no_counts() -> None:
 
 
 @pytest.mark.parametrize("dumps", [pickle.dumps, cloudpickle.dumps])
-def test_a_metric_that_was_pickled_measures_where_it_arrives(dumps: Callable[[Any], bytes]) -> None:
+def test_an_unpickled_metric_measures_where_it_is_used(dumps: Callable[[Any], bytes]) -> None:
     figures = ReplicaFigures()
     sizes = metrics.Histogram("sizes", "Sizes.", [1.0], ("kind",)).set_default_tags({"kind": "a"})
     copy = pickle.loads(dumps(sizes))
@@ -149,7 +149,7 @@ def test_tag_keys_are_a_tuple_of_strings(tag_keys: Any) -> None:
 
 
 @pytest.mark.parametrize("key", ["deployment", "replica", "application", "serve_instance", "instance", "le"])
-def test_reserved_tags_are_refused_wherever_they_are_set(key: str) -> None:
+def test_reserved_tags_are_refused_everywhere(key: str) -> None:
     with pytest.raises(ValueError, match="reserved"):
         metrics.Counter("hits", tag_keys=(key,))
     hits = metrics.Counter("hits", tag_keys=("model",))
@@ -181,11 +181,11 @@ def test_reserved_tags_are_refused_wherever_they_are_set(key: str) -> None:
         (lambda: metrics.Histogram("sizes", boundaries=[1, float("inf")]), "boundaries"),
     ],
 )
-def test_what_cannot_be_a_metric_is_refused(use: Callable[[], object], message: str) -> None:
+def test_an_invalid_metric_is_refused(use: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         use()
 
 
-def test_a_tags_value_is_text() -> None:
+def test_a_tag_value_must_be_a_string() -> None:
     with pytest.raises(TypeError, match="must be a string"):
         metrics.Counter("hits", tag_keys=("a",)).inc(tags={"a": 1})  # type: ignore[dict-item]

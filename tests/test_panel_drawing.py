@@ -1,4 +1,4 @@
-"""The drawing of panels for the documents."""
+"""Drawing of panels for the documents."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ def line(name: str, *values: float, **labels: str) -> tuple[str, dict[str, str],
         (0, Unit.NUMBER, "0"),
     ],
 )
-def test_values_are_told_with_their_units(drawing: Any, value: float, unit: Unit, text: str) -> None:
+def test_values_are_formatted_with_their_units(drawing: Any, value: float, unit: Unit, text: str) -> None:
     assert drawing.told(value, unit) == text
 
 
-def test_axes_end_at_a_round_number_that_is_not_too_small(drawing: Any) -> None:
+def test_axes_end_at_a_round_number_above_the_largest_value(drawing: Any) -> None:
     for largest in (0.0, 0.003, 0.4, 1, 3, 7, 99, 101, 12345, 3e8):
         for unit in Unit:
             values = drawing.ticks(largest, unit)
@@ -71,7 +71,7 @@ def test_axes_end_at_a_round_number_that_is_not_too_small(drawing: Any) -> None:
     assert drawing.ticks(math.nan, Unit.NUMBER)[-1] == 1
 
 
-def test_a_line_is_broken_where_there_is_no_value(drawing: Any) -> None:
+def test_a_line_has_a_gap_where_values_are_missing(drawing: Any) -> None:
     panel = Panel("p < q", "about.", [Query("x")])
     root = drawn(drawing, panel, [drawing.Series(*line("one <two>", 1, 2, math.nan, 4, 5))])
     curves = [each for each in root.iter() if each.get("stroke-width") == "1.3"]
@@ -79,18 +79,18 @@ def test_a_line_is_broken_where_there_is_no_value(drawing: Any) -> None:
     assert {"p < q", "one <two>", "t › r & r"} <= set(texts(root))
 
 
-def test_stacked_lines_stand_on_each_other(drawing: Any) -> None:
+def test_stacked_lines_add_up(drawing: Any) -> None:
     lines = [drawing.Series(*line("a", 1, 2)), drawing.Series(*line("b", 3, 4))]
     assert drawing._stacked(lines) == [[(0, 1), (2, 2)], [(0, 4), (2, 6)]]
 
 
-def test_a_legend_says_what_it_leaves_out(drawing: Any) -> None:
+def test_a_legend_counts_the_omitted_entries(drawing: Any) -> None:
     panel = Panel("p", "about.", [Query("x")])
     many = [drawing.Series(*line(f"a rather long name {number}", number)) for number in range(20)]
-    told = texts(drawn(drawing, panel, many))
-    shown = sum(each.startswith("a rather") for each in told)
+    shown_texts = texts(drawn(drawing, panel, many))
+    shown = sum(each.startswith("a rather") for each in shown_texts)
     assert 3 <= shown < 19
-    assert f"+ {20 - shown} more" in told
+    assert f"+ {20 - shown} more" in shown_texts
     few = [drawing.Series(*line(f"n{number}", number % 2)) for number in range(6)]
     assert "+ 3 at 0" in texts(drawn(drawing, panel, few))
 
@@ -102,15 +102,15 @@ def test_values_tables_and_heatmaps_are_drawn(drawing: Any) -> None:
     assert any(each.text == "50%" and each.get("fill") == drawing.LIMITS[1] for each in root.iter())
     table = Panel("t", "about.", [Query("x")], kind=PanelKind.TABLE, columns=[("a", "A")], value_heading="v")
     rows = [drawing.Series(*line("", 1, a=f"cell {number:02}")) for number in range(30)]
-    told = texts(drawn(drawing, table, rows))
-    assert {"A", "v", "cell 00"} <= set(told)
-    assert f"+ {30 - sum(each.startswith('cell') for each in told)} more" in told
+    shown_texts = texts(drawn(drawing, table, rows))
+    assert {"A", "v", "cell 00"} <= set(shown_texts)
+    assert f"+ {30 - sum(each.startswith('cell') for each in shown_texts)} more" in shown_texts
     heat = Panel("h", "about.", [Query("x")], Unit.SECONDS, PanelKind.HEATMAP)
     buckets = [("0.1", 1), ("0.5", 5), ("+Inf", 5)]
     root = drawn(drawing, heat, [drawing.Series(*line("", n, n, le=le)) for le, n in buckets])
     assert sum(each.get("fill") == "#d9480f" for each in root.iter()) == 4
 
 
-def test_nothing_is_called_nothing(drawing: Any) -> None:
+def test_a_panel_without_series_says_no_data(drawing: Any) -> None:
     for kind in PanelKind:
         assert "No data" in texts(drawn(drawing, Panel("p", "about.", [Query("x")], kind=kind), []))

@@ -1,4 +1,4 @@
-"""The public surface: what ``import daskserve as serve`` offers, and what importing costs."""
+"""The public API of ``import daskserve as serve``, and the cost of the import."""
 
 from __future__ import annotations
 
@@ -46,19 +46,19 @@ PUBLIC = {
 }
 
 
-def test_the_public_names_are_these() -> None:
+def test_the_public_names_are_exactly_these() -> None:
     assert set(serve.__all__) == PUBLIC
     assert dir(serve) == sorted(PUBLIC)
 
 
 @pytest.mark.parametrize("name", sorted(PUBLIC))
-def test_every_public_name_is_there_and_documented(name: str) -> None:
+def test_every_public_name_exists_and_is_documented(name: str) -> None:
     value = getattr(serve, name)
     assert value is getattr(serve, name)
     assert name == "__version__" or value.__doc__
 
 
-def test_a_name_that_is_not_public_is_an_attribute_error() -> None:
+def test_an_unknown_name_raises_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = serve.nonsense
 
@@ -75,8 +75,8 @@ def test_importing_loads_nothing_heavy_and_starts_nothing() -> None:
     assert done.stdout.split("\n")[0] == "[] 1"
 
 
-def test_no_public_name_is_hidden_by_a_module_of_the_same_name() -> None:
-    """Importing a submodule sets it as an attribute of the package, over whatever stood there."""
+def test_no_public_name_is_hidden_by_a_submodule() -> None:
+    """Importing a submodule sets it as an attribute of the package and replaces an equal name."""
     code = (
         "import importlib, pkgutil, types, daskserve as serve\n"
         "for module in pkgutil.iter_modules(serve.__path__):\n"

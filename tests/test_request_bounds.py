@@ -25,7 +25,7 @@ PATIENCE_S = 10.0
 
 
 class Gates:
-    """Where user code and test meet."""
+    """Synchronization between user code and the test."""
 
     def __init__(self) -> None:
         self.go = threading.Event()
@@ -57,11 +57,11 @@ def poll_for(condition: Callable[[], Any], what: Callable[[], Any] = lambda: "")
 
 
 def gauges(client: Client) -> dict[str, int]:
-    """Return all that counts up and down in the instance, of all its processes together."""
+    """Return all gauges of the instance, summed over its processes."""
     cluster: LocalCluster = client._connection.link._world  # type: ignore[attr-defined]
 
     async def count() -> dict[str, int]:
-        return gauges_of(cluster)  # on the loop, where nothing changes meanwhile
+        return gauges_of(cluster)  # on the loop, where nothing changes concurrently
 
     return client._connection.link.sync(count())
 
@@ -90,7 +90,7 @@ def wait_until_idle(client: Client) -> None:
 
 
 def serve(client: Client, name: str, definition: Any, *args: Any, **config: Any) -> Any:
-    """Serve it under its name; return the handle."""
+    """Deploy a definition under a name and return its handle."""
     client.create_backend(name, definition, *args, config=config)
     client.create_endpoint(name, backend=name, route=f"/{name}")
     return client.get_handle(name)
@@ -129,7 +129,7 @@ def hang_in_thread(request: Any) -> str:
 # ---- deadlines
 
 
-def test_an_async_handler_that_is_late_is_cancelled_and_its_slot_free(client: Client) -> None:
+def test_a_late_async_handler_is_cancelled_and_frees_its_slot(client: Client) -> None:
     handle = serve(client, "b", hang, max_concurrent_queries=1)
     status, text = get(client, "/b", X_Request_ID="7", X_Request_Timeout_Seconds="0.05")
     assert (status, text) == (408, "Request 7 timed out after 0.05s.")
@@ -142,7 +142,7 @@ def test_an_async_handler_that_is_late_is_cancelled_and_its_slot_free(client: Cl
     assert handle.options(timeout_s=PATIENCE_S).remote().result() == "went on"
 
 
-def test_a_plain_handler_that_is_late_keeps_its_slot_until_it_returns(client: Client) -> None:
+def test_a_late_plain_handler_keeps_its_slot_until_it_returns(client: Client) -> None:
     handle = serve(client, "b", hang_in_thread, max_concurrent_queries=1)
     assert get(client, "/b", X_Request_Timeout_Seconds="0.05")[0] == 408
     only = {"abandoned": 1, "calls": 1, "ongoing": 1}
@@ -150,7 +150,7 @@ def test_a_plain_handler_that_is_late_keeps_its_slot_until_it_returns(client: Cl
         lambda: {name: count for name, count in gauges(client).items() if count} == only,
         lambda: gauges(client),
     )
-    # The slot is taken, so this one is late in the queue.
+    # The slot is taken, so this request times out in the queue.
     with pytest.raises(RequestTimeoutError):
         handle.options(timeout_s=0.05).remote().result(PATIENCE_S)
     assert GATES.notes == ["began"]
@@ -159,7 +159,7 @@ def test_a_plain_handler_that_is_late_keeps_its_slot_until_it_returns(client: Cl
     assert get(client, "/b") == (200, "went on")
 
 
-def test_a_request_that_is_late_in_the_queue_leaves_it_and_is_never_run(client: Client) -> None:
+def test_a_request_that_times_out_in_the_queue_is_never_run(client: Client) -> None:
     handle = serve(client, "b", hang, max_concurrent_queries=1)
     first = handle.remote()
     poll_for(lambda: GATES.notes == ["began"])
@@ -170,14 +170,14 @@ def test_a_request_that_is_late_in_the_queue_leaves_it_and_is_never_run(client: 
     assert GATES.notes == ["began"]
 
 
-def test_a_timeout_of_a_handle_is_a_positive_number(client: Client) -> None:
+def test_the_timeout_of_a_handle_must_be_positive(client: Client) -> None:
     handle = serve(client, "b", hang)
     for timeout_s in (0, -1.0, float("nan")):
         with pytest.raises(BadRequestError, match="timeout_s must be more than 0"):
             handle.options(timeout_s=timeout_s)
 
 
-async def tell_deadline(request: Any) -> float | None:
+async def return_deadline(request: Any) -> float | None:
     found = current_request.get()
     assert found is not None
     return found.deadline
@@ -190,11 +190,11 @@ class Between:
         self.handle = handle
 
     async def __call__(self, request: Any) -> list[float | None]:
-        return [await tell_deadline(request), await self.handle.remote()]
+        return [await return_deadline(request), await self.handle.remote()]
 
 
-def test_what_a_request_calls_has_no_more_time_than_the_request(client: Client) -> None:
-    inner = serve(client, "inner", tell_deadline)
+def test_nested_calls_have_no_more_time_than_their_request(client: Client) -> None:
+    inner = serve(client, "inner", return_deadline)
     serve(client, "same", Between, inner)
     serve(client, "more", Between, inner.options(timeout_s=1000))
     less = serve(client, "less", Between, inner.options(timeout_s=1))
@@ -209,10 +209,10 @@ def test_what_a_request_calls_has_no_more_time_than_the_request(client: Client) 
 # ---- the queue
 
 
-def test_past_the_end_of_the_queue_a_request_is_told_when_to_come_again(client: Client) -> None:
+def test_a_full_queue_rejects_with_503_and_retry_after(client: Client) -> None:
     serve(client, "b", hang, max_concurrent_queries=1, max_queued_requests=1)
-    told: list[int] = []
-    threads = [threading.Thread(target=lambda: told.append(get(client, "/b")[0])) for _ in range(2)]
+    statuses: list[int] = []
+    threads = [threading.Thread(target=lambda: statuses.append(get(client, "/b")[0])) for _ in range(2)]
     for thread in threads:
         thread.start()
     poll_for(lambda: gauges(client)["waiting"] == 1)
@@ -226,22 +226,22 @@ def test_past_the_end_of_the_queue_a_request_is_told_when_to_come_again(client: 
     GATES.go.set()
     for thread in threads:
         thread.join()
-    assert told == [200, 200]
+    assert statuses == [200, 200]
 
 
-def test_more_replicas_relieve_a_queue_at_once(client: Client) -> None:
+def test_new_replicas_take_queued_requests_at_once(client: Client) -> None:
     handle = serve(client, "b", hang, max_concurrent_queries=1)
     responses = [handle.remote() for _ in range(4)]
     poll_for(lambda: gauges(client)["waiting"] == 3)
     client.update_backend_config("b", {"num_replicas": 4})
-    # It returns when this process acts on the change, which is when what waits has left the queue.
+    # The update returns once this process has applied the change, and then the queue is empty.
     assert gauges(client)["waiting"] == 0
     poll_for(lambda: GATES.notes == ["began"] * 4)
     GATES.go.set()
     assert [each.result(PATIENCE_S) for each in responses] == ["went on"] * 4
 
 
-# ---- clients that leave
+# ---- clients that disconnect
 
 
 class Calls:
@@ -261,8 +261,8 @@ class CallsInThread(Calls):
         return self.handle.remote().result(PATIENCE_S)
 
 
-class CallsAndDoesNotLook(Calls):
-    """Calls, and waits for something else."""
+class CallsWithoutAwaiting(Calls):
+    """Calls another deployment, then waits for something else."""
 
     async def __call__(self, request: Any) -> Any:
         response = self.handle.remote()
@@ -294,8 +294,8 @@ class RunsOn(Calls):
                 GATES.notes.append(type(error).__name__)
 
 
-def leave_during(client: Client, path: str) -> None:
-    """Send a request and close the connection once its code has begun at the far end."""
+def disconnect_during(client: Client, path: str) -> None:
+    """Send a request, and close the connection once the innermost user code has begun."""
     (url,) = client.http_urls()
     parts = urlsplit(url)
     with socket.create_connection((parts.hostname, parts.port), timeout=PATIENCE_S) as sock:
@@ -310,22 +310,20 @@ def leave_during(client: Client, path: str) -> None:
         (CallsInThread, Calls),
         (Calls, CallsInThread),
         (CallsInThread, CallsInThread),
-        (CallsAndDoesNotLook, CallsAndDoesNotLook),
+        (CallsWithoutAwaiting, CallsWithoutAwaiting),
     ],
 )
-def test_a_client_that_leaves_cancels_its_request_two_levels_down(
-    client: Client, front: Any, middle: Any
-) -> None:
+def test_a_disconnect_cancels_the_request_two_levels_down(client: Client, front: Any, middle: Any) -> None:
     leaf = serve(client, "leaf", hang)
     serve(client, "front", front, serve(client, "middle", middle, leaf))
-    leave_during(client, "/front")
+    disconnect_during(client, "/front")
     poll_for(lambda: "cancelled" in GATES.notes)
     wait_until_idle(client)
     GATES.go.set()
     assert get(client, "/leaf") == (200, "went on")
 
 
-def test_what_a_request_calls_goes_on_when_the_request_has_been_answered(client: Client) -> None:
+def test_a_nested_call_continues_after_its_request_was_answered(client: Client) -> None:
     leaf = serve(client, "leaf", hang)
     serve(client, "front", Forgets, leaf)
     assert get(client, "/front") == (200, "done")
@@ -336,17 +334,17 @@ def test_what_a_request_calls_goes_on_when_the_request_has_been_answered(client:
     assert GATES.notes == ["began"]
 
 
-def test_async_code_that_is_cancelled_may_call_to_clean_up_and_is_cancelled_once(client: Client) -> None:
+def test_cancelled_async_code_may_call_to_clean_up_and_is_cancelled_once(client: Client) -> None:
     leaf = serve(client, "leaf", hang)
     serve(client, "front", CleansUp, leaf)
-    leave_during(client, "/front")
+    disconnect_during(client, "/front")
     poll_for(lambda: "went on" in GATES.notes, lambda: GATES.notes)
     wait_until_idle(client)
 
 
-def test_a_plain_function_that_runs_on_cannot_call_any_more(client: Client) -> None:
+def test_a_plain_function_of_a_cancelled_request_cannot_call(client: Client) -> None:
     leaf = serve(client, "leaf", hang)
     serve(client, "front", RunsOn, leaf)
-    leave_during(client, "/front")
+    disconnect_during(client, "/front")
     poll_for(lambda: GATES.notes.count("CancelledError") == 2, lambda: GATES.notes)
     wait_until_idle(client)

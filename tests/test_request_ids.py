@@ -1,4 +1,4 @@
-"""Ids of requests are UUIDs, and no two are alike."""
+"""Request ids are unique UUIDs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import uuid
 from daskserve.clock import RequestIds
 
 
-def test_drawn_ids_are_valid_and_differ_for_any_bits() -> None:
+def test_drawn_ids_are_valid_and_unique_for_any_bits() -> None:
     seen = set()
     for seed in range(20):
         ids = RequestIds(random.Random(seed))

@@ -1,7 +1,7 @@
-"""House rules that no off-the-shelf linter knows: size budgets, time and chance, module state, docstrings.
+"""Project rules that standard linters do not check: size budgets, time and chance, module state, docstrings.
 
-As in test_layers.py, each check is a function from parsed sources to ``file:line: what is wrong``, tried on
-the real tree and on a made-up file that breaks it. The exceptions at the top are by name, with the reason.
+As in test_layers.py, each check is a function from parsed sources to ``file:line: what is wrong``, tested on
+the real tree and on an invalid file. The exceptions at the top are listed by name, with the reason.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ FOLDERS = ("daskserve", "proxies", "examples", "benchmarks")
 FILE_LINES = 500
 CLASS_METHODS = 25
 CLASS_ATTRIBUTES = 20
-FUNCTION_LINES = 60  # of code: a docstring that states a contract in full is not what makes a function long
+FUNCTION_LINES = 60  # lines of code; docstrings do not count
 
 #: ``"daskserve/x.py:Name": "why it may be larger"``
 SIZE_EXCEPTIONS: Mapping[str, str] = {}
 #: ``"daskserve/x.py:NAME": "why this module-level object may change"``
 STATE_EXCEPTIONS: Mapping[str, str] = {
-    "daskserve/figures/collector.py:PROCESS": "it is in Prometheus' registry, which is the process's too",
-    "daskserve/types.py:DONE": "it is an empty tuple, of a class that can be awaited",
+    "daskserve/figures/collector.py:PROCESS": "it is part of Prometheus' registry, which is per process",
+    "daskserve/types.py:DONE": "it is an empty tuple of an awaitable class",
 }
-#: ``"daskserve/x.py": "why this file reads or hands on the environment"``
+#: ``"daskserve/x.py": "why this file reads or passes on the environment"``
 ENVIRONMENT_EXCEPTIONS: Mapping[str, str] = {}
 
-#: The modules through which everything else reaches into other libraries.
+#: The modules that may use private names of other libraries.
 INTERNALS = ("daskserve/internals/", "daskserve/cluster/distributed_internals.py")
 #: ``"daskserve/x.py:_name": "why this file may use that private name of another library"``
 PRIVATE_EXCEPTIONS: Mapping[str, str] = {
@@ -48,9 +48,9 @@ PRIVATE_EXCEPTIONS: Mapping[str, str] = {
     "proxies/exchange/stream.py:_total_write_done_index": "Tornado has no other count of what was written",
 }
 
-#: Where time and chance come from.
+#: Files that may read the clock, sleep and draw random numbers.
 CLOCKWORK = ("daskserve/clock.py", "daskserve/cluster/", "daskserve/testing.py", "examples/", "benchmarks/")
-#: What users read: everything public in here has a docstring.
+#: Files whose public definitions must have a docstring.
 DOCUMENTED = (
     "daskserve/client/client.py",
     "daskserve/client/api.py",
@@ -136,7 +136,7 @@ NONDETERMINISTIC: Mapping[str, frozenset[str]] = {
 
 
 def ambient_time_and_chance(tree: Tree) -> list[str]:
-    """Find uses, called or handed on, of the clock, of sleeping and of the shared random generator."""
+    """Find uses of the clock, of sleep functions and of the shared random generator, called or passed on."""
     found = []
     for path, source in tree.items():
         if path.startswith(CLOCKWORK):
@@ -188,7 +188,7 @@ def _dotted(node: ast.expr, names: Mapping[str, str]) -> str:
 
 MUTABLE_DISPLAYS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp)
 READ_ONLY_TYPES = frozenset({"Mapping", "Sequence", "Set", "Collection", "Iterable", "tuple", "frozenset"})
-#: Calls whose results nobody can change, or whose whole point is to be shared.
+#: Calls with immutable results, or with results that are meant to be shared.
 CONSTANT_MAKERS = frozenset(
     "bool bytes float frozenset int object str tuple range slice getLogger TypeVar ParamSpec TypeVarTuple "
     "NewType ContextVar MappingProxyType namedtuple compile Struct Path PurePosixPath version encode "
@@ -197,7 +197,7 @@ CONSTANT_MAKERS = frozenset(
 
 
 def module_state(tree: Tree) -> list[str]:
-    """Find module-level names that hold, or may come to hold, something that changes."""
+    """Find module-level names that hold, or may later hold, mutable state."""
     frozen = _frozen_classes(tree)
     found = []
     for path, source in tree.items():
@@ -240,7 +240,7 @@ def _problem_with(
     name: str, annotation: ast.expr | None, value: ast.expr | None, frozen: frozenset[str]
 ) -> str | None:
     if name.startswith("__") and name.endswith("__"):
-        return None  # __all__ and its like belong to the language
+        return None  # names such as __all__ belong to the language
     declared = ast.unparse(annotation).partition("[")[0].rpartition(".")[2] if annotation is not None else ""
     if isinstance(value, MUTABLE_DISPLAYS):
         if name.lstrip("_").isupper() and declared in READ_ONLY_TYPES:
@@ -249,7 +249,7 @@ def _problem_with(
     if isinstance(value, ast.Call):
         maker = ast.unparse(value.func).rpartition(".")[2]
         if maker not in CONSTANT_MAKERS | frozen:
-            return f"holds what {maker}() made, which may change; make it where it is used"
+            return f"holds the result of {maker}(), which may be mutable; create it where it is used"
     return None
 
 
@@ -370,7 +370,7 @@ def _library(tree: Tree) -> Tree:
     return {path: text for path, text in tree.items() if path.startswith(("daskserve/", "proxies/"))}
 
 
-def test_files_classes_and_functions_keep_their_size_budgets(tree: Tree) -> None:
+def test_files_classes_and_functions_are_within_their_size_budgets(tree: Tree) -> None:
     assert oversized(tree) == []
 
 
@@ -395,12 +395,12 @@ def test_private_names_of_other_libraries_are_used_in_one_module_per_library(tre
 
 
 @pytest.mark.parametrize("path", DOCUMENTED)
-def test_what_users_call_has_docstrings(tree: Tree, path: str) -> None:
-    assert path in tree, f"{path} is gone"
+def test_public_definitions_have_docstrings(tree: Tree, path: str) -> None:
+    assert path in tree, f"{path} does not exist"
     assert missing_docstrings({path: tree[path]}) == []
 
 
-# ---- each rule can fail, and names the place
+# ---- each rule can fail, and names the location
 
 LONG = "def f():\n" + "    pass\n" * FUNCTION_LINES
 MANY = "class A:\n" + "".join(f"    def m{i}(self): ...\n" for i in range(CLASS_METHODS + 1))
@@ -443,7 +443,7 @@ WIDE = "class A:\n    def m(self):\n" + "".join(
         (missing_docstrings, "class A:\n    'Doc.'\n    @property\n    def x(self): ...", 4),
     ],
 )
-def test_each_rule_finds_what_breaks_it(rule: Callable[[Tree], list[str]], source: str, line: int) -> None:
+def test_each_rule_finds_its_violation(rule: Callable[[Tree], list[str]], source: str, line: int) -> None:
     found = rule({"daskserve/made_up.py": source})
     assert len(found) == 1
     assert found[0].startswith(f"daskserve/made_up.py:{line}: ")
@@ -465,7 +465,7 @@ class Load:
 IDLE = Load()
 
 def f(rng: random.Random, clock: Clock, at: time.struct_time) -> random.Random:
-    """Draw and stamp from what was handed in."""
+    """Return the generator that was passed in."""
     cache = {}
     cache[rng.random()] = clock.now()
     try:
@@ -486,7 +486,7 @@ class Handle:
 '''
 
 
-def test_an_orderly_file_breaks_no_rule() -> None:
+def test_a_valid_file_breaks_no_rule() -> None:
     rules = (
         oversized,
         ambient_time_and_chance,
@@ -502,7 +502,7 @@ def test_an_orderly_file_breaks_no_rule() -> None:
 def test_every_exception_to_a_rule_is_still_needed(tree: Tree) -> None:
     for name in (*SIZE_EXCEPTIONS, *STATE_EXCEPTIONS, *ENVIRONMENT_EXCEPTIONS, *PRIVATE_EXCEPTIONS):
         path, _, what = name.partition(":")
-        assert path in tree, f"{path} is gone"
+        assert path in tree, f"{path} does not exist"
         assert what in tree[path], f"{name} is gone"
 
 
@@ -512,7 +512,7 @@ SAMPLES: Mapping[str, Any] = {"int": 7, "float": 2.5, "str": "some text", "bool"
 
 
 def _keyword_fields(error_class: type[BaseException]) -> dict[str, Any]:
-    """Return a value other than the default for every keyword field of an error class."""
+    """Return a non-default value for every keyword field of an error class."""
     parameters = inspect.signature(error_class).parameters.values()
     fields = {}
     for each in parameters:
@@ -540,13 +540,13 @@ def test_every_error_round_trips_through_pickle(error_class: type[BaseException]
     assert_survives_pickling(error_class("what went wrong", **_keyword_fields(error_class)))
 
 
-def test_the_error_walk_sees_fields_and_leaves() -> None:
+def test_the_error_classes_and_their_fields_are_found() -> None:
     assert {errors.ReplicaBusyError, errors.PortInUseError} <= set(ERROR_CLASSES)
     assert _keyword_fields(errors.ActorLostError) == {"begun": False, "is_disconnected": True}
 
 
 class Awkward(Exception):
-    """Built by keyword and with no message in its args: the shape that does not survive."""
+    """Takes a keyword argument that is not in its args: an error that does not survive pickling."""
 
     def __init__(self, *, status: int) -> None:
         super().__init__(f"status {status}")

@@ -1,6 +1,6 @@
-"""The deployment: a class that trains a model when a replica starts and answers requests with it.
+"""The deployment: a class that trains a model when a replica starts, and answers requests with it.
 
-It imports nothing of daskserve. A replica makes one object of the class, awaits it with each Starlette
+It does not import daskserve. A replica creates one instance of the class, awaits it with each Starlette
 ``Request``, and sends the response that it returns.
 """
 
@@ -30,9 +30,9 @@ from starlette.responses import JSONResponse
 
 MAX_ITEMS = 1000
 MAX_BODY_BYTES = 8 << 20
-#: All images of a form together, decoded: a thousand files that each pass for themselves are too much work.
+#: Maximum number of pixels of all images of a form: a thousand large images would be too much work.
 MAX_PIXELS = 16 << 20
-#: Up to here a request is answered in less time than it takes to hand it to a thread and back.
+#: Requests up to this size are answered on the event loop: that takes less time than a thread switch.
 INLINE_BYTES = 4096
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 
 class Upload(NamedTuple):
-    """A request's body as it came: parts of a form, or one part that is the whole body."""
+    """The body of a request: the parts of a form, or one part with the whole body."""
 
     parts: list[bytes]
     is_form: bool = False
@@ -48,11 +48,11 @@ class Upload(NamedTuple):
 
 
 class Digits:
-    """Tell which digit an image shows.
+    """Classifies images of handwritten digits.
 
-    Takes a PNG, a JSON array of 64 numbers (0 to 16), a JSON array of such arrays, or a multipart form with
-    PNG files. Answers ``{"label": 7, "probabilities": [...]}``; to an array of arrays and to a form, a list
-    of those, in order. A refusal is ``{"error": "what was wrong"}`` with a status of 4xx.
+    Accepts a PNG, a JSON array of 64 numbers (0 to 16), a JSON array of such arrays, or a multipart form with
+    PNG files. Returns ``{"label": 7, "probabilities": [...]}``, or a list of such objects, in order, for an
+    array of arrays and for a form. An invalid request gets ``{"error": "what was wrong"}`` with a 4xx status.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class Digits:
             upload = await read_upload(request)
             if sum(map(len, upload.parts)) <= INLINE_BYTES:
                 return JSONResponse(self._answer(upload))
-            # Decoding a large image or a thousand small ones takes long enough to keep others waiting.
+            # Decoding a large image or a thousand small ones would block the event loop for too long.
             return JSONResponse(await asyncio.to_thread(self._answer, upload))
         except InputError as error:
             return JSONResponse({"error": error.message}, status_code=error.status)
@@ -75,7 +75,7 @@ class Digits:
 
 
 async def read_upload(request: Request) -> Upload:
-    """Read a request's body, but never more than ``MAX_BODY_BYTES`` of it."""
+    """Read the body of a request, up to ``MAX_BODY_BYTES``."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     bounded = Request(request.scope, _bounded(request.receive))
     if content_type == "multipart/form-data":
@@ -87,8 +87,8 @@ async def read_upload(request: Request) -> Upload:
 def decode(upload: Upload) -> tuple[list[np.ndarray], bool]:
     """Return the features of each item, and whether the answer is a list.
 
-    What the body is shows in its first bytes. The content type only decides when they do not tell: curl
-    calls everything that it is given to post ``application/x-www-form-urlencoded``.
+    The body's first bytes decide its format, and the content type decides if they do not: curl sends
+    ``application/x-www-form-urlencoded`` with everything that it posts.
     """
     if upload.is_form:
         return _decode_form(upload.parts), True
@@ -110,7 +110,7 @@ def _decode_json(body: bytes) -> tuple[list[np.ndarray], bool]:
     if not (isinstance(values, list) and values and isinstance(values[0], list)):
         return [features_from_numbers(values)], False
     if len(values) > MAX_ITEMS:
-        raise InputError(413, f"{len(values)} arrays are more than the {MAX_ITEMS} of one request")
+        raise InputError(413, f"the body has {len(values)} arrays; post at most {MAX_ITEMS} in one request")
     return [_located(f"array {i}", features_from_numbers, row) for i, row in enumerate(values)], True
 
 
@@ -118,7 +118,7 @@ def _decode_form(parts: list[bytes]) -> list[np.ndarray]:
     sizes = [_located(f"file {i}", _form_png_size, part) for i, part in enumerate(parts)]
     pixels = sum(width * height for width, height in sizes)
     if pixels > MAX_PIXELS:
-        raise InputError(413, f"the files have {pixels} pixels in all, more than {MAX_PIXELS}")
+        raise InputError(413, f"the files have {pixels} pixels in total; post at most {MAX_PIXELS}")
     return [_located(f"file {i}", features_from_png, part) for i, part in enumerate(parts)]
 
 
@@ -129,7 +129,7 @@ def _form_png_size(part: bytes) -> tuple[int, int]:
 
 
 def _located(where: str, read: Callable[[Any], T], value: Any) -> T:
-    """Say in an error which of several items was wrong."""
+    """Convert one of several items; an error names the item."""
     try:
         return read(value)
     except InputError as error:
@@ -149,12 +149,12 @@ async def _read_form(request: Request) -> list[bytes]:
         is_too_much = message.startswith("Too many") or "exceeded" in message
         raise InputError(413 if is_too_much else 400, f"the form cannot be read: {message}") from error
     if not files:
-        raise InputError(422, "the form holds no file")
+        raise InputError(422, "the form contains no file; post at least one PNG")
     return files
 
 
 def _bounded(receive: Receive) -> Receive:
-    """Count what passes, and stop reading where it gets too much."""
+    """Return a ``receive`` that raises once the body exceeds ``MAX_BODY_BYTES``."""
     seen = 0
 
     async def receive_bounded() -> MutableMapping[str, Any]:

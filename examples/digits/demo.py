@@ -1,7 +1,7 @@
-"""Serve handwritten digits on a Dask cluster of this machine, and measure it: ``make demo``.
+"""Serve a digit classifier on a local Dask cluster and measure it: ``make demo``.
 
 Starts a cluster, deploys two replicas of `app.Digits`, posts every held-out image over HTTP, compares the
-answers with those of the same model in this process, and serves on until Ctrl-C.
+answers with those of the same model in this process, and keeps serving until Ctrl-C.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Answer(NamedTuple):
-    """What came back for one image: a label, or what went wrong."""
+    """The answer to one image: a label, or a problem."""
 
     label: int | None
     problem: str
@@ -44,20 +44,19 @@ class Answer(NamedTuple):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the demonstration and return the exit status."""
+    """Run the demo and return the exit status."""
     options = parse_arguments(argv)
-    # The workers know neither this folder nor its modules. Registered like this, the code of the modules
-    # travels with what is deployed, to any cluster; in a project one would install a package on the workers.
+    # The workers do not have these modules. After this registration, their code travels with the deployment
+    # to any cluster. In a project, install the package on the workers instead.
     cloudpickle.register_pickle_by_value(app)
     cloudpickle.register_pickle_by_value(model)
-    for (
-        number
-    ) in ENDINGS:  # all end in order, as Ctrl-C does; set even for SIGINT, which a shell's `&` ignores
+    # All signals end the demo like Ctrl-C. SIGINT is set too, because a shell's `&` ignores it.
+    for number in ENDINGS:
         signal.signal(number, signal.default_int_handler)
     try:
         return run(options)
     except PortInUseError as error:
-        print(f"demo: {error} Choose another one with --port.", file=sys.stderr)
+        print(f"demo: {error} Choose another port with --port.", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("\nInterrupted.", file=sys.stderr)
@@ -65,21 +64,21 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="demo", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument(
-        "--port", type=int, default=8000, help="where to listen; 0 picks a free port (%(default)s)"
+        "--port", type=int, default=8000, help="port to listen on; 0 picks a free one (default: %(default)s)"
     )
     parser.add_argument(
-        "--once", action="store_true", help="end after measuring; the status is 1 if a check failed"
+        "--once", action="store_true", help="exit after measuring; the exit status is 1 if a check failed"
     )
     return parser.parse_args(argv)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Start, deploy, measure, serve, stop."""
+    """Start the cluster, deploy, measure, serve and stop; return the exit status."""
     print(f"Starting a Dask cluster and {REPLICAS} replicas ...", flush=True)
     client = serve.start(http_options={"host": "127.0.0.1", "port": options.port})
     try:
@@ -90,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
             print("Serving until Ctrl-C.", flush=True)
             wait_for_interrupt()
     finally:
-        # A second Ctrl-C, from an impatient hand, must not leave workers behind.
+        # A second Ctrl-C must not leave workers running.
         for number in ENDINGS:
             signal.signal(number, signal.SIG_IGN)
         client.shutdown()
@@ -98,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def demonstrate(client: Any) -> list[str]:
-    """Measure the service, print what users want to know, and return the checks that failed."""
+    """Measure the service, print the results, and return the failed checks."""
     url = client.http_urls()[0].rstrip("/") + "/digits"
     print(f"Address    {url}")
     print(f"Try        curl --data-binary {shlex.quote(f'@{seven_path()}')} {url}", flush=True)
@@ -127,15 +126,15 @@ def demonstrate(client: Any) -> list[str]:
 
 
 def accuracy(labels: list[int | None] | list[int], truth: list[int]) -> float:
-    """Return the share of labels that are right."""
+    """Return the share of correct labels."""
     return sum(label == true for label, true in zip(labels, truth, strict=True)) / len(truth)
 
 
-def compare(served: list[int | None], offline: list[int], truth: list[int], troubles: list[str]) -> list[str]:
-    """Return what keeps the service from being as good as the model that it serves."""
+def compare(served: list[int | None], offline: list[int], truth: list[int], failures: list[str]) -> list[str]:
+    """Return the differences between the served and the offline labels, and failed requests, as problems."""
     problems = []
-    if troubles:
-        problems.append(f"{len(troubles)} requests were not answered, the first with: {troubles[0]}")
+    if failures:
+        problems.append(f"{len(failures)} requests failed; the first error: {failures[0]}")
     different = [i for i, (a, b) in enumerate(zip(served, offline, strict=True)) if a != b]
     if different:
         problems.append(
@@ -147,7 +146,7 @@ def compare(served: list[int | None], offline: list[int], truth: list[int], trou
 
 
 def post_all(url: str, pngs: list[bytes]) -> list[Answer]:
-    """Post every image, each connection taking its share, and return the answers in order."""
+    """Post the images over several connections, and return the answers in order."""
     answers: dict[int, Answer] = {}
 
     def post_share(first: int) -> None:
@@ -162,7 +161,7 @@ def post_all(url: str, pngs: list[bytes]) -> list[Answer]:
 
 
 def post(connection: http.client.HTTPConnection, path: str, png: bytes) -> Answer:
-    """Post one image."""
+    """Post one image and return the answer."""
     start = time.perf_counter()
     try:
         connection.request("POST", path, body=png, headers={"Content-Type": "image/png"})
@@ -178,7 +177,7 @@ def post(connection: http.client.HTTPConnection, path: str, png: bytes) -> Answe
 
 
 def seven_path() -> Path:
-    """Return the path of an image to try with; it is made if it is not there."""
+    """Return the path of an example image; create the image if the file is missing."""
     path = HERE / "seven.png"
     if not path.exists():
         descriptor, name = tempfile.mkstemp(prefix="daskserve-seven-", suffix=".png")
@@ -189,7 +188,7 @@ def seven_path() -> Path:
 
 
 def wait_for_interrupt() -> None:
-    """Return when the user presses Ctrl-C, or the process is asked to end."""
+    """Wait until the user presses Ctrl-C or a signal asks the process to end."""
     try:
         threading.Event().wait()
     except KeyboardInterrupt:

@@ -1,7 +1,7 @@
-"""A classifier of handwritten digits, and what turns images and numbers into its features.
+"""A classifier of handwritten digits, and the conversion of images and numbers to its features.
 
-Nothing in here knows of HTTP or of daskserve. An image is 8 by 8 pixels of 0 (paper) to 16 (ink), the scale
-of scikit-learn's digits; as a PNG it is grayscale, with white ink on black paper.
+This module is independent of HTTP and of daskserve. An image is 8 by 8 pixels from 0 (paper) to 16 (ink), the
+scale of scikit-learn's digits. As a PNG it is grayscale, with white ink on black paper.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from threadpoolctl import threadpool_limits
 SIDE = 8
 PIXELS = SIDE * SIDE
 INK = 16
-#: A PNG with more pixels on a side is refused before it is decoded: a few kilobytes can hold gigabytes.
+#: A PNG with a longer side is refused before decoding: a few kilobytes can decode to gigabytes.
 MAX_SIDE = 2048
 PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
 
 
 class InputError(Exception):
-    """The caller's input cannot be classified; ``status`` is the HTTP status that says so."""
+    """The input cannot be classified; ``status`` is the HTTP status of the response."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(status, message)
@@ -35,7 +35,7 @@ class InputError(Exception):
 
 
 class Split(NamedTuple):
-    """The digits, one row of 64 numbers each, halved into those to learn from and those held out."""
+    """The digits, as rows of 64 numbers, split into training and held-out halves."""
 
     train_images: np.ndarray
     train_labels: np.ndarray
@@ -44,7 +44,7 @@ class Split(NamedTuple):
 
 
 def load_split() -> Split:
-    """Return the same halves in every process."""
+    """Return the split, which is the same in every process."""
     digits = load_digits()
     train_images, held_out_images, train_labels, held_out_labels = train_test_split(
         digits.data, digits.target, test_size=0.5, random_state=0, stratify=digits.target
@@ -55,8 +55,8 @@ def load_split() -> Split:
 def train(split: Split) -> LogisticRegression:
     """Return a fitted classifier.
 
-    On one thread and by Newton's method, which converges until nothing is left to differ: every replica, and
-    the check offline, must hold the same model, however many threads its process may use.
+    Training uses one thread and Newton's method, which converges fully: every replica and the offline check
+    must have the same model, regardless of the number of threads in their processes.
     """
     with threadpool_limits(1):
         model = LogisticRegression(C=0.01, solver="newton-cholesky")
@@ -64,7 +64,7 @@ def train(split: Split) -> LogisticRegression:
 
 
 def classify(model: LogisticRegression, rows: np.ndarray) -> list[dict[str, Any]]:
-    """Return label and probabilities of each row of features."""
+    """Return the label and probabilities of each row of features."""
     probabilities = model.predict_proba(rows)
     labels = model.classes_[probabilities.argmax(axis=1)]
     return [
@@ -74,7 +74,7 @@ def classify(model: LogisticRegression, rows: np.ndarray) -> list[dict[str, Any]
 
 
 def features_from_numbers(values: Any) -> np.ndarray:
-    """Return the features that a decoded JSON array of 64 numbers from 0 to 16 stands for."""
+    """Return the features of a decoded JSON array of 64 numbers from 0 to 16."""
     if not isinstance(values, list):
         raise InputError(422, f"expected an array of {PIXELS} numbers, got {_json_type(values)}")
     if len(values) != PIXELS:
@@ -90,17 +90,17 @@ def features_from_numbers(values: Any) -> np.ndarray:
 
 
 def features_from_png(data: bytes) -> np.ndarray:
-    """Return the features of a PNG: exactly its pixels if it is 8 by 8, else those of it made smaller."""
+    """Return the features of a PNG: its exact pixels if it is 8 by 8, otherwise scaled down."""
     image = _decode(data)
     gray = np.asarray(image.resize((SIDE, SIDE), Image.Resampling.BOX), dtype=float)
     border = np.concatenate([gray[0], gray[-1], gray[1:-1, 0], gray[1:-1, -1]])
-    if np.median(border) > 127:  # dark ink on white paper, as most people draw
+    if np.median(border) > 127:  # dark ink on white paper, as people usually draw
         gray = 255 - gray
     return np.asarray(np.round(gray * INK / 255)).ravel()
 
 
 def png_from_features(row: np.ndarray) -> bytes:
-    """Return an 8 by 8 grayscale PNG; `features_from_png` gives the same features back."""
+    """Return an 8 by 8 grayscale PNG, from which `features_from_png` returns the same features."""
     pixels = np.round(np.asarray(row).reshape(SIDE, SIDE) * 255 / INK).astype(np.uint8)
     stream = io.BytesIO()
     Image.fromarray(pixels).save(stream, format="PNG")
@@ -114,8 +114,8 @@ def seven() -> bytes:
 
 
 def png_size(data: bytes) -> tuple[int, int]:
-    """Return width and height as the header has them; refuse what is not to be decoded."""
-    # The first chunk holds them: signature 8 bytes, length 4, "IHDR", width 4, height 4.
+    """Return the width and height from the header; raise if the image must not be decoded."""
+    # Layout of the first chunk: signature 8 bytes, length 4, "IHDR", width 4, height 4.
     if not data.startswith(PNG_MAGIC) or data[12:16] != b"IHDR" or len(data) < 24:
         raise InputError(400, "the PNG is broken: it has no header")
     width, height = struct.unpack(">II", data[16:24])
@@ -132,9 +132,9 @@ def _decode(data: bytes) -> Image.Image:
     try:
         image = Image.open(io.BytesIO(data), formats=["PNG"])
         image.load()
-    except Exception as error:  # the decoder has half a dozen ways to say that a file is broken
+    except Exception as error:  # the decoder raises many kinds of errors for broken files
         raise InputError(400, f"the PNG is broken: {error}") from error
-    if image.mode.startswith("I"):  # 16 bits, which Pillow would clip to 255 rather than scale
+    if image.mode.startswith("I"):  # 16 bits, which Pillow clips to 255 instead of scaling
         return Image.fromarray((np.asarray(image) / 257).astype(np.uint8))
     if image.has_transparency_data:
         paper = Image.new("RGBA", image.size, "white")

@@ -1,4 +1,4 @@
-"""The digits example, without a cluster: the model, what the class answers, how the demo judges."""
+"""The digits example without a cluster: the model, the answers of the class, the checks of the demo."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from starlette.requests import Request
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "digits"
 sys.path.insert(0, str(EXAMPLE))
 
-import app  # noqa: E402 - the example's folder has to be in the path first
+import app  # noqa: E402 - the example's folder must be in the path first
 import model  # noqa: E402
 
 BOUNDARY = "frontier"
@@ -44,7 +44,7 @@ def digits() -> app.Digits:
 def post(
     digits: app.Digits, body: bytes, content_type: str = CURL, chunk_size: int = 1 << 16
 ) -> tuple[int, Any]:
-    """Hand one request to the class as a replica does, and return status and decoded answer."""
+    """Call the class with one request, as a replica does; return the status and the decoded answer."""
     chunks = [body[i : i + chunk_size] for i in range(0, len(body), chunk_size)] or [b""]
     messages = [{"type": "http.request", "body": chunk, "more_body": True} for chunk in chunks]
     messages[-1]["more_body"] = False
@@ -72,7 +72,7 @@ def png(pixels: Any, mode: str | None = None) -> bytes:
 
 
 def png_header(width: int, height: int) -> bytes:
-    """Return a PNG that promises a size and holds nothing."""
+    """Return a PNG with a header that declares a size, and no data."""
     chunk = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
     return model.PNG_MAGIC + struct.pack(">I", 13) + chunk + struct.pack(">I", zlib.crc32(chunk))
 
@@ -80,18 +80,18 @@ def png_header(width: int, height: int) -> bytes:
 # ---- the model
 
 
-def test_an_image_of_each_digit_of_the_data_survives_the_way_through_png() -> None:
+def test_every_image_of_the_data_round_trips_through_png() -> None:
     for row in model.load_digits().data:
         assert np.array_equal(model.features_from_png(model.png_from_features(row)), row)
 
 
-def test_the_split_is_the_same_each_time_and_its_halves_share_no_image(split: model.Split) -> None:
+def test_the_split_is_deterministic_and_its_halves_are_disjoint(split: model.Split) -> None:
     again = model.load_split()
     assert all(np.array_equal(a, b) for a, b in zip(split, again, strict=True))
     assert len(split.train_labels) + len(split.held_out_labels) == 1797
 
 
-def test_the_model_is_good_and_its_labels_are_its_likeliest(split: model.Split) -> None:
+def test_the_model_is_accurate_and_its_labels_have_the_highest_probability(split: model.Split) -> None:
     answers = model.classify(model.train(split), split.held_out_images)
     right = sum(a["label"] == t for a, t in zip(answers, split.held_out_labels.tolist(), strict=True))
     assert right / len(answers) > 0.95
@@ -100,7 +100,7 @@ def test_the_model_is_good_and_its_labels_are_its_likeliest(split: model.Split) 
         assert sum(answer["probabilities"]) == pytest.approx(1)
 
 
-def test_the_committed_image_is_the_seven_that_the_code_makes() -> None:
+def test_the_committed_image_is_the_one_that_the_code_makes() -> None:
     assert (EXAMPLE / "seven.png").read_bytes()[:8] == model.PNG_MAGIC
     committed = model.features_from_png((EXAMPLE / "seven.png").read_bytes())
     assert np.array_equal(committed, model.features_from_png(model.seven()))
@@ -109,7 +109,7 @@ def test_the_committed_image_is_the_seven_that_the_code_makes() -> None:
 # ---- what is accepted
 
 
-def test_a_png_is_known_by_its_bytes_whatever_curl_calls_it(digits: app.Digits) -> None:
+def test_a_png_is_detected_by_its_bytes_whatever_the_content_type(digits: app.Digits) -> None:
     for content_type in (CURL, "image/png", "application/octet-stream", ""):
         status, answer = post(digits, model.seven(), content_type)
         assert (status, answer["label"], len(answer["probabilities"])) == (200, 7, 10)
@@ -139,7 +139,7 @@ def test_a_form_gets_a_list_in_order_of_its_files(digits: app.Digits, split: mod
 
 
 @pytest.mark.parametrize("mode", ["L", "RGB", "RGBA", "P", "LA", "I;16"])
-def test_a_larger_image_is_made_smaller(digits: app.Digits, mode: str) -> None:
+def test_a_larger_image_is_scaled_down(digits: app.Digits, mode: str) -> None:
     large = np.kron(model.features_from_png(model.seven()).reshape(8, 8) * 255 / 16, np.ones((20, 20)))
     if mode == "I;16":
         stream = io.BytesIO()
@@ -151,7 +151,7 @@ def test_a_larger_image_is_made_smaller(digits: app.Digits, mode: str) -> None:
     assert (status, answer["label"]) == (200, 7)
 
 
-def test_dark_ink_on_white_or_no_paper_is_read_too(digits: app.Digits) -> None:
+def test_dark_ink_on_white_or_transparent_paper_is_accepted(digits: app.Digits) -> None:
     ink = model.features_from_png(model.seven()).reshape(8, 8) * 255 / 16
     assert post(digits, png(255 - ink))[1]["label"] == 7
     transparent = np.dstack([np.zeros((8, 8, 3)), ink])
@@ -203,16 +203,16 @@ def dumps(value: Any) -> bytes:
         (b"\x00" * (app.MAX_BODY_BYTES + 1), CURL, 413, "larger than"),
         (form(b"\x00" * (app.MAX_BODY_BYTES + 1)), FORM, 413, "larger than"),
         (form(*[SEVEN] * (app.MAX_ITEMS + 1)), FORM, 413, "Too many files"),
-        (form(*[png_header(2048, 2048)] * 5), FORM, 413, "in all"),
+        (form(*[png_header(2048, 2048)] * 5), FORM, 413, "in total"),
         (form(SEVEN, b"GIF89a"), FORM, 415, "file 1: not a PNG"),
         (form(SEVEN, SEVEN[:60]), FORM, 400, "file 1: the PNG is broken"),
         (form(SEVEN, filename="x=y"), FORM, 422, "'image' is not a file"),
-        (form(), FORM, 422, "holds no file"),
+        (form(), FORM, 422, "contains no file"),
         (form(SEVEN), "multipart/form-data", 400, "boundary"),
         (b"nonsense", FORM, 400, "the form cannot be read"),
     ],
 )
-def test_wrong_input_is_refused_with_what_was_wrong(
+def test_invalid_input_is_refused_with_the_problem(
     digits: app.Digits, body: bytes, content_type: str, status: int, text: str
 ) -> None:
     got, answer = post(digits, body, content_type)
@@ -233,11 +233,11 @@ def test_reading_stops_at_the_limit(digits: app.Digits) -> None:
     assert read <= app.MAX_BODY_BYTES + (1 << 20)
 
 
-# ---- the way to the workers
+# ---- pickling for the workers
 
 
 def run_elsewhere(code: str, definition: bytes) -> subprocess.CompletedProcess[bytes]:
-    """Run code in an interpreter that knows neither the example's folder nor its modules, as on a worker."""
+    """Run code in an interpreter without the example's modules, as on a worker."""
     return subprocess.run(
         [sys.executable, "-I", "-c", code], input=definition, capture_output=True, timeout=60
     )
@@ -257,7 +257,7 @@ sys.stdout.buffer.write(response.body)
 
 
 @pytest.mark.slow
-def test_the_class_travels_to_workers_that_do_not_have_its_module() -> None:
+def test_the_class_can_be_unpickled_without_its_module() -> None:
     by_name = cloudpickle.dumps(app.Digits)
     cloudpickle.register_pickle_by_value(app)
     cloudpickle.register_pickle_by_value(model)
@@ -270,7 +270,7 @@ def test_the_class_travels_to_workers_that_do_not_have_its_module() -> None:
     assert b"expected 64 numbers, got 0" in run_elsewhere(USE_THE_CLASS, by_value).stdout
 
 
-# ---- the demo's judgement
+# ---- the demo's checks
 
 
 @pytest.fixture
@@ -280,23 +280,23 @@ def demo(monkeypatch: pytest.MonkeyPatch) -> Any:
     return demo
 
 
-def test_the_demo_finds_nothing_wrong_with_equal_labels(demo: Any) -> None:
+def test_the_demo_reports_no_problem_for_equal_labels(demo: Any) -> None:
     assert demo.compare([1, 2, 3], [1, 2, 3], [1, 2, 0], []) == []
 
 
-def test_the_demo_sees_a_label_that_differs_even_at_equal_accuracy(demo: Any) -> None:
+def test_the_demo_reports_a_different_label_even_at_equal_accuracy(demo: Any) -> None:
     (problem,) = demo.compare([1, 2, 4], [1, 2, 3], [1, 2, 0], [])
     assert problem.startswith("1 labels differ")
 
 
-def test_the_demo_reports_requests_that_failed(demo: Any) -> None:
+def test_the_demo_reports_failed_requests(demo: Any) -> None:
     problems = demo.compare([1, None], [1, 2], [1, 2], ["503 busy"])
-    assert "1 requests were not answered, the first with: 503 busy" in problems[0]
+    assert "1 requests failed; the first error: 503 busy" in problems[0]
     assert len(problems) == 3
 
 
 class _Replies(http.server.BaseHTTPRequestHandler):
-    """Answers with the length of what was posted; refuses a body of one byte."""
+    """Answers with the length of the posted body; refuses a body of one byte."""
 
     protocol_version = "HTTP/1.1"
 
@@ -327,7 +327,7 @@ def test_the_demo_posts_all_images_and_keeps_their_order(demo: Any) -> None:
     assert answers[0].problem == "422 too short"
 
 
-def test_the_demo_counts_a_server_that_is_not_there_as_a_failed_request(demo: Any) -> None:
+def test_the_demo_counts_an_unreachable_server_as_a_failed_request(demo: Any) -> None:
     with http.server.HTTPServer(("127.0.0.1", 0), _Replies) as server:
         port = server.server_port
     (answer,) = demo.post_all(f"http://127.0.0.1:{port}/digits", [b"x"])
@@ -335,7 +335,7 @@ def test_the_demo_counts_a_server_that_is_not_there_as_a_failed_request(demo: An
     assert "ConnectionRefusedError" in answer.problem
 
 
-def test_the_demo_makes_the_image_if_it_is_missing(
+def test_the_demo_creates_the_image_if_it_is_missing(
     demo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert demo.seven_path() == EXAMPLE / "seven.png"
