@@ -27,7 +27,7 @@ from daskserve.types import ActorKind
 logger = logging.getLogger("daskserve.controller")
 
 #: Pause before an actor that could not be reached is asked again.
-RETRY_S = 0.2
+ACTION_RETRY_S = 0.2
 #: What a proxy that has to go may take to finish its requests.
 PROXY_GRACE_S = 5.0
 
@@ -87,7 +87,7 @@ class Acting:
             self._observed.is_adaptive = await self._cluster.report(epoch, report)
         except (ServeError, OSError) as error:
             logger.warning("The scheduler could not be told what is in use, trying again: %s", error)
-            await self._clock.sleep(RETRY_S)
+            await self._clock.sleep(ACTION_RETRY_S)
         else:
             self._told = report
 
@@ -158,7 +158,7 @@ class Acting:
         except UnavailableError as error:
             # Nobody knows whether the replica is there: ask until the worker answers or is known to be lost.
             logger.warning("Replica %s cannot be reached, trying again: %s", replica.tag, error)
-            await self._clock.sleep(RETRY_S)
+            await self._clock.sleep(ACTION_RETRY_S)
         except Exception as error:
             # Whatever user code raised; the pure part decides what it means.
             self._observed.failed[replica.tag] = error
@@ -207,7 +207,7 @@ class Acting:
             logger.warning("Replica %s did not stop within its grace and is given up", replica.tag)
         except (ServeError, OSError) as error:
             logger.warning("Replica %s could not be told to stop, trying again: %s", replica.tag, error)
-            await self._clock.sleep(RETRY_S)
+            await self._clock.sleep(ACTION_RETRY_S)
             return
         if replica.tag in self._state.replicas:
             self._observed.gone.add(replica.tag)
@@ -227,7 +227,7 @@ class Acting:
             await self._clock.wait_for(call, self._start_timeout_s)
         except (ActorLostError, UnavailableError) as error:
             logger.warning("Replica %s could not be reconfigured: %s", replica.tag, error)
-            await self._clock.sleep(RETRY_S)  # by then the watch may know what became of it
+            await self._clock.sleep(ACTION_RETRY_S)  # by then the watch may know what became of it
         except Exception as error:
             # What the user's reconfigure raised; the pure part decides what it means. About a config that
             # was superseded meanwhile it means nothing, and the silence of a stopped process tells nothing.
@@ -252,7 +252,7 @@ class Acting:
             # A taken port, a lost worker, a middleware that raises: told to whoever waits for readiness.
             self._observed.proxies_failed[proxy.name] = error
             logger.warning("Proxy %s did not start on %s: %s", proxy.name, proxy.worker, error)
-            await self._clock.sleep(RETRY_S)
+            await self._clock.sleep(ACTION_RETRY_S)
             return
         self._observed.proxies_failed.pop(proxy.name, None)
         if proxy.port != facts["port"]:

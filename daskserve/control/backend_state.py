@@ -38,7 +38,7 @@ UNKNOWN_CONFIG = ""
 #: Constructors that may fail in a row before a goal fails.
 MAX_FAILURES = 3
 #: Pause before the next try of a backend whose replicas fail outside any goal; doubles up to the maximum.
-RETRY_S, MAX_RETRY_S = 0.5, 30.0
+START_RETRY_S, MAX_START_RETRY_S = 0.5, 30.0
 #: A worker that holds a proxy or the controller is as hard to empty as one with so many replicas.
 KEPT_WORKER = 1_000_000
 
@@ -205,7 +205,7 @@ class _Stepper:
                 self.fail_goal(_start_error(self.backend.tag, error))
             return
         notes.failures += 1
-        pause_s = min(MAX_RETRY_S, RETRY_S * 2 ** (notes.failures - 1))
+        pause_s = min(MAX_START_RETRY_S, START_RETRY_S * 2 ** (notes.failures - 1))
         notes.retry_at = self.world.now + pause_s
         notes.waiting = f"a replica failed to start, trying again in {pause_s:g} s: {error}"
 

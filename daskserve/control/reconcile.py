@@ -18,7 +18,7 @@ from typing import Any
 from daskserve.clock import Clock, stopwatch
 from daskserve.cluster.base import UseReport
 from daskserve.control import backend_state, http_state
-from daskserve.control.acting import RETRY_S, Acting, Commit
+from daskserve.control.acting import ACTION_RETRY_S, Acting, Commit
 from daskserve.control.control_figures import ControlFigures
 from daskserve.control.observed import Observed
 from daskserve.control.placement import demand_of, workers_needed
@@ -114,11 +114,11 @@ class Reconciler:
                 return
             except Exception:
                 # The named top loop: one poisoned backend or an unreachable store must not end it.
-                logger.exception("A control step failed; trying again in %s s", RETRY_S)
+                logger.exception("A control step failed; trying again in %s s", ACTION_RETRY_S)
                 self.figures.failures += 1
                 self._dirty_all = True
                 self._wake.set()
-                await self._clock.sleep(RETRY_S)
+                await self._clock.sleep(ACTION_RETRY_S)
                 continue
             try:
                 await self._clock.wait_for(self._wake.wait(), pause_s)
@@ -164,8 +164,8 @@ class Reconciler:
         what = "the proxies" if tag == PROXIES else f"backend {tag}"
         is_expected = isinstance(error, (ServeError, OSError))
         text = "A control step of %s failed; trying again in %s s: %r"
-        logger.error(text, what, RETRY_S, error, exc_info=not is_expected)
-        self._wake_at[tag] = self._clock.now() + RETRY_S
+        logger.error(text, what, ACTION_RETRY_S, error, exc_info=not is_expected)
+        self._wake_at[tag] = self._clock.now() + ACTION_RETRY_S
 
     def _report(self) -> None:
         """Tell the scheduler what the instance uses, if that has changed."""

@@ -12,8 +12,8 @@ from control_harness import Bench, backend, endpoint, removed, replica, state_of
 
 from daskserve.control import endpoint_state
 from daskserve.control.backend_state import (
-    MAX_RETRY_S,
-    RETRY_S,
+    MAX_START_RETRY_S,
+    START_RETRY_S,
     ReconfigureReplica,
     StartReplica,
     StopReplica,
@@ -251,8 +251,8 @@ def test_without_a_goal_tries_are_further_and_further_apart() -> None:
         assert "the constructor raised" in bench.observed.waiting["b"]
         bench.now = step.wake_at
         pauses.append(step.wake_at - before)
-    assert pauses[:4] == [RETRY_S, 2 * RETRY_S, 4 * RETRY_S, 8 * RETRY_S]
-    assert pauses[-1] == MAX_RETRY_S
+    assert pauses[:4] == [START_RETRY_S, 2 * START_RETRY_S, 4 * START_RETRY_S, 8 * START_RETRY_S]
+    assert pauses[-1] == MAX_START_RETRY_S
     bench.settle()
     assert len(bench.tags(S.RUNNING)) == 1
     assert (bench.observed.failures, bench.observed.retry_at, bench.observed.waiting) == ({}, {}, {})

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from daskserve.cluster.base import StoreChange
 from daskserve.cluster.store.opening import MemoryStore
 from daskserve.control import backend_state, http_state
-from daskserve.control.backend_state import RETRY_S
+from daskserve.control.backend_state import START_RETRY_S
 from daskserve.control.observed import Observed, Scaling
 from daskserve.control.records import CodeRecord, EndpointRecord, ProxyRecord, Record, to_plain
 from daskserve.control.state import State
@@ -165,7 +165,7 @@ def test_a_failure_counts_once_however_often_its_step_is_decided() -> None:
         bench.decide()
     bench.step()
     assert bench.observed.failures == {"b": 1}
-    assert bench.observed.retry_at == {"b": bench.now + RETRY_S}
+    assert bench.observed.retry_at == {"b": bench.now + START_RETRY_S}
 
 
 def test_an_answer_that_came_during_the_commit_is_not_forgotten() -> None:
@@ -200,7 +200,7 @@ def test_a_store_that_refuses_commits_makes_one_failure_count_once() -> None:
 
     play(scenario, workers=3)
     # Eight retries of the commit, 0.2 s apart, and the pause of the first failure.
-    assert starts[1] - starts[0] < 8 * 0.2 + RETRY_S + 0.2
+    assert starts[1] - starts[0] < 8 * 0.2 + START_RETRY_S + 0.2
 
 
 def test_what_follows_a_change_holds_if_the_store_has_it_after_all() -> None:

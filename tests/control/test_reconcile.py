@@ -14,7 +14,7 @@ from controller_harness import ScriptedReplica, ScriptedStore, Stage, boom, hang
 
 from daskserve.cluster.base import StoreChange
 from daskserve.cluster.local.process import LocalProcess
-from daskserve.control.reconcile import RETRY_S, TICK_S
+from daskserve.control.reconcile import ACTION_RETRY_S, TICK_S
 from daskserve.control.records import BackendRecord, CodeRecord, ReplicaRecord, encode
 from daskserve.control.watch import MISSES
 from daskserve.errors import ActorLostError, BadRequestError, ReplicaStartError, UnavailableError
@@ -232,7 +232,7 @@ def test_a_step_that_cannot_be_written_is_not_acted_on_and_tried_again() -> None
         answer = await stage.call("create_backend", **stage.wish(num_replicas=2))
         await stage.until(lambda: stage.started)
         assert stage.store.failures == 0
-        assert stage.clock.now() - began >= 4 * RETRY_S
+        assert stage.clock.now() - began >= 4 * ACTION_RETRY_S
         assert (await stage.call("wait_for_goal", goal_id=answer["goal"], timeout_s=30))["is_done"]
         assert len(stage.started) == 2
 
@@ -267,7 +267,7 @@ def test_a_worker_that_comes_back_while_its_loss_cannot_be_written_is_lost_once(
         stage.cluster.add_worker(info)
         began = stage.clock.now()
         await stage.until(lambda: stage.running and before not in stage.running)
-        assert stage.clock.now() - began < 10 * RETRY_S + 0.5
+        assert stage.clock.now() - began < 10 * ACTION_RETRY_S + 0.5
         await stage.clock.sleep(60)
         assert len(stage.started) == 2
 
@@ -353,7 +353,7 @@ def test_a_worker_that_cannot_be_reached_is_asked_again_and_is_no_failed_constru
         await stage.create()
         assert tries == 6
         assert len(set(stage.started)) == 1
-        assert stage.clock.now() >= 5 * RETRY_S
+        assert stage.clock.now() >= 5 * ACTION_RETRY_S
 
     play(scenario)
 
@@ -430,7 +430,7 @@ def test_a_replica_that_cannot_be_told_to_stop_is_told_again() -> None:
                 entries.setdefault(name, held)  # a Host forgets even what it failed to stop
         await deleting
         assert len(tries) == 4
-        assert min(after - before for before, after in itertools.pairwise(tries)) >= RETRY_S
+        assert min(after - before for before, after in itertools.pairwise(tries)) >= ACTION_RETRY_S
 
     play(scenario)
 
@@ -561,7 +561,7 @@ def test_a_replica_lost_during_a_reconfiguration_is_looked_after_without_haste()
         stage.reconfigure = unreachable
         began = stage.clock.now()
         await stage.update(user_config=b"two")
-        assert stage.clock.now() - began >= 4 * RETRY_S
+        assert stage.clock.now() - began >= 4 * ACTION_RETRY_S
         assert len(stage.reconfigured) == 5
 
     play(scenario)

@@ -28,9 +28,6 @@ from daskserve.types import BackendTag
 
 logger = logging.getLogger("daskserve.autoscaling")
 
-#: How often a policy that failed to load is tried again; its module may have been installed meanwhile.
-RETRY_S = 30.0
-
 
 @dataclass(frozen=True, slots=True)
 class Member:
@@ -276,7 +273,7 @@ class Groups:
             return
         except UserCodeError as error:
             group.error = f"the policy cannot be used: {error}"
-            group.retry_at = self._clock.now() + RETRY_S
+            group.retry_at = self._clock.now() + policy_calls.POLICY_RETRY_S
             if group.error != before:
                 logger.error("The autoscaling policy of group %s cannot be used", name, exc_info=error)
         group.loading = None

@@ -31,6 +31,8 @@ T = TypeVar("T")
 
 #: Timeout of one wait for a policy. A slower call keeps running, and later checks wait for it again.
 ANSWER_TIMEOUT_S = 5.0
+#: Pause before a policy that failed to load is tried again; its module may have been installed meanwhile.
+POLICY_RETRY_S = 30.0
 
 
 class PolicyCall(Generic[T]):

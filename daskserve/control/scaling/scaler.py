@@ -39,8 +39,6 @@ logger = logging.getLogger("daskserve.autoscaling")
 #: How often these policies run for an idle backend that is already at its minimum.
 RESTING_S = 5.0
 BY_LOAD_ONLY = frozenset({"target_ongoing_requests", "classic", "latency"})
-#: How often a policy that failed to load is tried again; its module may have been installed meanwhile.
-RETRY_S = 30.0
 #: A decision that is not applied within this time is repeated. The store may be unavailable, for example.
 PENDING_S = 5.0
 
@@ -306,7 +304,7 @@ class Scaler:
     def _record_unusable(self, tag: BackendTag, entry: _Entry, error: Exception) -> None:
         text = str(error) if isinstance(error, UserCodeError) else f"{type(error).__name__}: {error}"
         before, entry.error = entry.error, f"the policy cannot be used: {text}"
-        entry.retry_at = self._clock.now() + RETRY_S
+        entry.retry_at = self._clock.now() + policy_calls.POLICY_RETRY_S
         if entry.error != before:
             logger.error("The autoscaling policy of %s cannot be used", tag, exc_info=error)
 

@@ -24,7 +24,7 @@ PERIOD_S = 1.0
 #: While requests wait and there is no replica, how many they are decides how many are started.
 STARVING_S = 0.25
 #: After a report that did not get through, because the controller is being replaced for example.
-RETRY_S = 0.1
+REPORT_RETRY_S = 0.1
 #: Longer than a controller takes that is well.
 ANSWER_S = 2.0
 
@@ -99,7 +99,7 @@ class LoadReports:
                 if each.waiting or each.in_flight
             }
             if (loads or self._is_told) and not await self._tell(loads):
-                pause_s = RETRY_S
+                pause_s = REPORT_RETRY_S
             elif any(each.is_starving for each in queues.values()):
                 pause_s = STARVING_S
             try:

@@ -20,7 +20,7 @@ from daskserve.autoscaling import AutoscalingContext, Decision
 from daskserve.autoscaling.groups import checked_decisions
 from daskserve.client.explanation import Explanation
 from daskserve.control.scaling import policy_calls
-from daskserve.control.scaling.group_scaler import RETRY_S
+from daskserve.control.scaling.policy_calls import POLICY_RETRY_S
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.payload import dump_bytes
 from daskserve.simulation.fleet import Service, simulate
@@ -354,10 +354,10 @@ def test_a_policy_that_hangs_is_left_behind_when_the_last_one_leaves(
 def test_a_policy_that_could_not_be_had_is_tried_again(policies: Any) -> None:
     async def scene(desk: Desk) -> None:
         put(desk, "a", "b", policy="later", metrics_interval_s=1.0)
-        await asyncio.sleep(2.5 * RETRY_S)
+        await asyncio.sleep(2.5 * POLICY_RETRY_S)
         assert "cannot be used" in desk.reason("a")
         policies.later = lambda contexts: dict.fromkeys(contexts, 6)
-        await wait_until(lambda: number(desk, "b") == 6, timeout_s=RETRY_S + 2, every_s=0.5)
+        await wait_until(lambda: number(desk, "b") == 6, timeout_s=POLICY_RETRY_S + 2, every_s=0.5)
 
     run_virtual(partial(attended, follows=True), scene)
 

@@ -21,7 +21,7 @@ from daskserve.autoscaling import AutoscalingContext
 from daskserve.clock import LoopClock
 from daskserve.control.scaling import policy_calls
 from daskserve.control.scaling.importing import REMEDY
-from daskserve.control.scaling.scaler import RETRY_S
+from daskserve.control.scaling.policy_calls import POLICY_RETRY_S
 from daskserve.errors import UserCodeError
 from daskserve.testing import run_virtual, wait_until
 
@@ -177,10 +177,10 @@ def test_a_policy_that_could_not_be_had_is_tried_again_and_told_of_once(
 
     async def scene(desk: Desk) -> None:
         desk.put("comes_later:policy", metrics_interval_s=1.0)
-        await desk.clock.sleep(2.5 * RETRY_S)
+        await desk.clock.sleep(2.5 * POLICY_RETRY_S)
         assert "comes_later" in desk.reason()
         (tmp_path / "comes_later.py").write_text("def policy(context): return 6\n")
-        await wait_until(lambda: desk.wants() == 6, timeout_s=RETRY_S + 2, every_s=0.5)
+        await wait_until(lambda: desk.wants() == 6, timeout_s=POLICY_RETRY_S + 2, every_s=0.5)
 
     with caplog.at_level(logging.WARNING, "daskserve.autoscaling"):
         run_virtual(attended, scene)
