@@ -59,7 +59,7 @@ class ProxyActor:
     def __init__(self, context: ActorContext) -> None:
         self._context = context
         self.verbs = verbs_of(self)
-        self._cluster: Any = context.cluster
+        self._cluster = context.cluster
         self._start = ProxyStart.decode(context.spec.payload)
         self._routes: RouteTable | None = None
         self._routes_known = asyncio.Event()

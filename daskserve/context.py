@@ -9,13 +9,20 @@ from __future__ import annotations
 from collections.abc import Set
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from daskserve.errors import ServeError
 from daskserve.figures.replica import ReplicaFigures
 from daskserve.loops.event_loop import running_loop
 from daskserve.loops.pending_call import PendingCall
 from daskserve.types import BackendTag, InstanceName, ReplicaTag
+
+
+class HasLink(Protocol):
+    """A view of the cluster, as far as this module knows it; see `daskserve.cluster.base.Process`."""
+
+    @property
+    def link(self) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +33,8 @@ class ReplicaContext:
     backend_tag: BackendTag
     replica_tag: ReplicaTag
     servable_object: Any = None
-    # The process's seam to the cluster, typed loosely because this module is below it.
-    cluster: Any = None
+    #: The process's view of the cluster; None in what only pretends to be a replica.
+    cluster: HasLink | None = None
     #: How many requests the replica runs at a time; 0 if that is not known.
     max_concurrent_queries: int = 0
     #: What the replica counts; None in what only pretends to be one.

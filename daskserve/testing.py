@@ -17,7 +17,7 @@ import selectors
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from daskserve.client.client import Client
@@ -214,7 +214,6 @@ def local_instance(
     from daskserve import actors
     from daskserve.client.calls import ControllerCalls, wait_for_http
     from daskserve.client.client import Client
-    from daskserve.cluster.link import Link
     from daskserve.cluster.local.cluster import LocalCluster
     from daskserve.options.config import HTTPOptions, parse_options
     from daskserve.payload import dump_bytes
@@ -235,8 +234,7 @@ def local_instance(
         ActorKind.REPLICA: actors.make_replica,
     }
     cluster = LocalCluster(factories, workers=workers)
-    # The local link implements what a client uses of a real one.
-    link = cast(Link, cluster.program.link)
+    link = cluster.program.link
     with _loop_in_thread() as loop:
 
         def run(coroutine: Coroutine[Any, Any, Any]) -> None:

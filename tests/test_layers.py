@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,6 +54,16 @@ STRANGERS: Sequence[tuple[str, str]] = (
     ("daskserve.simulation", "daskserve.control"),
     ("daskserve.simulation", "daskserve.cluster"),
 )
+#: What the rooms that carry requests may import of daskserve.cluster: its protocols, and these two.
+SEAM = frozenset(
+    {
+        "daskserve.cluster.base",
+        # An unpickled handle is given no link, so it has to find the one of its process.
+        "daskserve.cluster.present",
+        # A replica of its own process is no actor: it is carried by a child of the actor that is.
+        "daskserve.cluster.worker.child",
+    }
+)
 FACADE = "daskserve"
 
 
@@ -74,7 +84,6 @@ class Import:
     importer: str
     target: str
     where: str
-    is_runtime: bool
 
 
 Tree = Mapping[str, Module]
@@ -101,27 +110,6 @@ def sources() -> dict[str, str]:
 # ---- reading imports
 
 
-def _is_type_checking(test: ast.expr) -> bool:
-    return (isinstance(test, ast.Name) and test.id == "TYPE_CHECKING") or (
-        isinstance(test, ast.Attribute) and test.attr == "TYPE_CHECKING"
-    )
-
-
-def _statements(node: ast.AST, is_runtime: bool = True) -> Iterator[tuple[ast.AST, bool]]:
-    """Yield every node below, including function bodies, and whether it can run."""
-    for child in ast.iter_child_nodes(node):
-        yield child, is_runtime
-        if isinstance(child, ast.If) and _is_type_checking(child.test):
-            for part in child.body:
-                yield part, False
-                yield from _statements(part, False)
-            for part in child.orelse:
-                yield part, is_runtime
-                yield from _statements(part, is_runtime)
-        else:
-            yield from _statements(child, is_runtime)
-
-
 def _targets(node: ast.AST, module: Module, tree: Tree) -> list[str]:
     """Return the absolute names that one statement imports."""
     if isinstance(node, ast.Import):
@@ -146,10 +134,10 @@ def imports(tree: Tree) -> list[Import]:
     """Return all imports of all modules."""
     found = []
     for module in tree.values():
-        for node, is_runtime in _statements(ast.parse(module.source)):
+        for node in ast.walk(ast.parse(module.source)):
             for target in _targets(node, module, tree):
                 line = getattr(node, "lineno", 0)
-                found.append(Import(module.name, target, f"{module.path}:{line}", is_runtime))
+                found.append(Import(module.name, target, f"{module.path}:{line}"))
     return found
 
 
@@ -219,11 +207,21 @@ def imports_of_the_facade(tree: Tree) -> list[str]:
     ]
 
 
+def imports_past_the_seam(tree: Tree) -> list[str]:
+    return [
+        f"{each.where}: {each.importer} may know daskserve.cluster by its protocols only, not {each.target}"
+        for each in imports(tree)
+        if layer_of(each.importer) in ("data", "proxies")
+        and _is_in(each.target, "daskserve.cluster")
+        and each.target not in SEAM
+    ]
+
+
 def import_cycles(tree: Tree) -> list[str]:
-    """Return one line per group of modules that import each other, at the top or in functions."""
+    """Return one line per group of modules that import each other, be it in a function or for types."""
     graph: dict[str, dict[str, str]] = {name: {} for name in tree}
     for each in imports(tree):
-        if each.is_runtime and each.target in tree and each.target != each.importer:
+        if each.target in tree and each.target != each.importer:
             graph[each.importer].setdefault(each.target, each.where)
     found = []
     for group in _knots({name: set(targets) for name, targets in graph.items()}):
@@ -254,6 +252,7 @@ RULES = (
     imports_between_strangers,
     imports_of_distributed,
     imports_of_the_facade,
+    imports_past_the_seam,
     import_cycles,
 )
 
@@ -290,6 +289,10 @@ def test_only_the_cluster_layer_imports_distributed(tree: Tree) -> None:
 
 def test_internal_modules_never_import_the_package_root(tree: Tree) -> None:
     assert imports_of_the_facade(tree) == []
+
+
+def test_what_carries_requests_knows_the_cluster_by_its_protocols(tree: Tree) -> None:
+    assert imports_past_the_seam(tree) == []
 
 
 def test_there_is_no_import_cycle(tree: Tree) -> None:
@@ -396,6 +399,30 @@ TYPES_ONLY = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    "
             "daskserve/client/client.py:1",
         ),
         (
+            imports_past_the_seam,
+            {
+                "daskserve/data/caller/router.py": "from daskserve.cluster.base import Link",
+                "daskserve/data/caller/handle.py": TYPES_ONLY + "from daskserve.cluster.link import Link",
+            },
+            "daskserve/data/caller/handle.py:3",
+        ),
+        (
+            imports_past_the_seam,
+            {
+                "proxies/ingress/app.py": "import re\nfrom daskserve.cluster import dask",
+                "daskserve/cluster/dask.py": "",
+            },
+            "proxies/ingress/app.py:2",
+        ),
+        (
+            import_cycles,
+            {
+                "daskserve/types.py": "from daskserve.errors import A",
+                "daskserve/errors.py": TYPES_ONLY + "from daskserve.types import B",
+            },
+            "daskserve/errors.py:3",
+        ),
+        (
             import_cycles,
             {
                 "daskserve/types.py": "from daskserve.errors import A",
@@ -418,8 +445,8 @@ def test_a_valid_tree_breaks_no_rule() -> None:
     tree = read_tree(
         {
             "daskserve/__init__.py": "from daskserve.client.client import Client",
-            "daskserve/types.py": TYPES_ONLY + "from daskserve.errors import ServeError",
-            "daskserve/errors.py": "import dask.config\nfrom daskserve.types import GoalId",
+            "daskserve/types.py": "import re",
+            "daskserve/errors.py": "import dask.config\n" + TYPES_ONLY + "from daskserve.types import GoalId",
             "daskserve/cluster/__init__.py": "",
             "daskserve/cluster/worker/host.py": "import distributed\nfrom daskserve import types\nimport re",
             "daskserve/cluster/base.py": "from ..types import GoalId",

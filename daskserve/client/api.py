@@ -13,10 +13,11 @@ from typing import Any
 import dask.config
 
 from daskserve import settings
-from daskserve.client.calls import ControllerCalls, end_instance, wait_for_http
+from daskserve.client.calls import ControllerCalls, wait_for_http
 from daskserve.client.client import Client
 from daskserve.client.deployment_verbs import python_methods
 from daskserve.client.deployments import Application, Deployment
+from daskserve.client.ending import end_instance
 from daskserve.client.explanation import Explanation
 from daskserve.client.status import Status
 from daskserve.client.wishes import check_name, check_route, make_wish
@@ -218,7 +219,7 @@ def connect(*, dask_client: Any = None, address: str | None = None) -> Client:
         No Dask scheduler answers there.
     """
     replica = current_replica.get()
-    if replica is not None and dask_client is None and address is None:
+    if replica is not None and replica.cluster is not None and dask_client is None and address is None:
         return Client(replica.cluster.link, replica.instance, is_owner=False)
     link = _find_link(dask_client, address)
     if link is None:

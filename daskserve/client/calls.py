@@ -7,8 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from daskserve.cluster.dask import DaskCluster
-from daskserve.cluster.link import Link
+from daskserve.cluster.base import ClientLink, Cluster
 from daskserve.cluster.store.errors import StoreUnavailableError
 from daskserve.errors import (
     ActorLostError,
@@ -30,8 +29,6 @@ CONTROLLER_S = 30.0
 CONTROLLER_RETRY_S = 0.05
 #: A call that takes longer looks whether its controller is still the present one.
 CHECK_S = 1.0
-#: How long `Client.shutdown` waits for everything to be gone.
-SHUTDOWN_S = 15.0
 
 
 class ControllerCalls:
@@ -40,7 +37,7 @@ class ControllerCalls:
     Runs on the link's loop. Trying again is safe because every verb is idempotent.
     """
 
-    def __init__(self, link: Link, instance: InstanceName) -> None:
+    def __init__(self, link: ClientLink, instance: InstanceName) -> None:
         self.link = link
         self.instance = instance
 
@@ -67,7 +64,7 @@ class ControllerCalls:
             await self.link.clock.sleep(CONTROLLER_RETRY_S)
 
     @staticmethod
-    async def _call_one(cluster: DaskCluster, verb: str, message: Mapping[str, Any]) -> Any:
+    async def _call_one(cluster: Cluster, verb: str, message: Mapping[str, Any]) -> Any:
         """Call the present controller; give up on it when it is not the present one any more.
 
         A controller whose process is stopped keeps its connections and never answers.
@@ -120,39 +117,6 @@ class ControllerCalls:
                 await cluster.listener.wait_for_snapshot((snapshot[0], snapshot[1]), POLL_S)
             except TimeoutError:
                 logger.warning("This process did not hear of a change within %s s", POLL_S)
-
-
-def end_instance(link: Link, instance: InstanceName, *, start_id: str | None = None) -> None:
-    """End an instance from any thread; an instance, or a cluster, that is gone already is no error.
-
-    With a ``start_id`` it ends only if it was started under that id, not one that was there before.
-    """
-    message = {} if start_id is None else {"start_id": start_id}
-
-    async def end() -> None:
-        if start_id is None:
-            await link.drop_cluster(instance)
-        try:
-            async with asyncio.timeout(SHUTDOWN_S):
-                has_ended = await link.ask("end_instance", instance=instance, **message)
-        except NotRunningError:
-            pass
-        except (OSError, TimeoutError) as error:
-            logger.warning("Instance %s did not end in order: %r", instance, error)
-        else:
-            if has_ended:
-                await link.drop_cluster(instance)
-
-    link.release_default(instance)
-    if link.runs_here():
-        # A client collected by the garbage collector on the link's own loop must not block it.
-        link.spawn(end())
-        return
-    try:
-        if link.is_open:
-            link.sync(end())
-    finally:
-        link.instance_ended(instance)
 
 
 async def wait_for_http(calls: ControllerCalls, timeout_s: float) -> None:

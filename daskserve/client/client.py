@@ -11,10 +11,11 @@ from typing import Any, Self
 from daskserve.client.backends import BackendVerbs
 from daskserve.client.connection import InstanceConnection
 from daskserve.client.deployment_verbs import DeploymentVerbs
+from daskserve.client.ending import wait_until_ended
 from daskserve.client.endpoints import EndpointVerbs
 from daskserve.client.explanation import Explanation
 from daskserve.client.status import Status
-from daskserve.cluster.link import Link
+from daskserve.cluster.base import ClientLink
 from daskserve.data.caller.handle import Handle, routers_of
 from daskserve.errors import NotFoundError, ServeError
 from daskserve.options.bounds import checked_capacity
@@ -28,7 +29,7 @@ class Client(BackendVerbs, EndpointVerbs, DeploymentVerbs):
     client is garbage collected, or when the program ends.
     """
 
-    def __init__(self, link: Link, instance: InstanceName, *, is_owner: bool) -> None:
+    def __init__(self, link: ClientLink, instance: InstanceName, *, is_owner: bool) -> None:
         self._connection = InstanceConnection(link, instance)
         if is_owner:
             self._connection.end_with(self)
@@ -100,7 +101,7 @@ class Client(BackendVerbs, EndpointVerbs, DeploymentVerbs):
         """Block until Ctrl-C (SIGINT) or SIGTERM, then shut down; or until the instance ends otherwise."""
         self._connection.check_open()
         try:
-            self._connection.link.wait_until_ended(self._connection.instance)
+            wait_until_ended(self._connection.link, self._connection.instance)
         finally:
             self.shutdown()
 
@@ -218,7 +219,7 @@ class Client(BackendVerbs, EndpointVerbs, DeploymentVerbs):
         return json.dumps(self._connection.call("snapshot"))
 
 
-async def _start_routers(link: Link, instance: InstanceName) -> None:
+async def _start_routers(link: ClientLink, instance: InstanceName) -> None:
     await routers_of(link.cluster(instance))
 
 

@@ -6,8 +6,9 @@ import atexit
 import weakref
 from typing import Any
 
-from daskserve.client.calls import ControllerCalls, end_instance
-from daskserve.cluster.link import Link
+from daskserve.client.calls import ControllerCalls
+from daskserve.client.ending import end_instance
+from daskserve.cluster.base import ClientLink
 from daskserve.errors import ClosedError
 from daskserve.types import GoalId, InstanceName
 
@@ -15,7 +16,7 @@ from daskserve.types import GoalId, InstanceName
 class InstanceConnection:
     """An instance on a Dask cluster, as one client reaches it. Its methods block."""
 
-    def __init__(self, link: Link, instance: InstanceName) -> None:
+    def __init__(self, link: ClientLink, instance: InstanceName) -> None:
         self.link = link
         self.instance = instance
         self.is_closed = False

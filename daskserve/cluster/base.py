@@ -337,6 +337,9 @@ class Link(Protocol):
 class ClientLink(Link, Protocol):
     """What a `daskserve.client.client.Client` asks of its process besides."""
 
+    #: The client that `daskserve.run` uses in this process, if there is one.
+    default_instance: Any
+
     @property
     def scheduler_address(self) -> str: ...
 

@@ -18,7 +18,7 @@ from daskserve._version import __version__
 from daskserve.clock import Clock
 from daskserve.cluster.actor_book import ActorBook
 from daskserve.cluster.actor_calls import ActorCalls
-from daskserve.cluster.base import StoreChange, TopicHandler, UseReport
+from daskserve.cluster.base import Link, StoreChange, TopicHandler, UseReport
 from daskserve.cluster.channel.pool import ChannelPool
 from daskserve.cluster.long_poll import LongPollClient
 from daskserve.errors import InstanceError, NotRunningError
@@ -107,7 +107,7 @@ class DaskCluster(ActorCalls):
         channels: ChannelPool,
         *,
         clock: Clock,
-        link: Any = None,
+        link: Link,
         local_worker: Any = None,
         book: ActorBook | None = None,
     ) -> None:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
-import threading
 from collections.abc import Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -245,28 +243,6 @@ class Link:
             raise VersionMismatchError(problem)
         return bool(found["is_supervised"])
 
-    def wait_until_ended(self, instance: InstanceName) -> None:
-        """Block this thread until an instance has ended, or a signal that ends programs arrives."""
-        ended = threading.Event()
-
-        async def listen() -> None:
-            listener = self.cluster(instance).listener
-            listener.on_ended(ended.set)
-            await listener.start()
-
-        previous: dict[signal.Signals, Any] = {}
-        if threading.current_thread() is threading.main_thread():
-            # Set even where they are ignored, as SIGINT is in a shell's background jobs.
-            for number in (signal.SIGINT, signal.SIGTERM):
-                previous[number] = signal.signal(number, lambda *_: ended.set())
-        try:
-            self.sync(listen())
-            while self.is_open and not ended.wait(1.0):
-                pass
-        finally:
-            for each, handler in previous.items():
-                signal.signal(each, handler)
-
     @property
     def is_open(self) -> bool:
         """Whether the Dask client still has its scheduler."""
@@ -407,7 +383,7 @@ def default_client() -> Client | None:
 def present_link() -> Link | None:
     """Return the link of the code that calls: of its replica, its Dask task's worker, or its Dask client."""
     replica = current_replica.get()
-    if replica is not None:
+    if replica is not None and replica.cluster is not None:
         link: Link = replica.cluster.link
         return link
     found = worker_link()

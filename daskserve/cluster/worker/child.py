@@ -44,6 +44,7 @@ from distributed import Client
 from daskserve import settings
 from daskserve._version import __version__
 from daskserve.cluster.actor_calls import control_call
+from daskserve.cluster.base import Process
 from daskserve.cluster.channel.channel import Channel
 from daskserve.cluster.channel.transport import SocketTransport, Transport
 from daskserve.cluster.link import Link, default_client, link_of
@@ -300,9 +301,9 @@ async def _refuse(name: str, number: int, envelope: Envelope, receive: Receive, 
 # ---- how the child reaches the Dask cluster
 
 
-def dump_access(cluster: Any) -> bytes:
+def dump_access(cluster: Process) -> bytes:
     """Return what a child needs to make its own way to the Dask cluster of a view of it."""
-    client: Client | None = getattr(getattr(cluster, "link", None), "client", None)
+    client = cluster.link.client if isinstance(cluster.link, Link) else None
     address = "" if client is None or client.scheduler is None else str(client.scheduler.address)
     if client is None or address.startswith("inproc"):
         return dump_bytes(("", None))

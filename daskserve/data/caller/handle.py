@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, overload
 
 from daskserve.clock import stopwatch
-from daskserve.cluster.link import Link, present_link
+from daskserve.cluster.base import Link, Process
+from daskserve.cluster.present import find_link
 from daskserve.context import current_request
 from daskserve.data.caller.pending import begin_call, pause, start_call, waiter_for
 from daskserve.data.caller.response_stream import Pipe, ResponseGenerator
@@ -23,7 +24,6 @@ from daskserve.errors import (
     ActorLostError,
     BadRequestError,
     ClosedError,
-    InstanceError,
     ReplicaBusyError,
     RequestTimeoutError,
 )
@@ -34,33 +34,16 @@ from daskserve.payload import PackedError, dump, load, load_error
 from daskserve.types import DONE, Envelope, EnvelopeKind, Message, Payload, Send
 
 
-def find_link() -> Link:
-    """Return the link of the code that calls.
-
-    Raises
-    ------
-    InstanceError
-        There is none: the process is not connected to a Dask cluster.
-    """
-    link = present_link()
-    if link is None:
-        raise InstanceError(
-            "This process is not connected to a Dask cluster; make a distributed.Client, or call "
-            "serve.connect()."
-        )
-    return link
-
-
-async def routers_of(cluster: Any) -> Routers:
+async def routers_of(cluster: Process) -> Routers:
     """Return the routers of a process for an instance, listening; made on first use."""
-    routers = cluster.shared.get("routers")
+    routers: Routers | None = cluster.shared.get("routers")
     if routers is None:
         routers = Routers(cluster, cluster.listener, cluster.clock, cluster.link.rng)
         cluster.shared["routers"] = routers
         PROCESS.add(routers)
     if not cluster.listener.is_started:
         await routers.start()
-    return routers  # type: ignore[no-any-return]
+    return routers
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,14 +159,14 @@ class Handle:
         is_legacy: bool = True,
         python_methods: tuple[str, ...] = (),
         options: CallOptions | None = None,
-        cluster: Any = None,
+        cluster: Process | None = None,
     ) -> None:
         self._instance = instance
         self._endpoint = endpoint
         self._is_legacy = is_legacy
         self._python_methods = python_methods
         self._options = options or CallOptions()
-        self._cluster: Any = cluster
+        self._cluster = cluster
 
     def __repr__(self) -> str:
         return f"<Handle of {self._endpoint!r} method={self._options.method_name!r}>"
@@ -226,6 +209,13 @@ class Handle:
             cluster=self._cluster,
         )
 
+    @property
+    def _process(self) -> Process:
+        """This process's view of the instance; found on first use."""
+        if self._cluster is None:
+            self._cluster = find_link().cluster(self._instance)
+        return self._cluster
+
     def remote(self, *args: Any, **kwargs: Any) -> Response:
         """Start a call and return its `Response`.
 
@@ -237,9 +227,7 @@ class Handle:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], pipe: Pipe | None = None
     ) -> tuple[PendingCall[Any], Link, str]:
         """Start a call, whose items go into the pipe if there is one; return its future, link and id."""
-        if self._cluster is None:
-            self._cluster = find_link().cluster(self._instance)
-        link: Link = self._cluster.link
+        link = self._process.link
         current = current_request.get()
         request_id = (current.request_id if current is not None else "") or link.request_ids.next()
         own_s = self._options.timeout_s
@@ -272,7 +260,7 @@ class Handle:
         """Send a call straight to a replica, on the link's loop; if it has to wait, by a task."""
         if future.cancelled():
             return
-        cluster: Any = self._cluster
+        cluster = self._process
         routers: Routers | None = cluster.shared.get("routers")
         try:
             if routers is not None:
@@ -312,7 +300,7 @@ class Handle:
         return head
 
     async def _call(self, payload: Payload, request_id: str, deadline: float | None, put: Send | None) -> Any:
-        cluster: Any = self._cluster
+        cluster = self._process
         if cluster.is_ended:
             raise ClosedError(f"Instance {self._instance!r} has been shut down; its handles are of no use.")
         router = (await routers_of(cluster)).router(self._endpoint)
@@ -347,7 +335,7 @@ class Handle:
             figures.fail(error)
             raise error from error.__cause__  # the remote traceback
         except BaseException as error:
-            figures.fail(error, is_late=is_over(envelope.deadline, self._cluster.clock.now()))
+            figures.fail(error, is_late=is_over(envelope.deadline, self._process.clock.now()))
             raise
         finally:
             figures.latency.observe(stopwatch() - began)

@@ -14,7 +14,7 @@ from contextvars import Context
 from functools import partial
 from typing import Any, TypeVar
 
-from daskserve.cluster.link import Link
+from daskserve.cluster.base import Link
 from daskserve.loops.event_loop import running_loop
 from daskserve.loops.pending_call import PendingCall
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn, Self
 
-from daskserve.cluster.link import Link
+from daskserve.cluster.base import Link
 from daskserve.loops.pending_call import PendingCall
 from daskserve.payload import load, message_bytes
 from daskserve.types import Message, Payload

@@ -13,8 +13,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from daskserve.clock import Clock
-from daskserve.cluster.base import Cluster
-from daskserve.cluster.long_poll import LongPollClient
+from daskserve.cluster.base import Cluster, Listener
 from daskserve.data.caller.load_reports import LoadReports
 from daskserve.data.caller.replica_set import ReplicaSet
 from daskserve.data.caller.router_figures import CallFigures
@@ -137,7 +136,7 @@ class Router:
 class Routers:
     """All routers of one process for one instance. Runs on one event loop."""
 
-    def __init__(self, cluster: Cluster, listener: LongPollClient, clock: Clock, rng: random.Random) -> None:
+    def __init__(self, cluster: Cluster, listener: Listener, clock: Clock, rng: random.Random) -> None:
         self.clock = clock
         self.rng = rng
         self._cluster = cluster

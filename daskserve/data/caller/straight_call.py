@@ -13,8 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from daskserve.clock import stopwatch
-from daskserve.cluster.base import Cluster
-from daskserve.cluster.link import Link
+from daskserve.cluster.base import Cluster, Link
 from daskserve.data.caller.replica_set import ReplicaSet
 from daskserve.data.caller.roster import ReplicaEntry
 from daskserve.data.caller.router import Router

@@ -1,0 +1,41 @@
+"""The in-process cluster and the real one both answer to the protocols that the layers above use.
+
+``scripts/check`` checks the types of this file, which is the proof; the test below keeps the file in use.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from daskserve.cluster.base import ClientLink, InstanceStore, Listener, Process, Store
+from daskserve.cluster.dask import DaskCluster, RemoteStore
+from daskserve.cluster.link import Link
+from daskserve.cluster.local.link import LocalLink
+from daskserve.cluster.local.process import LocalProcess
+from daskserve.cluster.long_poll import LongPollClient
+from daskserve.cluster.store.opening import MemoryStore
+
+
+def processes(real: DaskCluster, local: LocalProcess) -> tuple[Process, Process]:
+    return real, local
+
+
+def links(real: Link, local: LocalLink) -> tuple[ClientLink, ClientLink]:
+    return real, local
+
+
+def stores(remote: RemoteStore, memory: MemoryStore) -> tuple[Store, InstanceStore]:
+    return remote, memory
+
+
+def listeners(client: LongPollClient) -> Listener:
+    return client
+
+
+def test_the_real_and_the_local_cluster_have_all_that_the_protocols_name() -> None:
+    for protocol, kinds in {Process: (DaskCluster, LocalProcess), ClientLink: (Link, LocalLink)}.items():
+        names = {name for each in protocol.__mro__ for name in vars(each) if not name.startswith("_")}
+        for kind in kinds:
+            # What `__init__` sets is no attribute of the class.
+            known = {*dir(kind), *cast(Any, kind).__init__.__code__.co_names}
+            assert names - known == set(), kind
