@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from daskserve.options.autoscaling import AutoscalingConfig
-from daskserve.simulation.fleet import Outcome, Service, simulate
+from daskserve.simulation.fleet import Service, SimulationResult, simulate
 from daskserve.simulation.peers import knative_autoscaler
 from daskserve.simulation.trace import Trace
 
@@ -68,7 +68,7 @@ LOADS: Mapping[str, tuple[int, Callable[[int], float]]] = {
 }
 
 
-def run(policy: str, trace: Trace, service: Service, first: int, target: float = TARGET) -> Outcome:
+def run(policy: str, trace: Trace, service: Service, first: int, target: float = TARGET) -> SimulationResult:
     """Return what a policy makes of a trace, beginning with as many replicas as its first load wants."""
     options = {"max_replicas": MOST, "initial_replicas": first, "target_ongoing_requests": target}
     if policy == "Knative":
@@ -81,7 +81,7 @@ def run(policy: str, trace: Trace, service: Service, first: int, target: float =
     return simulate(trace, config, service, name=policy)
 
 
-def figures(outcome: Outcome, rate: Callable[[int], float]) -> list[str]:
+def figures(outcome: SimulationResult, rate: Callable[[int], float]) -> list[str]:
     """Return the row of one outcome."""
     history, service = outcome.history, outcome.service
     seconds = range(len(history.target))

@@ -9,7 +9,16 @@ from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 
-from daskserve.dashboards.panels import GRID_COLUMNS, Dashboard, Panel, PanelKind, Place, Row, Unit, placed
+from daskserve.dashboards.panels import (
+    GRID_COLUMNS,
+    Dashboard,
+    GridPosition,
+    Panel,
+    PanelKind,
+    Row,
+    Unit,
+    placed,
+)
 
 COLUMN, UNIT, GAP = 40, 24, 8
 WIDTH = GRID_COLUMNS * COLUMN
@@ -140,12 +149,14 @@ def screen(dashboard: Dashboard, row: Row, results: Results, seconds: float) -> 
     ]
     for panel, place in places:
         assert isinstance(panel, Panel)
-        at = Place(place.x * COLUMN, 30 + (place.y - first) * UNIT, place.width * COLUMN, place.height * UNIT)
+        at = GridPosition(
+            place.x * COLUMN, 30 + (place.y - first) * UNIT, place.width * COLUMN, place.height * UNIT
+        )
         parts += _panel(panel, at, results.get(panel.title, ()), seconds)
     return "\n".join([*parts, "</svg>", ""])
 
 
-def _panel(panel: Panel, place: Place, series: Sequence[Series], seconds: float) -> list[str]:
+def _panel(panel: Panel, place: GridPosition, series: Sequence[Series], seconds: float) -> list[str]:
     x, y = place.x + GAP / 2, place.y
     width, height = place.width - GAP, place.height - GAP
     draw = {
@@ -159,7 +170,7 @@ def _panel(panel: Panel, place: Place, series: Sequence[Series], seconds: float)
         f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="3" fill="white" stroke="{BORDER}"/>',
         _text(x + 8, y + 16, panel.title, size=11, font_weight="600"),
         *(
-            draw(panel, Place(int(x), y, width, height), series, seconds)
+            draw(panel, GridPosition(int(x), y, width, height), series, seconds)
             if series
             else [_text(x + width / 2, y + height / 2, "No data", anchor="middle", fill=FAINT)]
         ),
@@ -170,7 +181,7 @@ def _panel(panel: Panel, place: Place, series: Sequence[Series], seconds: float)
 # ---- charts
 
 
-def _chart(panel: Panel, place: Place, series: Sequence[Series], seconds: float) -> list[str]:
+def _chart(panel: Panel, place: GridPosition, series: Sequence[Series], seconds: float) -> list[str]:
     series, quiet = _worth_drawing(series)
     names = [each.name for each in series]
     lines = _legend(place, names, quiet)
@@ -266,7 +277,7 @@ def _stacked(series: Sequence[Series]) -> list[list[tuple[float, float]]]:
     return found
 
 
-def _legend(place: Place, names: Sequence[str], quiet: int) -> list[list[tuple[float, str, int]]]:
+def _legend(place: GridPosition, names: Sequence[str], quiet: int) -> list[list[tuple[float, str, int]]]:
     """Return the lines of a legend: where each name stands, the name, and whose it is; -1 is nobody's."""
     lines: list[list[tuple[float, str, int]]] = [[]]
     left, right = place.x + 8, place.x + place.width - 8
@@ -298,7 +309,7 @@ def _width(name: str) -> float:
 # ---- single values, tables, heatmaps
 
 
-def _stat(panel: Panel, place: Place, series: Sequence[Series], seconds: float) -> list[str]:
+def _stat(panel: Panel, place: GridPosition, series: Sequence[Series], seconds: float) -> list[str]:
     points = [(at, value) for at, value in series[0].points if math.isfinite(value)]
     if not points:
         return [_text(place.x + place.width / 2, place.y + 56, "–", size=20, anchor="middle")]
@@ -316,7 +327,7 @@ def _stat(panel: Panel, place: Place, series: Sequence[Series], seconds: float) 
     ]  # fmt: skip
 
 
-def _table(panel: Panel, place: Place, series: Sequence[Series], seconds: float) -> list[str]:
+def _table(panel: Panel, place: GridPosition, series: Sequence[Series], seconds: float) -> list[str]:
     headings = [heading for _, heading in panel.columns] + [panel.value_heading] * bool(panel.value_heading)
     rows = [
         [each.labels.get(label, "") for label, _ in panel.columns]
@@ -345,7 +356,7 @@ def _table(panel: Panel, place: Place, series: Sequence[Series], seconds: float)
     return parts
 
 
-def _heatmap(panel: Panel, place: Place, series: Sequence[Series], seconds: float) -> list[str]:
+def _heatmap(panel: Panel, place: GridPosition, series: Sequence[Series], seconds: float) -> list[str]:
     """Return how many fell into each bucket, over time: a row per bucket, the more the darker."""
     bounds = sorted((float(each.labels["le"]), each.points) for each in series)
     rows: list[tuple[float, dict[float, float]]] = []

@@ -27,7 +27,7 @@ ENOUGH_SAMPLES = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class MeasuredLoad:
     """A load in concurrent requests, and in replicas before rounding."""
 
     requests: float
@@ -106,18 +106,18 @@ def _may_burst(context: AutoscalingContext, recent: Sequence[Sample]) -> bool:
     return newest.ongoing + newest.queued >= enough - ROUNDING
 
 
-def _load(context: AutoscalingContext, samples: Sequence[Sample], each_runs: float) -> Load:
+def _load(context: AutoscalingContext, samples: Sequence[Sample], each_runs: float) -> MeasuredLoad:
     config = context.config
     combine = _COMBINE[config.aggregation_function]
     total = combine([each.ongoing + each.queued for each in samples])
-    plain = Load(total, total / config.target_ongoing_requests)
+    plain = MeasuredLoad(total, total / config.target_ongoing_requests)
     if each_runs <= 0 or not any(each.queued > 0 for each in samples):
         return plain
     flow = _flow(context, samples, each_runs)
     return flow if flow is not None and flow.replicas < plain.replicas else plain
 
 
-def _flow(context: AutoscalingContext, samples: Sequence[Sample], each_runs: float) -> Load | None:
+def _flow(context: AutoscalingContext, samples: Sequence[Sample], each_runs: float) -> MeasuredLoad | None:
     """Return the load by Little's law; None if too few requests have ended to know their duration."""
     first, last = samples[0], samples[-1]
     span_s = last.at - first.at
@@ -129,7 +129,7 @@ def _flow(context: AutoscalingContext, samples: Sequence[Sample], each_runs: flo
     arriving = max(0.0, rate + growth)
     requests = arriving * duration_s + last.queued * duration_s / context.config.drain_period_s
     text = f"{last.queued:.1f} queued and {arriving:.1f} more per s, of {duration_s:.3g} s each: "
-    return Load(requests, requests / min(context.config.target_ongoing_requests, each_runs), text)
+    return MeasuredLoad(requests, requests / min(context.config.target_ongoing_requests, each_runs), text)
 
 
 def _duration_s(samples: Sequence[Sample]) -> float | None:

@@ -16,7 +16,7 @@ BOUNDS = ("min_replicas", "max_replicas")
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ScheduleEntry:
     """The bounds that apply from the times of one cron line until the time of another line."""
 
     line: CronLine
@@ -76,7 +76,7 @@ def scheduled(
     return decide
 
 
-def _in_force(entries: list[Entry], local: datetime) -> Entry:
+def _in_force(entries: list[ScheduleEntry], local: datetime) -> ScheduleEntry:
     """Return the entry with the most recent time; of several with the same time, the last one given."""
     best, best_at = entries[0], datetime.min
     for entry in entries:
@@ -86,7 +86,7 @@ def _in_force(entries: list[Entry], local: datetime) -> Entry:
     return best
 
 
-def _entry(text: str, value: Any) -> Entry:
+def _entry(text: str, value: Any) -> ScheduleEntry:
     line = CronLine.parse(text)
     if isinstance(value, Mapping):
         unknown = sorted(set(value) - set(BOUNDS))
@@ -101,8 +101,8 @@ def _entry(text: str, value: Any) -> Entry:
                 f"the schedule for {text!r} has max_replicas={most} below min_replicas={least}; raise "
                 "max_replicas or lower min_replicas"
             )
-        return Entry(line, least, most)
-    return Entry(line, _number(text, value), None)
+        return ScheduleEntry(line, least, most)
+    return ScheduleEntry(line, _number(text, value), None)
 
 
 def _number(text: str, value: Any) -> int:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import click
 
-from daskserve.dashboards.alerts import Limits
+from daskserve.dashboards.alerts import AlertThresholds
 from daskserve.dashboards.grafana import files
 
-DEFAULTS = Limits()
+DEFAULTS = AlertThresholds()
 USE = """\
 Grafana: copy provisioning/ into its provisioning folder (usually /etc/grafana/provisioning), then restart it.
 Grafana needs read access to {dashboards}.
@@ -70,7 +70,7 @@ def grafana(
         )
     root = Path(os.path.abspath(output))
     where = dashboards_path or str(root / "dashboards")
-    for name, text in files(prometheus_url, where, interval_s, Limits(error_ratio, p99_s)).items():
+    for name, text in files(prometheus_url, where, interval_s, AlertThresholds(error_ratio, p99_s)).items():
         file = root / name
         try:
             file.parent.mkdir(parents=True, exist_ok=True)

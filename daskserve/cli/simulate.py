@@ -14,10 +14,10 @@ import yaml
 
 from daskserve.clock import seeded_rng
 from daskserve.options.autoscaling import AutoscalingConfig
-from daskserve.simulation.fleet import Outcome, Service
+from daskserve.simulation.fleet import Service, SimulationResult
 from daskserve.simulation.fleet import simulate as run_simulation
 from daskserve.simulation.peers import knative_autoscaler
-from daskserve.simulation.queueing import Limits
+from daskserve.simulation.queueing import QueueLimits
 from daskserve.simulation.report import as_dict, changes, picture, table
 from daskserve.simulation.svg import plot
 from daskserve.simulation.trace import Trace, TraceError, read_trace
@@ -178,7 +178,7 @@ def policy_command(
         _print(trace, outcomes, price)
 
 
-def _print(trace: Trace, outcomes: list[Outcome], price: float) -> None:
+def _print(trace: Trace, outcomes: list[SimulationResult], price: float) -> None:
     seconds = len(trace.counts)
     click.echo(
         f"{trace.requests:,.0f} requests in {seconds:,} s, {trace.requests / seconds:,.1f} per second\n"
@@ -250,7 +250,7 @@ def _service(options: dict[str, Any]) -> Service:
         duration_s=options["duration_s"],
         duration_cv=options["duration_cv"],
         start_up_s=options["start_up_s"],
-        limits=Limits(options["max_queued"], options["deadline_s"]),
+        limits=QueueLimits(options["max_queued"], options["deadline_s"]),
     )
 
 

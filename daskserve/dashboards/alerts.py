@@ -28,7 +28,7 @@ class Severity(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class AlertThresholds:
     """The values that differ most from one service to the next."""
 
     error_ratio: float = 0.05
@@ -69,13 +69,13 @@ def _increase(short_name: str, by: Sequence[str], window: str) -> str:
     return rate(short_name, by, window=window, filters=False, function="increase")
 
 
-def alerts(limits: Limits | None = None) -> list[Alert]:
+def alerts(limits: AlertThresholds | None = None) -> list[Alert]:
     """Return all rules."""
-    chosen = limits or Limits()
+    chosen = limits or AlertThresholds()
     return [*_of_requests(chosen), *_of_replicas(), *_of_the_instance(), *_of_processes()]
 
 
-def _of_requests(limits: Limits) -> list[Alert]:
+def _of_requests(limits: AlertThresholds) -> list[Alert]:
     ratio, p99 = f"{limits.error_ratio:g}", f"{limits.p99_s:g}"
     return [
         Alert(
@@ -287,7 +287,7 @@ def _of_processes() -> list[Alert]:
     ]
 
 
-def rules(limits: Limits | None = None) -> str:
+def rules(limits: AlertThresholds | None = None) -> str:
     """Return the file of rules, for `rule_files` of prometheus.yml."""
     found = [
         {

@@ -15,10 +15,10 @@ from typing import Any
 
 import yaml
 
-from daskserve.dashboards.alerts import Limits, rules
+from daskserve.dashboards.alerts import AlertThresholds, rules
 from daskserve.dashboards.deployment_page import DEPLOYMENT
 from daskserve.dashboards.overview import OVERVIEW
-from daskserve.dashboards.panels import Dashboard, Panel, PanelKind, Place, Query, Row, placed
+from daskserve.dashboards.panels import Dashboard, GridPosition, Panel, PanelKind, Query, Row, placed
 from daskserve.figures.table import METRICS
 
 DASHBOARDS: Sequence[Dashboard] = (OVERVIEW, DEPLOYMENT)
@@ -67,7 +67,10 @@ def provisioning(prometheus_url: str, dashboards_path: str, scrape_interval_s: i
 
 
 def files(
-    prometheus_url: str, dashboards_path: str, scrape_interval_s: int = 15, limits: Limits | None = None
+    prometheus_url: str,
+    dashboards_path: str,
+    scrape_interval_s: int = 15,
+    limits: AlertThresholds | None = None,
 ) -> dict[str, str]:
     """Return ``{path: text}`` of everything that Grafana and Prometheus need."""
     found = provisioning(prometheus_url, dashboards_path, scrape_interval_s)
@@ -170,11 +173,11 @@ def _query_variable(name: str, label: str, query: str, *, is_single: bool = Fals
 # ---- panels
 
 
-def _row(row: Row, place: Place) -> dict[str, Any]:
+def _row(row: Row, place: GridPosition) -> dict[str, Any]:
     return {"type": "row", "title": row.title, "collapsed": False, "gridPos": _grid(place), "panels": []}
 
 
-def _panel(panel: Panel, place: Place) -> dict[str, Any]:
+def _panel(panel: Panel, place: GridPosition) -> dict[str, Any]:
     found = {
         "type": panel.kind.value,
         "title": panel.title,
@@ -190,7 +193,7 @@ def _panel(panel: Panel, place: Place) -> dict[str, Any]:
     return found
 
 
-def _grid(place: Place) -> dict[str, int]:
+def _grid(place: GridPosition) -> dict[str, int]:
     return {"x": place.x, "y": place.y, "w": place.width, "h": place.height}
 
 

@@ -116,7 +116,7 @@ class Dashboard:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class GridPosition:
     """Where something stands on Grafana's grid."""
 
     x: int
@@ -125,18 +125,18 @@ class Place:
     height: int
 
 
-def placed(dashboard: Dashboard) -> list[tuple[Row | Panel, Place]]:
+def placed(dashboard: Dashboard) -> list[tuple[Row | Panel, GridPosition]]:
     """Return the headings of rows and the panels below them, each with its place."""
-    found: list[tuple[Row | Panel, Place]] = []
+    found: list[tuple[Row | Panel, GridPosition]] = []
     y = 0
     for row in dashboard.rows:
-        found.append((row, Place(0, y, GRID_COLUMNS, 1)))
+        found.append((row, GridPosition(0, y, GRID_COLUMNS, 1)))
         y += 1
         x = tallest = 0
         for panel in row.panels:
             if x + panel.width > GRID_COLUMNS:
                 x, y, tallest = 0, y + tallest, 0
-            found.append((panel, Place(x, y, panel.width, panel.height)))
+            found.append((panel, GridPosition(x, y, panel.width, panel.height)))
             x += panel.width
             tallest = max(tallest, panel.height)
         y += tallest

@@ -13,7 +13,7 @@ from daskserve.figures.user import UserFigures, UserSample
 from daskserve.types import Load, ReplicaTag
 
 
-class Queue(Protocol):
+class MeteredQueue(Protocol):
     """What is asked of a queue that user code calls into."""
 
     @property
@@ -74,7 +74,7 @@ class ReplicaFigures:
         #: What user code measures by itself.
         self.user = UserFigures()
         #: Where its calls of methods wait, by id; a queue that is dropped is gone from here as well.
-        self.user_queues: weakref.WeakValueDictionary[int, Queue] = weakref.WeakValueDictionary()
+        self.user_queues: weakref.WeakValueDictionary[int, MeteredQueue] = weakref.WeakValueDictionary()
 
     def batches_of(self, method: str) -> BatchFigures:
         """Return the figures of one method's batches, made on first use; from any thread."""
@@ -83,7 +83,7 @@ class ReplicaFigures:
             found = self.batches.setdefault(method, BatchFigures())
         return found
 
-    def watch_queue(self, queue: Queue) -> None:
+    def watch_queue(self, queue: MeteredQueue) -> None:
         """Count what waits in a queue of user code's, as long as that is used; from any thread."""
         self.user_queues[id(queue)] = queue
 

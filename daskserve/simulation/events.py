@@ -7,7 +7,7 @@ import math
 import random
 from collections import deque
 
-from daskserve.simulation.queueing import Limits, Tally
+from daskserve.simulation.queueing import QueueLimits, Tally
 
 
 def drawn_duration_s(mean_s: float, cv: float, rng: random.Random) -> float:
@@ -21,7 +21,7 @@ def drawn_duration_s(mean_s: float, cv: float, rng: random.Random) -> float:
 class EventQueue:
     """Simulates single requests, which arrive at random times within each tick."""
 
-    def __init__(self, limits: Limits, rng: random.Random, *, duration_cv: float = 1.0) -> None:
+    def __init__(self, limits: QueueLimits, rng: random.Random, *, duration_cv: float = 1.0) -> None:
         self.tally = Tally()
         self._limits = limits
         self._rng = rng

@@ -16,7 +16,7 @@ from daskserve.clock import seeded_rng
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.bounds import Bounds
 from daskserve.simulation.events import EventQueue
-from daskserve.simulation.queueing import FluidQueue, Limits, Queue
+from daskserve.simulation.queueing import FluidQueue, QueueLimits, SimulatedQueue
 from daskserve.simulation.trace import Trace
 
 TICK_S = 1.0
@@ -45,7 +45,7 @@ class Service:
         for constant durations, 1 for exponential ones.
     start_up_s : float
         Time from the decision until the replica runs.
-    limits : Limits
+    limits : QueueLimits
         Limits of the queue in front of the replicas.
     """
 
@@ -53,7 +53,7 @@ class Service:
     duration_s: float = 0.1
     duration_cv: float = 1.0
     start_up_s: float = 10.0
-    limits: Limits = field(default_factory=Limits)
+    limits: QueueLimits = field(default_factory=QueueLimits)
 
     def __post_init__(self) -> None:
         wrong = None
@@ -75,7 +75,7 @@ class Service:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class TargetChange:
     """One change of the target number of replicas."""
 
     at: float
@@ -85,14 +85,14 @@ class Change:
 
 
 @dataclass(slots=True)
-class History:
+class FleetHistory:
     """The state at the end of every tick, and every change."""
 
     running: array[float] = field(default_factory=lambda: array("d"))
     target: array[float] = field(default_factory=lambda: array("d"))
     queued: array[float] = field(default_factory=lambda: array("d"))
     wait_s: array[float] = field(default_factory=lambda: array("d"))
-    changes: list[Change] = field(default_factory=list)
+    changes: list[TargetChange] = field(default_factory=list)
     replica_seconds: float = 0.0
 
 
@@ -126,13 +126,13 @@ class Fleet:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SimulationResult:
     """The result of simulating a policy on a trace."""
 
     name: str
     trace: Trace
-    history: History
-    queue: Queue
+    history: FleetHistory
+    queue: SimulatedQueue
     service: Service
     duration_cv: float
 
@@ -166,7 +166,7 @@ def simulate(
     is_exact: bool = False,
     wall_offset_s: float = 0.0,
     rng: random.Random | None = None,
-) -> Outcome:
+) -> SimulationResult:
     """Simulate the autoscaler of ``config`` on ``trace``.
 
     Parameters
@@ -182,7 +182,7 @@ def simulate(
     """
     rng = seeded_rng(0) if rng is None else rng
     cv = service.duration_cv if trace.duration_cv is None else trace.duration_cv
-    queue: Queue
+    queue: SimulatedQueue
     if is_exact:
         queue = EventQueue(service.limits, rng, duration_cv=cv)
     else:
@@ -191,7 +191,7 @@ def simulate(
     run = _Run(trace, config, service, queue, scaler, rng, cv, wall_offset_s)
     for second in range(len(trace.counts)):
         run.tick(second)
-    return Outcome(name or str(config.policy), trace, run.history, queue, service, cv)
+    return SimulationResult(name or str(config.policy), trace, run.history, queue, service, cv)
 
 
 def _autoscaler(config: AutoscalingConfig) -> Autoscaler:
@@ -211,13 +211,13 @@ class _Run:
         trace: Trace,
         config: AutoscalingConfig,
         service: Service,
-        queue: Queue,
+        queue: SimulatedQueue,
         scaler: Autoscaler,
         rng: random.Random,
         cv: float,
         wall_offset_s: float,
     ) -> None:
-        self.history = History()
+        self.history = FleetHistory()
         self._trace = trace
         self._service = service
         self._queue = queue
@@ -270,7 +270,7 @@ class _Run:
             now=now, wall=self._wall_s + now, current=fleet.running, target=fleet.target
         )
         if step.replicas != fleet.target:
-            self.history.changes.append(Change(now, fleet.target, step.replicas, step.reason))
+            self.history.changes.append(TargetChange(now, fleet.target, step.replicas, step.reason))
             fleet.scale(step.replicas, now)
 
 

@@ -30,7 +30,7 @@ LEAST_CHANCE = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class QueueLimits:
     """The limits of a queue.
 
     Attributes
@@ -63,7 +63,7 @@ class Tally:
         self.waits_ms[key] = self.waits_ms.get(key, 0.0) + count
 
 
-class Queue(Protocol):
+class SimulatedQueue(Protocol):
     """The waiting and running requests of one backend."""
 
     tally: Tally
@@ -83,7 +83,7 @@ class Queue(Protocol):
 class FluidQueue:
     """Models requests as a fluid; see the module."""
 
-    def __init__(self, limits: Limits, *, duration_cv: float = 1.0) -> None:
+    def __init__(self, limits: QueueLimits, *, duration_cv: float = 1.0) -> None:
         self.tally = Tally()
         self._limits = limits
         self._spread = (1 + duration_cv**2) / 2

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from daskserve.simulation.fleet import Outcome
+from daskserve.simulation.fleet import SimulationResult
 
 BARS = " ▁▂▃▄▅▆▇█"
 #: Width of a sparkline, in characters.
@@ -16,7 +16,7 @@ WIDTH = 72
 MOST_CHANGES = 12
 
 
-def as_dict(outcome: Outcome, price: float = 0.0) -> dict[str, Any]:
+def as_dict(outcome: SimulationResult, price: float = 0.0) -> dict[str, Any]:
     """Return an outcome as plain values for JSON."""
     history, tally = outcome.history, outcome.queue.tally
     return {
@@ -56,7 +56,7 @@ COLUMNS: Mapping[str, str] = {
 }
 
 
-def table(outcomes: Sequence[Outcome], price: float = 0.0) -> str:
+def table(outcomes: Sequence[SimulationResult], price: float = 0.0) -> str:
     """Return one line per outcome, in columns."""
     rows = [[*COLUMNS.values(), "changes"]]
     for outcome in outcomes:
@@ -104,7 +104,7 @@ def sparkline(values: Sequence[float], width: int = WIDTH) -> str:
     return "".join(BARS[math.ceil(value / top * steps - 1e-9)] for value in shown)
 
 
-def picture(outcome: Outcome) -> str:
+def picture(outcome: SimulationResult) -> str:
     """Return sparklines of load, replicas, queue and wait over time."""
     history = outcome.history
     rows = [
@@ -128,7 +128,7 @@ def _span(seconds: int) -> str:
     return " ".join(parts) or "0 s"
 
 
-def changes(outcome: Outcome, most: int = MOST_CHANGES) -> str:
+def changes(outcome: SimulationResult, most: int = MOST_CHANGES) -> str:
     """Return the first changes with their reasons, one per line."""
     found = outcome.history.changes
     lines = [f"{each.at:>9,.0f} s  {each.before} to {each.after}: {each.reason}" for each in found[:most]]

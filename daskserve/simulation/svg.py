@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from daskserve.simulation.fleet import Outcome
+from daskserve.simulation.fleet import SimulationResult
 from daskserve.simulation.report import resampled
 
 COLOURS: Sequence[str] = ("#1b6ca8", "#d1495b", "#2e8b57", "#b8860b", "#6a4c93", "#444444")
@@ -19,7 +19,7 @@ WIDTH, PANEL, GAP, LEFT, TOP = 900, 130, 34, 70, 40
 MOST_POINTS = WIDTH - LEFT - 20
 
 
-def plot(outcomes: Sequence[Outcome]) -> str:
+def plot(outcomes: Sequence[SimulationResult]) -> str:
     """Return an SVG of load, replicas, queue and wait over time, with one line per outcome."""
     first = outcomes[0]
     panels: list[tuple[str, list[Sequence[float]]]] = [
@@ -41,7 +41,7 @@ def plot(outcomes: Sequence[Outcome]) -> str:
     return "\n".join([*parts, "</svg>", ""])
 
 
-def _legend(outcomes: Sequence[Outcome]) -> list[str]:
+def _legend(outcomes: Sequence[SimulationResult]) -> list[str]:
     parts, x = [], LEFT
     for number, outcome in enumerate(outcomes):
         text = f"{outcome.name}: {outcome.replica_hours:.1f} replica-hours"

@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from daskserve.cli.main import main
-from daskserve.dashboards.alerts import Alert, Limits, alerts, rules
+from daskserve.dashboards.alerts import Alert, AlertThresholds, alerts, rules
 
 needs_promtool = pytest.mark.skipif(
     shutil.which("promtool") is None, reason="promtool comes with Debian's package prometheus"
@@ -255,8 +255,8 @@ def test_rules_that_are_wrong_are_noticed(tmp_path: Path) -> None:
 
 
 @needs_promtool
-@pytest.mark.parametrize("limits", [Limits(), Limits(error_ratio=0.001, p99_s=0.25)])
-def test_promtool_accepts_the_rules(limits: Limits, tmp_path: Path) -> None:
+@pytest.mark.parametrize("limits", [AlertThresholds(), AlertThresholds(error_ratio=0.001, p99_s=0.25)])
+def test_promtool_accepts_the_rules(limits: AlertThresholds, tmp_path: Path) -> None:
     (tmp_path / "rules.yaml").write_text(rules(limits))
     done = promtool(tmp_path, "check", "rules", "--lint=all", "--lint-fatal", "rules.yaml")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from daskserve.clock import seeded_rng
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.simulation.events import EventQueue
-from daskserve.simulation.fleet import Fleet, Outcome, Service, duration_parts_s, simulate
+from daskserve.simulation.fleet import Fleet, Service, SimulationResult, duration_parts_s, simulate
 from daskserve.simulation.peers import knative_autoscaler
-from daskserve.simulation.queueing import FluidQueue, Limits, Queue
+from daskserve.simulation.queueing import FluidQueue, QueueLimits, SimulatedQueue
 from daskserve.simulation.trace import Trace
 
 
@@ -31,12 +31,12 @@ def load(seconds: int, rate: Callable[[int], float] | float) -> Trace:
     return Trace([poisson(each, rng) for each in rates])
 
 
-def mean_wait_s(outcome: Outcome) -> float:
+def mean_wait_s(outcome: SimulationResult) -> float:
     waits = outcome.queue.tally.waits_ms
     return sum(key * count for key, count in waits.items()) / sum(waits.values()) / 1000
 
 
-def both(trace: Trace, service: Service, **options: Any) -> tuple[Outcome, Outcome]:
+def both(trace: Trace, service: Service, **options: Any) -> tuple[SimulationResult, SimulationResult]:
     """Return what the fluid and the events make of the same load."""
     config = AutoscalingConfig(**{"max_replicas": 50, **options})
     return simulate(trace, config, service), simulate(trace, config, service, is_exact=True)
@@ -84,8 +84,8 @@ def test_long_requests_fill_slots_as_slowly() -> None:
     assert mean_wait_s(fluid) == pytest.approx(mean_wait_s(exact), rel=0.1)
 
 
-@pytest.mark.parametrize("limits", [Limits(max_queued=50), Limits(deadline_s=2)])
-def test_as_many_are_refused_and_given_up(limits: Limits) -> None:
+@pytest.mark.parametrize("limits", [QueueLimits(max_queued=50), QueueLimits(deadline_s=2)])
+def test_as_many_are_refused_and_given_up(limits: QueueLimits) -> None:
     fluid, exact = both(load(300, 70), Service(4, 0.1, limits=limits), max_replicas=1)
     for name in ("completed", "rejected", "expired"):
         found, truth = getattr(fluid.queue.tally, name), getattr(exact.queue.tally, name)
@@ -96,15 +96,17 @@ def test_as_many_are_refused_and_given_up(limits: Limits) -> None:
 
 ticks = st.lists(st.tuples(st.floats(0, 500), st.integers(0, 20)), min_size=1, max_size=60)
 limit_values = st.builds(
-    Limits, st.one_of(st.just(math.inf), st.floats(0, 100)), st.one_of(st.just(math.inf), st.floats(0.1, 20))
+    QueueLimits,
+    st.one_of(st.just(math.inf), st.floats(0, 100)),
+    st.one_of(st.just(math.inf), st.floats(0.1, 20)),
 )
 
 
 @given(ticks, st.floats(0.001, 30), limit_values, st.booleans())
 def test_no_request_is_lost_or_made(
-    values: list[tuple[float, int]], duration_s: float, limits: Limits, is_exact: bool
+    values: list[tuple[float, int]], duration_s: float, limits: QueueLimits, is_exact: bool
 ) -> None:
-    queue: Queue = EventQueue(limits, seeded_rng(1)) if is_exact else FluidQueue(limits)
+    queue: SimulatedQueue = EventQueue(limits, seeded_rng(1)) if is_exact else FluidQueue(limits)
     came = 0.0
     for second, (arrivals, slots) in enumerate(values):
         arrivals = float(math.floor(arrivals)) if is_exact else arrivals
@@ -121,7 +123,7 @@ def test_no_request_is_lost_or_made(
 
 
 def test_slots_that_were_given_up_finish_what_they_run() -> None:
-    fluid, exact = FluidQueue(Limits()), EventQueue(Limits(), seeded_rng(3))
+    fluid, exact = FluidQueue(QueueLimits()), EventQueue(QueueLimits(), seeded_rng(3))
     for second in range(120):
         slots = 40 if second < 60 else 10
         for queue in (fluid, exact):
@@ -256,8 +258,8 @@ def test_the_same_seed_gives_the_same_outcome_and_another_another() -> None:
         {"duration_s": math.inf},
         {"duration_cv": -1.0},
         {"start_up_s": -1.0},
-        {"limits": Limits(-1)},
-        {"limits": Limits(1, 0)},
+        {"limits": QueueLimits(-1)},
+        {"limits": QueueLimits(1, 0)},
     ],
 )
 def test_a_service_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:

@@ -8,13 +8,13 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from daskserve.options.autoscaling import AutoscalingConfig
-from daskserve.simulation.fleet import Outcome, Service, simulate
+from daskserve.simulation.fleet import Service, SimulationResult, simulate
 from daskserve.simulation.report import as_dict, changes, picture, resampled, sparkline, table
 from daskserve.simulation.svg import plot
 from daskserve.simulation.trace import Trace
 
 
-def outcome(name: str = "ours") -> Outcome:
+def outcome(name: str = "ours") -> SimulationResult:
     trace = Trace([20.0] * 60 + [200.0] * 60)
     return simulate(trace, AutoscalingConfig(max_replicas=30), Service(4, 0.1), name=name)
 

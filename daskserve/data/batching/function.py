@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Mappin
 from typing import Any
 
 from daskserve.context import current_replica, current_request
-from daskserve.data.batching.queue import BatchQueue, Limits, reconsider_on
+from daskserve.data.batching.queue import BatchLimits, BatchQueue, reconsider_on
 from daskserve.data.batching.results import as_results
 from daskserve.data.batching.stream import END, BatchStream, pass_on
 
@@ -49,7 +49,7 @@ _AWAITED = ("cr_await", "ag_await", "gi_yieldfrom")
 class _Owner:
     """What one instance (or a function, which is no instance's) has of a batched function."""
 
-    def __init__(self, limits: Limits, ref: weakref.ref[Any] | None = None) -> None:
+    def __init__(self, limits: BatchLimits, ref: weakref.ref[Any] | None = None) -> None:
         self.limits = limits
         self.ref = ref
         #: Whether the limits are yet to be held against what its replica may run.
@@ -57,7 +57,7 @@ class _Owner:
         # One loop may serve several replicas of a function.
         self._queues: dict[tuple[asyncio.AbstractEventLoop, str], Queue] = {}
 
-    def queue(self, make: Callable[[Limits], Queue]) -> Queue:
+    def queue(self, make: Callable[[BatchLimits], Queue]) -> Queue:
         """Return the queue for the running loop and the current replica, made on first use."""
         loop = asyncio.get_running_loop()
         replica = current_replica.get()
@@ -145,7 +145,7 @@ class BatchedFunction(_Settings):
     ) -> None:
         functools.update_wrapper(self, function)
         self._function = function
-        self._own = _Owner(Limits(max_batch_size, wait_s))
+        self._own = _Owner(BatchLimits(max_batch_size, wait_s))
         self._max_concurrent_batches = max_concurrent_batches
         self._batch_size_fn = batch_size_fn
         self._is_method = is_method
@@ -219,7 +219,7 @@ class BatchedFunction(_Settings):
                     f"{self.__qualname__} cannot be batched: {type(instance).__name__} has __slots__ without "
                     "'__weakref__'; add that to them."
                 ) from None
-            made = _Owner(Limits(limits.max_batch_size, limits.wait_s), ref)
+            made = _Owner(BatchLimits(limits.max_batch_size, limits.wait_s), ref)
             owner = self._owners.setdefault(number, made)  # another thread may have been faster
         return owner
 
@@ -259,7 +259,7 @@ class BatchedFunction(_Settings):
             self._warn_if_unreachable(owner.limits)
         return owner.queue(self._make_queue)
 
-    def _make_queue(self, limits: Limits) -> Queue:
+    def _make_queue(self, limits: BatchLimits) -> Queue:
         replica = current_replica.get()
         figures = None if replica is None else replica.figures
         queue: Queue = BatchQueue(
@@ -278,7 +278,7 @@ class BatchedFunction(_Settings):
         first = [item.args[0] if item.args else next(iter(item.kwargs.values())) for item in items]
         return self._batch_size_fn(first)
 
-    def _warn_if_unreachable(self, limits: Limits) -> None:
+    def _warn_if_unreachable(self, limits: BatchLimits) -> None:
         replica = current_replica.get()
         wanted = limits.max_batch_size * self._max_concurrent_batches
         # With a measure of the user's own, max_batch_size is no number of calls.

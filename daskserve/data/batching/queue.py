@@ -24,7 +24,7 @@ ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
 
 
-class Limits:
+class BatchLimits:
     """When a batch runs. May be changed at any time, and shared by several queues."""
 
     __slots__ = ("max_batch_size", "wait_s")
@@ -36,7 +36,7 @@ class Limits:
         self.wait_s = wait_s
 
 
-class Entry(Generic[ItemT, ResultT]):
+class BatchEntry(Generic[ItemT, ResultT]):
     """An item in a queue or in a batch, and its result."""
 
     __slots__ = ("entered_at", "item", "key", "number", "result")
@@ -57,7 +57,7 @@ class _Line(Generic[ItemT, ResultT]):
     __slots__ = ("entries", "fitting", "is_full", "measured_for")
 
     def __init__(self) -> None:
-        self.entries: list[Entry[ItemT, ResultT]] = []
+        self.entries: list[BatchEntry[ItemT, ResultT]] = []
         self.forget(0)
 
     def forget(self, limit: float) -> None:
@@ -77,7 +77,7 @@ class BatchQueue(Generic[ItemT, ResultT]):
     ----------
     run : coroutine function
         Takes a list of items and returns as many results; an exception among them is raised for that item.
-    limits : Limits
+    limits : BatchLimits
     max_running : int, optional
         How many batches may run at a time; while so many do, items gather.
     size_of : callable, optional
@@ -89,7 +89,7 @@ class BatchQueue(Generic[ItemT, ResultT]):
     def __init__(
         self,
         run: Callable[[list[ItemT]], Awaitable[Sequence[ResultT | BaseException]]],
-        limits: Limits,
+        limits: BatchLimits,
         *,
         max_running: int | None = None,
         size_of: Callable[[list[ItemT]], float] | None = None,
@@ -135,7 +135,7 @@ class BatchQueue(Generic[ItemT, ResultT]):
         finally:
             del entry  # else an error's traceback holds this frame, and this frame the error
 
-    def enter(self, item: ItemT, key: Hashable = None) -> Entry[ItemT, ResultT]:
+    def enter(self, item: ItemT, key: Hashable = None) -> BatchEntry[ItemT, ResultT]:
         """Put an item into line; its result is the entry's. Only items of equal keys share a batch.
 
         Raises
@@ -148,7 +148,7 @@ class BatchQueue(Generic[ItemT, ResultT]):
         if self._size_of is not None:
             self._measure([item], self._limits.max_batch_size)
         loop = asyncio.get_running_loop()
-        entry: Entry[ItemT, ResultT] = Entry(
+        entry: BatchEntry[ItemT, ResultT] = BatchEntry(
             item, key, loop.time(), next(self._numbers), loop.create_future()
         )
         line = self._lines.get(key)
@@ -158,7 +158,7 @@ class BatchQueue(Generic[ItemT, ResultT]):
         self.reconsider()
         return entry
 
-    def leave(self, entry: Entry[ItemT, ResultT]) -> None:
+    def leave(self, entry: BatchEntry[ItemT, ResultT]) -> None:
         """Take an item out of line, or out of its batch, which is cancelled once it has no items left."""
         if not entry.result.cancel() and not entry.result.cancelled():
             entry.result.exception()  # looked at, so that nobody complains that it was not
@@ -282,7 +282,7 @@ class BatchQueue(Generic[ItemT, ResultT]):
         del self._tasks[task]
         self.reconsider()
 
-    async def _run_batch(self, batch: list[Entry[ItemT, ResultT]]) -> None:
+    async def _run_batch(self, batch: list[BatchEntry[ItemT, ResultT]]) -> None:
         results: Sequence[ResultT | BaseException]
         try:
             results = await self._run([entry.item for entry in batch])
@@ -312,7 +312,7 @@ def raisable(error: BaseException) -> Exception:
     return stand_in
 
 
-def _settle_all(batch: list[Entry[Any, ResultT]], results: Sequence[ResultT | BaseException]) -> None:
+def _settle_all(batch: list[BatchEntry[Any, ResultT]], results: Sequence[ResultT | BaseException]) -> None:
     for entry, result in zip(batch, results, strict=True):
         _settle(entry.result, result)
 
@@ -326,7 +326,7 @@ def _settle(future: asyncio.Future[ResultT], result: ResultT | BaseException) ->
         future.set_result(result)
 
 
-def _cancel_when_unwanted(task: asyncio.Task[None], batch: list[Entry[Any, Any]]) -> None:
+def _cancel_when_unwanted(task: asyncio.Task[None], batch: list[BatchEntry[Any, Any]]) -> None:
     """Cancel a running batch once nobody waits for any of its results."""
     waiting = len(batch)
     has_lost_some = False

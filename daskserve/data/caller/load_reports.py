@@ -29,7 +29,7 @@ REPORT_RETRY_S = 0.1
 ANSWER_S = 2.0
 
 
-class Queue(Protocol):
+class BackendQueue(Protocol):
     """What is asked of the replicas of one backend, as one process sees them."""
 
     is_autoscaled: bool
@@ -54,7 +54,7 @@ class LoadReports:
         By backend; it may grow.
     """
 
-    def __init__(self, cluster: Cluster, clock: Clock, queues: Mapping[BackendTag, Queue]) -> None:
+    def __init__(self, cluster: Cluster, clock: Clock, queues: Mapping[BackendTag, BackendQueue]) -> None:
         self._cluster = cluster
         self._clock = clock
         self._queues = queues
@@ -86,7 +86,7 @@ class LoadReports:
         if self._task is not None:
             self._task.cancel()
 
-    def _autoscaled(self) -> dict[BackendTag, Queue]:
+    def _autoscaled(self) -> dict[BackendTag, BackendQueue]:
         return {tag: each for tag, each in self._queues.items() if each.is_autoscaled}
 
     async def _run(self) -> None:

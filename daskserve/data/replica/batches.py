@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from daskserve.data.batching.queue import BatchQueue, Limits
+from daskserve.data.batching.queue import BatchLimits, BatchQueue
 from daskserve.data.replica.accept_batch import BatchItem, Outcome, answer_batch, answer_batch_in_thread
 from daskserve.data.replica.definitions import Method
 from daskserve.data.replica.servable import Servable
@@ -33,7 +33,7 @@ class ReplicaBatches:
     ) -> None:
         self._running = running
         self._figures = figures
-        self._limits = Limits(max(1, max_batch_size), wait_s)
+        self._limits = BatchLimits(max(1, max_batch_size), wait_s)
         #: What waits, by the name of the method that it is for.
         self.queues: dict[str, BatchQueue[tuple[BatchItem, Slot], Outcome]] = {}
 

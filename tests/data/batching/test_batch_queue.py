@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from daskserve.data.batching.queue import BatchQueue, Limits
+from daskserve.data.batching.queue import BatchLimits, BatchQueue
 from daskserve.errors import ServeError, UserCodeError
 
 LONG_S = 60.0
@@ -24,7 +24,7 @@ class Runner:
         self.cancelled = 0
         self.go = asyncio.Event()
         self.go.set()
-        self.limits = Limits(1, 0)
+        self.limits = BatchLimits(1, 0)
         self.answer: Callable[[list[Any]], Sequence[Any]] = lambda items: [item * 10 for item in items]
 
     async def __call__(self, items: list[Any]) -> Sequence[Any]:
@@ -47,7 +47,7 @@ def run(
 ) -> None:
     async def main() -> None:
         runner = Runner()
-        runner.limits = Limits(max_batch_size, wait_s)
+        runner.limits = BatchLimits(max_batch_size, wait_s)
         queue: BatchQueue[Any, Any] = BatchQueue(
             runner, runner.limits, max_running=max_running, size_of=size_of
         )
