@@ -99,7 +99,7 @@ class Worker:
             for status in (200, 404, 500):
                 self._ingress.observe(Route(f"/{number}", "e", frozenset()), "GET", status, 0.01, "")
         for figures in self._replicas.values():
-            figures.note_start(1.0, 1.0)
+            figures.record_start(1.0, 1.0)
 
     def samples(self) -> list[Sample]:
         found = self._ingress.samples("i")

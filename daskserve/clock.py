@@ -1,9 +1,9 @@
-"""Time and chance, as arguments.
+"""Time and randomness, passed as arguments.
 
-Everything that waits or stamps takes a `Clock`, everything that draws takes a `random.Random`. The clock
-reads the running event loop, so the same code runs in real time and on the virtual-time loop of
-`daskserve.testing`. No other module may call ``time.time``, ``asyncio.sleep`` or ``random.*`` (a test
-holds that).
+Code that waits or reads the time takes a `Clock`; code that needs random numbers takes a `random.Random`. The
+clock reads the running event loop, so the same code runs in real time and on the virtual-time loop of
+`daskserve.testing`. No other module may call ``time.time``, ``asyncio.sleep`` or ``random.*``; a test checks
+this.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from typing import Protocol, TypeVar
 
 T = TypeVar("T")
 
-#: Seconds from an arbitrary start, for figures: how long something took, which nothing is decided by. An
-#: event loop's own clock will not do for that, because uvloop's counts whole milliseconds.
+#: Seconds from an arbitrary start, for measuring durations in metrics. It is not for decisions. The event
+#: loop's clock is too coarse for this, because uvloop's counts whole milliseconds.
 stopwatch = time.perf_counter
 
 
 class Clock(Protocol):
-    """What daskserve asks of time."""
+    """The source of time."""
 
     def now(self) -> float:
-        """Return seconds on a clock that never goes back."""
+        """Return seconds on a monotonic clock."""
 
     def wall(self) -> float:
-        """Return seconds since the epoch, for people to read."""
+        """Return seconds since the epoch, for display."""
 
     async def sleep(self, delay_s: float) -> None:
         """Return after ``delay_s`` seconds."""
@@ -56,14 +56,14 @@ class LoopClock:
 
 
 class OneLoopClock(LoopClock):
-    """The clock of one event loop; asked several times a request, it takes an eighth of the time."""
+    """The clock of one event loop. A reading takes an eighth of the time, which matters per request."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.now = loop.time  # type: ignore[method-assign]
 
 
 def seeded_rng(seed: int) -> random.Random:
-    """Return a generator that draws the same in every run, for simulations."""
+    """Return a generator with the same numbers in every run, for simulations."""
     return random.Random(seed)
 
 
@@ -77,17 +77,17 @@ _MASK = (1 << _BITS) - 1
 
 
 class RequestIds:
-    """Makes UUIDs (version 4), no two alike; for use from any thread.
+    """Generates unique UUIDs (version 4); any thread may use it.
 
-    The first digits are drawn once. The last are a count in disguise: times an odd number, modulo a power of
-    two, so that none comes twice. That takes a fifth of the time of `uuid.uuid4`.
+    The first digits are random and fixed. The last digits are a counter times an odd number, modulo a power
+    of two, so that none repeats. This takes a fifth of the time of `uuid.uuid4`.
     """
 
     def __init__(self, rng: random.Random) -> None:
         bits = rng.getrandbits(128) & ~(0xF << 76 | 0x3 << 62) | (0x4 << 76 | 0x2 << 62)
         digits = f"{bits >> _BITS:020x}"
         self._first = f"{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:]}-"
-        # Taking the next of a count is one step for Python, so no two threads get the same.
+        # next() of a count is atomic in Python, so no two threads get the same number.
         self._numbers = itertools.count(bits & _MASK, rng.getrandbits(_BITS) | 1)
 
     def next(self) -> str:

@@ -1,7 +1,7 @@
-"""Which replica, and which request, the current code runs for.
+"""The replica and the request that the current code runs for.
 
-Context variables, so that each request sees its own values whatever thread or loop its code runs on. The
-replica sets them in a copy of its actor's context before user code runs.
+These are context variables, so each request sees its own values on any thread or event loop. The replica sets
+them in a copy of its actor's context before user code runs.
 """
 
 from __future__ import annotations
@@ -33,45 +33,46 @@ class ReplicaContext:
     backend_tag: BackendTag
     replica_tag: ReplicaTag
     servable_object: Any = None
-    #: The process's view of the cluster; None in what only pretends to be a replica.
+    #: The process's view of the cluster; None in a fake replica.
     cluster: HasLink | None = None
-    #: How many requests the replica runs at a time; 0 if that is not known.
+    #: Maximum number of concurrent requests of the replica; 0 if unknown.
     max_concurrent_queries: int = 0
-    #: What the replica counts; None in what only pretends to be one.
+    #: The replica's counters; None in a fake replica.
     figures: ReplicaFigures | None = None
 
 
 @dataclass
 class RequestContext:
-    """The request that the current code answers, and the calls through handles that this code has made.
+    """The request that the current code answers, and the calls that this code makes through handles.
 
-    When the request is cancelled, so are those calls that are not answered yet. Async code is told of its
-    cancellation, and may make further calls to clean up. A plain function is not told, and cannot be stopped;
-    its later calls are cancelled too.
+    When the request is cancelled, its unanswered calls are cancelled, too. Async code receives a
+    `CancelledError` and may make further calls to clean up. A plain function cannot be interrupted, so its
+    later calls are cancelled as well.
     """
 
-    # One is made for each request, so it is not frozen, nor has it a set before there are calls.
+    # One is created per request. For speed it is not frozen, and it has no set until the first call.
     request_id: str = ""
     route: str = ""
-    #: When it must have been answered, on the clock of the replica's event loop; None: whenever.
+    #: The deadline, on the clock of the replica's event loop; None for no deadline.
     deadline: float | None = None
-    # Of the class, until they change.
+    # Class attributes, until an instance changes them.
     _calls: ClassVar[Set[PendingCall[Any]]] = frozenset()
     _is_cancelled: ClassVar[bool] = False
 
     def add_call(self, call: PendingCall[Any]) -> None:
-        """Take note of a call, from whatever thread it is made."""
+        """Record a call; any thread may call this."""
         calls: Any = self._calls
-        if not calls:  # a set of its own, made in one step for all threads
+        if not calls:  # setdefault is atomic, so all threads get the same set
             calls = vars(self).setdefault("_calls", set())
         calls.add(call)
         call.add_done_callback(calls.discard)
-        # Looked at last, as `cancel_calls` looks at the calls last: one of the two sees the other.
+        # Checked after adding the call. `cancel_calls` sets the flag before it reads the calls, so one of the
+        # two always sees the other.
         if self._is_cancelled and running_loop() is None:
             call.cancel()
 
     def cancel_calls(self) -> None:
-        """Cancel what is not answered yet."""
+        """Cancel the unanswered calls."""
         vars(self)["_is_cancelled"] = True
         for call in list(self._calls):
             call.cancel()
@@ -87,7 +88,7 @@ def get_replica_context() -> ReplicaContext:
     Raises
     ------
     ServeError
-        Outside a replica.
+        The code runs outside a replica.
     """
     replica = current_replica.get()
     if replica is None:

@@ -1,7 +1,7 @@
-"""Metrics of your own: `Counter`, `Gauge` and `Histogram`, exported to Prometheus with daskserve's.
+"""User metrics: `Counter`, `Gauge` and `Histogram`, exported to Prometheus together with daskserve's.
 
-Inside a replica each value gets the labels ``serve_instance``, ``deployment`` and ``replica`` by itself.
-Dask's ``/metrics`` exports them, also those of replicas with ``isolation="process"``.
+Inside a replica each value automatically gets the labels ``serve_instance``, ``deployment`` and ``replica``.
+Dask's ``/metrics`` exports the values, including those of replicas with ``isolation="process"``.
 
 Examples
 --------
@@ -28,37 +28,38 @@ from daskserve.figures.user import UserFigures, UserMetric
 
 __all__ = ["Counter", "Gauge", "Histogram"]
 
-#: Labels that daskserve, Prometheus or the exposition format give by themselves.
+#: Labels that daskserve, Prometheus or the exposition format set.
 RESERVED = frozenset(
     {"serve_instance", "deployment", "replica", "application", "instance", "job", "le", "quantile"}
 )
-#: Filled in by the request's route where user code declares it and does not give it.
+#: If user code declares this tag and gives no value, the value is the request's route.
 ROUTE = "route"
-#: Names that begin like this are exported by others in the same process.
+#: Prefixes of the metrics that daskserve, Dask and Prometheus' client export in the same process.
 _TAKEN_PREFIXES = ("daskserve_", "dask_", "python_", "process_")
 _NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*\Z")
 
 
 class Metric:
-    """What the three kinds have in common; make one of those.
+    """The base class of `Counter`, `Gauge` and `Histogram`; create one of these.
 
-    A metric may be made anywhere, also at a module's top, and used from any thread. It may be pickled; the
-    values stay where they were measured.
+    You can create a metric anywhere, including at module level, and use it from any thread. A metric can be
+    pickled; its values stay in the process that measured them.
 
     Parameters
     ----------
     name : str
-        Letters, digits and underscores. A counter is exported with ``_total`` behind it.
+        Letters, digits and underscores. A counter is exported with the suffix ``_total``.
     description : str
+        Help text of the exported metric.
     tag_keys : tuple of str
-        The names of its tags, which become labels. Each needs a value, by ``tags`` or by `set_default_tags`.
+        The names of its tags, which become labels. Each needs a value, from ``tags`` or `set_default_tags`.
 
     Raises
     ------
     TypeError
-        ``tag_keys`` is no tuple of strings.
+        ``tag_keys`` is not a tuple of strings.
     ValueError
-        A name is no name, or is reserved.
+        A name is invalid or reserved.
     """
 
     _kind: MetricKind
@@ -68,7 +69,7 @@ class Metric:
             _checked_name(name, self._kind), self._kind, str(description), _checked_keys(tag_keys)
         )
         self._default_tags: dict[str, str] = {}
-        # For threads that user code starts by itself, which know no replica.
+        # For threads that user code starts, which have no replica in their context.
         self._maker = _figures_here()
 
     def __repr__(self) -> str:
@@ -79,7 +80,7 @@ class Metric:
 
     @property
     def info(self) -> dict[str, Any]:
-        """Its name, description, tag keys and default tags."""
+        """The name, description, tag keys and default tags."""
         metric = self._metric
         return {
             "name": metric.name,
@@ -89,7 +90,7 @@ class Metric:
         }
 
     def set_default_tags(self, default_tags: Mapping[str, str]) -> Self:
-        """Give tags the values that they have unless a call says otherwise.
+        """Set the values that tags have when a call does not give them.
 
         Raises
         ------
@@ -105,13 +106,15 @@ class Metric:
         for key, value in tags.items():
             if key not in known:
                 if key in RESERVED:
-                    raise ValueError(f"The tag {key!r} is reserved: daskserve or Prometheus sets it.")
+                    raise ValueError(
+                        f"The tag {key!r} is reserved, because daskserve or Prometheus sets it; rename it."
+                    )
                 raise ValueError(f"Metric {self._metric.name} has no tag {key!r}; declare it in tag_keys.")
             if not isinstance(value, str):
                 raise TypeError(f"The value of tag {key!r} must be a string, not {value!r}.")
 
     def _place(self, tags: Mapping[str, str] | None) -> tuple[UserFigures, tuple[str, ...]]:
-        """Return where the value goes, and the values of all tags."""
+        """Return the store of the value, and the values of all tags."""
         figures = _figures_here() or self._maker
         if figures is None:
             figures = PROCESS.user
@@ -129,12 +132,15 @@ class Metric:
             found[ROUTE] = request.route if request is not None else ""
         missing = [key for key in keys if key not in found]
         if missing:
-            raise ValueError(f"Metric {self._metric.name} needs a value for: {', '.join(missing)}.")
+            raise ValueError(
+                f"Metric {self._metric.name} has no value for the tags: {', '.join(missing)}; give them in "
+                "tags or with set_default_tags()."
+            )
         return figures, tuple(found[key] for key in keys)
 
 
 class Counter(Metric):
-    """A number that only grows. See `Metric` for the parameters."""
+    """A number that only increases. See `Metric` for the parameters."""
 
     _kind = MetricKind.COUNTER
 
@@ -144,32 +150,32 @@ class Counter(Metric):
         Raises
         ------
         ValueError
-            It is not positive, or a tag is missing, unknown or reserved.
+            The number is not positive, or a tag is missing, unknown or reserved.
         """
         if not value > 0:
-            raise ValueError(f"A counter only grows: {value!r} is not more than 0.")
+            raise ValueError(f"The increment of a counter is {value!r}; give a number above 0.")
         figures, place = self._place(tags)
         figures.add(self._metric, place, float(value))
 
 
 class Gauge(Metric):
-    """A number that may be anything. See `Metric` for the parameters."""
+    """A number that may increase and decrease. See `Metric` for the parameters."""
 
     _kind = MetricKind.GAUGE
 
     def set(self, value: float, tags: Mapping[str, str] | None = None) -> None:
-        """Let it have a value from now on; `ValueError` if a tag is missing, unknown or reserved."""
+        """Set the value; raise `ValueError` if a tag is missing, unknown or reserved."""
         figures, place = self._place(tags)
         figures.set(self._metric, place, float(value))
 
 
 class Histogram(Metric):
-    """Counts values by size. See `Metric` for the other parameters.
+    """Counts values in buckets. See `Metric` for the other parameters.
 
     Parameters
     ----------
     boundaries : sequence of float
-        The upper bounds of its buckets: positive, ascending, at least one. A last one has no bound.
+        The upper bounds of the buckets: at least one, positive, ascending. The last bucket is unbounded.
     """
 
     _kind = MetricKind.HISTOGRAM
@@ -191,16 +197,19 @@ class Histogram(Metric):
         self._metric = UserMetric(metric.name, metric.kind, metric.description, metric.tag_keys, bounds)
 
     def observe(self, value: float, tags: Mapping[str, str] | None = None) -> None:
-        """Count a value; `ValueError` if a tag is missing, unknown or reserved."""
+        """Count a value; raise `ValueError` if a tag is missing, unknown or reserved."""
         figures, place = self._place(tags)
         figures.observe(self._metric, place, float(value))
 
 
 def _checked_name(name: str, kind: MetricKind) -> str:
     if not isinstance(name, str) or not _NAME.match(name):
-        raise ValueError(f"A metric's name consists of letters, digits and underscores, unlike {name!r}.")
+        raise ValueError(f"The name of a metric is {name!r}; use letters, digits and underscores only.")
     if name.startswith(_TAKEN_PREFIXES):
-        raise ValueError(f"Names like {name!r} are exported by others; begin it otherwise.")
+        raise ValueError(
+            f"The name of a metric is {name!r}, whose prefix is reserved; do not start it with "
+            f"{', '.join(_TAKEN_PREFIXES)}."
+        )
     return name.removesuffix("_total") if kind is MetricKind.COUNTER else name
 
 
@@ -211,16 +220,18 @@ def _checked_keys(tag_keys: tuple[str, ...] | None) -> tuple[str, ...]:
         raise TypeError(f"tag_keys must be a tuple of strings, not {tag_keys!r}.")
     for key in tag_keys:
         if key in RESERVED or key.startswith("__"):
-            raise ValueError(f"The tag {key!r} is reserved: daskserve or Prometheus sets it.")
+            raise ValueError(
+                f"The tag {key!r} is reserved, because daskserve or Prometheus sets it; rename it."
+            )
         if not _NAME.match(key):
-            raise ValueError(f"A tag's name consists of letters, digits and underscores, unlike {key!r}.")
+            raise ValueError(f"The name of a tag is {key!r}; use letters, digits and underscores only.")
     if len(set(tag_keys)) < len(tag_keys):
-        raise ValueError(f"tag_keys names a tag twice: {tag_keys!r}.")
+        raise ValueError(f"tag_keys is {tag_keys!r}, with a duplicate; list each tag once.")
     return tag_keys
 
 
 def _figures_here() -> UserFigures | None:
-    # Only the figures, so that a metric at a module's top does not keep a replica's objects alive.
+    # Only the values, so that a module-level metric does not keep a replica's objects alive.
     replica = current_replica.get()
     return None if replica is None or replica.figures is None else replica.figures.user
 

@@ -1,9 +1,8 @@
-"""Python values as bytes.
+"""Convert Python values to bytes and back.
 
-User code and user arguments travel pickled: by the standard pickler where it can, by cloudpickle where it
-must (lambdas, classes of ``__main__``). Buffers of 4 KiB and more stay out of band, so an array crosses a
-channel without being copied into the pickle. Only the replica (and the caller, for the answer) ever loads
-them.
+User code and arguments are pickled with the standard pickler if possible, and with cloudpickle if necessary
+(lambdas, classes of ``__main__``). Buffers of 4 KiB and more stay out of band, so an array crosses a channel
+without being copied into the pickle. Only the replica, and the caller for the result, ever unpickle them.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from daskserve.types import Message, Payload
 OUT_OF_BAND_BYTES = 4096
 
 
-#: What a message counts for besides what it carries, so that many small ones are large too.
+#: Overhead that each message counts for, so that many small messages reach the bounds, too.
 MESSAGE_BYTES = 256
 
 
 def message_bytes(message: Message) -> int:
-    """Return how much a message of a request counts for where messages are held back or kept."""
+    """Return the size of a request's message, for the bounds of buffers."""
     body = message.get("body")
     if body is not None:
         return MESSAGE_BYTES + len(body)
@@ -56,23 +55,23 @@ def dump(value: Any) -> Payload:
     Raises
     ------
     Exception
-        Whatever the picklers raise for a value that cannot be pickled.
+        The value cannot be pickled; picklers raise different types.
     """
     try:
         payload = _dump_with(pickle.dumps, value)
-        # The standard pickler stores functions and classes of __main__ by reference, and they are not there
-        # on the other side; cloudpickle stores them by value.
+        # The standard pickler stores functions and classes of __main__ by reference, and the receiver does
+        # not have them; cloudpickle stores them by value.
         if b"__main__" not in payload.data:
             return payload
     except (pickle.PicklingError, TypeError, AttributeError, ImportError):
         pass
-    import cloudpickle  # 20 ms that most processes never need
+    import cloudpickle  # imported late: it takes 20 ms, and most processes never need it
 
     return _dump_with(cloudpickle.dumps, value)
 
 
 def load(payload: Payload) -> Any:
-    """Unpickle a value; imports and runs whatever the pickle says, so never call it on outside data."""
+    """Unpickle a value. A pickle can run any code, so never call this on untrusted data."""
     return pickle.loads(payload.data, buffers=payload.buffers)
 
 
@@ -84,14 +83,14 @@ def dump_bytes(value: Any) -> bytes:
 
 
 def load_bytes(data: bytes) -> Any:
-    """Unpickle what `dump_bytes` made."""
+    """Unpickle the result of `dump_bytes`."""
     return pickle.loads(data)
 
 
 class PackedError(Exception):
-    """An error on its way through a process that must not load it: it may be of code that is not there.
+    """An error that passes through a process that cannot unpickle it, because its class may be missing there.
 
-    `dump_error` passes its data on unchanged; who the error is for calls `load_error` on them.
+    `dump_error` forwards the data unchanged; the receiver calls `load_error` on them.
     """
 
     def __init__(self, data: bytes) -> None:
@@ -105,14 +104,15 @@ class PackedError(Exception):
 def dump_error(error: BaseException) -> bytes:
     """Pack an error: a summary, its traceback as text, and the error itself if it can be pickled.
 
-    Our own errors say in their message what the caller needs; the inside of daskserve is no help to them.
+    Errors of daskserve are packed without a traceback: their message is complete, and internals do not help
+    the caller.
     """
     if isinstance(error, PackedError):
         return error.data
     text = "" if isinstance(error, ServeError) else "".join(traceback.format_exception(error))
     try:
         pickled: bytes | None = dump_bytes(error)
-    except Exception:  # whatever a foreign __reduce__ raises; the summary then stands in for the error
+    except Exception:  # a user's __reduce__ may raise anything; the summary then replaces the error
         pickled = None
     return bytes(msgpack.packb((f"{type(error).__name__}: {error}", text, pickled)))
 
@@ -120,12 +120,12 @@ def dump_error(error: BaseException) -> bytes:
 def load_error(data: bytes) -> BaseException:
     """Return the error that `dump_error` packed, caused by its remote traceback.
 
-    One that cannot be pickled, or whose class does not exist here, comes back as a `UserCodeError`.
+    An error that was not picklable, or whose class does not exist here, becomes a `UserCodeError`.
     """
     summary, text, pickled = msgpack.unpackb(data)
     try:
         error = load_bytes(pickled) if pickled is not None else None
-    except Exception:  # whatever a foreign constructor raises
+    except Exception:  # a user's constructor may raise anything
         error = None
     if not isinstance(error, BaseException):
         error = UserCodeError(summary)

@@ -1,8 +1,8 @@
-"""Site-wide defaults, read from Dask's own configuration under ``daskserve``.
+"""Site-wide defaults, read from the section ``daskserve`` of Dask's configuration.
 
-A YAML file in Dask's configuration path, ``dask.config.set({"daskserve.http.port": 8080})`` or the
-variable ``DASK_DASKSERVE__HTTP__PORT`` all work, with Dask's own precedence. Arguments of a call win over
-them.
+You can set them in a YAML file in Dask's configuration path, with
+``dask.config.set({"daskserve.http.port": 8080})``, or with a variable such as ``DASK_DASKSERVE__HTTP__PORT``.
+Dask's precedence applies. Arguments of a call override all of these.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ import dask.config
 class Timeouts:
     """Deadlines of the control path, in seconds."""
 
-    #: A change (``create_backend`` and the like) that has not come about by then is taken back.
+    #: Time within which a change (such as ``create_backend``) must complete before it is rolled back.
     change_s: float = 60.0
-    #: All proxies must listen by then, or ``start`` fails.
+    #: Time within which all proxies must listen before ``start`` fails.
     proxy_s: float = 60.0
-    #: The Dask scheduler must answer by then.
+    #: Time within which the Dask scheduler must answer.
     connect_s: float = 5.0
-    #: How long an instance outlives a creator that vanished, unless it is detached.
+    #: How long an instance outlives a creator that has vanished, unless the instance is detached.
     grace_s: float = 5.0
-    #: A replica's constructor may take this long.
+    #: Maximum duration of a replica's constructor.
     start_s: float = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class LocalClusterSize:
-    """What ``start()`` makes for those who have no cluster."""
+    """The size of the cluster that ``start()`` creates if there is none."""
 
     n_workers: int = 2
     threads_per_worker: int = 4
@@ -40,65 +40,65 @@ class LocalClusterSize:
 
 @dataclass(frozen=True, slots=True)
 class ProcessSettings:
-    """How daskserve runs in worker processes."""
+    """Settings of worker processes."""
 
-    #: Seconds after which a thread that computes in Python must let another one have the interpreter;
-    #: Python's own default is 0.005, None leaves it. A request waits that long, several times, behind batch
-    #: work in the same process; see ``benchmarks/bench_start.py``.
+    #: Python's thread switch interval, in seconds; None keeps Python's default, which is 0.005. A request
+    #: waits for this time, often several times, behind batch work in the same process; see
+    #: ``benchmarks/bench_start.py``.
     switch_interval_s: float | None = 0.001
-    #: Whether to keep the garbage collector from walking over everything that is there once replicas have
-    #: started, over and over; without it, one request in a hundred waits 40 ms for that.
+    #: Whether to exclude the objects that exist once replicas have started from garbage collection. Without
+    #: it, one request in a hundred waits 40 ms for the garbage collector.
     gc_freeze: bool = True
-    #: Whether event loops that daskserve makes (those of replicas, and of the workers that it starts itself)
-    #: are uvloop's where that is installed, for more requests per second. The loops of workers that others
-    #: start go by Dask's own ``distributed.admin.event-loop``.
+    #: Whether event loops that daskserve creates (those of replicas, and of workers that it starts) use
+    #: uvloop if it is installed, for more requests per second. For all other workers, Dask's own option
+    #: ``distributed.admin.event-loop`` applies.
     uvloop: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class ChannelSettings:
-    """How a user program's requests get to the workers."""
+    """Settings of the connections from a user program to the workers."""
 
-    #: ``direct``: each worker is dialled. ``scheduler``: all goes through the scheduler's own connection.
-    #: ``auto``: through the scheduler where a worker cannot be dialled.
+    #: ``direct``: connect to each worker. ``scheduler``: send everything through the scheduler's connection.
+    #: ``auto``: use the scheduler for workers that cannot be reached directly.
     route: str = "auto"
-    #: A worker that has not answered by then cannot be dialled.
+    #: Timeout of a direct connection to a worker, in seconds.
     direct_timeout_s: float = 1.5
-    #: After that long a host that could not be dialled is tried again, by new connections.
+    #: Time after which new connections try an unreachable host directly again, in seconds.
     retry_direct_s: float = 300.0
-    #: A connection is lost when the machine at its other end has acknowledged nothing for so long; at least
-    #: 3, or 0 to leave that to TCP.
+    #: Time without an acknowledgement from the other machine after which a connection is lost, in seconds; at
+    #: least 3, or 0 to leave this to TCP.
     lost_after_s: float = 5.0
 
 
 def channel() -> ChannelSettings:
-    """Return how to reach workers, from ``daskserve.channel.*``."""
+    """Return the channel settings, from ``daskserve.channel.*``."""
     found = ChannelSettings(**_known("daskserve.channel", ChannelSettings))
     if found.route not in ("auto", "direct", "scheduler"):
         raise ValueError(
-            f"Dask's configuration has daskserve.channel.route: {found.route!r}; it must be auto, direct or "
+            f"Dask's configuration has daskserve.channel.route: {found.route!r}; set it to auto, direct or "
             "scheduler."
         )
     if found.lost_after_s != 0 and not found.lost_after_s >= 3:
         raise ValueError(
-            f"Dask's configuration has daskserve.channel.lost-after-s: {found.lost_after_s!r}; it must be at "
-            "least 3, or 0 for never."
+            f"Dask's configuration has daskserve.channel.lost-after-s: {found.lost_after_s!r}; set it to at "
+            "least 3, or to 0 to leave this to TCP."
         )
     return found
 
 
 def process() -> ProcessSettings:
-    """Return what to change in a worker process, from ``daskserve.process.*``."""
+    """Return the settings of worker processes, from ``daskserve.process.*``."""
     return ProcessSettings(**_known("daskserve.process", ProcessSettings))
 
 
 def timeouts() -> Timeouts:
-    """Return the deadlines, from ``daskserve.timeouts.*``."""
+    """Return the timeouts of the control path, from ``daskserve.timeouts.*``."""
     return Timeouts(**_known("daskserve.timeouts", Timeouts))
 
 
 def local_cluster_size() -> LocalClusterSize:
-    """Return the size of a self-made cluster, from ``daskserve.local-cluster.*``."""
+    """Return the size of a cluster that ``start()`` creates, from ``daskserve.local-cluster.*``."""
     return LocalClusterSize(**_known("daskserve.local-cluster", LocalClusterSize))
 
 
@@ -123,6 +123,7 @@ def _known(path: str, model: type[Any]) -> dict[str, Any]:
     unknown = sorted(set(found) - names)
     if unknown:
         raise ValueError(
-            f"Dask's configuration has no option {path}.{unknown[0]}; known: {', '.join(sorted(names))}"
+            f"Dask's configuration has {path}.{unknown[0]}, which is not an option; remove it or use one of: "
+            f"{', '.join(sorted(names))}"
         )
     return found

@@ -64,7 +64,7 @@ def test_the_list_of_metrics_is_up_to_date() -> None:
     script = load_script("document_metrics")
     text = (ROOT / "docs/metrics.md").read_text()
     assert script.TABLES.rendered(text) == text, "run python scripts/document_metrics.py"
-    outdated = text.replace("| Health probes that failed. |", "| wrong |")
+    outdated = text.replace("| Failed health checks. |", "| wrong |")
     assert outdated != text
     assert script.TABLES.rendered(outdated) == text
 

@@ -1,1 +1,1 @@
-"""The metrics of daskserve: their table, what counts them, and the collector that exports them."""
+"""The metrics of daskserve: their definitions, the counters behind them, and the collector."""

@@ -1,9 +1,9 @@
-"""From figures to metrics, at the time of a scrape: one Prometheus collector for each process.
+"""The Prometheus collector of a process, which turns counters into metrics at the time of a scrape.
 
-Problem: counting must cost a request next to nothing, and yet be right whoever asks and whatever comes and
-goes meanwhile. Choice: components keep plain numbers and say what these are when asked (`Source.samples`).
-The collector adds up what has the same labels, as several workers may share a process, and keeps the totals
-of what has gone, because counters must not go back. It waits for nothing; any thread may call it.
+Counting must cost almost no time per request, and a scrape must be correct while replicas come and go.
+Components therefore keep plain numbers and return them as samples on request (`Source.samples`). The
+collector adds up samples with the same labels, because several workers may share a process. It keeps the
+totals of removed sources, because counters must not decrease. It never blocks, and any thread may call it.
 """
 
 from __future__ import annotations
@@ -19,64 +19,64 @@ import prometheus_client
 from prometheus_client.core import Metric
 
 from daskserve._version import __version__
-from daskserve.figures.complaints import Complaint
+from daskserve.figures.error_log import ErrorLog
 from daskserve.figures.histogram import Histogram
 from daskserve.figures.table import METRICS, MetricKind, MetricSpec, Sample
 from daskserve.figures.user import UserFigures, UserMetric, UserSample
 
 logger = logging.getLogger("daskserve.metrics")
 
-#: So many totals of what has gone are kept. Those that grew longest ago go first.
+#: Maximum number of totals kept for removed sources. The least recently updated ones are dropped first.
 MAX_FOLDED = 10_000
 
 Key = tuple[str, tuple[str, ...]]
 
 
 class Source(Protocol):
-    """Something with figures. May be asked from any thread, also while it starts or ends."""
+    """Something that is measured. Any thread may call it, also while it starts or stops."""
 
     def samples(self) -> Iterable[Sample]:
-        """Return the figures as they are now, without waiting; histograms may still be written to."""
+        """Return the present values without blocking; histograms may still be written to."""
 
 
 class _Known:
-    """A source, and what is wrong with it."""
+    """A source and the log of its errors."""
 
-    __slots__ = ("figures_complaint", "ref", "user_complaint")
+    __slots__ = ("figures_errors", "ref", "user_errors")
 
     def __init__(self, source: Source, forget: Callable[[weakref.ref[Source]], None]) -> None:
         self.ref = weakref.ref(source, forget)
-        self.figures_complaint = Complaint(logger)
-        self.user_complaint = Complaint(logger)
+        self.figures_errors = ErrorLog(logger)
+        self.user_errors = ErrorLog(logger)
 
     def samples(self) -> list[Sample]:
-        """Return its figures; none if it is gone, or broken."""
+        """Return the samples of the source; none if it is gone or raises."""
         source = self.ref()
         try:
             return [] if source is None else list(source.samples())
         except Exception as error:
-            # One that is broken must not take all the others, and Dask's own metrics, along.
-            self.figures_complaint.log(error, "The figures of %r could not be read", source)
+            # One broken source must not break the scrape of all others and of Dask's own metrics.
+            self.figures_errors.log(error, "Could not read the metrics of %r", source)
             return []
 
     def user_samples(self) -> list[UserSample]:
-        """Return what user code measures in it."""
+        """Return the user metrics of the source; none if it is gone or raises."""
         source = self.ref()
         try:
             return list(getattr(source, "user_samples", list)())
         except Exception as error:
-            self.user_complaint.log(error, "What user code measures in %r could not be read", source)
+            self.user_errors.log(error, "Could not read the user metrics of %r", source)
             return []
 
 
 class ProcessMetrics:
-    """The collector; in Prometheus' default registry as long as there is something to collect.
+    """The collector, registered with Prometheus' default registry while there is something to collect.
 
-    It holds its sources weakly: they live as long as whoever uses them.
+    It holds weak references to its sources.
     """
 
     def __init__(self, registry: prometheus_client.CollectorRegistry | None = None) -> None:
-        #: What user code outside of replicas measures.
+        #: The user metrics of code outside replicas.
         self.user = UserFigures()
         self._registry = registry or prometheus_client.REGISTRY
         self._lock = threading.Lock()
@@ -85,11 +85,11 @@ class ProcessMetrics:
         self._is_registered = False
 
     def add(self, source: Source) -> None:
-        """Collect from a source from now on; idempotent."""
+        """Start collecting from a source; idempotent."""
         number = id(source)
 
         def forget(ref: weakref.ref[Source]) -> None:
-            # Without the lock: this may run anywhere, even in a thread that holds it.
+            # Without the lock: garbage collection may run this in a thread that holds it.
             known = self._sources.get(number)
             if known is not None and known.ref is ref:
                 self._sources.pop(number, None)
@@ -101,7 +101,7 @@ class ProcessMetrics:
             self._register()
 
     def remove(self, source: Source) -> None:
-        """Collect from a source no more, and keep the totals of what it has counted; idempotent."""
+        """Stop collecting from a source, and keep its totals; idempotent."""
         with self._lock:
             known = self._sources.get(id(source))
             if known is None or known.ref() is not source:
@@ -116,13 +116,13 @@ class ProcessMetrics:
             self._unregister_if_idle()
 
     def forget(self, instance: str) -> None:
-        """Drop the totals of an instance that has ended."""
+        """Drop the kept totals of an instance that has ended."""
         with self._lock:
             for key in [key for key in self._folded if _instance_of(key) == instance]:
                 del self._folded[key]
 
     def keep_user_metrics(self) -> None:
-        """Export what user code outside of replicas measures."""
+        """Export the user metrics of code outside replicas."""
         if not self._is_registered:
             with self._lock:
                 self._register()
@@ -141,11 +141,11 @@ class ProcessMetrics:
     # ---- called by Prometheus' client
 
     def describe(self) -> Iterable[Metric]:
-        """Claim no names beforehand: the user's are not known yet."""
+        """Return no metrics, because the names of user metrics are not known beforehand."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every metric as it is now."""
+        """Yield every metric with its present values."""
         with self._lock:
             sources = list(self._sources.values())
             found: dict[Key, float | Histogram] = {
@@ -162,24 +162,24 @@ class ProcessMetrics:
         yield from _user_families(users)
 
     def samples(self) -> list[Sample]:
-        """Return the figures of all sources, for a process that cannot be scraped by itself."""
+        """Return the samples of all sources, for a process that cannot be scraped directly."""
         with self._lock:
             sources = list(self._sources.values())
         return [sample for source in sources for sample in source.samples()]
 
 
-#: The collector of this process. The only state that hangs on a module, because Prometheus' registry does.
+#: The collector of this process. It is module-level state because Prometheus' registry is, too.
 PROCESS = ProcessMetrics()
 
 
 def plain_sample(sample: Sample) -> list[Any]:
-    """Return a sample in plain values."""
+    """Return a sample as plain values."""
     name, labels, value = sample
     return [name, list(labels), [list(value.counts), value.sum] if isinstance(value, Histogram) else value]
 
 
 def sample_of(plain: Sequence[Any]) -> Sample:
-    """Return what `plain_sample` was made of."""
+    """Return the sample that `plain_sample` converted."""
     name, labels, figures = plain
     spec = METRICS[name]
     if spec.kind is not MetricKind.HISTOGRAM:
@@ -225,7 +225,7 @@ def _user_families(samples: Iterable[UserSample]) -> Iterator[Metric]:
             family = Metric(metric.name, metric.description, metric.kind.value)
             by_name[metric.name] = (metric, family)
         known, family = by_name[metric.name]
-        # Two replicas that disagree on what a name means cannot both be exported under it.
+        # If replicas declare one name with different kinds, only the first kind is exported.
         if known.kind is metric.kind:
             _add(family, dict(sample.labels), sample.value)
     for _, family in by_name.values():
@@ -237,7 +237,7 @@ def _add(family: Metric, labels: dict[str, str], value: float | Histogram) -> No
         ending = "_total" if family.type == MetricKind.COUNTER.value else ""
         family.add_sample(family.name + ending, labels, value)
         return
-    # A copy of the counts, so that all lines agree while others are counted.
+    # A copy of the counts, so that all lines are consistent while other threads count.
     counts, at_most = list(value.counts), 0
     for bound, count in zip((*value.bounds, float("inf")), counts, strict=True):
         at_most += count

@@ -1,6 +1,6 @@
-"""Figures that are kept on the request path: plain integers, bumped in a fraction of a microsecond.
+"""Counters of the request path: plain integers that take a fraction of a microsecond to increment.
 
-Nothing here knows Prometheus; `daskserve.figures.collector` turns figures into metrics when somebody asks.
+This module does not know Prometheus; `daskserve.figures.collector` turns counters into metrics at a scrape.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from daskserve.errors import (
     UserCodeError,
 )
 
-#: The upper bounds, in seconds, of the buckets in which durations are counted; a last one has no bound.
+#: Upper bounds of the buckets of durations, in seconds, without the last bucket, which is unbounded.
 LATENCY_BUCKETS_S: Sequence[float] = (
     0.0001,
     0.00025,
@@ -40,13 +40,13 @@ LATENCY_BUCKETS_S: Sequence[float] = (
     30.0,
     60.0,
 )
-#: The same for the sizes of batches.
+#: Upper bounds of the buckets of batch sizes.
 SIZE_BUCKETS: Sequence[float] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
-#: What is not an error of ours is one of user code.
+#: The cause of all errors that are not daskserve's own.
 USER_CODE = "user_code"
 TIMEOUT = "timeout"
-#: Why requests fail, in words that metrics are labelled with; the first class that fits counts.
+#: Values of the label ``cause`` by class of error; the first class that matches counts.
 CAUSES: Mapping[type[BaseException], str] = {
     BackPressureError: "back_pressure",
     RequestTimeoutError: TIMEOUT,
@@ -60,19 +60,19 @@ CAUSES: Mapping[type[BaseException], str] = {
 
 
 class Histogram:
-    """Counts values by size. To be written by one thread at a time; any other may read it meanwhile.
+    """Counts values in buckets. One thread may write at a time, while others read.
 
     Parameters
     ----------
     bounds : sequence of float
-        The largest value of each bucket but the last, in ascending order.
+        The largest value of each bucket except the last, in ascending order.
     """
 
     __slots__ = ("bounds", "counts", "sum")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = bounds
-        #: How many values each bucket holds, the last one those above all bounds; not cumulative.
+        #: Number of values per bucket, not cumulative; the last bucket holds the values above all bounds.
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
 
@@ -81,7 +81,7 @@ class Histogram:
 
     @property
     def count(self) -> int:
-        """How many values were observed."""
+        """Number of observed values."""
         return sum(self.counts)
 
     def observe(self, value: float) -> None:
@@ -90,12 +90,12 @@ class Histogram:
         self.sum += value
 
     def add(self, counts: Iterable[int], total: float) -> None:
-        """Count what another histogram of the same bounds has counted."""
+        """Add the counts of another histogram with the same bounds."""
         self.counts = [mine + theirs for mine, theirs in zip(self.counts, counts, strict=True)]
         self.sum += total
 
     def copy(self) -> Histogram:
-        """Return another one with the same counts."""
+        """Return a copy of the histogram."""
         twin = Histogram(self.bounds)
         twin.add(self.counts, self.sum)
         return twin
@@ -111,12 +111,12 @@ class LatencyHistogram(Histogram):
 
     @property
     def sum_s(self) -> float:
-        """The seconds of all of them together."""
+        """Sum of the durations, in seconds."""
         return self.sum
 
 
 def cause_of(error: BaseException) -> str:
-    """Return one of `CAUSES` for why a request failed."""
+    """Return the cause of a failed request, one of the values of `CAUSES`."""
     for kind, cause in CAUSES.items():
         if isinstance(error, kind):
             return cause

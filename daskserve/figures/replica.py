@@ -1,4 +1,4 @@
-"""What a replica counts, and what the samples of that are called."""
+"""The counters of a replica and the samples that it exports."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from daskserve.types import Load, ReplicaTag
 
 
 class MeteredQueue(Protocol):
-    """What is asked of a queue that user code calls into."""
+    """A queue for calls that user code makes."""
 
     @property
     def queued(self) -> int:
-        """How many calls wait; may be asked from any thread."""
+        """Number of waiting calls; any thread may read it."""
 
 
 class BatchFigures:
-    """How large the batches of one method were, and how long their items waited."""
+    """The sizes of one method's batches, and the waiting times of their items."""
 
     __slots__ = ("sizes", "waits")
 
@@ -31,14 +31,14 @@ class BatchFigures:
         self.waits = LatencyHistogram()
 
     def observe(self, waits_s: Sequence[float]) -> None:
-        """Count one batch by how long each of its items waited for it."""
+        """Count one batch, given the waiting times of its items."""
         self.sizes.observe(len(waits_s))
         for wait_s in waits_s:
             self.waits.observe(wait_s)
 
 
 class ReplicaFigures:
-    """What a replica counts of its requests; those that ended badly are counted in one place each."""
+    """The counters of a replica's requests."""
 
     __slots__ = (
         "batches",
@@ -56,57 +56,57 @@ class ReplicaFigures:
     )
 
     def __init__(self) -> None:
-        #: Requests that were begun.
+        #: Requests that began.
         self.handled = 0
         #: Requests that user code answered with an error.
         self.failed = 0
-        #: Requests that came while every slot was taken.
+        #: Requests that arrived while every slot was taken.
         self.refused = 0
-        #: Requests that were given up by their callers or at their deadline.
+        #: Requests that were cancelled by their callers or at their deadline.
         self.cancelled = 0
-        #: Those of them that were given up at their deadline.
+        #: Requests that were cancelled at their deadline.
         self.timed_out = 0
         self.latency = LatencyHistogram()
         self.batches: dict[str, BatchFigures] = {}
-        #: When it was up, in seconds since the epoch, and how long that took; 0 until then.
+        #: When the replica had started, in seconds since the epoch, and how long that took; 0 until then.
         self.started_at = self.startup_s = 0.0
         self.start_failures = 0
-        #: What user code measures by itself.
+        #: The metrics of user code.
         self.user = UserFigures()
-        #: Where its calls of methods wait, by id; a queue that is dropped is gone from here as well.
+        #: The queues of batched methods, by id. The references are weak.
         self.user_queues: weakref.WeakValueDictionary[int, MeteredQueue] = weakref.WeakValueDictionary()
 
     def batches_of(self, method: str) -> BatchFigures:
-        """Return the figures of one method's batches, made on first use; from any thread."""
+        """Return the counters of one method's batches, created on first use; any thread may call this."""
         found = self.batches.get(method)
         if found is None:
             found = self.batches.setdefault(method, BatchFigures())
         return found
 
     def watch_queue(self, queue: MeteredQueue) -> None:
-        """Count what waits in a queue of user code's, as long as that is used; from any thread."""
+        """Include a user-code queue in the queue length while it exists; any thread may call this."""
         self.user_queues[id(queue)] = queue
 
     def _queued_calls(self) -> int:
         queues = [ref() for ref in self.user_queues.valuerefs()]
         return sum(queue.queued for queue in queues if queue is not None)
 
-    def note_start(self, took_s: float, wall_time: float) -> None:
-        """Note that the replica is up."""
+    def record_start(self, took_s: float, wall_time: float) -> None:
+        """Record that the replica has started."""
         self.startup_s, self.started_at = took_s, wall_time
 
     def refusal(self, replica_tag: ReplicaTag, ongoing: int) -> ReplicaBusyError:
-        """Count a request that found no free slot in time, and return what to raise."""
+        """Count a request that found no free slot in time, and return the error to raise."""
         self.refused += 1
         return ReplicaBusyError(f"Replica {replica_tag!r} runs {ongoing} requests already.", ongoing=ongoing)
 
     def give_up(self, *, is_late: bool) -> None:
-        """Count a request that was cancelled, ``is_late`` if its time was over."""
+        """Count a cancelled request; ``is_late`` if its deadline had passed."""
         self.cancelled += 1
         self.timed_out += is_late
 
     def plain(self) -> dict[str, Any]:
-        """Return all of it in plain values."""
+        """Return the counters as plain values."""
         return {
             "handled_total": self.handled,
             "failed_total": self.failed,
@@ -118,7 +118,7 @@ class ReplicaFigures:
         }
 
     def brief(self, load: Callable[[], Load], more: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return how many requests run, how many have ended, how soon they did, and more; in plain values."""
+        """Return the running and ended requests, their latencies and ``more``, as plain values."""
         ongoing = load().ongoing
         return {
             "ongoing": ongoing,
@@ -128,7 +128,7 @@ class ReplicaFigures:
         }
 
     def samples(self, labels: tuple[str, str, str]) -> list[Sample]:
-        """Return all of it but what user code measures; ``labels``: instance, deployment and replica."""
+        """Return all samples except user metrics; ``labels`` are instance, deployment and replica."""
         deployment = labels[:2]
         found: list[Sample] = [
             ("deployment_requests", deployment, self.handled),
@@ -164,7 +164,7 @@ class ReplicaFigures:
         probe_failures: int,
         is_healthy: bool,
     ) -> list[Sample]:
-        """Return what others know of the replica; nothing of its state before it is up."""
+        """Return the samples of state that is kept elsewhere; only counters before the replica is up."""
         deployment = labels[:2]
         counts: list[Sample] = [
             ("deployment_loop_blocks", deployment, loop_blocks),
@@ -182,5 +182,5 @@ class ReplicaFigures:
         ]
 
     def user_samples(self, labels: tuple[str, str, str]) -> list[UserSample]:
-        """Return what user code measures; ``labels`` as for `samples`."""
+        """Return the samples of user metrics; ``labels`` as for `samples`."""
         return self.user.samples(*zip(("serve_instance", "deployment", "replica"), labels, strict=True))

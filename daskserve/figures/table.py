@@ -1,8 +1,9 @@
-"""Every metric that daskserve exports: name, kind, labels, meaning. The only definition, docs included.
+"""The definition of every metric that daskserve exports: name, kind, labels and meaning.
 
-Names and units follow https://prometheus.io/docs/practices/naming/: base units, ``_total`` on counters. Each
-label has few values, whatever clients and users do: ``serve_instance`` is the name of the daskserve instance
-(``instance`` is Prometheus' own label, the address that was scraped), ``deployment`` the backend's tag.
+The documentation is generated from it. Names and units follow https://prometheus.io/docs/practices/naming/:
+base units, and ``_total`` on counters. Each label has few values, whatever clients and users do.
+``serve_instance`` is the name of the daskserve instance (``instance`` is Prometheus' own label, the scraped
+address), and ``deployment`` is the backend's tag.
 """
 
 from __future__ import annotations
@@ -15,23 +16,23 @@ from daskserve.figures.histogram import LATENCY_BUCKETS_S, SIZE_BUCKETS, Histogr
 
 
 class MetricKind(Enum):
-    """The kinds of metric that there are here."""
+    """The kinds of metrics."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
     HISTOGRAM = "histogram"
 
 
-#: One value of one metric: its name, the values of its labels in their order, and the value.
+#: One value of one metric: the name, the label values in order, and the value.
 Sample = tuple[str, tuple[str, ...], float | Histogram]
 
-#: Labels of what comes and goes: their series vanish as a whole, and no total is kept of what they counted.
-FLEETING = frozenset({"replica", "proxy"})
+#: Labels of short-lived objects. Their series end with the object, and no totals are kept.
+SHORT_LIVED = frozenset({"replica", "proxy"})
 
 
 @dataclass(frozen=True, slots=True)
 class MetricSpec:
-    """One metric. ``short_name`` is without ``daskserve_``, and of counters without ``_total``."""
+    """One metric. ``short_name`` has no ``daskserve_`` and, for a counter, no ``_total``."""
 
     short_name: str
     kind: MetricKind
@@ -41,7 +42,7 @@ class MetricSpec:
 
     @property
     def name(self) -> str:
-        """The name without the ending of its samples."""
+        """The full name, without the suffix of counters."""
         return f"daskserve_{self.short_name}"
 
     @property
@@ -51,8 +52,8 @@ class MetricSpec:
 
     @property
     def is_folded(self) -> bool:
-        """Whether the process keeps the total when whatever counted it has gone."""
-        return self.kind is not MetricKind.GAUGE and not FLEETING & set(self.labels)
+        """Whether the process keeps the total after the source is removed."""
+        return self.kind is not MetricKind.GAUGE and not SHORT_LIVED & set(self.labels)
 
 
 _I = ("serve_instance",)
@@ -62,99 +63,105 @@ _R = (*_D, "replica")
 _H = (*_I, "route", "endpoint")
 _C, _G, _T = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HISTOGRAM
 
-#: By section of the documentation.
+#: Metrics by section of the documentation.
 SECTIONS: Mapping[str, Sequence[MetricSpec]] = {
     "HTTP, in each process with a proxy": (
         MetricSpec("http_requests", _C, (*_H, "method", "code"), "HTTP requests that have ended."),
         MetricSpec("http_errors", _C, (*_H, "cause"), "Requests that failed in daskserve, by cause."),
         MetricSpec("http_request_duration_seconds", _T, _H, "Seconds from a request's head to its end."),
-        MetricSpec("http_ongoing_requests", _G, _I, "Requests that are being answered."),
-        MetricSpec("http_timeouts", _C, _I, "Requests that were cut off at their deadline."),
-        MetricSpec("http_cancellations", _C, _I, "Requests whose client left before there was an answer."),
+        MetricSpec("http_ongoing_requests", _G, _I, "Requests in flight."),
+        MetricSpec("http_timeouts", _C, _I, "Requests that reached their deadline."),
+        MetricSpec(
+            "http_cancellations", _C, _I, "Requests whose client disconnected before the response started."
+        ),
     ),
-    "Calls by handle, in each process that makes them": (
-        MetricSpec("handle_requests", _C, _E, "Calls that were begun."),
+    "Calls through handles, in each process that makes them": (
+        MetricSpec("handle_requests", _C, _E, "Calls that began."),
         MetricSpec("handle_errors", _C, (*_E, "cause"), "Calls that raised, by cause."),
-        MetricSpec("handle_request_duration_seconds", _T, _E, "Seconds from a call to its answer."),
+        MetricSpec("handle_request_duration_seconds", _T, _E, "Seconds from a call to its result."),
     ),
     "Routers, in each process that sends requests": (
-        MetricSpec("router_requests", _C, _D, "Requests that were to be sent to a deployment."),
+        MetricSpec("router_requests", _C, _D, "Requests routed to a deployment."),
         MetricSpec(
-            "router_queued_requests", _G, _D, "Requests that wait for a slot, here or in line at a replica."
+            "router_queued_requests", _G, _D, "Requests waiting for a slot, in the router or at a replica."
         ),
-        MetricSpec("router_ongoing_requests", _G, _D, "Requests of this process that replicas have."),
-        MetricSpec("router_queue_wait_seconds", _T, _D, "Seconds that a request waited, if it had to."),
-        MetricSpec("router_rejections", _C, _D, "Requests refused because max_queued_requests waited."),
+        MetricSpec("router_ongoing_requests", _G, _D, "Requests of this process in flight at replicas."),
+        MetricSpec("router_queue_wait_seconds", _T, _D, "Seconds that a queued request waited."),
         MetricSpec(
-            "router_retries", _C, (*_D, "cause"), "Requests sent again: the replica was busy, or lost."
+            "router_rejections", _C, _D, "Requests rejected because max_queued_requests were waiting."
+        ),
+        MetricSpec(
+            "router_retries", _C, (*_D, "cause"), "Requests retried because a replica was busy or lost."
         ),
     ),
-    "Deployments, in each process with replicas of theirs": (
-        MetricSpec("deployment_requests", _C, _D, "Requests that were begun."),
-        MetricSpec("deployment_errors", _C, _D, "Requests that user code answered with an error."),
-        MetricSpec("deployment_cancellations", _C, _D, "Requests given up by callers, timeouts included."),
-        MetricSpec("deployment_timeouts", _C, _D, "Requests given up at their deadline."),
+    "Deployments, in each process that runs their replicas": (
+        MetricSpec("deployment_requests", _C, _D, "Requests that began."),
+        MetricSpec("deployment_errors", _C, _D, "Requests for which user code raised an error."),
+        MetricSpec("deployment_cancellations", _C, _D, "Cancelled requests, timeouts included."),
+        MetricSpec("deployment_timeouts", _C, _D, "Requests cancelled at their deadline."),
         MetricSpec("deployment_rejections", _C, _D, "Requests sent back because every slot was taken."),
         MetricSpec("deployment_request_duration_seconds", _T, _D, "Seconds that a request held its slot."),
         MetricSpec("deployment_loop_blocks", _C, _D, "Times that user code blocked its event loop."),
-        MetricSpec("deployment_health_check_failures", _C, _D, "Health probes that failed."),
+        MetricSpec("deployment_health_check_failures", _C, _D, "Failed health checks."),
         MetricSpec("deployment_replica_starts", _C, _D, "Replicas that have started."),
         MetricSpec("deployment_replica_start_failures", _C, _D, "Replicas that failed to start."),
         MetricSpec("batch_size", _T, (*_D, "method"), "Items in a batch.", SIZE_BUCKETS),
         MetricSpec("batch_wait_seconds", _T, (*_D, "method"), "Seconds that an item waited for its batch."),
     ),
-    "Replicas, as long as they live": (
-        MetricSpec("replica_requests", _C, _R, "Requests that were begun."),
-        MetricSpec("replica_errors", _C, _R, "Requests that user code answered with an error."),
+    "Replicas, while they exist": (
+        MetricSpec("replica_requests", _C, _R, "Requests that began."),
+        MetricSpec("replica_errors", _C, _R, "Requests for which user code raised an error."),
         MetricSpec("replica_request_duration_seconds", _T, _R, "Seconds that a request held its slot."),
         MetricSpec("replica_ongoing_requests", _G, _R, "Requests that hold a slot."),
         MetricSpec(
             "replica_queued_requests",
             _G,
             _R,
-            "Requests in line for a slot, and requests and calls that wait for their batch.",
+            "Requests waiting for a slot, and requests and calls waiting for their batch.",
         ),
-        MetricSpec("replica_abandoned_requests", _G, _R, "Calls that were given up but run on."),
-        MetricSpec("replica_max_ongoing_requests", _G, _R, "How many slots there are."),
-        MetricSpec("replica_healthy", _G, _R, "1 while the health probes succeed, else 0."),
-        MetricSpec("replica_start_time_seconds", _G, _R, "When it was up, in seconds since the epoch."),
-        MetricSpec("replica_startup_duration_seconds", _G, _R, "How long its start took."),
+        MetricSpec("replica_abandoned_requests", _G, _R, "Cancelled calls that still run."),
+        MetricSpec("replica_max_ongoing_requests", _G, _R, "Number of slots."),
+        MetricSpec("replica_healthy", _G, _R, "1 while health checks succeed, else 0."),
+        MetricSpec("replica_start_time_seconds", _G, _R, "Time of its start, in seconds since the epoch."),
+        MetricSpec("replica_startup_duration_seconds", _G, _R, "Duration of its start, in seconds."),
     ),
     "The controller, in one process": (
-        MetricSpec("controller_epoch", _G, _I, "Number of this controller; each new one has a higher one."),
-        MetricSpec("controller_start_time_seconds", _G, _I, "When it was up, in seconds since the epoch."),
-        MetricSpec("control_loop_duration_seconds", _T, _I, "Seconds that one round of the loop took."),
-        MetricSpec("control_loop_failures", _C, _I, "Steps of the loop that failed and are tried again."),
-        MetricSpec("goals_pending", _G, _I, "Changes that were asked for and are still coming about."),
-        MetricSpec("goals", _C, (*_I, "outcome"), "Changes that ended: done or failed."),
-        MetricSpec("deployment_wanted_replicas", _G, _D, "Replicas that are to run."),
+        MetricSpec(
+            "controller_epoch", _G, _I, "Number of this controller; each new one has a higher number."
+        ),
+        MetricSpec("controller_start_time_seconds", _G, _I, "Time of its start, in seconds since the epoch."),
+        MetricSpec("control_loop_duration_seconds", _T, _I, "Seconds per round of the control loop."),
+        MetricSpec("control_loop_failures", _C, _I, "Steps of the loop that failed and are retried."),
+        MetricSpec("goals_pending", _G, _I, "Requested changes that are in progress."),
+        MetricSpec("goals", _C, (*_I, "outcome"), "Changes that have ended, by outcome: done or failed."),
+        MetricSpec("deployment_wanted_replicas", _G, _D, "Target number of replicas."),
         MetricSpec("deployment_replicas", _G, (*_D, "state"), "Replicas by state."),
-        MetricSpec("deployment_status", _G, (*_D, "status"), "1 for the status that it has."),
-        MetricSpec("proxy_status", _G, (*_I, "proxy", "status"), "1 for the status that it has."),
+        MetricSpec("deployment_status", _G, (*_D, "status"), "1 for the present status."),
+        MetricSpec("proxy_status", _G, (*_I, "proxy", "status"), "1 for the present status."),
         MetricSpec("workers", _G, (*_I, "state"), "Dask workers by whether they can hold actors."),
         MetricSpec("autoscaling_wanted_replicas", _G, _D, "Replicas that the autoscaler wants."),
-        MetricSpec("autoscaling_reason", _G, (*_D, "reason"), "1 for its reason, with N for each number."),
+        MetricSpec(
+            "autoscaling_reason", _G, (*_D, "reason"), "1 for the present reason, with N for each number."
+        ),
     ),
-    "News from the controller, in each process that listens": (
+    "Updates from the controller, in each process that listens": (
         MetricSpec("long_poll_delay_seconds", _T, _I, "Seconds from a change's publication to its use."),
-        MetricSpec("long_poll_fetches", _C, _I, "Times that published values were fetched."),
-        MetricSpec("long_poll_fetch_failures", _C, _I, "Times that this failed and was tried again."),
+        MetricSpec("long_poll_fetches", _C, _I, "Fetches of published values."),
+        MetricSpec("long_poll_fetch_failures", _C, _I, "Fetches that failed and were retried."),
     ),
     "Channels, in each process": (
-        MetricSpec("channels", _G, (), "Connections that carry requests to other processes, or from them."),
-        MetricSpec("channel_connections", _C, (), "Channels that were opened, from either side."),
-        MetricSpec("channel_reconnects", _C, (), "Channels that were opened because the last one broke."),
-        MetricSpec("channel_dial_failures", _C, (), "Channels that could not be opened."),
+        MetricSpec("channels", _G, (), "Open connections that carry requests between processes."),
+        MetricSpec("channel_connections", _C, (), "Channels opened, from either side."),
+        MetricSpec("channel_reconnects", _C, (), "Channels opened because the last one broke."),
+        MetricSpec("channel_dial_failures", _C, (), "Channels that failed to open."),
         MetricSpec("channel_sent_bytes", _C, (), "Bytes written to channels."),
         MetricSpec("channel_received_bytes", _C, (), "Bytes read from channels."),
     ),
     "The supervisor, in the scheduler's process": (
-        MetricSpec("supervisor_instances", _G, (), "Instances that run on this Dask cluster."),
+        MetricSpec("supervisor_instances", _G, (), "Instances on this Dask cluster."),
         MetricSpec("supervisor_hosts", _G, (), "Workers that can hold actors."),
-        MetricSpec("supervisor_refused_workers", _G, (), "Workers without a fitting daskserve."),
-        MetricSpec(
-            "supervisor_controller_starts", _C, _I, "Controllers that were started, the first included."
-        ),
+        MetricSpec("supervisor_refused_workers", _G, (), "Workers without a compatible daskserve."),
+        MetricSpec("supervisor_controller_starts", _C, _I, "Started controllers, the first one included."),
     ),
     "In every process": (MetricSpec("build_info", _G, ("version",), "1; the version is daskserve's."),),
 }

@@ -1,7 +1,7 @@
-"""What user code measures: the values behind `daskserve.metrics`, kept where they belong.
+"""The values of user metrics, which user code declares with `daskserve.metrics`.
 
-A replica keeps those of its own code, so that they go when it goes; a process keeps those of code outside
-of replicas. Written from any thread.
+Each replica keeps the values of its own code, so they end with the replica. The process keeps the values of
+code outside replicas. Any thread may write them.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from daskserve.figures.table import MetricKind
 
 @dataclass(frozen=True, slots=True)
 class UserMetric:
-    """A metric as user code declares it; equal declarations mean the same metric."""
+    """A metric as user code declares it. Equal declarations are the same metric."""
 
     name: str
     kind: MetricKind
     description: str = ""
     tag_keys: tuple[str, ...] = ()
     boundaries: tuple[float, ...] = ()
-    # Computed once: it is looked up each time that something is measured.
+    # Computed once, because each measurement looks the metric up.
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -35,21 +35,21 @@ class UserMetric:
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Not with the hash, which differs from process to process.
+        # Without the hash, which differs between processes.
         own = (self.name, self.kind, self.description, self.tag_keys, self.boundaries)
         return UserMetric, own
 
 
 @dataclass(frozen=True, slots=True)
 class UserSample:
-    """One value of a user's metric, with all of its labels."""
+    """One value of a user metric, with all of its labels."""
 
     metric: UserMetric
     labels: tuple[tuple[str, str], ...]
     value: float | Histogram
 
     def plain(self) -> list[Any]:
-        """Return it in plain values."""
+        """Return the sample as plain values."""
         metric, value = self.metric, self.value
         figures = [list(value.counts), value.sum] if isinstance(value, Histogram) else value
         return [
@@ -64,7 +64,7 @@ class UserSample:
 
     @classmethod
     def from_plain(cls, plain: Sequence[Any]) -> UserSample:
-        """Return what `plain` was made of."""
+        """Return the sample that `plain` converted."""
         name, kind, description, tag_keys, boundaries, labels, figures = plain
         metric = UserMetric(name, MetricKind(kind), description, tuple(tag_keys), tuple(boundaries))
         value: float | Histogram
@@ -77,7 +77,7 @@ class UserSample:
 
 
 class UserFigures:
-    """The values of one replica's metrics, or of a process's."""
+    """The user metrics of a replica, or of a process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -89,18 +89,18 @@ class UserFigures:
         return not self._values
 
     def add(self, metric: UserMetric, tags: tuple[str, ...], value: float) -> None:
-        """Make a counter grow."""
+        """Increase a counter."""
         key = (metric, tags)
         with self._lock:
             self._values[key] = self._values.get(key, 0.0) + value  # type: ignore[operator]
 
     def set(self, metric: UserMetric, tags: tuple[str, ...], value: float) -> None:
-        """Let a gauge have a value."""
+        """Set a gauge."""
         with self._lock:
             self._values[(metric, tags)] = value
 
     def observe(self, metric: UserMetric, tags: tuple[str, ...], value: float) -> None:
-        """Count a value in a histogram."""
+        """Add a value to a histogram."""
         key = (metric, tags)
         with self._lock:
             histogram = self._values.get(key)
@@ -109,7 +109,7 @@ class UserFigures:
             histogram.observe(value)
 
     def samples(self, *own: tuple[str, str]) -> list[UserSample]:
-        """Return all values as they are now, labelled with their tags and, before these, with ``own``."""
+        """Return all present values, labelled with ``own`` followed by their tags."""
         with self._lock:
             return [
                 UserSample(

@@ -9,7 +9,7 @@ from typing import Any
 from daskserve.clock import Clock
 from daskserve.errors import ActorLostError
 from daskserve.figures.collector import PROCESS, plain_sample, sample_of
-from daskserve.figures.complaints import Complaint
+from daskserve.figures.error_log import ErrorLog
 from daskserve.figures.table import Sample
 from daskserve.figures.user import UserSample
 
@@ -47,7 +47,7 @@ async def keep_asking_for_figures(
 
     So a scrape, which must not wait for the child, finds figures that are hardly older.
     """
-    complaint = Complaint(logger)
+    error_log = ErrorLog(logger)
     while True:
         await clock.sleep(FIGURES_S)
         try:
@@ -57,7 +57,7 @@ async def keep_asking_for_figures(
         except TimeoutError:
             pass  # it is busy; its health is somebody else's matter
         except Exception as error:
-            complaint.log(error, "The figures of the process of %s could not be had", replica_tag)
+            error_log.log(error, "The figures of the process of %s could not be had", replica_tag)
 
 
 class Told:

@@ -129,7 +129,7 @@ class IsolatedReplica(SlotHolder):
             raise
         self._is_open = True
         self._health.start()
-        self._figures.note_start(stopwatch() - began, self._context.clock.wall())
+        self._figures.record_start(stopwatch() - began, self._context.clock.wall())
         keep_asking = keep_asking_for_figures(self.statistics, start.replica_tag, self._context.clock)
         self._asking = asyncio.create_task(keep_asking, name=f"daskserve-figures-{start.replica_tag}")
         return {**facts, "child_pid": child.pid}

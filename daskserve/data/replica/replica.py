@@ -138,7 +138,7 @@ class Replica(SlotHolder):
             await self._end()
             raise self._user_error("failed its first health check", error) from error
         self._health.start()
-        self._figures.note_start(stopwatch() - began, self._context.clock.wall())
+        self._figures.record_start(stopwatch() - began, self._context.clock.wall())
         facts = servable.facts
         return {
             "is_blocking": facts.is_blocking,

@@ -197,11 +197,11 @@ def test_settings_come_from_the_dask_configuration() -> None:
     with dask.config.set({"daskserve.channel": {"route": "scheduler", "retry-direct-s": 5}}):
         assert settings.channel() == ChannelSettings(route="scheduler", retry_direct_s=5)
     with dask.config.set({"daskserve.channel.route": "tunnel"}):
-        with pytest.raises(ValueError, match="'tunnel'; it must be auto, direct or scheduler"):
+        with pytest.raises(ValueError, match="'tunnel'; set it to auto, direct or scheduler"):
             settings.channel()
     for seconds in (2.9, -1, float("nan")):
         with dask.config.set({"daskserve.channel.lost-after-s": seconds}):
-            with pytest.raises(ValueError, match=f"lost-after-s: {seconds}; it must be at least 3, or 0"):
+            with pytest.raises(ValueError, match=f"lost-after-s: {seconds}; set it to at least 3, or to 0"):
                 settings.channel()
     with dask.config.set({"daskserve.channel.lost-after-s": 0}):
         assert settings.channel().lost_after_s == 0

@@ -1,19 +1,18 @@
-"""What goes wrong again and again is told once, and again when something else goes wrong."""
+"""Log a repeated error once, and again when a different error occurs."""
 
 from __future__ import annotations
 
 import logging
 import re
 
-#: Numbers and addresses differ from one time to the next where all else is the same.
+#: Numbers and addresses, which may differ between two occurrences of the same error.
 _NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
 
 
-class Complaint:
-    """The log's end of one thing that is tried every second, say.
+class ErrorLog:
+    """Logs the errors of one operation that is repeated, for example every second.
 
-    An error is of the same kind as the one before if it has the same class and, but for numbers, the same
-    text.
+    Two errors are of the same kind if they have the same class and the same text, apart from numbers.
     """
 
     __slots__ = ("_logged", "_logger")
@@ -23,7 +22,7 @@ class Complaint:
         self._logged = ""
 
     def log(self, error: Exception, text: str, *args: object) -> None:
-        """Log an error with its traceback: as an error if it is of another kind than the last one."""
+        """Log an error with its traceback, at level ERROR if its kind is new, else at DEBUG."""
         kind = f"{type(error).__name__}: {_NUMBER.sub('N', str(error))}"
         level = logging.DEBUG if kind == self._logged else logging.ERROR
         self._logged = kind

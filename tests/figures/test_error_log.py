@@ -6,11 +6,11 @@ import logging
 
 import pytest
 
-from daskserve.figures.complaints import Complaint
+from daskserve.figures.error_log import ErrorLog
 
 
 def test_an_error_is_logged_once_and_again_when_it_is_another_one(caplog: pytest.LogCaptureFixture) -> None:
-    complaint = Complaint(logging.getLogger("daskserve.test"))
+    error_log = ErrorLog(logging.getLogger("daskserve.test"))
     errors = [
         ValueError("no number: 17"),
         ValueError("no number: 18"),
@@ -21,7 +21,7 @@ def test_an_error_is_logged_once_and_again_when_it_is_another_one(caplog: pytest
     ]
     with caplog.at_level(logging.DEBUG, "daskserve.test"):
         for error in errors:
-            complaint.log(error, "The figures of %s cannot be had", "r")
+            error_log.log(error, "The figures of %s cannot be had", "r")
     levels = [each.levelname for each in caplog.records]
     assert levels == ["ERROR", "DEBUG", "ERROR", "DEBUG", "ERROR", "ERROR"]
     first = caplog.records[0]
