@@ -24,7 +24,7 @@ def read_long_description() -> str:
 
 EXAMPLES = ["scikit-learn>=1.6", "threadpoolctl>=3.1", "pillow>=10.3", "python-multipart>=0.0.18"]
 REDIS = ["redis>=5"]
-UVICORN = ["uvicorn>=0.30", "httptools>=0.6", "uvloop>=0.19; sys_platform != 'win32'"]
+UVICORN = ["uvicorn>=0.30", "httptools>=0.6.3", "uvloop>=0.19; sys_platform != 'win32'"]
 TEST = ["pytest>=8", "hypothesis>=6.100", "httpx>=0.27", "psutil>=5.9", "cryptography>=42", *UVICORN, *REDIS]
 
 setup(
@@ -73,15 +73,15 @@ setup(
     install_requires=[
         "dask>=2025.1",
         "distributed>=2025.1",
-        "tornado>=6.4",
+        "tornado>=6.5",
         "cloudpickle>=3.0",
         "prometheus-client>=0.20",
         "pydantic>=2.7",
-        "starlette>=0.40",
+        "starlette>=0.42",
         "wsproto>=1.2",
         "click>=8.1",
         "cronsim>=2.6",
-        "fsspec>=2024.2",
+        "fsspec>=2024.12",
         "msgpack>=1.0.2",
         "pyyaml>=6",
     ],

@@ -115,7 +115,7 @@ class LibraryVersionError(InstanceError):
     installed : str
         The version that is installed.
     versions : str
-        The versions that work, as pip takes them: ``">=6.4,<6.7"``.
+        The versions that work, as pip takes them: ``">=6.5,<6.7"``.
     """
 
     def __init__(

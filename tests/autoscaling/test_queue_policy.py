@@ -26,6 +26,8 @@ from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.queues import QueueOptions
 from daskserve.testing import run_virtual
 
+pytestmark = pytest.mark.smoke
+
 SECRET = "s3cr3t"
 KWARGS = {"broker_url": f"redis://:{SECRET}@h:6379/0", "queue_name": "tasks", "poll_interval_s": 10}
 OPTIONS = QueueOptions(**KWARGS)  # type: ignore[arg-type]

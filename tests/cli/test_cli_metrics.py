@@ -21,6 +21,8 @@ from daskserve.cli.main import main
 from daskserve.cli.metrics import replace
 from daskserve.figures.table import METRICS
 
+pytestmark = pytest.mark.smoke
+
 TARGETS = [
     {"targets": ["h:2"], "labels": {"dask_role": "worker"}},
     {"targets": ["h:1"], "labels": {"dask_role": "scheduler"}},

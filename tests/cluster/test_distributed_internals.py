@@ -28,6 +28,8 @@ from daskserve.cluster.distributed_internals import (
     stream_of,
 )
 
+pytestmark = pytest.mark.smoke
+
 SECURITY_LOADER = "distributed.client.security-loader"
 
 

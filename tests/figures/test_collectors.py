@@ -18,6 +18,8 @@ from daskserve.figures.histogram import Histogram, LatencyHistogram
 from daskserve.figures.table import METRICS, SECTIONS, MetricKind, Sample
 from daskserve.figures.user import UserMetric, UserSample
 
+pytestmark = pytest.mark.smoke
+
 
 class Figures:
     """A source that says what it is told to say."""

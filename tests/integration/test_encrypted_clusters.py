@@ -59,6 +59,7 @@ def connections(dask_worker: Any) -> set[str]:
     return {type(comm).__name__ for comm, op in comms if op == "daskserve_channel"}
 
 
+@pytest.mark.smoke
 def test_one_hop_is_encrypted(client: serve.Client, encrypted: Client) -> None:
     assert fetch(client.http_urls()[0] + "/hello").text == "hello"
     assert set().union(*encrypted.run(connections).values()) == {"TLS"}

@@ -35,6 +35,7 @@ def test_size_is_the_configured_one(client: serve.Client) -> None:
     assert sorted(default.nthreads().values()) == [3, 3]
 
 
+@pytest.mark.smoke
 def test_its_workers_run_on_uvloop(client: serve.Client) -> None:
     default = _get_global_client()
     assert default is not None
@@ -42,6 +43,7 @@ def test_its_workers_run_on_uvloop(client: serve.Client) -> None:
     assert set(loops.values()) == {"uvloop"}
 
 
+@pytest.mark.smoke
 def test_code_of_the_program_runs_in_other_processes(client: serve.Client) -> None:
     """By import path too: the workers have the program's own ``sys.path``."""
     client.create_backend("pids", lambda request: os.getpid(), config={"num_replicas": 4})

@@ -74,6 +74,7 @@ def wait_for_ends(handle: serve.Handle, count: int) -> None:
     poll_for(lambda: len(handle.told.remote().result(10)[1]) == count, 10, what=f"{count} generators closed")
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("isolation", ["thread", "process"])
 def test_streams_cross_processes(client: serve.Client, isolation: str) -> None:
     """Whole, broken in the middle, left early, and many at once."""

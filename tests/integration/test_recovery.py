@@ -34,6 +34,7 @@ def incarnations(client: serve.Client, backend: str = "b") -> set[str]:
     return {actor.name for actor in client.status().replicas(backend)}
 
 
+@pytest.mark.smoke
 def test_a_killed_replica_is_replaced_and_no_get_fails() -> None:
     with nannied_cluster(4) as dask:
         for server in ("tornado", "uvicorn"):
@@ -182,6 +183,7 @@ def test_a_stopped_proxy_comes_back_on_its_port() -> None:
         assert client.http_urls() == [url]
 
 
+@pytest.mark.smoke
 def test_a_retired_worker_hands_its_replicas_over_first() -> None:
     with nannied_cluster(4) as dask, serve.start(dask_client=dask, **EPHEMERAL) as client:
         with Load(serve_pids(client)) as load:
@@ -311,6 +313,7 @@ def test_the_idle_timeout_does_not_end_a_served_cluster() -> None:
             scheduler.idle_timeout = None  # the cluster's own close does not expect a scheduler that is gone
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("scheme", ["sqlite", "file"])
 def test_a_new_cluster_on_an_old_store_brings_all_deployments_back(scheme: str, tmp_path: Path) -> None:
     store = f"sqlite:///{tmp_path}/store.db" if scheme == "sqlite" else f"file://{tmp_path}/store"

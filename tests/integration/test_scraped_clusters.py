@@ -53,6 +53,7 @@ def serve_model(client: serve.Client, **config: Any) -> str:
     return f"{client.http_urls()[0]}/model"
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("server", ["tornado", "uvicorn"], indirect=True)
 def test_what_happens_is_counted_wherever_it_happens(client: serve.Client, external: ExternalCluster) -> None:
     url = serve_model(client)

@@ -52,6 +52,7 @@ def test_what_a_generator_yields_passes_in_order(caller: Caller) -> None:
     assert caller.ask("items", "m", 1000) == list(range(1000))
 
 
+@pytest.mark.smoke
 def test_arrays_pass_unharmed(caller: Caller) -> None:
     assert caller.ask("arrays", "m", 16, 1) == 1
 
@@ -90,6 +91,7 @@ def test_a_stream_is_held_up_by_its_reader(caller: Caller, clean_cluster: Extern
     assert scheduler.memory_info().rss - before < 16 * MIB
 
 
+@pytest.mark.smoke
 def test_a_lost_worker_fails_what_had_begun_and_no_more(
     caller: Caller, clean_cluster: ExternalCluster, tmp_path: Path
 ) -> None:

@@ -124,6 +124,7 @@ def served(request: pytest.FixtureRequest, external: ExternalCluster) -> Iterato
         yield client, client.http_urls()[0]
 
 
+@pytest.mark.smoke
 def test_messages_of_any_size_go_both_ways(served: tuple[serve.Client, str]) -> None:
     _, url = served
     with talk(f"{url}/app/echo") as client:

@@ -11,6 +11,8 @@ import pytest
 from daskserve.errors import LibraryVersionError
 from daskserve.internals.checking import PYTHON, Check, needs
 
+pytestmark = pytest.mark.smoke
+
 
 class Base:
     def __init__(self) -> None:

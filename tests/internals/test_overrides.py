@@ -15,6 +15,8 @@ from tornado.http1connection import HTTP1Connection
 import daskserve
 import daskserve.proxies
 
+pytestmark = pytest.mark.smoke
+
 CHECKED = ("daskserve.internals.", "daskserve.cluster.distributed_internals")
 #: ``"class.method": "why it overrides a method that is private to another library"``
 EXCEPTIONS = {

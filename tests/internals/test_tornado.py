@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from unittest.mock import Mock
 
+import pytest
 from tornado.httputil import HTTPHeaders, HTTPServerRequest, RequestStartLine
 from tornado.web import Application, ErrorHandler, RequestHandler
 
 from daskserve.internals.tornado import add_route, path_patterns, remove_route
+
+pytestmark = pytest.mark.smoke
 
 
 class Page(RequestHandler):

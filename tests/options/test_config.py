@@ -15,6 +15,8 @@ from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.config import AUTO_MAX_REPLICAS, BackendConfig, BackendMetadata
 from daskserve.payload import load_bytes
 
+pytestmark = pytest.mark.smoke
+
 FIVE = {"max_replicas": 5}
 
 

@@ -17,6 +17,8 @@ from daskserve.payload import dump_error
 from daskserve.settings import ChannelSettings
 from daskserve.testing import run_virtual
 
+pytestmark = pytest.mark.smoke
+
 SCHEDULER = "tcp://10.0.0.1:8786"
 WORKER, NEIGHBOUR, ELSEWHERE = "tcp://10.0.0.2:4000", "tcp://10.0.0.2:4001", "tcp://10.0.0.3:4000"
 HANDSHAKE = {"compression": "lz4", "pickle-protocol": 5}

@@ -26,6 +26,8 @@ from daskserve.cluster.store.folders import (
 )
 from daskserve.cluster.store.opening import StoreError, StoreUnavailableError
 
+pytestmark = pytest.mark.smoke
+
 
 @pytest.fixture(params=["disk", "bucket", "renames"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:

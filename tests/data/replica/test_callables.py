@@ -33,6 +33,8 @@ from daskserve.data.replica.servable import Servable, load_definition
 from daskserve.errors import ActorLostError, BadRequestError, ServeError, UnavailableError
 from daskserve.types import Message
 
+pytestmark = pytest.mark.smoke
+
 
 def plain(request: Any) -> str:
     return "plain"

@@ -27,6 +27,8 @@ from daskserve.errors import ServeError
 from daskserve.loops.pending_call import PendingCall
 from daskserve.types import Envelope, EnvelopeKind, Message
 
+pytestmark = pytest.mark.smoke
+
 DEADLINE_S = 10.0
 SCOPE: dict[str, Any] = {
     "type": "http",

@@ -17,6 +17,8 @@ from daskserve.data.replica.straight_http import StraightHTTP
 from daskserve.errors import ActorLostError
 from daskserve.types import DONE, WHOLE_RESPONSE, Envelope, EnvelopeKind, Load, Message
 
+pytestmark = pytest.mark.smoke
+
 
 async def quick(request: Request) -> str:
     assert await request.body() == b""

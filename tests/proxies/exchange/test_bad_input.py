@@ -17,6 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from reading_answers import Answer, read_answers
 from reference_http import Reading, State
 
+pytestmark = pytest.mark.smoke
+
 #: In every run of the suite; the profile ``nightly`` tries more, and others every time.
 CASES = 400
 

@@ -31,7 +31,7 @@ from daskserve.proxies.exchange.websocket import INBOX_BYTES
 from daskserve.proxies.server.life import HTTPServer
 from daskserve.types import Message, Receive, Send
 
-pytestmark = pytest.mark.usefixtures("carrier")
+pytestmark = [pytest.mark.usefixtures("carrier"), pytest.mark.smoke]
 
 
 class SocketClient:

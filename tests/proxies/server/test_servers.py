@@ -30,7 +30,7 @@ from daskserve.proxies.ingress.routes import RouteTable
 from daskserve.proxies.server.hangup import PERIOD_S
 from daskserve.types import Envelope, Receive, Send
 
-pytestmark = pytest.mark.usefixtures("carrier")
+pytestmark = [pytest.mark.usefixtures("carrier"), pytest.mark.smoke]
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0", "::1", "[::1]"])
