@@ -37,9 +37,9 @@ from daskserve.loops.hops import Hops
 from daskserve.options.config import HTTPOptions
 from daskserve.payload import dump, dump_bytes
 from daskserve.proxies.asgi import ASGIApp, Scope
+from daskserve.proxies.exchange.carrier import Carrier
 from daskserve.proxies.ingress.app import IngressApp
 from daskserve.proxies.ingress.routes import RouteTable
-from daskserve.proxies.server.carrier import Carrier
 from daskserve.proxies.server.uvicorn_connection import SharedState, UvicornConnection
 from daskserve.starts import ReplicaStart
 from daskserve.types import (

@@ -45,7 +45,6 @@ PRIVATE_EXCEPTIONS: Mapping[str, str] = {
     "daskserve/cluster/worker/child.py:_exit": "os._exit is documented",
     "daskserve/control/scaling/importing.py:_current_frames": "sys._current_frames is documented",
     "daskserve/data/replica/loop_watch.py:_current_frames": "sys._current_frames is documented",
-    "proxies/exchange/stream.py:_total_write_done_index": "Tornado has no other count of what was written",
 }
 
 #: Files that may read the clock, sleep and draw random numbers.

@@ -29,6 +29,11 @@ class TaskSet:
         for task in list(self._tasks):
             task.cancel()
 
+    async def wait(self, timeout_s: float | None = None) -> None:
+        """Return when all that run now have ended, or after the timeout."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=timeout_s)
+
     def _reap(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:

@@ -2,9 +2,9 @@
 
 The server reads: it calls the exchange as parts of the request come in, and waits while `data_received`'s
 future is pending. Writing goes straight to the stream (`daskserve.proxies.exchange.response_head`); the
-connection's ``finish`` then only tells the server to go on to the next request. Tornado's classes are the
-model for what a `Stream` and a `Connection` are: an exchange is a delegate of Tornado's, and uvicorn's
-connections (`daskserve.proxies.server.uvicorn_connection`) call it in the same way. How a request can end:
+`ConnectionReader` is then told to go on to the next request. The readers are
+`daskserve.proxies.server.tornado_connection` and `daskserve.proxies.server.uvicorn_connection`. How a request
+can end:
 
 1. The response is whole and so is the request: finish; the server keeps or closes the connection.
 2. The response is whole, the request is not: what still comes in is dropped for `LINGER_S`, because closing
@@ -19,30 +19,28 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
-from tornado import httputil
 from tornado.iostream import StreamClosedError
 
 from daskserve.errors import http_status_of
 from daskserve.proxies.asgi import Headers, Scope, begin_response
+from daskserve.proxies.exchange.carrier import Carrier, Connection
 from daskserve.proxies.exchange.request_body import RequestBody
 from daskserve.proxies.exchange.request_head import (
-    FRAMING_HEADERS,
+    RequestHead,
+    asks_to_continue,
     body_length,
     check_host,
     is_handshake,
     keeps_alive,
-    settle_expectation,
     split_target,
 )
 from daskserve.proxies.exchange.response_head import Buffer, ResponseWriter, as_buffer, plain_text
-from daskserve.proxies.exchange.stream import Connection, Stream
+from daskserve.proxies.exchange.stream import ConnectionReader, Stream
 from daskserve.proxies.exchange.websocket import BadHandshakeError, WebSocketSession
-from daskserve.proxies.server.carrier import Carrier, Link
-from daskserve.proxies.server.tornado_connection import RequestReader
 from daskserve.types import DONE, WHOLE_RESPONSE, Message
 
 log = logging.getLogger("daskserve.proxies")
@@ -51,20 +49,24 @@ log = logging.getLogger("daskserve.proxies")
 LINGER_S = 2.0
 #: Parts of a response up to this size are joined into one write.
 _JOIN_BYTES = 64 * 1024
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _GONE = "the client has gone away"
 
 
-class Exchange(RequestReader):
-    """Reads one request, runs the application on it, writes what that sends. Its maker watches the link."""
+class Exchange:
+    """Takes one request, runs the application on it, writes what that sends.
+
+    Its maker has the connection watched.
+    """
 
     _body: RequestBody  # there is none before the headers
 
-    def __init__(self, carrier: Carrier, link: Link, connection: Connection) -> None:
+    def __init__(self, carrier: Carrier, connection: Connection, reader: ConnectionReader) -> None:
         self._carrier = carrier
-        self._link = link
         self._connection = connection
-        self._stream = link.stream
-        link.exchange = self
+        self._reader = reader
+        self._stream = connection.stream
+        connection.exchange = self
 
     # One is made for each request, and most never change all of these.
     _task: asyncio.Task[None] | None = None
@@ -79,43 +81,14 @@ class Exchange(RequestReader):
     _is_over = False  # the server has been told to go on
     _linger: asyncio.TimerHandle | None = None
 
-    @property
-    def has_task(self) -> bool:
-        return self._task is not None
-
     # ---- called by the server, in this order
 
-    def headers_received(
-        self,
-        start_line: httputil.RequestStartLine | httputil.ResponseStartLine,
-        headers: httputil.HTTPHeaders,
-    ) -> None:
-        """Take the head as Tornado gives it."""
-        method, target, version = start_line
-        pairs: list[tuple[bytes, bytes]] = []
-        framing: dict[str, str] = {}
-        for name, value in headers.get_all():
-            pairs.append((name.lower().encode("latin-1"), value.encode("latin-1")))
-            if name in FRAMING_HEADERS:
-                framing[name] = f"{framing[name]},{value}" if name in framing else value
-        if "Expect" in framing:
-            settle_expectation(headers, str(version))
-        if "," in framing.get("Content-Length", ""):
-            # If they are not all the same, the request is refused.
-            headers["Content-Length"] = framing["Content-Length"].partition(",")[0].strip()
-        self.begin(str(method), str(target), str(version), pairs, framing)
-        if self._task is not None:
-            self._connection.set_close_callback(self.on_connection_close)
+    def begin(self, head: RequestHead) -> int | None:
+        """Start the application; it may answer before the body has come in.
 
-    def begin(
-        self,
-        method: str,
-        target: str,
-        version: str,
-        headers: list[tuple[bytes, bytes]],
-        framing: Mapping[str, str],
-    ) -> None:
-        """Start the application; it may answer before the body has come in."""
+        Returns how many bytes of body are to be read; None if it comes in chunks.
+        """
+        method, target, version, headers, framing = head
         self._method = method.upper()
         self._is_http11 = version != "HTTP/1.0"
         try:
@@ -130,24 +103,27 @@ class Exchange(RequestReader):
             self._body = RequestBody(is_ended=True)  # as far as we care: where it ends is what is unclear
             self._closes = True
             self._answer(400, str(error))
-            return
+            return 0
         self._body = RequestBody(is_ended=length == 0)
         if length is not None and length > self._carrier.max_body_bytes:
             self._refuse_body(is_coming="Expect" not in framing)
-            return
+            return length
         if "," in framing.get("Content-Length", ""):
             # The same number several times: nobody behind us should have to wonder.
             headers = [header for header in headers if header[0] != b"content-length"]
             headers.append((b"content-length", framing["Content-Length"].partition(",")[0].strip().encode()))
-        scope = _make_scope(self._link.scope, self._method, path, query, version, headers)
+        scope = _make_scope(self._connection.scope, self._method, path, query, version, headers)
         if "Upgrade" in framing and self._is_http11 and is_handshake(self._method, framing):
             if length == 0:
                 self._open_socket(scope)
             else:
                 self._refuse(400, "The handshake of a WebSocket has no body.", is_coming=True)
-            return
+            return length
         self._task = asyncio.get_running_loop().create_task(self._run(scope))
         self._carrier.tasks.add(self._task)
+        if length != 0 and "Expect" in framing and asks_to_continue(framing, version):
+            self._stream.write(_CONTINUE)
+        return length
 
     def data_received(self, chunk: bytes) -> asyncio.Future[None] | None:
         """Take a part of the body; the server waits for the returned future before it reads on."""
@@ -160,15 +136,15 @@ class Exchange(RequestReader):
             return None
         if room is not None:
             # It is the application that is slow now, not the client.
-            watch.unwatch(self._link)
+            watch.unwatch(self._connection)
             room.add_done_callback(self._expect_more)
         else:
-            watch.watch(self._link)
+            watch.watch(self._connection)
         return room
 
     def finish(self) -> None:
         """Note that the request has come in whole."""
-        self._carrier.watch.unwatch(self._link)
+        self._carrier.watch.unwatch(self._connection)
         if not self._body.is_ended:
             self._body.end()
         if self._is_whole:
@@ -176,7 +152,7 @@ class Exchange(RequestReader):
 
     def reject(self, reason: str) -> None:
         """Take note that the body is malformed: 400, or a cut if a response has begun."""
-        log.info("Malformed request from %s: %s", self._link, reason)
+        log.info("Malformed request from %s: %s", self._connection, reason)
         if self._is_whole:
             self._go_on()
         else:
@@ -185,7 +161,7 @@ class Exchange(RequestReader):
     def on_connection_close(self) -> None:
         """Take note that the client is gone, in whatever state that is; idempotent."""
         self._is_gone = self._is_over = True
-        self._carrier.watch.unwatch(self._link)
+        self._carrier.watch.unwatch(self._connection)
         if self._linger is not None:
             self._linger.cancel()
         if self._task is None:
@@ -323,8 +299,8 @@ class Exchange(RequestReader):
             self._answer(error.status, str(error), headers=error.headers)
             return
         self._is_over = True
-        carrier.watch.unwatch(self._link)
-        self._connection.detach()
+        carrier.watch.unwatch(self._connection)
+        self._reader.detach()
         carrier.sockets.add(session)
         if carrier.is_draining:
             session.leave()
@@ -354,7 +330,7 @@ class Exchange(RequestReader):
         if not self._body.is_ended and not self._body.is_full:
             # A client may take its time over a body while it is being answered; if nothing moves either
             # way, it is gone.
-            self._carrier.watch.watch(self._link)
+            self._carrier.watch.watch(self._connection)
         if not parts:
             return None
         if len(body) <= _JOIN_BYTES:
@@ -377,13 +353,13 @@ class Exchange(RequestReader):
         self._is_over = True
         if self._linger is not None:
             self._linger.cancel()
-        self._connection.finish()  # closes, if the client asked for it or has not sent everything
+        self._reader.finish()  # closes, if the client asked for it or has not sent everything
         if self._closes:
-            self._connection.close()
+            self._reader.close()
 
     def _expect_more(self, _: asyncio.Future[None]) -> None:
         if not self._is_gone and not self._is_whole and not self._body.is_ended:
-            self._carrier.watch.watch(self._link)
+            self._carrier.watch.watch(self._connection)
 
     def _refuse_body(self, *, is_coming: bool) -> None:
         limit = self._carrier.max_body_bytes
@@ -392,7 +368,7 @@ class Exchange(RequestReader):
     def _refuse(self, status: int, text: str, *, is_coming: bool) -> None:
         # What has come in must not pass for the whole body, not even with who cleans up.
         self._body.close()
-        self._carrier.watch.unwatch(self._link)
+        self._carrier.watch.unwatch(self._connection)
         if self._task is not None:
             self._carrier.cancel(self._task)
         if self._is_begun:
@@ -427,7 +403,7 @@ class Exchange(RequestReader):
             self._is_gone = True
             self._is_over = True
             self._body.close()
-            self._connection.close()
+            self._reader.close()
 
 
 def _make_scope(

@@ -1,15 +1,14 @@
 """What the head of a request says about its end, its target and its connection.
 
-All of it is refused that two readers could understand differently: a proxy in front of this one may have
-taken for one request what would be two here (request smuggling), or for another host's.
+Whatever two readers could understand differently is refused: a proxy in front of this one may have taken for
+one request what would be two here (request smuggling), or for another host's.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-
-from tornado.httputil import HTTPHeaders
+from typing import NamedTuple
 
 #: A request line with headers longer than this ends the connection.
 MAX_HEADER_BYTES = 64 * 1024
@@ -22,6 +21,26 @@ _HOST = re.compile(r"(?:\[[0-9A-Fa-fvV.:]+\]|[A-Za-z0-9\-._~!$&'()*+,;=%]*)(?::[
 _NO_ESCAPE = re.compile(r"%(?![0-9A-Fa-f]{2})")
 _ABSOLUTE = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*://[^/?#]+(.*)")
 _AUTHORITY = re.compile(r"[^/?#@]+:[0-9]+")
+
+
+class RequestHead(NamedTuple):
+    """The head of a request, before anything in it was checked.
+
+    Attributes
+    ----------
+    method, target, version : str
+        The request line; the version is ``"HTTP/1.1"`` or ``"HTTP/1.0"``.
+    headers : list of pairs
+        All headers, their names in lower case.
+    framing : mapping
+        Those of `FRAMING_HEADERS`; the values of one that is repeated are joined by commas.
+    """
+
+    method: str
+    target: str
+    version: str
+    headers: list[tuple[bytes, bytes]]
+    framing: Mapping[str, str]
 
 
 def check_host(framing: Mapping[str, str], version: str) -> None:
@@ -46,8 +65,7 @@ def body_length(framing: Mapping[str, str], version: str) -> int | None:
     Raises
     ------
     ValueError
-        Two readers of these headers could disagree about where the request ends. Tornado looks at some of
-        this too, but only after the application has been started.
+        Two readers of these headers could disagree about where the request ends.
     """
     length = framing.get("Content-Length")
     if "Transfer-Encoding" in framing:
@@ -79,12 +97,9 @@ def is_handshake(method: str, framing: Mapping[str, str]) -> bool:
     return is_upgrade and method == "GET" and "websocket" in framing.get("Upgrade", "").lower()
 
 
-def settle_expectation(headers: HTTPHeaders, version: str) -> None:
-    """Have Tornado answer ``Expect: 100-continue`` in any spelling, but not where 100 is unknown."""
-    if version == "HTTP/1.0":
-        del headers["Expect"]
-    elif headers["Expect"].lower() == "100-continue":
-        headers["Expect"] = "100-continue"
+def asks_to_continue(framing: Mapping[str, str], version: str) -> bool:
+    """Whether the client waits for a 100 before it sends the body; HTTP/1.0 does not know that status."""
+    return version != "HTTP/1.0" and framing.get("Expect", "").lower() == "100-continue"
 
 
 def split_target(method: str, target: str) -> tuple[str, str]:

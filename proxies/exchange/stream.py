@@ -1,4 +1,7 @@
-"""What exchanges and WebSockets use of a connection; Tornado's ``IOStream`` is the model for its bytes."""
+"""What exchanges and WebSockets use of a connection.
+
+Tornado's ``IOStream`` is the model for its bytes.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import socket
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
-from tornado.iostream import IOStream, StreamClosedError
+from tornado.iostream import StreamClosedError
 
 #: So much may wait for a reader; then the transport is not read any further.
 READ_AHEAD_BYTES = 64 * 1024
@@ -26,6 +29,10 @@ class Stream(Protocol):
     def writing(self) -> bool:
         """Whether something has not been sent yet."""
 
+    @property
+    def sent_bytes(self) -> int:
+        """How many bytes the operating system has taken; it grows while a client reads a long message."""
+
     def read_bytes(self, num_bytes: int, *, partial: bool) -> Awaitable[bytes]:
         """Return what comes in next. Raises ``StreamClosedError``."""
 
@@ -42,11 +49,8 @@ class Stream(Protocol):
         """Close the connection now."""
 
 
-class Connection(Protocol):
-    """What reads the requests of one connection; Tornado's ``HTTP1Connection`` is one."""
-
-    def set_close_callback(self, callback: Callable[[], None] | None, /) -> None:
-        """Call back when the client goes away."""
+class ConnectionReader(Protocol):
+    """What reads the requests of one connection."""
 
     def finish(self) -> None:
         """Go on to the next request; close the connection if this one was not read to its end."""
@@ -178,14 +182,6 @@ class TransportStream(asyncio.Protocol):
         callback, self._on_close = self._on_close, None
         if callback is not None:
             callback()
-
-
-def sent_bytes(stream: Stream) -> int:
-    """Return how many bytes the operating system has taken; it grows while a client reads a long message."""
-    if isinstance(stream, TransportStream):
-        return stream.sent_bytes
-    assert isinstance(stream, IOStream)
-    return stream._total_write_done_index  # nothing public tells of progress within a message
 
 
 def addresses_of(

@@ -42,7 +42,7 @@ from wsproto.utilities import LocalProtocolError, RemoteProtocolError
 
 from daskserve.clock import Clock
 from daskserve.proxies.asgi import ASGIApp, Headers, Scope
-from daskserve.proxies.exchange.stream import Stream, sent_bytes
+from daskserve.proxies.exchange.stream import Stream
 from daskserve.types import Message
 
 log = logging.getLogger("daskserve.proxies")
@@ -353,7 +353,7 @@ class WebSocketSession:
         if self._is_gone or self._is_closing:
             return
         # A client that takes in what waited for it, however slowly, is there as much as one that sends.
-        written_bytes = sent_bytes(self._stream)
+        written_bytes = self._stream.sent_bytes
         is_reading = self._waiting_from is not None and written_bytes > self._waiting_from
         if not self._is_heard and not is_reading and not self._inbox.is_full:
             self._close(1011, "nothing was heard for too long")

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import select
 
+from daskserve.proxies.exchange.carrier import Carrier, Connection
 from daskserve.proxies.exchange.websocket import WebSocketSession
-from daskserve.proxies.server.carrier import Carrier, Link
 
 #: How often to ask.
 PERIOD_S = 1.0
@@ -37,10 +37,10 @@ class HangupWatch:
 
     def _look(self) -> None:
         self.start()
-        deaf: dict[int, Link | WebSocketSession] = {}
-        holders: list[Link | WebSocketSession] = [*self._carrier.links, *self._carrier.sockets]
+        deaf: dict[int, Connection | WebSocketSession] = {}
+        holders: list[Connection | WebSocketSession] = [*self._carrier.connections, *self._carrier.sockets]
         for holder in holders:
-            asked = holder.exchange if isinstance(holder, Link) else holder
+            asked = holder.exchange if isinstance(holder, Connection) else holder
             stream = asked.unread if asked is not None else None
             if stream is not None and not stream.closed():
                 deaf[stream.socket.fileno()] = holder

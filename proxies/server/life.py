@@ -16,7 +16,7 @@ from typing import Protocol
 
 from daskserve.clock import Clock, LoopClock
 from daskserve.proxies.asgi import ASGIApp
-from daskserve.proxies.server.carrier import Carrier
+from daskserve.proxies.exchange.carrier import Carrier
 from daskserve.proxies.server.hangup import HangupWatch
 from daskserve.proxies.server.listen import bind_sockets
 
@@ -40,7 +40,7 @@ class Listener(Protocol):
         """Accept nothing more."""
 
     async def wait_made(self) -> None:
-        """Return once all that was accepted is among the carrier's links."""
+        """Return once all that was accepted is among the carrier's connections."""
 
     async def wait_closed(self) -> None:
         """Return once all connections have ended; they have been told to."""
@@ -160,7 +160,9 @@ class HTTPServer(abc.ABC):
         await self._close_sockets()
         for session in list(self._carrier.sockets):
             session.leave()
-        while (left_s := deadline - self._clock.now()) > 0 and (self._carrier.links or self._carrier.sockets):
+        while (left_s := deadline - self._clock.now()) > 0 and (
+            self._carrier.connections or self._carrier.sockets
+        ):
             if self._carrier.tasks:
                 await asyncio.wait(self._carrier.tasks, timeout=left_s)
             else:
@@ -176,8 +178,8 @@ class HTTPServer(abc.ABC):
         self._carrier.watch.stop()
         self._hangups.stop()
         tasks = set(self._carrier.tasks)
-        for link in list(self._carrier.links):
-            link.close()
+        for connection in list(self._carrier.connections):
+            connection.close()
         for session in list(self._carrier.sockets):
             session.close()
         for task in tasks:
@@ -195,7 +197,7 @@ class HTTPServer(abc.ABC):
         carrier = self._carrier
         state = "draining" if carrier.is_draining else "open"
         return (
-            f"<{type(self).__name__} {self.urls[0]} {state}, {len(carrier.links)} links, "
+            f"<{type(self).__name__} {self.urls[0]} {state}, {len(carrier.connections)} connections, "
             f"{len(carrier.tasks)} tasks>"
         )
 

@@ -15,7 +15,7 @@ import socket
 
 from uvicorn import Config
 
-from daskserve.proxies.server.carrier import Carrier
+from daskserve.proxies.exchange.carrier import Carrier
 from daskserve.proxies.server.life import HTTPServer, Listener
 from daskserve.proxies.server.uvicorn_connection import SharedState, UvicornConnection
 

@@ -25,11 +25,11 @@ from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from daskserve.proxies.exchange.carrier import Carrier, Connection
 from daskserve.proxies.exchange.exchange import LINGER_S, Exchange
-from daskserve.proxies.exchange.request_head import MAX_HEADER_BYTES
+from daskserve.proxies.exchange.request_head import MAX_HEADER_BYTES, RequestHead
 from daskserve.proxies.exchange.response_head import ResponseWriter, plain_text
 from daskserve.proxies.exchange.stream import TransportStream
-from daskserve.proxies.server.carrier import Carrier, Link
 
 log = logging.getLogger("daskserve.proxies")
 
@@ -46,7 +46,6 @@ _FRAMING_NAMES: Mapping[bytes, str] = {
     b"expect": "Expect",
     b"upgrade": "Upgrade",
 }
-_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _TOO_LARGE = (431, "The request's headers are too large.")
 _NO_CHUNKS = (400, "The extensions of a chunk, or the trailers, are too long.")
 _NO_HTTP = (400, "This is not an HTTP request.")
@@ -56,7 +55,7 @@ _NO_HTTP = (400, "This is not an HTTP request.")
 class _Waiting:
     """A request that came in before its turn, or the refusal of what is none."""
 
-    head: tuple[str, str, str, list[tuple[bytes, bytes]], Mapping[str, str]] | None
+    head: RequestHead | None
     refusal: tuple[int, str, str] | None = None
     chunks: list[bytes] = field(default_factory=list)
     is_read: bool = False
@@ -71,10 +70,10 @@ class SharedState(ServerState):
 
 
 class UvicornConnection(HttpToolsProtocol):
-    """Reads the requests of one connection; the `Connection` of their exchanges."""
+    """Reads the requests of one connection; the `ConnectionReader` of their exchanges."""
 
     server_state: SharedState
-    _link: Link
+    _connection: Connection
     _stream: TransportStream
 
     def __init__(self, carrier: Carrier, config: Config, state: SharedState) -> None:
@@ -100,9 +99,9 @@ class UvicornConnection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._stream = TransportStream(transport, self.server_state.open_streams)
-        self._link = Link(self._stream, is_encrypted=self._carrier.tls is not None)
-        self._carrier.links.add(self._link)
-        self._carrier.watch.watch(self._link)
+        self._connection = Connection(self._stream, is_encrypted=self._carrier.tls is not None)
+        self._carrier.connections.add(self._connection)
+        self._carrier.watch.watch(self._connection)
 
     def data_received(self, data: bytes) -> None:
         if self._is_deaf:
@@ -128,12 +127,12 @@ class UvicornConnection(HttpToolsProtocol):
         self._rest = memoryview(b"")
         if self._linger is not None:
             self._linger.cancel()
-        link = self._link
-        self._carrier.links.discard(link)
-        self._carrier.watch.unwatch(link)
-        if link.exchange is not None:
-            link.exchange.on_connection_close()
-            link.exchange = None
+        connection = self._connection
+        self._carrier.connections.discard(connection)
+        self._carrier.watch.unwatch(connection)
+        if connection.exchange is not None:
+            connection.exchange.on_connection_close()
+            connection.exchange = None
         self._exchange = None
         self._stream.connection_lost(exc)
         self.parser = None  # type: ignore[assignment]  # it refers to this object
@@ -177,7 +176,7 @@ class UvicornConnection(HttpToolsProtocol):
         self._part = "body"
         self._dry_bytes = 0
         self._is_upgrade = parser.should_upgrade()
-        head = (
+        head = RequestHead(
             parser.get_method().decode("ascii"),
             self.url.decode("latin-1"),
             "HTTP/" + version,
@@ -187,7 +186,7 @@ class UvicornConnection(HttpToolsProtocol):
         if self._is_busy or self._waiting:
             self._waiting.append(_Waiting(head))
         else:
-            self._begin(*head)
+            self._begin(head)
 
     def on_body(self, body: bytes) -> None:
         self._dry_bytes = -1
@@ -210,9 +209,6 @@ class UvicornConnection(HttpToolsProtocol):
 
     # ---- called by the exchange
 
-    def set_close_callback(self, callback: object, /) -> None:
-        """Do nothing: `connection_lost` calls the exchange, whatever it is doing."""
-
     def finish(self) -> None:
         """Go on to the next request; close the connection if this one was not read to its end."""
         self._is_busy = False
@@ -223,7 +219,7 @@ class UvicornConnection(HttpToolsProtocol):
         elif self._is_last:
             self.close()
         else:
-            self._carrier.watch.watch(self._link)
+            self._carrier.watch.watch(self._connection)
 
     def close(self) -> None:
         """Close the connection as soon as what was sent is on its way."""
@@ -232,13 +228,13 @@ class UvicornConnection(HttpToolsProtocol):
             return
         self.transport.close()
         if self._stream.writing():
-            self._carrier.watch.watch(self._link)  # for a client that does not read
+            self._carrier.watch.watch(self._connection)  # for a client that does not read
 
     def detach(self) -> TransportStream:
         """Leave the connection to a WebSocket."""
         self.connections.discard(self)
-        self._carrier.links.discard(self._link)
-        self._link.exchange = None
+        self._carrier.connections.discard(self._connection)
+        self._connection.exchange = None
         self._exchange = None
         self._is_deaf = True
         self._stream.take_over()
@@ -285,23 +281,13 @@ class UvicornConnection(HttpToolsProtocol):
         elif self._dry_bytes > _MAX_OVERHEAD_BYTES + _size_of(self.url, self.headers):
             self._refuse(*_NO_CHUNKS)  # the head may have been in that piece as well
 
-    def _begin(
-        self,
-        method: str,
-        target: str,
-        version: str,
-        headers: list[tuple[bytes, bytes]],
-        framing: Mapping[str, str],
-    ) -> None:
+    def _begin(self, head: RequestHead) -> None:
         self._is_busy = True
         self._is_read = False
-        self._exchange = exchange = Exchange(self._carrier, self._link, self)
-        exchange.begin(method, target, version, headers, framing)
+        self._exchange = exchange = Exchange(self._carrier, self._connection, self)
+        exchange.begin(head)
         if exchange.wants_body:
-            self._carrier.watch.watch(self._link)
-        is_asking = "Expect" in framing and framing["Expect"].lower() == "100-continue"
-        if is_asking and version != "HTTP/1.0" and exchange.wants_body:
-            self._stream.write(_CONTINUE)
+            self._carrier.watch.watch(self._connection)
 
     def _begin_next(self) -> None:
         if not self._waiting or self._is_busy or self.transport.is_closing():
@@ -311,7 +297,7 @@ class UvicornConnection(HttpToolsProtocol):
             assert request.refusal is not None
             self._say_and_leave(*request.refusal)
             return
-        self._begin(*request.head)
+        self._begin(request.head)
         exchange = self._exchange
         if exchange is not None:
             for chunk in request.chunks:
@@ -371,7 +357,7 @@ class UvicornConnection(HttpToolsProtocol):
         if self._waiting or (self._is_busy and self._is_read):
             if self._waiting and not self._waiting[-1].is_read:
                 head = self._waiting.pop().head
-                method = head[0] if head is not None else method
+                method = head.method if head is not None else method
             self._waiting.append(_Waiting(None, (status, text, method)))
             if not self._is_busy:
                 self._begin_next()
@@ -396,7 +382,7 @@ class UvicornConnection(HttpToolsProtocol):
         except OSError:
             self._stream.close()  # the client has reset the connection
             return
-        self._carrier.watch.unwatch(self._link)
+        self._carrier.watch.unwatch(self._connection)
         self._linger = self.loop.call_later(LINGER_S, self._stream.close)
 
 

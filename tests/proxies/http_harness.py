@@ -16,8 +16,10 @@ import pytest
 import uvloop
 
 from daskserve.proxies.asgi import ASGIApp, Scope
+from daskserve.proxies.exchange.request_head import RequestHead
 from daskserve.proxies.server.choice import server_type
 from daskserve.proxies.server.life import HTTPServer
+from daskserve.proxies.server.tornado_connection import parse_head
 from daskserve.types import Receive, Send
 
 DEADLINE_S = 10.0
@@ -72,7 +74,7 @@ async def serving(app: ASGIApp, **options: Any) -> AsyncIterator[HTTPServer]:
         await server.stop()
     assert asyncio.all_tasks() - before[0] == set()
     assert timers(loop) - before[1] == set()
-    assert "0 links, 0 tasks" in repr(server)
+    assert "0 connections, 0 tasks" in repr(server)
     assert lost == []
     with contextlib.closing(socket.socket()) as probe:
         assert probe.connect_ex(("127.0.0.1", server.port)) != 0
@@ -167,6 +169,11 @@ def request(path: str = "/", *headers: str, method: str = "GET", body: bytes = b
     if body:
         lines.append(f"Content-Length: {len(body)}")
     return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
+
+
+def head(*headers: str, method: str = "GET", target: str = "/", version: str = "HTTP/1.1") -> RequestHead:
+    """Return the head of a request as the servers read it, with these headers and no others."""
+    return parse_head("\r\n".join([f"{method} {target} {version}", *headers, "", ""]).encode("latin-1"))
 
 
 async def respond(

@@ -222,7 +222,7 @@ class FuzzedServer:
             begun.append(f"{ongoing} ongoing requests")
         if isinstance(self._server, HTTPServer):
             carrier = self._server._carrier
-            begun += [*carrier.tasks, *carrier.links, *carrier.sockets]
+            begun += [*carrier.tasks, *carrier.connections, *carrier.sockets]
             begun += [f"{len(carrier.watch)} watched"] if len(carrier.watch) else []
         return begun
 

@@ -1,4 +1,4 @@
-"""What an exchange asks of Tornado, call by call, without a socket: the cases where time or chance decide."""
+"""What an exchange asks of a server, call by call, without a socket: where time or chance decide."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
-from http_harness import respond, run
-from tornado.http1connection import HTTP1Connection
-from tornado.httputil import HTTPHeaders, RequestStartLine
+from http_harness import head, respond, run
 from tornado.iostream import IOStream, StreamClosedError
 
 from daskserve.clock import LoopClock
 from daskserve.proxies.asgi import ASGIApp, Scope
+from daskserve.proxies.exchange.carrier import Carrier, Connection
 from daskserve.proxies.exchange.exchange import LINGER_S, Exchange
+from daskserve.proxies.exchange.idle import IdleWatch
 from daskserve.proxies.exchange.request_body import HIGH_WATER_BYTES
-from daskserve.proxies.server.carrier import Carrier, Link
-from daskserve.proxies.server.idle import IdleWatch
+from daskserve.proxies.exchange.stream import ConnectionReader, Stream
+from daskserve.proxies.server.tornado_connection import TornadoConnection
 from daskserve.types import Receive, Send
 
 LIMIT = 4 * HIGH_WATER_BYTES
@@ -58,15 +58,12 @@ class FakeStream:
         self.is_closed = True
 
 
-class FakeConnection:
-    """Tornado's side of one request: notes how it was ended."""
+class FakeReader:
+    """The server's side of one request: notes how it was ended."""
 
     def __init__(self, stream: FakeStream) -> None:
         self.stream = stream
         self.ends: list[str] = []
-
-    def set_close_callback(self, callback: Callable[[], None] | None) -> None:
-        pass
 
     def finish(self) -> None:
         self.ends.append("finish")
@@ -77,20 +74,18 @@ class FakeConnection:
 
 
 class Bench:
-    """One exchange between an application that waits for orders and fakes of Tornado."""
+    """One exchange between an application that waits for orders and fakes of a server."""
 
     def __init__(self, *headers: tuple[str, str], method: str = "POST", app: ASGIApp | None = None) -> None:
         self.orders: asyncio.Queue[Callable[[Receive, Send], Any]] = asyncio.Queue()
         self.ended = ""
         self.carrier = Carrier(app or self._obey, max_body_bytes=LIMIT, idle_timeout_s=60, clock=LoopClock())
         self.stream = FakeStream()
-        self.connection = FakeConnection(self.stream)
-        self.link = Link(cast(IOStream, self.stream))
-        self.carrier.watch.watch(self.link)
-        self.exchange = Exchange(self.carrier, self.link, cast(HTTP1Connection, self.connection))
-        self.exchange.headers_received(
-            RequestStartLine(method, "/", "HTTP/1.1"), HTTPHeaders(dict([("Host", "a"), *headers]))
-        )
+        self.reader = FakeReader(self.stream)
+        self.connection = Connection(cast(Stream, self.stream))
+        self.carrier.watch.watch(self.connection)
+        self.exchange = Exchange(self.carrier, self.connection, cast(ConnectionReader, self.reader))
+        self.exchange.begin(head("Host: a", *(f"{name}: {value}" for name, value in headers), method=method))
         (self.task,) = self.carrier.tasks
 
     async def _obey(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -167,14 +162,14 @@ async def test_only_a_client_that_owes_us_something_is_watched() -> None:
 
 @bench_test
 async def test_each_part_of_a_body_buys_new_time() -> None:
-    class Counting(IdleWatch[Link]):
+    class Counting(IdleWatch[Connection]):
         count = 0
 
-        def watch(self, item: Link) -> None:
+        def watch(self, item: Connection) -> None:
             self.count += 1
 
     bench = Bench(CHUNKED)
-    bench.carrier.watch = watch = Counting(60, Link.close)
+    bench.carrier.watch = watch = Counting(60, Connection.close)
     bench.exchange.data_received(b"a")
     bench.exchange.data_received(b"b")
     assert watch.count == 2
@@ -183,7 +178,7 @@ async def test_each_part_of_a_body_buys_new_time() -> None:
 @bench_test
 async def test_each_part_of_an_answer_buys_the_rest_of_its_request_new_time() -> None:
     bench = Bench(CHUNKED)
-    bench.carrier.watch.unwatch(bench.link)
+    bench.carrier.watch.unwatch(bench.connection)
     await bench.order(begin)
     assert bench.is_watched()  # 1. the client may take its time, but not for ever
     room = bench.exchange.data_received(bytes(HIGH_WATER_BYTES + 1))
@@ -242,12 +237,12 @@ async def test_whichever_of_request_and_response_ends_last_ends_the_exchange() -
     for response_first in (True, False):
         bench = Bench(CHUNKED)
         for step in (response_first, not response_first):
-            assert bench.connection.ends == []
+            assert bench.reader.ends == []
             if step:
                 await bench.order(answer)
             else:
                 bench.exchange.finish()
-        assert bench.connection.ends == ["finish"]
+        assert bench.reader.ends == ["finish"]
 
 
 @bench_test
@@ -264,7 +259,7 @@ async def test_a_client_that_goes_on_sending_after_its_answer_is_given_up() -> N
     loop.call_later = at_once  # type: ignore[method-assign,assignment]
     await bench.order(answer)
     assert delays == [LINGER_S]
-    assert bench.connection.ends == ["finish"]
+    assert bench.reader.ends == ["finish"]
 
 
 @bench_test
@@ -276,7 +271,7 @@ async def test_a_client_that_leaves_after_its_answer_leaves_no_timer() -> None:
     bench.exchange.on_connection_close()
     assert timer.cancelled()
     assert not bench.task.cancelling()  # what it still does is none of the client's business
-    assert bench.connection.ends == []
+    assert bench.reader.ends == []
 
 
 @bench_test
@@ -294,7 +289,7 @@ async def test_what_comes_after_the_answer_counts_for_nothing() -> None:
     await bench.order(answer)
     assert bench.exchange.data_received(bytes(LIMIT + 1)) is None
     assert not bench.task.cancelling()
-    assert bench.connection.ends == []
+    assert bench.reader.ends == []
 
 
 @bench_test
@@ -317,9 +312,9 @@ async def test_a_body_that_is_too_large_ends_the_application_as_if_the_client_ha
     assert len(errors) == 1
     (written,) = bench.stream.written
     assert written.startswith(b"HTTP/1.1 413 ")
-    assert bench.connection.ends == []
+    assert bench.reader.ends == []
     bench.exchange.finish()
-    assert bench.connection.ends == ["finish", "close"]
+    assert bench.reader.ends == ["finish", "close"]
 
 
 @bench_test
@@ -328,10 +323,10 @@ async def test_a_refusal_that_the_client_reads_slowly_is_not_cut_short() -> None
     bench.stream.is_slow = True
     bench.exchange.data_received(bytes(LIMIT + 1))
     bench.exchange.finish()
-    assert bench.connection.ends == []
+    assert bench.reader.ends == []
     bench.stream.pending[0].set_result(None)
     await settle()
-    assert bench.connection.ends == ["finish", "close"]
+    assert bench.reader.ends == ["finish", "close"]
 
 
 # ---- writing
@@ -408,8 +403,8 @@ def test_the_date_is_made_once_a_second() -> None:
     assert carrier.date.line() == b"date: Fri, 02 Jan 1970 00:00:01 GMT"
 
 
-def test_the_fakes_have_no_method_that_tornado_has_not() -> None:
-    for fake, real in ((FakeStream, IOStream), (FakeConnection, HTTP1Connection)):
+def test_the_fakes_have_only_methods_of_the_real_classes() -> None:
+    for fake, real in ((FakeStream, IOStream), (FakeReader, TornadoConnection)):
         methods = [name for name in vars(fake) if not name.startswith("_") and callable(vars(fake)[name])]
         assert methods
         for name in methods:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from tornado.httputil import HTTPHeaders
 
 from daskserve.proxies.exchange.request_head import (
+    asks_to_continue,
     body_length,
     check_host,
     keeps_alive,
-    settle_expectation,
     split_target,
 )
 
@@ -122,9 +121,16 @@ def test_targets_that_are_none(method: str, target: str) -> None:
         split_target(method, target)
 
 
-def test_100_continue_is_understood_in_any_spelling_but_not_by_http_1_0() -> None:
-    headers = HTTPHeaders({"Expect": "100-Continue"})
-    settle_expectation(headers, "HTTP/1.1")
-    assert headers["Expect"] == "100-continue"
-    settle_expectation(headers, "HTTP/1.0")
-    assert "Expect" not in headers
+@pytest.mark.parametrize(
+    ("framing", "version", "expected"),
+    [
+        ({"Expect": "100-Continue"}, "HTTP/1.1", True),
+        ({"Expect": "100-continue"}, "HTTP/1.0", False),
+        ({"Expect": "something else"}, "HTTP/1.1", False),
+        ({}, "HTTP/1.1", False),
+    ],
+)
+def test_100_continue_is_understood_in_any_spelling_but_not_by_http_1_0(
+    framing: dict[str, str], version: str, expected: bool
+) -> None:
+    assert asks_to_continue(framing, version) is expected

@@ -7,15 +7,14 @@ import itertools
 from typing import Any, cast
 
 import pytest
-from http_harness import run
-from tornado.http1connection import HTTP1Connection
-from tornado.httputil import HTTPHeaders, RequestStartLine
-from tornado.iostream import IOStream, StreamClosedError
+from http_harness import head, run
+from tornado.iostream import StreamClosedError
 
 from daskserve.clock import LoopClock
 from daskserve.proxies.asgi import Scope, split_whole
+from daskserve.proxies.exchange.carrier import Carrier, Connection
 from daskserve.proxies.exchange.exchange import _JOIN_BYTES, Exchange
-from daskserve.proxies.server.carrier import Carrier, Link
+from daskserve.proxies.exchange.stream import ConnectionReader, Stream
 from daskserve.types import WHOLE_RESPONSE, Message, Receive, Send
 
 TEXT = ((b"content-type", b"text/plain"),)
@@ -46,9 +45,6 @@ class Wire:
         return flushed
 
     def set_nodelay(self, value: bool) -> None:
-        pass
-
-    def set_close_callback(self, callback: object) -> None:
         pass
 
     def closed(self) -> bool:
@@ -97,11 +93,10 @@ class Bench:
         # As it is once another request was answered.
         self.carrier.heads.write(whole())
         self.exchange = Exchange(
-            self.carrier, Link(cast(IOStream, self.wire)), cast(HTTP1Connection, self.wire)
+            self.carrier, Connection(cast(Stream, self.wire)), cast(ConnectionReader, self.wire)
         )
-        self.exchange.headers_received(
-            RequestStartLine(method, "/", version), HTTPHeaders(dict([("Host", "a"), *headers]))
-        )
+        lines = [f"{name}: {value}" for name, value in headers]
+        self.exchange.begin(head("Host: a", *lines, method=method, version=version))
 
     async def _app(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -265,12 +260,13 @@ def test_a_client_that_is_gone_is_an_error_of_its_connection(is_held: bool) -> N
     run(test)
 
 
-def test_requests_that_are_framed_as_the_last_one_are_read_as_that_was() -> None:
-    """What was found of the last request's framing holds for one that says the same, and no other."""
+def test_the_framing_of_a_request_does_not_change_how_the_next_is_read() -> None:
 
-    def begin(link: Link, carrier: Carrier, wire: Wire, version: str, *headers: tuple[str, str]) -> Exchange:
-        exchange = Exchange(carrier, link, cast(HTTP1Connection, wire))
-        exchange.headers_received(RequestStartLine("GET", "/", version), HTTPHeaders(dict(headers)))
+    def begin(
+        connection: Connection, carrier: Carrier, wire: Wire, version: str, *headers: tuple[str, str]
+    ) -> Exchange:
+        exchange = Exchange(carrier, connection, cast(ConnectionReader, wire))
+        exchange.begin(head(*(f"{name}: {value}" for name, value in headers), version=version))
         return exchange
 
     async def test() -> None:
@@ -297,19 +293,19 @@ def test_requests_that_are_framed_as_the_last_one_are_read_as_that_was() -> None
             ("HTTP/1.1", (host, KEEP)),
         ]
 
-        def read(link: Link, case: tuple[str, tuple[tuple[str, str], ...]]) -> tuple[Any, ...]:
+        def read(connection: Connection, case: tuple[str, tuple[tuple[str, str], ...]]) -> tuple[Any, ...]:
             wire = Wire()
-            link.stream = cast(IOStream, wire)
-            exchange = begin(link, bench.carrier, wire, case[0], *case[1])
+            connection.stream = cast(Stream, wire)
+            exchange = begin(connection, bench.carrier, wire, case[0], *case[1])
             found = exchange._is_http11, exchange._closes, exchange._body.is_ended, wire.head()[:2]
             exchange.on_connection_close()
             return found
 
-        wire = cast(IOStream, Wire())
+        wire = cast(Stream, Wire())
         for before, after in itertools.product(cases, cases):
-            link = Link(wire)
-            read(link, before)
-            assert read(link, after) == read(Link(wire), after), (before, after)
+            connection = Connection(wire)
+            read(connection, before)
+            assert read(connection, after) == read(Connection(wire), after), (before, after)
         await settle()
 
     run(test)
@@ -326,19 +322,18 @@ def test_the_scopes_of_a_connection_share_nothing_that_changes() -> None:
             await send(whole())
 
         bench = Bench()
-        link = bench.exchange._link
+        connection = bench.exchange._connection
         await settle()
         bench.carrier.app = app
         for _ in range(2):
             wire = Wire()
-            link.stream = cast(IOStream, wire)
-            Exchange(bench.carrier, link, cast(HTTP1Connection, wire)).headers_received(
-                RequestStartLine("GET", "/%41?q=%41", "HTTP/1.1"), HTTPHeaders({"Host": "a"})
-            )
-            before = dict(link.scope)
+            connection.stream = cast(Stream, wire)
+            exchange = Exchange(bench.carrier, connection, cast(ConnectionReader, wire))
+            exchange.begin(head("Host: a", target="/%41?q=%41"))
+            before = dict(connection.scope)
             await settle()
-            assert link.scope == before
-            assert link.scope["scheme"] == "http"
+            assert connection.scope == before
+            assert connection.scope["scheme"] == "http"
         assert len(seen) == 2
         assert seen[0] is not seen[1]
         assert seen[0]["headers"] is not seen[1]["headers"]

@@ -153,7 +153,7 @@ def test_a_connection_that_has_ended_is_not_watched() -> None:
             async with connected(server) as client:
                 assert (await client.get("/", "Connection: close")).status == 200
                 assert await client.rest() == b""
-            await poll_for(lambda: "0 links" in repr(server))
+            await poll_for(lambda: "0 connections" in repr(server))
             assert len(server._carrier.watch) == 0
 
     run(test)
@@ -192,7 +192,7 @@ def test_a_client_that_sent_more_before_it_left_is_missed(pieces: tuple[bytes, .
                 for piece in pieces[1:]:
                     await client.send(piece)
                 advance(PERIOD_S)
-                await poll_for(lambda: server._carrier.links)
+                await poll_for(lambda: server._carrier.connections)
                 assert app.cancelled == 0  # 1. it is still there
             advance(2 * PERIOD_S)
             await poll_for(lambda: app.cancelled)  # 2. and now it is not

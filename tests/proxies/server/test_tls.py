@@ -117,7 +117,7 @@ def test_plain_http_is_refused(folder: Path, caplog: pytest.LogCaptureFixture) -
                 answer = b""
             assert b"HTTP/" not in answer
             writer.close()
-            await poll_for(lambda: "0 links" in repr(server))
+            await poll_for(lambda: "0 connections" in repr(server))
 
     run(test)
 

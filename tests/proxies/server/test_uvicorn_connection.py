@@ -75,7 +75,7 @@ def test_a_refused_head_ends_the_connection_though_its_client_goes_on() -> None:
             await client.send(request())
             assert await client.rest() == b""
             advance(3)
-            await poll_for(lambda: "0 links" in repr(server))
+            await poll_for(lambda: "0 connections" in repr(server))
 
     run(test)
 
@@ -177,15 +177,15 @@ def test_a_client_that_never_reads_its_last_response_is_given_up() -> None:
 
         async with serving(app, keep_alive_timeout_s=5) as server, connected(server) as client:
             client.writer.transport.pause_reading()  # type: ignore[attr-defined]
-            (link,) = server._carrier.links
+            (link,) = server._carrier.connections
             (stream,) = cast(Any, server._listener)._state.open_streams
             stream._transport.set_write_buffer_limits(1 << 24)  # the application need not wait for it
             stream._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
             await client.send(request("/", "Connection: close"))
             await poll_for(stream.closed)
-            assert link in server._carrier.links
+            assert link in server._carrier.connections
             advance(6)
-            await poll_for(lambda: not server._carrier.links)
+            await poll_for(lambda: not server._carrier.connections)
 
     run(test)
 
@@ -225,7 +225,7 @@ def test_without_file_descriptors_it_is_tried_again_later(caplog: pytest.LogCapt
             async with connected(server) as client:
                 await client.send(request())
                 await asyncio.sleep(0.01)
-                assert "0 links" in repr(server)
+                assert "0 connections" in repr(server)
                 (pause,) = listener._pauses
                 pause.cancel()
                 listener._pauses.clear()

@@ -8,10 +8,10 @@ from typing import Protocol
 
 from daskserve.clock import Clock
 from daskserve.proxies.asgi import ASGI_VERSIONS, ASGIApp, Scope
+from daskserve.proxies.exchange.idle import IdleWatch
 from daskserve.proxies.exchange.response_head import DateHeader, HeadCache
 from daskserve.proxies.exchange.stream import Stream, addresses_of
 from daskserve.proxies.exchange.websocket import WebSocketSession
-from daskserve.proxies.server.idle import IdleWatch
 
 
 class Ongoing(Protocol):
@@ -34,7 +34,7 @@ class Carrier:
     ----------
     tasks : set
         The tasks of all requests whose application is still running.
-    links : set
+    connections : set
         The open connections that carry HTTP.
     sockets : set
         The open WebSockets.
@@ -58,10 +58,10 @@ class Carrier:
         self.max_body_bytes = max_body_bytes
         self.max_message_bytes = max_message_bytes
         self.tasks: set[asyncio.Task[None]] = set()
-        self.links: set[Link] = set()
+        self.connections: set[Connection] = set()
         self.sockets: set[WebSocketSession] = set()
         self.is_draining = False
-        self.watch = IdleWatch(idle_timeout_s, Link.close)
+        self.watch = IdleWatch(idle_timeout_s, Connection.close)
         self.clock = clock
         self.date = DateHeader(clock)
         self.heads = HeadCache(self.date)
@@ -74,7 +74,7 @@ class Carrier:
             task.add_done_callback(self.tasks.discard)
 
 
-class Link:
+class Connection:
     """One open connection: its stream, its addresses and the request that is read or answered on it."""
 
     __slots__ = ("client", "exchange", "scope", "stream")
@@ -100,5 +100,4 @@ class Link:
         self.stream.close()
 
     def __str__(self) -> str:
-        # Tornado puts this into its log lines.
         return "{}:{}".format(*self.client) if self.client else "unknown client"
