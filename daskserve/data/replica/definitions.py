@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import importlib
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from starlette.datastructures import State
 
 from daskserve.data.replica.accept_batch import MARK
 from daskserve.errors import BadRequestError
@@ -16,6 +19,20 @@ CALL = "__call__"
 
 
 ASGI_PARAMETERS = ("scope", "receive", "send")
+
+
+def _reduce_state(state: State) -> tuple[Any, ...]:
+    return State, (), vars(state), None, None, _restore_state
+
+
+def _restore_state(state: State, attributes: dict[str, Any]) -> None:
+    vars(state).update(attributes)
+
+
+# Pickle asks a new `State` for ``__setstate__``, which it looks for in a dict that it does not have yet: that
+# recurses without end. Every Starlette and FastAPI application has a `State`. What pickles a definition has
+# inspected it, and so has imported this module.
+copyreg.pickle(State, _reduce_state)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,14 +7,11 @@ user's side of the wall, where imports, constructors and handlers may take as lo
 
 from __future__ import annotations
 
-import copyreg
 import inspect
 import logging
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from types import CoroutineType
 from typing import Any
-
-from starlette.datastructures import State
 
 from daskserve import payload as pickled
 from daskserve.data.replica.conversion import Answer, Unfinished, dump_result, failure, to_answer
@@ -26,20 +23,6 @@ from daskserve.errors import ActorLostError, BadRequestError, ReplicaBusyError, 
 from daskserve.types import Payload, Receive
 
 logger = logging.getLogger("daskserve.replica")
-
-
-def _reduce_state(state: State) -> tuple[Any, ...]:
-    return State, (), vars(state), None, None, _restore_state
-
-
-def _restore_state(state: State, attributes: dict[str, Any]) -> None:
-    vars(state).update(attributes)
-
-
-# Pickle asks a new `State` for ``__setstate__``, which it looks for in a dict that it does not have yet: that
-# recurses without end. Every Starlette and FastAPI application has a `State`. Whoever inspects a definition
-# to pickle it imports this module too.
-copyreg.pickle(State, _reduce_state)
 
 
 # ---- loading

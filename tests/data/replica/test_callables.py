@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import pickle
+import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -578,3 +579,15 @@ def test_the_state_of_an_application_travels_with_it() -> None:
     copy.words = ["b"]
     assert app.state.words == ["a"]
     assert not hasattr(copy, "other")
+
+
+def test_the_state_of_an_application_is_pickled_by_a_program_that_only_deploys() -> None:
+    """A client inspects definitions; it never imports what runs them."""
+    program = (
+        "import sys, pickle, cloudpickle, daskserve\n"
+        "from starlette.applications import Starlette\n"
+        "import daskserve.client.client\n"
+        "assert 'daskserve.data.replica.servable' not in sys.modules\n"
+        "pickle.loads(cloudpickle.dumps(Starlette()))\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
