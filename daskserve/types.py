@@ -28,6 +28,11 @@ Receive: TypeAlias = Callable[[], Awaitable[Message]]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
 
 
+async def nothing_to_receive() -> Message:
+    """Stand for a caller that sends nothing after its envelope; a `Receive`."""
+    return {"type": "http.disconnect"}
+
+
 class _Done(tuple[()]):
     """An awaitable that returns None at once. It has no state, so one object serves all callers."""
 

@@ -1,24 +1,21 @@
-"""Calls from a user program to an instance's controller, and the end of an instance."""
+"""Calls from a user program to an instance's controller."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from daskserve.cluster.base import ClientLink, Cluster
-from daskserve.cluster.store.errors import StoreUnavailableError
+from daskserve.cluster.base import ClientLink
+from daskserve.cluster.controller_calls import call_controller
 from daskserve.errors import (
-    ActorLostError,
     ClosedError,
     ClusterUnreachableError,
     NotRunningError,
     RequestTimeoutError,
     ServeError,
-    UnavailableError,
 )
-from daskserve.types import GoalId, InstanceName
+from daskserve.types import ActorAddress, GoalId, InstanceName
 
 logger = logging.getLogger("daskserve.client")
 
@@ -26,7 +23,6 @@ logger = logging.getLogger("daskserve.client")
 POLL_S = 25.0
 #: How long a call is tried again while the controller is being replaced.
 CONTROLLER_S = 30.0
-CONTROLLER_RETRY_S = 0.05
 #: A call that takes longer looks whether its controller is still the present one.
 CHECK_S = 1.0
 
@@ -43,44 +39,22 @@ class ControllerCalls:
 
     async def call(self, verb: str, **message: Any) -> Any:
         cluster = self.link.cluster(self.instance)
-        deadline = self.link.clock.now() + CONTROLLER_S
-        while True:
-            try:
-                return await self._call_one(cluster, verb, message)
-            except StoreUnavailableError:
-                raise  # the controller is there and has said what is wrong; serving goes on meanwhile
-            except (ActorLostError, UnavailableError):
-                cluster.forget_controller()
-                if self.link.clock.now() > deadline:
-                    raise
-            except NotRunningError as error:
-                raise ClosedError(f"Instance {self.instance!r} has been shut down.") from error
-            except OSError as error:
-                if isinstance(error, ServeError):
-                    raise
-                raise ClusterUnreachableError(
-                    f"The connection to the Dask scheduler {self.link.scheduler_address} was lost: {error}"
-                ) from error
-            await self.link.clock.sleep(CONTROLLER_RETRY_S)
 
-    @staticmethod
-    async def _call_one(cluster: Cluster, verb: str, message: Mapping[str, Any]) -> Any:
-        """Call the present controller; give up on it when it is not the present one any more.
+        def call(controller: ActorAddress) -> Coroutine[Any, Any, Any]:
+            return cluster.call(controller, verb, **message)
 
-        A controller whose process is stopped keeps its connections and never answers.
-        """
-        address = await cluster.controller()
-        call = asyncio.ensure_future(cluster.call(address, verb, **message))
         try:
-            while True:
-                done, _ = await asyncio.wait([call], timeout=CHECK_S)
-                if done:
-                    return call.result()
-                cluster.forget_controller()
-                if await cluster.controller() != address:
-                    raise ActorLostError(f"The controller {address} was replaced.")
-        finally:
-            call.cancel()
+            return await call_controller(
+                cluster, call, clock=self.link.clock, check_s=CHECK_S, patience_s=CONTROLLER_S
+            )
+        except NotRunningError as error:
+            raise ClosedError(f"Instance {self.instance!r} has been shut down.") from error
+        except OSError as error:
+            if isinstance(error, ServeError):
+                raise
+            raise ClusterUnreachableError(
+                f"The connection to the Dask scheduler {self.link.scheduler_address} was lost: {error}"
+            ) from error
 
     async def change(self, verb: str, *, blocking: bool = True, **message: Any) -> GoalId | None:
         """Call a verb that changes something; return when the change has come about and is seen here.

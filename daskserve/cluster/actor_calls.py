@@ -25,12 +25,8 @@ from daskserve.types import (
     Receive,
     Send,
     WorkerAddress,
+    nothing_to_receive,
 )
-
-
-async def nothing_to_receive() -> Message:
-    """Stand for a caller that sends nothing after its envelope."""
-    return {"type": "http.disconnect"}
 
 
 async def control_call(

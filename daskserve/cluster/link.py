@@ -32,6 +32,7 @@ from daskserve.errors import ClusterUnreachableError, InstanceError, VersionMism
 from daskserve.figures.collector import PROCESS
 from daskserve.loops.event_loop import running_loop
 from daskserve.loops.hops import Hops, Landing
+from daskserve.loops.tasks import TaskSet
 from daskserve.types import Envelope, InstanceName, Load, Receive, Send
 
 T = TypeVar("T")
@@ -117,7 +118,7 @@ class Link:
         self._book = book
         self._clusters: dict[InstanceName, DaskCluster] = {}
         self._started: dict[InstanceName, None] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet(logger)
         #: Detached instances whose whole Dask cluster was made for them and ends with them.
         self.owning_instances: set[InstanceName] = set()
         #: The Dask cluster that was started for this link, to be closed with its last instance.
@@ -250,9 +251,7 @@ class Link:
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine on this loop without waiting for it; call on the loop only."""
-        task = self.loop.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.spawn(coroutine)
 
     def instance_started(self, instance: InstanceName) -> None:
         """Keep the Dask cluster that was made for this link as long as this instance runs."""

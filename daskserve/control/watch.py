@@ -8,7 +8,6 @@ and a worker that holds a proxy, and with it a port, is restarted.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -19,6 +18,7 @@ from daskserve.control.observed import Observed
 from daskserve.control.records import ReplicaRecord
 from daskserve.control.state import State
 from daskserve.errors import ActorLostError, ServeError
+from daskserve.loops.tasks import TaskSet
 from daskserve.types import ActorAddress, ActorKind, ReplicaState, WorkerAddress
 
 logger = logging.getLogger("daskserve.controller")
@@ -54,7 +54,7 @@ class WorkerWatch:
         self._newest_incarnation = (epoch + 1) << 32
         self._misses: dict[WorkerAddress, int] = {}
         self._asking: set[WorkerAddress] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet(logger)
 
     async def run(self) -> None:
         """Watch until cancelled."""
@@ -66,22 +66,13 @@ class WorkerWatch:
                 swept_at = began
                 workers |= set(self._observed.workers)
             for worker in workers & set(self._observed.workers):
-                self._spawn(self._look(worker))
+                self._tasks.spawn(self._look(worker), "watch")
             self._forget_workers()
             await self._clock.sleep(max(0.0, began + PERIOD_S - self._clock.now()))
 
     async def stop(self) -> None:
         """End the questions that are under way."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=2)
-
-    def _spawn(self, coroutine: Any) -> None:
-        task: asyncio.Task[None] = asyncio.create_task(coroutine, name="daskserve-watch")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        await self._tasks.close(timeout_s=2)
 
     async def _look(self, worker: WorkerAddress) -> None:
         if worker in self._asking:
@@ -109,7 +100,7 @@ class WorkerWatch:
         logger.warning("Worker %s does not answer (%r); its replicas are replaced", worker, error)
         self._observed.unresponsive.add(worker)
         if any(proxy.worker == worker for proxy in self._state.proxies.values()):
-            self._spawn(self._restart(worker))
+            self._tasks.spawn(self._restart(worker), "watch")
         self._poke(None)
 
     async def _restart(self, worker: WorkerAddress) -> None:
@@ -182,7 +173,7 @@ class WorkerWatch:
                 is_ours = address.incarnation < self._newest_incarnation
             if is_ours and address not in known:
                 logger.warning("Actor %s is known to nobody and is ended", address)
-                self._spawn(self._end(address))
+                self._tasks.spawn(self._end(address), "watch")
 
     async def _end(self, address: ActorAddress) -> None:
         try:

@@ -30,9 +30,14 @@ class TaskSet:
             task.cancel()
 
     async def wait(self, timeout_s: float | None = None) -> None:
-        """Return when all that run now have ended, or after the timeout."""
+        """Return when all current tasks have ended, or after the timeout."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=timeout_s)
+
+    async def close(self, timeout_s: float | None = None) -> None:
+        """Cancel all tasks and wait until they have ended, for up to ``timeout_s``."""
+        self.cancel()
+        await self.wait(timeout_s)
 
     def _reap(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)

@@ -6,13 +6,12 @@ import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from dataclasses import asdict
-from typing import Any, cast
+from typing import Any
 
 from control_harness import wish
 
 from daskserve.client.calls import ControllerCalls
 from daskserve.cluster.base import ActorContext, StoreChange, verb, verbs_of
-from daskserve.cluster.link import Link
 from daskserve.cluster.local.cluster import LocalCluster
 from daskserve.cluster.store.opening import MemoryStore
 from daskserve.control.controller import Controller
@@ -169,7 +168,7 @@ class Stage:
         self.cluster = LocalCluster(factories, workers=workers, store=self.store)
         self.clock = self.cluster.clock
         self.http = http or HTTPOptions(location=Location.NO_SERVER)
-        self.calls = ControllerCalls(cast(Link, self.cluster.program.link), self.cluster.instance)
+        self.calls = ControllerCalls(self.cluster.program.link, self.cluster.instance)
         #: What replicas do in their start and their reconfigure, how long they take and how long they drain.
         self.start: Callable[[ScriptedReplica], Awaitable[None]] | None = None
         self.reconfigure: Callable[[ScriptedReplica], Awaitable[None]] | None = None

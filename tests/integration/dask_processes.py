@@ -372,7 +372,7 @@ class ExternalCluster:
     def sweep(self) -> None:
         """End every instance that is left."""
         # Here, because schedulers and workers import this module too, and some of them have no daskserve.
-        from daskserve.client.calls import end_instance
+        from daskserve.client.ending import end_instance
         from daskserve.cluster.link import link_of
         from daskserve.errors import NotRunningError
 

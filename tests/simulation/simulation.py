@@ -19,7 +19,6 @@ from witness import Call, Witness, listing
 
 from daskserve.client.calls import ControllerCalls
 from daskserve.cluster.base import ActorContext, UseReport
-from daskserve.cluster.link import Link
 from daskserve.control.controller import Controller
 from daskserve.control.records import (
     BackendRecord,
@@ -141,7 +140,7 @@ class Simulation:
         self.reports = LoadReports(
             cast(Any, self.cluster.program), self.cluster.program.clock, cast(Any, self.queues)
         )
-        self.client = ControllerCalls(cast(Link, self.cluster.program.link), "local")
+        self.client = ControllerCalls(self.cluster.program.link, "local")
         listener = self.cluster.program.listener
         await listener.start()
         keys = [f"backend/{tag}" for tag in BACKENDS] + [f"endpoint/{name}" for name in ENDPOINTS]

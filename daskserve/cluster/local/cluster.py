@@ -48,6 +48,7 @@ from daskserve.errors import (
     NotRunningError,
     UnavailableError,
 )
+from daskserve.loops.tasks import TaskSet
 from daskserve.types import ActorAddress, ActorKind, InstanceName, WorkerAddress, WorkerInfo
 
 logger = logging.getLogger("daskserve.local")
@@ -58,7 +59,7 @@ T = TypeVar("T")
 #: Who asks for the controller while it is being replaced waits this long, as at the supervisor.
 CONTROLLER_PATIENCE_S = 0.5
 #: Pause after the controller could not be started on any worker.
-CONTROLLER_RETRY_S = 0.5
+START_RETRY_S = 0.5
 
 
 class LocalHost:
@@ -155,7 +156,7 @@ class LocalCluster:
         self._controller_up = asyncio.Event()
         self._replacing: asyncio.Task[None] | None = None
         self._is_ended = False
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet(logger)
         self.program = LocalProcess(self, RunState(self.clock))
         for each in [None] * workers if isinstance(workers, int) else workers:
             self._join(each)
@@ -217,10 +218,7 @@ class LocalCluster:
         await self.program.stop_listening()
         processes = [self.program, *(host.process for host in self._hosts.values())]
         await asyncio.gather(*(process.channels.close() for process in processes))
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.close()
 
     # Workers
 
@@ -356,7 +354,7 @@ class LocalCluster:
                 # Whatever keeps it from starting, such as a store that cannot be reached, may pass.
                 logger.warning("The controller did not start: %r", error)
             if self._controller is None:
-                await self.clock.sleep(CONTROLLER_RETRY_S)
+                await self.clock.sleep(START_RETRY_S)
 
     async def _start_controller(self) -> None:
         tried: set[WorkerAddress] = set()
@@ -398,10 +396,7 @@ class LocalCluster:
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run a coroutine without waiting for it; `close` ends it."""
-        task = asyncio.get_running_loop().create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+        return self._tasks.spawn(coroutine)
 
 
 def _plain_info(info: WorkerInfo) -> dict[str, Any]:

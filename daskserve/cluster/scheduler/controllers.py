@@ -27,7 +27,7 @@ MISSES = 3
 #: A controller must have read its store by then; its worker may hang.
 START_TIMEOUT_S = 10.0
 #: When no worker could start one, or the store could not be reached, it is tried again after that long.
-RETRY_S = 0.5
+START_RETRY_S = 0.5
 
 
 @dataclass(slots=True)
@@ -184,7 +184,7 @@ class ControllerKeeper:
         await self._hosts.run(address.worker, "create", {"spec": spec})
 
     async def _start_later(self, entry: Instance) -> None:
-        await asyncio.sleep(RETRY_S)
+        await asyncio.sleep(START_RETRY_S)
         await self.start(entry)
 
     async def _answers(self, address: ActorAddress) -> bool:

@@ -12,22 +12,22 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
 from distributed import Scheduler
 from tornado.web import HTTPError, RequestHandler, stream_request_body
 
+from daskserve.clock import LoopClock
+from daskserve.cluster.controller_calls import call_controller
 from daskserve.cluster.scheduler.controllers import Instance
 from daskserve.cluster.scheduler.hosts import HostRegistry
 from daskserve.cluster.scheduler.route import SchedulerRoute
-from daskserve.cluster.store.errors import StoreUnavailableError
 from daskserve.errors import (
     BadRequestError,
     NotFoundError,
     ServeError,
-    StaleEpochError,
     UnavailableError,
     http_status_of,
 )
@@ -45,7 +45,6 @@ MOST_BYTES = 4096
 PATIENCE_S = 8.0
 #: How often is looked whether the controller that is asked is still the present one.
 CHECK_S = 0.25
-RETRY_S = 0.05
 #: What a client is told to wait that could not be served.
 RETRY_AFTER_S = 1
 
@@ -94,45 +93,37 @@ class ScaleRoute:
             ) from None
 
     async def _persist(self, entry: Instance, message: Mapping[str, Any]) -> int:
-        while True:
-            address = await self._controller(entry)
-            try:
-                return await self._ask(entry, address, message)
-            except (StoreUnavailableError, NotFoundError):
-                raise  # the controller is there and has said what is wrong
-            except UnavailableError as error:
-                logger.info("The controller of %s could not be asked to scale: %s", entry.name, error)
-            await asyncio.sleep(RETRY_S)
+        def call(controller: ActorAddress) -> Coroutine[Any, Any, Any]:
+            fields = {
+                "name": controller.name,
+                "incarnation": controller.incarnation,
+                "verb": "scale",
+                "message": dict(message),
+            }
+            return self._hosts.run(controller.worker, "call", fields)
 
-    async def _controller(self, entry: Instance) -> ActorAddress:
-        while not entry.is_ending:
-            if entry.controller is not None:
-                return entry.controller
+        return int(await call_controller(_Finder(entry), call, clock=LoopClock(), check_s=CHECK_S))
+
+
+class _Finder:
+    """Waits for an instance's controller while it is being replaced."""
+
+    def __init__(self, entry: Instance) -> None:
+        self._entry = entry
+
+    async def controller(self) -> ActorAddress:
+        while not self._entry.is_ending:
+            if self._entry.controller is not None:
+                return self._entry.controller
             try:
                 async with asyncio.timeout(CHECK_S):
-                    await entry.controller_up.wait()
+                    await self._entry.controller_up.wait()
             except TimeoutError:
                 pass
-        raise NotFoundError(f"Instance {entry.name!r} has just been shut down.")
+        raise NotFoundError(f"Instance {self._entry.name!r} has just been shut down.")
 
-    async def _ask(self, entry: Instance, address: ActorAddress, message: Mapping[str, Any]) -> int:
-        """Ask a controller, and give up on it when it is not the present one any more."""
-        call = {
-            "name": address.name,
-            "incarnation": address.incarnation,
-            "verb": "scale",
-            "message": dict(message),
-        }
-        answer = asyncio.ensure_future(self._hosts.run(address.worker, "call", call))
-        try:
-            while True:
-                done, _ = await asyncio.wait([answer], timeout=CHECK_S)
-                if done:
-                    return int(answer.result())
-                if entry.controller != address or entry.is_ending:
-                    raise StaleEpochError(f"The controller {address} was replaced.")
-        finally:
-            answer.cancel()
+    def forget_controller(self) -> None:
+        """Nothing: the supervisor forgets it itself."""
 
 
 @stream_request_body

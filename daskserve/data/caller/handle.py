@@ -31,7 +31,7 @@ from daskserve.figures.collector import PROCESS
 from daskserve.loops.deadlines import earliest, is_over, until
 from daskserve.loops.pending_call import PendingCall
 from daskserve.payload import PackedError, dump, load, load_error
-from daskserve.types import DONE, Envelope, EnvelopeKind, Message, Payload, Send
+from daskserve.types import DONE, Envelope, EnvelopeKind, Message, Payload, Send, nothing_to_receive
 
 
 async def routers_of(cluster: Process) -> Routers:
@@ -280,7 +280,7 @@ class Handle:
 
         async def send(keep: Send) -> None:
             await pause()
-            await call.replicas.send(call.envelope, _nothing_to_receive, keep, refused=refused)
+            await call.replicas.send(call.envelope, nothing_to_receive, keep, refused=refused)
 
         # It counts as begun already, so it has to be entered, whatever happens, to count how it ends.
         answer = self._answer(call.router, call.envelope, send, call.began)
@@ -310,7 +310,7 @@ class Handle:
         router.calls.begun += 1
 
         def send(keep: Send) -> Coroutine[Any, Any, None]:
-            return router.send(envelope, _nothing_to_receive, put or keep, shard_key=self._options.shard_key)
+            return router.send(envelope, nothing_to_receive, put or keep, shard_key=self._options.shard_key)
 
         return await self._answer(router, envelope, send, stopwatch())
 
@@ -357,10 +357,6 @@ class StreamHandle(Handle):
 
 def _kind_of(options: CallOptions) -> type[Handle]:
     return StreamHandle if options.stream else Handle
-
-
-async def _nothing_to_receive() -> Message:
-    return {"type": "http.disconnect"}
 
 
 def _rebuild(

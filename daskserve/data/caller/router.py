@@ -8,6 +8,7 @@ good while the controller is away.
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -21,10 +22,13 @@ from daskserve.data.caller.routing import TrafficPolicy, shard_draw
 from daskserve.data.caller.shadow import Shadow
 from daskserve.errors import NotFoundError, RequestTimeoutError, UnavailableError
 from daskserve.figures.table import Sample
+from daskserve.loops.tasks import TaskSet
 from daskserve.types import BackendTag, EndpointTag, Envelope, Message, Receive, Send
 
 #: How long a process waits to learn of an endpoint that somebody uses.
 KNOWN_S = 10.0
+
+logger = logging.getLogger("daskserve.router")
 
 
 class Router:
@@ -144,7 +148,7 @@ class Routers:
         self._routers: dict[EndpointTag, Router] = {}
         self._sets: dict[BackendTag, ReplicaSet] = {}
         self._stop_watching: list[Callable[[], None]] = []
-        self._shadows: set[asyncio.Task[None]] = set()
+        self._shadows = TaskSet(logger)
         self._reports = LoadReports(cluster, clock, self._sets)
         listener.on_worker_left(self._forget_worker)
         listener.on_ended(self.close)
@@ -182,10 +186,7 @@ class Routers:
 
     def send_shadow(self, backend: BackendTag, envelope: Envelope) -> Shadow:
         """Send a copy of a request whose answer is dropped; its messages are to be put into it."""
-        shadow = Shadow(backend, envelope, self.replica_set(backend).send)
-        self._shadows.add(shadow.task)
-        shadow.task.add_done_callback(self._shadows.discard)
-        return shadow
+        return Shadow(backend, envelope, self.replica_set(backend).send, self._shadows)
 
     def _forget_worker(self, worker: str) -> None:
         for each in self._sets.values():
@@ -197,8 +198,7 @@ class Routers:
             stop()
         self._stop_watching.clear()
         self._reports.close()
-        for task in self._shadows:
-            task.cancel()
+        self._shadows.cancel()
         for each in self._sets.values():
             each.close()
         for router in self._routers.values():

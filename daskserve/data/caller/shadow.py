@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from daskserve.loops.deadlines import until
+from daskserve.loops.tasks import TaskSet
 from daskserve.payload import message_bytes
 from daskserve.types import BackendTag, Envelope, Message, Receive, Send
 
@@ -30,14 +31,16 @@ class Shadow:
     ----------
     send_to : callable
         Carries the copy to a replica of the backend.
+    tasks : TaskSet
+        Where its task belongs.
     """
 
-    def __init__(self, backend: BackendTag, envelope: Envelope, send_to: SendTo) -> None:
+    def __init__(self, backend: BackendTag, envelope: Envelope, send_to: SendTo, tasks: TaskSet) -> None:
         self._backend = backend
         self._messages: asyncio.Queue[Message] = asyncio.Queue()
         self._behind_bytes = 0
         self._kind = "websocket" if envelope.head.get("type") == "websocket" else "http"
-        self.task = asyncio.create_task(self._run(envelope, send_to), name=f"daskserve-shadow-{backend}")
+        self.task = tasks.spawn(self._run(envelope, send_to), f"shadow-{backend}")
 
     def put(self, message: Message) -> None:
         """Give the copy what the original has read."""

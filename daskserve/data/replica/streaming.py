@@ -19,7 +19,7 @@ from daskserve.data.replica.definitions import Method
 from daskserve.data.replica.servable import Servable, as_own_trouble, call_arguments
 from daskserve.data.replica.wall import Call, Wall
 from daskserve.errors import ActorLostError, ReplicaBusyError, StreamOptionError
-from daskserve.types import Envelope, Message, Payload, Send
+from daskserve.types import Envelope, Message, Payload, Send, nothing_to_receive
 
 #: ``begin(context, in_thread, function, *args)`` runs user code and holds the request's slot meanwhile.
 Begin = Callable[..., Call[Any]]
@@ -46,7 +46,7 @@ async def stream_call(
     name = servable.describe(method)
     if method.accepts_batches:
         raise StreamOptionError(f"{name} takes batches of requests and cannot be called with stream=True.")
-    exchange = open_exchange(wall, {"type": "call"}, _nothing_to_receive, send)
+    exchange = open_exchange(wall, {"type": "call"}, nothing_to_receive, send)
     answer: Any = _answer if method.is_async else _answer_in_thread
     call = begin(
         context, not method.is_async, answer, servable, method, envelope.head, envelope.payload, exchange
@@ -57,10 +57,6 @@ async def stream_call(
         in_thread = isinstance(rest, Iterator)
         finish: Any = _finish_in_thread if in_thread else _finish
         rest = await exchange.carry(begin(context.copy(), in_thread, finish, name, rest, exchange))
-
-
-async def _nothing_to_receive() -> Message:
-    return {"type": "http.disconnect"}
 
 
 # ---- on the user's side

@@ -1,0 +1,117 @@
+"""A call to the controller outlives its controller, and ends when that cannot be."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from daskserve.clock import LoopClock
+from daskserve.cluster.controller_calls import call_controller
+from daskserve.cluster.store.errors import StoreUnavailableError
+from daskserve.errors import ActorLostError, BadRequestError, NotRunningError, UnavailableError
+from daskserve.testing import run_virtual
+from daskserve.types import ActorAddress
+
+
+class Controllers:
+    """Knows controller number ``present``; does with calls to each number what ``answers`` says."""
+
+    def __init__(self, present: int = 1, **answers: Any) -> None:
+        self.present: int | None = present
+        self.known: int | None = None
+        self.answers = answers
+        self.called: list[int] = []
+        self.cancelled: list[int] = []
+
+    async def controller(self) -> ActorAddress:
+        if self.known is None:
+            if self.present is None:
+                raise UnavailableError("it is being replaced")
+            self.known = self.present
+        return ActorAddress("controller", "w", self.known)
+
+    def forget_controller(self) -> None:
+        self.known = None
+
+    async def call(self, address: ActorAddress) -> str:
+        number = address.incarnation
+        self.called.append(number)
+        answer = self.answers.get(f"from_{number}", "done")
+        if isinstance(answer, Exception):
+            raise answer
+        if answer == "hang":
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                self.cancelled.append(number)
+                raise
+        return str(answer)
+
+    def start(self, **options: Any) -> asyncio.Task[str]:
+        given = {"clock": LoopClock(), "check_s": 1.0, "patience_s": 30.0, **options}
+        return asyncio.create_task(call_controller(self, self.call, **given))
+
+
+def test_a_lost_controllers_successor_is_asked() -> None:
+    async def scenario() -> None:
+        controllers = Controllers(from_1=ActorLostError("gone"))
+        calling = controllers.start()
+        await asyncio.sleep(0.01)
+        controllers.present = 2
+        assert await calling == "done"
+        assert controllers.called == [1, 2]
+
+    run_virtual(scenario)
+
+
+def test_a_controller_that_hangs_is_given_up_once_it_is_replaced() -> None:
+    async def scenario() -> None:
+        controllers = Controllers(from_1="hang")
+        calling = controllers.start()
+        await asyncio.sleep(20)
+        assert not calling.done()  # slow, and still the present one
+        controllers.present = 2
+        assert await calling == "done"
+        assert (controllers.called, controllers.cancelled) == ([1, 2], [1])
+        assert asyncio.get_running_loop().time() < 22
+
+    run_virtual(scenario)
+
+
+def test_without_a_controller_the_call_fails_when_patience_ends() -> None:
+    async def scenario() -> None:
+        controllers = Controllers()
+        controllers.present = None
+        with pytest.raises(UnavailableError, match="being replaced"):
+            await controllers.start(patience_s=30.0)
+        assert asyncio.get_running_loop().time() == pytest.approx(30, abs=0.2)
+
+    run_virtual(scenario)
+
+
+@pytest.mark.parametrize(
+    "error", [StoreUnavailableError("no"), BadRequestError("no"), NotRunningError("no"), OSError("no")]
+)
+def test_what_the_controller_says_is_final(error: Exception) -> None:
+    async def scenario() -> None:
+        controllers = Controllers(from_1=error)
+        with pytest.raises(type(error)):
+            await controllers.start()
+        assert controllers.called == [1]
+
+    run_virtual(scenario)
+
+
+def test_a_caller_that_gives_up_cancels_the_call() -> None:
+    async def scenario() -> None:
+        controllers = Controllers(from_1="hang")
+        calling = controllers.start()
+        await asyncio.sleep(0.01)
+        calling.cancel()
+        await asyncio.wait([calling])
+        await asyncio.sleep(0)
+        assert controllers.cancelled == [1]
+
+    run_virtual(scenario)
