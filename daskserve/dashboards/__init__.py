@@ -1,1 +1,1 @@
-"""Dashboards for Grafana and alert rules for Prometheus: one definition each, and the files made of them."""
+"""Dashboards for Grafana and alert rules for Prometheus: their definitions and the generated files."""

@@ -1,7 +1,7 @@
-"""Alert rules for Prometheus: what is worth waking somebody for, and from which value on.
+"""Alert rules for Prometheus.
 
-Rules go by what lasts. None goes by the rate of something that is counted for the first time when it happens:
-Prometheus sees no increase from nothing to one.
+The rules fire on lasting conditions. No rule uses the rate of a counter that first appears when the event
+happens, because Prometheus sees no increase in the first value of a series.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import yaml
 from daskserve.dashboards.promql import RUNNING, SERVER_ERRORS, gauge, quantile, rate
 
 GROUP = "daskserve"
-#: The name of the job in what `daskserve metrics scrape-config` prints.
+#: The job name in the output of `daskserve metrics scrape-config`.
 JOB = "daskserve"
 
 
 class Severity(Enum):
-    """Whether somebody is to be woken."""
+    """How urgent an alert is."""
 
     WARNING = "warning"
     CRITICAL = "critical"
@@ -29,7 +29,7 @@ class Severity(Enum):
 
 @dataclass(frozen=True, slots=True)
 class AlertThresholds:
-    """The values that differ most from one service to the next."""
+    """The thresholds that differ most between services."""
 
     error_ratio: float = 0.05
     p99_s: float = 1.0
@@ -37,7 +37,7 @@ class AlertThresholds:
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """One rule: it fires once the expression has had a value for so long."""
+    """One rule, which fires once the expression has had a value for the time ``lasts``."""
 
     name: str
     expression: str
@@ -48,7 +48,7 @@ class Alert:
 
     @property
     def when(self) -> str:
-        """What the rule means, for people: its summary, without the labels of one case."""
+        """A human-readable meaning of the rule: its summary without labels."""
         return re.sub(r"\s*\{\{.*?\}\}", "", self.summary)
 
 
@@ -83,7 +83,7 @@ def _of_requests(limits: AlertThresholds) -> list[Alert]:
             f"{_rate('deployment_errors', _D)} / {_rate('deployment_requests', _D)} > {ratio}",
             "5m",
             Severity.WARNING,
-            "User code of {{ $labels.deployment }} answers many requests with errors",
+            "User code of {{ $labels.deployment }} raises errors for many requests",
             f"{{{{ $value | humanizePercentage }}}} of its requests failed within 5 minutes, more than "
             f"{ratio}. The "
             "tracebacks are in the logs of its workers.",
@@ -95,7 +95,7 @@ def _of_requests(limits: AlertThresholds) -> list[Alert]:
             Severity.CRITICAL,
             "Endpoint {{ $labels.endpoint }} answers many HTTP requests with 5xx",
             f"{{{{ $value | humanizePercentage }}}} of its requests within 5 minutes, more than {ratio}. "
-            "daskserve_http_errors_total tells the causes.",
+            "daskserve_http_errors_total shows the causes.",
         ),
         Alert(
             "DaskserveLatency",
@@ -110,18 +110,17 @@ def _of_requests(limits: AlertThresholds) -> list[Alert]:
             f"{_rate('router_rejections', _D)} / {_rate('router_requests', _D)} > 0.01",
             "2m",
             Severity.CRITICAL,
-            "Requests to {{ $labels.deployment }} are refused because its queue is full",
-            "{{ $value | humanizePercentage }} of them were answered with 503 within 5 minutes. It needs "
-            "more "
-            "replicas, or faster ones.",
+            "Requests to {{ $labels.deployment }} are rejected because its queue is full",
+            "{{ $value | humanizePercentage }} of them were answered with 503 within 5 minutes. The "
+            "deployment needs more or faster replicas.",
         ),
         Alert(
             "DaskserveRequestsTimeOut",
             f"{_rate('deployment_timeouts', _D)} / {_rate('deployment_requests', _D)} > 0.05",
             "5m",
             Severity.WARNING,
-            "Requests to {{ $labels.deployment }} are not done in time",
-            "{{ $value | humanizePercentage }} of them met their deadline within 5 minutes.",
+            "Requests to {{ $labels.deployment }} time out",
+            "{{ $value | humanizePercentage }} of them reached their deadline within 5 minutes.",
         ),
         Alert(
             "DaskserveSlotsLost",
@@ -129,10 +128,9 @@ def _of_requests(limits: AlertThresholds) -> list[Alert]:
             "0.5",
             "5m",
             Severity.WARNING,
-            "Calls that nobody waits for occupy {{ $labels.deployment }}",
-            "{{ $value | humanizePercentage }} of its slots are taken by plain functions that run on "
-            "after their "
-            "callers have gone. Give them a limit of their own, or make them async.",
+            "Cancelled calls hold slots of {{ $labels.deployment }}",
+            "{{ $value | humanizePercentage }} of its slots are held by plain functions that still run "
+            "after their calls were cancelled. Add a time limit to the functions, or make them async.",
         ),
     ]
 
@@ -140,7 +138,7 @@ def _of_requests(limits: AlertThresholds) -> list[Alert]:
 def _of_replicas() -> list[Alert]:
     wanted = _gauge("deployment_wanted_replicas", _D)
     running = _gauge("deployment_replicas", _D, RUNNING)
-    # By what was scraped of them: a worker that dies takes its counters along, and its successor's are new.
+    # Counted from scraped series, because the counters of a worker that dies are lost with it.
     started = (
         f"count by ({', '.join(_D)}) "
         "(last_over_time(daskserve_replica_start_time_seconds[15m]) > time() - 900)"
@@ -153,24 +151,23 @@ def _of_replicas() -> list[Alert]:
             "1m",
             Severity.CRITICAL,
             "No replica of {{ $labels.deployment }} runs",
-            "{{ $value }} replicas run, and its requests wait or fail. `serve.status()` shows why none "
-            "starts.",
+            "{{ $value }} replicas run, so requests wait or fail. `serve.status()` shows why none starts.",
         ),
         Alert(
             "DaskserveReplicasMissing",
             f"{wanted} - {running} > 0",
             "10m",
             Severity.WARNING,
-            "Fewer replicas of {{ $labels.deployment }} run than are wanted",
-            "{{ $value }} are missing. They find no place, or do not start; `serve.status()` tells.",
+            "Fewer replicas of {{ $labels.deployment }} run than its target",
+            "{{ $value }} are missing. They cannot be placed or do not start; `serve.status()` shows why.",
         ),
         Alert(
             "DaskserveReplicasRestart",
             f"{started} > 2 * {most_wanted}",
             "1m",
             Severity.WARNING,
-            "Replicas of {{ $labels.deployment }} start again and again",
-            "{{ $value }} have started within 15 minutes, more than twice as many as it has.",
+            "Replicas of {{ $labels.deployment }} restart repeatedly",
+            "{{ $value }} have started within 15 minutes, more than twice the target.",
         ),
         Alert(
             "DaskserveReplicasDoNotStart",
@@ -186,8 +183,8 @@ def _of_replicas() -> list[Alert]:
             f"{_increase('deployment_health_check_failures', _D, '10m')} > 5",
             "1m",
             Severity.WARNING,
-            "Replicas of {{ $labels.deployment }} are ill",
-            "About {{ $value | humanize }} health probes failed within 10 minutes.",
+            "Replicas of {{ $labels.deployment }} fail health checks",
+            "About {{ $value | humanize }} health checks failed within 10 minutes.",
         ),
     ]
 
@@ -200,16 +197,16 @@ def _of_the_instance() -> list[Alert]:
             "2m",
             Severity.CRITICAL,
             "Proxy {{ $labels.proxy }} does not listen",
-            "It is in the state {{ $labels.status }} ({{ $value }}). Its port may be taken, or its host "
-            "gone.",
+            "It is in the state {{ $labels.status }} ({{ $value }}). Its port may be in use, or its host "
+            "may be gone.",
         ),
         Alert(
             "DaskserveGoalsStuck",
             f"{_gauge('goals_pending', _I)} > 0",
             "15m",
             Severity.WARNING,
-            "Changes of {{ $labels.serve_instance }} do not come about",
-            "{{ $value }} are pending. `serve.status()` tells what they wait for.",
+            "Changes of {{ $labels.serve_instance }} do not complete",
+            "{{ $value }} are pending. `serve.status()` shows what they wait for.",
         ),
         Alert(
             "DaskserveControllerAbsent",
@@ -217,16 +214,16 @@ def _of_the_instance() -> list[Alert]:
             "1m",
             Severity.CRITICAL,
             "The controller of {{ $labels.serve_instance }} is gone",
-            "Replicas serve on, but nothing that fails is replaced. {{ $value }} controllers were started "
-            "so far.",
+            "Replicas still serve requests, but failed ones are not replaced. {{ $value }} controllers were "
+            "started so far.",
         ),
         Alert(
             "DaskserveControlLoopStopped",
             f"{_rate('control_loop_duration_seconds', _I)} == 0",
             "2m",
             Severity.CRITICAL,
-            "The controller of {{ $labels.serve_instance }} does nothing",
-            "{{ $value }} rounds of its loop within 5 minutes; there should be one every 5 s.",
+            "The control loop of {{ $labels.serve_instance }} has stopped",
+            "{{ $value }} rounds of the loop within 5 minutes; there should be one every 5 s.",
         ),
         Alert(
             "DaskserveControlLoopSlow",
@@ -234,7 +231,7 @@ def _of_the_instance() -> list[Alert]:
             "10m",
             Severity.WARNING,
             "The controller of {{ $labels.serve_instance }} is slow",
-            "A round of its loop takes {{ $value | humanizeDuration }} at the 99th percentile.",
+            "The 99th percentile of its rounds is {{ $value | humanizeDuration }}.",
         ),
         Alert(
             "DaskserveControlLoopFails",
@@ -242,7 +239,7 @@ def _of_the_instance() -> list[Alert]:
             "5m",
             Severity.WARNING,
             "Steps of the controller of {{ $labels.serve_instance }} fail",
-            "{{ $value | humanize }} a minute; they are tried again. The log of its worker tells why.",
+            "{{ $value | humanize }} fail per minute and are retried. The log of its worker shows why.",
         ),
     ]
 
@@ -255,9 +252,8 @@ def _of_processes() -> list[Alert]:
             "5m",
             Severity.WARNING,
             "Code of {{ $labels.deployment }} blocks its event loop",
-            "{{ $value | humanize }} times a minute, each time for more than 100 ms, in which its other "
-            "requests "
-            "wait. The logs of its workers name the place.",
+            "{{ $value | humanize }} times per minute, for more than 100 ms each; other requests wait "
+            "meanwhile. The logs of its workers show the line of code.",
         ),
         Alert(
             "DaskserveTargetDown",
@@ -272,15 +268,15 @@ def _of_processes() -> list[Alert]:
             f'absent(up{{job="{JOB}"}})',
             "5m",
             Severity.CRITICAL,
-            "Prometheus knows no process of daskserve",
-            "{{ $value }}: its service discovery finds none. Is the scheduler up, and an instance on it?",
+            "Prometheus has no daskserve targets",
+            "{{ $value }}: service discovery finds none. Check that the scheduler and an instance run.",
         ),
         Alert(
             "DaskserveWorkersRefused",
             "max by (job, instance) (daskserve_supervisor_refused_workers) > 0",
             "5m",
             Severity.WARNING,
-            "Dask workers lack a fitting daskserve",
+            "Dask workers have no compatible daskserve",
             "{{ $value }} workers cannot hold replicas, because they have another version of daskserve or "
             "none.",
         ),
@@ -288,7 +284,7 @@ def _of_processes() -> list[Alert]:
 
 
 def rules(limits: AlertThresholds | None = None) -> str:
-    """Return the file of rules, for `rule_files` of prometheus.yml."""
+    """Return the rules as YAML, for `rule_files` of prometheus.yml."""
     found = [
         {
             "alert": each.name,

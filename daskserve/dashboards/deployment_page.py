@@ -1,4 +1,4 @@
-"""The dashboard of one deployment: how its replicas share the work."""
+"""The dashboard of one deployment, with its metrics by replica."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from daskserve.dashboards.overview import (
     queued_now,
 )
 from daskserve.dashboards.panels import (
-    FIGURE_HEIGHT,
-    FIGURE_WIDTH,
+    STAT_HEIGHT,
+    STAT_WIDTH,
     Dashboard,
     Panel,
     PanelKind,
     Query,
     Row,
     Unit,
-    figure,
+    stat,
 )
 from daskserve.dashboards.promql import RUNNING, gauge, mean, quantile, rate, selector
 
@@ -28,40 +28,40 @@ REPLICA = "{{replica}}"
 NOW = Row(
     "Now",
     [
-        figure(
+        stat(
             "Replicas running",
-            "Those that take requests.",
+            "Replicas that accept requests.",
             gauge("deployment_replicas", where=RUNNING),
         ),
         missing_now(),
-        figure(
+        stat(
             "Requests/s",
-            "Requests that were begun.",
+            "Requests that began.",
             rate("deployment_requests"),
             Unit.REQUESTS_PER_S,
         ),
         errors_now(
             "Errors",
-            "Share of the requests that user code answered with an error.",
+            "Share of requests for which user code raised an error.",
             f"{rate('deployment_errors')} / {rate('deployment_requests')}",
         ),
         p99_now("p99", "deployment_request_duration_seconds"),
-        figure(
+        stat(
             "Slots taken",
-            "Share of the requests that replicas may run at a time which they do run.",
+            "Share of the replicas' slots that requests hold.",
             f"{gauge('replica_ongoing_requests')} / {gauge('replica_max_ongoing_requests')}",
             Unit.RATIO,
             warns_at=0.8,
             alarms_at=1,
         ),
-        queued_now("Requests that wait in routers for a replica with room."),
+        queued_now("Requests waiting in routers for a free slot."),
         Panel(
             "Status",
-            "What the deployment is now.",
+            "Present status of the deployment.",
             [Query(gauge("deployment_status", ("status",), how="max"))],
             kind=PanelKind.TABLE,
-            width=FIGURE_WIDTH,
-            height=FIGURE_HEIGHT,
+            width=STAT_WIDTH,
+            height=STAT_HEIGHT,
             columns=[("status", "status")],
         ),
     ],
@@ -72,46 +72,46 @@ REQUESTS = Row(
     [
         Panel(
             "Requests/s by replica",
-            "Requests that each replica began.",
+            "Requests that began, by replica.",
             [Query(rate("replica_requests", ("replica",)), REPLICA)],
             Unit.REQUESTS_PER_S,
             is_stacked=True,
         ),
         Panel(
             "Errors/s by replica",
-            "Requests that user code answered with an error.",
+            "Requests for which user code raised an error.",
             [Query(rate("replica_errors", ("replica",)), REPLICA)],
             Unit.REQUESTS_PER_S,
             is_stacked=True,
         ),
         Panel(
-            "What else became of requests",
-            "Given up by callers, ended at their deadline, refused by a full queue or sent again.",
+            "Other outcomes of requests",
+            "Cancelled by callers, timed out, rejected by a full queue, or retried.",
             [
-                Query(rate("deployment_cancellations"), "given up"),
+                Query(rate("deployment_cancellations"), "cancelled"),
                 Query(rate("deployment_timeouts"), "timed out"),
-                Query(rate("router_rejections"), "refused"),
+                Query(rate("router_rejections"), "rejected"),
                 Query(rate("deployment_rejections"), "sent back, every slot taken"),
-                Query(rate("router_retries", ("cause",)), "sent again, {{cause}}"),
+                Query(rate("router_retries", ("cause",)), "retried, {{cause}}"),
             ],
             Unit.REQUESTS_PER_S,
         ),
         *latencies("Duration", "replica_request_duration_seconds", "replica"),
         Panel(
-            "Duration of all",
-            "How long requests held their slots, over all replicas.",
+            "Duration, all replicas",
+            "Time that requests held their slots, over all replicas.",
             [Query(quantile(share, "deployment_request_duration_seconds"), name) for name, share in SHARES],
             Unit.SECONDS,
         ),
         Panel(
             "Wait in the queue",
-            "Of the requests that had to wait for a replica with room.",
+            "Waiting time of queued requests.",
             [Query(quantile(share, "router_queue_wait_seconds"), name) for name, share in SHARES],
             Unit.SECONDS,
         ),
         Panel(
             "Queued in routers",
-            "By the process whose router holds them: a proxy, or one that calls by handle.",
+            "By process with a router: a proxy, or a caller of handles.",
             [Query(gauge("router_queued_requests", ("instance",)), "{{instance}}")],
             is_stacked=True,
         ),
@@ -123,7 +123,7 @@ REPLICAS = Row(
     [
         Panel(
             "Ongoing by replica",
-            "Requests that hold a slot, beside how many slots one replica has.",
+            "Requests that hold a slot, and the number of slots per replica.",
             [
                 Query(gauge("replica_ongoing_requests", ("replica",)), REPLICA),
                 Query(gauge("replica_max_ongoing_requests", how="max"), "slots of one replica"),
@@ -131,19 +131,19 @@ REPLICAS = Row(
         ),
         Panel(
             "Queued by replica",
-            "Requests in line for a slot, and requests and calls that wait for their batch.",
+            "Requests waiting for a slot, and requests and calls waiting for their batch.",
             [Query(gauge("replica_queued_requests", ("replica",)), REPLICA)],
             is_stacked=True,
         ),
         Panel(
-            "Given up but running on",
-            "Calls of plain functions that nobody waits for any more; each keeps its slot until it returns.",
+            "Cancelled but still running",
+            "Cancelled calls of plain functions; each holds its slot until it returns.",
             [Query(gauge("replica_abandoned_requests", ("replica",)), REPLICA)],
             warns_at=1,
         ),
         Panel(
             "Batch size",
-            "Items in a batch: the mean and the largest ones.",
+            "Items per batch: mean and 99th percentile.",
             [
                 Query(mean("batch_size", ("method",)), "{{method}}: mean"),
                 Query(quantile(0.99, "batch_size", ("method",)), "{{method}}: p99"),
@@ -151,7 +151,7 @@ REPLICAS = Row(
         ),
         Panel(
             "Wait for the batch",
-            "How long an item waited until its batch began.",
+            "Time that an item waited for its batch.",
             [
                 Query(quantile(0.5, "batch_wait_seconds", ("method",)), "{{method}}: p50"),
                 Query(quantile(0.99, "batch_wait_seconds", ("method",)), "{{method}}: p99"),
@@ -160,7 +160,7 @@ REPLICAS = Row(
         ),
         Panel(
             "Replicas",
-            "By state, beside how many are wanted.",
+            "Replicas by state, and the target.",
             [
                 Query(gauge("deployment_replicas", ("state",)), "{{state}}"),
                 Query(gauge("deployment_wanted_replicas"), "wanted"),
@@ -168,7 +168,7 @@ REPLICAS = Row(
         ),
         Panel(
             "Starts and failures",
-            "Replicas that started or failed to, per minute.",
+            "Replicas that started or failed to start, per minute.",
             [
                 Query(f"60 * {rate('deployment_replica_starts')}", "started"),
                 Query(f"60 * {rate('deployment_replica_start_failures')}", "failed to start"),
@@ -176,21 +176,21 @@ REPLICAS = Row(
         ),
         Panel(
             "Health",
-            "Probes that failed, and times that user code blocked its event loop, per minute.",
+            "Failed health checks, and times that user code blocked its event loop, per minute.",
             [
-                Query(f"60 * {rate('deployment_health_check_failures')}", "failed probes"),
+                Query(f"60 * {rate('deployment_health_check_failures')}", "failed checks"),
                 Query(f"60 * {rate('deployment_loop_blocks')}", "blocked loops"),
             ],
         ),
         Panel(
             "Unhealthy replicas",
-            "Those whose last probes failed; they are replaced.",
+            "Replicas whose last health checks failed; they are replaced.",
             [Query(f"sum(1 - daskserve_replica_healthy{selector('replica_healthy')})", "unhealthy")],
             warns_at=1,
         ),
         Panel(
-            "Time since the start",
-            "A line that falls to nothing is a replica that was started anew.",
+            "Uptime",
+            "Time since each replica started.",
             [
                 Query(
                     "time() - max by (replica) "
@@ -201,14 +201,14 @@ REPLICAS = Row(
             Unit.SECONDS,
         ),
         Panel(
-            "Duration of the start",
-            "How long each replica took to start.",
+            "Start-up time",
+            "Time that each replica took to start.",
             [Query(gauge("replica_startup_duration_seconds", ("replica",), how="max"), REPLICA)],
             Unit.SECONDS,
         ),
         Panel(
-            "Where replicas are",
-            "The target and the Dask worker of each.",
+            "Locations of replicas",
+            "The scrape target and the Dask worker of each replica.",
             [Query(gauge("replica_healthy", ("replica", "instance", "dask_name"), how="max"))],
             kind=PanelKind.TABLE,
             columns=[("replica", "replica"), ("instance", "target"), ("dask_name", "worker")],
@@ -220,7 +220,7 @@ REPLICAS = Row(
 DEPLOYMENT = Dashboard(
     "daskserve-deployment",
     "daskserve: one deployment",
-    "How one deployment does, replica by replica.",
+    "One deployment, by replica.",
     [NOW, REQUESTS, REPLICAS],
     is_for_one_deployment=True,
 )

@@ -1,4 +1,4 @@
-"""Dashboards as Grafana's JSON, and the tree of files from which Grafana and Prometheus are set up.
+"""Write dashboards as Grafana's JSON, and all files that configure Grafana and Prometheus.
 
 grafana-foundation-sdk was tried on both dashboards: the same JSON but for defaults, about 135 lines in
 place of the 190 below, and the pages stay as they are. It adds 4.8 MB and 57 ms of import, is marked as
@@ -22,27 +22,27 @@ from daskserve.dashboards.panels import Dashboard, GridPosition, Panel, PanelKin
 from daskserve.figures.table import METRICS
 
 DASHBOARDS: Sequence[Dashboard] = (OVERVIEW, DEPLOYMENT)
-#: The version of the format that Grafana 10.0 wrote. Later ones read it, and bring it up to theirs.
+#: The format version of Grafana 10.0. Later versions of Grafana read and upgrade it.
 SCHEMA_VERSION = 38
 DATASOURCE_UID = "daskserve-prometheus"
 FOLDER = TAG = "daskserve"
 
-#: What a link takes along.
+#: The variables that a link passes on.
 _CHOSEN = "${datasource:queryparam}&${job:queryparam}&${serve_instance:queryparam}"
 _DATASOURCE: Mapping[str, str] = {"type": "prometheus", "uid": "${datasource}"}
 
 
 def provisioning(prometheus_url: str, dashboards_path: str, scrape_interval_s: int) -> dict[str, str]:
-    """Return ``{path: text}`` of what Grafana reads when it starts.
+    """Return Grafana's provisioning files as ``{path: text}``.
 
     Parameters
     ----------
     prometheus_url : str
-        Where Grafana reaches Prometheus.
+        Address at which Grafana reaches Prometheus.
     dashboards_path : str
-        Where the dashboards' files will be, on Grafana's host.
+        Folder of the dashboards' files on Grafana's host.
     scrape_interval_s : int
-        How often Prometheus scrapes; Grafana takes no rate over less than four times that.
+        Prometheus' scrape interval; Grafana computes rates over at least four intervals.
     """
     datasource = {
         "name": "daskserve",
@@ -72,7 +72,7 @@ def files(
     scrape_interval_s: int = 15,
     limits: AlertThresholds | None = None,
 ) -> dict[str, str]:
-    """Return ``{path: text}`` of everything that Grafana and Prometheus need."""
+    """Return all files for Grafana and Prometheus as ``{path: text}``."""
     found = provisioning(prometheus_url, dashboards_path, scrape_interval_s)
     for each in DASHBOARDS:
         found[f"dashboards/{each.uid}.json"] = json.dumps(as_json(each), indent=2) + "\n"
@@ -86,7 +86,7 @@ def _yaml(content: Mapping[str, Any]) -> str:
 
 
 def as_json(dashboard: Dashboard) -> dict[str, Any]:
-    """Return a dashboard in the form of Grafana's files."""
+    """Return a dashboard in Grafana's JSON format."""
     panels = [
         {"id": number, **(_row(each, place) if isinstance(each, Row) else _panel(each, place))}
         for number, (each, place) in enumerate(placed(dashboard), start=1)
@@ -110,7 +110,7 @@ def as_json(dashboard: Dashboard) -> dict[str, Any]:
 
 
 def _link(other: Dashboard) -> dict[str, Any]:
-    """Return a link at the top that takes the time and the instance along."""
+    """Return a link to another dashboard that passes on the time range and the instance."""
     return {
         "type": "link",
         "title": other.title,
@@ -232,10 +232,10 @@ def _field_config(panel: Panel) -> dict[str, Any]:
 
 
 def _link_of_a_series() -> dict[str, Any]:
-    """Return a link from a deployment's line to its own dashboard, at the same time."""
+    """Return a link from a deployment's series to its own dashboard, with the same time range."""
     chosen = f"var-deployment=${{__field.labels.deployment}}&{_CHOSEN}&${{__url_time_range}}"
     return {
-        "title": "${__field.labels.deployment}, replica by replica",
+        "title": "${__field.labels.deployment}, by replica",
         "url": f"/d/{DEPLOYMENT.uid}?{chosen}",
     }
 
@@ -291,7 +291,7 @@ def _options(panel: Panel) -> dict[str, Any]:
 
 
 def _columns(panel: Panel) -> list[dict[str, Any]]:
-    """Return the transformations that show a table's columns under their headings, and no others."""
+    """Return the transformations that select, order and rename a table's columns."""
     headings = dict(panel.columns)
     if panel.value_heading:
         headings["Value"] = panel.value_heading

@@ -1,10 +1,10 @@
-"""The dashboard of a whole instance: what comes in, what goes wrong, who carries it."""
+"""The dashboard of a whole instance: requests, errors, load, replicas and processes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from daskserve.dashboards.panels import Dashboard, Panel, PanelKind, Query, Row, Unit, figure
+from daskserve.dashboards.panels import Dashboard, Panel, PanelKind, Query, Row, Unit, stat
 from daskserve.dashboards.promql import RUNNING, SERVER_ERRORS, buckets, gauge, quantile, rate, selector
 
 SHARES: Sequence[tuple[str, float]] = (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))
@@ -16,16 +16,16 @@ def _status_classes() -> str:
 
 
 def _with_no_route(expression: str) -> str:
-    """Name the series of the requests for which there was no route, which would have no name at all."""
+    """Name the series of requests that matched no route, whose label is empty."""
     return f'label_replace({expression}, "route", "(no route)", "route", "")'
 
 
 def latencies(what: str, short_name: str, by: str) -> list[Panel]:
-    """Return three panels: how long it took one half, nine tenths and 99 of 100, by a label."""
+    """Return panels with the 50th, 90th and 99th percentile of durations, by a label."""
     return [
         Panel(
             f"{what}: {name} by {by}",
-            f"{share:.0%} took no longer than this.",
+            f"{share:.0%} of requests take at most this long.",
             [Query(_quantile(share, short_name, by), f"{{{{{by}}}}}")],
             Unit.SECONDS,
         )
@@ -39,15 +39,15 @@ def _quantile(share: float, short_name: str, by: str) -> str:
 
 
 def errors_now(title: str, description: str, share: str) -> Panel:
-    """Return a panel with a share of requests that failed."""
-    return figure(title, description, share, Unit.RATIO, warns_at=0.01, alarms_at=0.05)
+    """Return a panel with the share of failed requests."""
+    return stat(title, description, share, Unit.RATIO, warns_at=0.01, alarms_at=0.05)
 
 
 def p99_now(title: str, short_name: str) -> Panel:
-    """Return a panel with how long the slowest of requests take."""
-    return figure(
+    """Return a panel with the 99th percentile of durations."""
+    return stat(
         title,
-        "99% of the requests took no longer than this.",
+        "99% of requests take at most this long.",
         quantile(0.99, short_name),
         Unit.SECONDS,
         warns_at=0.5,
@@ -56,15 +56,15 @@ def p99_now(title: str, short_name: str) -> Panel:
 
 
 def queued_now(description: str) -> Panel:
-    """Return a panel with how many requests wait in routers."""
-    return figure("Queued", description, gauge("router_queued_requests"), warns_at=100, alarms_at=1000)
+    """Return a panel with the number of requests queued in routers."""
+    return stat("Queued", description, gauge("router_queued_requests"), warns_at=100, alarms_at=1000)
 
 
 def missing_now() -> Panel:
-    """Return a panel with how many replicas are missing."""
-    return figure(
+    """Return a panel with the number of missing replicas."""
+    return stat(
         "Replicas missing",
-        "Replicas that are to run and do not.",
+        "Target number of replicas minus running ones.",
         f"{gauge('deployment_wanted_replicas')} - {gauge('deployment_replicas', where=RUNNING)}",
         warns_at=1,
     )
@@ -73,29 +73,29 @@ def missing_now() -> Panel:
 NOW = Row(
     "Now",
     [
-        figure(
+        stat(
             "HTTP requests/s",
-            "Requests that ended, whatever became of them.",
+            "Requests that ended, with any status.",
             rate("http_requests"),
             Unit.REQUESTS_PER_S,
         ),
         errors_now(
             "HTTP errors",
-            "Share of the requests that were answered with 5xx.",
+            "Share of requests with a 5xx response.",
             f"({rate('http_requests', where=SERVER_ERRORS)} or vector(0)) / {rate('http_requests')}",
         ),
         p99_now("HTTP p99", "http_request_duration_seconds"),
-        figure("Ongoing", "Requests that replicas work on.", gauge("router_ongoing_requests")),
-        queued_now("Requests that wait for a replica with room."),
+        stat("Ongoing", "Requests in flight at replicas.", gauge("router_ongoing_requests")),
+        queued_now("Requests waiting for a free slot."),
         missing_now(),
-        figure(
+        stat(
             "Proxies running",
-            "Processes that listen for HTTP.",
+            "Proxies that listen for HTTP.",
             gauge("proxy_status", where='status="RUNNING"'),
         ),
-        figure(
+        stat(
             "Goals pending",
-            "Changes that were asked for and are still coming about.",
+            "Requested changes that are in progress.",
             gauge("goals_pending"),
         ),
     ],
@@ -106,21 +106,21 @@ REQUESTS = Row(
     [
         Panel(
             "HTTP requests/s by route",
-            "Requests that ended. Those for which there was no route have none.",
+            "Requests that ended; '(no route)' if no route matched.",
             [Query(_with_no_route(rate("http_requests", ("route",))), "{{route}}")],
             Unit.REQUESTS_PER_S,
             is_stacked=True,
         ),
         Panel(
-            "HTTP answers by status",
-            "2xx are answers, 4xx the caller's fault (499: it left), 5xx ours or that of user code.",
+            "HTTP responses by status",
+            "2xx: success; 4xx: client errors (499: client disconnected); 5xx: server or user code errors.",
             [Query(_status_classes(), "{{class}}")],
             Unit.REQUESTS_PER_S,
             is_stacked=True,
         ),
         Panel(
             "Errors by cause",
-            "What failed in daskserve, of HTTP requests and of calls by handle; and what user code raised.",
+            "Failed HTTP requests and handle calls by cause, and errors of user code.",
             [
                 Query(rate("http_errors", ("cause",)), "HTTP: {{cause}}"),
                 Query(rate("handle_errors", ("cause",)), "handle: {{cause}}"),
@@ -132,14 +132,14 @@ REQUESTS = Row(
         *latencies("Deployments", "deployment_request_duration_seconds", "deployment"),
         Panel(
             "Requests/s by deployment",
-            "Requests that replicas began, over HTTP and by handle.",
+            "Requests that began at replicas, over HTTP and through handles.",
             [Query(rate("deployment_requests", ("deployment",)), "{{deployment}}")],
             Unit.REQUESTS_PER_S,
             is_stacked=True,
         ),
         Panel(
             "Error ratio by deployment",
-            "Share of the requests that user code answered with an error.",
+            "Share of requests for which user code raised an error.",
             [
                 Query(
                     f"{rate('deployment_errors', ('deployment',))}"
@@ -153,7 +153,7 @@ REQUESTS = Row(
         ),
         Panel(
             "HTTP durations",
-            "How many requests took how long.",
+            "Distribution of request durations.",
             [Query(buckets("http_request_duration_seconds", function="increase"), "{{le}}")],
             Unit.SECONDS,
             PanelKind.HEATMAP,
@@ -166,45 +166,45 @@ LOAD = Row(
     [
         Panel(
             "Ongoing by deployment",
-            "Requests that replicas work on, as their routers know it.",
+            "Requests in flight at replicas, as counted by routers.",
             [Query(gauge("router_ongoing_requests", ("deployment",)), "{{deployment}}")],
             is_stacked=True,
         ),
         Panel(
             "Queued by deployment",
-            "Requests that wait in routers for a replica with room.",
+            "Requests waiting in routers for a free slot.",
             [Query(gauge("router_queued_requests", ("deployment",)), "{{deployment}}")],
             is_stacked=True,
         ),
         Panel(
             "Wait in the queue: p99",
-            "Of the requests that had to wait at all.",
+            "Waiting time of queued requests.",
             [Query(quantile(0.99, "router_queue_wait_seconds", ("deployment",)), "{{deployment}}")],
             Unit.SECONDS,
         ),
         Panel(
-            "Refused and repeated",
-            "Requests that a full queue refused, and those sent again because the replica was busy or lost.",
+            "Rejected and retried",
+            "Requests rejected by a full queue, and requests retried because a replica was busy or lost.",
             [
-                Query(rate("router_rejections", ("deployment",)), "refused: {{deployment}}"),
-                Query(rate("router_retries", ("deployment", "cause")), "again: {{deployment}}, {{cause}}"),
+                Query(rate("router_rejections", ("deployment",)), "rejected: {{deployment}}"),
+                Query(rate("router_retries", ("deployment", "cause")), "retried: {{deployment}}, {{cause}}"),
             ],
             Unit.REQUESTS_PER_S,
         ),
         Panel(
-            "Timed out and given up",
-            "HTTP requests that met their deadline, and those whose client left; the same seen by replicas.",
+            "Timed out and cancelled",
+            "HTTP requests that timed out or whose client disconnected; the same for replicas.",
             [
                 Query(rate("http_timeouts"), "HTTP: timed out"),
-                Query(rate("http_cancellations"), "HTTP: client left"),
+                Query(rate("http_cancellations"), "HTTP: disconnected"),
                 Query(rate("deployment_timeouts"), "replicas: timed out"),
-                Query(rate("deployment_cancellations"), "replicas: given up"),
+                Query(rate("deployment_cancellations"), "replicas: cancelled"),
             ],
             Unit.REQUESTS_PER_S,
         ),
         Panel(
-            "Calls by handle",
-            "Calls that processes of the cluster began.",
+            "Handle calls",
+            "Handle calls that began in processes of the cluster.",
             [Query(rate("handle_requests", ("endpoint",)), "{{endpoint}}")],
             Unit.REQUESTS_PER_S,
         ),
@@ -218,8 +218,8 @@ REPLICAS = Row(
     "Replicas",
     [
         Panel(
-            "Replicas running and wanted",
-            "Where the line of those wanted is above, replicas start or find no place.",
+            "Replicas: running and target",
+            "If the target is higher, replicas are starting or cannot be placed.",
             [
                 Query(gauge("deployment_replicas", ("deployment",), RUNNING), "{{deployment}}"),
                 Query(gauge("deployment_wanted_replicas", ("deployment",)), "{{deployment}}, wanted"),
@@ -238,20 +238,20 @@ REPLICAS = Row(
         ),
         Panel(
             "Autoscaler: why",
-            "The reason of its last decision; N stands for a number.",
+            "Reason of the last decision; N stands for a number.",
             [Query(gauge("autoscaling_reason", ("deployment", "reason"), how="max"))],
             kind=PanelKind.TABLE,
             columns=[("deployment", "deployment"), ("reason", "reason")],
         ),
         Panel(
             "Replicas by state",
-            "Those that stay in STARTING wait for a place or for their code.",
+            "Replicas that stay in STARTING wait for a worker or for their constructor.",
             [Query(gauge("deployment_replicas", ("state",)), "{{state}}")],
             is_stacked=True,
         ),
         Panel(
             "Starts and failures",
-            "Replicas that started or failed to, and health probes that failed, per minute.",
+            "Replicas that started or failed to start, and failed health checks, per minute.",
             [
                 Query(
                     f"60 * {rate('deployment_replica_starts', ('deployment',))}", "{{deployment}}: started"
@@ -262,13 +262,13 @@ REPLICAS = Row(
                 ),
                 Query(
                     f"60 * {rate('deployment_health_check_failures', ('deployment',))}",
-                    "{{deployment}}: failed probe",
+                    "{{deployment}}: failed check",
                 ),
             ],
         ),
         Panel(
             "Deployments",
-            "What each of them is now.",
+            "Present status of each deployment.",
             [Query(gauge("deployment_status", ("deployment", "status"), how="max"))],
             kind=PanelKind.TABLE,
             columns=[("deployment", "deployment"), ("status", "status")],
@@ -281,13 +281,13 @@ CONTROL = Row(
     [
         Panel(
             "Proxies",
-            "How many of them are in which state.",
+            "Proxies by state.",
             [Query(gauge("proxy_status", ("status",)), "{{status}}")],
             is_stacked=True,
         ),
         Panel(
             "Goals",
-            "Changes that were asked for: pending, and those that ended, per minute.",
+            "Requested changes: in progress, and ended per minute.",
             [
                 Query(gauge("goals_pending"), "pending"),
                 Query(f"60 * {rate('goals', ('outcome',))}", "{{outcome}} per minute"),
@@ -295,13 +295,13 @@ CONTROL = Row(
         ),
         Panel(
             "Dask workers",
-            "Those that can hold replicas, that are being retired, and that do not answer.",
+            "Workers that can hold replicas, are being retired, or do not answer.",
             [Query(gauge("workers", ("state",)), "{{state}}")],
             is_stacked=True,
         ),
         Panel(
             "Control loop",
-            "How long a round of the controller's loop takes.",
+            "Time per round of the controller's loop.",
             [
                 Query(quantile(0.5, "control_loop_duration_seconds"), "p50"),
                 Query(quantile(0.99, "control_loop_duration_seconds"), "p99"),
@@ -310,7 +310,7 @@ CONTROL = Row(
         ),
         Panel(
             "Rounds of the control loop",
-            "Rounds, and steps of theirs that failed and are tried again.",
+            "Rounds per second, and failed steps, which are retried.",
             [
                 Query(rate("control_loop_duration_seconds"), "rounds"),
                 Query(rate("control_loop_failures"), "failed steps"),
@@ -318,8 +318,8 @@ CONTROL = Row(
             Unit.PER_S,
         ),
         Panel(
-            "News from the controller: delay",
-            "From a change to its use in the processes that listen.",
+            "Controller updates: delay",
+            "Time from a change to its use in listening processes.",
             [
                 Query(quantile(0.5, "long_poll_delay_seconds"), "p50"),
                 Query(quantile(0.99, "long_poll_delay_seconds"), "p99"),
@@ -327,8 +327,8 @@ CONTROL = Row(
             Unit.SECONDS,
         ),
         Panel(
-            "News from the controller: fetches",
-            "Listeners fetch what was published, and try again where that fails.",
+            "Controller updates: fetches",
+            "Fetches of published values, and failed fetches, which are retried.",
             [
                 Query(rate("long_poll_fetches"), "fetched"),
                 Query(rate("long_poll_fetch_failures"), "failed"),
@@ -337,12 +337,12 @@ CONTROL = Row(
         ),
         Panel(
             "Controllers started",
-            "One, unless a controller was lost and replaced.",
+            "1, unless a controller was lost and replaced.",
             [Query(gauge("supervisor_controller_starts", ("serve_instance",)), "{{serve_instance}}")],
         ),
         Panel(
             "Alerts",
-            "Rules of daskserve that fire, or will do so if it lasts.",
+            "Alerts of daskserve that are firing or pending.",
             [Query('ALERTS{alertname=~"Daskserve.*"}')],
             kind=PanelKind.TABLE,
             columns=[
@@ -361,7 +361,7 @@ PROCESSES = Row(
     [
         Panel(
             "Channels: bytes",
-            "What processes send each other of requests and answers.",
+            "Bytes of requests and responses between processes.",
             [
                 Query(rate("channel_sent_bytes"), "sent"),
                 Query(rate("channel_received_bytes"), "received"),
@@ -369,28 +369,28 @@ PROCESSES = Row(
             Unit.BYTES_PER_S,
         ),
         Panel(
-            "Channels: trouble",
-            "Channels that were opened because the last one broke, and those that could not be, per minute.",
+            "Channels: failures",
+            "Reopened channels, and channels that failed to open, per minute.",
             [
-                Query(f"60 * {rate('channel_reconnects', ('instance',))}", "{{instance}}: opened again"),
-                Query(f"60 * {rate('channel_dial_failures', ('instance',))}", "{{instance}}: not opened"),
+                Query(f"60 * {rate('channel_reconnects', ('instance',))}", "{{instance}}: reopened"),
+                Query(f"60 * {rate('channel_dial_failures', ('instance',))}", "{{instance}}: failed"),
             ],
         ),
         Panel(
             "Channels",
-            "Connections between processes, counted at both of their ends.",
+            "Connections between processes, counted at both ends.",
             [Query(gauge("channels", ("instance",)), "{{instance}}")],
             is_stacked=True,
         ),
         Panel(
-            "Event loops that were blocked",
-            "Times per minute that async user code held up its event loop for more than 100 ms.",
+            "Blocked event loops",
+            "Times per minute that async user code blocked its event loop for more than 100 ms.",
             [Query(f"60 * {rate('deployment_loop_blocks', ('deployment',))}", "{{deployment}}")],
             warns_at=1,
         ),
         Panel(
             "CPU",
-            "Cores that each process uses; 1 is a whole one.",
+            "CPU cores used by each process.",
             [
                 Query(
                     'sum by (instance) (rate(process_cpu_seconds_total{job=~"$job"}[$__rate_interval]))',
@@ -401,7 +401,7 @@ PROCESSES = Row(
         ),
         Panel(
             "Memory",
-            "What each process holds of the machine's memory.",
+            "Resident memory of each process.",
             [Query('sum by (instance) (process_resident_memory_bytes{job=~"$job"})', "{{instance}}")],
             Unit.BYTES,
             is_stacked=True,
@@ -412,6 +412,6 @@ PROCESSES = Row(
 OVERVIEW = Dashboard(
     "daskserve-overview",
     "daskserve: overview",
-    "Everything that instances of daskserve do on a Dask cluster.",
+    "All instances of daskserve on a Dask cluster.",
     [NOW, REQUESTS, LOAD, REPLICAS, CONTROL, PROCESSES],
 )

@@ -1,4 +1,4 @@
-"""What a dashboard is made of, and where its panels stand."""
+"""The parts of a dashboard and the layout of its panels."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-#: How many columns Grafana's grid has.
+#: Number of columns of Grafana's grid.
 GRID_COLUMNS = 24
-#: Of a panel that shows one number, or no more than that needs.
-FIGURE_WIDTH, FIGURE_HEIGHT = 3, 4
+#: Size of a panel that shows one number.
+STAT_WIDTH, STAT_HEIGHT = 3, 4
 
 
 class PanelKind(Enum):
-    """How a panel shows its data, by Grafana's names."""
+    """The kinds of panels, with Grafana's names."""
 
     TIME_SERIES = "timeseries"
     STAT = "stat"
@@ -22,7 +22,7 @@ class PanelKind(Enum):
 
 
 class Unit(Enum):
-    """Units of values, by Grafana's ids."""
+    """The units of values, with Grafana's ids."""
 
     NUMBER = "short"
     SECONDS = "s"
@@ -35,7 +35,7 @@ class Unit(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """An expression of PromQL, and what each of its series is called: ``{{label}}`` stands for a label."""
+    """A PromQL expression and the legend of its series, in which ``{{label}}`` is replaced by the label."""
 
     expression: str
     legend: str = ""
@@ -48,9 +48,9 @@ class Panel:
     Attributes
     ----------
     warns_at, alarms_at : float, optional
-        Values from which on it is shown in yellow and in red.
-    columns : mapping
-        Of a table: the labels to be shown, in their order, by what heads them.
+        Thresholds above which the value is shown in yellow and in red.
+    columns : sequence of tuple
+        The columns of a table in order, as pairs of label and heading.
     """
 
     title: str
@@ -67,7 +67,7 @@ class Panel:
     value_heading: str = ""
 
 
-def figure(
+def stat(
     title: str,
     description: str,
     expression: str,
@@ -76,15 +76,15 @@ def figure(
     warns_at: float | None = None,
     alarms_at: float | None = None,
 ) -> Panel:
-    """Return a panel that shows one number; eight of them fill a line."""
+    """Return a panel that shows one number; eight of them fill a row of the grid."""
     return Panel(
         title,
         description,
         [Query(expression)],
         unit,
         PanelKind.STAT,
-        width=FIGURE_WIDTH,
-        height=FIGURE_HEIGHT,
+        width=STAT_WIDTH,
+        height=STAT_HEIGHT,
         warns_at=warns_at,
         alarms_at=alarms_at,
     )
@@ -92,7 +92,7 @@ def figure(
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Panels under a heading; they fill the grid from left to right."""
+    """Panels under a heading, laid out from left to right."""
 
     title: str
     panels: Sequence[Panel]
@@ -100,13 +100,13 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Dashboard:
-    """One dashboard: its identity, which must never change, and its rows."""
+    """A dashboard. Its ``uid`` must never change."""
 
     uid: str
     title: str
     description: str
     rows: Sequence[Row]
-    #: Whether one deployment is chosen, or any number of them.
+    #: Whether exactly one deployment is selected.
     is_for_one_deployment: bool = False
 
     def panels(self) -> Iterator[Panel]:
@@ -117,7 +117,7 @@ class Dashboard:
 
 @dataclass(frozen=True, slots=True)
 class GridPosition:
-    """Where something stands on Grafana's grid."""
+    """Position and size on Grafana's grid."""
 
     x: int
     y: int
@@ -126,7 +126,7 @@ class GridPosition:
 
 
 def placed(dashboard: Dashboard) -> list[tuple[Row | Panel, GridPosition]]:
-    """Return the headings of rows and the panels below them, each with its place."""
+    """Return the row headings and panels with their positions."""
     found: list[tuple[Row | Panel, GridPosition]] = []
     y = 0
     for row in dashboard.rows:

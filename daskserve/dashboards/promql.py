@@ -1,7 +1,7 @@
-"""Expressions of PromQL over daskserve's own metrics. What is not exported cannot be asked for.
+"""Build PromQL expressions over daskserve's own metrics.
 
-Names and labels are looked up in `daskserve.figures.table`, so that a metric which is renamed takes its
-panels and alerts along, or fails them in the first test that imports them.
+Names and labels are looked up in `daskserve.figures.table`. After a metric is renamed, expressions with its
+old name fail at import.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import TypedDict, Unpack
 
 from daskserve.figures.table import METRICS, MetricKind
 
-#: What a dashboard filters by, as far as a metric has the label. Grafana puts in what was chosen.
+#: Labels that a dashboard filters by, if a metric has them. Grafana fills in the selected values.
 VARIABLES: Sequence[str] = ("serve_instance", "deployment")
-#: Grafana makes it at least four scrapes long, so that a rate has values to go by.
+#: Grafana makes this window at least four scrapes long, so that a rate has enough values.
 RATE_WINDOW = "$__rate_interval"
 
 RUNNING = 'state="RUNNING"'
@@ -21,17 +21,17 @@ SERVER_ERRORS = 'code=~"5.."'
 
 
 class Growth(TypedDict, total=False):
-    """How growth is measured, if not as a dashboard does it."""
+    """Options of growth expressions; the defaults are those of dashboards."""
 
     window: str
-    #: Whether only what the dashboard's variables let through is counted.
+    #: Whether to filter by the dashboard's variables.
     filters: bool
-    #: ``rate``, which is growth per second, or ``increase``.
+    #: ``rate`` (growth per second) or ``increase``.
     function: str
 
 
 def selector(short_name: str, where: str = "", *, filters: bool = True) -> str:
-    """Return a selector of all series of a metric that the dashboard's variables let through."""
+    """Return a selector of a metric's series, filtered by the dashboard's variables."""
     spec = METRICS[short_name]
     matchers = []
     if filters:
@@ -43,7 +43,7 @@ def selector(short_name: str, where: str = "", *, filters: bool = True) -> str:
 def gauge(
     short_name: str, by: Sequence[str] = (), where: str = "", *, how: str = "sum", filters: bool = True
 ) -> str:
-    """Return a gauge, or what a counter has come to, by labels."""
+    """Return an expression for a gauge, or the total of a counter, by labels."""
     _check(short_name, by)
     return (
         f"{how}{_by(by)}({METRICS[short_name].exported_name}{selector(short_name, where, filters=filters)})"
@@ -51,7 +51,7 @@ def gauge(
 
 
 def rate(short_name: str, by: Sequence[str] = (), where: str = "", **growth: Unpack[Growth]) -> str:
-    """Return how fast a counter, or the count of a histogram, grows, by labels."""
+    """Return an expression for the growth of a counter, or of a histogram's count, by labels."""
     _check(short_name, by)
     kind = METRICS[short_name].kind
     assert kind is not MetricKind.GAUGE
@@ -61,19 +61,19 @@ def rate(short_name: str, by: Sequence[str] = (), where: str = "", **growth: Unp
 def quantile(
     share: float, short_name: str, by: Sequence[str] = (), where: str = "", **growth: Unpack[Growth]
 ) -> str:
-    """Return a quantile of what a histogram counted within the window, by labels."""
+    """Return an expression for a quantile of a histogram within the window, by labels."""
     return f"histogram_quantile({share:g}, {buckets(short_name, by, where, **growth)})"
 
 
 def buckets(short_name: str, by: Sequence[str] = (), where: str = "", **growth: Unpack[Growth]) -> str:
-    """Return a histogram's buckets over the window, by labels."""
+    """Return an expression for the growth of a histogram's buckets within the window, by labels."""
     _check(short_name, by)
     assert METRICS[short_name].kind is MetricKind.HISTOGRAM
     return _grown(short_name, "_bucket", [*by, "le"], where, growth)
 
 
 def mean(short_name: str, by: Sequence[str] = ()) -> str:
-    """Return the mean of what a histogram counted within the window, by labels."""
+    """Return an expression for the mean of a histogram within the window, by labels."""
     assert METRICS[short_name].kind is MetricKind.HISTOGRAM
     return f"{_grown(short_name, '_sum', by, '', {})} / {rate(short_name, by)}"
 
@@ -89,11 +89,11 @@ def _by(labels: Sequence[str]) -> str:
     return f" by ({', '.join(labels)}) " if labels else ""
 
 
-#: Labels that Prometheus adds to every series, by the discovery of `daskserve metrics scrape-config`.
+#: Labels that Prometheus adds to every series with the configuration of `daskserve metrics scrape-config`.
 TARGET_LABELS = frozenset({"job", "instance", "dask_role", "dask_name"})
 
 
 def _check(short_name: str, labels: Sequence[str]) -> None:
     unknown = set(labels) - set(METRICS[short_name].labels) - TARGET_LABELS
     if unknown:
-        raise ValueError(f"{short_name} has no labels {sorted(unknown)}")
+        raise ValueError(f"{short_name} has no labels {sorted(unknown)}; use labels of its definition")
