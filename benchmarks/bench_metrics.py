@@ -28,7 +28,7 @@ from daskserve.data.caller.router_figures import SetFigures
 from daskserve.figures.collector import ProcessMetrics
 from daskserve.figures.histogram import LATENCY_BUCKETS_S
 from daskserve.figures.replica import ReplicaFigures
-from daskserve.figures.table import Sample
+from daskserve.figures.table import MetricSample
 from daskserve.proxies.ingress.figures import IngressFigures
 from daskserve.proxies.ingress.routes import Route
 from daskserve.types import Load, ReplicaState
@@ -101,7 +101,7 @@ class Worker:
         for figures in self._replicas.values():
             figures.record_start(1.0, 1.0)
 
-    def samples(self) -> list[Sample]:
+    def samples(self) -> list[MetricSample]:
         found = self._ingress.samples("i")
         for labels, figures in self._replicas.items():
             found += figures.samples(labels)
@@ -147,7 +147,7 @@ class Controller:
                 change[replica.key] = replica
             self._state.apply(change)
 
-    def samples(self) -> list[Sample]:
+    def samples(self) -> list[MetricSample]:
         return self._figures.counts("i") + self._figures.states("i", 1, self._state, Observed())
 
 

@@ -12,7 +12,7 @@ from daskserve.data.caller.handle import routers_of
 from daskserve.data.replica.isolation import IsolatedReplica
 from daskserve.data.replica.replica import Replica
 from daskserve.errors import BadRequestError, ServeError
-from daskserve.figures.table import Sample
+from daskserve.figures.table import MetricSample
 from daskserve.payload import load_bytes
 from daskserve.proxies.ingress.app import IngressApp, build_app
 from daskserve.proxies.ingress.forwarded import ForwardedHeaders
@@ -141,7 +141,7 @@ class ProxyActor:
             "latency_sum_s": latency.sum,
         }
 
-    def samples(self) -> list[Sample]:
+    def samples(self) -> list[MetricSample]:
         """Return the figures as metrics; see `daskserve.figures.collector.Source`."""
         if self._ingress is None:
             return []

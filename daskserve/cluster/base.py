@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 from daskserve.clock import Clock, RequestIds
 from daskserve.errors import ClusterUnreachableError
-from daskserve.figures.table import Sample
+from daskserve.figures.table import MetricSample
 from daskserve.loops.hops import Hop, Hops, Landing
 from daskserve.types import (
     ActorAddress,
@@ -118,7 +118,7 @@ class Hosted(Protocol):
     async def stop(self, grace_s: float) -> None:
         """End, letting running requests finish for up to ``grace_s``; idempotent. Cancelled only if late."""
 
-    def samples(self) -> Iterable[Sample]:
+    def samples(self) -> Iterable[MetricSample]:
         """Return its figures as metrics; see `daskserve.figures.collector.Source`."""
 
 

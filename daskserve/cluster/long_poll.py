@@ -23,7 +23,7 @@ from daskserve.cluster.base import Cluster
 from daskserve.errors import NotRunningError, ServeError, UnavailableError
 from daskserve.figures.collector import PROCESS
 from daskserve.figures.histogram import LatencyHistogram
-from daskserve.figures.table import Sample
+from daskserve.figures.table import MetricSample
 from daskserve.types import SnapshotId
 
 logger = logging.getLogger("daskserve.long_poll")
@@ -150,7 +150,7 @@ class LongPollClient:
         self._delays = LatencyHistogram()
         self._fetches = self._fetch_failures = 0
 
-    def samples(self) -> list[Sample]:
+    def samples(self) -> list[MetricSample]:
         """Return the figures as metrics; see `daskserve.figures.collector.Source`."""
         labels = (self._cluster.instance,)
         return [

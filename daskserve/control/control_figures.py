@@ -14,7 +14,7 @@ from daskserve.control.observed import Observed
 from daskserve.control.records import GoalState
 from daskserve.control.state import State
 from daskserve.figures.histogram import LatencyHistogram
-from daskserve.figures.table import Sample
+from daskserve.figures.table import MetricSample
 from daskserve.types import ReplicaState
 
 #: Reasons of the autoscaler are for people: their numbers would make a new series each time.
@@ -32,7 +32,7 @@ class ControlFigures:
         self.goals: Counter[GoalState] = Counter()
         self.started_at = 0.0
 
-    def counts(self, instance: str) -> list[Sample]:
+    def counts(self, instance: str) -> list[MetricSample]:
         """Return what only grows."""
         me = (instance,)
         return [
@@ -42,11 +42,11 @@ class ControlFigures:
             ("goals", (*me, "failed"), self.goals[GoalState.FAILED]),
         ]
 
-    def states(self, instance: str, epoch: int, state: State, observed: Observed) -> list[Sample]:
+    def states(self, instance: str, epoch: int, state: State, observed: Observed) -> list[MetricSample]:
         """Return how this controller, its deployments and its proxies are."""
         me = (instance,)
         pending = sum(goal.state is GoalState.PENDING for goal in list(state.goals.values()))
-        found: list[Sample] = [
+        found: list[MetricSample] = [
             ("controller_epoch", me, epoch),
             ("controller_start_time_seconds", me, self.started_at),
             ("goals_pending", me, pending),
@@ -65,8 +65,8 @@ def bounded(reason: str) -> str:
     return _NUMBER.sub("N", reason)[:MAX_REASON]
 
 
-def _deployments(instance: str, state: State, observed: Observed) -> list[Sample]:
-    found: list[Sample] = []
+def _deployments(instance: str, state: State, observed: Observed) -> list[MetricSample]:
+    found: list[MetricSample] = []
     by_state = Counter((each.backend, each.state) for each in list(state.replicas.values()))
     for tag, backend in list(state.backends.items()):
         labels = (instance, tag)
@@ -81,14 +81,14 @@ def _deployments(instance: str, state: State, observed: Observed) -> list[Sample
     return found
 
 
-def _proxies(instance: str, state: State, observed: Observed) -> list[Sample]:
+def _proxies(instance: str, state: State, observed: Observed) -> list[MetricSample]:
     return [
         ("proxy_status", (instance, proxy.name, views.proxy_state(proxy, observed)), 1)
         for proxy in list(state.proxies.values())
     ]
 
 
-def _workers(instance: str, observed: Observed) -> list[Sample]:
+def _workers(instance: str, observed: Observed) -> list[MetricSample]:
     words = Counter(dict.fromkeys(("usable", "retiring", "unresponsive"), 0))
     for address, info in list(observed.workers.items()):
         is_hung = address in observed.unresponsive

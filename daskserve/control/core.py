@@ -25,7 +25,7 @@ from daskserve.control.state import State
 from daskserve.control.watch import WorkerWatch
 from daskserve.control.writing import Writer
 from daskserve.errors import InstanceError, ServeError, StaleEpochError
-from daskserve.figures.table import Sample
+from daskserve.figures.table import MetricSample
 from daskserve.options.config import HTTPOptions
 from daskserve.starts import ControllerStart, ProxyStart
 from daskserve.types import Location, SnapshotId, WorkerInfo
@@ -120,7 +120,7 @@ class ControllerCore:
         self._reconciler.figures.started_at = self._clock.wall()
         return {"epoch": self._epoch}
 
-    def samples(self) -> list[Sample]:
+    def samples(self) -> list[MetricSample]:
         """Return the figures as metrics; see `daskserve.figures.collector.Source`."""
         if self._reconciler is None:
             return []

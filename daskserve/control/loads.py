@@ -19,14 +19,14 @@ STALE_S = 3.5
 
 
 @dataclass(slots=True)
-class _Router:
+class _RouterLoad:
     at: float
     #: By backend: how many requests wait, and how many are in flight.
     loads: Mapping[BackendTag, tuple[int, int]]
 
 
 @dataclass(slots=True)
-class _Replica:
+class _ReplicaLoad:
     at: float
     ongoing: int
     ended: int
@@ -55,9 +55,9 @@ class Loads:
     """See the module."""
 
     def __init__(self) -> None:
-        self._routers: dict[str, _Router] = {}
-        self._routers_of: dict[BackendTag, dict[str, _Router]] = {}
-        self._replicas: dict[ReplicaTag, _Replica] = {}
+        self._routers: dict[str, _RouterLoad] = {}
+        self._routers_of: dict[BackendTag, dict[str, _RouterLoad]] = {}
+        self._replicas: dict[ReplicaTag, _ReplicaLoad] = {}
         self._ended: dict[BackendTag, _Ended] = {}
 
     # taking in
@@ -68,7 +68,7 @@ class Loads:
         for name in [name for name, each in self._routers.items() if now - each.at > STALE_S]:
             self._forget_router(name)
         if loads:
-            entry = _Router(now, {tag: (int(load[0]), int(load[1])) for tag, load in loads.items()})
+            entry = _RouterLoad(now, {tag: (int(load[0]), int(load[1])) for tag, load in loads.items()})
             self._routers[router] = entry
             for tag in loads:
                 self._routers_of.setdefault(tag, {})[router] = entry
@@ -87,7 +87,7 @@ class Loads:
         """Take note of what a replica says of itself."""
         latency_counts = tuple(figures.get("latency_counts", ()))
         custom = figures.get("custom", {})
-        current = _Replica(now, int(figures["ongoing"]), int(figures["ended"]), latency_counts, custom)
+        current = _ReplicaLoad(now, int(figures["ongoing"]), int(figures["ended"]), latency_counts, custom)
         before = self._replicas.get(replica)
         self._replicas[replica] = current
         total = self._ended.get(backend)
@@ -133,7 +133,7 @@ class Loads:
 
     def _fresh_replicas(
         self, replicas: Iterable[ReplicaTag], now: float
-    ) -> Iterator[tuple[ReplicaTag, _Replica]]:
+    ) -> Iterator[tuple[ReplicaTag, _ReplicaLoad]]:
         for tag in replicas:
             known = self._replicas.get(tag)
             if known is not None and now - known.at <= STALE_S:

@@ -20,8 +20,8 @@ from prometheus_client.core import Metric
 
 from daskserve._version import __version__
 from daskserve.figures.error_log import ErrorLog
-from daskserve.figures.histogram import Histogram
-from daskserve.figures.table import METRICS, MetricKind, MetricSpec, Sample
+from daskserve.figures.histogram import HistogramCounts
+from daskserve.figures.table import METRICS, MetricKind, MetricSample, MetricSpec
 from daskserve.figures.user import UserFigures, UserMetric, UserSample
 
 logger = logging.getLogger("daskserve.metrics")
@@ -35,7 +35,7 @@ Key = tuple[str, tuple[str, ...]]
 class Source(Protocol):
     """Something that is measured. Any thread may call it, also while it starts or stops."""
 
-    def samples(self) -> Iterable[Sample]:
+    def samples(self) -> Iterable[MetricSample]:
         """Return the present values without blocking; histograms may still be written to."""
 
 
@@ -49,7 +49,7 @@ class _Known:
         self.figures_errors = ErrorLog(logger)
         self.user_errors = ErrorLog(logger)
 
-    def samples(self) -> list[Sample]:
+    def samples(self) -> list[MetricSample]:
         """Return the samples of the source; none if it is gone or raises."""
         source = self.ref()
         try:
@@ -81,7 +81,7 @@ class ProcessMetrics:
         self._registry = registry or prometheus_client.REGISTRY
         self._lock = threading.Lock()
         self._sources: dict[int, _Known] = {}
-        self._folded: OrderedDict[Key, float | Histogram] = OrderedDict()
+        self._folded: OrderedDict[Key, float | HistogramCounts] = OrderedDict()
         self._is_registered = False
 
     def add(self, source: Source) -> None:
@@ -148,8 +148,8 @@ class ProcessMetrics:
         """Yield every metric with its present values."""
         with self._lock:
             sources = list(self._sources.values())
-            found: dict[Key, float | Histogram] = {
-                key: value.copy() if isinstance(value, Histogram) else value
+            found: dict[Key, float | HistogramCounts] = {
+                key: value.copy() if isinstance(value, HistogramCounts) else value
                 for key, value in self._folded.items()
             }
         users = self.user.samples()
@@ -161,7 +161,7 @@ class ProcessMetrics:
         yield from _families(found)
         yield from _user_families(users)
 
-    def samples(self) -> list[Sample]:
+    def samples(self) -> list[MetricSample]:
         """Return the samples of all sources, for a process that cannot be scraped directly."""
         with self._lock:
             sources = list(self._sources.values())
@@ -172,32 +172,36 @@ class ProcessMetrics:
 PROCESS = ProcessMetrics()
 
 
-def plain_sample(sample: Sample) -> list[Any]:
+def plain_sample(sample: MetricSample) -> list[Any]:
     """Return a sample as plain values."""
     name, labels, value = sample
-    return [name, list(labels), [list(value.counts), value.sum] if isinstance(value, Histogram) else value]
+    return [
+        name,
+        list(labels),
+        [list(value.counts), value.sum] if isinstance(value, HistogramCounts) else value,
+    ]
 
 
-def sample_of(plain: Sequence[Any]) -> Sample:
+def sample_of(plain: Sequence[Any]) -> MetricSample:
     """Return the sample that `plain_sample` converted."""
     name, labels, figures = plain
     spec = METRICS[name]
     if spec.kind is not MetricKind.HISTOGRAM:
         return name, tuple(labels), figures
-    value = Histogram(spec.bounds)
+    value = HistogramCounts(spec.bounds)
     value.add(*figures)
     return name, tuple(labels), value
 
 
-def _merge(found: dict[Key, float | Histogram], key: Key, value: float | Histogram) -> None:
+def _merge(found: dict[Key, float | HistogramCounts], key: Key, value: float | HistogramCounts) -> None:
     known = found.get(key)
     if known is None:
-        found[key] = value.copy() if isinstance(value, Histogram) else value
-    elif isinstance(known, Histogram):
-        assert isinstance(value, Histogram)
+        found[key] = value.copy() if isinstance(value, HistogramCounts) else value
+    elif isinstance(known, HistogramCounts):
+        assert isinstance(value, HistogramCounts)
         known.add(value.counts, value.sum)
     else:
-        assert not isinstance(value, Histogram)
+        assert not isinstance(value, HistogramCounts)
         found[key] = known + value
 
 
@@ -206,7 +210,7 @@ def _instance_of(key: Key) -> str | None:
     return labels[0] if METRICS[name].labels[:1] == ("serve_instance",) else None
 
 
-def _families(found: dict[Key, float | Histogram]) -> Iterator[Metric]:
+def _families(found: dict[Key, float | HistogramCounts]) -> Iterator[Metric]:
     by_name: dict[str, Metric] = {}
     for (name, labels), value in found.items():
         spec: MetricSpec = METRICS[name]
@@ -232,8 +236,8 @@ def _user_families(samples: Iterable[UserSample]) -> Iterator[Metric]:
         yield family
 
 
-def _add(family: Metric, labels: dict[str, str], value: float | Histogram) -> None:
-    if not isinstance(value, Histogram):
+def _add(family: Metric, labels: dict[str, str], value: float | HistogramCounts) -> None:
+    if not isinstance(value, HistogramCounts):
         ending = "_total" if family.type == MetricKind.COUNTER.value else ""
         family.add_sample(family.name + ending, labels, value)
         return

@@ -59,7 +59,7 @@ CAUSES: Mapping[type[BaseException], str] = {
 }
 
 
-class Histogram:
+class HistogramCounts:
     """Counts values in buckets. One thread may write at a time, while others read.
 
     Parameters
@@ -94,14 +94,14 @@ class Histogram:
         self.counts = [mine + theirs for mine, theirs in zip(self.counts, counts, strict=True)]
         self.sum += total
 
-    def copy(self) -> Histogram:
+    def copy(self) -> HistogramCounts:
         """Return a copy of the histogram."""
-        twin = Histogram(self.bounds)
+        twin = HistogramCounts(self.bounds)
         twin.add(self.counts, self.sum)
         return twin
 
 
-class LatencyHistogram(Histogram):
+class LatencyHistogram(HistogramCounts):
     """Counts durations in seconds, in `LATENCY_BUCKETS_S`."""
 
     __slots__ = ()

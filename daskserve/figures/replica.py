@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from daskserve.errors import ReplicaBusyError
-from daskserve.figures.histogram import SIZE_BUCKETS, Histogram, LatencyHistogram
-from daskserve.figures.table import Sample
+from daskserve.figures.histogram import SIZE_BUCKETS, HistogramCounts, LatencyHistogram
+from daskserve.figures.table import MetricSample
 from daskserve.figures.user import UserFigures, UserSample
 from daskserve.types import Load, ReplicaTag
 
@@ -27,7 +27,7 @@ class BatchFigures:
     __slots__ = ("sizes", "waits")
 
     def __init__(self) -> None:
-        self.sizes = Histogram(SIZE_BUCKETS)
+        self.sizes = HistogramCounts(SIZE_BUCKETS)
         self.waits = LatencyHistogram()
 
     def observe(self, waits_s: Sequence[float]) -> None:
@@ -127,10 +127,10 @@ class ReplicaFigures:
             **more(),
         }
 
-    def samples(self, labels: tuple[str, str, str]) -> list[Sample]:
+    def samples(self, labels: tuple[str, str, str]) -> list[MetricSample]:
         """Return all samples except user metrics; ``labels`` are instance, deployment and replica."""
         deployment = labels[:2]
-        found: list[Sample] = [
+        found: list[MetricSample] = [
             ("deployment_requests", deployment, self.handled),
             ("deployment_errors", deployment, self.failed),
             ("deployment_cancellations", deployment, self.cancelled),
@@ -163,10 +163,10 @@ class ReplicaFigures:
         loop_blocks: int,
         probe_failures: int,
         is_healthy: bool,
-    ) -> list[Sample]:
+    ) -> list[MetricSample]:
         """Return the samples of state that is kept elsewhere; only counters before the replica is up."""
         deployment = labels[:2]
-        counts: list[Sample] = [
+        counts: list[MetricSample] = [
             ("deployment_loop_blocks", deployment, loop_blocks),
             ("deployment_health_check_failures", deployment, probe_failures),
         ]

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from daskserve.figures.histogram import LATENCY_BUCKETS_S, SIZE_BUCKETS, Histogram
+from daskserve.figures.histogram import LATENCY_BUCKETS_S, SIZE_BUCKETS, HistogramCounts
 
 
 class MetricKind(Enum):
@@ -24,7 +24,7 @@ class MetricKind(Enum):
 
 
 #: One value of one metric: the name, the label values in order, and the value.
-Sample = tuple[str, tuple[str, ...], float | Histogram]
+MetricSample = tuple[str, tuple[str, ...], float | HistogramCounts]
 
 #: Labels of short-lived objects. Their series end with the object, and no totals are kept.
 SHORT_LIVED = frozenset({"replica", "proxy"})

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from daskserve.figures.histogram import Histogram
+from daskserve.figures.histogram import HistogramCounts
 from daskserve.figures.table import MetricKind
 
 
@@ -46,12 +46,12 @@ class UserSample:
 
     metric: UserMetric
     labels: tuple[tuple[str, str], ...]
-    value: float | Histogram
+    value: float | HistogramCounts
 
     def plain(self) -> list[Any]:
         """Return the sample as plain values."""
         metric, value = self.metric, self.value
-        figures = [list(value.counts), value.sum] if isinstance(value, Histogram) else value
+        figures = [list(value.counts), value.sum] if isinstance(value, HistogramCounts) else value
         return [
             metric.name,
             metric.kind.value,
@@ -67,9 +67,9 @@ class UserSample:
         """Return the sample that `plain` converted."""
         name, kind, description, tag_keys, boundaries, labels, figures = plain
         metric = UserMetric(name, MetricKind(kind), description, tuple(tag_keys), tuple(boundaries))
-        value: float | Histogram
+        value: float | HistogramCounts
         if metric.kind is MetricKind.HISTOGRAM:
-            value = Histogram(metric.boundaries)
+            value = HistogramCounts(metric.boundaries)
             value.add(*figures)
         else:
             value = float(figures)
@@ -81,7 +81,7 @@ class UserFigures:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._values: dict[tuple[UserMetric, tuple[str, ...]], float | Histogram] = {}
+        self._values: dict[tuple[UserMetric, tuple[str, ...]], float | HistogramCounts] = {}
 
     @property
     def is_empty(self) -> bool:
@@ -104,8 +104,8 @@ class UserFigures:
         key = (metric, tags)
         with self._lock:
             histogram = self._values.get(key)
-            if not isinstance(histogram, Histogram):
-                histogram = self._values[key] = Histogram(metric.boundaries)
+            if not isinstance(histogram, HistogramCounts):
+                histogram = self._values[key] = HistogramCounts(metric.boundaries)
             histogram.observe(value)
 
     def samples(self, *own: tuple[str, str]) -> list[UserSample]:
@@ -115,7 +115,7 @@ class UserFigures:
                 UserSample(
                     metric,
                     (*own, *zip(metric.tag_keys, tags, strict=True)),
-                    value.copy() if isinstance(value, Histogram) else value,
+                    value.copy() if isinstance(value, HistogramCounts) else value,
                 )
                 for (metric, tags), value in self._values.items()
             ]

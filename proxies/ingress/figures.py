@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from daskserve.figures.histogram import LatencyHistogram
-from daskserve.figures.table import Sample
+from daskserve.figures.table import MetricSample
 from daskserve.proxies.ingress.routes import Route
 
 #: The methods that are told apart; see RFC 9110 and RFC 5789. A WebSocket counts as a method of its own.
@@ -85,9 +85,9 @@ class IngressFigures:
                     del self._routes[key]
                     self._dropped.add(each.latency.counts, each.latency.sum)
 
-    def samples(self, instance: str) -> list[Sample]:
+    def samples(self, instance: str) -> list[MetricSample]:
         """Return all of it as metrics."""
-        found: list[Sample] = []
+        found: list[MetricSample] = []
         for (route, endpoint), figures in list(self._routes.items()):
             labels = (instance, route, endpoint)
             found.append(("http_request_duration_seconds", labels, figures.latency))

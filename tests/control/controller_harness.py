@@ -17,7 +17,7 @@ from daskserve.cluster.store.opening import MemoryStore
 from daskserve.control.controller import Controller
 from daskserve.control.records import CorruptRecordError, Record, ReplicaRecord, decode
 from daskserve.errors import ReplicaStartError
-from daskserve.figures.table import Sample
+from daskserve.figures.table import MetricSample
 from daskserve.options.config import HTTPOptions
 from daskserve.starts import ControllerStart, ProxyStart, ReplicaStart
 from daskserve.testing import run_virtual, wait_until
@@ -93,7 +93,7 @@ class ScriptedReplica:
     async def handle(self, envelope: Envelope, receive: Receive, send: Send) -> Load:
         return Load()
 
-    def samples(self) -> list[Sample]:
+    def samples(self) -> list[MetricSample]:
         return []
 
     @verb
@@ -145,7 +145,7 @@ class ScriptedProxy:
     async def handle(self, envelope: Envelope, receive: Receive, send: Send) -> Load:
         return Load()
 
-    def samples(self) -> list[Sample]:
+    def samples(self) -> list[MetricSample]:
         return []
 
     async def stop(self, grace_s: float) -> None:

@@ -11,7 +11,7 @@ from daskserve.control.control_figures import ControlFigures, bounded
 from daskserve.control.observed import Observed, Scaling
 from daskserve.control.state import State
 from daskserve.errors import ReplicaStartError
-from daskserve.figures.histogram import Histogram
+from daskserve.figures.histogram import HistogramCounts
 
 
 async def exported(stage: Stage) -> dict[tuple[str, ...], float]:
@@ -20,7 +20,7 @@ async def exported(stage: Stage) -> dict[tuple[str, ...], float]:
     found = {}
     for name, labels, value in actor.samples():
         assert labels[0] == stage.cluster.instance
-        found[(name, *labels[1:])] = value.count if isinstance(value, Histogram) else value
+        found[(name, *labels[1:])] = value.count if isinstance(value, HistogramCounts) else value
     return found
 
 

@@ -14,8 +14,8 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from daskserve.figures.collector import MAX_FOLDED, ProcessMetrics, plain_sample, sample_of
-from daskserve.figures.histogram import Histogram, LatencyHistogram
-from daskserve.figures.table import METRICS, SECTIONS, MetricKind, Sample
+from daskserve.figures.histogram import HistogramCounts, LatencyHistogram
+from daskserve.figures.table import METRICS, SECTIONS, MetricKind, MetricSample
 from daskserve.figures.user import UserMetric, UserSample
 
 pytestmark = pytest.mark.smoke
@@ -24,11 +24,11 @@ pytestmark = pytest.mark.smoke
 class Figures:
     """A source that says what it is told to say."""
 
-    def __init__(self, *samples: Sample) -> None:
+    def __init__(self, *samples: MetricSample) -> None:
         self.said = list(samples)
         self.users: list[UserSample] = []
 
-    def samples(self) -> list[Sample]:
+    def samples(self) -> list[MetricSample]:
         return list(self.said)
 
     def user_samples(self) -> list[UserSample]:
@@ -168,7 +168,7 @@ class Broken(Figures):
         super().__init__()
         self.error: Exception = RuntimeError("half torn down")
 
-    def samples(self) -> list[Sample]:
+    def samples(self) -> list[MetricSample]:
         raise self.error
 
     def user_samples(self) -> list[UserSample]:
@@ -217,12 +217,12 @@ def test_scrapes_in_other_threads_see_counters_that_never_go_back(scraped: Scrap
 
 
 def test_samples_cross_processes_as_plain_values() -> None:
-    sizes = Histogram(METRICS["batch_size"].bounds)
+    sizes = HistogramCounts(METRICS["batch_size"].bounds)
     sizes.observe(3)
     for sample in ((*REQUESTS, 3), ("batch_size", ("i", "d", "m"), sizes)):
         name, labels, value = sample_of(plain_sample(sample))
         assert (name, labels) == sample[:2]
-        if isinstance(value, Histogram):
+        if isinstance(value, HistogramCounts):
             assert (value.counts, value.sum, value.bounds) == (sizes.counts, 3, sizes.bounds)
         else:
             assert value == 3
@@ -261,9 +261,9 @@ def test_names_and_labels_follow_prometheus_rules() -> None:
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool comes with Debian's prometheus")
 def test_promtool_finds_nothing_wrong_with_any_metric(scraped: Scraped, tmp_path: Path) -> None:
-    samples: list[Sample] = []
+    samples: list[MetricSample] = []
     for name, spec in METRICS.items():
-        value = Histogram(spec.bounds) if spec.kind is MetricKind.HISTOGRAM else 1.0
+        value = HistogramCounts(spec.bounds) if spec.kind is MetricKind.HISTOGRAM else 1.0
         samples.append((name, tuple("x" for _ in spec.labels), value))
     source = Figures(*samples)
     scraped.process.add(source)

@@ -8,7 +8,7 @@ from daskserve import errors
 from daskserve.figures.histogram import (
     LATENCY_BUCKETS_S,
     SIZE_BUCKETS,
-    Histogram,
+    HistogramCounts,
     LatencyHistogram,
     cause_of,
 )
@@ -32,7 +32,7 @@ def test_a_bound_belongs_to_its_own_bucket_and_the_last_bucket_takes_the_rest() 
 
 
 def test_a_copy_stays_as_it_is() -> None:
-    histogram = Histogram((1, 2))
+    histogram = HistogramCounts((1, 2))
     histogram.observe(1)
     twin = histogram.copy()
     histogram.observe(5)
@@ -43,7 +43,7 @@ def test_a_copy_stays_as_it_is() -> None:
 
 def test_histograms_of_other_bounds_are_not_added() -> None:
     with pytest.raises(ValueError):
-        Histogram((1, 2)).add([1], 1)
+        HistogramCounts((1, 2)).add([1], 1)
 
 
 def test_what_a_replica_counts_is_plain() -> None:

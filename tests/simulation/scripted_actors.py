@@ -9,7 +9,7 @@ from typing import Any
 
 from daskserve.cluster.base import ActorContext, verb, verbs_of
 from daskserve.errors import ReplicaStartError
-from daskserve.figures.table import Sample
+from daskserve.figures.table import MetricSample
 from daskserve.starts import ProxyStart, ReplicaStart
 from daskserve.types import Envelope, Load, Receive, Send
 
@@ -89,7 +89,7 @@ class ScriptedReplica:
     async def handle(self, envelope: Envelope, receive: Receive, send: Send) -> Load:
         return Load()
 
-    def samples(self) -> list[Sample]:
+    def samples(self) -> list[MetricSample]:
         return []
 
     @verb
@@ -158,7 +158,7 @@ class ScriptedProxy:
     async def handle(self, envelope: Envelope, receive: Receive, send: Send) -> Load:
         return Load()
 
-    def samples(self) -> list[Sample]:
+    def samples(self) -> list[MetricSample]:
         return []
 
     async def stop(self, grace_s: float) -> None:

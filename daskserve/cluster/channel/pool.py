@@ -11,7 +11,7 @@ from daskserve.cluster.channel.dialling import READY
 from daskserve.cluster.channel.transport import Traffic, Transport, take_over
 from daskserve.cluster.channel.vanishing import PeerWatch
 from daskserve.errors import ActorLostError
-from daskserve.figures.table import Sample
+from daskserve.figures.table import MetricSample
 from daskserve.loops.hops import Landing
 from daskserve.loops.tasks import is_cancelling
 from daskserve.types import ActorAddress, Envelope, Load, OnAnswer, Receive, Send, WorkerAddress
@@ -156,7 +156,7 @@ class ChannelPool:
             PeerWatch(transport.sock, self._lost_after_s, channel.close)
         return channel
 
-    def samples(self) -> list[Sample]:
+    def samples(self) -> list[MetricSample]:
         """Return the metrics; see `daskserve.figures.collector.Source`."""
         return [
             ("channels", (), len(self._serving)),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from daskserve.cluster.scheduler.controllers import Instance
 from daskserve.cluster.scheduler.hosts import HostRegistry
-from daskserve.figures.table import Sample
+from daskserve.figures.table import MetricSample
 from daskserve.types import InstanceName
 
 
@@ -17,7 +17,7 @@ class SupervisorFigures:
         self._instances = instances
         self._hosts = hosts
 
-    def samples(self) -> list[Sample]:
+    def samples(self) -> list[MetricSample]:
         """Return the current metrics."""
         instances = list(self._instances.values())
         return [

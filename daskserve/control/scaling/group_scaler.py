@@ -48,7 +48,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class _Evaluation:
+class _GroupEvaluation:
     """A running call of the policy, and its arguments."""
 
     members: Mapping[BackendTag, Member]
@@ -67,7 +67,7 @@ class Group:
     checking: asyncio.Task[None] | None = None
     #: A policy that is being loaded, or one that is being called; never both.
     loading: PolicyCall[CallablePolicy] | None = None
-    evaluation: _Evaluation | None = None
+    evaluation: _GroupEvaluation | None = None
     #: Why there is no policy, and when to load it again.
     error: str = ""
     retry_at: float = -math.inf
@@ -217,10 +217,10 @@ class Groups:
 
     def _start_call(
         self, group: Group, policy: CallablePolicy, members: Mapping[BackendTag, Member]
-    ) -> _Evaluation:
+    ) -> _GroupEvaluation:
         contexts = {tag: each.autoscaler.context(**each.facts) for tag, each in members.items()}
         name = f"daskserve-policy-group-{group.config.group}"
-        return _Evaluation(
+        return _GroupEvaluation(
             members, contexts, PolicyCall(self._clock, name, policy_calls.run_group_policy, policy, contexts)
         )
 
@@ -235,7 +235,7 @@ class Groups:
             if tag in group.members:
                 self._record(member.snapshot, member.snapshot.without_policy(problem, error))
 
-    def _apply(self, group: Group, tag: BackendTag, evaluation: _Evaluation, decision: Decision) -> None:
+    def _apply(self, group: Group, tag: BackendTag, evaluation: _GroupEvaluation, decision: Decision) -> None:
         """Damp and record the decision for one backend, unless the backend has changed meanwhile."""
         member, backend = evaluation.members[tag], self._state.backends.get(tag)
         seen = member.snapshot

@@ -52,7 +52,7 @@ class _Evaluation:
 
 
 @dataclass(slots=True)
-class _Entry:
+class _ScaledBackend:
     """The state kept for one backend. ``autoscaler`` is None while its policy is not loaded."""
 
     due: float
@@ -105,7 +105,7 @@ class Scaler:
         self._observed = observed
         self._clock = clock
         self._poke = poke
-        self._entries: dict[BackendTag, _Entry] = {}
+        self._entries: dict[BackendTag, _ScaledBackend] = {}
         self._wake = asyncio.Event()
         self._fetcher: HTTPFetcher | None = None
         #: Abandoned policy calls that still hang.
@@ -166,9 +166,9 @@ class Scaler:
             self._observed.scalings.pop(tag, None)
             self._observed.loads.forget_backend(tag)
         for tag in wanted - self._entries.keys():
-            self._entries[tag] = _Entry(self._clock.now())
+            self._entries[tag] = _ScaledBackend(self._clock.now())
 
-    def _begin(self, tag: BackendTag, entry: _Entry) -> None:
+    def _begin(self, tag: BackendTag, entry: _ScaledBackend) -> None:
         task = entry.checking = asyncio.create_task(self._check(tag, entry), name=f"daskserve-scale-{tag}")
 
         def done(_: asyncio.Task[None]) -> None:
@@ -179,7 +179,7 @@ class Scaler:
 
         task.add_done_callback(done)
 
-    async def _check(self, tag: BackendTag, entry: _Entry) -> None:
+    async def _check(self, tag: BackendTag, entry: _ScaledBackend) -> None:
         now = self._clock.now()
         entry.due = now + (entry.config.metrics_interval_s if entry.config is not None else 1.0)
         backend = self._state.backends.get(tag)
@@ -224,7 +224,7 @@ class Scaler:
         snapshot = self._observe(backend, entry)
         return Member(snapshot, entry.autoscaler, self._facts(entry, snapshot), self._is_pending(backend))
 
-    def _observe(self, backend: BackendRecord, entry: _Entry) -> BackendSnapshot:
+    def _observe(self, backend: BackendRecord, entry: _ScaledBackend) -> BackendSnapshot:
         """Sample the backend's load for its autoscaler, and return a snapshot of the backend."""
         tag, loads, now = backend.tag, self._observed.loads, self._clock.now()
         running = [each.tag for each in self._state.replicas_of(tag) if each.state is ReplicaState.RUNNING]
@@ -236,7 +236,7 @@ class Scaler:
             entry.autoscaler.observe(sample, replica_ongoing=ongoing, custom=custom)
         return BackendSnapshot.of(backend, entry.config, sample, len(running))
 
-    def _facts(self, entry: _Entry, snapshot: BackendSnapshot) -> dict[str, Any]:
+    def _facts(self, entry: _ScaledBackend, snapshot: BackendSnapshot) -> dict[str, Any]:
         return {
             "now": self._clock.now(),
             "wall": self._clock.wall(),
@@ -246,7 +246,7 @@ class Scaler:
             "bounds": snapshot.bounds,
         }
 
-    async def _configure(self, backend: BackendRecord, entry: _Entry) -> None:
+    async def _configure(self, backend: BackendRecord, entry: _ScaledBackend) -> None:
         """Apply the present options of the backend."""
         if entry.options != backend.autoscaling:
             entry.options = backend.autoscaling
@@ -272,7 +272,7 @@ class Scaler:
         elif entry.config is not None and (entry.loading is not None or self._clock.now() >= entry.retry_at):
             await self._load(backend.tag, entry.config, entry)
 
-    async def _load(self, tag: BackendTag, config: AutoscalingConfig, entry: _Entry) -> None:
+    async def _load(self, tag: BackendTag, config: AutoscalingConfig, entry: _ScaledBackend) -> None:
         """Create the entry's autoscaler, or take the result of loading its policy."""
         entry.retry_at = math.inf
         try:
@@ -301,7 +301,7 @@ class Scaler:
             self._record_unusable(tag, entry, error)
         entry.loading = None
 
-    def _record_unusable(self, tag: BackendTag, entry: _Entry, error: Exception) -> None:
+    def _record_unusable(self, tag: BackendTag, entry: _ScaledBackend, error: Exception) -> None:
         text = str(error) if isinstance(error, UserCodeError) else f"{type(error).__name__}: {error}"
         before, entry.error = entry.error, f"the policy cannot be used: {text}"
         entry.retry_at = self._clock.now() + policy_calls.POLICY_RETRY_S
@@ -322,7 +322,7 @@ class Scaler:
             len(self._abandoned),
         )
 
-    def _watch_queries(self, tag: BackendTag, config: AutoscalingConfig, entry: _Entry) -> None:
+    def _watch_queries(self, tag: BackendTag, config: AutoscalingConfig, entry: _ScaledBackend) -> None:
         """Start polling the config's PromQL expressions, if it has any."""
         if entry.querying is not None:
             entry.querying.cancel()
@@ -339,7 +339,7 @@ class Scaler:
         )
         entry.querying = asyncio.create_task(entry.queries.run(), name=f"daskserve-promql-{tag}")
 
-    def _watch_queue(self, tag: BackendTag, config: AutoscalingConfig, entry: _Entry) -> None:
+    def _watch_queue(self, tag: BackendTag, config: AutoscalingConfig, entry: _ScaledBackend) -> None:
         """Start polling the broker's queue, if the policy is ``queue``."""
         options, present = config.queue_options(), entry.backlog
         if present is not None:
@@ -360,7 +360,7 @@ class Scaler:
         return self._fetcher
 
     async def _call_policy(
-        self, entry: _Entry, autoscaler: Autoscaler, snapshot: BackendSnapshot
+        self, entry: _ScaledBackend, autoscaler: Autoscaler, snapshot: BackendSnapshot
     ) -> ScalingStep:
         facts, config, target = self._facts(entry, snapshot), autoscaler.config, snapshot.target
         if policy_calls.is_built_in(config):

@@ -16,7 +16,7 @@ from daskserve.data.caller.replay import Replay
 from daskserve.data.caller.roster import ReplicaEntry, Roster
 from daskserve.data.caller.router_figures import SetFigures
 from daskserve.errors import ActorLostError, BackPressureError, ReplicaBusyError, UnavailableError
-from daskserve.figures.table import Sample
+from daskserve.figures.table import MetricSample
 from daskserve.types import BackendTag, Envelope, EnvelopeKind, Load, Receive, Send
 
 #: A replica that could not be reached is left alone for this long, unless it is published anew.
@@ -68,7 +68,7 @@ class ReplicaSet:
         """How many requests of this process its replicas have, but for those that wait in line."""
         return self._roster.in_flight - self._roster.in_line
 
-    def samples(self) -> list[Sample]:
+    def samples(self) -> list[MetricSample]:
         """Return the figures as metrics; nothing once the backend is deleted."""
         if self._is_deleted and not (self.waiting or self.in_flight):
             return []

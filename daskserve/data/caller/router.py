@@ -21,7 +21,7 @@ from daskserve.data.caller.router_figures import CallFigures
 from daskserve.data.caller.routing import TrafficPolicy, shard_draw
 from daskserve.data.caller.shadow import Shadow
 from daskserve.errors import NotFoundError, RequestTimeoutError, UnavailableError
-from daskserve.figures.table import Sample
+from daskserve.figures.table import MetricSample
 from daskserve.loops.tasks import TaskSet
 from daskserve.types import BackendTag, EndpointTag, Envelope, Message, Receive, Send
 
@@ -175,7 +175,7 @@ class Routers:
             self._stop_watching.append(self._listener.watch(f"backend/{backend}", found.update))
         return found
 
-    def samples(self) -> list[Sample]:
+    def samples(self) -> list[MetricSample]:
         """Return the figures of all routers as metrics; see `daskserve.figures.collector.Source`."""
         instance = self._cluster.instance
         found = [sample for each in list(self._sets.values()) for sample in each.samples()]

@@ -6,7 +6,7 @@ import asyncio
 
 from daskserve.errors import ReplicaBusyError
 from daskserve.figures.histogram import TIMEOUT, LatencyHistogram, cause_of
-from daskserve.figures.table import Sample
+from daskserve.figures.table import MetricSample
 
 #: Why a request was sent again.
 BUSY, LOST = "busy", "lost"
@@ -27,7 +27,7 @@ class SetFigures:
         """Count a request that is sent once more, because a replica was full or lost."""
         self.retries[BUSY if isinstance(error, ReplicaBusyError) else LOST] += 1
 
-    def samples(self, instance: str, backend: str, *, waiting: int, in_flight: int) -> list[Sample]:
+    def samples(self, instance: str, backend: str, *, waiting: int, in_flight: int) -> list[MetricSample]:
         """Return it as metrics."""
         labels = (instance, backend)
         return [
@@ -59,7 +59,7 @@ class CallFigures:
             cause = cause_of(error)
         self.errors[cause] = self.errors.get(cause, 0) + 1
 
-    def samples(self, instance: str, endpoint: str) -> list[Sample]:
+    def samples(self, instance: str, endpoint: str) -> list[MetricSample]:
         """Return it as metrics; nothing if there were no calls."""
         if not self.begun:
             return []

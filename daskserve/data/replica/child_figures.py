@@ -10,7 +10,7 @@ from daskserve.clock import Clock
 from daskserve.errors import ActorLostError
 from daskserve.figures.collector import PROCESS, plain_sample, sample_of
 from daskserve.figures.error_log import ErrorLog
-from daskserve.figures.table import Sample
+from daskserve.figures.table import MetricSample
 from daskserve.figures.user import UserSample
 
 logger = logging.getLogger("daskserve.replica")
@@ -32,7 +32,7 @@ ACTORS_OWN = frozenset(
 )
 
 
-def tell(samples: Iterable[Sample], user_samples: Iterable[UserSample]) -> dict[str, Any]:
+def tell(samples: Iterable[MetricSample], user_samples: Iterable[UserSample]) -> dict[str, Any]:
     """Return the figures of a child's replica, and all else that its process counts, in plain values."""
     return {
         "samples": [plain_sample(each) for each in (*samples, *PROCESS.samples())],
@@ -83,7 +83,7 @@ class Told:
             "latency_counts": list(self._latency_counts),
         }
 
-    def samples(self) -> list[Sample]:
+    def samples(self) -> list[MetricSample]:
         """Return its metrics but those that its actor knows better."""
         return [sample_of(plain) for plain in self._samples if plain[0] not in ACTORS_OWN]
 

@@ -41,7 +41,7 @@ from daskserve.errors import (
     UnavailableError,
 )
 from daskserve.figures.replica import ReplicaFigures
-from daskserve.figures.table import Sample
+from daskserve.figures.table import MetricSample
 from daskserve.figures.user import UserSample
 from daskserve.options.environment import find_interpreter
 from daskserve.payload import PackedError, dump_error
@@ -252,7 +252,7 @@ class IsolatedReplica(SlotHolder):
         self._told = Told(found.pop("samples"), found.pop("user_samples"), found["latency_counts"])
         return found
 
-    def samples(self) -> list[Sample]:
+    def samples(self) -> list[MetricSample]:
         """Return the replica's figures as metrics, those of the child as it told them last."""
         own = self._figures.samples(self._labels) + self._figures.states(
             self._labels,

@@ -39,7 +39,7 @@ from daskserve.errors import (
     UserCodeError,
 )
 from daskserve.figures.replica import ReplicaFigures
-from daskserve.figures.table import Sample
+from daskserve.figures.table import MetricSample
 from daskserve.loops.deadlines import is_over
 from daskserve.starts import ReplicaStart
 from daskserve.types import Envelope, EnvelopeKind, Load, OnAnswer, Receive, Send
@@ -285,7 +285,7 @@ class Replica(SlotHolder):
             "blocked_loop_total": wall.blocked_count if wall else 0,
         }
 
-    def samples(self) -> list[Sample]:
+    def samples(self) -> list[MetricSample]:
         """Return the replica's figures as metrics; see `daskserve.figures.collector.Source`."""
         wall = self._wall
         return self._figures.samples(self._labels) + self._figures.states(

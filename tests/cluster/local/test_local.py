@@ -23,7 +23,7 @@ from daskserve.errors import (
     StaleEpochError,
     UnavailableError,
 )
-from daskserve.figures.table import Sample
+from daskserve.figures.table import MetricSample
 from daskserve.testing import run_virtual, wait_until
 from daskserve.types import (
     ActorAddress,
@@ -87,7 +87,7 @@ class Echo:
         await self.context.clock.sleep(grace_s)
         self.ended.append(grace_s)
 
-    def samples(self) -> list[Sample]:
+    def samples(self) -> list[MetricSample]:
         return []
 
     @verb

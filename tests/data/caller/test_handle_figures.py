@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import daskserve as serve
-from daskserve.figures.histogram import Histogram
+from daskserve.figures.histogram import HistogramCounts
 from daskserve.testing import local_instance
 
 
@@ -24,7 +24,7 @@ def series(client: serve.Client) -> dict[tuple[str, ...], float]:
     link: Any = client._connection.link
     routers = link.cluster(client.instance_name).shared["routers"]
     return {
-        (name, *labels[1:]): value.count if isinstance(value, Histogram) else value
+        (name, *labels[1:]): value.count if isinstance(value, HistogramCounts) else value
         for name, labels, value in routers.samples()
     }
 

@@ -29,7 +29,7 @@ from daskserve.errors import (
     RequestTimeoutError,
     UnavailableError,
 )
-from daskserve.figures.histogram import Histogram
+from daskserve.figures.histogram import HistogramCounts
 from daskserve.testing import run_virtual
 from daskserve.types import (
     SLOT_TAKEN,
@@ -1346,7 +1346,7 @@ def test_a_shadow_ends_with_its_original() -> None:
 
 def series(stage: Stage) -> dict[tuple[str, ...], float]:
     return {
-        (name, *labels[2:]): value.count if isinstance(value, Histogram) else value
+        (name, *labels[2:]): value.count if isinstance(value, HistogramCounts) else value
         for name, labels, value in stage.routers.samples()
         if labels[:2] == ("i", "b")
     }

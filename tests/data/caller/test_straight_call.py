@@ -18,7 +18,7 @@ from daskserve.data.caller.handle import Handle, Response
 from daskserve.data.caller.replica_set import EJECTED_S
 from daskserve.data.caller.router import Routers
 from daskserve.errors import ActorLostError, ReplicaBusyError, ServeError, UnavailableError
-from daskserve.figures.histogram import Histogram
+from daskserve.figures.histogram import HistogramCounts
 from daskserve.loops.hops import Hops
 from daskserve.payload import PackedError, RemoteTraceback, dump, dump_error
 from daskserve.testing import run_virtual
@@ -121,7 +121,7 @@ class Process:
         """Return what is counted, without what is 0."""
         found = {}
         for name, labels, value in self.routers.samples():
-            count = value.count if isinstance(value, Histogram) else value
+            count = value.count if isinstance(value, HistogramCounts) else value
             if count and labels[1] in ("b", "e"):
                 found[" ".join((name, *labels[2:]))] = count
         return found

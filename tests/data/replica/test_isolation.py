@@ -42,7 +42,7 @@ from daskserve.errors import (
     UserCodeError,
     VersionMismatchError,
 )
-from daskserve.figures.histogram import Histogram
+from daskserve.figures.histogram import HistogramCounts
 from daskserve.loops.deadlines import until as hold_until
 from daskserve.payload import PackedError
 from daskserve.starts import ReplicaStart
@@ -905,7 +905,7 @@ def test_an_interpreter_that_does_not_run_is_named(tmp_path: Path) -> None:
 def series(replica: Any) -> dict[tuple[str, ...], float]:
     """Return the samples of the replica by name and by the labels that are neither instance nor backend."""
     return {
-        (name, *labels[2:]): value.count if isinstance(value, Histogram) else value
+        (name, *labels[2:]): value.count if isinstance(value, HistogramCounts) else value
         for name, labels, value in replica.samples()
         if labels[:2] == ("an-instance", "b")
     }
@@ -930,7 +930,7 @@ def test_figures_are_the_same_wherever_the_code_runs(kind: str, tmp_path: Path) 
         calls, sizes = replica.user_samples()
         own = (("serve_instance", "an-instance"), ("deployment", "b"), ("replica", me))
         assert (calls.labels, calls.value) == ((*own, ("kind", "a")), 3)
-        assert isinstance(sizes.value, Histogram)
+        assert isinstance(sizes.value, HistogramCounts)
         assert (sizes.value.counts, sizes.value.sum) == ([1, 1, 1], 55.5)
         await until(lambda: "custom" in replica.figures())
         assert replica.figures()["custom"] == {"pid": await call(replica, "count", "a", 1)}

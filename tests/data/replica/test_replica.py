@@ -35,7 +35,7 @@ from daskserve.errors import (
     UnavailableError,
     UserCodeError,
 )
-from daskserve.figures.histogram import Histogram
+from daskserve.figures.histogram import HistogramCounts
 from daskserve.starts import ReplicaStart
 from daskserve.types import ActorKind, Envelope, EnvelopeKind, Load, Message, Payload
 
@@ -1326,7 +1326,7 @@ def series(replica: Replica) -> dict[tuple[str, ...], float]:
     found = {}
     for name, labels, value in replica.samples():
         assert labels[:2] == ("an-instance", "b")
-        found[(name, *labels[2:])] = value.count if isinstance(value, Histogram) else value
+        found[(name, *labels[2:])] = value.count if isinstance(value, HistogramCounts) else value
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from daskserve.figures.histogram import Histogram
+from daskserve.figures.histogram import HistogramCounts
 from daskserve.proxies.ingress.figures import MAX_ROUTES, NO_ROUTE, SYSTEM_ROUTES, IngressFigures
 from daskserve.proxies.ingress.routes import Route
 
@@ -13,7 +13,7 @@ ROUTE = Route("/a", "e", frozenset(("GET",)))
 
 def series(figures: IngressFigures, name: str) -> dict[tuple[str, ...], float]:
     return {
-        labels: value.count if isinstance(value, Histogram) else value
+        labels: value.count if isinstance(value, HistogramCounts) else value
         for found, labels, value in figures.samples("i")
         if found == name
     }
