@@ -17,14 +17,14 @@ import redis
 from dask_processes import PATIENCE_S, poll_for
 from json_api import json_api
 
-#: For tests that need Redis' server; it is Debian's package of that name.
+#: Skips tests without a Redis server; Debian's package is ``redis-server``.
 needs_redis = pytest.mark.skipif(
     shutil.which("redis-server") is None, reason="Debian's package redis-server is not installed"
 )
 
 
 class Redis:
-    """A Redis that needs a password, on a port of loopback, with all it writes in a folder."""
+    """A Redis server with a password, on a loopback port, with its data in a folder."""
 
     def __init__(self, folder: Path, password: str) -> None:
         with socket.socket() as sock:
@@ -37,7 +37,7 @@ class Redis:
         self.socket = folder / "redis.sock"
 
     def start(self) -> None:
-        """Start it with nothing in it; return once it answers."""
+        """Start the server empty and wait until it answers."""
         command = ["redis-server", "--port", str(self.port), "--bind", "127.0.0.1", "--save", ""]
         command += ["--requirepass", self._password, "--dir", str(self._folder)]
         command += ["--unixsocket", str(self.socket)]
@@ -53,7 +53,7 @@ class Redis:
             return False
 
     def stop(self) -> None:
-        """End it, if it runs."""
+        """Stop the server if it runs."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -65,7 +65,7 @@ class Redis:
             process.wait()
 
     def connect(self) -> Any:
-        """Return a client, to be closed by ``with``."""
+        """Return a client; use it in a ``with`` block, which closes it."""
         return redis.Redis.from_url(self.url)
 
 
@@ -82,7 +82,7 @@ def redis_server(folder: Path, password: str) -> Iterator[Redis]:
 
 @contextmanager
 def management_api(lengths: Mapping[str, int], login: str) -> Iterator[str]:
-    """Answer as RabbitMQ does about the queues at these paths, each the virtual host's and its own name."""
+    """Answer like RabbitMQ for queues by path (virtual host and queue name); yield the URL."""
     expected = f"Basic {base64.b64encode(login.encode()).decode()}"
 
     def answer(path: str, headers: Message) -> tuple[int, Any]:
@@ -92,8 +92,8 @@ def management_api(lengths: Mapping[str, int], login: str) -> Iterator[str]:
         if name not in lengths:
             return 404, {"error": "Object Not Found", "reason": "Not Found"}
         length = lengths[name]
-        told = {"messages": length, "messages_ready": length, "messages_unacknowledged": 0}
-        return 200, {"name": name.rpartition("/")[2], "state": "running", **told}
+        counts = {"messages": length, "messages_ready": length, "messages_unacknowledged": 0}
+        return 200, {"name": name.rpartition("/")[2], "state": "running", **counts}
 
     with json_api(answer) as url:
         yield url

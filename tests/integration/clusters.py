@@ -1,4 +1,4 @@
-"""Clusters that tests may damage, and load that notices."""
+"""Clusters that tests may damage, and a load that records failures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import daskserve as serve
 
 @contextmanager
 def nannied_cluster(n_workers: int = 3, **options: Any) -> Iterator[Client]:
-    """A cluster of the test's own: in-process scheduler, workers with nannies that start them anew."""
+    """Yield a client of a new cluster: in-process scheduler, workers with nannies that restart them."""
     given = {"threads_per_worker": 2, "dashboard_address": "127.0.0.1:0", "protocol": "tcp", **options}
     with LocalCluster(n_workers=n_workers, **given) as cluster:
         with Client(cluster, set_as_default=False) as client:
@@ -29,7 +29,7 @@ def nannied_cluster(n_workers: int = 3, **options: Any) -> Iterator[Client]:
 
 
 class Load:
-    """GET requests over kept connections, from another process, until it is ended; what fails is kept."""
+    """GET requests over keep-alive connections from another process; failures are recorded."""
 
     def __init__(self, url: str, path: str = "/e", connections: int = 4) -> None:
         self.answered = 0
@@ -62,7 +62,7 @@ class Load:
             self._program.wait()
 
     def more(self, count: int = 50) -> None:
-        """Return after so many further answers."""
+        """Wait for ``count`` more answers."""
         until = self.answered + count
         poll_for(lambda: self.answered >= until, what=lambda: f"stalled; failed: {self.failures[:3]}")
 
@@ -76,7 +76,7 @@ class Load:
 
 
 def pids(dask: Client) -> dict[str, int]:
-    """Return the process of each worker."""
+    """Return the process id of each worker."""
     found: dict[str, int] = dask.run(os.getpid)
     return found
 
@@ -98,13 +98,13 @@ def pid_of_replica(request: Any) -> str:
 
 
 def serve_pids(client: serve.Client, num_replicas: int = 2) -> str:
-    """Serve a backend that tells its process at ``/e``; return the address."""
+    """Serve a backend that answers with its process id at ``/e``; return the URL of the proxy."""
     client.create_backend("b", pid_of_replica, config={"num_replicas": num_replicas})
     client.create_endpoint("e", backend="b", route="/e")
     return client.http_urls()[0]
 
 
 def replica_without_proxy(client: serve.Client) -> str:
-    """Return a worker that holds a replica, but neither the proxy nor the controller."""
+    """Return a worker with a replica but without the proxy and the controller."""
     others = {worker_of(client, "proxy"), worker_of(client, "controller")}
     return next(worker for worker in running(client, "b") if worker not in others)

@@ -1,4 +1,4 @@
-"""Clusters shared by the integration tests: real processes, real sockets."""
+"""Shared clusters of real processes for the integration tests."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from distributed import Client
 
 import daskserve as serve
 
-#: No test waits longer than this for anything.
+#: Time limit of a test.
 LIMIT_S = 60
 
 
 class TooLongError(Exception):
-    """A test hangs; no code under test takes this for an error of its own."""
+    """A test hangs. Code under test never handles this error."""
 
 
 @pytest.fixture(autouse=True)
 def limit() -> Iterator[None]:
-    """End a test that hangs, with the place where it does."""
+    """End a hanging test with an error that shows where it hangs."""
 
     def too_long(*_: Any) -> None:
         raise TooLongError(f"the test is still running after {LIMIT_S} s")
 
     previous = signal.signal(signal.SIGALRM, too_long)
-    # Again and again, because the test may go on to the next thing that hangs.
+    # Repeated, because the test may continue and hang again.
     signal.setitimer(signal.ITIMER_REAL, LIMIT_S, LIMIT_S)
     try:
         yield
@@ -41,9 +41,9 @@ def limit() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _ctrl_c() -> Iterator[None]:
-    """Let Ctrl-C do here, and in the programs that tests start, what it does in a terminal.
+    """Make SIGINT work as in a terminal, here and in programs that tests start.
 
-    A shell's background jobs, as a test run may be, have SIGINT ignored.
+    A test run may be a background job of a shell, which ignores SIGINT.
     """
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
@@ -64,37 +64,37 @@ def dask_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExternalC
 
 @pytest.fixture(scope="module")
 def clean_cluster(dask_cluster: ExternalCluster) -> Iterator[ExternalCluster]:
-    """The external cluster, on which nothing at all may be left after the last test of a module."""
+    """Yield the external cluster; check after a module's last test that nothing is left on it."""
     yield dask_cluster
     dask_cluster.assert_clean(PATIENCE_S)
 
 
 @pytest.fixture
 def external(clean_cluster: ExternalCluster) -> Iterator[ExternalCluster]:
-    """A cluster that others started, on which nothing of daskserve may be left after the test."""
+    """Yield the external cluster; check after the test that nothing of daskserve is left on it."""
     yield clean_cluster
     try:
         clean_cluster.assert_clean(PATIENCE_S, topics=False)
     except BaseException:
-        clean_cluster.sweep()  # what one test left is not to fail those after it
+        clean_cluster.sweep()  # leftovers must not fail the next tests
         raise
 
 
 @pytest.fixture
 def server(request: pytest.FixtureRequest) -> str:
-    """What carries HTTP, unless a test is parametrized (indirectly) to try both."""
+    """Return the HTTP server to use; a test may parametrize this fixture indirectly."""
     return str(getattr(request, "param", "tornado"))
 
 
 @pytest.fixture
 def client(external: ExternalCluster, server: str) -> Iterator[serve.Client]:
-    """An instance of its own on the external cluster, on a free port."""
+    """Yield a new instance on the external cluster, on a free port."""
     with serve.start(dask_client=external.client, http_options={"port": 0, "server": server}) as client:
         yield client
 
 
 @pytest.fixture
 def url(client: serve.Client) -> str:
-    """Where the instance's only proxy listens."""
+    """Return the URL of the instance's only proxy."""
     (only,) = client.http_urls()
     return only

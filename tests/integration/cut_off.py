@@ -1,7 +1,7 @@
-"""A user program that reaches nothing but the scheduler, and does there what a test tells it to.
+"""A user program that can reach only the scheduler, and runs a test's commands.
 
-The test's side is `Caller`; the functions named in `COMMANDS` run in the program. The program's connections
-to anywhere but the scheduler are refused before they are made, as by a firewall.
+`Caller` is the test's side; the functions in `COMMANDS` run in the program. The program's connections to any
+other address are refused before they are made, as by a firewall.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Caller:
         self._asked = 0
 
     def ask(self, command: str, *arguments: Any, timeout_s: float = PATIENCE_S) -> Any:
-        """Have the program run a command and return what that returned."""
+        """Run a command in the program and return its result."""
         return self.answer(self.begin(command, *arguments), timeout_s)
 
     def begin(self, command: str, *arguments: Any) -> int:
-        """Have the program run a command; `answer` gives what came of it."""
+        """Start a command in the program and return its number; `answer` returns its result."""
         self._asked += 1
-        self.program.tell(json.dumps([self._asked, command, arguments]))
+        self.program.write_line(json.dumps([self._asked, command, arguments]))
         return self._asked
 
     def answer(self, number: int, timeout_s: float = PATIENCE_S) -> Any:
@@ -52,14 +52,14 @@ class Caller:
 
 @contextmanager
 def cut_off_caller(address: str, folder: Path, *, security: Any = None) -> Iterator[Caller]:
-    """Run a program that has started an instance with a proxy, if it can, on a free port."""
+    """Run a program that starts an instance on a free port."""
     (folder / "security.pickle").write_bytes(pickle.dumps(security))
     program = Program(["-c", "import cut_off; cut_off.main()", address], folder, keeps_stdin=True)
     try:
         yield Caller(program)
         assert program.process.stdin is not None
         program.process.stdin.close()
-        assert program.wait() == 0, program.told()
+        assert program.wait() == 0, program.report()
     finally:
         program.kill()
 
@@ -76,7 +76,7 @@ class State:
 
 
 class Model:
-    """What the program deploys."""
+    """The class that the program deploys."""
 
     def __init__(self) -> None:
         self.cancelled = 0
@@ -102,7 +102,7 @@ class Model:
 
 
 async def endless(scope: Any, receive: Any, send: Any) -> None:
-    """Answer with as many bytes as one likes to read."""
+    """Answer with an endless body."""
     if scope["type"] != "http":
         return
     await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -137,7 +137,7 @@ def refused(state: State) -> list[str]:
 
 
 def arrays(state: State, name: str, size_mib: int, count: int) -> int:
-    """Have arrays carried there and back, all at a time; return how many came back right."""
+    """Send arrays concurrently and return how many answers are correct."""
     array = np.arange(size_mib * MIB // 8)
     handle = state.client.get_handle(name)
     responses = [handle.remote(array) for _ in range(count)]

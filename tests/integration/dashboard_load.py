@@ -1,4 +1,4 @@
-"""A deployment to which everything happens that the dashboards show, and the load that makes it happen."""
+"""A deployment and a load that produce every event that the dashboards show."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from daskserve.errors import ServeError
 
 
 class Model:
-    """Answers, fails, dawdles, blocks, batches and streams as told; ill or stillborn while a file says so."""
+    """Answers, fails, waits, blocks, batches and streams on request; files make it fail checks or starts."""
 
     def __init__(self, folder: str) -> None:
         self.name = uuid.uuid4().hex
@@ -41,7 +41,7 @@ class Model:
     async def __call__(self, request: Any) -> Any:
         kind = request.query_params.get("kind", "good")
         if kind == "bad":
-            raise ValueError("as told")
+            raise ValueError("as requested")
         if kind == "hang":
             await asyncio.Event().wait()
         if kind == "block":
@@ -89,7 +89,7 @@ def scaled(request: Any) -> str:
 
 
 def deploy(client: serve.Client, folder: Path, num_replicas: int = 2) -> None:
-    """Deploy what the dashboards are to show."""
+    """Deploy the backends that the dashboards show."""
     config: dict[str, Any] = {
         "num_replicas": num_replicas,
         "max_concurrent_queries": 4,
@@ -112,7 +112,7 @@ def deploy(client: serve.Client, folder: Path, num_replicas: int = 2) -> None:
 
 
 class Traffic:
-    """What many clients ask of a proxy, until it is ended; how it goes for them is none of its business."""
+    """The requests of many clients of a proxy; their outcomes are ignored."""
 
     def __init__(self, url: str, pause: Callable[[], float] = lambda: 1.0) -> None:
         self._url = url
@@ -144,11 +144,11 @@ class Traffic:
             fetch(self._url + target, headers=headers, timeout_s=timeout_s)
 
     def burst(self) -> None:
-        """Ask for more at a time than there is room for, in replicas and in queues."""
+        """Send more concurrent requests than replicas and queues accept."""
         list(self._pool.map(self.ask, ["/model?kind=slow", "/front?kind=slow"] * 12))
 
     def toil(self) -> None:
-        """Leave a plain function alone, which runs on."""
+        """Disconnect from a plain function, which runs on."""
         self.ask("/model", {"X-SERVE-CALL-METHOD": "toil", "X-Request-Timeout-Seconds": "0.2"})
 
     def _repeat(self, every_s: float, act: Callable[[], Any]) -> None:
@@ -171,13 +171,13 @@ def cut(dask_worker: Any) -> None:
     """Break the connections of all channels of this worker."""
     for host in set(dask_worker.state.actors.values()):
         for channel in list(host.link.channels._serving):
-            with suppress(OSError):  # the other end may have been quicker
+            with suppress(OSError):  # the other end may have closed it already
                 channel._transport._socket.shutdown(socket.SHUT_RDWR)
 
 
 @contextmanager
 def trouble(client: serve.Client, external: ExternalCluster, folder: Path, wanted: int = 3) -> Iterator[None]:
-    """Let a replica be ill, others fail to start, a goal find no place, and connections break."""
+    """Make a replica unhealthy, starts fail, a goal wait for room, and connections break."""
     hopeless = {"num_cpus": 1000.0}
     client.create_backend("hopeless", scaled, actor_options=hopeless, timeout_s=600, blocking=False)
     external.client.run(cut)

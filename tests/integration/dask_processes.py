@@ -1,4 +1,4 @@
-"""Real Dask processes, programs and HTTP for the integration tests, and a look for what is left behind."""
+"""Dask processes, programs and HTTP requests for the integration tests, and a check for leftovers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from distributed import Client, Scheduler
 
 HERE = Path(__file__).parent
 
-#: How long the machine may take for anything that has no limit of its own.
+#: Default timeout of waits.
 PATIENCE_S = 20.0
 
 
@@ -39,8 +39,8 @@ def poll_for(
         if found:
             return found
         if time.monotonic() > deadline:
-            told = what() if callable(what) else what
-            raise AssertionError(f"not within {timeout_s:g} s: {told or condition}")
+            text = what() if callable(what) else what
+            raise AssertionError(f"not within {timeout_s:g} s: {text or condition}")
         time.sleep(every_s)
 
 
@@ -55,7 +55,7 @@ def within(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def listener(*, shares_port: bool = False) -> Iterator[int]:
-    """Hold a port, silently: connections are made and never answered."""
+    """Yield a port that accepts connections and never answers."""
     with socket.socket() as sock:
         if shares_port:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -90,7 +90,7 @@ def fetch(
     headers: Mapping[str, str] | None = None,
     timeout_s: float = PATIENCE_S,
 ) -> Reply:
-    """Return the answer to one HTTP request on a connection of its own, whatever its status."""
+    """Return the answer to one HTTP request on a new connection, whatever its status."""
     parts = urlsplit(url)
     assert parts.hostname is not None
     connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=timeout_s)
@@ -117,7 +117,7 @@ def is_listening(url: str) -> bool:
 
 
 class Program:
-    """A Python program in a process group of its own, its output in files."""
+    """A Python program in its own process group, with its output in files."""
 
     def __init__(
         self,
@@ -156,25 +156,25 @@ class Program:
 
     @property
     def complaints(self) -> str:
-        """The errors, without Dask's own of a heartbeat that was on its way when its cluster was closed."""
-        # Not only at the start of a line: a REPL's prompt may stand before it.
+        """The errors, without Dask's errors about heartbeats during the close of a cluster."""
+        # Not only at the start of a line: a REPL's prompt may precede a record.
         records = re.split(r"(?=\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ - )", self.errors)
         return "".join(each for each in records if "during heartbeat" not in each)
 
-    def told(self) -> str:
-        """Return everything the program wrote, for messages."""
+    def report(self) -> str:
+        """Return the program's status and all of its output, for messages."""
         return f"status {self.process.poll()}, output:\n{self.output}\nerrors:\n{self.errors}"
 
     def wait_for_line(self, start: str, timeout_s: float = PATIENCE_S) -> str:
-        """Return what follows ``start`` on the first line that begins with it."""
+        """Wait for a line that starts with ``start`` and return the rest of it."""
 
         def find() -> list[str]:
             lines = self.output.splitlines(keepends=True)
             found = [each for each in lines if each.startswith(start) and each.endswith("\n")]
-            assert found or self.process.poll() is None, self.told()
+            assert found or self.process.poll() is None, self.report()
             return found
 
-        line: str = poll_for(find, timeout_s, what=self.told)[0]
+        line: str = poll_for(find, timeout_s, what=self.report)[0]
         return line.removeprefix(start).strip()
 
     def wait(self, timeout_s: float = PATIENCE_S) -> int:
@@ -184,16 +184,16 @@ class Program:
                 self.process.stdin.close()
             return status
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"the program did not end within {timeout_s:g} s: {self.told()}") from None
+            raise AssertionError(f"the program did not end within {timeout_s:g} s: {self.report()}") from None
 
-    def tell(self, line: str) -> None:
-        """Send the program a line on its standard input, which was kept open."""
+    def write_line(self, line: str) -> None:
+        """Write a line to the program's standard input, which must have been kept open."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{line}\n".encode())
         self.process.stdin.flush()
 
     def interrupt(self) -> None:
-        """Do as Ctrl-C in a terminal does."""
+        """Send SIGINT to the process group, as Ctrl-C in a terminal does."""
         os.killpg(self.process.pid, signal.SIGINT)
 
     def descendants(self) -> list[psutil.Process]:
@@ -212,7 +212,7 @@ class Program:
 
 
 def alive(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """Return those of the processes that still run; a zombie has ended."""
+    """Return the processes that still run; a zombie has ended."""
     found = []
     for each in processes:
         try:
@@ -224,7 +224,7 @@ def alive(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
 
 
 def wait_until_gone(processes: Sequence[psutil.Process], timeout_s: float) -> None:
-    """Fail, and kill them, if some of the processes do not end in time."""
+    """Wait until the processes have ended; kill those that do not end in time, and fail."""
     try:
         poll_for(
             lambda: not alive(processes),
@@ -239,7 +239,7 @@ def wait_until_gone(processes: Sequence[psutil.Process], timeout_s: float) -> No
 # ---- Dask clusters
 
 
-#: Ends the process with the test run, however that ends: the pipe it reads breaks.
+#: Ends the process with the test run, even if the run is killed: standard input then closes.
 _END_WITH_PARENT = """
 import os, sys, threading
 threading.Thread(target=lambda: (sys.stdin.read(), os._exit(1)), daemon=True).start()
@@ -247,7 +247,7 @@ threading.Thread(target=lambda: (sys.stdin.read(), os._exit(1)), daemon=True).st
 
 
 def dask_command(kind: str, *arguments: str, prelude: str = "") -> list[str]:
-    """Return the arguments of ``python`` that start a scheduler or worker, after some code of the test's."""
+    """Return the arguments of ``python`` that run ``prelude`` and start a scheduler or worker."""
     source = f"{_END_WITH_PARENT}\n{prelude}\nfrom distributed.cli.dask_{kind} import main\nmain()"
     return ["-c", source, *arguments]
 
@@ -283,25 +283,25 @@ def dask_scheduler(folder: Path, *, prelude: str = "", extra: Sequence[str] = ()
     program = Program(dask_command("scheduler", *arguments, prelude=prelude), folder, keeps_stdin=True)
 
     def read_address() -> str | None:
-        assert program.process.poll() is None, program.told()
+        assert program.process.poll() is None, program.report()
         try:
             return str(json.loads(file.read_text())["address"])
         except (OSError, ValueError):
             return None
 
     try:
-        yield poll_for(read_address, what=program.told)
+        yield poll_for(read_address, what=program.report)
     finally:
         program.kill()
 
 
 def look(dask_worker: Any) -> dict[str, list[str]]:
-    """Return what reminds of daskserve in a scheduler or worker process.
+    """Return the traces of daskserve in a scheduler or worker process.
 
-    The Dask client runs it there, with the server, whichever it is, as the argument of that name.
+    The Dask client runs this function there, with the scheduler or worker as the argument.
     """
     server = dask_worker
-    # Requests that a channel carries are too many to have names.
+    # The tasks of a channel's requests have no names.
     tasks = {task: getattr(task.get_coro(), "__qualname__", "") for task in asyncio.all_tasks()}
     task_names = [
         "daskserve-channel-handle" if code == "Channel._handle" else task.get_name()
@@ -331,7 +331,7 @@ def look(dask_worker: Any) -> dict[str, list[str]]:
 
 @dataclass
 class ExternalCluster:
-    """A scheduler and two workers with two threads each, none of which this process started as its own."""
+    """A scheduler and two workers with two threads each, which daskserve did not start."""
 
     address: str
     client: Client
@@ -347,21 +347,21 @@ class ExternalCluster:
         return found
 
     def leftovers(self) -> list[str]:
-        """Return what is there that was not there before any instance was."""
+        """Return the traces that were not there before the first instance."""
         return [
             f"{place}: {kind} {name}"
             for place, kinds in self._look().items()
             for kind, names in kinds.items()
             for name in names
             if name not in self._before.get(place, {}).get(kind, ())
-            # Of a worker that joined later nobody knows which ports are its own.
+            # The ports that belong to a worker that joined later are unknown.
             and (place in self._before or kind != "listens")
         ]
 
     def assert_clean(self, timeout_s: float = 5.0, *, topics: bool = True) -> None:
-        """Fail unless nothing of daskserve is left within a while.
+        """Fail unless all traces of daskserve disappear within ``timeout_s``.
 
-        A topic may be there for a second more: Dask makes it anew, empty, for one who unsubscribes late.
+        A topic may exist for one more second: Dask recreates it when a client unsubscribes late.
         """
 
         def left() -> list[str]:
@@ -371,7 +371,7 @@ class ExternalCluster:
 
     def sweep(self) -> None:
         """End every instance that is left."""
-        # Here, because schedulers and workers import this module too, and some of them have no daskserve.
+        # Imported here, because schedulers and workers without daskserve import this module too.
         from daskserve.client.ending import end_instance
         from daskserve.cluster.link import link_of
         from daskserve.errors import NotRunningError
@@ -382,6 +382,6 @@ class ExternalCluster:
                 end_instance(link, instance)
 
     def run_program(self, source: str, *arguments: str, **variables: str) -> Program:
-        """Start a Python program; it finds the scheduler's address in ``sys.argv[1]``."""
+        """Start a Python program; ``sys.argv[1]`` is the scheduler's address."""
         command = ["-c", source, self.address, *arguments]
         return Program(command, self.folder, keeps_stdin=True, environment=variables)

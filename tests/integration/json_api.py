@@ -1,4 +1,4 @@
-"""The HTTP API of some other system, as far as a test needs it."""
+"""A fake HTTP API of another system."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 
 @contextmanager
 def json_api(answer: Callable[[str, Message], tuple[int, Any]]) -> Iterator[str]:
-    """Answer each GET with the status and the JSON that ``answer(path, headers)`` gives; yield the URL."""
+    """Answer each GET with the status and the JSON that ``answer(path, headers)`` returns; yield the URL."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            status, told = answer(self.path, self.headers)
-            body = json.dumps(told).encode()
+            status, content = answer(self.path, self.headers)
+            body = json.dumps(content).encode()
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(body)))

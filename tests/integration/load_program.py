@@ -1,9 +1,9 @@
-"""GET requests over keep-alive connections, from a process of their own, until standard input is closed.
+"""GET requests over keep-alive connections from a separate process, until standard input is closed.
 
-Run as ``python load_program.py HOST PORT PATH CONNECTIONS``; every 20 ms a line of JSON tells how many were
-answered and what failed since the last one. A client of the strict kind: a connection that the server has
-announced to close, or has closed before the next request was sent, is opened anew; a request that was sent
-and is not answered, or not with 200, is a failure.
+Run as ``python load_program.py HOST PORT PATH CONNECTIONS``. Every 20 ms it prints a line of JSON with the
+number of answers and the failures since the previous line. The client is strict: it reopens a connection that
+the server has announced to close, or has closed before the next request was sent. Any sent request without an
+answer of status 200 is a failure.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import asyncio
 import json
 import sys
 
-#: What a connection rests after each answer, so that the load leaves the machine some time.
+#: Pause of a connection after each answer, so that the load does not saturate the machine.
 REST_S = 0.005
 TIMEOUT_S = 15.0
 
@@ -26,7 +26,7 @@ class Load:
         self._request = f"GET {path} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode()
 
     async def run(self) -> None:
-        """Send one request after the other."""
+        """Send one request after another."""
         connection = None
         while not self.is_over:
             try:
@@ -46,7 +46,7 @@ class Load:
                 connection = None
 
     async def _ask(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Send a request, read its answer, and return whether the connection may be used again."""
+        """Send a request, read its answer, and return whether the connection may be reused."""
         writer.write(self._request)
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
         lines = head.split("\r\n")
@@ -62,11 +62,11 @@ class Load:
         while True:
             answered, self.answered = self.answered, 0
             failures, self.failures = self.failures, []
-            tell(answered, failures)
+            print_progress(answered, failures)
             await asyncio.sleep(0.02)
 
 
-def tell(answered: int, failures: list[str]) -> None:
+def print_progress(answered: int, failures: list[str]) -> None:
     sys.stdout.write(json.dumps([answered, failures]) + "\n")
     sys.stdout.flush()
 
@@ -79,7 +79,7 @@ async def main(host: str, port: str, path: str, connections: str) -> None:
     load.is_over = True
     await asyncio.gather(*running)
     reporting.cancel()
-    tell(load.answered, load.failures)
+    print_progress(load.answered, load.failures)
 
 
 if __name__ == "__main__":

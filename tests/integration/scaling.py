@@ -1,4 +1,4 @@
-"""Backends that are scaled quickly enough to be watched, and what is to be seen of them."""
+"""Autoscaled backends with short delays, and helpers to observe them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from dask_processes import fetch, poll_for
 import daskserve as serve
 
 START_S = 0.5
-#: What the first answer at zero replicas may take beyond the constructor, on a machine that does much else.
+#: How much longer than the constructor the first answer at zero replicas may take on a busy machine.
 MARGIN_S = 1.0
 
-#: Quick enough to be watched.
+#: Options with short delays.
 QUICK: Mapping[str, Any] = {
     "min_replicas": 0,
     "max_replicas": 4,
@@ -28,7 +28,7 @@ QUICK: Mapping[str, Any] = {
 
 
 def slow_to_start(start_s: float = START_S, answer_s: float = 0.02) -> Any:
-    """Return a class that takes its time; made here so that it is pickled by value."""
+    """Return a class with a slow constructor; it is local, so that it is pickled by value."""
 
     class Slow:
         def __init__(self) -> None:
@@ -49,12 +49,12 @@ def is_at_zero(client: serve.Client) -> bool:
     return not client.status().replicas("b")
 
 
-def told(client: serve.Client) -> str:
+def explanation(client: serve.Client) -> str:
     return str(client.explain("b"))
 
 
-def from_nothing_to_many_and_back(client: serve.Client, url: str, config: Mapping[str, Any] = QUICK) -> None:
-    """Hold requests at zero replicas, load the backend until all run, and let it go; nothing may fail."""
+def scale_from_zero_and_back(client: serve.Client, url: str, config: Mapping[str, Any] = QUICK) -> None:
+    """Send requests at zero replicas, scale to the maximum under load and back; no request may fail."""
     most = config["max_replicas"]
     client.create_backend("b", slow_to_start(), config={"autoscaling_config": dict(config)})
     client.create_endpoint("e", backend="b", route="/e")
@@ -67,12 +67,12 @@ def from_nothing_to_many_and_back(client: serve.Client, url: str, config: Mappin
         assert time.monotonic() - began < START_S + MARGIN_S
         assert {each.result().status for each in rest} == {200}
     with Load(url, connections=4 * most) as load:
-        poll_for(lambda: len(running(client, "b")) == most, what=lambda: told(client))
+        poll_for(lambda: len(running(client, "b")) == most, what=lambda: explanation(client))
         load.more()
     assert load.failures == []
-    poll_for(lambda: is_at_zero(client), what=lambda: told(client))
+    poll_for(lambda: is_at_zero(client), what=lambda: explanation(client))
     assert client.status().backends["b"].status == "HEALTHY"
     events = client.explain("b").events
     assert events[-1].after == 0
-    assert events[-1].reason in told(client)
+    assert events[-1].reason in explanation(client)
     assert fetch(f"{url}/e").status == 200

@@ -1,4 +1,4 @@
-"""Scraping a whole cluster as Prometheus does, and Prometheus itself."""
+"""Scraping of a whole cluster like Prometheus, and a real Prometheus."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dask_processes import PATIENCE_S, fetch, poll_for
 from distributed import Client
 from prometheus_client.parser import text_string_to_metric_families
 
-#: For tests that need Prometheus; Debian's package of that name brings promtool along.
+#: Skips tests without Prometheus; Debian's package ``prometheus`` includes promtool.
 needs_prometheus = pytest.mark.skipif(
     shutil.which("prometheus") is None, reason="Debian's package prometheus is not installed"
 )
@@ -32,7 +32,7 @@ def dashboard(dask: Client) -> str:
 
 
 def target_urls(dask: Client) -> list[str]:
-    """Return where everything of a cluster is to be scraped."""
+    """Return the URLs of all targets of a cluster."""
     reply = fetch(f"{dashboard(dask)}/daskserve/targets")
     assert (reply.status, reply.headers["content-type"]) == (200, "application/json")
     return [
@@ -43,7 +43,7 @@ def target_urls(dask: Client) -> list[str]:
 
 
 def scrape(url: str) -> dict[Series, float]:
-    """Return the series of one target that are daskserve's, or of a user's metric; none comes twice."""
+    """Return the series of daskserve and of user metrics of one target; check that each occurs once."""
     reply = fetch(url)
     assert reply.status == 200
     found: dict[Series, float] = {}
@@ -57,13 +57,13 @@ def scrape(url: str) -> dict[Series, float]:
 
 
 class Figures:
-    """What a scrape of a whole cluster gave."""
+    """The result of a scrape of a whole cluster."""
 
     def __init__(self, dask: Client) -> None:
         self.by_target = {url: scrape(url) for url in target_urls(dask)}
 
     def values(self, name: str, **labels: str) -> list[float]:
-        """Return the values of the series that have these labels among theirs, over all targets."""
+        """Return the values of all series with these labels, over all targets."""
         return [
             value
             for series in self.by_target.values()
@@ -75,7 +75,7 @@ class Figures:
         return sum(self.values(name, **labels))
 
     def labels(self, name: str, label: str) -> list[str]:
-        """Return what a label of a metric says, in all series."""
+        """Return the values of a label of a metric, over all series."""
         return [
             dict(pairs)[label]
             for series in self.by_target.values()
@@ -85,7 +85,7 @@ class Figures:
 
 
 def assert_monotone(before: Mapping[str, Mapping[Series, float]], after: Figures) -> None:
-    """Fail if a counter of a process that is still there went down, or vanished without its replica."""
+    """Fail if a counter of a live process decreased, or disappeared before its replica ended."""
     for url, earlier in before.items():
         now = after.by_target.get(url)
         if now is None:
@@ -97,7 +97,7 @@ def assert_monotone(before: Mapping[str, Mapping[Series, float]], after: Figures
 
 @contextmanager
 def scraping(urls: Sequence[str]) -> Iterator[list[int]]:
-    """Scrape without pause meanwhile; gives the statuses of the answers."""
+    """Scrape continuously during the block; yield the list of response statuses."""
     statuses: list[int] = []
     is_over = threading.Event()
 
@@ -124,7 +124,7 @@ class Prometheus:
         self.url = url
 
     def query(self, expression: str) -> list[Any]:
-        """Return the result of an expression; none while it starts."""
+        """Return the result of an expression; empty while Prometheus starts."""
         try:
             reply = fetch(f"{self.url}/api/v1/query?query={quote(expression)}")
         except OSError:
@@ -132,13 +132,13 @@ class Prometheus:
         return list(reply.json["data"]["result"]) if reply.status == 200 else []
 
     def evaluate(self, expression: str) -> list[Any]:
-        """Return the result of an expression, which must be one."""
+        """Return the result of an expression; fail if the expression is invalid."""
         reply = fetch(f"{self.url}/api/v1/query?query={quote(expression)}")
         assert reply.status == 200, (expression, reply.text)
         return list(reply.json["data"]["result"])
 
     def wait_for(self, expression: str, count: int) -> list[Any]:
-        """Return the result of an expression once it has so many series."""
+        """Wait until the result of an expression has ``count`` series, and return it."""
         last: list[Any] = []
 
         def look() -> bool:
@@ -151,7 +151,7 @@ class Prometheus:
 
 @contextmanager
 def prometheus(configuration: str, folder: Path) -> Iterator[Prometheus]:
-    """Run Prometheus on a port of loopback, with all it writes in a folder; it is ended at the end."""
+    """Run Prometheus on a loopback port with its data in a folder, until the block ends."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]

@@ -1,4 +1,4 @@
-"""What the tests serve by import path, and what has to be importable in the workers."""
+"""Definitions that tests serve by import path or that workers must be able to import."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def echo(request: Any) -> str:
 
 
 class Counter:
-    """Counts its calls from a number on; knows its process."""
+    """Answers with its process id and the number of calls, which starts at a given number."""
 
     def __init__(self, start: int = 0) -> None:
         self.count = start

@@ -23,7 +23,7 @@ REQUESTS = 400
 
 
 class Waits:
-    """Waits, and leaves a mark when it begins and when it is cancelled."""
+    """Waits, and creates files when it begins and when it is cancelled."""
 
     def __init__(self, folder: str) -> None:
         self.folder = Path(folder)
@@ -38,7 +38,7 @@ class Waits:
         return "in the end"
 
 
-def test_a_replica_holds_the_deadline_of_a_request_whose_proxy_is_stopped(
+def test_a_replica_enforces_the_deadline_when_the_proxy_is_stopped(
     client: serve.Client, url: str, external: ExternalCluster, tmp_path: Path
 ) -> None:
     proxy = worker_of(client, "proxy")
@@ -46,10 +46,10 @@ def test_a_replica_holds_the_deadline_of_a_request_whose_proxy_is_stopped(
     client.create_backend("b", Waits, str(tmp_path), actor_options={"workers": [other]})
     client.create_endpoint("e", backend="b", route="/e")
     stopped = pids(external.client)[proxy]
-    told: list[int] = []
+    statuses: list[int] = []
 
     def send() -> None:
-        told.append(fetch(f"{url}/e", headers={"X-Request-Timeout-Seconds": "0.7"}).status)
+        statuses.append(fetch(f"{url}/e", headers={"X-Request-Timeout-Seconds": "0.7"}).status)
 
     sending = threading.Thread(target=send)
     sending.start()
@@ -57,11 +57,11 @@ def test_a_replica_holds_the_deadline_of_a_request_whose_proxy_is_stopped(
     os.kill(stopped, signal.SIGSTOP)
     try:
         poll_for((tmp_path / "cancelled").exists, 3)
-        assert told == []
+        assert statuses == []
     finally:
         os.kill(stopped, signal.SIGCONT)
     sending.join()
-    assert told == [408]
+    assert statuses == [408]
 
 
 class Leaf:
@@ -84,7 +84,7 @@ class FrontInThread(Front):
 
 
 def gauges(dask_worker: Any) -> dict[str, int]:
-    """Return what counts up and down in a worker; Dask's client runs it there."""
+    """Return the gauges of a worker; Dask's client runs this there."""
     (host,) = (each for each in dask_worker.state.actors.values() if type(each).__name__ == "Host")
     found = dict.fromkeys(("ingress", "ongoing", "calls", "abandoned", "in flight", "waiting", "streams"), 0)
     for name, entry in host.book.entries.items():
@@ -103,8 +103,8 @@ def gauges(dask_worker: Any) -> dict[str, int]:
     return found
 
 
-def leave_at_random(url: str, paths: list[str], rng: random.Random) -> None:
-    """Send requests on connections of their own, closed at random moments, half of them with a reset."""
+def disconnect_at_random(url: str, paths: list[str], rng: random.Random) -> None:
+    """Send requests on separate connections and close these at random moments, half of them with a reset."""
     parts = urlsplit(url)
     open_until: list[tuple[float, socket.socket]] = []
     for number in range(REQUESTS):
@@ -121,10 +121,10 @@ def leave_at_random(url: str, paths: list[str], rng: random.Random) -> None:
         sock.close()
 
 
-def test_clients_that_leave_at_any_moment_leave_nothing_behind(
+def test_disconnects_at_any_moment_leave_nothing_behind(
     client: serve.Client, url: str, external: ExternalCluster
 ) -> None:
-    """The proxy's worker holds the leaf, the other one what calls it: every request crosses twice."""
+    """The leaf runs beside the proxy and its caller on the other worker, so each request crosses twice."""
     proxy = worker_of(client, "proxy")
     (other,) = {*pids(external.client)} - {proxy}
     client.create_backend(
@@ -136,7 +136,7 @@ def test_clients_that_leave_at_any_moment_leave_nothing_behind(
         client.create_backend(name, definition, leaf, actor_options={"workers": [other]})
         client.create_endpoint(name, backend=name, route=f"/{name}")
         assert fetch(f"{url}/{name}").text == "leaf"
-    leave_at_random(url, ["/leaf", "/front", "/thread"], random.Random(5))
+    disconnect_at_random(url, ["/leaf", "/front", "/thread"], random.Random(5))
 
     def left() -> dict[str, dict[str, int]]:
         found: dict[str, dict[str, int]] = external.client.run(gauges)

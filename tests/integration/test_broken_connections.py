@@ -1,4 +1,4 @@
-"""Connections between two living processes that break, as at a middlebox that forgets them."""
+"""Broken connections between two live processes, as after a middlebox has dropped their state."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ import daskserve as serve
 from daskserve.cluster.link import link_of
 from daskserve.errors import ActorLostError
 
-#: So long a broken connection may delay a request: far less than a dead worker's replica is left alone.
+#: How long a broken connection may delay a request: far less than the time that a dead worker is avoided.
 SOON_S = 0.7
 
 
-class Stubborn:
-    """Answers with the number of the call, but never the one it is told to hold."""
+class HoldsOneCall:
+    """Answers with the number of the call, except for one call, which it holds."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -50,7 +50,7 @@ class Stubborn:
 
 
 def cut(dask_worker: Any) -> int:
-    """Break the connections of all channels of this worker; neither side closes them itself."""
+    """Break the connections of all channels of this worker, without closing them on either side."""
     (host,) = dask_worker.state.actors.values()
     channels = list(host.link.channels._serving)
     for channel in channels:
@@ -59,12 +59,12 @@ def cut(dask_worker: Any) -> int:
 
 
 class Stage:
-    """A backend with one replica, apart from the proxy."""
+    """A backend with one replica on another worker than the proxy."""
 
     def __init__(self, client: serve.Client, external: ExternalCluster) -> None:
         self._dask = external.client
         self.worker = next(each for each in self._dask.run(int) if each != worker_of(client, "proxy"))
-        client.deploy("s", Stubborn, actor_options={"workers": [self.worker]}, route_prefix="/s")
+        client.deploy("s", HoldsOneCall, actor_options={"workers": [self.worker]}, route_prefix="/s")
         self.url = client.http_urls()[0] + "/s"
         self.handle = client.get_handle("s")
 
@@ -75,7 +75,7 @@ class Stage:
         return self.handle.options(method_name=method).remote().result(20)
 
     def held_request(self, method: str) -> tuple[threading.Thread, list[Reply]]:
-        """Return a request that hangs in the replica, and where its answer will be."""
+        """Start a request that hangs in the replica; return its thread and the list for its answer."""
         self.ask("hold_next")
         before = self.ask("state")[0]
         replies: list[Reply] = []
@@ -90,10 +90,10 @@ def stage(client: serve.Client, external: ExternalCluster) -> Iterator[Stage]:
     stage = Stage(client, external)
     assert fetch(stage.url).status == 200
     yield stage
-    poll_for(lambda: stage.ask("state")[1] == 0)  # what was cut off does not go on
+    poll_for(lambda: stage.ask("state")[1] == 0)  # the interrupted request does not run on
 
 
-def test_the_next_request_opens_the_connection_anew(stage: Stage) -> None:
+def test_the_next_request_reopens_the_connection(stage: Stage) -> None:
     for _ in range(3):
         stage.cut()
         with within(SOON_S):
@@ -101,7 +101,7 @@ def test_the_next_request_opens_the_connection_anew(stage: Stage) -> None:
         assert stage.ask("state")[1] == 0
 
 
-def test_an_idempotent_request_in_flight_is_repeated(stage: Stage) -> None:
+def test_an_idempotent_request_in_flight_is_retried(stage: Stage) -> None:
     thread, replies = stage.held_request("GET")
     with within(SOON_S):
         stage.cut()
@@ -109,7 +109,7 @@ def test_an_idempotent_request_in_flight_is_repeated(stage: Stage) -> None:
     assert [(each.status, each.text) for each in replies] == [(200, "3")]
 
 
-def test_another_one_fails_and_is_not_repeated(stage: Stage) -> None:
+def test_a_request_that_is_not_idempotent_fails_and_is_not_retried(stage: Stage) -> None:
     thread, replies = stage.held_request("POST")
     stage.cut()
     thread.join(20)
@@ -117,7 +117,7 @@ def test_another_one_fails_and_is_not_repeated(stage: Stage) -> None:
     assert stage.ask("state") == [2, 0]
 
 
-def test_a_call_in_flight_fails_as_one_that_had_begun(stage: Stage) -> None:
+def test_a_call_in_flight_fails_as_begun(stage: Stage) -> None:
     stage.ask("hold_next")
     response = stage.handle.remote()
     poll_for(lambda: stage.ask("state") == [2, 1])
@@ -129,10 +129,10 @@ def test_a_call_in_flight_fails_as_one_that_had_begun(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("route", ["direct", "scheduler"])
-def test_a_worker_that_is_not_the_one_that_was_meant_is_noticed(
+def test_another_worker_at_the_same_address_is_detected(
     route: str, external: ExternalCluster, client: serve.Client
 ) -> None:
-    """Its process knows nothing of the actor; or the actor there is another incarnation of it."""
+    """Its process does not have the actor, or has another incarnation of it."""
     controller = next(each for each in client.status().actors if each.kind == "controller")
     with dask.config.set({"daskserve.channel.route": route}):
         with Client(external.address, set_as_default=False) as dask_client:

@@ -1,4 +1,4 @@
-"""Task threads that are all taken do not hold up a running instance."""
+"""A running instance needs no free task threads on its workers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import daskserve as serve
 def test_deploying_on_fully_busy_workers(
     external: ExternalCluster, client: serve.Client, url: str, tmp_path: Path
 ) -> None:
-    """Creating, calling, changing and deleting take no task thread."""
+    """Create, call, update and delete use no task thread."""
     go = tmp_path / "go"
     dask = external.client
     threads = sum(dask.nthreads().values())

@@ -1,4 +1,4 @@
-"""Channels of a scheduler, a worker and programs that are all in this process: what they store and leave."""
+"""Memory and leftovers of channels, with scheduler, worker and programs in this process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from daskserve.cluster.link import link_of
 
 MIB = 1 << 20
 ARRAY_BYTES = 16 * MIB
-#: What waits in event loops, a splice's buffers, messages, tasks.
+#: Memory for buffers, messages and tasks.
 REST_BYTES = 6 * MIB
 
 
@@ -29,7 +29,7 @@ class Echo:
 
 @contextmanager
 def cluster_here(worker_protocol: str = "tcp", **security: Any) -> Iterator[tuple[SpecCluster, serve.Client]]:
-    """An instance on a cluster whose sockets are real, although both of their ends are here."""
+    """Yield a cluster with real sockets in this process, and an instance on it."""
     options = {"host": "127.0.0.1", "dashboard_address": "127.0.0.1:0", **security}
     cluster = SpecCluster(
         workers={0: {"cls": Worker, "options": {**options, "nthreads": 1, "protocol": worker_protocol}}},
@@ -42,7 +42,7 @@ def cluster_here(worker_protocol: str = "tcp", **security: Any) -> Iterator[tupl
 
 
 @pytest.mark.parametrize("route", ["direct", "scheduler"])
-def test_an_array_is_stored_once_where_it_arrives_and_nowhere_else(route: str) -> None:
+def test_an_array_is_stored_only_once_where_it_arrives(route: str) -> None:
     array = np.arange(ARRAY_BYTES // 8)
     with dask.config.set({"daskserve.channel.route": route}), cluster_here() as (_, client):
         client.deploy("echo", Echo)
@@ -55,13 +55,13 @@ def test_an_array_is_stored_once_where_it_arrives_and_nowhere_else(route: str) -
         finally:
             tracemalloc.stop()
     assert (answer == array).all()
-    # What the replica received, and what came back.
+    # The array in the replica, and the answer.
     assert 2 * ARRAY_BYTES <= peak_bytes < 2 * ARRAY_BYTES + REST_BYTES
     assert kept_bytes < ARRAY_BYTES + REST_BYTES
 
 
 @pytest.mark.parametrize("route", ["direct", "scheduler"])
-def test_connections_end_with_their_dask_client_though_its_loop_goes_on(route: str) -> None:
+def test_connections_end_with_their_dask_client_even_if_its_loop_runs_on(route: str) -> None:
     with cluster_here() as (cluster, client):
 
         def connections() -> list[str]:
@@ -81,8 +81,8 @@ def test_connections_end_with_their_dask_client_though_its_loop_goes_on(route: s
         poll_for(lambda: [each for each in connections() if "daskserve" in each] == ours, 5, what=connections)
 
 
-def test_a_splice_connects_what_is_encrypted_with_what_is_not() -> None:
-    """The worker's end could not be taken over below its encryption, so the caller's is not either."""
+def test_a_splice_connects_an_encrypted_and_a_plain_connection() -> None:
+    """The worker's socket cannot be taken over below its encryption, so the caller's is not either."""
     security = Security.temporary()
     security.require_encryption = False
     with dask.config.set({"daskserve.channel.route": "scheduler"}):

@@ -1,4 +1,4 @@
-"""Backends by the classic API: create, configure, delete (rows CL18 to CL20 and CL23 to CL26)."""
+"""Backends in the classic API: create, configure, delete (rows CL18 to CL20 and CL23 to CL26)."""
 
 from __future__ import annotations
 
@@ -78,15 +78,15 @@ def test_asgi_application_answers(client: serve.Client, url: str) -> None:
     assert fetch(f"{url}/app/nowhere").status == 404
 
 
-def test_actor_options_may_have_their_old_name(client: serve.Client) -> None:
-    """CL18: ``ray_actor_options`` is taken as ``actor_options``."""
+def test_actor_options_accept_their_old_name(client: serve.Client) -> None:
+    """CL18: ``ray_actor_options`` is accepted as ``actor_options``."""
     client.create_backend("half", lambda request: "", ray_actor_options={"num_cpus": 0.5})
     with pytest.raises(ValueError, match="num_cups"):
         client.create_backend("typo", lambda request: "", ray_actor_options={"num_cups": 1})
 
 
-def test_tag_can_be_registered_once(client: serve.Client) -> None:
-    """CL19: a tag that is taken is a ValueError, and the backend there is not touched."""
+def test_a_registered_tag_cannot_be_registered_again(client: serve.Client) -> None:
+    """CL19: a taken tag raises a ValueError, and the existing backend is unchanged."""
     client.create_backend("taken", "served.Counter")
     (replica,) = replicas_of(client, "taken")
     with pytest.raises(ValueError, match=r"^Cannot create backend\. Backend 'taken' is already registered"):
@@ -94,8 +94,8 @@ def test_tag_can_be_registered_once(client: serve.Client) -> None:
     assert replicas_of(client, "taken") == [replica]
 
 
-def test_bad_arguments_of_create_backend(client: serve.Client) -> None:
-    """CL19: wrong types and arguments, before anything is made."""
+def test_create_backend_refuses_invalid_arguments(client: serve.Client) -> None:
+    """CL19: wrong types and values raise before anything is created."""
 
     class NotCallable:
         pass
@@ -116,8 +116,8 @@ def test_bad_arguments_of_create_backend(client: serve.Client) -> None:
     assert client.list_backends() == {}
 
 
-def test_backend_config_is_checked() -> None:
-    """CL20: unknown keys and impossible values are ValidationErrors, which are ValueErrors."""
+def test_the_backend_config_is_validated() -> None:
+    """CL20: unknown keys and invalid values raise ValidationErrors, which are ValueErrors."""
     for bad in ({"num_replica": 2}, {"num_replicas": 0}, {"num_replicas": -1}, {"max_concurrent_queries": 0}):
         with pytest.raises(ValueError, match=next(iter(bad))) as caught:
             serve.BackendConfig(**bad)
@@ -128,7 +128,7 @@ def test_backend_config_is_checked() -> None:
 
 
 @pytest.mark.parametrize("bad", [{"num_replica": 2}, {"num_replicas": 0}, {"num_replicas": -1}], ids=str)
-def test_bad_config_makes_no_backend(bad: dict[str, int], client: serve.Client) -> None:
+def test_an_invalid_config_creates_no_backend(bad: dict[str, int], client: serve.Client) -> None:
     """CL20"""
     with pytest.raises(ValueError, match="num_replica"):
         client.create_backend("bad", "served.echo", config=bad)
@@ -137,7 +137,7 @@ def test_bad_config_makes_no_backend(bad: dict[str, int], client: serve.Client) 
 
 
 def test_defaults_of_the_backend_config(client: serve.Client) -> None:
-    """CL20: what is not given has its classic default."""
+    """CL20: missing options have their classic defaults."""
     client.create_backend("plain", "served.Counter")
     config = client.get_backend_config("plain")
     assert config.num_replicas == 1
@@ -149,7 +149,7 @@ def test_defaults_of_the_backend_config(client: serve.Client) -> None:
     assert config.max_concurrent_queries == 8
 
 
-def test_update_leaves_what_it_does_not_name(client: serve.Client) -> None:
+def test_an_update_keeps_options_that_it_does_not_name(client: serve.Client) -> None:
     """CL23: an update merges, as a dict and as a BackendConfig."""
     client.create_backend("merged", Configured, config={"user_config": {"value": 1}})
     client.update_backend_config("merged", {"num_replicas": 2})
@@ -160,8 +160,8 @@ def test_update_leaves_what_it_does_not_name(client: serve.Client) -> None:
     assert (config.num_replicas, config.max_concurrent_queries) == (2, 3)
 
 
-def test_scaling_takes_effect_before_the_call_returns(client: serve.Client) -> None:
-    """CL23: up and down, in whole."""
+def test_scaling_is_complete_when_the_call_returns(client: serve.Client) -> None:
+    """CL23: scaling up and down is complete."""
     client.create_backend("scaled", "served.Counter", config={"num_replicas": 3})
     states = {each.state for each in client.status().replicas()}
     assert (len(replicas_of(client, "scaled")), states) == (3, {"RUNNING"})
@@ -169,8 +169,8 @@ def test_scaling_takes_effect_before_the_call_returns(client: serve.Client) -> N
     assert len(replicas_of(client, "scaled")) == 1
 
 
-def test_bad_updates(client: serve.Client) -> None:
-    """CL23: another type is a TypeError, an unknown tag and bad options are ValueErrors."""
+def test_invalid_updates_are_refused(client: serve.Client) -> None:
+    """CL23: a wrong type raises a TypeError; an unknown tag and invalid options raise ValueErrors."""
     client.create_backend("known", "served.echo")
     for options in (None, 2, [("num_replicas", 2)]):
         with pytest.raises(TypeError, match="must be a BackendConfig or a dict"):
@@ -183,7 +183,7 @@ def test_bad_updates(client: serve.Client) -> None:
 
 
 def test_user_config_reaches_the_running_replicas(client: serve.Client, url: str) -> None:
-    """CL24: ``reconfigure`` is called at the start and on updates, in the same object of the same process."""
+    """CL24: ``reconfigure`` runs at the start and on updates, on the same object in the same process."""
     client.create_backend("conf", Configured, config={"user_config": {"value": "at start"}})
     client.create_endpoint("conf", backend="conf", route="/conf")
     pid, instance, value = fetch(f"{url}/conf").json
@@ -192,8 +192,8 @@ def test_user_config_reaches_the_running_replicas(client: serve.Client, url: str
     assert fetch(f"{url}/conf").json == [pid, instance, "later"]
 
 
-def test_user_config_without_reconfigure(client: serve.Client) -> None:
-    """CL24: a ServeError that says so, at creation and at updates; what was there goes on."""
+def test_a_user_config_without_reconfigure_is_refused(client: serve.Client) -> None:
+    """CL24: creation and updates raise a ServeError that names the reason; a running backend is unchanged."""
     with pytest.raises(serve.ServeError, match="reconfigure"):
         client.create_backend("none", "served.Counter", config={"user_config": 1})
     assert client.list_backends() == {}
@@ -203,8 +203,8 @@ def test_user_config_without_reconfigure(client: serve.Client) -> None:
     assert client.get_backend_config("none").user_config is None
 
 
-def test_failing_reconfigure_is_told_and_taken_back(client: serve.Client, url: str) -> None:
-    """CL24: the error of user code arrives, the old config stays."""
+def test_a_failing_reconfigure_raises_and_is_rolled_back(client: serve.Client, url: str) -> None:
+    """CL24: the caller gets the error of user code, and the old config stays."""
     client.create_backend("conf", Configured, config={"user_config": {"value": "good"}})
     client.create_endpoint("conf", backend="conf", route="/conf")
     with pytest.raises(serve.ServeError, match="KeyError: 'value'") as caught:
@@ -215,7 +215,7 @@ def test_failing_reconfigure_is_told_and_taken_back(client: serve.Client, url: s
 
 
 def test_configs_round_trip(client: serve.Client) -> None:
-    """CL25: what went in comes out, one by one and in the list; unknown is a ValueError."""
+    """CL25: configs are returned as they were set, one at a time and in the list; an unknown tag raises."""
     config = serve.BackendConfig(num_replicas=2, max_concurrent_queries=5, user_config={"value": [1, 2]})
     client.create_backend("round", Configured, config=config)
     client.create_backend("other", "served.echo")
@@ -229,8 +229,8 @@ def test_configs_round_trip(client: serve.Client) -> None:
         client.get_backend_config("unknown")
 
 
-def test_backend_in_use_cannot_be_deleted(client: serve.Client) -> None:
-    """CL26: neither while an endpoint sends it traffic, nor while it only gets shadows."""
+def test_a_backend_in_use_cannot_be_deleted(client: serve.Client) -> None:
+    """CL26: neither while an endpoint sends it traffic, nor while it only gets shadow traffic."""
     client.create_backend("used", "served.echo")
     client.create_backend("shadow", "served.echo")
     client.create_endpoint("user", backend="used", route="/user")
@@ -257,7 +257,7 @@ def test_deleting_an_unknown_backend_does_nothing(client: serve.Client) -> None:
 
 
 class Sleeper:
-    """Marks in a file that it has begun and, if it gets there, that it has finished."""
+    """Creates files when it begins and when it finishes."""
 
     def __init__(self, folder: str, seconds: float) -> None:
         self.folder, self.seconds = Path(folder), seconds
@@ -269,8 +269,8 @@ class Sleeper:
         return "slept"
 
 
-def test_forced_delete_does_not_wait(client: serve.Client, tmp_path: Path) -> None:
-    """CL26: force returns fast with a sleep in flight, whose caller is told."""
+def test_a_forced_delete_does_not_wait(client: serve.Client, tmp_path: Path) -> None:
+    """CL26: with force, it returns quickly although a request is in flight, which fails."""
     client.create_backend("sleeper", Sleeper, str(tmp_path), 4.0)
     client.create_endpoint("sleeper", backend="sleeper")
     response = client.get_handle("sleeper").remote()
@@ -285,8 +285,8 @@ def test_forced_delete_does_not_wait(client: serve.Client, tmp_path: Path) -> No
     assert not (tmp_path / "done").exists()
 
 
-def test_graceful_delete_lets_requests_finish(client: serve.Client, tmp_path: Path) -> None:
-    """CL26: without force a request in flight is answered first."""
+def test_a_graceful_delete_lets_requests_finish(client: serve.Client, tmp_path: Path) -> None:
+    """CL26: without force, requests in flight are answered first."""
     client.create_backend("sleeper", Sleeper, str(tmp_path), 0.5)
     client.create_endpoint("sleeper", backend="sleeper")
     response = client.get_handle("sleeper").remote()

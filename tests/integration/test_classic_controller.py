@@ -1,4 +1,4 @@
-"""The classic controller's rows: batching, shadows, affinity, goals, versions, introspection, long poll."""
+"""Rows of the classic controller: batching, shadows, affinity, goals, versions, introspection, long poll."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_concurrency_defaults_follow_the_callable(client: serve.Client) -> None:
         client.update_backend_config("plain", {"max_concurrent_queries": 0})
 
 
-def test_a_batch_is_answered_one_by_one(client: serve.Client) -> None:
+def test_each_request_of_a_batch_gets_its_own_answer(client: serve.Client) -> None:
     """CL22"""
     client.create_backend("b", batch_size, config={"max_batch_size": 4, "batch_wait_timeout": 2.0})
     client.create_endpoint("e", backend="b")
@@ -65,7 +65,9 @@ def test_a_batch_is_answered_one_by_one(client: serve.Client) -> None:
         client.create_backend("unmarked", hello, config={"max_batch_size": 4})
 
 
-def test_shadows_get_their_share_and_harm_nobody(client: serve.Client, url: str, tmp_path: Any) -> None:
+def test_shadows_get_their_share_and_do_not_affect_callers(
+    client: serve.Client, url: str, tmp_path: Any
+) -> None:
     """CL28"""
     path = tmp_path / "tally"
     path.touch()
@@ -117,7 +119,7 @@ def test_a_newer_goal_supersedes_the_one_before(client: serve.Client) -> None:
     assert client.update_backend_config("b", {"num_replicas": 1}, blocking=False) is None
 
 
-def test_versions_decide_what_a_deploy_does(client: serve.Client, url: str) -> None:
+def test_the_version_decides_whether_a_deploy_replaces_replicas(client: serve.Client, url: str) -> None:
     """CL40, CL41"""
 
     def pid(request: Any) -> str:
@@ -165,7 +167,7 @@ def test_deployments_are_listed_and_deleted(client: serve.Client, url: str) -> N
         client.deploy("three", hello, route_prefix="no-slash")
 
 
-def test_only_public_methods_are_reached_by_name(client: serve.Client) -> None:
+def test_only_public_methods_can_be_called_by_name(client: serve.Client) -> None:
     """CL43"""
 
     class Two:
@@ -187,7 +189,7 @@ def test_only_public_methods_are_reached_by_name(client: serve.Client) -> None:
         handle.options(method_name="_private").remote().result(10)
 
 
-def test_the_controller_can_be_looked_into(client: serve.Client) -> None:
+def test_the_controller_can_be_inspected(client: serve.Client) -> None:
     """CL54, CL57"""
     client.create_backend("b", hello)
     client.create_endpoint("e", backend="b", route="/e")
@@ -211,7 +213,7 @@ def test_the_controller_can_be_looked_into(client: serve.Client) -> None:
     assert (snapshot["b"]["class_name"], snapshot["b"]["status"]) == ("hello", "RUNNING")
 
 
-def test_listening_returns_at_once_what_is_stale_and_blocks_for_what_is_not(client: serve.Client) -> None:
+def test_a_long_poll_returns_newer_values_at_once_and_otherwise_blocks(client: serve.Client) -> None:
     """CL51, CL52"""
     client.create_backend("b", hello)
     client.create_endpoint("e", backend="b", route="/e")

@@ -1,4 +1,4 @@
-"""Endpoints by the classic API: routes, methods, traffic, answers (rows CL10-CL17, CL27, CL37, CL38)."""
+"""Endpoints in the classic API: routes, methods, traffic, answers (rows CL10-CL17, CL27, CL37, CL38)."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ import daskserve as serve
 
 @pytest.fixture
 def backends(client: serve.Client) -> serve.Client:
-    """A client with the backends ``a`` and ``b``, which answer with their names."""
+    """Return a client with the backends ``a`` and ``b``, which answer with their names."""
     client.create_backend("a", lambda request: "a")
     client.create_backend("b", lambda request: "b")
     return client
 
 
-def test_route_answers_as_soon_as_the_call_returned(backends: serve.Client, url: str) -> None:
-    """CL10, CL14: no waiting in between; all traffic goes to the one backend."""
+def test_a_route_answers_once_the_call_returns(backends: serve.Client, url: str) -> None:
+    """CL10, CL14: no wait is needed; all traffic goes to the one backend."""
     for number in range(20):
         backends.create_endpoint(f"e{number}", backend="a", route=f"/e{number}")
         reply = fetch(f"{url}/e{number}")
@@ -47,15 +47,17 @@ def test_route_answers_as_soon_as_the_call_returned(backends: serve.Client, url:
     ],
     ids=str,
 )
-def test_bad_types(arguments: dict[str, Any], named: str, dask_cluster: ExternalCluster) -> None:
-    """CL11: each is a TypeError that names the argument, before anything is asked of the cluster."""
+def test_wrong_argument_types_are_refused(
+    arguments: dict[str, Any], named: str, dask_cluster: ExternalCluster
+) -> None:
+    """CL11: each raises a TypeError that names the argument, before any request to the cluster."""
     client = serve.start(http_options={"location": "NoServer"}, dask_client=dask_cluster.client)
     with client, pytest.raises(TypeError, match=named):
         client.create_endpoint("bad", **arguments)
 
 
-def test_duplicates(backends: serve.Client, url: str) -> None:
-    """CL12: the same again, a taken route, a taken name; what is there is not touched."""
+def test_duplicate_endpoints_and_routes_are_refused(backends: serve.Client, url: str) -> None:
+    """CL12: the same endpoint, a taken route, a taken name; existing endpoints are unchanged."""
     backends.create_endpoint("first", backend="a", route="/first", methods=["GET", "POST"])
     before = backends.list_endpoints()
     with pytest.raises(
@@ -72,8 +74,8 @@ def test_duplicates(backends: serve.Client, url: str) -> None:
     assert fetch(f"{url}/first").text == "a"
 
 
-def test_unknown_backend(backends: serve.Client) -> None:
-    """CL13: for new endpoints and for traffic; nothing is made or changed."""
+def test_an_unknown_backend_is_refused(backends: serve.Client) -> None:
+    """CL13: for new endpoints and for traffic; nothing is created or changed."""
     message = r"^Attempted to assign traffic to a backend 'x' that is not registered\."
     with pytest.raises(ValueError, match=message):
         backends.create_endpoint("new", backend="x", route="/new")
@@ -84,8 +86,8 @@ def test_unknown_backend(backends: serve.Client) -> None:
     assert backends.list_endpoints()["new"]["traffic"] == {"a": 1.0}
 
 
-def test_endpoint_without_a_route(backends: serve.Client, url: str) -> None:
-    """CL15: by handle only."""
+def test_an_endpoint_without_a_route_is_reached_by_handle_only(backends: serve.Client, url: str) -> None:
+    """CL15."""
     backends.create_endpoint("headless", backend="a")
     assert fetch(f"{url}/-/routes").json == {}
     assert fetch(f"{url}/headless").status == 404
@@ -94,7 +96,7 @@ def test_endpoint_without_a_route(backends: serve.Client, url: str) -> None:
 
 
 def test_delete_endpoint(backends: serve.Client, url: str) -> None:
-    """CL16: twice is fine, backends stay, the URL is gone at once, the name can be used again."""
+    """CL16: it is idempotent, backends stay, the URL is gone at once, and the name can be reused."""
     backends.create_endpoint("e", backend="a", route="/e")
     handle = backends.get_handle("e")
     assert fetch(f"{url}/e").status == 200
@@ -128,12 +130,12 @@ def test_list_endpoints(backends: serve.Client) -> None:
 
 
 def test_traffic_is_split_by_weight(backends: serve.Client) -> None:
-    """CL27: 1000 calls at .8/.2 within 3 sigma; a weight of 0 gets none."""
+    """CL27: 1000 calls split .8/.2 within 3 sigma; a weight of 0 gets no calls."""
     backends.create_endpoint("split", backend="a")
     handle = backends.get_handle("split")
 
     async def draw(calls: int) -> Counter[str]:
-        # As many at a time as the replicas run, so that nobody waits in a queue.
+        # As many concurrent calls as the replicas run, so that no call is queued.
         found: Counter[str] = Counter()
         for _ in range(0, calls, 50):
             found.update(await asyncio.gather(*(handle.remote() for _ in range(50))))
@@ -145,14 +147,14 @@ def test_traffic_is_split_by_weight(backends: serve.Client) -> None:
         return abs(found["b"] - 200) <= 3 * sqrt(1000 * 0.8 * 0.2)
 
     backends.set_traffic("split", {"a": 0.8, "b": 0.2})
-    # Even the best dice leave 3 sigma once in 370 times, but not twice in a row.
+    # A fair draw exceeds 3 sigma once in 370 times, but hardly twice in a row.
     assert is_within_3_sigma() or is_within_3_sigma()
     backends.set_traffic("split", {"a": 0.0, "b": 1.0})
     assert asyncio.run(draw(100)) == {"b": 100}
 
 
-def test_traffic_is_swapped_at_once(backends: serve.Client, url: str) -> None:
-    """CL27: no request after the call goes by the old policy, over HTTP or by handle."""
+def test_a_traffic_change_applies_at_once(backends: serve.Client, url: str) -> None:
+    """CL27: no request after the call uses the old policy, over HTTP or by handle."""
     backends.create_endpoint("e", backend="a", route="/e")
     handle = backends.get_handle("e")
     for tag in "baba":
@@ -166,8 +168,8 @@ def test_traffic_is_swapped_at_once(backends: serve.Client, url: str) -> None:
     [{"a": 0.5, "b": 0.6}, {"a": 0.5}, {}, {"a": 1.5, "b": -0.5}, {"a": "1"}, {"a": True}, [("a", 1)], None],
     ids=str,
 )
-def test_bad_traffic(policy: Any, dask_cluster: ExternalCluster) -> None:
-    """CL27: not a dict, weights not in 0..1 or not summing to 1 are ValueErrors; nothing changes."""
+def test_an_invalid_traffic_policy_is_refused(policy: Any, dask_cluster: ExternalCluster) -> None:
+    """CL27: no dict, weights outside 0..1 or a sum other than 1 raise ValueErrors; nothing changes."""
     client = serve.start(http_options={"location": "NoServer"}, dask_client=dask_cluster.client)
     with client:
         client.create_backend("a", lambda request: "a")
@@ -178,14 +180,14 @@ def test_bad_traffic(policy: Any, dask_cluster: ExternalCluster) -> None:
         assert client.list_endpoints()["e"]["traffic"] == {"a": 1.0}
 
 
-def test_traffic_of_an_unknown_endpoint(backends: serve.Client) -> None:
+def test_setting_traffic_of_an_unknown_endpoint_is_refused(backends: serve.Client) -> None:
     """CL27"""
     with pytest.raises(ValueError, match="Endpoint 'unknown' is not registered"):
         backends.set_traffic("unknown", {"a": 1.0})
 
 
-def test_shadows_are_copies_nobody_feels(backends: serve.Client, url: str, tmp_path: Path) -> None:
-    """A shadow gets its copies and may fail; callers get the answer of the backend."""
+def test_shadow_requests_do_not_affect_callers(backends: serve.Client, url: str, tmp_path: Path) -> None:
+    """A shadow backend gets copies and may fail; callers get the answer of the main backend."""
     log = tmp_path / "copies"
 
     class Failing:
@@ -208,8 +210,8 @@ def test_shadows_are_copies_nobody_feels(backends: serve.Client, url: str, tmp_p
         backends.shadow_traffic("e", "unknown", 0.5)
 
 
-def test_wrong_method(backends: serve.Client, url: str) -> None:
-    """CL37: 405 that names the methods there are; the default is GET alone."""
+def test_a_method_that_is_not_allowed_gets_405(backends: serve.Client, url: str) -> None:
+    """CL37: the 405 names the allowed methods; the default is GET only."""
     backends.create_endpoint("get", backend="a", route="/get")
     backends.create_endpoint("two", backend="a", route="/two", methods=["POST", "PUT"])
     reply = fetch(f"{url}/get", "POST", body=b"x")
@@ -220,8 +222,8 @@ def test_wrong_method(backends: serve.Client, url: str) -> None:
     assert fetch(f"{url}/two", "PUT", body=b"x").text == "a"
 
 
-def test_unknown_path(backends: serve.Client, url: str) -> None:
-    """CL38: 404 that points to the routing table; a route is no prefix of longer words."""
+def test_an_unknown_path_gets_404(backends: serve.Client, url: str) -> None:
+    """CL38: the 404 names the routing table; a route does not match longer words."""
     backends.create_endpoint("e", backend="a", route="/e")
     for path in ("/nowhere", "/essays"):
         reply = fetch(f"{url}{path}")
@@ -233,7 +235,7 @@ def raise_error(request: Any) -> None:
     raise LookupError("a secret of the inside")
 
 
-def test_user_error_over_http_tells_nothing(client: serve.Client, url: str) -> None:
+def test_a_user_error_over_http_hides_internals(client: serve.Client, url: str) -> None:
     """CL38, HT06: a 500 without internals, for plain and for async code."""
 
     async def raise_later(request: Any) -> None:
@@ -247,7 +249,7 @@ def test_user_error_over_http_tells_nothing(client: serve.Client, url: str) -> N
         assert (reply.status, reply.text) == (500, "Internal Server Error")
 
 
-def test_user_error_with_debug_shows_the_traceback(external: ExternalCluster) -> None:
+def test_a_user_error_with_debug_shows_the_traceback(external: ExternalCluster) -> None:
     """CL38: with ``debug=True`` the body is the traceback."""
     options = {"port": 0, "debug": True}
     with serve.start(http_options=options, dask_client=external.client) as client:

@@ -1,4 +1,4 @@
-"""Handles by the classic API: from programs, backends and Dask tasks (rows CL31 to CL36)."""
+"""Handles in the classic API: from programs, backends and Dask tasks (rows CL31 to CL36)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import daskserve as serve
 
 
 class Echo:
-    """Tells what it sees of a request; the same code for HTTP and handles."""
+    """Returns what it gets of a request; the same code for HTTP and handles."""
 
     async def __call__(self, request: Any) -> dict[str, Any]:
         return {
@@ -45,7 +45,7 @@ def echo(client: serve.Client) -> serve.Handle:
 
 
 def test_get_handle(client: serve.Client, echo: serve.Handle) -> None:
-    """CL31: unknown is a KeyError, unless missing_ok."""
+    """CL31: an unknown name raises a KeyError, unless missing_ok."""
     assert isinstance(echo, serve.Handle)
     with pytest.raises(KeyError, match=r"^Endpoint 'later' does not exist\.$"):
         client.get_handle("later")
@@ -54,8 +54,8 @@ def test_get_handle(client: serve.Client, echo: serve.Handle) -> None:
     assert early.remote(text="x").result()["text"] == "x"
 
 
-def test_get_handle_warns_of_the_wrong_kind(client: serve.Client, echo: serve.Handle) -> None:
-    """CL31: sync in a loop and async outside of one warn; both handles work."""
+def test_get_handle_warns_about_the_wrong_kind(client: serve.Client, echo: serve.Handle) -> None:
+    """CL31: a sync handle in an event loop and an async one outside warn; both work."""
     with pytest.warns(UserWarning, match="sync=False outside an event loop"):
         handle = client.get_handle("echo", sync=False)
     assert handle.remote(text="x").result()["text"] == "x"
@@ -71,8 +71,8 @@ def test_get_handle_warns_of_the_wrong_kind(client: serve.Client, echo: serve.Ha
     assert [each["text"] for each in asyncio.run(inside())] == ["a", "b"]
 
 
-def test_handle_and_http_give_the_same(echo: serve.Handle, url: str) -> None:
-    """CL32: ``remote()`` returns at once, its result is the HTTP answer; blocking and awaited."""
+def test_handle_and_http_give_the_same_answer(echo: serve.Handle, url: str) -> None:
+    """CL32: ``remote()`` returns at once; its result, blocking or awaited, is the HTTP answer."""
     response = echo.remote(text="hi")
     assert isinstance(response, serve.Response)
     by_handle = response.result(10)
@@ -89,7 +89,7 @@ def test_handle_and_http_give_the_same(echo: serve.Handle, url: str) -> None:
 
 
 def test_many_calls_from_an_event_loop(echo: serve.Handle) -> None:
-    """CL32: concurrent calls keep their answers apart, in two loops one after the other."""
+    """CL32: concurrent calls get their own answers, in two event loops one after the other."""
 
     async def calls() -> list[Any]:
         return await asyncio.gather(*(echo.remote(text=number) for number in range(200)))
@@ -134,8 +134,8 @@ def test_errors_of_user_code_keep_their_type(client: serve.Client) -> None:
         asyncio.run(awaited())
 
 
-def test_options_return_another_handle(echo: serve.Handle) -> None:
-    """CL33: the original stays as it is; unknown options and attributes say what to do."""
+def test_options_return_a_new_handle(echo: serve.Handle) -> None:
+    """CL33: the original is unchanged; errors for unknown options and attributes name the remedy."""
     posted = echo.options(http_method="POST", http_headers={"x-header": "yes"})
     found = posted.remote(text="x").result(10)
     assert (found["method"], found["header"]) == ("POST", "yes")
@@ -151,10 +151,10 @@ def test_options_return_another_handle(echo: serve.Handle) -> None:
         echo.options(method_name="missing").remote().result(10)
 
 
-def test_serve_request(client: serve.Client) -> None:
-    """CL34: what a backend sees of a call by handle."""
+def test_a_call_by_handle_arrives_as_a_serve_request(client: serve.Client) -> None:
+    """CL34: the attributes of the request of a call by handle."""
 
-    async def tell(request: Any) -> Any:
+    async def describe(request: Any) -> Any:
         found = {"body": await request.body(), "list": request.query_params.getlist("many")}
         for name in ("json", "form"):
             try:
@@ -163,9 +163,9 @@ def test_serve_request(client: serve.Client) -> None:
                 found[name] = str(error)
         return found
 
-    client.create_backend("tell", tell)
-    client.create_endpoint("tell", backend="tell")
-    handle = client.get_handle("tell")
+    client.create_backend("describe", describe)
+    client.create_endpoint("describe", backend="describe")
+    handle = client.get_handle("describe")
     data = {"a": [1, 2], (3, 4): b"raw"}
     assert handle.remote(data, many=[1, 2]).result(10) == {
         "body": data,
@@ -179,7 +179,7 @@ def test_serve_request(client: serve.Client) -> None:
     assert "needs a dict" in found["form"]
 
 
-def test_starlette_request_is_passed_through(client: serve.Client) -> None:
+def test_a_starlette_request_is_passed_through(client: serve.Client) -> None:
     """CL34: a Request given to ``remote()`` arrives as the Request."""
     client.create_backend("method", lambda request: [type(request).__name__, request.url.path])
     client.create_endpoint("method", backend="method")
@@ -188,7 +188,7 @@ def test_starlette_request_is_passed_through(client: serve.Client) -> None:
     assert client.get_handle("method").remote(request).result(10) == ["Request", "/from/afar"]
 
 
-def test_large_and_odd_values_arrive_as_they_are(client: serve.Client) -> None:
+def test_large_and_unusual_values_arrive_unchanged(client: serve.Client) -> None:
     """CL32: bytes of many frames, arrays, None and functions."""
     np = pytest.importorskip("numpy")
     client.create_backend("same", body_of)
@@ -202,7 +202,7 @@ def test_large_and_odd_values_arrive_as_they_are(client: serve.Client) -> None:
     assert handle.remote(lambda: 42).result(10)() == 42
 
 
-def test_handle_inside_another_backend(client: serve.Client, echo: serve.Handle, url: str) -> None:
+def test_a_handle_works_inside_another_backend(client: serve.Client, echo: serve.Handle, url: str) -> None:
     """CL35: as an argument of a constructor, used by plain and by async code."""
 
     class Outer:
@@ -222,7 +222,7 @@ def test_handle_inside_another_backend(client: serve.Client, echo: serve.Handle,
     assert {later.remote().result(10) for _ in range(8)} == {"outer(async)"}
 
 
-def test_handle_inside_a_dask_task(external: ExternalCluster, echo: serve.Handle) -> None:
+def test_a_handle_works_inside_a_dask_task(external: ExternalCluster, echo: serve.Handle) -> None:
     """CL35: pickled into plain tasks on every worker."""
 
     def task(handle: serve.Handle, number: int) -> list[Any]:
@@ -238,8 +238,8 @@ def test_handle_inside_a_dask_task(external: ExternalCluster, echo: serve.Handle
     assert len({pid for pid, _ in found}) == 2
 
 
-def test_unpickled_handle_goes_by_the_default_client(external: ExternalCluster, echo: serve.Handle) -> None:
-    """CL35: where there is none, the error says what to make."""
+def test_an_unpickled_handle_uses_the_default_client(external: ExternalCluster, echo: serve.Handle) -> None:
+    """CL35: without a default client, the error names the remedy."""
     copy = pickle.loads(pickle.dumps(echo.options(method_name="other")))
     with pytest.raises(serve.ServeError, match=r"make a distributed\.Client"):
         copy.remote(text="x")
@@ -247,8 +247,8 @@ def test_unpickled_handle_goes_by_the_default_client(external: ExternalCluster, 
         assert copy.remote(text="x").result(10) == "other x"
 
 
-def test_context_inside_and_outside(client: serve.Client, url: str) -> None:
-    """CL36: tags inside (constructor, plain and async code), ServeErrors outside."""
+def test_replica_context_inside_and_outside_a_replica(client: serve.Client, url: str) -> None:
+    """CL36: tags inside (constructor, plain and async code), ServeErrors outside a replica."""
 
     class Who:
         def __init__(self) -> None:
@@ -277,8 +277,8 @@ def test_context_inside_and_outside(client: serve.Client, url: str) -> None:
             getter()
 
 
-def test_dask_inside_a_backend(client: serve.Client, external: ExternalCluster) -> None:
-    """Dask's own getters work where user code runs."""
+def test_dask_works_inside_a_backend(client: serve.Client, external: ExternalCluster) -> None:
+    """Dask's ``get_client`` and ``get_worker`` work in user code."""
 
     class Inside:
         def __call__(self, request: Any) -> Any:

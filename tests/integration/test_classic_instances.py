@@ -1,4 +1,4 @@
-"""Instances by the classic API: start, several of them, connect, shutdown (rows CL01 to CL09)."""
+"""Instances in the classic API: start, several instances, connect, shutdown (rows CL01 to CL09)."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def serve_text(client: serve.Client, text: str, route: str | None = "/text") -> 
 
 
 def test_start_returns_a_client_whose_proxy_answers(client: serve.Client, url: str) -> None:
-    """CL01: returns Client; GET ``/-/routes`` is 200 ``{}``."""
+    """CL01: it returns a Client; GET ``/-/routes`` gives 200 ``{}``."""
     assert isinstance(client, serve.Client)
     reply = fetch(f"{url}/-/routes")
     assert (reply.status, reply.json) == (200, {})
 
 
-def test_port_and_host_may_be_given_the_old_way(external: ExternalCluster) -> None:
-    """CL02: any of the old arguments works and warns."""
+def test_the_old_port_and_host_arguments_work_and_warn(external: ExternalCluster) -> None:
+    """CL02: each old argument works and warns."""
     port = free_port()
     with pytest.warns(DeprecationWarning, match="http_port"):
         client = serve.start(http_port=port, dask_client=external.client)
@@ -72,8 +72,8 @@ def test_port_and_host_may_be_given_the_old_way(external: ExternalCluster) -> No
         assert client.http_urls() == []
 
 
-def test_old_middlewares_argument(external: ExternalCluster) -> None:
-    """CL02, CL06: ``http_middlewares`` is deprecated and still used."""
+def test_the_old_middlewares_argument_works_and_warns(external: ExternalCluster) -> None:
+    """CL02, CL06: ``http_middlewares`` is deprecated and still works."""
     with pytest.warns(DeprecationWarning, match="http_middlewares"):
         client = serve.start(
             http_port=0,
@@ -90,13 +90,13 @@ def test_old_middlewares_argument(external: ExternalCluster) -> None:
     ids=lambda old: next(iter(old)),
 )
 def test_old_and_new_arguments_exclude_each_other(old: dict[str, Any], external: ExternalCluster) -> None:
-    """CL02: both given is a ValueError with the text "cannot specify both"."""
+    """CL02: using both raises a ValueError with the text "cannot specify both"."""
     with pytest.raises(ValueError, match="cannot specify both"):
         serve.start(**old, http_options={"port": 0}, dask_client=external.client)
 
 
-def test_second_detached_instance_is_refused(external: ExternalCluster) -> None:
-    """CL03: the second ``start(detached=True)`` raises, names the remedy and leaves the first alone."""
+def test_a_second_detached_instance_is_refused(external: ExternalCluster) -> None:
+    """CL03: the second ``start(detached=True)`` raises and names the remedy; the first instance stays."""
     with serve.start(detached=True, http_options={"port": 0}, dask_client=external.client) as first:
         serve_text(first, "first")
         with pytest.raises(
@@ -106,8 +106,8 @@ def test_second_detached_instance_is_refused(external: ExternalCluster) -> None:
         assert fetch(f"{first.http_urls()[0]}/text").text == "first"
 
 
-def test_instances_beside_each_other(external: ExternalCluster) -> None:
-    """CL04: two clients on two ports serve different backends; with one its port closes, the other stays."""
+def test_two_instances_run_side_by_side(external: ExternalCluster) -> None:
+    """CL04: two clients on two ports serve different backends; shutting one down closes only its port."""
     one = serve.start(http_options={"port": 0}, dask_client=external.client)
     two = serve.start(http_options={"port": 0}, dask_client=external.client)
     with two:
@@ -124,7 +124,7 @@ def test_instances_beside_each_other(external: ExternalCluster) -> None:
 
 
 def test_detached_and_other_instances_coexist(external: ExternalCluster, client: serve.Client) -> None:
-    """CL04: instances without ``detached`` may run beside the detached one, under the same backend names."""
+    """CL04: other instances may run beside the detached one, with the same backend names."""
     with serve.start(detached=True, http_options={"port": 0}, dask_client=external.client) as detached:
         serve_text(client, "mine")
         serve_text(detached, "ours")
@@ -133,8 +133,10 @@ def test_detached_and_other_instances_coexist(external: ExternalCluster, client:
 
 
 @pytest.mark.parametrize("options", [{"location": "NoServer"}, {"location": None}, {"host": None}], ids=str)
-def test_instance_without_a_listener(options: dict[str, Any], external: ExternalCluster) -> None:
-    """CL06: NoServer (or no location, or no host) has no listener, and handles work."""
+def test_an_instance_without_a_proxy_has_no_listener(
+    options: dict[str, Any], external: ExternalCluster
+) -> None:
+    """CL06: with NoServer, no location or no host there is no listener, and handles work."""
     with serve.start(http_options=options, dask_client=external.client) as client:
         assert client.http_urls() == []
         assert [each for each in external.leftovers() if "listens" in each] == []
@@ -142,8 +144,8 @@ def test_instance_without_a_listener(options: dict[str, Any], external: External
         assert client.get_handle("text").remote().result() == "by handle"
 
 
-def test_middleware_sees_each_response(external: ExternalCluster) -> None:
-    """CL06: a middleware adds its header to each response, errors and system routes included."""
+def test_a_middleware_sees_each_response(external: ExternalCluster) -> None:
+    """CL06: a middleware adds its header to each response, including errors and system routes."""
     options = serve.HTTPOptions(port=0, middlewares=[Middleware(AddHeader, value="new")])
     with serve.start(http_options=options, dask_client=external.client) as client:
         serve_text(client, "text")
@@ -154,7 +156,7 @@ def test_middleware_sees_each_response(external: ExternalCluster) -> None:
 
 
 def test_every_node_has_one_proxy_on_one_host(external: ExternalCluster) -> None:
-    """CL06: EveryNode is one proxy per host, and both workers are on one."""
+    """CL06: EveryNode gives one proxy per host, and both workers run on one host."""
     options = {"port": 0, "location": "EveryNode"}
     with serve.start(http_options=options, dask_client=external.client) as client:
         serve_text(client, "text")
@@ -164,7 +166,7 @@ def test_every_node_has_one_proxy_on_one_host(external: ExternalCluster) -> None
 
 
 def test_every_worker_shares_one_port(external: ExternalCluster) -> None:
-    """CL06, CL14: a proxy in each worker, all on one port; every one knows a route at once."""
+    """CL06, CL14: every worker has a proxy on the same port; all proxies know a new route at once."""
     options = {"port": 0, "location": "EveryWorker"}
     with serve.start(http_options=options, dask_client=external.client) as client:
         assert proxies_of(client) == 2
@@ -172,12 +174,14 @@ def test_every_worker_shares_one_port(external: ExternalCluster) -> None:
         for number in range(5):
             client.create_backend(f"b{number}", lambda request: "here")
             client.create_endpoint(f"e{number}", backend=f"b{number}", route=f"/e{number}")
-            # Each connection goes to either proxy.
+            # The kernel assigns each connection to one of the proxies.
             assert {fetch(f"{url}/e{number}").status for _ in range(8)} == {200}
 
 
-def test_connect_without_an_instance(external: ExternalCluster, client: serve.Client) -> None:
-    """CL07: the error tells to start a detached one; one that is not detached is not found."""
+def test_connect_without_a_detached_instance_is_refused(
+    external: ExternalCluster, client: serve.Client
+) -> None:
+    """CL07: the error says to start a detached instance; other instances are not found."""
     with pytest.raises(serve.ServeError, match=r"serve\.start\(detached=True\)"):
         serve.connect(dask_client=external.client)
 
@@ -194,7 +198,7 @@ def test_connect_from_another_process(external: ExternalCluster) -> None:
     with serve.start(detached=True, http_options={"port": 0}, dask_client=external.client) as client:
         serve_text(client, "same")
         program = external.run_program(textwrap.dedent(source))
-        assert program.wait() == 0, program.told()
+        assert program.wait() == 0, program.report()
         assert program.output == "endpoints ['text']\nanswer same\n"
         assert fetch(f"{client.http_urls()[0]}/text").text == "same"
 
@@ -215,14 +219,14 @@ def test_connect_inside_a_backend_finds_its_own_instance(client: serve.Client, u
     assert client.get_handle("inside").remote().result() == [client.instance_name, "inside"]
 
 
-def test_client_cannot_be_pickled(client: serve.Client) -> None:
+def test_a_client_cannot_be_pickled(client: serve.Client) -> None:
     """CL08"""
     with pytest.raises(serve.ServeError, match="client cannot be serialized"):
         pickle.dumps(client)
 
 
-def test_shutdown(external: ExternalCluster) -> None:
-    """CL09: twice is fine; calls after it raise; the port is free and a new start at once works."""
+def test_shutdown_is_idempotent_and_frees_the_port(external: ExternalCluster) -> None:
+    """CL09: later calls raise, and a new start on the same port works at once."""
     port = free_port()
     client = serve.start(http_options={"port": port}, dask_client=external.client)
     serve_text(client, "text")
@@ -251,8 +255,8 @@ def listeners_of(instance: str, dask_scheduler: Any) -> int:
     return len(dask_scheduler._broker._topics[topic_of(instance)].subscribers)
 
 
-def test_instance_started_again_at_once_keeps_its_topic(external: ExternalCluster) -> None:
-    """CL09: what is swept up after the first one's end is not the second one's, though it has its name."""
+def test_an_instance_restarted_at_once_keeps_its_topic(external: ExternalCluster) -> None:
+    """CL09: the cleanup of the first instance does not remove the topic of the second of the same name."""
     serve.start(detached=True, http_options={"port": 0}, dask_client=external.client).shutdown()
     with serve.start(detached=True, http_options={"port": 0}, dask_client=external.client) as client:
         until = time.monotonic() + 1.3 * SECOND_SWEEP_S
@@ -264,8 +268,8 @@ def test_instance_started_again_at_once_keeps_its_topic(external: ExternalCluste
             assert external.client.run_on_scheduler(partial(listeners_of, client.instance_name)) == known
 
 
-def test_shutdown_through_another_client(external: ExternalCluster) -> None:
-    """CL09: the first client of a detached instance that somebody else has ended says so."""
+def test_a_client_reports_a_shutdown_by_another_client(external: ExternalCluster) -> None:
+    """CL09: the first client of a detached instance reports that another client has ended it."""
     first = serve.start(detached=True, http_options={"port": 0}, dask_client=external.client)
     serve.connect(dask_client=external.client).shutdown()
     with pytest.raises(serve.ServeError, match="has been shut down"):
@@ -276,7 +280,7 @@ def test_shutdown_through_another_client(external: ExternalCluster) -> None:
 
 
 @pytest.mark.parametrize(("trusted", "client_host"), [([], "127.0.0.1"), (["127.0.0.0/8"], "192.0.2.9")])
-def test_forwarded_headers_are_believed_from_those_who_are_named(
+def test_forwarded_headers_are_trusted_only_from_listed_proxies(
     trusted: list[str], client_host: str, external: ExternalCluster
 ) -> None:
     options = {"port": 0, "trusted_forwarders": trusted}

@@ -1,4 +1,4 @@
-"""What cannot come about ends in one clear error within seconds, leaves nothing, and may be tried again."""
+"""Impossible operations fail soon with a clear error, leave nothing behind, and can be retried."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from daskserve.errors import NoCapacityError, PortInUseError, ReplicaStartError
 NO_SERVER = {"location": "NoServer"}
 
 
-def assert_nothing_made(client: serve.Client) -> None:
+def assert_nothing_created(client: serve.Client) -> None:
     assert client.list_backends() == {}
     assert client.list_endpoints() == {}
-    # What is taken back may still be on its way out.
+    # The rollback may still be stopping replicas.
     poll_for(lambda: not client.status().backends and not client.status().replicas(), 3)
 
 
 def assert_works(client: serve.Client, tag: str) -> None:
-    """The same name with a good callable comes about."""
+    """Check that the same name works with a valid callable."""
     client.create_backend(tag, lambda request: "good")
     client.create_endpoint(tag, backend=tag)
     assert client.get_handle(tag).remote().result(10) == "good"
@@ -46,8 +46,10 @@ def assert_works(client: serve.Client, tag: str) -> None:
 
 @pytest.mark.parametrize("shares_port", [False, True], ids=["exclusive", "SO_REUSEPORT"])
 @pytest.mark.parametrize("location", ["HeadOnly", "EveryWorker"])
-def test_taken_port(shares_port: bool, location: str, external: ExternalCluster) -> None:
-    """The error names port and remedy, whoever holds it; with a free port the same start works."""
+def test_a_taken_port_is_named_in_the_error(
+    shares_port: bool, location: str, external: ExternalCluster
+) -> None:
+    """The error names the port and the remedy; with a free port the same start works."""
     with listener(shares_port=shares_port) as port:
         options = {"port": port, "location": location}
         with pytest.raises(PortInUseError, match=f'127.0.0.1:{port} is in use.*"port"') as caught, within(5):
@@ -58,14 +60,14 @@ def test_taken_port(shares_port: bool, location: str, external: ExternalCluster)
         assert client.http_urls() == [f"http://127.0.0.1:{port}"]
 
 
-def test_port_of_another_instance(external: ExternalCluster, client: serve.Client) -> None:
-    """Two instances cannot share a port, and the first does not notice."""
+def test_the_port_of_another_instance_is_refused(external: ExternalCluster, client: serve.Client) -> None:
+    """Two instances cannot share a port; the first one is not affected."""
     port = int(client.http_urls()[0].rpartition(":")[2])
     for detached in (False, True):
         with pytest.raises(PortInUseError, match=str(port)), within(5):
             serve.start(detached=detached, http_options={"port": port}, dask_client=external.client)
     assert fetch(f"{client.http_urls()[0]}/-/routes").status == 200
-    # The detached one that failed is not in the way.
+    # The failed detached instance does not block a new one.
     serve.start(detached=True, http_options={"port": 0}, dask_client=external.client).shutdown()
 
 
@@ -86,12 +88,14 @@ class RaisingMiddleware:
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_bad_http_options(options: dict[str, Any], message: str, external: ExternalCluster) -> None:
+def test_invalid_http_options_are_refused(
+    options: dict[str, Any], message: str, external: ExternalCluster
+) -> None:
     with pytest.raises((ValueError, RuntimeError), match=message), within(10):
         serve.start(http_options=options, dask_client=external.client)
 
 
-def test_bad_arguments_of_start(external: ExternalCluster) -> None:
+def test_start_refuses_invalid_arguments(external: ExternalCluster) -> None:
     with pytest.raises(ValueError, match="carrier-pigeon://loft"):
         serve.start(store="carrier-pigeon://loft", http_options=NO_SERVER, dask_client=external.client)
     with pytest.raises(TypeError, match="http_options must be"):
@@ -105,8 +109,8 @@ def test_bad_arguments_of_start(external: ExternalCluster) -> None:
         serve.start(http_options=NO_SERVER, dask_client=external.client)
 
 
-def test_cluster_without_workers_and_with_busy_ones(tmp_path: Path) -> None:
-    """There is no worker, then none with a free task thread; with one that is free the same call works."""
+def test_clusters_without_workers_or_with_busy_workers_are_refused(tmp_path: Path) -> None:
+    """No worker, then no free task thread; with a free one the same call works."""
     with ExitStack() as stack:
         address = stack.enter_context(dask_scheduler(tmp_path))
         dask_client = stack.enter_context(Client(address, set_as_default=False))
@@ -141,8 +145,8 @@ def test_cluster_without_workers_and_with_busy_ones(tmp_path: Path) -> None:
 # ---- backends
 
 
-def test_raising_constructor(client: serve.Client) -> None:
-    """The error has the reason and the user's traceback."""
+def test_a_raising_constructor_fails_the_deploy(client: serve.Client) -> None:
+    """The error contains the reason and the user's traceback."""
 
     class Raising:
         def __init__(self, path: str) -> None:
@@ -157,11 +161,11 @@ def test_raising_constructor(client: serve.Client) -> None:
         with within(5):
             client.create_backend("tag", Raising, "model.pkl")
     assert "raise FileNotFoundError" in caught.value.user_traceback
-    assert_nothing_made(client)
+    assert_nothing_created(client)
     assert_works(client, "tag")
 
 
-def test_unpicklable_callable(client: serve.Client) -> None:
+def test_an_unpicklable_callable_is_refused(client: serve.Client) -> None:
     lock = threading.Lock()
 
     def holds_a_lock(request: Any) -> str:
@@ -177,7 +181,7 @@ def test_unpicklable_callable(client: serve.Client) -> None:
     for definition, arguments in ((holds_a_lock, ()), (Plain, (lock,))):
         with pytest.raises(ValueError, match=r"'tag'.*cannot be pickled.*lock.*__init__"):
             client.create_backend("tag", definition, *arguments)
-    assert_nothing_made(client)
+    assert_nothing_created(client)
     assert_works(client, "tag")
 
 
@@ -191,10 +195,10 @@ def test_unpicklable_callable(client: serve.Client) -> None:
         ("served.__doc__", "must name something to serve"),
     ],
 )
-def test_bad_import_path(path: str, message: str, client: serve.Client) -> None:
+def test_a_bad_import_path_is_refused(path: str, message: str, client: serve.Client) -> None:
     with pytest.raises(serve.ServeError, match=message), within(5):
         client.create_backend("tag", path)
-    assert_nothing_made(client)
+    assert_nothing_created(client)
     assert_works(client, "tag")
 
 
@@ -209,23 +213,25 @@ def test_bad_import_path(path: str, message: str, client: serve.Client) -> None:
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_no_room(options: dict[str, Any], message: str, client: serve.Client) -> None:
-    """The error says what is missing, after ``timeout_s`` and not much later."""
+def test_a_deploy_without_room_fails_in_time(
+    options: dict[str, Any], message: str, client: serve.Client
+) -> None:
+    """The error names the missing resource, shortly after ``timeout_s``."""
     with pytest.raises(NoCapacityError, match=message) as caught, within(4):
         client.create_backend("tag", "served.echo", actor_options=options, timeout_s=0.5)
     assert "within 0.5 s" in str(caught.value)
-    assert_nothing_made(client)
+    assert_nothing_created(client)
     assert_works(client, "tag")
 
 
-def test_no_room_for_all_replicas(client: serve.Client) -> None:
-    """Those that fit are taken back with the rest; an update goes back to what there was."""
+def test_a_deploy_without_room_for_all_replicas_is_rolled_back(client: serve.Client) -> None:
+    """Replicas that fit are removed with the rest; a failed update restores the previous state."""
     options = {"num_cpus": 1}
     with pytest.raises(NoCapacityError, match="'tag' to 5 replicas within 1 s"), within(4):
         client.create_backend(
             "tag", "served.echo", config={"num_replicas": 5}, actor_options=options, timeout_s=1
         )
-    assert_nothing_made(client)
+    assert_nothing_created(client)
     client.create_backend("tag", "served.echo", config={"num_replicas": 3}, actor_options=options)
     with pytest.raises(NoCapacityError, match="'tag' to 5 replicas within 1 s"), within(4):
         client.update_backend_config("tag", {"num_replicas": 5}, timeout_s=1)
@@ -233,8 +239,8 @@ def test_no_room_for_all_replicas(client: serve.Client) -> None:
     poll_for(lambda: len(client.status().replicas()) == 3, 3)
 
 
-def test_slow_constructor_times_out(client: serve.Client, tmp_path: Path) -> None:
-    """A constructor that needs longer than ``timeout_s`` is given up, and nothing waits for it."""
+def test_a_slow_constructor_times_out(client: serve.Client, tmp_path: Path) -> None:
+    """A constructor that takes longer than ``timeout_s`` is abandoned, and nothing waits for it."""
     go = tmp_path / "go"
 
     class Slow:
@@ -251,10 +257,10 @@ def test_slow_constructor_times_out(client: serve.Client, tmp_path: Path) -> Non
     go.touch()
 
 
-# ---- servers that are somebody's client
+# ---- servers that use a Dask client
 
 
-#: The first Dask client that daskserve makes in this process does not connect.
+#: Makes the first Dask client of daskserve in a process fail to connect.
 _FIRST_CLIENT_FAILS = """
 import distributed
 import daskserve.cluster.{module} as module
@@ -272,9 +278,7 @@ module.Client = FailsOnce
 
 
 @pytest.mark.parametrize("module", ["scheduler.supervisor", "worker.host"])
-def test_a_server_that_does_not_connect_at_first_fails_one_start_and_not_the_next(
-    module: str, tmp_path: Path
-) -> None:
+def test_a_client_that_fails_to_connect_once_fails_only_one_start(module: str, tmp_path: Path) -> None:
     prelude = _FIRST_CLIENT_FAILS.format(module=module)
     of_scheduler, of_worker = (prelude, "") if module == "scheduler.supervisor" else ("", prelude)
     with ExitStack() as stack:

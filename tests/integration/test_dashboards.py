@@ -1,4 +1,4 @@
-"""Every panel of the dashboards has something to show, by a real Prometheus that scraped a real cluster."""
+"""Every panel of the dashboards shows data of a real Prometheus that scraped a real cluster."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ import daskserve as serve
 from daskserve.dashboards.grafana import DASHBOARDS
 from daskserve.dashboards.panels import Dashboard, Panel
 
-#: What cannot be made to happen from outside, or is over before the next scrape: an ill replica is replaced
-#: at once. These lines stay at nothing, and must be there all the same.
+#: Events that a test cannot cause, or that are over before the next scrape: an unhealthy replica is replaced
+#: at once. These lines have no data, but must exist.
 QUIET = (
     "daskserve_control_loop_failures",
     "daskserve_long_poll_fetch_failures",
     "daskserve_channel_dial_failures",
     "1 - daskserve_replica_healthy",
 )
-#: Panels about one deployment that have something to show for another one than most.
+#: Panels about one deployment that need another deployment than most panels.
 SHOWN_BY_OTHERS = {"Queued by replica": "classic"}
 
 
 def substituted(expression: str, values: dict[str, str]) -> str:
-    """Do as Grafana does before it asks: put in what was chosen."""
+    """Substitute the selected variables, as Grafana does before a query."""
     for name, value in values.items():
         expression = expression.replace(f"${name}", value)
     assert "$" not in expression.replace("${1}", "")
@@ -61,7 +61,7 @@ def command(*arguments: str) -> str:
 
 @pytest.fixture
 def scraped(client: serve.Client, external: ExternalCluster, tmp_path: Path) -> Iterator[Prometheus]:
-    """A Prometheus with the alert rules, set up as its users do it."""
+    """Yield a Prometheus with the alert rules, configured as users do it."""
     command("grafana", "--output", str(tmp_path / "set-up"), "--interval", "1")
     configuration = command("scrape-config", dashboard(external.client), "--interval", "1")
     configuration += (

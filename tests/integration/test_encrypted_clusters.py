@@ -1,4 +1,4 @@
-"""Everything on a cluster whose connections are encrypted, and HTTPS at its edge."""
+"""Encrypted clusters, and HTTPS proxies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from clusters import nannied_cluster, worker_of
 from cut_off import MIB, cut_off_caller
 from dask_processes import dask_scheduler, dask_worker, fetch
 from distributed import Client, Security
-from scaling import QUICK, from_nothing_to_many_and_back
+from scaling import QUICK, scale_from_zero_and_back
 
 import daskserve as serve
 from daskserve.errors import BadRequestError, ClusterUnreachableError
@@ -37,7 +37,7 @@ def security() -> Security:
 
 @pytest.fixture(scope="module")
 def encrypted(security: Security) -> Iterator[Client]:
-    """Two workers; all comms of the cluster are TLS, and who has no certificate of its authority is out."""
+    """Yield a client of a cluster of two workers that requires TLS with certificates of one authority."""
     with nannied_cluster(2, protocol="tls", security=security) as client:
         yield client
 
@@ -54,13 +54,13 @@ def client(encrypted: Client) -> Iterator[serve.Client]:
 
 
 def connections(dask_worker: Any) -> set[str]:
-    """Return the classes of the comms that channels came in on."""
+    """Return the classes of the comms of accepted channels."""
     comms = dask_worker._comms.items()
     return {type(comm).__name__ for comm, op in comms if op == "daskserve_channel"}
 
 
 @pytest.mark.smoke
-def test_one_hop_is_encrypted(client: serve.Client, encrypted: Client) -> None:
+def test_the_connection_to_a_replica_is_encrypted(client: serve.Client, encrypted: Client) -> None:
     assert fetch(client.http_urls()[0] + "/hello").text == "hello"
     assert set().union(*encrypted.run(connections).values()) == {"TLS"}
 
@@ -70,9 +70,9 @@ def test_handles_reach_replicas_from_outside(client: serve.Client) -> None:
     assert (client.get_handle("doubler").remote(array).result(20) == array * 2).all()
 
 
-def test_autoscaling_from_nothing_to_many_and_back(client: serve.Client, encrypted: Client) -> None:
+def test_autoscaling_from_zero_and_back(client: serve.Client, encrypted: Client) -> None:
     config = {**QUICK, "max_replicas": 3, "downscale_delay_s": 0.5, "look_back_period_s": 1.0}
-    from_nothing_to_many_and_back(client, client.http_urls()[0], config)
+    scale_from_zero_and_back(client, client.http_urls()[0], config)
     assert set().union(*encrypted.run(connections).values()) == {"TLS"}
     client.delete_endpoint("e")
     client.delete_backend("b", force=True)
@@ -118,7 +118,7 @@ def tls_configuration(security: Security) -> dict[str, Any]:
     }
 
 
-def test_dasks_configuration_is_enough_to_connect(encrypted: Client, security: Security) -> None:
+def test_the_dask_configuration_is_enough_to_connect(encrypted: Client, security: Security) -> None:
     with dask.config.set(tls_configuration(security)):
         with serve.start(address=encrypted.scheduler.address, http_options={"location": "NoServer"}) as other:
             other.deploy("d", Doubler)
@@ -126,14 +126,14 @@ def test_dasks_configuration_is_enough_to_connect(encrypted: Client, security: S
             other._connection.link.client.close()
 
 
-def test_a_cluster_of_ones_own_is_encrypted_if_dasks_configuration_says_so(security: Security) -> None:
+def test_a_local_cluster_is_encrypted_if_the_dask_configuration_says_so(security: Security) -> None:
     configuration: dict[str, Any] = tls_configuration(security)
     configuration["distributed.comm.default-scheme"] = "tls"
     for role in ("scheduler", "worker"):
         configuration[f"distributed.comm.tls.{role}.cert"] = getattr(security, f"tls_{role}_cert")
         configuration[f"distributed.comm.tls.{role}.key"] = getattr(security, f"tls_{role}_key")
     configuration["distributed.comm.require-encryption"] = True
-    configuration["pool"] = object()  # Dask allows objects here, which no other process can be given
+    configuration["pool"] = object()  # Dask allows objects here, which cannot be sent to another process
     with dask.config.set(configuration), serve.start(http_options={"location": "NoServer"}) as client:
         assert client.scheduler_address.startswith("tls://")
         client.deploy("d", Doubler)
@@ -141,16 +141,16 @@ def test_a_cluster_of_ones_own_is_encrypted_if_dasks_configuration_says_so(secur
 
 
 class CallsHello:
-    """Asks another backend, from wherever it runs."""
+    """Calls another backend."""
 
     async def __call__(self, request: Any) -> Any:
         return "and " + await serve.connect().get_handle("hello").remote()
 
 
-def test_processes_that_have_the_certificate_of_their_own_role_only(
+def test_processes_with_only_the_certificate_of_their_role_can_connect(
     security: Security, tmp_path: Path
 ) -> None:
-    """As ``dask scheduler`` and ``dask worker`` get it by their options; both are clients here as well."""
+    """As with the options of ``dask scheduler`` and ``dask worker``; both processes also act as clients."""
     flags, files = [], {}
     for option, name in (
         ("--tls-ca-file", "ca_file"),
@@ -185,7 +185,7 @@ def test_processes_that_have_the_certificate_of_their_own_role_only(
             client.shutdown()
 
 
-def test_https(encrypted: Client, security: Security, tmp_path: Path) -> None:
+def test_the_proxy_serves_https(encrypted: Client, security: Security, tmp_path: Path) -> None:
     (tmp_path / "cert.pem").write_text(security.tls_scheduler_cert)
     (tmp_path / "key.pem").write_text(security.tls_scheduler_key)
     files = {"ssl_certfile": str(tmp_path / "cert.pem"), "ssl_keyfile": str(tmp_path / "key.pem")}
@@ -201,6 +201,6 @@ def test_https(encrypted: Client, security: Security, tmp_path: Path) -> None:
         assert client.view("get_http_config")["ssl_keyfile_password"] is None
 
 
-def test_a_certificate_that_is_not_there_fails_the_start(encrypted: Client) -> None:
+def test_a_missing_certificate_fails_the_start(encrypted: Client) -> None:
     with pytest.raises(BadRequestError, match=r"ssl_certfile='/nowhere\.pem' cannot be read on"):
         serve.start(dask_client=encrypted, http_options={"port": 0, "ssl_certfile": "/nowhere.pem"})

@@ -1,4 +1,4 @@
-"""Scaling from outside on real clusters: over the scheduler's HTTP server and from Python."""
+"""External scaling on real clusters: over the scheduler's HTTP server and from Python."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from daskserve.errors import BadRequestError, ExternalScalerDisabledError, NotFo
 
 OPEN = {"num_replicas": 1, "external_scaler_enabled": True}
 EPHEMERAL: dict[str, Any] = {"http_options": {"port": 0}}
-#: No answer may take longer, whatever becomes of the controller.
+#: Maximum time of an answer, whatever happens to the controller.
 LONGEST_S = 10.0
 
 
@@ -48,7 +48,7 @@ def wait_for(client: serve.Client, name: str, number: int) -> None:
     poll_for(lambda: len(running(client, name)) == number, what=lambda: str(client.explain(name)))
 
 
-def test_every_answer_over_http(external: ExternalCluster) -> None:
+def test_every_http_status_of_the_scale_route(external: ExternalCluster) -> None:
     dask = external.client
     with (
         serve.start(dask_client=dask, name="first one", http_options={"port": 0}) as client,
@@ -98,7 +98,7 @@ def wanted(client: serve.Client) -> dict[str, int]:
     return {name: each.wanted for name, each in client.status().backends.items()}
 
 
-def test_from_python_it_is_the_same(client: serve.Client) -> None:
+def test_scaling_from_python_behaves_like_http(client: serve.Client) -> None:
     client.create_backend("b", answer, config=OPEN)
     client.create_backend("closed", answer)
     assert client.scale("b", 3) == 3
@@ -117,7 +117,7 @@ def test_from_python_it_is_the_same(client: serve.Client) -> None:
     assert wanted(client) == {"b": 3, "closed": 1}
 
 
-def test_serve_scale_is_for_the_instance_of_serve_run(external: ExternalCluster) -> None:
+def test_serve_scale_scales_the_instance_of_serve_run(external: ExternalCluster) -> None:
     with Client(external.address):
         serve.run(serve.deployment(name="d", external_scaler_enabled=True)(answer).bind(), **EPHEMERAL)
         try:
@@ -130,7 +130,9 @@ def test_serve_scale_is_for_the_instance_of_serve_run(external: ExternalCluster)
             serve.scale("d", 2)
 
 
-def test_what_is_no_http_or_never_ends_harms_nobody(external: ExternalCluster, client: serve.Client) -> None:
+def test_invalid_and_endless_requests_do_not_affect_others(
+    external: ExternalCluster, client: serve.Client
+) -> None:
     client.create_backend("b", answer, config=OPEN)
     parts = urlsplit(dashboard(external.client))
     path = path_of(client.instance_name, "b")
@@ -155,7 +157,7 @@ def test_what_is_no_http_or_never_ends_harms_nobody(external: ExternalCluster, c
 
 
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
-def test_the_number_is_recorded_whatever_becomes_of_the_controller(sign: signal.Signals) -> None:
+def test_the_number_is_recorded_even_if_the_controller_dies(sign: signal.Signals) -> None:
     with nannied_cluster(3) as dask, serve.start(dask_client=dask, http_options={"port": 0}) as client:
         client.create_backend("b", answer, config={**OPEN, "num_replicas": 2})
         assert ask(dask, client, "b", 3).status == 200
@@ -179,10 +181,10 @@ def test_the_number_is_recorded_whatever_becomes_of_the_controller(sign: signal.
                 try:
                     os.kill(victim, signal.SIGCONT)
                 except ProcessLookupError:
-                    pass  # its nanny has started it anew
+                    pass  # its nanny has restarted it
 
 
-def test_without_any_worker_the_answer_is_503_in_time() -> None:
+def test_without_workers_the_answer_is_503_in_time() -> None:
     with nannied_cluster(1) as dask, serve.start(dask_client=dask, http_options={"port": 0}) as client:
         client.create_backend("b", answer, config=OPEN)
         (victim,) = pids(dask).values()
@@ -191,7 +193,7 @@ def test_without_any_worker_the_answer_is_503_in_time() -> None:
             with within(LONGEST_S):
                 reply = ask(dask, client, "b", 2)
             assert (reply.status, reply.headers["retry-after"]) == (503, "1")
-            with within(1.0):  # the scheduler's loop is free meanwhile
+            with within(1.0):  # the scheduler's event loop is not blocked
                 assert fetch(f"{dashboard(dask)}/health").status == 200
         finally:
             os.kill(victim, signal.SIGCONT)

@@ -1,4 +1,4 @@
-"""User code that hangs or calls itself ill, in real replicas: out of service, and replaced."""
+"""Real replicas whose user code hangs or reports unhealthy are taken out of service and replaced."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from dask_processes import ExternalCluster, fetch, poll_for
 
 import daskserve as serve
 
-#: Found within about a second and a half instead of 35.
+#: Detection within about 1.5 s instead of 35 s.
 QUICK = {"health_check_period_s": 0.3, "health_check_timeout_s": 0.3, "health_check_threshold": 2}
 
 
 class BlocksItsLoop:
     async def __call__(self, request: Any) -> str:
         if request.query_params.get("block"):
-            time.sleep(5)  # noqa: ASYNC251  # the fault that this is about
+            time.sleep(5)  # noqa: ASYNC251  # the fault under test
         return "fine"
 
 
-class CallsItselfIll:
+class ReportsUnhealthy:
     def __init__(self) -> None:
         self.is_ill = False
 
@@ -53,7 +53,7 @@ def provoke(url: str) -> None:
     threading.Thread(target=send, daemon=True).start()
 
 
-def test_a_blocked_loop_takes_its_replica_out_of_service_and_delays_nobody(
+def test_a_replica_with_a_blocked_loop_is_replaced_and_delays_no_other(
     client: serve.Client, url: str, external: ExternalCluster
 ) -> None:
     workers = len(external.client.scheduler_info(n_workers=-1)["workers"])
@@ -69,7 +69,7 @@ def test_a_blocked_loop_takes_its_replica_out_of_service_and_delays_nobody(
     def is_replaced() -> bool:
         began = time.monotonic()
         assert fetch(f"{url}/other").text == "fine"
-        external.client.run(os.getpid)  # as heartbeats, on the loops of the workers
+        external.client.run(os.getpid)  # runs on the loops of the workers, like heartbeats
         waits.append(time.monotonic() - began)
         return bool(names(client)) and names(client).isdisjoint(before)
 
@@ -79,7 +79,7 @@ def test_a_blocked_loop_takes_its_replica_out_of_service_and_delays_nobody(
     assert max(waits) < 1.5, "well under the 5 s for which the loop is blocked"
 
 
-def test_without_liveness_a_blocked_loop_is_left_alone(client: serve.Client, url: str) -> None:
+def test_without_liveness_checks_a_blocked_loop_is_tolerated(client: serve.Client, url: str) -> None:
     class Briefly(BlocksItsLoop):
         async def __call__(self, request: Any) -> str:
             time.sleep(1.5)  # noqa: ASYNC251
@@ -92,8 +92,8 @@ def test_without_liveness_a_blocked_loop_is_left_alone(client: serve.Client, url
     assert names(client) == before
 
 
-def test_a_replica_that_calls_itself_ill_is_replaced(client: serve.Client, url: str) -> None:
-    client.create_backend("b", CallsItselfIll, config=QUICK)
+def test_a_replica_that_reports_unhealthy_is_replaced(client: serve.Client, url: str) -> None:
+    client.create_backend("b", ReportsUnhealthy, config=QUICK)
     client.create_endpoint("e", backend="b", route="/e")
     first = fetch(f"{url}/e").text
     fetch(f"{url}/e?ill=1")
@@ -101,7 +101,7 @@ def test_a_replica_that_calls_itself_ill_is_replaced(client: serve.Client, url: 
     assert len(running(client, "b")) == 1
 
 
-def test_a_version_that_does_not_start_leaves_the_old_one_serving(client: serve.Client, url: str) -> None:
+def test_a_version_that_fails_to_start_leaves_the_old_one_serving(client: serve.Client, url: str) -> None:
     class Broken:
         def __init__(self) -> None:
             raise FileNotFoundError("no model here")
@@ -116,16 +116,16 @@ def test_a_version_that_does_not_start_leaves_the_old_one_serving(client: serve.
     with pytest.raises(serve.errors.ReplicaStartError, match="no model here"):
         client.deploy("b", Broken, version="2", prev_version="1")
     assert fetch(f"{url}/b").status == 200
-    told = client.status().backends["b"]
-    assert told.version == "1"
-    assert "no model here" in told.message
-    assert "FileNotFoundError" in told.message
+    backend = client.status().backends["b"]
+    assert backend.version == "1"
+    assert "no model here" in backend.message
+    assert "FileNotFoundError" in backend.message
     client.deploy("b", lambda request: "mended", version="3")
     assert fetch(f"{url}/b").text == "mended"
     assert client.status().backends["b"].message == ""
 
 
-def test_rolling_to_a_new_version_fails_no_request(client: serve.Client, url: str) -> None:
+def test_a_rollout_fails_no_request(client: serve.Client, url: str) -> None:
     from clusters import Load
 
     client.deploy("b", lambda request: "1", version="1", route_prefix="/e")

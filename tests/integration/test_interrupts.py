@@ -1,4 +1,4 @@
-"""Ctrl-C while a blocking call is under way leaves nothing half-made."""
+"""Ctrl-C during a blocking call leaves nothing half-finished."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from daskserve.starts import ControllerStart
 
 
 def interrupt(call: Callable[[], Any], when: Callable[[], Any]) -> None:
-    """Make the call and raise KeyboardInterrupt in it, as Ctrl-C does, once the condition holds; swallow it.
+    """Make the call, raise KeyboardInterrupt in it once the condition holds, and catch it.
 
-    The condition has to say that the call is under way, or the interrupt comes before it.
+    The condition must imply that the call has started; otherwise the interrupt comes too early.
     """
 
     def wait() -> None:
@@ -33,11 +33,11 @@ def interrupt(call: Callable[[], Any], when: Callable[[], Any]) -> None:
 
     thread = threading.Thread(target=wait, daemon=True)
     is_raised = False
-    # One block from the thread's start to its end: wherever the interrupt comes, it is caught here.
+    # One block from the thread's start to its end, so that the interrupt is always caught here.
     try:
         thread.start()
         call()
-        # The call was quicker; the signal is still to come.
+        # The call has returned before the signal; wait for it.
         thread.join()
     except KeyboardInterrupt:
         is_raised = True
@@ -46,7 +46,7 @@ def interrupt(call: Callable[[], Any], when: Callable[[], Any]) -> None:
 
 
 def is_in(function: Callable[..., Any]) -> bool:
-    """Whether the main thread is executing the function, or what that calls."""
+    """Return whether the main thread is executing the function or a function that it calls."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None and frame.f_code is not function.__code__:
         frame = frame.f_back
@@ -55,14 +55,14 @@ def is_in(function: Callable[..., Any]) -> bool:
 
 @pytest.fixture(autouse=True, scope="module")
 def imports(dask_cluster: ExternalCluster) -> None:
-    """Have everything imported: it is not the imports that are to be interrupted."""
+    """Import everything, so that the interrupt does not hit an import."""
     serve.start(http_options={"port": 0}, dask_client=dask_cluster.client).shutdown()
 
 
 @pytest.mark.parametrize("detached", [False, True])
 @pytest.mark.parametrize("delay_ms", [0, 5, 10, 20, 30, 40, 60])
-def test_start(delay_ms: int, detached: bool, external: ExternalCluster) -> None:
-    """At whatever moment it comes; nothing is left, and the next start works."""
+def test_interrupted_start_leaves_nothing(delay_ms: int, detached: bool, external: ExternalCluster) -> None:
+    """An interrupt at any moment leaves nothing, and the next start works."""
     passed = threading.Event()
     timer = threading.Timer(delay_ms / 1000, passed.set)
     made: list[serve.Client] = []
@@ -79,8 +79,10 @@ def test_start(delay_ms: int, detached: bool, external: ExternalCluster) -> None
 
 
 @pytest.mark.parametrize("delay_ms", [0, 2, 5])
-def test_start_beside_a_detached_instance(delay_ms: int, external: ExternalCluster) -> None:
-    """An interrupted second start does not end the instance that was there before."""
+def test_interrupted_start_keeps_an_existing_detached_instance(
+    delay_ms: int, external: ExternalCluster
+) -> None:
+    """An interrupted second start does not end the existing instance."""
     passed = threading.Event()
     timer = threading.Timer(delay_ms / 1000, passed.set)
 
@@ -99,7 +101,7 @@ def test_start_beside_a_detached_instance(delay_ms: int, external: ExternalClust
 
 
 class Slow:
-    """A constructor that waits until it is told to go on."""
+    """A class whose constructor waits for a file."""
 
     def __init__(self, folder: Path) -> None:
         (folder / "begun").touch()
@@ -109,8 +111,8 @@ class Slow:
         return "ready"
 
 
-def test_create_backend(client: serve.Client, tmp_path: Path) -> None:
-    """The backend that is still being made is taken back; the tag is free at once."""
+def test_interrupted_create_backend_is_rolled_back(client: serve.Client, tmp_path: Path) -> None:
+    """The unfinished backend is removed, and its tag is free at once."""
     interrupt(lambda: client.create_backend("slow", Slow, tmp_path), (tmp_path / "begun").exists)
     assert client.list_backends() == {}
     assert client.status().replicas() == ()
@@ -121,8 +123,8 @@ def test_create_backend(client: serve.Client, tmp_path: Path) -> None:
     poll_for(lambda: len(client.status().replicas()) == 1)
 
 
-def test_create_backend_whose_tag_is_taken(client: serve.Client, tmp_path: Path) -> None:
-    """What was there before is not what is taken back."""
+def test_interrupted_create_backend_keeps_an_existing_backend(client: serve.Client, tmp_path: Path) -> None:
+    """The existing backend of that tag is not removed."""
     client.create_backend("taken", "served.echo")
     passed = threading.Event()
 
@@ -135,8 +137,8 @@ def test_create_backend_whose_tag_is_taken(client: serve.Client, tmp_path: Path)
     assert list(client.list_backends()) == ["taken"]
 
 
-def test_waiting_for_a_result(client: serve.Client, tmp_path: Path) -> None:
-    """Ctrl-C in ``result()`` raises at once, and the instance works on."""
+def test_interrupted_result_raises_at_once(client: serve.Client, tmp_path: Path) -> None:
+    """Ctrl-C in ``result()`` raises at once, and the instance keeps working."""
 
     def wait_for_go(request: Any) -> str:
         (tmp_path / "begun").touch()
@@ -163,14 +165,16 @@ print("never", flush=True)
     ("arguments", "processes"),
     [("False", 1), ("False", 2), ("True", 2)],
 )
-def test_start_of_a_cluster_of_its_own(arguments: str, processes: int, tmp_path: Path) -> None:
-    """When Ctrl-C comes while scheduler and workers are being started, none of them is left."""
+def test_interrupted_start_of_a_local_cluster_leaves_no_process(
+    arguments: str, processes: int, tmp_path: Path
+) -> None:
+    """Ctrl-C during the start of the scheduler and workers leaves none of them."""
     program = Program(["-c", PROGRAM.format(arguments=arguments)], tmp_path)
     try:
         program.wait_for_line("begin")
         started = poll_for(lambda: len(found := program.descendants()) >= processes and found)
         program.interrupt()
-        assert program.wait(10) != 0, program.told()
+        assert program.wait(10) != 0, program.report()
         assert "never" not in program.output
         assert "KeyboardInterrupt" in program.errors
         wait_until_gone(started, 5)
@@ -178,8 +182,8 @@ def test_start_of_a_cluster_of_its_own(arguments: str, processes: int, tmp_path:
         program.kill()
 
 
-def test_a_start_that_arrives_after_its_end(external: ExternalCluster) -> None:
-    """Both travel over connections of their own: the message that undoes the start may get there first."""
+def test_a_start_that_arrives_after_its_cancellation_is_refused(external: ExternalCluster) -> None:
+    """Both use separate connections, so the message that cancels the start may arrive first."""
     link = link_of(external.client)
     with serve.start(http_options={"port": 0}, dask_client=external.client) as client:
         assert link.sync(link.ask("end_instance", instance="late", start_id="given up")) is True
@@ -188,15 +192,15 @@ def test_a_start_that_arrives_after_its_end(external: ExternalCluster) -> None:
         assert list(link.sync(link.ask("instances"))) == [client.instance_name]
 
 
-def test_an_end_while_the_instance_is_being_started(external: ExternalCluster) -> None:
-    """The end waits for the start, which fails; neither leaves anything."""
+def test_ending_an_instance_during_its_start_leaves_nothing(external: ExternalCluster) -> None:
+    """Ending waits for the start, which fails; nothing is left."""
     link = link_of(external.client)
     with serve.start(http_options={"port": 0}, dask_client=external.client) as client:
 
         async def both() -> Any:
             starting = asyncio.ensure_future(start_late(link))
             async with asyncio.timeout(10):
-                while "late" not in await link.ask("instances"):  # noqa: ASYNC110 (nothing tells of it)
+                while "late" not in await link.ask("instances"):  # noqa: ASYNC110 (there is no event for it)
                     await asyncio.sleep(0)
                 await link.ask("end_instance", instance="late", start_id="given up")
             return await asyncio.gather(starting, return_exceptions=True)
@@ -233,7 +237,7 @@ async def start_late(link: Link) -> None:
     )
 
 
-def test_ctrl_c_before_the_caller_knows_that_the_call_began(
+def test_an_interrupt_before_the_call_is_known_to_have_begun(
     external: ExternalCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link = link_of(external.client)

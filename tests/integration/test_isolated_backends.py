@@ -1,4 +1,4 @@
-"""Isolated backends on a real cluster: processes of their own, environments, and their end (row CL58)."""
+"""Isolated backends on a real cluster: child processes, environments, and their end (row CL58)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def worker_pids(external: ExternalCluster) -> set[int]:
 
 
 class Model:
-    """Answers with its process and what it was made with."""
+    """Answers with its process id and its constructor argument."""
 
     def __init__(self, inner: Any = None) -> None:
         self.inner = inner
@@ -37,11 +37,11 @@ class Model:
         return [os.getpid(), sys.prefix]
 
     def connected(self) -> Any:
-        """Call another backend by way of ``serve.connect()``."""
+        """Call another backend through ``serve.connect()``."""
         return serve.connect().get_handle("inner").remote(text="plain").result(5)
 
     async def handed_on(self) -> Any:
-        """Call another backend by the handle this one was made with."""
+        """Call another backend by the handle from the constructor."""
         return await self.inner.remote(text="async")
 
 
@@ -118,7 +118,7 @@ def test_a_killed_process_is_replaced(client: serve.Client, url: str, external: 
     first = pid_of(f"{url}/model")
     os.kill(first, signal.SIGKILL)
     began = time.monotonic()
-    # GET requests are repeated or wait, so none of them fails.
+    # GET requests are retried or wait, so none of them fails.
     second = pid_of(f"{url}/model")
     assert second != first
     assert time.monotonic() - began < 10
@@ -140,7 +140,7 @@ def test_processes_end_with_a_killed_worker(external: ExternalCluster, tmp_path:
 
 
 def make_environment(folder: Path, *paths: Path | str) -> str:
-    """Make a virtualenv quickly: without pip, and with what other folders of packages find."""
+    """Create a virtualenv without pip that also finds the packages of other folders."""
     venv.EnvBuilder(symlinks=True).create(folder)
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
     lines = (f"import site; site.addsitedir({str(path)!r})\n" for path in paths)
@@ -148,10 +148,10 @@ def make_environment(folder: Path, *paths: Path | str) -> str:
     return str(folder)
 
 
-def test_backends_and_deployments_run_in_their_environments(
+def test_backends_and_deployments_run_in_their_own_environments(
     client: serve.Client, url: str, tmp_path: Path
 ) -> None:
-    """CL58; another environment replaces the replicas, a config of the same one does not."""
+    """CL58: a different environment replaces the replicas; another config of the same one does not."""
 
     def prefix(request: Any) -> list[Any]:
         import sys
@@ -175,7 +175,7 @@ def test_backends_and_deployments_run_in_their_environments(
 
 
 @pytest.mark.parametrize("env", [serve.CondaEnv("no-such-env"), "no-such-env", "/no/such/env"])
-def test_an_unknown_environment_is_an_error_that_names_it(client: serve.Client, env: Any) -> None:
+def test_the_error_for_an_unknown_environment_names_it(client: serve.Client, env: Any) -> None:
     """CL58."""
     began = time.monotonic()
     with pytest.raises(ValueError, match=str(getattr(env, "name", env))):
@@ -184,7 +184,7 @@ def test_an_unknown_environment_is_an_error_that_names_it(client: serve.Client, 
     assert client.list_backends() == {}
 
 
-def test_an_environment_without_daskserve_is_an_error_with_the_remedy(
+def test_the_error_for_an_environment_without_daskserve_names_the_remedy(
     client: serve.Client, tmp_path: Path
 ) -> None:
     with pytest.raises(VersionMismatchError, match="-m pip install daskserve=="):

@@ -1,4 +1,4 @@
-"""The cluster of processes that is started for programs that have none."""
+"""The local cluster of processes that daskserve starts for programs without a cluster."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from daskserve.cluster import launch
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[serve.Client]:
-    """An instance that was started with no cluster around."""
+    """Yield an instance that was started without a cluster."""
     before = psutil.Process().children(recursive=True)
     with dask.config.set({"daskserve.local-cluster": {"n-workers": 2, "threads-per-worker": 3}}):
         client = serve.start(http_options={"port": 0}, dashboard=False)
@@ -29,14 +29,14 @@ def client() -> Iterator[serve.Client]:
     assert _get_global_client() is None
 
 
-def test_size_is_the_configured_one(client: serve.Client) -> None:
+def test_a_local_cluster_has_the_configured_size(client: serve.Client) -> None:
     default = _get_global_client()
     assert default is not None
     assert sorted(default.nthreads().values()) == [3, 3]
 
 
 @pytest.mark.smoke
-def test_its_workers_run_on_uvloop(client: serve.Client) -> None:
+def test_workers_of_a_local_cluster_run_on_uvloop(client: serve.Client) -> None:
     default = _get_global_client()
     assert default is not None
     loops = default.run(lambda dask_worker: type(dask_worker.loop.asyncio_loop).__module__)
@@ -44,22 +44,22 @@ def test_its_workers_run_on_uvloop(client: serve.Client) -> None:
 
 
 @pytest.mark.smoke
-def test_code_of_the_program_runs_in_other_processes(client: serve.Client) -> None:
-    """By import path too: the workers have the program's own ``sys.path``."""
+def test_modules_of_the_program_can_be_imported_in_workers(client: serve.Client) -> None:
+    """Also by import path: the workers have the program's ``sys.path``."""
     client.create_backend("pids", lambda request: os.getpid(), config={"num_replicas": 4})
     client.create_backend("path", "served.Counter")
     for tag in ("pids", "path"):
         client.create_endpoint(tag, backend=tag, route=f"/{tag}")
     (url,) = client.http_urls()
-    # Two replicas in each worker: those that are not beside the proxy are asked by a handle outside.
+    # Two replicas in each worker, so that calls also reach replicas on the worker without the proxy.
     handle = client.get_handle("pids")
     found = {handle.remote().result() for _ in range(50)} | {fetch(f"{url}/path").json[0]}
     assert os.getpid() not in found
     assert len(found) == 2
 
 
-def test_instances_share_the_cluster_and_it_stays_until_the_last_ends(client: serve.Client) -> None:
-    """A second start finds the cluster of the first; ending it leaves the first alone."""
+def test_instances_share_a_local_cluster_until_the_last_ends(client: serve.Client) -> None:
+    """A second start uses the cluster of the first; shutting it down does not affect the first."""
     with serve.start(http_options={"port": 0}) as second:
         assert second.scheduler_address == client.scheduler_address
         with serve.start(detached=True, http_options={"port": 0}):
@@ -68,7 +68,7 @@ def test_instances_share_the_cluster_and_it_stays_until_the_last_ends(client: se
 
 
 def test_run_uses_the_instance_that_was_started(client: serve.Client) -> None:
-    """Deployments go to it, and replace each other there."""
+    """Deployments run on it and replace each other."""
 
     @serve.deployment
     class Adder:
@@ -92,8 +92,8 @@ def test_run_uses_the_instance_that_was_started(client: serve.Client) -> None:
     assert fetch(f"{client.http_urls()[0]}/adder?n=1").json == 3
 
 
-def test_workers_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Local and detached: an error soon, with nothing left of the cluster."""
+def test_a_local_cluster_whose_workers_cannot_start_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Local and detached starts raise soon and leave nothing of the cluster."""
     default = _get_global_client()
     before = psutil.Process().children(recursive=True)
     monkeypatch.setattr(launch, "_MAIN", "import sys; sys.exit(3)")

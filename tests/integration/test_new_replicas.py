@@ -1,4 +1,4 @@
-"""How soon after its constructor a new replica has its first request, on real processes under load."""
+"""Time from the end of a replica's constructor to its first request, on real processes under load."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from clusters import Load, nannied_cluster
 
 import daskserve as serve
 
-#: What is promised, 100 ms, and room for a machine that has other things to do.
+#: The documented 100 ms, plus a margin for a busy machine.
 FIRST_REQUEST_S = 0.1 + 0.9
 REPLICAS = 4
 
 
-class Newcomer:
-    """Knows when it was ready, and when it was asked for the first time."""
+class RecordsItsStart:
+    """Records when it was ready, and when its first request arrived."""
 
     def __init__(self) -> None:
         self._ready_at = time.monotonic()
@@ -25,13 +25,13 @@ class Newcomer:
     async def __call__(self, request: Any) -> str:
         if self._asked_after_s is None:
             self._asked_after_s = time.monotonic() - self._ready_at
-        await asyncio.sleep(0.02)  # so that one replica is not enough
+        await asyncio.sleep(0.02)  # long enough that one replica cannot take the load
         return f"{serve.get_current_replica_tag()} {self._asked_after_s}"
 
 
-def test_new_replicas_have_work_at_once() -> None:
+def test_new_replicas_get_requests_at_once() -> None:
     with nannied_cluster(2) as dask, serve.start(dask_client=dask, http_options={"port": 0}) as client:
-        client.create_backend("b", Newcomer, config={"max_concurrent_queries": 2})
+        client.create_backend("b", RecordsItsStart, config={"max_concurrent_queries": 2})
         client.create_endpoint("e", backend="b", route="/e")
         handle = client.get_handle("e")
 

@@ -1,4 +1,4 @@
-"""However a program ends, what it started ends with it, unless it is detached."""
+"""Instances and clusters end with their program, however it ends, unless they are detached."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dask_processes import ExternalCluster, Program, alive, fetch, is_listening,
 
 import daskserve as serve
 
-#: Starts an instance, tells where, and ends as it is told.
+#: Starts an instance, prints its addresses, and ends as standard input says.
 SERVING = """
 import sys
 import daskserve as serve
@@ -36,7 +36,7 @@ print("answer", client.get_handle("echo").remote().result(), flush=True)
 client.shutdown()
 """
 
-#: What the program is told, or the signal it gets, and the status it ends with.
+#: The line or the signal that the program gets, and its exit status.
 ENDS = [
     pytest.param("exit", 0, id="exits"),
     pytest.param("raise", 1, id="raises"),
@@ -64,18 +64,18 @@ def end(program: Program, how: str | signal.Signals, status: int) -> None:
     elif isinstance(how, signal.Signals):
         program.process.send_signal(how)
     else:
-        program.tell(how)
-    assert program.wait(10) == status, program.told()
+        program.write_line(how)
+    assert program.wait(10) == status, program.report()
     if how == "exit":
         assert program.complaints == ""
 
 
-# To the cluster of others, one that is killed by SIGTERM and one that is killed by SIGKILL are the same.
+# For an external cluster, a death by SIGTERM and one by SIGKILL look the same.
 @pytest.mark.parametrize(("how", "status"), [*ENDS[:3], ENDS[-1]])
-def test_instance_ends_with_its_program(
+def test_an_instance_ends_with_its_program(
     how: str | signal.Signals, status: int, external: ExternalCluster
 ) -> None:
-    """On a cluster of others: at once if the program can still say so, else after the grace period."""
+    """On an external cluster: at once if the program shuts it down, otherwise after the grace period."""
     program = external.run_program(SERVING.format(arguments="address=sys.argv[1]"))
     with serving(program) as url:
         end(program, how, status)
@@ -85,10 +85,10 @@ def test_instance_ends_with_its_program(
 
 
 @pytest.mark.parametrize(("how", "status"), [ENDS[0], *ENDS[2:]])
-def test_cluster_of_its_own_ends_with_its_program(
+def test_a_local_cluster_ends_with_its_program(
     how: str | signal.Signals, status: int, tmp_path: Path
 ) -> None:
-    """No process is left, whatever happened to the one that started them."""
+    """No process is left, however the program ended."""
     program = Program(["-c", SERVING.format(arguments="False")], tmp_path, keeps_stdin=True)
     with serving(program) as url:
         started = program.descendants()
@@ -98,24 +98,24 @@ def test_cluster_of_its_own_ends_with_its_program(
     assert not is_listening(url)
 
 
-def test_detached_instance_outlives_its_creator(external: ExternalCluster) -> None:
-    """It is reached by ``connect`` from another process, and shut down from there."""
+def test_a_detached_instance_outlives_its_creator(external: ExternalCluster) -> None:
+    """Another process connects to it with ``connect`` and shuts it down."""
     source = SERVING.format(arguments="detached=True, address=sys.argv[1]")
     creator = external.run_program(source, DASK_DASKSERVE__TIMEOUTS__GRACE_S="0.2")
     with serving(creator) as url:
         end(creator, "exit", 0)
-    # Far longer than one that is not detached would be there.
+    # Far longer than an instance that is not detached would exist.
     until = time.monotonic() + 1
     while time.monotonic() < until:
         assert fetch(f"{url}/echo").text == "here"
     other = external.run_program(CONNECTING)
-    assert other.wait() == 0, other.told()
+    assert other.wait() == 0, other.report()
     assert (other.output, other.errors) == ("answer here\n", "")
     assert not is_listening(url)
 
 
-def test_detached_cluster_outlives_its_creator(tmp_path: Path) -> None:
-    """Without a cluster one is made that stays; shutting the instance down ends all of its processes."""
+def test_a_detached_cluster_outlives_its_creator(tmp_path: Path) -> None:
+    """A detached start without a cluster creates one that stays until the instance is shut down."""
     creator = Program(["-c", SERVING.format(arguments="detached=True")], tmp_path, keeps_stdin=True)
     with serving(creator) as url:
         address = creator.wait_for_line("scheduler ")
@@ -125,7 +125,7 @@ def test_detached_cluster_outlives_its_creator(tmp_path: Path) -> None:
             assert len(alive(started)) == len(started) >= 3
             assert fetch(f"{url}/echo").text == "here"
             other = Program(["-c", CONNECTING, address], tmp_path)
-            assert other.wait() == 0, other.told()
+            assert other.wait() == 0, other.report()
             assert (other.output, other.errors) == ("answer here\n", "")
         finally:
             wait_until_gone(started, 5)
@@ -147,15 +147,15 @@ print("ended", flush=True)
 
 
 def handles(program: Program, number: signal.Signals) -> bool:
-    """Whether the program has a handler of its own for a signal: it is blocking, then."""
+    """Return whether the program has installed a handler for a signal, which it does when it blocks."""
     status = Path(f"/proc/{program.process.pid}/status").read_text()
     caught = next(line for line in status.splitlines() if line.startswith("SigCgt"))
     return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_blocking_run_ends_in_order(number: signal.Signals, tmp_path: Path) -> None:
-    """Ctrl-C, or what a process manager sends, is how it is meant to end."""
+def test_a_blocking_run_shuts_down_on_a_signal(number: signal.Signals, tmp_path: Path) -> None:
+    """Ctrl-C and the signal of a process manager are the regular ways to end it."""
     program = Program(["-c", BLOCKING], tmp_path)
     try:
         url = program.wait_for_line("url ")
@@ -166,7 +166,7 @@ def test_blocking_run_ends_in_order(number: signal.Signals, tmp_path: Path) -> N
             program.interrupt()
         else:
             program.process.send_signal(number)
-        assert program.wait(10) == 0, program.told()
+        assert program.wait(10) == 0, program.report()
         assert program.output.endswith("ended\n")
         assert program.complaints == ""
         wait_until_gone(started, 2)
@@ -174,8 +174,8 @@ def test_blocking_run_ends_in_order(number: signal.Signals, tmp_path: Path) -> N
         program.kill()
 
 
-def test_instance_of_the_same_name_after_another_program_ended_the_first(external: ExternalCluster) -> None:
-    """A program that heard of the end of the detached instance starts another, and both its ends work."""
+def test_an_instance_can_be_restarted_after_another_program_ended_it(external: ExternalCluster) -> None:
+    """After another program ends a detached instance, the first program can start and end a new one."""
     for text in ("first", "second"):
         client = serve.start(detached=True, http_options={"port": 0}, dask_client=external.client)
         client.create_backend("echo", lambda request, text=text: text)
@@ -184,7 +184,7 @@ def test_instance_of_the_same_name_after_another_program_ended_the_first(externa
         assert handle.remote().result(10) == text
         assert fetch(f"{client.http_urls()[0]}/echo").text == text
         other = external.run_program(CONNECTING)
-        assert other.wait() == 0, other.told()
+        assert other.wait() == 0, other.report()
         assert other.output == f"answer {text}\n"
         with pytest.raises(serve.ServeError, match="has been shut down"):
             handle.remote().result(10)

@@ -21,7 +21,7 @@ MIB = 1 << 20
 
 
 class Source:
-    """Generators, and what has become of them."""
+    """Generators, with a record of their ends."""
 
     def __init__(self) -> None:
         self.made = 0
@@ -29,7 +29,7 @@ class Source:
 
     def __call__(self, request: Any) -> Any: ...
 
-    def told(self) -> tuple[int, list[str]]:
+    def counts(self) -> tuple[int, list[str]]:
         return self.made, list(self.notes)
 
     def plain(self, count: int, size_bytes: int = 1) -> Iterator[Any]:
@@ -54,7 +54,7 @@ class Source:
 
 
 class Relay:
-    """Hands a stream on from one process to the next."""
+    """Forwards a stream from one process to the next."""
 
     def __init__(self, inner: serve.Handle) -> None:
         self.inner = inner.options(stream=True)
@@ -71,13 +71,15 @@ class Relay:
 
 
 def wait_for_ends(handle: serve.Handle, count: int) -> None:
-    poll_for(lambda: len(handle.told.remote().result(10)[1]) == count, 10, what=f"{count} generators closed")
+    poll_for(
+        lambda: len(handle.counts.remote().result(10)[1]) == count, 10, what=f"{count} generators closed"
+    )
 
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("isolation", ["thread", "process"])
 def test_streams_cross_processes(client: serve.Client, isolation: str) -> None:
-    """Whole, broken in the middle, left early, and many at once."""
+    """Complete, failing, closed early, and many concurrent streams."""
     client.deploy("source", Source, config={"isolation": isolation})
     handle = client.get_handle("source")
     streams = handle.options(stream=True)
@@ -105,18 +107,18 @@ def test_streams_cross_processes(client: serve.Client, isolation: str) -> None:
     assert "in broken" in str(caught.value.__cause__)
 
 
-def test_a_slow_caller_holds_the_generator_up(client: serve.Client, external: ExternalCluster) -> None:
-    """A gigabyte is not made ahead, and neither process takes much memory for what is."""
+def test_a_slow_caller_blocks_the_generator(client: serve.Client, external: ExternalCluster) -> None:
+    """A gigabyte is not generated ahead of the caller, and the memory of both processes stays bounded."""
     client.deploy("source", Source)
     handle = client.get_handle("source")
     processes = [psutil.Process(pid) for pid in (os.getpid(), *external.client.run(os.getpid).values())]
     before = [each.memory_info().rss for each in processes]
     for method in ("plain", "on_loop"):
-        made = handle.told.remote().result(10)[0]
+        made = handle.counts.remote().result(10)[0]
         stream = handle.options(stream=True, method_name=method).remote(10_000, 100_000)
         assert next(stream)[0] == 0
         settled = -1
-        while (now := handle.told.remote().result(10)[0]) != settled:
+        while (now := handle.counts.remote().result(10)[0]) != settled:
             settled = now
             time.sleep(0.1)
         assert settled - made < 100
@@ -145,7 +147,7 @@ def test_a_replica_streams_from_another(client: serve.Client, external: External
 
 
 class Model:
-    """Doubles in batches, together whoever calls."""
+    """Doubles numbers in batches that all callers share."""
 
     @serve.batch(max_batch_size=4, batch_wait_timeout_s=20)
     async def double(self, numbers: list[int]) -> list[Any]:
@@ -160,7 +162,7 @@ class Model:
             yield [number if number < each else StopIteration for each in numbers]
 
 
-def test_batches_of_calls_by_http_and_handle(client: serve.Client, url: str) -> None:
+def test_calls_by_http_and_handle_share_a_batch(client: serve.Client, url: str) -> None:
     client.deploy("model", Model, config={"isolation": "process"}, route_prefix="/model")
     handle = client.get_handle("model")
     with ThreadPoolExecutor(2) as threads:

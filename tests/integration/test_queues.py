@@ -1,4 +1,4 @@
-"""The policy ``queue`` on a real cluster: what waits at a broker brings replicas, and takes them away."""
+"""The policy ``queue`` on a real cluster: the backlog at a broker scales the replicas."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dask_processes import ExternalCluster, poll_for
 import daskserve as serve
 
 SECRET = "s3cr3t"
-#: Quick enough to be watched.
+#: Options with short delays.
 QUICK: dict[str, Any] = {
     "min_replicas": 0,
     "max_replicas": 4,
@@ -25,12 +25,12 @@ QUICK: dict[str, Any] = {
 }
 
 
-def told(client: serve.Client) -> str:
+def explanation(client: serve.Client) -> str:
     return str(client.explain("b"))
 
 
 def worker_that_takes(url: str, name: str) -> Any:
-    """Return a class that takes a task at a time from a list in Redis; pickled by value."""
+    """Return a class that takes tasks one by one from a list in Redis; it is pickled by value."""
 
     class Worker:
         def __init__(self) -> None:
@@ -69,17 +69,17 @@ def create(client: serve.Client, definition: Any = idle, **kwargs: Any) -> None:
 
 
 @needs_redis
-def test_a_backlog_in_redis_starts_replicas_that_work_it_off_and_go(
+def test_a_backlog_in_redis_scales_up_and_back_to_zero(
     client: serve.Client, external: ExternalCluster, tmp_path: Path
 ) -> None:
     with redis_server(tmp_path, SECRET) as server, server.connect() as connection:
         create(client, worker_that_takes(server.url, "tasks"), broker_url=server.url)
-        poll_for(lambda: "0 wait in queue 'tasks'" in told(client), what=lambda: told(client))
+        poll_for(lambda: "0 wait in queue 'tasks'" in explanation(client), what=lambda: explanation(client))
         assert not client.status().replicas("b")
         connection.rpush("tasks", *range(60))
-        poll_for(lambda: len(running(client, "b")) == 4, what=lambda: told(client))
-        poll_for(lambda: connection.get("done") == b"60", what=lambda: told(client))
-        poll_for(lambda: not client.status().replicas("b"), what=lambda: told(client))
+        poll_for(lambda: len(running(client, "b")) == 4, what=lambda: explanation(client))
+        poll_for(lambda: connection.get("done") == b"60", what=lambda: explanation(client))
+        poll_for(lambda: not client.status().replicas("b"), what=lambda: explanation(client))
         events = client.explain("b").events
         assert (events[0].before, events[0].after) == (0, 4)
         assert "wait in queue 'tasks'" in events[0].reason
@@ -89,8 +89,8 @@ def test_a_backlog_in_redis_starts_replicas_that_work_it_off_and_go(
 
 
 def assert_hidden(client: serve.Client, external: ExternalCluster, *, has_trouble: bool = True) -> None:
-    """Fail if the password is to be seen anywhere but in the config that the user gave."""
-    found = f"{told(client)} {client.explain('b')!r} {client.status()!r} {client.snapshot()}"
+    """Fail if the password appears anywhere but in the user's own config."""
+    found = f"{explanation(client)} {client.explain('b')!r} {client.status()!r} {client.snapshot()}"
     views = [client.view(name) for name in ("get_all_backends", "get_backend_configs", "list_deployments")]
     config = client.get_backend_config("b")
     assert SECRET not in f"{found} {views} {config!r} {client.list_backends()}"
@@ -107,23 +107,25 @@ def priorities(server: Redis) -> int:
 
 
 @needs_redis
-def test_redis_that_goes_and_comes_back_takes_no_replica_away_meanwhile(
+def test_a_redis_outage_removes_no_replica(
     client: serve.Client, external: ExternalCluster, tmp_path: Path
 ) -> None:
     with redis_server(tmp_path, SECRET) as server:
         create(client, broker_url=f"unix://{server.socket}?db=0&password={SECRET}")
         assert priorities(server) == 7
-        poll_for(lambda: len(running(client, "b")) == 4, what=lambda: told(client))
-        assert "7 wait in queue 'tasks'" in told(client)
+        poll_for(lambda: len(running(client, "b")) == 4, what=lambda: explanation(client))
+        assert "7 wait in queue 'tasks'" in explanation(client)
         server.stop()
-        poll_for(lambda: "the length of queue 'tasks'" in told(client), what=lambda: told(client))
-        assert "cannot be read: ConnectionError" in told(client)
+        poll_for(
+            lambda: "the length of queue 'tasks'" in explanation(client), what=lambda: explanation(client)
+        )
+        assert "cannot be read: ConnectionError" in explanation(client)
         assert_hidden(client, external)
-        server.start()  # and it is empty
-        poll_for(lambda: not client.status().replicas("b"), what=lambda: told(client))
+        server.start()  # empty
+        poll_for(lambda: not client.status().replicas("b"), what=lambda: explanation(client))
         with server.connect() as connection:
             connection.set("tasks", "no list")
-        poll_for(lambda: "WRONGTYPE" in told(client), what=lambda: told(client))
+        poll_for(lambda: "WRONGTYPE" in explanation(client), what=lambda: explanation(client))
         client.update_backend_config(
             "b",
             {
@@ -137,8 +139,8 @@ def test_redis_that_goes_and_comes_back_takes_no_replica_away_meanwhile(
                 }
             },
         )
-        poll_for(lambda: "AuthenticationError" in told(client), what=lambda: told(client))
-        assert "wr0ng" not in told(client)
+        poll_for(lambda: "AuthenticationError" in explanation(client), what=lambda: explanation(client))
+        assert "wr0ng" not in explanation(client)
 
 
 def test_a_backlog_in_rabbitmq_starts_replicas(client: serve.Client, external: ExternalCluster) -> None:
@@ -146,15 +148,15 @@ def test_a_backlog_in_rabbitmq_starts_replicas(client: serve.Client, external: E
     with management_api(lengths, f"user:{SECRET}") as address:
         broker = f"amqp://user:{SECRET}@127.0.0.1:1/prod%2Feu"
         create(client, broker_url=broker, rabbitmq_management_url=address)
-        poll_for(lambda: "0 wait in queue 'tasks'" in told(client), what=lambda: told(client))
+        poll_for(lambda: "0 wait in queue 'tasks'" in explanation(client), what=lambda: explanation(client))
         lengths["prod%2Feu/tasks"] = 5
-        poll_for(lambda: len(running(client, "b")) == 3, what=lambda: told(client))
+        poll_for(lambda: len(running(client, "b")) == 3, what=lambda: explanation(client))
         del lengths["prod%2Feu/tasks"]
-        poll_for(lambda: "there is no queue 'tasks'" in told(client), what=lambda: told(client))
-        poll_for(lambda: "not fewer than 3" in told(client), what=lambda: told(client))
+        poll_for(lambda: "there is no queue 'tasks'" in explanation(client), what=lambda: explanation(client))
+        poll_for(lambda: "not fewer than 3" in explanation(client), what=lambda: explanation(client))
         assert_hidden(client, external)
         lengths["prod%2Feu/tasks"] = 0
-        poll_for(lambda: not client.status().replicas("b"), what=lambda: told(client))
+        poll_for(lambda: not client.status().replicas("b"), what=lambda: explanation(client))
         create_config = {
             "broker_url": broker.replace(SECRET, "wr0ng"),
             "rabbitmq_management_url": address,
@@ -162,5 +164,8 @@ def test_a_backlog_in_rabbitmq_starts_replicas(client: serve.Client, external: E
             "poll_interval_s": 0.2,
         }
         client.update_backend_config("b", {"autoscaling_config": {**QUICK, "policy_kwargs": create_config}})
-        poll_for(lambda: "refuses the username or the password" in told(client), what=lambda: told(client))
-        assert "wr0ng" not in told(client)
+        poll_for(
+            lambda: "refuses the username or the password" in explanation(client),
+            what=lambda: explanation(client),
+        )
+        assert "wr0ng" not in explanation(client)

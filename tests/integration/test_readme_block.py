@@ -1,4 +1,4 @@
-"""The first Python block of the README, as its readers run it."""
+"""The first Python block of the README, run as readers run it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GREETINGS = ["Hello, Python!", "Hello, HTTP!"]
 
 @pytest.fixture(scope="module")
 def port() -> int:
-    """A free port in the place of the default one, which may be taken on this machine."""
+    """Return a free port; the default port may be taken on this machine."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])
@@ -33,7 +33,7 @@ def block(port: int) -> str:
 def run(
     command: list[str], folder: Path, port: int, *, stdin: str | None = None, workers: int = 1
 ) -> Program:
-    """Run a program to its end; it must leave no process behind."""
+    """Run a program to its end, and check its output and that it leaves no process."""
     variables = {
         "DASK_DASKSERVE__HTTP__PORT": str(port),
         "DASK_DASKSERVE__LOCAL_CLUSTER__N_WORKERS": str(workers),
@@ -42,34 +42,34 @@ def run(
     try:
         program.wait_for_line(GREETINGS[0])
         started = program.descendants()
-        assert program.wait() == 0, program.told()
+        assert program.wait() == 0, program.report()
         wait_until_gone(started, 5)
     finally:
         program.kill()
     return program
 
 
-def test_as_a_script(block: str, port: int, tmp_path: Path) -> None:
+def test_the_block_runs_as_a_script(block: str, port: int, tmp_path: Path) -> None:
     script = tmp_path / "hello.py"
     script.write_text(block)
     program = run([str(script)], tmp_path, port, workers=2)
     assert (program.output.splitlines(), program.complaints) == (GREETINGS, "")
 
 
-def test_from_standard_input(block: str, port: int, tmp_path: Path) -> None:
+def test_the_block_runs_from_standard_input(block: str, port: int, tmp_path: Path) -> None:
     program = run(["-"], tmp_path, port, stdin=block)
     assert (program.output.splitlines(), program.complaints) == (GREETINGS, "")
 
 
-def test_pasted_into_a_repl(block: str, port: int, tmp_path: Path) -> None:
-    """Line by line, where an empty line ends a block."""
+def test_the_block_runs_in_a_repl(block: str, port: int, tmp_path: Path) -> None:
+    """Pasted line by line; an empty line ends a block."""
     program = run(["-q", "-i"], tmp_path, port, stdin=block)
     assert program.output.splitlines() == GREETINGS
     assert set(re.sub(r">>> |\.\.\. ", "", program.complaints).split()) == set(), program.errors
 
 
-def test_as_a_notebook_runs_it(block: str, port: int, tmp_path: Path) -> None:
-    """In the main module, while an event loop runs in the same thread."""
+def test_the_block_runs_in_a_notebook_cell(block: str, port: int, tmp_path: Path) -> None:
+    """The cell runs in the main module while an event loop runs in the same thread."""
     source = f"""
 import asyncio
 

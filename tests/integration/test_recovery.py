@@ -1,4 +1,4 @@
-"""What callers see when processes die, hang, or leave: the failure table, on real processes."""
+"""The failure table on real processes: what callers see when processes die, hang or leave."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def kill_a_replica_under_load(dask: Client, server: str) -> None:
 
 
 @pytest.mark.parametrize("is_busy", [False, True])
-def test_a_killed_controller_is_replaced_while_all_goes_on(is_busy: bool) -> None:
-    """Two workers are left; with every task thread busy it takes no longer."""
+def test_a_killed_controller_is_replaced_while_requests_continue(is_busy: bool) -> None:
+    """Two workers are left; busy task threads do not delay the recovery."""
     with nannied_cluster(3) as dask, serve.start(dask_client=dask, **EPHEMERAL) as client:
         with Load(serve_pids(client)) as load:
             before = incarnations(client)
@@ -74,11 +74,11 @@ def test_a_killed_controller_is_replaced_while_all_goes_on(is_busy: bool) -> Non
                 dask.cancel(sleeping)
         assert load.failures == []
         assert client.status().epoch == 2
-        assert took_s < 3.0  # 0.5 s on a quiet machine; probes that find nothing take longer than 3 s
+        assert took_s < 3.0  # 0.5 s on an idle machine; failed probes take longer than 3 s
 
 
 class Holds:
-    """Holds a request until it is told to go on, and leaves a note when it is taken apart."""
+    """Holds a request until a file exists, and creates a file when it is deleted."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -93,8 +93,8 @@ class Holds:
         (self.folder / "gone").touch()
 
 
-def test_a_replica_that_was_ending_when_the_controller_died_ends(tmp_path: Path) -> None:
-    """It finishes what it has begun, and then nothing of it is left in its worker."""
+def test_a_draining_replica_ends_although_its_controller_died(tmp_path: Path) -> None:
+    """It finishes its requests in flight, and then nothing of it is left in its worker."""
 
     def threads() -> dict[str, list[str]]:
         def look() -> list[str]:
@@ -122,7 +122,7 @@ def test_a_replica_that_was_ending_when_the_controller_died_ends(tmp_path: Path)
         poll_for(lambda: "held" not in client.list_backends())
 
 
-def test_a_stopped_controller_is_replaced_and_does_no_harm_when_it_wakes_up() -> None:
+def test_a_stopped_controller_is_replaced_and_is_harmless_when_resumed() -> None:
     with nannied_cluster(3) as dask, serve.start(dask_client=dask, **EPHEMERAL) as client:
         serve_pids(client)
         before = incarnations(client)
@@ -153,7 +153,7 @@ def _actors_on(dask_worker: Any) -> list[str]:
     ]
 
 
-def test_a_stopped_replica_is_replaced_and_ended_when_it_wakes_up() -> None:
+def test_a_stopped_replica_is_replaced_and_ends_when_resumed() -> None:
     with nannied_cluster(4) as dask, serve.start(dask_client=dask, **EPHEMERAL) as client:
         with Load(serve_pids(client)) as load:
             victim = replica_without_proxy(client)
@@ -167,7 +167,7 @@ def test_a_stopped_replica_is_replaced_and_ended_when_it_wakes_up() -> None:
             poll_for(lambda: dask.run(_actors_on, workers=[victim])[victim] == [])
 
 
-def test_a_stopped_proxy_comes_back_on_its_port() -> None:
+def test_a_stopped_proxy_is_replaced_on_its_port() -> None:
     with nannied_cluster(3) as dask, serve.start(dask_client=dask, **EPHEMERAL) as client:
         url = serve_pids(client)
         os.kill(pids(dask)[worker_of(client, "proxy")], signal.SIGSTOP)
@@ -184,7 +184,7 @@ def test_a_stopped_proxy_comes_back_on_its_port() -> None:
 
 
 @pytest.mark.smoke
-def test_a_retired_worker_hands_its_replicas_over_first() -> None:
+def test_retiring_a_worker_moves_its_replicas_first() -> None:
     with nannied_cluster(4) as dask, serve.start(dask_client=dask, **EPHEMERAL) as client:
         with Load(serve_pids(client)) as load:
             victim = replica_without_proxy(client)
@@ -195,7 +195,7 @@ def test_a_retired_worker_hands_its_replicas_over_first() -> None:
         assert load.failures == []
 
 
-def test_one_of_several_proxies_on_a_port_goes_and_no_get_fails() -> None:
+def test_retiring_one_of_several_proxies_on_a_port_fails_no_get() -> None:
     with nannied_cluster(4) as dask:
         for server in ("tornado", "uvicorn"):
             retire_a_proxy_under_load(dask, server)
@@ -214,7 +214,7 @@ def retire_a_proxy_under_load(dask: Client, server: str) -> None:
         assert set(client.http_urls()) == {url}
 
 
-def test_a_worker_that_dies_while_it_is_being_retired_holds_up_nobody() -> None:
+def test_a_worker_that_dies_during_retirement_blocks_nothing() -> None:
     with nannied_cluster(4) as dask, serve.start(dask_client=dask, **EPHEMERAL) as client:
         serve_pids(client)
         others = {worker_of(client, "proxy"), worker_of(client, "controller")}
@@ -243,7 +243,7 @@ def test_retiring_the_controllers_worker_moves_the_controller() -> None:
         assert load.failures == []
 
 
-def test_a_workers_lifetime_ends_without_a_failed_request(tmp_path: Path) -> None:
+def test_the_end_of_a_worker_lifetime_fails_no_request(tmp_path: Path) -> None:
     def workers() -> dict[str, Any]:
         return dict(dask.scheduler_info(n_workers=-1)["workers"])
 
@@ -263,7 +263,7 @@ def test_a_workers_lifetime_ends_without_a_failed_request(tmp_path: Path) -> Non
         poll_for(lambda: mortal not in running(client, "b"))
 
 
-def test_adaptive_scaling_down_keeps_what_serves() -> None:
+def test_adaptive_scale_down_keeps_workers_in_use() -> None:
     with nannied_cluster(4) as dask, serve.start(dask_client=dask, **EPHEMERAL) as client:
         with Load(serve_pids(client)) as load:
             holders = {*running(client, "b"), worker_of(client, "proxy"), worker_of(client, "controller")}
@@ -274,7 +274,7 @@ def test_adaptive_scaling_down_keeps_what_serves() -> None:
         assert load.failures == []
 
 
-def test_replicas_without_room_make_an_adaptive_cluster_grow() -> None:
+def test_waiting_replicas_make_an_adaptive_cluster_grow() -> None:
     with nannied_cluster(1) as dask, serve.start(dask_client=dask, **EPHEMERAL) as client:
         dask.cluster.adapt(minimum=1, maximum=3, interval="100ms", wait_count=2)
         client.create_backend(
@@ -301,16 +301,16 @@ def test_restarting_the_cluster_brings_all_deployments_back() -> None:
 def test_the_idle_timeout_does_not_end_a_served_cluster() -> None:
     import dask
 
-    # Long enough for a slow machine to start a cluster, which is idle meanwhile.
+    # Long enough for a slow machine to start a cluster, which counts as idle during the start.
     with dask.config.set({"distributed.scheduler.idle-timeout": "5s"}):
         with nannied_cluster(1) as client_of_dask:
             with serve.start(dask_client=client_of_dask, **EPHEMERAL) as client:
                 url = serve_pids(client, num_replicas=1)
-                time.sleep(6.5)  # longer than the timeout: the point is that nothing happens
+                time.sleep(6.5)  # longer than the timeout, to show that nothing happens
                 assert fetch(f"{url}/e").status == 200
             scheduler = client_of_dask.cluster.scheduler
             poll_for(lambda: scheduler.idle_timeout == 5.0)
-            scheduler.idle_timeout = None  # the cluster's own close does not expect a scheduler that is gone
+            scheduler.idle_timeout = None  # closing the cluster fails if the scheduler has already closed
 
 
 @pytest.mark.smoke
@@ -324,7 +324,7 @@ def test_a_new_cluster_on_an_old_store_brings_all_deployments_back(scheme: str, 
         client.update_backend_config("b", {"user_config": None, "num_replicas": 1})
         client.create_endpoint("headless", backend="b")
         epoch = client.status().epoch
-        dask.cluster.close()  # everything dies at once; nobody shuts the instance down
+        dask.cluster.close()  # everything dies at once, without a shutdown of the instance
     with nannied_cluster(2) as dask, serve.start(dask_client=dask, **options) as client:
         poll_for(lambda: len(running(client, "b")) == 1)
         assert fetch(f"{client.http_urls()[0]}/e").status == 200
@@ -332,8 +332,8 @@ def test_a_new_cluster_on_an_old_store_brings_all_deployments_back(scheme: str, 
         assert client.status().epoch > epoch
 
 
-def test_every_acknowledged_change_holds_whenever_the_controller_is_killed() -> None:
-    """50 mixed changes under load, the controller's worker killed at random moments."""
+def test_acknowledged_changes_survive_kills_of_the_controller() -> None:
+    """50 mixed changes under load, while the controller's worker is killed at random moments."""
     rng = random.Random(7)
     with nannied_cluster(4) as dask, serve.start(dask_client=dask, **EPHEMERAL) as client:
         wanted: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""What scales several backends at once, on a real cluster: groups, and the target capacity of an instance."""
+"""Scaling of several backends together on a real cluster: groups and the target capacity of an instance."""
 
 from __future__ import annotations
 
@@ -49,23 +49,23 @@ def test_two_backends_are_scaled_by_one_policy(client: serve.Client, tmp_path: P
         config = {**QUICK, "group": "pair", "policy": policy}
         client.create_backend(tag, answer, config={"autoscaling_config": config})
 
-    def told() -> str:
+    def explanation() -> str:
         return f"{client.explain('a')}\n{client.explain('b')}"
 
     for wanted in (2, 4, 1):
         file.write_text(str(wanted))
-        poll_for(lambda wanted=wanted: counts(client) == (wanted, 2 * wanted), what=told)
-    assert "of group 'pair'" in told()
+        poll_for(lambda wanted=wanted: counts(client) == (wanted, 2 * wanted), what=explanation)
+    assert "of group 'pair'" in explanation()
     file.write_text("many")
-    poll_for(lambda: "the policy failed: ValueError" in told(), what=told)
+    poll_for(lambda: "the policy failed: ValueError" in explanation(), what=explanation)
     assert counts(client) == (1, 2)
-    # One that leaves is decided about by itself, and the other one alone.
+    # A backend that leaves the group is scaled separately, and the other one alone.
     client.update_backend_config("b", {"autoscaling_config": {**QUICK, "min_replicas": 3}})
-    poll_for(lambda: counts(client) == (1, 3), what=told)
+    poll_for(lambda: counts(client) == (1, 3), what=explanation)
     assert client.explain("b").group == ""
 
 
-def test_an_instance_is_scaled_as_a_whole_and_back(client: serve.Client, url: str) -> None:
+def test_the_target_capacity_scales_all_backends(client: serve.Client, url: str) -> None:
     client.create_backend("fixed", answer, config={"num_replicas": 5})
     client.create_endpoint("e", backend="fixed", route="/e")
     config = {**QUICK, "min_replicas": 2, "multiple_of": 2}
@@ -99,7 +99,7 @@ def test_an_instance_is_scaled_as_a_whole_and_back(client: serve.Client, url: st
 
 
 @pytest.mark.parametrize("percent", [-1, 101, math.nan, "50", True])
-def test_what_is_no_percentage_is_refused(client: serve.Client, percent: Any) -> None:
+def test_an_invalid_percentage_is_refused(client: serve.Client, percent: Any) -> None:
     with pytest.raises(ValueError, match="give a percentage from 0 to 100, or None for all"):
         client.set_target_capacity(percent)
     assert client.status().target_capacity is None

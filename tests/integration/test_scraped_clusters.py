@@ -1,4 +1,4 @@
-"""Metrics of a real cluster, over its own HTTP servers: what is counted, by whom, and what survives."""
+"""Metrics of a real cluster over its HTTP servers: what is counted, where, and what survives."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EPHEMERAL = {"http_options": {"port": 0}}
 
 
 class Model:
-    """Counts with a metric of its own, fails and dawdles when told to."""
+    """Counts with its own metric, and fails or waits on request."""
 
     def __init__(self) -> None:
         self.calls = serve.metrics.Counter("my_calls", "Calls.", tag_keys=("kind",))
@@ -41,7 +41,7 @@ class Model:
         kind = request.query_params.get("kind", "good")
         self.calls.inc(tags={"kind": kind})
         if kind == "bad":
-            raise ValueError("as told")
+            raise ValueError("as requested")
         if kind == "slow":
             await asyncio.Event().wait()
         return str(os.getpid())
@@ -55,7 +55,7 @@ def serve_model(client: serve.Client, **config: Any) -> str:
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("server", ["tornado", "uvicorn"], indirect=True)
-def test_what_happens_is_counted_wherever_it_happens(client: serve.Client, external: ExternalCluster) -> None:
+def test_every_process_counts_its_events(client: serve.Client, external: ExternalCluster) -> None:
     url = serve_model(client)
     me = {"serve_instance": client.instance_name}
     for _ in range(8):
@@ -94,7 +94,7 @@ def test_what_happens_is_counted_wherever_it_happens(client: serve.Client, exter
     }
 
 
-def test_a_client_that_leaves_is_counted(client: serve.Client, external: ExternalCluster) -> None:
+def test_a_disconnected_client_is_counted(client: serve.Client, external: ExternalCluster) -> None:
     url = serve_model(client)
     with pytest.raises(TimeoutError):
         fetch(f"{url}?kind=slow", timeout_s=0.3)
@@ -105,7 +105,7 @@ def test_a_client_that_leaves_is_counted(client: serve.Client, external: Externa
     poll_for(lambda: Figures(external.client).total("daskserve_deployment_cancellations_total", **me) == 1)
 
 
-def test_series_of_replicas_go_with_them_and_totals_stay(
+def test_series_of_ended_replicas_disappear_and_totals_stay(
     client: serve.Client, external: ExternalCluster
 ) -> None:
     url = serve_model(client)
@@ -148,7 +148,7 @@ def test_isolated_replicas_are_counted_by_their_workers(
     assert_monotone(before, Figures(external.client))
 
 
-def test_counters_do_not_go_back_when_the_controller_dies() -> None:
+def test_counters_never_decrease_when_the_controller_dies() -> None:
     with nannied_cluster(3) as dask, serve.start(dask_client=dask, **EPHEMERAL) as client:
         url = serve_pids(client)
         for _ in range(20):
@@ -194,8 +194,8 @@ def test_targets_follow_the_workers(client: serve.Client, external: ExternalClus
     poll_for(lambda: target_urls(external.client) == urls)
 
 
-def test_a_clusters_own_processes_are_all_reachable() -> None:
-    """The cluster that daskserve starts by itself: ports of chance, on loopback."""
+def test_all_processes_of_a_local_cluster_can_be_scraped() -> None:
+    """The local cluster that daskserve starts listens on random loopback ports."""
     program = """
 import json, urllib.request, daskserve as serve
 from distributed import default_client
@@ -212,7 +212,7 @@ client.shutdown()
     assert sorted(done.stdout.splitlines()) == ["scheduler True", "worker True", "worker True"]
 
 
-def test_workers_that_share_a_process_are_one_target_and_counted_once() -> None:
+def test_workers_in_one_process_are_one_target() -> None:
     program = """
 import urllib.request, daskserve as serve
 from distributed import Client, LocalCluster
@@ -243,7 +243,7 @@ def command(*arguments: str) -> list[str]:
 
 
 @needs_prometheus
-def test_prometheus_finds_and_scrapes_everything(
+def test_prometheus_discovers_and_scrapes_all_targets(
     client: serve.Client, external: ExternalCluster, tmp_path: Path
 ) -> None:
     url = serve_model(client)
@@ -272,7 +272,7 @@ def test_prometheus_finds_and_scrapes_everything(
 
 
 @needs_prometheus
-def test_prometheus_follows_a_file_that_is_kept_by_the_scheduler_address(
+def test_prometheus_follows_a_target_file_kept_up_to_date_by_address(
     client: serve.Client, external: ExternalCluster, tmp_path: Path
 ) -> None:
     file = tmp_path / "targets.json"
@@ -299,8 +299,8 @@ def test_prometheus_follows_a_file_that_is_kept_by_the_scheduler_address(
         follower.wait()
 
 
-@pytest.mark.usefixtures("client")  # another instance, for which this process goes on collecting
-def test_a_scheduler_that_ends_with_an_instance_keeps_nothing_of_it() -> None:
+@pytest.mark.usefixtures("client")  # another instance, for which this process keeps collecting
+def test_a_scheduler_that_closes_with_an_instance_keeps_no_metrics_of_it() -> None:
     with nannied_cluster(2) as dask:
         ended = serve.start(dask_client=dask, name="ends-with-its-scheduler", **EPHEMERAL)
         name = ended.instance_name.encode()

@@ -1,4 +1,4 @@
-"""User programs that reach the scheduler alone: their channels are carried through it."""
+"""User programs that reach only the scheduler, which splices their channels."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from daskserve.cluster.scheduler.splice import LARGE_BYTES, _carry_bytes
 
 @pytest.fixture(scope="module")
 def caller(clean_cluster: ExternalCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Caller]:
-    """A program that has deployed ``m`` on one worker."""
+    """Yield a program that has deployed ``m`` on one worker."""
     with cut_off_caller(clean_cluster.address, tmp_path_factory.mktemp("caller")) as caller:
         assert caller.ask("deploy", "m", ["worker-0"], 1) == ["RUNNING"]
         yield caller
@@ -40,24 +40,24 @@ def channels(dask_worker: Any) -> int:
 
 
 def noop() -> None:
-    """What the scheduler is asked to do to see how long it takes."""
+    """Do nothing on the scheduler, to measure its response time."""
 
 
-def test_calls_pass_and_what_cannot_be_dialled_is_tried_once(caller: Caller) -> None:
+def test_calls_work_and_an_unreachable_worker_is_dialled_once(caller: Caller) -> None:
     assert caller.ask("call", "m", 41) == 42
     assert len(caller.ask("refused")) == 1
 
 
-def test_what_a_generator_yields_passes_in_order(caller: Caller) -> None:
+def test_a_generator_yields_in_order_through_a_splice(caller: Caller) -> None:
     assert caller.ask("items", "m", 1000) == list(range(1000))
 
 
 @pytest.mark.smoke
-def test_arrays_pass_unharmed(caller: Caller) -> None:
+def test_arrays_pass_through_a_splice_unchanged(caller: Caller) -> None:
     assert caller.ask("arrays", "m", 16, 1) == 1
 
 
-def test_the_scheduler_answers_while_many_large_calls_pass(
+def test_the_scheduler_responds_while_many_large_calls_pass(
     caller: Caller, clean_cluster: ExternalCluster
 ) -> None:
     number = caller.begin("arrays", "m", 2, 64)
@@ -72,7 +72,7 @@ def test_the_scheduler_answers_while_many_large_calls_pass(
     thread.join()
     assert answers == [64]
     assert statistics.median(taken_s) < 0.05
-    assert max(taken_s) < 2  # a machine with much else to do
+    assert max(taken_s) < 2  # with a margin for a busy machine
 
 
 def test_a_cancelled_call_is_cancelled_in_the_replica(caller: Caller) -> None:
@@ -83,8 +83,8 @@ def test_a_cancelled_call_is_cancelled_in_the_replica(caller: Caller) -> None:
     poll_for(lambda: caller.ask("ask_model", "m", "counts") == [1, 1])
 
 
-def test_a_stream_is_held_up_by_its_reader(caller: Caller, clean_cluster: ExternalCluster) -> None:
-    """The reader stops in the middle: what the replica may send ahead is all that is ever on its way."""
+def test_a_slow_reader_blocks_the_stream(caller: Caller, clean_cluster: ExternalCluster) -> None:
+    """The reader stops midway: only one window of the replica's answer is ever in flight."""
     scheduler = psutil.Process(clean_cluster.client.run_on_scheduler(os.getpid))
     before = scheduler.memory_info().rss
     assert caller.ask("read_some", "endless", 64) < 65 * MIB
@@ -92,7 +92,7 @@ def test_a_stream_is_held_up_by_its_reader(caller: Caller, clean_cluster: Extern
 
 
 @pytest.mark.smoke
-def test_a_lost_worker_fails_what_had_begun_and_no_more(
+def test_a_lost_worker_fails_only_begun_requests(
     caller: Caller, clean_cluster: ExternalCluster, tmp_path: Path
 ) -> None:
     with dask_worker(clean_cluster.address, tmp_path, name="short-lived") as worker:
@@ -111,7 +111,7 @@ def test_a_lost_worker_fails_what_had_begun_and_no_more(
 def test_nothing_is_left_when_the_dask_client_is_closed(
     clean_cluster: ExternalCluster, tmp_path: Path
 ) -> None:
-    """The program goes on; its instance ends after its grace."""
+    """The program runs on; its instance ends after its grace period."""
     before = clean_cluster.client.run_on_scheduler(splices)
     with cut_off_caller(clean_cluster.address, tmp_path) as caller:
         caller.ask("deploy", "short", None, 2)
@@ -121,7 +121,7 @@ def test_nothing_is_left_when_the_dask_client_is_closed(
         poll_for(lambda: clean_cluster.client.run_on_scheduler(splices) == before, 2)
 
 
-# ---- the carrying itself
+# ---- forwarding
 
 
 @contextmanager
@@ -138,7 +138,7 @@ def stream_pair() -> Iterator[tuple[IOStream, socket.socket]]:
 
 
 def fill(sock: socket.socket) -> int:
-    """Send until nothing more is taken; return how much was."""
+    """Send until the socket accepts no more; return the number of bytes sent."""
     sock.setblocking(False)
     count = 0
     try:
@@ -148,12 +148,12 @@ def fill(sock: socket.socket) -> int:
         return count
 
 
-def test_bytes_are_read_only_as_fast_as_they_are_taken() -> None:
+def test_bytes_are_read_only_as_fast_as_they_are_accepted() -> None:
     async def main() -> None:
         with stream_pair() as (source, sender), stream_pair() as (sink, taker):
             carrying = asyncio.create_task(_carry_bytes(source, sink))
             sent = fill(sender)
-            kernel_bytes = 2 * sent  # one socket's worth on either side of the splice
+            kernel_bytes = 2 * sent  # the kernel buffers on both sides of the splice
             for _ in range(100):
                 await asyncio.sleep(0)
                 sent += fill(sender)
@@ -167,6 +167,6 @@ def test_bytes_are_read_only_as_fast_as_they_are_taken() -> None:
                     count += len(taker.recv(1 << 20))
                 except BlockingIOError:
                     await asyncio.sleep(0)
-            assert count == sent  # also what was on its way when the sender went
+            assert count == sent  # including the bytes in flight when the sender closed
 
     asyncio.run(main())

@@ -1,4 +1,4 @@
-"""Large bodies through one hop, and how much memory they take on the way."""
+"""Large bodies through one hop, and the memory that they take."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from dask_processes import ExternalCluster
 import daskserve as serve
 
 MIB = 1 << 20
-#: The largest body that is allowed by default, and what a process may take for it.
+#: The largest body that is allowed by default, and the memory that a process may use for it.
 BODY_BYTES, LIMIT_BYTES = 1024 * MIB, 64 * MIB
 
 
 def application() -> Any:
-    """Return an ASGI application that counts what it is sent, and sends as much as it is asked for."""
+    """Return an ASGI application that counts the bytes of a body, and sends a requested number of bytes."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -47,7 +47,7 @@ def application() -> Any:
 
 @contextmanager
 def bounded(processes: list[psutil.Process]) -> Iterator[None]:
-    """Fail if one of the processes takes more memory meanwhile than it may."""
+    """Fail if one of the processes exceeds its memory limit during the block."""
     before = [each.memory_info().rss for each in processes]
     peaks, is_over = list(before), threading.Event()
 
@@ -78,7 +78,7 @@ def bounded(processes: list[psutil.Process]) -> Iterator[None]:
     ],
     indirect=["server"],
 )
-def test_a_large_body_passes_in_little_memory(
+def test_a_large_body_passes_in_bounded_memory(
     kind: str, client: serve.Client, url: str, external: ExternalCluster
 ) -> None:
     workers = external.client.run(os.getpid)
@@ -96,7 +96,7 @@ def test_a_large_body_passes_in_little_memory(
             connection.request("GET", f"/e?{BODY_BYTES}")
             response = connection.getresponse()
             if kind == "download that is read late":
-                time.sleep(1)  # so long the replica could send all of it: the point is that it does not
+                time.sleep(1)  # long enough for the replica to send everything, to show that it does not
             count = 0
             while part := response.read(MIB):
                 count += len(part)
@@ -104,7 +104,7 @@ def test_a_large_body_passes_in_little_memory(
     connection.close()
 
 
-def test_a_download_whose_replica_dies_is_cut_and_never_looks_whole() -> None:
+def test_a_download_whose_replica_dies_is_not_mistaken_for_complete() -> None:
     with nannied_cluster(3) as dask, serve.start(dask_client=dask, http_options={"port": 0}) as client:
         workers = pids(dask)
         others = {worker_of(client, "proxy"), worker_of(client, "controller")}

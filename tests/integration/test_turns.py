@@ -1,4 +1,4 @@
-"""Turns at a replica with one slot, for which a proxy and a program compete."""
+"""Fair queueing at a replica with one slot, for which a proxy and a program compete."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def slow(request: Any) -> str:
 
 
 def refusals(client: serve.Client, external: ExternalCluster) -> float:
-    """Return how many requests the replicas of this instance have sent back."""
+    """Return how many requests the replicas of this instance have refused."""
 
     def count(dask_worker: Any) -> int:
         (host,) = (each for each in dask_worker.state.actors.values() if type(each).__name__ == "Host")
@@ -56,7 +56,7 @@ def test_a_proxy_and_a_program_take_turns_at_a_replica(
         except BaseException as error:
             errors.append(error)
 
-    # The program has more that waits, and all of it in one process.
+    # The program has more waiting requests, all in one process.
     names = ["program"] * 6 + ["proxy"] * 2
     threads = [threading.Thread(target=keep_asking, args=(name,)) for name in names]
     began = time.monotonic()
@@ -71,7 +71,7 @@ def test_a_proxy_and_a_program_take_turns_at_a_replica(
     assert refusals(client, external) < 10 + 10 * took_s
 
 
-def test_waiting_in_line_counts_against_a_requests_deadline(client: serve.Client, url: str) -> None:
+def test_queueing_time_counts_against_the_deadline(client: serve.Client, url: str) -> None:
     async def hold(request: Any) -> str:
         if request.query_params.get("long"):
             await asyncio.sleep(30)
@@ -94,7 +94,8 @@ def test_waiting_in_line_counts_against_a_requests_deadline(client: serve.Client
     for thread in threads:
         thread.join()
     assert 1.2 <= time.monotonic() - began < 3
-    # One is in line, and one waits behind it, unless it came after the other was known to be in line.
+    # One request is queued at the replica; the other waits behind it, unless it arrived after the first was
+    # known to be queued.
     statuses = sorted(reply.status for reply in replies)
     assert statuses in ([408, 408, 503, 503], [408, 503, 503, 503])
     assert all("retry-after" in reply.headers for reply in replies if reply.status == 503)
@@ -102,7 +103,7 @@ def test_waiting_in_line_counts_against_a_requests_deadline(client: serve.Client
     poll_for(lambda: fetch(f"{url}/e", headers={"X-Request-Timeout-Seconds": "1"}).text == "done", 5)
 
 
-#: Sends three requests and says so; then it waits to be killed.
+#: Sends three requests, reports it, then waits to be killed.
 COMPETITOR = """
 import sys, time
 from distributed import Client
@@ -116,7 +117,7 @@ time.sleep(600)
 """
 
 
-def test_a_program_that_is_killed_in_line_leaves_it(external: ExternalCluster) -> None:
+def test_a_killed_program_leaves_the_queue(external: ExternalCluster) -> None:
     async def hold(request: Any) -> str:
         await asyncio.sleep(600 if request.query_params.get("long") else 2)
         return "done"
@@ -131,20 +132,21 @@ def test_a_program_that_is_killed_in_line_leaves_it(external: ExternalCluster) -
             try:
                 assert program.stdout is not None
                 assert program.stdout.readline() == "calling\n"
-                poll_for(lambda: in_line(external) == 1)
+                poll_for(lambda: queued_at_replicas(external) == 1)
             finally:
                 program.kill()
-        # The slot is free while the dead program's patience still lasts: the next turn must not be its.
+        # The slot becomes free before the patience of the dead program's request ends; it must not get the
+        # slot.
         holding.cancel()
         began = time.monotonic()
         assert handle.remote().result() == "done"
         assert time.monotonic() - began < 3.5
-        assert in_line(external) == 0
+        assert queued_at_replicas(external) == 0
         client.shutdown()
 
 
-def in_line(external: ExternalCluster) -> int:
-    """Return how many requests wait in line at the replicas."""
+def queued_at_replicas(external: ExternalCluster) -> int:
+    """Return the number of requests queued at the replicas."""
 
     def count(dask_worker: Any) -> int:
         (host,) = (each for each in dask_worker.state.actors.values() if type(each).__name__ == "Host")

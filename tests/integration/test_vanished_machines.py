@@ -1,4 +1,4 @@
-"""A machine that vanishes without a word, as by a loss of power or a pulled cable."""
+"""A machine that vanishes silently, as after a power loss or with an unplugged cable."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ def two_machines() -> Iterator[Machines]:
         made.__exit__(None, None, None)
 
 
-def test_requests_under_way_to_it_do_not_wait_for_tcp(two_machines: Machines, tmp_path: Path) -> None:
+def test_requests_in_flight_to_a_vanished_machine_do_not_wait_for_tcp(
+    two_machines: Machines, tmp_path: Path
+) -> None:
     near, far = two_machines.near, two_machines.far
     near_host, far_host = two_machines.addresses
     on_near, on_far = two_machines.enter(near), two_machines.enter(far)
@@ -34,19 +36,19 @@ def test_requests_under_way_to_it_do_not_wait_for_tcp(two_machines: Machines, tm
         dask_worker(address, tmp_path, prelude=on_near, extra=["--host", near_host]),
     ):
         source = f"{on_near}\nimport sys, runpy\nrunpy.run_module('vanishing_machine', run_name='__main__')"
-        # So that the call by handle is carried by the scheduler; HTTP requests go from worker to worker.
+        # Makes the call by handle go through the scheduler; HTTP requests go from worker to worker.
         route = {"DASK_DASKSERVE__CHANNEL__ROUTE": "scheduler"}
         program = Program(["-c", source, address, str(tmp_path)], tmp_path, environment=route)
         try:
             program.wait_for_line("started")
             only_far = ["--host", far_host, "--resources", "far=1"]
             with dask_worker(address, tmp_path, prelude=on_far, extra=only_far):
-                poll_for(lambda: len(list(tmp_path.glob("begun *"))) == 3, what=program.told)
+                poll_for(lambda: len(list(tmp_path.glob("begun *"))) == 3, what=program.report)
                 spare = ["--host", near_host, "--resources", "far=1"]
                 with dask_worker(address, tmp_path, prelude=on_near, extra=spare):
                     two_machines.unplug_far()
                     (tmp_path / "go").touch()
-                    assert program.wait(40) == 0, program.told()
+                    assert program.wait(40) == 0, program.report()
         finally:
             program.kill()
     lines = [line.removeprefix("answer ") for line in program.output.splitlines() if line[:6] == "answer"]
@@ -54,5 +56,5 @@ def test_requests_under_way_to_it_do_not_wait_for_tcp(two_machines: Machines, tm
     assert answers["GET"][0] == "200 done"
     assert answers["POST"][0].startswith("502 ")
     assert answers["handle"][0].startswith("ActorLostError ")
-    # Five seconds of silence, looked at once a second, seen twice; left to TCP it would be half a minute.
+    # Five seconds of silence, checked once a second, seen twice. TCP alone would take half a minute.
     assert max(took_s for _, took_s in answers.values()) < 15

@@ -1,4 +1,4 @@
-"""WebSockets over a real socket, across processes, to applications that know nothing of daskserve."""
+"""WebSockets over a real socket, across processes, to plain ASGI applications."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def talk(url: str) -> Iterator[Talk]:
 
 
 def application() -> Any:
-    """Return a Starlette application that echoes, tells its process, and notes who left."""
+    """Return a Starlette application that echoes, reports its process id, and records disconnects."""
     from starlette.applications import Starlette
     from starlette.responses import JSONResponse
     from starlette.routing import Route, WebSocketRoute
@@ -105,17 +105,17 @@ def application() -> Any:
         except WebSocketDisconnect as error:
             left.append(error.code)
 
-    async def who_left(request: Any) -> JSONResponse:
+    async def disconnects(request: Any) -> JSONResponse:
         return JSONResponse(left)
 
-    return Starlette(routes=[WebSocketRoute("/echo", echo), Route("/left", who_left)])
+    return Starlette(routes=[WebSocketRoute("/echo", echo), Route("/left", disconnects)])
 
 
 @pytest.fixture(
     params=[("HeadOnly", "tornado"), ("EveryWorker", "tornado"), ("HeadOnly", "uvicorn")], ids=str
 )
 def served(request: pytest.FixtureRequest, external: ExternalCluster) -> Iterator[tuple[serve.Client, str]]:
-    """An instance that serves the application at ``/app``; a single proxy is not where the replica is."""
+    """Yield an instance that serves the application at ``/app``, with the proxy on another worker."""
     location, server = request.param
     options = {"port": 0, "location": location, "server": server, "max_websocket_message_bytes": 4_000_000}
     with serve.start(http_options=options, dask_client=external.client) as client:
@@ -125,7 +125,7 @@ def served(request: pytest.FixtureRequest, external: ExternalCluster) -> Iterato
 
 
 @pytest.mark.smoke
-def test_messages_of_any_size_go_both_ways(served: tuple[serve.Client, str]) -> None:
+def test_messages_of_any_size_pass_in_both_directions(served: tuple[serve.Client, str]) -> None:
     _, url = served
     with talk(f"{url}/app/echo") as client:
         assert isinstance(client.event(), AcceptConnection)
@@ -138,7 +138,7 @@ def test_messages_of_any_size_go_both_ways(served: tuple[serve.Client, str]) -> 
         assert client.closed() == 4001
 
 
-def test_the_application_learns_how_its_clients_leave(served: tuple[serve.Client, str]) -> None:
+def test_the_application_gets_the_close_code_of_its_clients(served: tuple[serve.Client, str]) -> None:
     _, url = served
     with talk(f"{url}/app/echo") as client:
         client.event()
@@ -150,11 +150,11 @@ def test_the_application_learns_how_its_clients_leave(served: tuple[serve.Client
     poll_for(lambda: sorted(fetch(left).json) == [1006, 4002], what=lambda: fetch(left).json)
 
 
-def test_what_is_not_there_is_a_404_and_what_takes_none_a_403(served: tuple[serve.Client, str]) -> None:
+def test_an_unknown_path_gets_404_and_a_refused_websocket_gets_403(served: tuple[serve.Client, str]) -> None:
     client, url = served
     client.create_backend("plain", "served.echo")
     client.create_endpoint("plain", backend="plain", route="/plain")
-    for path, status, told in (("/nowhere", 404, b"Path '/nowhere' not found"), ("/plain", 403, b"")):
+    for path, status, text in (("/nowhere", 404, b"Path '/nowhere' not found"), ("/plain", 403, b"")):
         with talk(url + path) as socket:
             answer = socket.event()
             assert isinstance(answer, RejectConnection)
@@ -162,10 +162,10 @@ def test_what_is_not_there_is_a_404_and_what_takes_none_a_403(served: tuple[serv
             body = b""
             while isinstance(event := socket.event(), RejectData):
                 body += event.data
-            assert told in body
+            assert text in body
 
 
-def test_a_replica_that_goes_sends_its_clients_away(served: tuple[serve.Client, str]) -> None:
+def test_a_replica_that_stops_closes_its_websockets(served: tuple[serve.Client, str]) -> None:
     client, url = served
     with talk(f"{url}/app/echo") as socket:
         socket.event()
@@ -175,7 +175,7 @@ def test_a_replica_that_goes_sends_its_clients_away(served: tuple[serve.Client, 
         assert socket.closed() == 1001
 
 
-def test_a_replica_in_a_process_of_its_own_sends_its_clients_away_too(
+def test_an_isolated_replica_that_stops_closes_its_websockets(
     served: tuple[serve.Client, str],
 ) -> None:
     client, url = served
@@ -185,12 +185,12 @@ def test_a_replica_in_a_process_of_its_own_sends_its_clients_away_too(
         socket.event()
         assert socket.ask("x") == "x"
         client.delete_endpoint("apart")
-        with within(10):  # and not when its grace of 20 s is over
+        with within(10):  # before its grace period of 20 s ends
             client.delete_backend("apart", blocking=False)
             assert socket.closed() == 1001
 
 
-def test_a_proxy_that_goes_sends_its_clients_away(served: tuple[serve.Client, str]) -> None:
+def test_a_proxy_that_stops_closes_its_websockets(served: tuple[serve.Client, str]) -> None:
     client, url = served
     with talk(f"{url}/app/echo") as socket:
         socket.event()
@@ -198,7 +198,7 @@ def test_a_proxy_that_goes_sends_its_clients_away(served: tuple[serve.Client, st
         assert socket.closed() == 1001
 
 
-def test_a_websocket_whose_replica_dies_is_closed_as_failed() -> None:
+def test_a_websocket_whose_replica_dies_is_closed_with_an_error() -> None:
     with nannied_cluster(3) as dask, serve.start(dask_client=dask, http_options={"port": 0}) as client:
         workers = pids(dask)
         (victim,) = set(workers) - {worker_of(client, "proxy"), worker_of(client, "controller")}

@@ -1,4 +1,4 @@
-"""Addresses at which no Dask scheduler answers, and connections that are closed: one clear error, soon."""
+"""Addresses without a Dask scheduler and closed connections give one clear error soon."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ NO_SERVER = {"location": "NoServer"}
 
 
 @pytest.fixture(autouse=True)
-def impatience() -> Iterator[None]:
-    """Give each attempt a second, and what lost its owner half of one; the defaults are five."""
+def short_timeouts() -> Iterator[None]:
+    """Shorten the connect timeout to 1 s and the owner's grace period to 0.5 s; both defaults are 5 s."""
     with dask.config.set({"daskserve.timeouts": {"connect-s": 1, "grace-s": 0.5}}):
         yield
 
@@ -34,37 +34,37 @@ def assert_unreachable(address: str) -> None:
     assert _get_global_client() is None
 
 
-def test_nothing_listens() -> None:
+def test_an_address_without_a_listener_is_unreachable() -> None:
     with listener() as port:
         pass
     assert_unreachable(f"tcp://127.0.0.1:{port}")
 
 
-def test_silent_server() -> None:
+def test_a_silent_server_is_unreachable() -> None:
     with listener() as port:
         assert_unreachable(f"tcp://127.0.0.1:{port}")
 
 
-def test_http_server(client: serve.Client, url: str) -> None:
-    """As when the port of the dashboard, or of daskserve itself, is given by mistake."""
+def test_an_http_server_is_unreachable(client: serve.Client, url: str) -> None:
+    """Such as the port of the dashboard, or of daskserve itself, by mistake."""
     assert_unreachable(url.replace("http", "tcp"))
     assert_unreachable(url)
 
 
-def test_worker_instead_of_the_scheduler(external: ExternalCluster) -> None:
-    """A Dask server, but not the right one."""
+def test_a_worker_address_is_refused(external: ExternalCluster) -> None:
+    """A worker is a Dask server, but no scheduler."""
     assert_unreachable(next(iter(external.client.scheduler_info(n_workers=-1)["workers"])))
 
 
 @pytest.mark.parametrize(
     "address", ["", "no address at all", "tcp://", "udp://127.0.0.1:1", "tls://127.0.0.1:1"]
 )
-def test_no_address(address: str) -> None:
+def test_an_invalid_address_is_refused(address: str) -> None:
     assert_unreachable(address)
 
 
-def test_connection_made_in_vain_is_closed(external: ExternalCluster, client: serve.Client) -> None:
-    """A failed call by address does not leave its Dask client behind as the default one."""
+def test_a_failed_connection_is_closed(external: ExternalCluster, client: serve.Client) -> None:
+    """A failed call by address does not leave its Dask client as the default client."""
     with pytest.raises(NotRunningError, match=f"{external.address}; start one"):
         serve.connect(address=external.address)
     port = int(client.http_urls()[0].rpartition(":")[2])
@@ -75,17 +75,17 @@ def test_connection_made_in_vain_is_closed(external: ExternalCluster, client: se
         serve.connect()
 
 
-def test_start_by_address(external: ExternalCluster) -> None:
+def test_start_accepts_an_address(external: ExternalCluster) -> None:
     with serve.start(address=external.address, http_options=NO_SERVER) as client:
         assert client.list_backends() == {}
-    # The connection is the program's default one, as after distributed.Client(address).
+    # The connection becomes the program's default client, as after distributed.Client(address).
     default = _get_global_client()
     assert default is not None
     default.close()
 
 
-def test_closed_dask_client(external: ExternalCluster) -> None:
-    """Starting through a closed client, and calling after it was closed, say so at once."""
+def test_a_closed_dask_client_is_reported(external: ExternalCluster) -> None:
+    """A start through a closed client and a call after its close raise at once."""
     with Client(external.address, set_as_default=False) as dask_client:
         client = serve.start(http_options={"port": 0}, dask_client=dask_client)
         client.create_backend("tag", "served.echo")
@@ -102,12 +102,12 @@ def test_closed_dask_client(external: ExternalCluster) -> None:
     for start in (serve.start, serve.connect):
         with pytest.raises(ClusterUnreachableError, match=f"{external.address} is closed"), within(1):
             start(dask_client=dask_client)
-    # The instance ends as one does whose owner vanished: after its grace.
+    # The instance ends like one whose owner vanished: after its grace period.
     external.assert_clean(10)
 
 
-def test_lost_scheduler(tmp_path: Path) -> None:
-    """When the cluster dies under a client, calls fail within seconds and shutdown does no harm."""
+def test_calls_fail_soon_after_the_scheduler_is_lost(tmp_path: Path) -> None:
+    """When the cluster dies, calls fail within seconds and shutdown still works."""
     with ExitStack() as stack:
         with dask_scheduler(tmp_path) as address:
             worker = stack.enter_context(dask_worker(address, tmp_path))

@@ -1,4 +1,4 @@
-"""Schedulers and workers without daskserve, or with another version of it: named, with the remedy."""
+"""Schedulers and workers without daskserve or with another version: the errors name them and the remedy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from daskserve.errors import VersionMismatchError
 
 NO_SERVER = {"location": "NoServer"}
 
-#: Code that runs before the Dask process starts, and what is then said of it.
+#: Code that runs before the Dask process starts, and the resulting message.
 MISSING = "import sys; sys.modules['daskserve'] = None"
 OTHER = "import daskserve._version; daskserve._version.__version__ = '0.0.9'"
 WRONG = [
@@ -25,8 +25,8 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("prelude", "message"), WRONG)
-def test_scheduler(prelude: str, message: str, tmp_path: Path) -> None:
-    """Starting and connecting name the scheduler, and leave nothing in it."""
+def test_a_wrong_version_on_the_scheduler_fails_the_start(prelude: str, message: str, tmp_path: Path) -> None:
+    """The errors of start and connect name the scheduler; nothing is left in it."""
     with dask_scheduler(tmp_path, prelude=prelude) as address:
         with Client(address, set_as_default=False) as dask_client:
             for call in (serve.start, serve.connect):
@@ -44,8 +44,10 @@ def test_scheduler(prelude: str, message: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("prelude", "message"), WRONG)
-def test_worker_at_the_start(prelude: str, message: str, external: ExternalCluster, tmp_path: Path) -> None:
-    """The start fails and names the worker, though others would do; without it the same start works."""
+def test_a_wrong_version_on_a_worker_fails_the_start(
+    prelude: str, message: str, external: ExternalCluster, tmp_path: Path
+) -> None:
+    """The start fails and names the worker, although others match; without it the same start works."""
     with dask_worker(external.address, tmp_path, prelude=prelude, name="wrong"):
         external.client.wait_for_workers(3)
         workers = external.client.scheduler_info(n_workers=-1)["workers"]
@@ -59,17 +61,17 @@ def test_worker_at_the_start(prelude: str, message: str, external: ExternalClust
 
 
 @pytest.mark.parametrize(("prelude", "message"), WRONG)
-def test_worker_that_joins_later(
+def test_a_worker_with_a_wrong_version_that_joins_later_is_refused(
     prelude: str, message: str, external: ExternalCluster, client: serve.Client, tmp_path: Path
 ) -> None:
-    """It gets no actors, the status names it, and the instance goes on on the others."""
+    """It gets no actors, the status names it, and the instance keeps running on the others."""
     with dask_worker(external.address, tmp_path, prelude=prelude, name="wrong"):
         (wrong,) = poll_for(lambda: list(client.status().refused_workers))
         assert external.client.scheduler_info(n_workers=-1)["workers"][wrong]["name"] == "wrong"
-        told = client.status().refused_workers[wrong]
-        assert told.startswith(f"Worker {wrong} ")
+        problem = client.status().refused_workers[wrong]
+        assert problem.startswith(f"Worker {wrong} ")
         with pytest.raises(ValueError, match=message):
-            raise ValueError(told)
+            raise ValueError(problem)
         client.create_backend("many", "served.echo", config={"num_replicas": 12})
         assert {each.worker for each in client.status().replicas("many")} == {
             address for address in external.client.scheduler_info(n_workers=-1)["workers"] if address != wrong
@@ -77,10 +79,10 @@ def test_worker_that_joins_later(
     poll_for(lambda: not client.status().refused_workers)
 
 
-def test_good_worker_that_joins_later(
+def test_a_worker_that_joins_later_takes_replicas(
     external: ExternalCluster, client: serve.Client, tmp_path: Path
 ) -> None:
-    """It takes replicas like those that were there."""
+    """It takes replicas like the workers that were there before."""
     with dask_worker(external.address, tmp_path, name="late"):
         external.client.wait_for_workers(3)
         workers = external.client.scheduler_info(n_workers=-1)["workers"]

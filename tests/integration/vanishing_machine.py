@@ -1,6 +1,7 @@
-"""Machines of a test's own, network namespaces on a switch, one of which can be unplugged; a program on one.
+"""Two machines as network namespaces on a switch, one of which can be unplugged, and a program on one of
+them.
 
-The program is run by `main` and told where to look for its files; it answers with one line for each request.
+`main` runs the program, which gets the folder of its files and prints one line for each request.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from distributed import Client
 
 import daskserve as serve
 
-#: Runs in a process before anything else does, and puts it on a machine.
+#: Code that runs first in a process and moves it to a machine.
 ENTER = """
 import ctypes, os
 number = os.open("/var/run/netns/{machine}", os.O_RDONLY)
@@ -43,7 +44,7 @@ class Machines:
         ]
 
     def enter(self, machine: str) -> str:
-        """Return the code that puts a Python program on a machine."""
+        """Return the code that moves a Python program to a machine."""
         return ENTER.format(machine=machine)
 
     def make(self) -> None:
@@ -74,7 +75,7 @@ class Machines:
             _ip("-n", self._switch, "link", "set", port, "master", "bridge", "up")
 
     def unplug_far(self) -> None:
-        """Let nothing through to the far machine or from it; neither notices anything but silence."""
+        """Drop all traffic from and to the far machine; both sides only see silence."""
         _ip("-n", self._switch, "link", "set", "far", "nomaster")
 
     def remove(self) -> None:
@@ -88,7 +89,7 @@ def _ip(*arguments: str) -> None:
 
 @contextmanager
 def machines() -> Iterator[Machines]:
-    """Make two machines; `OSError` or `subprocess.CalledProcessError` where that is not possible."""
+    """Create two machines; raise `OSError` or `subprocess.CalledProcessError` if that is not possible."""
     made = Machines()
     try:
         made.make()
@@ -100,7 +101,7 @@ def machines() -> Iterator[Machines]:
 # ---- in the program
 
 
-def tell(line: str) -> None:
+def print_line(line: str) -> None:
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
@@ -114,9 +115,9 @@ def main(address: str, folder: Path) -> None:
 
     with Client(address) as dask_client:
         dask_client.wait_for_workers(1, 20)
-        # The controller and the proxy are to be on the machine that stays.
+        # Place the controller and the proxy on the machine that stays connected.
         with serve.start(dask_client=dask_client, http_options={"host": "0.0.0.0", "port": 0}) as client:
-            tell("started")
+            print_line("started")
             dask_client.wait_for_workers(2, 20)
             client.create_backend("hold", hold, actor_options={"resources": {"far": 1}})
             client.create_endpoint("hold", backend="hold", route="/hold", methods=["GET", "POST"])
@@ -133,7 +134,7 @@ def main(address: str, folder: Path) -> None:
                         answer = f"{reply.status} {reply.text}"
                 except Exception as error:
                     answer = f"{type(error).__name__} {error}"
-                tell(f"answer {json.dumps([by, answer, time.monotonic() - began])}")
+                print_line(f"answer {json.dumps([by, answer, time.monotonic() - began])}")
 
             threads = [threading.Thread(target=ask, args=(by,)) for by in ("GET", "POST", "handle")]
             for thread in threads:
