@@ -115,7 +115,7 @@ def test_clusters_without_workers_or_with_busy_workers_are_refused(tmp_path: Pat
         address = stack.enter_context(dask_scheduler(tmp_path))
         dask_client = stack.enter_context(Client(address, set_as_default=False))
         with (
-            pytest.raises(serve.errors.InstanceError, match=f"{address} has no workers; add some"),
+            pytest.raises(serve.errors.InstanceError, match=f"{address} has no workers; add one"),
             within(5),
         ):
             serve.start(http_options=NO_SERVER, dask_client=dask_client)
