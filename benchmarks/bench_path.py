@@ -189,10 +189,8 @@ def floor_protocols() -> Callable[[], Any]:
 def our_protocols(app: ASGIApp) -> Callable[[], Any]:
     clock = OneLoopClock(asyncio.get_running_loop())
     carrier = Carrier(app, max_body_bytes=1 << 30, idle_timeout_s=60, clock=clock)
-    config = Config(app, loop="none", http=UvicornConnection, ws="none", lifespan="off", log_config=None)
-    config.load()
-    state = SharedState()
-    return lambda: UvicornConnection(carrier, config, state)
+    state = SharedState(carrier)
+    return lambda: UvicornConnection(state)
 
 
 async def http_round(protocols: Callable[[], Any]) -> None:

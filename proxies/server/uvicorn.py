@@ -13,8 +13,7 @@ import errno
 import logging
 import socket
 
-from uvicorn import Config
-
+from daskserve.loops.tasks import TaskSet
 from daskserve.proxies.exchange.carrier import Carrier
 from daskserve.proxies.server.life import HTTPServer, Listener
 from daskserve.proxies.server.uvicorn_connection import SharedState, UvicornConnection
@@ -44,21 +43,9 @@ class _UvicornListener:
         self._carrier = carrier
         self._loop = asyncio.get_running_loop()
         self._sockets: list[socket.socket] = []
-        self._setups: set[asyncio.Task[object]] = set()
+        self._setups = TaskSet(log)
         self._pauses: set[asyncio.TimerHandle] = set()
-        self._state = SharedState()
-        # Most of this is for `uvicorn.Server`, but connections look at it too.
-        self._config = Config(
-            carrier.app,
-            loop="none",
-            http=UvicornConnection,
-            ws="none",
-            lifespan="off",
-            interface="asgi3",
-            log_config=None,
-            proxy_headers=False,
-        )
-        self._config.load()
+        self._state = SharedState(carrier)
 
     def start(self, sockets: list[socket.socket]) -> None:
         self._sockets = list(sockets)
@@ -74,15 +61,12 @@ class _UvicornListener:
         self._pauses = set()
 
     async def wait_made(self) -> None:
-        if self._setups:
-            # TLS's handshakes take as long as clients like.
-            await asyncio.wait(self._setups, timeout=None if self._carrier.tls is None else _HANDSHAKES_S)
+        # TLS's handshakes take as long as clients like.
+        await self._setups.wait(None if self._carrier.tls is None else _HANDSHAKES_S)
 
     async def wait_closed(self) -> None:
-        if self._setups:
-            for setup in self._setups:
-                setup.cancel()
-            await asyncio.wait(self._setups)
+        self._setups.cancel()
+        await self._setups.wait()
         while self._state.open_streams:
             await self._carrier.clock.sleep(0)
 
@@ -99,9 +83,7 @@ class _UvicornListener:
                 self._pause(listener)
                 return
             sock.setblocking(False)
-            setup = self._loop.create_task(self._set_up(sock))
-            self._setups.add(setup)
-            setup.add_done_callback(self._setups.discard)
+            self._setups.spawn(self._set_up(sock))
 
     async def _set_up(self, sock: socket.socket) -> None:
         carrier = self._carrier
@@ -111,7 +93,7 @@ class _UvicornListener:
                 self._make_protocol, sock, ssl=carrier.tls, ssl_handshake_timeout=timeout_s
             )
         except OSError as error:
-            log.debug("A client was gone, or shook no hands, before its connection was set up: %r", error)
+            log.debug("A client disconnected before its connection was set up: %r", error)
             sock.close()
 
     def _pause(self, listener: socket.socket) -> None:
@@ -125,4 +107,4 @@ class _UvicornListener:
         self._pauses.add(pause)
 
     def _make_protocol(self) -> UvicornConnection:
-        return UvicornConnection(self._carrier, self._config, self._state)
+        return UvicornConnection(self._state)

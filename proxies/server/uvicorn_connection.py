@@ -3,7 +3,7 @@ them.
 
 uvicorn's own cycle of request and response tells an application that its client has gone but lets it run on,
 limits neither heads nor bodies, and takes from the application what HTTP cannot carry. So of uvicorn's
-``HttpToolsProtocol`` this keeps the parser, the transport and the flow of what is read, and hands each
+`HTTPProtocol` this keeps the parser, the transport and the flow of what is read, and hands each
 request to the same `Exchange` that serves it under Tornado. What is left to do here:
 
 1. A client may send further requests before the first is answered. They wait, and nothing more is read.
@@ -21,10 +21,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import httptools
-from uvicorn import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-from uvicorn.server import ServerState
 
+from daskserve.internals.uvicorn import HTTPProtocol, ProtocolState
 from daskserve.proxies.exchange.carrier import Carrier, Connection
 from daskserve.proxies.exchange.exchange import LINGER_S, Exchange
 from daskserve.proxies.exchange.request_head import MAX_HEADER_BYTES, RequestHead
@@ -61,24 +59,25 @@ class _Waiting:
     is_read: bool = False
 
 
-class SharedState(ServerState):
+class SharedState(ProtocolState):
     """What the connections of one server share."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, carrier: Carrier) -> None:
+        super().__init__(carrier.app)
+        self.carrier = carrier
         self.open_streams: set[TransportStream] = set()
 
 
-class UvicornConnection(HttpToolsProtocol):
+class UvicornConnection(HTTPProtocol):
     """Reads the requests of one connection; the `ConnectionReader` of their exchanges."""
 
     server_state: SharedState
     _connection: Connection
     _stream: TransportStream
 
-    def __init__(self, carrier: Carrier, config: Config, state: SharedState) -> None:
-        super().__init__(config, state, {}, asyncio.get_running_loop())
-        self._carrier = carrier
+    def __init__(self, state: SharedState) -> None:
+        super().__init__(state)
+        self._carrier = state.carrier
         self._framing: dict[str, str] = {}
         self._part = ""  # of a request that comes in: "head" or "body"
         self._dry_bytes = -1  # came in without anything to show for it; -1 within a piece that had something
