@@ -29,7 +29,7 @@ def example(name: str) -> Any:
 
 
 def test_every_policy_is_in_the_table() -> None:
-    table = TEXT.partition("## How wishes are tamed")[0]
+    table = TEXT.partition("## Bounds, delays and steps")[0]
     assert re.findall(r"^\| `(\w+)` \| ", table, re.MULTILINE)[1:] == list(BUILT_IN_POLICIES)
 
 
