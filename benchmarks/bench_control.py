@@ -1,11 +1,13 @@
-"""What the control plane costs as it grows, on the in-process cluster, without a network.
+"""Cost of the control plane as it grows, on the in-process cluster, without a network.
 
-1. tick: one idle round of the loop with 1,000 deployments and 10,000 replicas; bound 5 ms.
-2. recovery: from the store's records of all that to a state that decides again; bound 2 s.
-3. grow: adding one replica there, beside the same in an instance of 10 deployments; bound 1.5 times.
-4. create: the 1,000th backend beside the 10th, in SQLite: time (bound 1.5 times), records and bytes (equal).
+1. tick: one idle iteration of the control loop with 1,000 deployments and 10,000 replicas; bound 5 ms.
+2. recovery: from the store's records of this instance to a state that makes decisions; bound 2 s.
+3. grow: adding one replica in this instance, compared with an instance of 10 deployments; bound 1.5 times.
+4. create: the 1,000th backend compared with the 10th, in SQLite: time (bound 1.5 times), records and bytes
+   (equal).
 
-Run: ``python benchmarks/bench_control.py``; prints a line per figure, exits with 1 if a bound does not hold.
+Run: ``python benchmarks/bench_control.py``. It prints a line per metric and exits with 1 if a bound is
+exceeded.
 """
 
 from __future__ import annotations
@@ -39,13 +41,13 @@ RUNS = 20
 
 
 def wish(name: str, replicas: int) -> Wish:
-    """Return what a client asks for."""
+    """Return the spec that a client sends."""
     config = BackendConfig(num_replicas=replicas).model_dump(exclude_unset=True)
     return Wish(name, b"code" * 50, config, None, {"num_cpus": 0.01}, None, name, None)
 
 
 class World:
-    """An instance's records with every replica running, made by the control code itself."""
+    """The records of an instance whose replicas all run, produced by the control code."""
 
     def __init__(self, deployments: int) -> None:
         self.state = State()
@@ -68,7 +70,7 @@ class World:
         return f"g{self.goals}"
 
     def step(self, name: str) -> Change:
-        """Take one step of one backend, as the loop does."""
+        """Run one step of one backend, as the loop does, and return its change."""
         world = backend_state.World(
             self.state, self.observed, 0.0, self.rng.getrandbits(64), self.incarnation, frozenset({"w0"})
         )
@@ -82,12 +84,12 @@ class World:
         return step.change
 
     def settle(self, name: str) -> None:
-        """Step until nothing changes any more."""
+        """Run steps until nothing changes."""
         while self.step(name):
             pass
 
     def add_replica(self, name: str) -> float:
-        """Scale a backend up by one, and back; return what the way up took."""
+        """Scale a backend up by one replica and back; return the seconds that scaling up took."""
         before = self.state.backends[name].num_replicas
         took = 0.0
         for wanted in (before + 1, before):
@@ -112,7 +114,7 @@ class World:
 
 
 async def tick_s(world: World) -> float:
-    """Return what an idle round of the loop takes at the median."""
+    """Return the median time of an idle loop iteration, in seconds."""
     from daskserve.control.reconcile import TICK_SLICE
 
     names = sorted(world.state.backends)
@@ -127,7 +129,7 @@ async def tick_s(world: World) -> float:
 
 
 def recovery_s(world: World) -> float:
-    """Return what reading all records back takes, up to a state that has decided once."""
+    """Return the seconds from reading all records to a state that has decided once."""
     records: dict[str, bytes] = {}
     state = world.state
     for table in (state.backends, state.codes, state.replicas, state.goals):
@@ -143,7 +145,7 @@ def recovery_s(world: World) -> float:
 
 
 class CountingStore:
-    """A store that counts what passes through it."""
+    """A store that counts committed records and bytes."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -176,7 +178,7 @@ class Empty:
 
 
 async def creations(folder: Path) -> tuple[list[float], list[tuple[int, int]]]:
-    """Return what each of 1,000 creations takes, and the records and bytes that each writes."""
+    """Return the time of each of 1,000 creations, and the records and bytes that each writes."""
     inner = open_store(f"sqlite:///{folder / 'store.db'}", "bench")
     await inner.open()
     store = CountingStore(inner)
@@ -205,22 +207,22 @@ async def creations(folder: Path) -> tuple[list[float], list[tuple[int, int]]]:
 def main() -> int:
     is_good = True
 
-    def show(name: str, figure: str, has_held: bool, bound: str) -> None:
+    def show(name: str, value: str, has_held: bool, bound: str) -> None:
         nonlocal is_good
         is_good &= has_held
-        print(f"{name:42} {figure:38} bound {bound}{'' if has_held else '   NOT HELD'}", flush=True)
+        print(f"{name:42} {value:38} bound {bound}{'' if has_held else '   EXCEEDED'}", flush=True)
 
     large, small = World(DEPLOYMENTS), World(10)
     size = f"{len(large.state.backends)} deployments, {len(large.state.replicas)} replicas"
     print(size)
     tick = asyncio.run(tick_s(large))
-    show("an idle round of the loop", f"{tick * 1e3:.2f} ms", tick < TICK_BOUND_S, "5 ms")
+    show("an idle loop iteration", f"{tick * 1e3:.2f} ms", tick < TICK_BOUND_S, "5 ms")
     recovery = statistics.median(recovery_s(large) for _ in range(3))
     show("recovery from the store's records", f"{recovery:.2f} s", recovery < RECOVERY_BOUND_S, "2 s")
     pairs = [(large.add_replica("d00500"), small.add_replica("d00005")) for _ in range(RUNS)]
     here, there = (statistics.median(column) for column in zip(*pairs, strict=True))
     show(
-        "one more replica, large beside small",
+        "one more replica, large vs. small",
         f"{here * 1e3:.2f} ms, {there * 1e3:.2f} ms: {here / there:.2f} times",
         here / there <= GROWTH_BOUND,
         f"{GROWTH_BOUND} times",
@@ -229,14 +231,14 @@ def main() -> int:
         took, written = asyncio.run(creations(Path(folder)))
     late, early = statistics.median(took[-RUNS:]), statistics.median(took[:RUNS])
     show(
-        "the 1,000th backend beside the 10th",
+        "the 1,000th backend vs. the 10th",
         f"{late * 1e3:.1f} ms, {early * 1e3:.1f} ms: {late / early:.2f} times",
         late / early <= GROWTH_BOUND,
         f"{GROWTH_BOUND} times",
     )
     show("records it writes", f"{written[-1][0]}, {written[9][0]}", written[-1][0] == written[9][0], "equal")
     grown = written[-1][1] - written[9][1]
-    show("bytes it writes", f"{written[-1][1]}, {written[9][1]}", abs(grown) <= 16, "equal but for digits")
+    show("bytes it writes", f"{written[-1][1]}, {written[9][1]}", abs(grown) <= 16, "equal except for digits")
     return 0 if is_good else 1
 
 

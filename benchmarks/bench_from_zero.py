@@ -1,9 +1,9 @@
-"""Scaling from zero: what the first answers take beyond the constructor, and a load that goes up and down.
+"""Scaling from zero: the time of the first answers beyond the constructor, and a load that rises and falls.
 
-1. A backend at zero replicas, whose constructor takes 0.5 s: one request, and 50 at once; the time until the
-   first answer, and until the last of the 50, less those 0.5 s.
-2. ``wrk`` with 16 connections from zero replicas on: every request must be answered with 200, and afterwards
-   the backend goes back to zero.
+1. A backend at zero replicas whose constructor takes 0.5 s gets one request, then 50 at once. Measured: the
+   time until the first answer and until the last of the 50, minus the 0.5 s.
+2. ``wrk`` with 16 connections, starting at zero replicas. Every request must be answered with 200, and the
+   backend must scale back to zero afterwards.
 
 Needs ``wrk``. Run: ``python benchmarks/bench_from_zero.py [--runs N]``.
 """
@@ -37,7 +37,7 @@ SCALING = {
 
 
 class Slow:
-    """Takes its time to start, and little to answer."""
+    """A backend with a slow constructor and fast answers."""
 
     def __init__(self) -> None:
         time.sleep(START_S)
@@ -48,7 +48,7 @@ class Slow:
 
 
 def fetch(url: str, number: int) -> float:
-    """Return when request ``number`` was answered, which must be with 200."""
+    """Return the time of the answer to request ``number``, which must be a 200."""
     with urllib.request.urlopen(f"{url}?n={number}", timeout=DEADLINE_S) as answer:
         assert answer.status == 200
         answer.read()
@@ -71,7 +71,7 @@ def measure(client: serve.Client, url: str, runs: int) -> None:
         return not client.status().replicas("slow")
 
     with ThreadPoolExecutor(50) as pool:
-        list(pool.map(lambda _: time.sleep(0.01), range(50)))  # so that all threads are there
+        list(pool.map(lambda _: time.sleep(0.01), range(50)))  # starts all threads
         for _ in range(runs):
             wait_for(is_at_zero)
             began = time.perf_counter()
@@ -86,10 +86,10 @@ def measure(client: serve.Client, url: str, runs: int) -> None:
             flush=True,
         )
     wait_for(is_at_zero)
-    told = wrk(url, connections=16, seconds=8)  # raises if a request is not answered with 200
+    result = wrk(url, connections=16, seconds=8)  # raises if a request is not answered with 200
     most = max(event.after for event in client.explain("slow").events)
     wait_for(is_at_zero)
-    print(f"wrk: {told.rate:.0f}/s, all answered with 200, from 0 to {most} replicas and back to 0")
+    print(f"wrk: {result.rate:.0f}/s, all answered with 200, from 0 to {most} replicas and back to 0")
 
 
 def main() -> None:

@@ -1,13 +1,13 @@
-"""Python calls beside bare connections in the same run.
+"""Python calls, compared with bare connections in the same run.
 
-1. A replica in one worker calls a replica in another, 100 bytes there and back: alone, and with 64 calls in
-   flight; with the wall of threads (the default) and with ``event_loop="worker"``. Floor: the bare channel
-   between two processes with an echo at its end.
+1. A replica in one worker calls a replica in another, with 100 bytes in each direction: one call at a time,
+   and 64 calls in flight; with user code in threads (the default) and with ``event_loop="worker"``. Floor: a
+   bare channel between two processes with an echo at its end.
 2. This program sends a replica an array of 1 MiB and gets it back. Floor: the same over a bare Dask comm.
-3. With ``--python DIR/bin/python``, an environment that has Ray Serve (see ``bench_peers.py``): its handle at
-   64 calls in flight beside ours, in turns.
+3. With ``--python DIR/bin/python``, an environment with Ray Serve (see ``bench_peers.py``): its handle and
+   daskserve's in turns, with 64 calls in flight.
 
-Run: ``python benchmarks/bench_handles.py [--runs N]``; a line per case, medians of the runs.
+Run: ``python benchmarks/bench_handles.py [--runs N]``. It prints a line per case, with medians of the runs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ECHO = Path(__file__).parent / "programs" / "echo_process.py"
 RAY_HANDLE = Path(__file__).parent / "peers" / "ray_handle.py"
 CALLS = 2000
 IN_FLIGHT = 64
-#: Of each of those: for about a second, because the rate changes from one tenth of a second to the next.
+#: Calls per case: enough for about a second, because the rate varies within tenths of a second.
 CALLS_OF_EACH = 500
 ARRAY_CALLS = 100
 
@@ -46,7 +46,7 @@ async def echo(value: Any) -> Any:
 
 
 class Caller:
-    """Calls another deployment, and says how long that takes."""
+    """Calls another deployment and measures the time."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
@@ -58,7 +58,7 @@ class Caller:
             took.append(time.perf_counter() - began)
 
     async def __call__(self) -> tuple[float, float]:
-        """Return the seconds one call takes alone, at the median, and calls per second with 64 in flight."""
+        """Return the median seconds of a single call, and the calls per second with 64 in flight."""
         await self._call(CALLS // 10, [])
         alone: list[float] = []
         await self._call(CALLS, alone)
@@ -69,7 +69,7 @@ class Caller:
 
 @contextmanager
 def echo_process() -> Iterator[str]:
-    """Run the other end of the floors; yield its address."""
+    """Run the echo process of the floors; yield its address."""
     process = subprocess.Popen([sys.executable, str(ECHO)], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -80,13 +80,13 @@ def echo_process() -> Iterator[str]:
 
 
 def bare_channel(address: str) -> tuple[float, float]:
-    told = subprocess.run([sys.executable, str(ECHO), address], capture_output=True, text=True, check=True)
-    found = json.loads(told.stdout)
+    ended = subprocess.run([sys.executable, str(ECHO), address], capture_output=True, text=True, check=True)
+    found = json.loads(ended.stdout)
     return found["alone_s"], found["rate"]
 
 
 async def bare_comm(address: str, array: Any) -> float:
-    """Return the seconds that an array takes there and back over a Dask comm, at the median."""
+    """Return the median seconds of an array's round trip over a Dask comm."""
     comm = await connect(address)
     took = []
     for _ in range(ARRAY_CALLS):
@@ -111,7 +111,7 @@ def array_calls(handle: Any, array: Any) -> float:
 
 @contextmanager
 def deployed(config: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
-    """Yield the handles of the caller, in one worker, and of what it calls, in another."""
+    """Yield the handles of the caller, in one worker, and of the called deployment, in another."""
     cluster, dask = start_local_cluster(LocalClusterSize(2, 2), has_dashboard=False)
     try:
         with serve.start(http_options={"location": "NoServer"}, dask_client=dask) as client:
@@ -162,7 +162,7 @@ def measure_peer(runs: int, python: str) -> None:
             rates.append(theirs)
         peer.stdin.close()
     print(
-        f"{IN_FLIGHT} in flight beside Ray Serve's handle, {statistics.median(rates):.0f}/s: "
+        f"{IN_FLIGHT} in flight, compared with Ray Serve's handle, {statistics.median(rates):.0f}/s: "
         f"{statistics.median(ratios):.1f} times ({min(ratios):.1f} to {max(ratios):.1f})",
         flush=True,
     )
@@ -186,7 +186,7 @@ def measure_arrays(runs: int, address: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--python", default="", help="the interpreter that has Ray Serve installed")
+    parser.add_argument("--python", default="", help="interpreter of an environment with Ray Serve")
     given = parser.parse_args()
     if given.python:
         measure_peer(given.runs, given.python)

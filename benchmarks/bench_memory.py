@@ -1,17 +1,17 @@
-"""Memory of the processes that serve, before and after many requests of which a fifth is cancelled.
+"""Memory of the serving processes, before and after many requests of which a fifth is cancelled.
 
 The load comes from one process over plain sockets: 32 connections, whose requests differ in query, headers
 and body. A fifth of them end by a reset at a random moment: within the head, within the body of an upload,
-before the answer or within it. The requests that are not cancelled must be answered with 200. After a warm-up
-of a tenth as many requests (at least 20,000) and again at the end, when all gauges are back at zero, each
-process's memory is taken, after a garbage collection. The growth of its RSS must stay under 5 MiB; PSS is
-told too, but depends on who else happens to run the same libraries.
+before the answer or within it. All other requests must be answered with 200. Memory is measured after a
+warm-up of a tenth of the requests (at least 20,000) and again at the end, when all gauges are zero, each time
+after a garbage collection. The RSS of each process must grow by less than 5 MiB. PSS is reported too, but it
+depends on other processes that use the same libraries.
 
 1. one hop: the proxy in one worker, the replica in another.
 2. zero hop: one worker with proxy and replica.
 
-Linux only. Run: ``python benchmarks/bench_memory.py [--requests 1000000] [--case one|zero]``; prints a line
-per process. Exits with 1 if one has grown too much.
+Linux only. Run: ``python benchmarks/bench_memory.py [--requests 1000000] [--case one|zero]``. It prints a
+line per process and exits with 1 if a process grows too much.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ MIB = 1 << 20
 LIMIT_BYTES = 5 * MIB
 CONNECTIONS = 32
 BODY = bytes(2000)
-#: The end of an answer in chunks.
+#: The last bytes of a chunked answer.
 END = b"0\r\n\r\n"
 
 
 async def answer(request: Any) -> Any:
-    """Answer at once, or, for one request in four, a little later, in two parts."""
+    """Answer at once; one request in four gets a delayed answer in two parts."""
     if request.method == "POST":
         return str(len(await request.body()))
     if not request.url.query.startswith("slow"):
@@ -58,7 +58,7 @@ async def answer(request: Any) -> Any:
 
 
 class Load:
-    """So many requests over so many connections, a fifth of them cancelled."""
+    """A load over several connections that cancels a fifth of its requests."""
 
     def __init__(self, url: str, rng: random.Random) -> None:
         place = urlsplit(url)
@@ -70,7 +70,7 @@ class Load:
         self.cancelled = 0
 
     async def run(self, count: int) -> float:
-        """Return the seconds that it took."""
+        """Send ``count`` requests and return the seconds they took."""
         self._left = count
         began = time.perf_counter()
         await asyncio.gather(*[self._serve_connection() for _ in range(CONNECTIONS)])
@@ -79,7 +79,7 @@ class Load:
     async def _serve_connection(self) -> None:
         while self._left > 0:
             reader, writer = await asyncio.open_connection(*self._address)
-            # Connections that end in good order, too, after a few hundred requests.
+            # Each connection is closed cleanly after a few hundred requests.
             for _ in range(500):
                 if self._left <= 0:
                     break
@@ -106,7 +106,7 @@ class Load:
     async def _read_answer(self, reader: asyncio.StreamReader) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
         if not head.startswith(b"HTTP/1.1 200 "):
-            raise RuntimeError(f"not the answer that was wanted: {head!r}")
+            raise RuntimeError(f"unexpected answer: {head!r}")
         if b"transfer-encoding: chunked" in head:
             await reader.readuntil(END)
         else:
@@ -132,7 +132,7 @@ class Load:
 
 
 async def gauges(dask_worker: Any) -> int:
-    """On a worker: return what its proxies and replicas say is going on, after a garbage collection."""
+    """Collect garbage on a worker and return the number of requests in flight there."""
     import gc
 
     from daskserve.cluster.worker.host import Host
@@ -152,7 +152,7 @@ async def _nothing() -> dict[str, int]:
 
 
 def settle(dask: Any) -> None:
-    """Return once nothing is going on any more."""
+    """Wait until no requests are in flight."""
     deadline = time.monotonic() + 30
     while found := {place: count for place, count in dask.run(gauges).items() if count}:
         if time.monotonic() > deadline:
@@ -161,19 +161,19 @@ def settle(dask: Any) -> None:
 
 
 def memory() -> dict[str, tuple[int, int]]:
-    """Return PSS and RSS in bytes of this process, which holds the scheduler, and of those it has started."""
+    """Return PSS and RSS in bytes of this process, which runs the scheduler, and of its children."""
     found = {}
     this = psutil.Process()
     for process in [this, *this.children(recursive=True)]:
-        told = process.memory_full_info()
-        if told.uss > 20 * MIB:  # not what only starts others
+        usage = process.memory_full_info()
+        if usage.uss > 20 * MIB:  # skip processes that only start others
             name = "scheduler" if process == this else "worker"
-            found[f"{name} {process.pid}"] = (told.pss, told.rss)
+            found[f"{name} {process.pid}"] = (usage.pss, usage.rss)
     return found
 
 
 def send(url: str, count: int, seed: int) -> str:
-    """Have a process of its own send so many requests; return what it says of them."""
+    """Send requests from a separate process and return its report."""
     command = [sys.executable, __file__, "--send-to", url, "--requests", str(count), "--seed", str(seed)]
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
 
@@ -183,17 +183,17 @@ def change(before: int, after: int) -> str:
 
 
 def measure(name: str, workers: int, requests: int) -> bool:
-    """Print what became of the memory; return whether it is small enough."""
+    """Print the change of memory; return whether it is within the limit."""
     is_small = True
     with served(workers, {}, answer) as url:
         dask = default_client()
         send(url, max(20_000, requests // 10), seed=1)
         settle(dask)
         before = memory()
-        told = send(url, requests, seed=2)
+        report = send(url, requests, seed=2)
         settle(dask)
         after = memory()
-    print(f"{name}: {told}")
+    print(f"{name}: {report}")
     for process, (pss, rss) in after.items():
         old_pss, old_rss = before.get(process, (0, 0))
         is_small = is_small and rss - old_rss < LIMIT_BYTES
@@ -206,7 +206,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=1_000_000)
     parser.add_argument("--case", choices=("one", "zero"))
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--send-to", help="only send requests, to this address")
+    parser.add_argument("--send-to", help="only send requests to this address")
     given = parser.parse_args()
     if given.send_to:
         load = Load(given.send_to, random.Random(given.seed))

@@ -1,10 +1,10 @@
-"""What metrics cost: each request, each measurement of user code, each scrape.
+"""Cost of metrics: per request, per measurement of user code, per scrape.
 
-Pure: no cluster, no sockets, no event loop; process time, the median of some rounds, the bare loop in the
-same rounds taken off. "A request" does all that the ingress, the router, a replica and two channels count of
-one HTTP request; "by prometheus_client" counts the same in that library's own objects, for comparison.
+Pure: no cluster, no sockets, no event loop. Each value is the median process time of several rounds, minus an
+empty loop. "A request" updates all metrics that the ingress, the router, a replica and two channels count for
+one HTTP request. "by prometheus_client" counts the same with that library's objects, for comparison.
 
-Run: ``python benchmarks/bench_metrics.py``; exits with 1 if a case is beyond its bound.
+Run: ``python benchmarks/bench_metrics.py``. It exits with 1 if a case exceeds its bound.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def a_users_count() -> Callable[[], object]:
 
 
 class Worker:
-    """The figures of a worker with ten deployments, ten replicas of each, and a proxy with their routes."""
+    """The metrics of a worker with ten deployments of ten replicas each, and a proxy with their routes."""
 
     def __init__(self) -> None:
         self._ingress = IngressFigures()
@@ -118,7 +118,7 @@ class Worker:
 
 
 class Controller:
-    """The figures of a controller of many deployments."""
+    """The metrics of a controller of many deployments."""
 
     def __init__(self) -> None:
         self._state = State()
@@ -159,7 +159,7 @@ def seconds(function: Callable[[], object], times: int) -> float:
 
 
 def cost_us(function: Callable[[], object], times: int) -> float:
-    """Return the microseconds of CPU time that a call takes, beyond that of calling nothing."""
+    """Return the CPU time of a call in microseconds, minus the time of an empty call."""
     rounds = []
     for _ in range(ROUNDS):
         bare = seconds(lambda: None, times)

@@ -1,10 +1,11 @@
-"""How fast a change reaches every router, beside the scheduler's bare pub/sub in the same run.
+"""Time until a change reaches every router, compared with the scheduler's bare pub/sub in the same run.
 
-``set_traffic`` returns once every proxy and the caller's own routers act on the change; so its time, which
-includes the call and the write to the store, bounds how long the news took. Two workers in processes of their
-own, a proxy in each, and the caller. Floor: an event sent by this process through the scheduler back to it.
+``set_traffic`` returns once every proxy and the caller's routers apply the change. So its time, which
+includes the call and the write to the store, is an upper bound of the propagation time. Setup: two workers in
+separate processes with a proxy each, and the caller. Floor: an event from this process through the scheduler
+and back.
 
-Run: ``python benchmarks/bench_news.py``; exits with 1 if the bound of 20 ms at the median does not hold.
+Run: ``python benchmarks/bench_news.py``. It exits with 1 if the median exceeds the bound of 20 ms.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ BOUND_S = 0.020
 
 
 def event_round_trips(dask: Any) -> list[float]:
-    """Return what an event takes from this process through the scheduler back to it."""
+    """Return the round-trip times of events from this process through the scheduler."""
     heard = threading.Event()
     dask.subscribe_topic("bench", lambda _: heard.set())
     took = []
@@ -37,7 +38,7 @@ def event_round_trips(dask: Any) -> list[float]:
 
 
 def changes(client: serve.Client) -> list[float]:
-    """Return what each change of an endpoint's traffic takes until everybody acts on it."""
+    """Return the time of each traffic change until all routers apply it."""
     took = []
     for number in range(CHANGES):
         weight = 0.25 + (number % 2) / 2

@@ -1,13 +1,13 @@
-"""What a request costs in CPU time, part by part, all in one process.
+"""CPU time of a request, part by part, in one process.
 
-No sockets but a pair for each channel, no threads but the user's own, no other process: requests are fed to
-the server's protocol as bytes by a transport that only pretends, 32 connections or 64 calls at a time; no two
-requests of a round are the same. Each line has all that the line before has, and one part more. The figure is
-the least of many short rounds, which other work on the machine changes little: two runs differ by 2%, so that
-a change of one microsecond can be seen. In real use each part takes longer, because caches are colder, and
-system calls come on top.
+There are no sockets except a pair for each channel, no threads except those of user code, and no other
+process. A simulated transport feeds requests as bytes to the server's protocol, over 32 connections or as 64
+concurrent calls. All requests of a round differ. Each line adds one part to the line before. The value is the
+minimum of many short rounds, on which other work on the machine has little effect: two runs differ by 2%, so
+a change of one microsecond is visible. In production each part takes longer, because caches are colder and
+system calls are added.
 
-Run: ``python benchmarks/bench_path.py [--rounds N]``; needs uvicorn, httptools and uvloop.
+Run: ``python benchmarks/bench_path.py [--rounds N]``; it needs uvicorn, httptools and uvloop.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from daskserve.types import (
     Send,
 )
 
-#: The load: as many different requests as a round sends.
+#: The load: the distinct requests of a round.
 REQUESTS = tuple(
     b"GET /b?n=%d HTTP/1.1\r\nHost: 127.0.0.1:8000\r\nX-Client: %08x\r\n\r\n" % (number, number * 65537)
     for number in range(2048)
@@ -78,7 +78,7 @@ async def answer_http(request: Any) -> str:
 
 
 class Published:
-    """What routers learn from the controller: one endpoint, one backend, one replica."""
+    """The controller's updates for routers: one endpoint, one backend, one replica."""
 
     is_started = True
 
@@ -98,7 +98,7 @@ class Published:
 
 
 class OneLink:
-    """The link of a process whose loop is the one that runs."""
+    """A link for a process with the running event loop."""
 
     is_closed = False
 
@@ -114,7 +114,7 @@ class OneLink:
 
 
 class Seam:
-    """The seam to a cluster that has one replica, reached in the way that is given."""
+    """A cluster with one replica, which a given function calls."""
 
     instance = "i"
     is_ended = False
@@ -139,7 +139,7 @@ class Seam:
 
 
 class Pretender(asyncio.Transport):
-    """A transport whose client sends its next request as soon as it has an answer."""
+    """A transport whose client sends its next request once it has an answer."""
 
     def __init__(self, protocol: Any, requests: Iterable[bytes]) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class Pretender(asyncio.Transport):
         return self._socket if name == "socket" else default
 
     def begin(self) -> bool:
-        """Send the next request; False if there is none left."""
+        """Send the next request; return False if there is none left."""
         request = next(self._requests, None)
         if request is not None:
             self._loop.call_soon(self._protocol.data_received, request)
@@ -220,7 +220,7 @@ async def whole_answer(envelope: Envelope, receive: Receive, send: Send) -> Load
 
 
 class Bench:
-    """The cases, and what has to be ended after them."""
+    """The cases, and the objects to close after them."""
 
     def __init__(self) -> None:
         self.clock = OneLoopClock(asyncio.get_running_loop())
@@ -275,7 +275,7 @@ class Bench:
         )
 
     def app(self, request: Request, *, is_local: bool = True) -> IngressApp:
-        """Return the ingress, with a router that reaches its replica in the way that is given."""
+        """Return an ingress whose router calls its replica through the given function."""
         seam: Any = Seam(request, is_local=is_local)
         routers = Routers(seam, seam.listener, self.clock, random.Random(0))
         self.routers.append(routers)
@@ -288,7 +288,7 @@ class Bench:
         return self.ingress(dispatch)
 
     async def cases(self) -> dict[str, Callable[[], Awaitable[None]]]:
-        """Return what one round of each case is."""
+        """Return a function per HTTP case that runs one round."""
 
         async def at_once(_: ActorAddress, envelope: Envelope, receive: Receive, send: Send) -> Load:
             return await whole_answer(envelope, receive, send)
@@ -315,7 +315,7 @@ class Bench:
         }
 
     async def call_cases(self) -> dict[str, Callable[[], Awaitable[None]]]:
-        """Return the same for calls by handle."""
+        """Return a function per case of handle calls that runs one round."""
 
         async def echo(envelope: Envelope, receive: Receive, send: Send) -> Load:
             await send({"type": "call.result", "payload": envelope.payload})
@@ -358,10 +358,10 @@ class Bench:
 
 
 async def measure(rounds: int) -> dict[str, float]:
-    """Return the least CPU seconds that a request took in each case."""
+    """Return the minimum CPU seconds per request of each case."""
     bench = Bench()
     cases = await bench.cases()
-    await asyncio.sleep(0.1)  # for the channels to be up
+    await asyncio.sleep(0.1)  # until the channels are open
     best = dict.fromkeys(cases, float("inf"))
     gc.collect()
     gc.freeze()

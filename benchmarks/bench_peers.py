@@ -1,11 +1,11 @@
-"""Requests per second of daskserve beside other serving systems, in the same run.
+"""Requests per second of daskserve and other serving systems, in the same run.
 
-Each system answers two bytes to ``wrk -t1 -c32``; mosec takes only POST, so daskserve gets POST beside it.
-Requests differ in query, headers and body, and every system gets the same ones. daskserve runs in two workers
-with ``event_loop="worker"``, under Tornado and under uvicorn; what the peers do is in ``peers/``. Systems
-take turns, and a ratio is the median of the ratios.
+Each system answers two bytes to ``wrk -t1 -c32``. mosec accepts only POST, so daskserve is compared with it
+on POST requests. Requests differ in query, headers and body; every system gets the same ones. daskserve runs
+in two workers with ``event_loop="worker"``, on Tornado and on uvicorn; ``peers/`` contains the other systems.
+Systems take turns, and each ratio is the median of the ratios.
 
-The peers need an environment of their own: ``python -m venv DIR``, then
+The peers need a separate environment: ``python -m venv DIR``, then
 ``DIR/bin/pip install "ray[serve]" mosec fastapi uvicorn httptools uvloop`` (Ray's fastest setting needs the
 program ``haproxy`` too). Run: ``python benchmarks/bench_peers.py --python DIR/bin/python [--only WORD]``.
 """
@@ -36,7 +36,7 @@ def measure(name: str, server: str, python: str, *, runs: int, seconds: float) -
             ours, theirs = (
                 wrk(each, connections=32, seconds=seconds, method=method).rate for each in (url, peer_url)
             )
-            if number:  # the first one warms up
+            if number:  # the first run is a warm-up
                 ratios.append(ours / theirs)
                 rates.append(theirs)
     print(
@@ -48,10 +48,10 @@ def measure(name: str, server: str, python: str, *, runs: int, seconds: float) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--python", required=True, help="the interpreter that has the peers installed")
+    parser.add_argument("--python", required=True, help="interpreter of the environment with the peers")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=3.0)
-    parser.add_argument("--only", default="", help="measure only the peers whose name holds this")
+    parser.add_argument("--only", default="", help="measure only the peers whose name contains this text")
     given = parser.parse_args()
     need_wrk()
     for name in PEER_PROGRAMS:

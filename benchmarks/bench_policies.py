@@ -1,12 +1,12 @@
-"""Autoscaling policies beside each other, on loads made for it, in the simulator's virtual time.
+"""Comparison of autoscaling policies on synthetic loads, in the simulator's virtual time.
 
-Ours against the classic policy (Ray Serve's, with its defaults) and Knative's (a stable window of 60 s, panic
-over 6 s), with the same target and bounds; all three see figures once a second. Run it by
-``python benchmarks/bench_policies.py``; the figures are the same on every machine.
+The default policy is compared with the classic policy (Ray Serve's, with its defaults) and Knative's (a
+stable window of 60 s, a panic window of 6 s). All have the same target and bounds and get metrics once a
+second. Run: ``python benchmarks/bench_policies.py``. The results are the same on every machine.
 
-The policy was made while looking at these loads. ``--drawn N`` tries N others, drawn by ``--seed``: steps,
-ramps, bursts and waves of random size and length, with services that take from 20 ms to 2 s and from 2 s to a
-minute to start.
+The default policy was developed with these loads. ``--drawn N`` uses N random loads instead, drawn with
+``--seed``: steps, ramps, bursts and waves of random size and length, with service times from 20 ms to 2 s and
+start times from 2 s to a minute.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from daskserve.simulation.trace import Trace
 
 TARGET, MOST = 2, 400
 POLICIES = ("daskserve", "classic", "Knative")
-#: When the load changes for the first time, in seconds.
+#: Time of the first change of the load, in seconds.
 BEGIN = 600
 
 
 def poisson(mean: float, rng: random.Random) -> int:
-    """Return a number with that mean and spread; near enough above 10, where it is used."""
+    """Return a random number with a Poisson distribution's mean and spread; accurate enough above 10."""
     return max(0, round(rng.gauss(mean, math.sqrt(mean)))) if mean > 0 else 0
 
 
@@ -69,7 +69,7 @@ LOADS: Mapping[str, tuple[int, Callable[[int], float]]] = {
 
 
 def run(policy: str, trace: Trace, service: Service, first: int, target: float = TARGET) -> SimulationResult:
-    """Return what a policy makes of a trace, beginning with as many replicas as its first load wants."""
+    """Return the outcome of a policy on a trace; it starts with the replicas that the first load needs."""
     options = {"max_replicas": MOST, "initial_replicas": first, "target_ongoing_requests": target}
     if policy == "Knative":
         config = AutoscalingConfig(**options)  # type: ignore[arg-type]
@@ -82,7 +82,7 @@ def run(policy: str, trace: Trace, service: Service, first: int, target: float =
 
 
 def figures(outcome: SimulationResult, rate: Callable[[int], float]) -> list[str]:
-    """Return the row of one outcome."""
+    """Return the table row of one outcome."""
     history, service = outcome.history, outcome.service
     seconds = range(len(history.target))
     needed = [max(1, math.ceil(rate(second) * service.duration_s / TARGET - 1e-9)) for second in seconds]
@@ -104,7 +104,7 @@ def figures(outcome: SimulationResult, rate: Callable[[int], float]) -> list[str
 
 
 def drawn(rng: random.Random) -> tuple[int, Callable[[int], float], Service]:
-    """Return a load and a service nobody has looked at."""
+    """Return a random load and service."""
     seconds = 2400
     base = 10 ** rng.uniform(0.7, 2.0)
     parts: list[tuple[str, int, int, float]] = []
@@ -134,7 +134,7 @@ def drawn(rng: random.Random) -> tuple[int, Callable[[int], float], Service]:
 
 
 def compare_on_drawn(count: int, seed: int) -> None:
-    """Print, by policy, medians and worst tenths over loads that were drawn."""
+    """Print medians and worst tenths per policy over random loads."""
     rng = random.Random(seed)
     waits: dict[str, list[float]] = {policy: [] for policy in POLICIES}
     costs: dict[str, list[float]] = {policy: [] for policy in POLICIES}
@@ -166,7 +166,7 @@ def compare_on_drawn(count: int, seed: int) -> None:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Return the value that so large a share of them does not exceed."""
+    """Return the quantile of the values at a share."""
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
@@ -183,7 +183,7 @@ HEADS = (
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows as a table of Markdown."""
+    """Return rows as a Markdown table."""
     lines = [HEADS, tuple("---" for _ in HEADS), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -192,7 +192,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--start-up-s", type=float, default=10.0)
     parser.add_argument("--loads", nargs="*", choices=list(LOADS), default=list(LOADS))
-    parser.add_argument("--drawn", type=int, default=0, metavar="N", help="try N drawn loads instead")
+    parser.add_argument("--drawn", type=int, default=0, metavar="N", help="use N random loads instead")
     parser.add_argument("--seed", type=int, default=2026)
     arguments = parser.parse_args()
     if arguments.drawn:

@@ -1,11 +1,11 @@
-"""How long changes wait when the controller's worker is killed.
+"""Delay of changes after the controller's worker is killed.
 
-Three workers, a backend of two replicas, every task thread busy or none; SIGKILL of the controller's worker.
-From there until the next verb has its answer, and until one more backend serves. Floor: the same verb and the
-same deploy before the kill.
+Setup: three workers, a backend with two replicas, and all task threads busy or all idle. The controller's
+worker gets SIGKILL. Measured: the time until the next call to the controller is answered, and until one more
+backend serves. Floor: the same call and the same deploy before the kill.
 
-Run: ``python benchmarks/bench_recovery.py [--runs N]``; prints a line per case. Exits with 1 if the bound
-does not hold.
+Run: ``python benchmarks/bench_recovery.py [--runs N]``. It prints a line per case and exits with 1 if the
+bound is exceeded.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def wait_until_busy(dask: Client, threads: int) -> None:
 
 
 def change(client: serve.Client, name: str) -> tuple[float, float]:
-    """Return the seconds until a verb is answered, and until a deploy after it is done."""
+    """Return the seconds until a call is answered, and until a deploy after it is complete."""
     began = time.monotonic()
     client.get_backend_config("first")
     answered_s = time.monotonic() - began
@@ -47,7 +47,7 @@ def change(client: serve.Client, name: str) -> tuple[float, float]:
 
 
 def once(*, is_busy: bool) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Return the floor's seconds and those after a kill."""
+    """Return the seconds of the floor and the seconds after a kill."""
     with LocalCluster(n_workers=3, threads_per_worker=2, dashboard_address=None, protocol="tcp") as cluster:
         with Client(cluster) as dask, serve.start(http_options={"port": 0}, dask_client=dask) as client:
             client.create_backend("first", answer, config={"num_replicas": 2})

@@ -1,15 +1,15 @@
-"""HTTP requests, each case beside its floor in the same run.
+"""HTTP requests, each case compared with its floor in the same run.
 
-Floors, on the same kind of event loop: Tornado's ``HTTPServer`` with a callback, uvicorn with an application
-of three lines, each in one process or in two that share a port. Everything answers two bytes to
-``wrk -t1``. A case and its floor take turns; a ratio is the median of the ratios. Where a case is in two
-workers, each of them has a proxy and a replica.
+Floors, on the same kind of event loop: Tornado's ``HTTPServer`` with a callback, and uvicorn with an
+application of three lines, each in one process or in two that share a port. All answer two bytes to
+``wrk -t1``. A case and its floor take turns, and each ratio is the median of the ratios. In cases with two
+workers, each worker has a proxy and a replica. Requests differ in query and headers, for the case and for its
+floor.
 
-Needs ``wrk`` (Debian has a package). Run:
-``python benchmarks/bench_requests.py [--runs N] [--seconds S] [--only WORD]``; a line per case:
-requests per second at 32 connections (or as many as it says), the ratio to the floor with its range, the p99
-there, and the p50 at one connection, both in multiples of the floor's. Requests differ in query and headers,
-for the case and for its floor.
+This benchmark needs ``wrk`` (Debian has a package). Run:
+``python benchmarks/bench_requests.py [--runs N] [--seconds S] [--only WORD]``. It prints a line per case:
+requests per second at 32 connections (unless the line names another number), the ratio to the floor with its
+range, the p99 there, and the p50 at one connection, both as multiples of the floor's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WORKER_LOOP = {"event_loop": "worker"}
 
 @dataclass(frozen=True)
 class Case:
-    """One line."""
+    """One case, which prints one line."""
 
     name: str
     place: Place
@@ -54,12 +54,12 @@ def measure(case: Case, *, runs: int, seconds: float) -> None:
         for each in (url, floor_url):
             wrk(each, connections=case.connections, seconds=1)  # warm up
         for _ in range(runs):
-            told, bottom = (
+            result, bottom = (
                 wrk(each, connections=case.connections, seconds=seconds) for each in (url, floor_url)
             )
-            rates.append(told.rate)
-            ratios.append(told.rate / bottom.rate)
-            tails.append(told.p99_us / bottom.p99_us)
+            rates.append(result.rate)
+            ratios.append(result.rate / bottom.rate)
+            tails.append(result.p99_us / bottom.p99_us)
             one, bottom = (wrk(each, connections=1, seconds=seconds / 2) for each in (url, floor_url))
             alone.append(one.p50_us / bottom.p50_us)
     print(
@@ -74,7 +74,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=3.0)
-    parser.add_argument("--only", default="", help="measure only the cases whose name holds this")
+    parser.add_argument("--only", default="", help="measure only the cases whose name contains this text")
     given = parser.parse_args()
     need_wrk()
     for case in CASES:

@@ -1,9 +1,9 @@
-"""What it costs to assign a request: with 1,000 replicas as with 10.
+"""Cost of assigning a request to a replica, with 1,000 replicas and with 10.
 
-Pure: no cluster, no sockets, no event loop; process time. Each case takes a replica and gives it back, as a
-router does for one request. Ratio bound: 1.3.
+Pure: no cluster, no sockets, no event loop; process time. Each case takes a replica and releases it, as a
+router does for one request. Bound of the ratio: 1.3.
 
-Run: ``python benchmarks/bench_routing.py``; exits with 1 if a case is beyond the bound.
+Run: ``python benchmarks/bench_routing.py``. It exits with 1 if a case exceeds the bound.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def main() -> int:
     is_good = True
     for name, make in cases.items():
         few, many = make(FEW), make(MANY)
-        # In turns, so that whatever else the machine does meets both.
+        # In turns, so that other work on the machine affects both.
         pairs = [(seconds(few), seconds(many)) for _ in range(ROUNDS)]
         few_s, many_s = (statistics.median(column) / REQUESTS for column in zip(*pairs, strict=True))
         ratio = many_s / few_s

@@ -1,15 +1,16 @@
-"""How fast an instance starts and deploys, and what it holds, each beside its floor in the same run.
+"""Start and deploy times and memory of an instance, each compared with its floor in the same run.
 
-1. deploy: an instance is up, every task thread of the cluster is made busy; from ``create_backend`` until a
-   trivial backend's first 200. Floor: an empty actor made by a Host on the same busy cluster. ``blocked``
-   threads are in native code; ``python`` ones hold the interpreter lock, the worst there is, without a bound.
-2. hello: ``python hello.py`` as a new process with no cluster running, until its first 200. Floor: a new
-   process with the same bare two-worker cluster and a Tornado hello.
-3. memory: proportional set size of all processes, idle, two workers and one replica. Floor: that bare
-   cluster, its client included.
+1. deploy: an instance runs and every task thread of the cluster is busy. Measured: the time from
+   ``create_backend`` until a trivial backend's first 200. Floor: an empty actor created by a Host on the same
+   busy cluster. ``blocked`` threads are in native code; ``python`` threads hold the interpreter lock, which
+   is the worst case and has no bound.
+2. hello: ``python hello.py`` as a new process without a cluster, until its first 200. Floor: a new process
+   with the same bare two-worker cluster and a Tornado hello.
+3. memory: proportional set size of all processes, idle, with two workers and one replica. Floor: the bare
+   cluster with its client.
 
-Run: ``python benchmarks/bench_start.py [--runs N]``; prints one line per figure: median, floor, ratio, bound.
-Exits with 1 if a bound does not hold.
+Run: ``python benchmarks/bench_start.py [--runs N]``. It prints one line per metric (median, floor, ratio,
+bound) and exits with 1 if a bound is exceeded.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ MEMORY_BOUND_MIB = 350
 
 
 def run_program(name: str, *arguments: str) -> dict[str, Any]:
-    """Run one of the programs beside this file and return the JSON of its last line."""
+    """Run one of the benchmark programs and return the JSON of its last line."""
     done = subprocess.run(
         [sys.executable, str(PROGRAMS / name), *arguments], capture_output=True, text=True, timeout=120
     )
@@ -45,7 +46,7 @@ def run_program(name: str, *arguments: str) -> dict[str, Any]:
 
 
 def until_first_answer(name: str) -> float:
-    """Return the seconds from starting a program until it says that its server answered 200."""
+    """Return the seconds from starting a program until it reports that its server answered 200."""
     began = time.perf_counter()
     process = subprocess.Popen(
         [sys.executable, str(PROGRAMS / name)], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
@@ -66,7 +67,7 @@ def held_by(name: str) -> float:
     )
     assert process.stdout is not None
     process.stdout.readline()
-    time.sleep(1.0)  # idle: let start-up garbage go
+    time.sleep(1.0)  # idle, until garbage of the start is freed
     own = psutil.Process(process.pid)
     total = sum(each.memory_full_info().pss for each in [own, *own.children(recursive=True)])
     process.communicate("end\n", timeout=30)
@@ -74,14 +75,14 @@ def held_by(name: str) -> float:
 
 
 def medians(measure: Callable[[str], float], runs: int, *names: str) -> list[float]:
-    """Return each program's median, the programs taken in turn so that drift meets all alike."""
+    """Return each program's median; programs run in turns, so that drift affects all equally."""
     figures = [[measure(name) for name in names] for _ in range(runs)]
     return [statistics.median(column) for column in zip(*figures, strict=True)]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--runs", type=int, default=5, help="counted runs of each program (default 5)")
+    parser.add_argument("--runs", type=int, default=5, help="measured runs of each program (default 5)")
     runs = parser.parse_args().runs
     is_good = True
 

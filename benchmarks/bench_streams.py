@@ -1,9 +1,9 @@
-"""Many streams of small chunks at once over one hop, beside a bare Tornado server that writes the same.
+"""Many concurrent streams of small chunks over one hop, compared with a bare Tornado server.
 
-200 connections send a request each at the same time, with a query of its own; each answer is an async
-generator of 100 chunks of 64 bytes, numbered, so that the client sees whether one is missing or out of order.
-The figure is the time from the first request to the last byte of the last stream. Case and floor take turns,
-and the ratio is the median of the ratios.
+200 connections each send a request with a different query at the same time. Each answer is an async generator
+of 100 numbered chunks of 64 bytes, so that the client detects missing or reordered chunks. Measured: the time
+from the first request to the last byte of the last stream. Case and floor take turns, and the ratio is the
+median of the ratios.
 
 Run: ``python benchmarks/bench_streams.py [--runs N] [--streams N] [--chunks N] [--bytes N] [--hops N]``.
 """
@@ -26,7 +26,7 @@ END = b"0\r\n\r\n"
 
 
 def make_stream(count: int, size_bytes: int) -> Any:
-    """Return what is served."""
+    """Return the served function."""
 
     async def stream(request: Any) -> Any:
         for number in range(count):
@@ -36,7 +36,7 @@ def make_stream(count: int, size_bytes: int) -> Any:
 
 
 class Reader(asyncio.Protocol):
-    """Sends one request and keeps the bytes of the answer; they are looked at after the clock has stopped."""
+    """Sends one request and keeps the bytes of the answer, which are checked after the measurement."""
 
     def __init__(self, request: bytes) -> None:
         self._request = request
@@ -44,7 +44,7 @@ class Reader(asyncio.Protocol):
         self.ended = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)  # uvloop's is none by its class
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's transport is not a subclass
 
     def begin(self) -> None:
         self.transport.write(self._request)
@@ -60,10 +60,10 @@ class Reader(asyncio.Protocol):
 
 
 def check(data: bytes, count: int, size_bytes: int) -> None:
-    """See that a stream is whole and in order."""
+    """Check that a stream is complete and in order."""
     head, _, rest = data.partition(b"\r\n\r\n")
     if not head.startswith(b"HTTP/1.1 200 "):
-        raise RuntimeError(f"not the answer that was wanted: {data[:200]!r}")
+        raise RuntimeError(f"unexpected answer: {data[:200]!r}")
     body = bytearray()
     while rest != END:
         size, _, rest = rest.partition(b"\r\n")
@@ -76,7 +76,7 @@ def check(data: bytes, count: int, size_bytes: int) -> None:
 
 
 async def once(url: str, streams: int, count: int, size_bytes: int) -> float:
-    """Return how many seconds it takes to get so many streams at the same time."""
+    """Return the seconds until all concurrent streams are received."""
     place = urlsplit(url)
     loop = asyncio.get_running_loop()
     readers = []
@@ -115,7 +115,7 @@ def main() -> None:
             case_s, floor_s = (
                 runner.run(once(each, given.streams, given.chunks, given.bytes)) for each in (url, floor_url)
             )
-            if number:  # the first one warms up
+            if number:  # the first run is a warm-up
                 cases.append(case_s)
                 floors.append(floor_s)
                 ratios.append(case_s / floor_s)

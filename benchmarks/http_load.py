@@ -1,4 +1,4 @@
-"""What the benchmarks over HTTP share: the load, the floors, and a cluster that serves."""
+"""Shared parts of the HTTP benchmarks: the load, the floors, and a serving cluster."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ async def answer(request: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Told:
-    """What ``wrk`` says."""
+class LoadResult:
+    """The results of a ``wrk`` run."""
 
     rate: float
     p50_us: float
@@ -37,30 +37,30 @@ def need_wrk() -> None:
         sys.exit("please install wrk")
 
 
-def wrk(url: str, *, connections: int, seconds: float, method: str = "GET") -> Told:
+def wrk(url: str, *, connections: int, seconds: float, method: str = "GET") -> LoadResult:
     """Send requests to ``url`` over the given number of connections, as fast as they are answered.
 
     Requests differ from one to the next. wrk runs for whole seconds, at least one.
     """
     command = ["wrk", "-t1", f"-c{connections}", f"-d{max(1, round(seconds))}s", "--latency"]
     command += ["-s", str(PROGRAMS / "requests.lua"), url, "--", method]
-    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    if "Non-2xx" in told or "Socket errors" in told:
-        raise RuntimeError(f"not every request was answered: {told}")
-    rate = re.search(r"Requests/sec: +([0-9.]+)", told)
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    if "Non-2xx" in output or "Socket errors" in output:
+        raise RuntimeError(f"requests failed or were not answered: {output}")
+    rate = re.search(r"Requests/sec: +([0-9.]+)", output)
     assert rate is not None
-    return Told(float(rate[1]), _microseconds("50%", told), _microseconds("99%", told))
+    return LoadResult(float(rate[1]), _microseconds("50%", output), _microseconds("99%", output))
 
 
-def _microseconds(name: str, told: str) -> float:
-    found = re.search(rf"{name} +([0-9.]+)(us|ms|s)", told)
+def _microseconds(name: str, output: str) -> float:
+    found = re.search(rf"{name} +([0-9.]+)(us|ms|s)", output)
     assert found is not None
     return float(found[1]) * {"us": 1, "ms": 1e3, "s": 1e6}[found[2]]
 
 
 @contextmanager
 def program(path: Path, *arguments: object, python: str = sys.executable) -> Iterator[str]:
-    """Run a program that says where it listens in its first line; yield that."""
+    """Run a program that prints its address on its first line; yield the address."""
     command = [python, str(path), *map(str, arguments)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
@@ -79,7 +79,7 @@ def program(path: Path, *arguments: object, python: str = sys.executable) -> Ite
 
 
 def floor(name: str = "floor_tornado", *arguments: object) -> Any:
-    """Run a floor, by the name of its program; see `program`."""
+    """Run the program of a floor by name; see `program`."""
     return program(PROGRAMS / f"{name}.py", *arguments)
 
 
@@ -96,7 +96,7 @@ def floor_of(name: str, processes: int) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Place:
-    """Where proxies and replicas are: apart in two workers (a hop), or together in so many."""
+    """Placement of proxies and replicas: apart in two workers (one hop), or together in each worker."""
 
     workers: int = 1
     hops: int = 0
@@ -105,13 +105,13 @@ class Place:
 
     @property
     def processes(self) -> int:
-        """How many processes listen."""
+        """Number of listening processes."""
         return self.workers if not self.hops else 1
 
 
 @contextmanager
 def serving(place: Place, function: Any = answer) -> Iterator[str]:
-    """Serve a function there; yield its address."""
+    """Serve a function with a placement; yield its URL."""
     cluster, dask = start_local_cluster(LocalClusterSize(place.workers + place.hops, 2), has_dashboard=False)
     location = "EveryWorker" if place.processes > 1 else "HeadOnly"
     http = {"port": 0, "location": location, "server": place.server}
@@ -133,5 +133,5 @@ def serving(place: Place, function: Any = answer) -> Iterator[str]:
 
 
 def served(workers: int, config: dict[str, Any], function: Any = answer) -> Any:
-    """Serve a function in one worker together with the proxy, or apart from it in a second one."""
+    """Serve a function in the worker of the proxy, or in a second worker."""
     return serving(Place(hops=workers - 1, config=config), function)

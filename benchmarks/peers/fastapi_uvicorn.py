@@ -1,4 +1,4 @@
-"""FastAPI on uvicorn's own workers."""
+"""FastAPI on uvicorn with uvicorn's worker processes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def main() -> None:
     try:
         while socket.socket().connect_ex(("127.0.0.1", port)):
             time.sleep(0.1)
-        time.sleep(2)  # until the second worker is there too
+        time.sleep(2)  # until the second worker has started too
         print(f"http://127.0.0.1:{port}/", flush=True)
         process.wait()
     finally:

@@ -1,4 +1,4 @@
-"""mosec with one worker; takes POST only, and answers on the path /inference."""
+"""mosec with one worker, which accepts only POST, on the path /inference."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Ray Serve's handle, from one replica to another. Each line on its standard input has it measure once.
+"""Ray Serve's handle, from one replica to another. Each line on standard input starts one measurement.
 
-Answers with the calls per second at 64 in flight, and the seconds that one call takes alone.
+It prints the calls per second with 64 in flight, and the seconds of a single call.
 """
 
 from __future__ import annotations

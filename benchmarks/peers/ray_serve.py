@@ -1,4 +1,4 @@
-"""Ray Serve with one replica. With ``haproxy`` as argument in its fastest setting."""
+"""Ray Serve with one replica; with the argument ``haproxy``, in its fastest configuration."""
 
 from __future__ import annotations
 

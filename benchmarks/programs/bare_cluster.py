@@ -1,4 +1,4 @@
-"""The bare cluster that daskserve makes for those who have none, without daskserve on it."""
+"""The bare local cluster that daskserve starts if there is none, without daskserve."""
 
 import sys
 

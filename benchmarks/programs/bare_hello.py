@@ -1,4 +1,4 @@
-"""The bare cluster and a Tornado hello beside it: what must be there before anything can be served."""
+"""The bare local cluster and a Tornado hello: the minimum before anything can be served."""
 
 import sys
 import threading

@@ -1,7 +1,8 @@
 """Deploys a trivial backend while every task thread of the cluster is busy.
 
-The first argument is how often, the second how the threads are busy: ``blocked`` in native code that lets
-other threads run (a sleep stands for it), or ``python``, in pure Python code that holds the interpreter lock.
+The first argument is the number of deploys. The second says how the threads are busy: ``blocked`` in native
+code that lets other threads run (simulated by a sleep), or ``python``, in Python code that holds the
+interpreter lock.
 """
 
 import json
@@ -34,7 +35,7 @@ def answer(request):
 
 
 def use_empty_proxies(dask_worker):
-    """On a worker: from now on, what its Host makes as a proxy is an actor that does nothing."""
+    """Make the Host of a worker create an empty actor in place of a proxy."""
     from daskserve.cluster.worker.host import Host
     from daskserve.types import ActorKind
 
@@ -54,7 +55,7 @@ def use_empty_proxies(dask_worker):
 
 
 def make_empty_actor():
-    """Return how long a Host takes to make an actor that does nothing, asked from this process."""
+    """Return the seconds that a Host takes to create an empty actor for this process."""
     from daskserve.cluster.base import ActorSpec
     from daskserve.types import ActorKind
 

@@ -1,8 +1,8 @@
 """The floors of handle calls: bare connections between two processes, with an echo at the other end.
 
-Run with no argument it listens, says where, and echoes: what comes over a channel, and what comes over a bare
-Dask comm. Run with that address it measures the channel, and prints the seconds that one call takes with
-nothing else under way, at the median, and the calls per second with 64 under way.
+Without an argument, it listens, prints its address, and echoes data of channels and of bare Dask comms. With
+that address as the argument, it measures the channel, and prints the median seconds of a single call and the
+calls per second with 64 in flight.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The floor of streams: Tornado's ``HTTPServer`` with a callback that writes so many chunks of the same size.
+"""The floor of streams: Tornado's ``HTTPServer`` with a callback that writes chunks of equal size.
 
-Arguments: how many chunks, and of how many bytes each. Every chunk begins with its number, as in
+Arguments: the number of chunks and their size in bytes. Every chunk begins with its number, as in
 ``bench_streams.py``.
 """
 

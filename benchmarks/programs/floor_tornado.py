@@ -1,4 +1,4 @@
-"""A floor: Tornado's ``HTTPServer`` with a callback. With a port as argument it shares that port."""
+"""A floor: Tornado's ``HTTPServer`` with a callback. With a port as an argument, it shares that port."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A floor: uvicorn with an application of three lines. With a port as argument it shares that port."""
+"""A floor: uvicorn with an application of three lines. With a port as an argument, it shares that port."""
 
 from __future__ import annotations
 

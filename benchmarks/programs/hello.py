@@ -1,4 +1,4 @@
-"""The smallest served program: says 200 once it answers, then serves until its standard input ends."""
+"""The smallest serving program: it prints 200 once it answers, and serves until its standard input ends."""
 
 import sys
 import urllib.request
