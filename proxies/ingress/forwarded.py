@@ -1,12 +1,19 @@
-"""Who the client really is, when a reverse proxy stands in front.
+"""The client's address and scheme behind a reverse proxy.
 
-``X-Forwarded-For`` and ``X-Forwarded-Proto`` say so, but anybody can send them. They are believed only from
-addresses that the operator named, and read from the right: each proxy appends who it heard from, so the first
-address that is not a trusted proxy's is the client, and whatever stands left of it is the client's own claim.
+``X-Forwarded-For`` and ``X-Forwarded-Proto`` name them, but any client can send these headers. They are trusted
+only from addresses that the operator names, and read from the right: each proxy appends the address it received
+the request from. The first address that is not a trusted proxy's is the client; what is left of it is unproven.
+
+uvicorn's ``ProxyHeadersMiddleware`` is not used. uvicorn is an extra, and Tornado is the default server. Of the
+cases in ``test_forwarded.py`` it fails these: text that is no address (``unknown``) becomes the client, an IPv4
+proxy on a dual-stack socket (``::ffff:10.0.0.1``) is not trusted, and a list of schemes (``http, https``) is
+ignored. CPU time is no reason: 2 µs for two addresses by either, 7 by this one and 6 by uvicorn's if every
+request brings a new address (2,000 requests, median of seven interleaved runs).
 """
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
@@ -18,6 +25,8 @@ Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 FORWARDED_FOR = b"x-forwarded-for"
 FORWARDED_PROTO = b"x-forwarded-proto"
+#: An IPv6 address in full, with a zone.
+_MAX_ADDRESS_CHARS = 64
 _SECURE: Mapping[str, str] = {"http": "https", "ws": "wss"}
 
 
@@ -33,7 +42,7 @@ def parse_networks(names: Iterable[str]) -> tuple[Network, ...]:
 
 
 class ForwardedHeaders:
-    """Puts the real client and scheme into the scopes of requests that come through trusted proxies.
+    """Replaces client and scheme in the scopes of requests that come through trusted proxies.
 
     Parameters
     ----------
@@ -44,14 +53,18 @@ class ForwardedHeaders:
     def __init__(self, app: ASGIApp, trusted: Sequence[str]) -> None:
         self._app = app
         self._networks = parse_networks(trusted)
+        # Few proxies forward all requests, and to parse their addresses is most of the cost.
+        self._judge = functools.lru_cache(maxsize=1024)(self._look_up)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         client = scope.get("client")
-        if client is not None and self._is_trusted(client[0]):
-            self._believe(scope)
+        if client is not None:
+            _, is_trusted = self._judge(client[0])
+            if is_trusted:
+                self._replace(scope)
         await self._app(scope, receive, send)
 
-    def _believe(self, scope: Scope) -> None:
+    def _replace(self, scope: Scope) -> None:
         hops: list[str] = []
         scheme = ""
         for name, value in scope["headers"]:
@@ -61,38 +74,37 @@ class ForwardedHeaders:
                 scheme = value.decode("latin-1").rpartition(",")[2].strip().lower()
         client = self._client_of(hops)
         if client is not None:
-            scope["client"] = (client, 0)  # its port is not told
+            scope["client"] = (client, 0)  # its port is unknown
         if scheme in ("https", "wss"):
             scope["scheme"] = _SECURE.get(scope["scheme"], scope["scheme"])
 
     def _client_of(self, hops: Sequence[str]) -> str | None:
         found = None
         for hop in reversed(hops):
-            address = _address_of(hop.strip())
-            if address is None:
-                break  # no address: what stands left of it cannot be believed either
+            host = _without_port(hop.strip())
+            if len(host) > _MAX_ADDRESS_CHARS:
+                break
+            address, is_trusted = self._judge(host)
+            if not address:
+                break  # what is left of it cannot be trusted either
             found = address
-            if not self._is_trusted(address):
+            if not is_trusted:
                 break
         return found
 
-    def _is_trusted(self, host: str) -> bool:
+    def _look_up(self, host: str) -> tuple[str, bool]:
+        """Return the address as it is usually written, empty if it is none, and whether it is trusted."""
         try:
             address = ipaddress.ip_address(host)
         except ValueError:
-            return False
-        if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
-            address = address.ipv4_mapped
-        return any(address in network for network in self._networks)
+            return "", False
+        mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+        return str(address), any((mapped or address) in network for network in self._networks)
 
 
-def _address_of(hop: str) -> str | None:
-    """Return the address in one part of the header, which may carry a port; None if there is none."""
+def _without_port(hop: str) -> str:
     if hop.startswith("["):
-        hop = hop[1:].partition("]")[0]
-    elif hop.count(":") == 1:
-        hop = hop.partition(":")[0]
-    try:
-        return str(ipaddress.ip_address(hop))
-    except ValueError:
-        return None
+        return hop[1:].partition("]")[0]
+    if hop.count(":") == 1:
+        return hop.partition(":")[0]
+    return hop

@@ -54,6 +54,7 @@ def test_a_client_that_names_itself_is_not_believed() -> None:
         (["unknown, 10.9.9.9"], "10.9.9.9"),
         ([""], None),
         (["\xff"], None),
+        (["192.0.2.9, " + "1" * 65], None),  # too long to be one
         ([], None),
     ],
 )
