@@ -1,4 +1,4 @@
-"""What stands around a policy: bounds, delays, steps to zero and from it, and answers that are none."""
+"""The autoscaler around a policy: bounds, delays, steps to and from zero, and invalid answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from daskserve.options.bounds import Bounds
 
 
 class Bench:
-    """An autoscaler that is looked at once a second, and the number that it asked for last."""
+    """An autoscaler that runs once per second, and its last target."""
 
     def __init__(self, *, target: int = 1, policy: Any = None, **options: Any) -> None:
         named = {} if policy is None else {"policy": policy}
@@ -48,7 +48,7 @@ class Bench:
 
 
 def wants(*numbers: int) -> Any:
-    """Return a policy that wants these numbers in turn, and the last one for ever."""
+    """Return a policy that wants these numbers in turn, and then repeats the last one."""
     remaining = list(numbers)
 
     def decide(context: AutoscalingContext) -> Decision:
@@ -57,7 +57,7 @@ def wants(*numbers: int) -> Any:
     return decide
 
 
-def test_more_replicas_come_after_the_delay_and_not_before() -> None:
+def test_scaling_up_waits_for_the_delay() -> None:
     bench = Bench(max_replicas=10, upscale_delay_s=30, target_ongoing_requests=2)
     waiting = bench.run(30, ongoing=14)
     assert bench.target == 1
@@ -67,7 +67,7 @@ def test_more_replicas_come_after_the_delay_and_not_before() -> None:
     assert bench.changes == [(31, 7)]
 
 
-def test_fewer_replicas_come_after_the_delay_and_not_before() -> None:
+def test_scaling_down_waits_for_the_delay() -> None:
     bench = Bench(max_replicas=10, target=7, downscale_delay_s=60, look_back_period_s=5)
     assert "before going down from 7" in bench.run(60, ongoing=4).reason
     assert bench.target == 7
@@ -75,7 +75,7 @@ def test_fewer_replicas_come_after_the_delay_and_not_before() -> None:
     assert bench.changes == [(61, 2)]
 
 
-def test_a_contented_look_starts_the_wait_anew() -> None:
+def test_a_check_that_wants_no_change_restarts_the_delay() -> None:
     bench = Bench(policy=wants(*[5] * 20, 1, 5), max_replicas=10, upscale_delay_s=30)
     bench.run(50)
     assert bench.target == 1
@@ -83,7 +83,7 @@ def test_a_contented_look_starts_the_wait_anew() -> None:
     assert bench.changes == [(52, 5)]
 
 
-def test_a_contrary_look_starts_the_wait_anew() -> None:
+def test_a_check_that_wants_the_opposite_restarts_the_delay() -> None:
     policy = wants(*[5] * 20, 2, *[5] * 20, 3, 5)
     bench = Bench(policy=policy, target=3, max_replicas=10, upscale_delay_s=30, downscale_delay_s=5)
     bench.run(72)
@@ -92,21 +92,21 @@ def test_a_contrary_look_starts_the_wait_anew() -> None:
     assert bench.changes == [(73, 5)]
 
 
-def test_a_step_down_keeps_what_was_wanted_within_the_look_back() -> None:
+def test_a_step_down_keeps_the_most_wanted_in_the_look_back_period() -> None:
     policy = wants(*[2] * 15, 6, *[2] * 100)
     bench = Bench(policy=policy, target=9, max_replicas=10, downscale_delay_s=20, look_back_period_s=10)
     bench.run(60)
     assert bench.changes == [(21, 6), (42, 2)]
 
 
-def test_the_classic_policy_goes_down_at_once_to_what_is_wanted_then() -> None:
+def test_the_classic_policy_goes_down_to_the_number_wanted_now() -> None:
     bench = Bench(policy="classic", target=9, max_replicas=10, downscale_delay_s=3, look_back_period_s=1)
     for ongoing in (14, 14, 14, 4):
         bench.tick(ongoing=ongoing)
     assert bench.changes == [(4, 2)]
 
 
-def test_steps_are_no_larger_than_the_factors_allow() -> None:
+def test_the_factors_limit_steps() -> None:
     bench = Bench(policy=wants(90), target=4, max_replicas=100, upscale_delay_s=0, max_upscale_factor=3)
     assert "12 for now, at most 3 times 4" in bench.tick().reason
     bench.run(3)
@@ -119,7 +119,7 @@ def test_steps_are_no_larger_than_the_factors_allow() -> None:
     assert [number for _, number in bench.changes] == [25, 7, 2, 1]
 
 
-def test_bounds_hold_at_once_without_a_delay() -> None:
+def test_bounds_apply_without_delay() -> None:
     assert Bench(min_replicas=3, max_replicas=5).tick().replicas == 3
     bench = Bench(target=9, max_replicas=5)
     assert bench.tick(ongoing=99).replicas == 5
@@ -128,7 +128,7 @@ def test_bounds_hold_at_once_without_a_delay() -> None:
     assert bench.target == 5
 
 
-def test_without_figures_nothing_changes() -> None:
+def test_without_metrics_nothing_changes() -> None:
     bench = Bench(target=4, min_replicas=0, max_replicas=9, upscale_delay_s=0, downscale_delay_s=0)
     step = bench.look()
     assert (step.replicas, step.reason) == (4, "no metrics yet")
@@ -137,14 +137,14 @@ def test_without_figures_nothing_changes() -> None:
 # ---- zero
 
 
-def test_the_last_replica_goes_after_a_time_without_requests() -> None:
+def test_the_last_replica_stops_after_a_time_without_requests() -> None:
     bench = Bench(target=3, min_replicas=0, max_replicas=9, downscale_delay_s=5, look_back_period_s=2)
     bench.run(5, ongoing=3)
     bench.run(30)
     assert [number for _, number in bench.changes] == [1, 0]
 
 
-def test_short_requests_that_no_look_ever_catches_keep_the_last_replica() -> None:
+def test_short_requests_between_checks_keep_the_last_replica() -> None:
     bench = Bench(min_replicas=0, max_replicas=9, downscale_delay_s=5)
     for _ in range(30):
         bench.tick()
@@ -153,28 +153,28 @@ def test_short_requests_that_no_look_ever_catches_keep_the_last_replica() -> Non
     assert "stays while there are requests" in bench.look().reason
 
 
-def test_zero_has_a_delay_of_its_own() -> None:
+def test_scaling_to_zero_has_its_own_delay() -> None:
     bench = Bench(min_replicas=0, max_replicas=2, downscale_delay_s=3, downscale_to_zero_delay_s=20)
     assert "idle for 19 of 20 s" in bench.run(20).reason
     bench.tick()
     assert bench.changes == [(21, 0)]
 
 
-def test_never_to_zero_while_nothing_is_heard() -> None:
-    """Figures that stopped coming say nothing of the present."""
+def test_missing_metrics_keep_the_last_replica() -> None:
+    """Stale metrics do not count as idle."""
     bench = Bench(policy=wants(0), min_replicas=0, max_replicas=2, downscale_delay_s=30)
     bench.run(5)
     bench.now += 500
     assert bench.look().replicas == 1
 
 
-def test_from_zero_up_at_once_in_proportion_to_the_backlog() -> None:
+def test_from_zero_the_backlog_starts_replicas_at_once() -> None:
     bench = Bench(target=0, min_replicas=0, max_replicas=100, upscale_delay_s=600)
     bench.run(5)
     assert bench.tick(queued=50).replicas == 25
 
 
-def test_from_zero_every_policy_wakes_up() -> None:
+def test_from_zero_waiting_requests_override_every_policy() -> None:
     bench = Bench(policy=wants(0), target=0, min_replicas=0, max_replicas=9, upscaling_factor=3)
     step = bench.tick(queued=1)
     assert (step.replicas, step.reason) == (3, "because; 3 for the waiting requests")
@@ -185,7 +185,7 @@ def test_from_zero_every_policy_wakes_up() -> None:
     assert Bench(policy=broken, target=0, min_replicas=0, max_replicas=9).tick(queued=1).replicas == 1
 
 
-def test_from_zero_no_policy_wakes_up_without_a_reason() -> None:
+def test_from_zero_nothing_starts_without_requests() -> None:
     bench = Bench(target=0, min_replicas=0, max_replicas=9)
     bench.run(100)
     assert bench.changes == []
@@ -194,7 +194,7 @@ def test_from_zero_no_policy_wakes_up_without_a_reason() -> None:
 # ---- groups of replicas
 
 
-def test_replicas_that_work_in_groups_come_and_go_in_groups() -> None:
+def test_steps_are_whole_groups() -> None:
     policy = wants(*[5] * 3, *[50] * 3, *[7] * 8, *[1] * 8)
     bench = Bench(
         policy=policy, target=4, max_replicas=15, multiple_of=4, upscale_delay_s=2, downscale_delay_s=3,
@@ -207,7 +207,7 @@ def test_replicas_that_work_in_groups_come_and_go_in_groups() -> None:
     assert [number for _, number in bench.changes] == [8, 12, 8, 4]
 
 
-def test_steps_of_groups_keep_to_the_factors_and_go_on() -> None:
+def test_steps_of_groups_respect_the_factors_and_make_progress() -> None:
     options: dict[str, Any] = {"max_replicas": 60, "multiple_of": 4, "look_back_period_s": 0.5}
     up = Bench(policy=wants(60), target=4, upscale_delay_s=0, max_upscale_factor=1.6, **options)
     up.run(8)
@@ -217,7 +217,7 @@ def test_steps_of_groups_keep_to_the_factors_and_go_on() -> None:
     assert [number for _, number in down.changes] == [40, 28, 20, 16, 12, 8, 4]
 
 
-def test_the_last_group_goes_whole_and_comes_back_whole() -> None:
+def test_the_last_group_stops_and_starts_as_a_whole() -> None:
     bench = Bench(
         target=8, min_replicas=0, max_replicas=8, multiple_of=4, downscale_delay_s=5, look_back_period_s=2,
         downscale_to_zero_delay_s=20,
@@ -229,7 +229,7 @@ def test_the_last_group_goes_whole_and_comes_back_whole() -> None:
     assert "the last 4 stay while there are requests" in bench.run(20, rate=1).reason
 
 
-def test_a_number_that_is_no_whole_group_is_left_at_once() -> None:
+def test_a_number_between_groups_is_corrected_at_once() -> None:
     assert Bench(policy=wants(2), target=3, max_replicas=9, multiple_of=2).tick().replicas == 2
 
 
@@ -251,7 +251,7 @@ def by_path(context: AutoscalingContext, number: int = 1) -> int:
     return number
 
 
-def test_policies_may_be_functions_classes_and_import_paths() -> None:
+def test_a_policy_is_a_function_a_class_or_an_import_path() -> None:
     options: dict[str, Any] = {"max_replicas": 50, "upscale_delay_s": 0}
     bench = Bench(policy=Lopsided, policy_kwargs={"step": 3}, **options)
     bench.run(3)
@@ -271,13 +271,13 @@ def test_policies_may_be_functions_classes_and_import_paths() -> None:
         ("latency", "does not accept policy_kwargs="),
     ],
 )
-def test_a_policy_that_cannot_be_loaded_is_an_error_that_says_why(policy: Any, message: str) -> None:
+def test_a_policy_that_does_not_load_raises_an_error_with_the_reason(policy: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Autoscaler("b", AutoscalingConfig(policy=policy))
 
 
 @pytest.mark.parametrize("answer", [None, "3", 2.5, -1, True, (1, 2, 3), (1, None), float("nan")])
-def test_an_answer_that_is_none_changes_nothing_and_says_so(answer: Any) -> None:
+def test_an_invalid_answer_changes_nothing_and_is_reported(answer: Any) -> None:
     bench = Bench(policy=lambda context: answer, target=4, max_replicas=9)
     step = bench.tick()
     assert step.replicas == 4
@@ -285,7 +285,9 @@ def test_an_answer_that_is_none_changes_nothing_and_says_so(answer: Any) -> None
     assert isinstance(step.error, TypeError | ValueError)
 
 
-def test_a_policy_that_raises_is_logged_once_and_keeps_its_state(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_exception_of_a_policy_is_logged_once_and_its_state_is_kept(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def moody(context: AutoscalingContext) -> tuple[int, dict[str, int]]:
         seen = context.state.get("seen", 0)
         if context.current_time > 1002:
@@ -299,7 +301,7 @@ def test_a_policy_that_raises_is_logged_once_and_keeps_its_state(caplog: pytest.
     assert len(caplog.records) == 1
 
 
-def test_an_async_policy_is_asked_by_an_async_step() -> None:
+def test_an_async_policy_runs_in_an_async_step() -> None:
     async def decide(context: AutoscalingContext) -> int:
         await asyncio.sleep(0)
         return 5
@@ -309,19 +311,19 @@ def test_an_async_policy_is_asked_by_an_async_step() -> None:
     assert "step_async" in scaler.step(now=2, wall=1, current=1, target=1).reason
 
 
-def test_a_dry_run_only_says_what_it_would_do() -> None:
+def test_a_dry_run_only_reports_its_decision() -> None:
     bench = Bench(policy=wants(5), max_replicas=9, upscale_delay_s=0, dry_run=True)
     step = bench.run(3)
     assert (step.replicas, step.wanted) == (1, 5)
     assert step.reason == "dry run, would go from 1 to 5: because"
 
 
-def test_an_urgent_wish_does_not_wait() -> None:
+def test_an_urgent_decision_does_not_wait() -> None:
     bench = Bench(policy=lambda context: Decision(4, "now", {}, True), max_replicas=9)
     assert bench.tick().replicas == 4
 
 
-def test_what_is_seen_before_a_change_counts_no_more() -> None:
+def test_samples_from_before_a_change_are_dropped() -> None:
     seen: list[Sequence[Sample]] = []
 
     def decide(context: AutoscalingContext) -> int:
@@ -333,7 +335,7 @@ def test_what_is_seen_before_a_change_counts_no_more() -> None:
     assert [len(samples) for samples in seen] == [1, 2, 2, 1, 2]
 
 
-def test_doubtful_options_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_warnings_about_options_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         Bench(max_replicas=9, downscale_delay_s=5)
     assert "downscale_delay_s=5 is less than look_back_period_s=30" in caplog.text
@@ -343,7 +345,7 @@ def test_doubtful_options_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.text == ""
 
 
-# ---- whatever comes
+# ---- random loads
 
 sample_values = st.tuples(
     st.floats(0, 1e6, allow_nan=False), st.floats(0, 1e6), st.floats(0, 1e6), st.integers(0, 20)
@@ -370,7 +372,7 @@ configs = st.fixed_dictionaries(
 
 
 @given(configs, st.lists(sample_values, max_size=40), st.integers(0, 40))
-def test_whatever_comes_bounds_hold_and_zero_has_one_before_it(
+def test_any_load_keeps_bounds_and_stops_at_one_before_zero(
     options: dict[str, Any], values: list[tuple[float, float, float, int]], first: int
 ) -> None:
     options = {"max_replicas": 8, **options}
@@ -391,7 +393,7 @@ def test_whatever_comes_bounds_hold_and_zero_has_one_before_it(
 
 
 @given(st.integers(1, 50), st.floats(0.1, 20), st.floats(-0.04, 0.04), st.integers(0, 30))
-def test_a_load_that_wavers_about_a_whole_number_of_replicas_changes_the_number_once_at_most(
+def test_noise_around_a_whole_number_changes_the_number_at_most_once(
     replicas: int, target: float, phase: float, delay_s: int
 ) -> None:
     bench = Bench(

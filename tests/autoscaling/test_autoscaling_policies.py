@@ -1,4 +1,4 @@
-"""The policies that come with daskserve, each as the pure function that it is."""
+"""The built-in policies as pure functions."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ def ask(
 
 
 def seen(*numbers: float, **more: Any) -> list[Sample]:
-    """Return samples of so many ongoing requests, one a second up to now."""
+    """Return samples with these numbers of ongoing requests, one per second up to now."""
     return [Sample(1001.0 - len(numbers) + at, ongoing, 0, **more) for at, ongoing in enumerate(numbers)]
 
 
-# ---- by the load
+# ---- load
 
 
 @pytest.mark.parametrize("policy", ["classic", "target_ongoing_requests"])
@@ -81,13 +81,13 @@ def seen(*numbers: float, **more: Any) -> list[Sample]:
         (0, 0, {}, 0),
     ],
 )
-def test_the_load_over_the_target_is_the_number(
+def test_the_number_is_the_load_divided_by_the_target(
     policy: str, present: int, total: float, options: dict[str, Any], wanted: int
 ) -> None:
     assert ask(*seen(total), target=present, policy=policy, **options).replicas == wanted
 
 
-def test_the_classic_policy_follows_every_wavering_and_ours_does_not() -> None:
+def test_the_classic_policy_follows_noise_and_ours_does_not() -> None:
     for total, classic in ((9.6, 5), (8.1, 5), (7.9, 4), (5.9, 3)):
         assert ask(*seen(total), target=4, policy="classic").replicas == classic
     assert ask(*seen(8.7), target=4).replicas == 4
@@ -97,18 +97,18 @@ def test_the_classic_policy_follows_every_wavering_and_ours_does_not() -> None:
 
 
 @pytest.mark.parametrize(("how", "wanted"), [("mean", 3), ("max", 6), ("min", 1)])
-def test_figures_are_taken_together_as_the_config_says(how: str, wanted: int) -> None:
+def test_load_is_aggregated_with_the_config_function(how: str, wanted: int) -> None:
     assert ask(*seen(2, 4, 12), target=20, aggregation_function=how).replicas == wanted
 
 
-def test_the_reason_says_what_was_seen() -> None:
+def test_the_reason_contains_the_load() -> None:
     assert ask(*seen(12, 13), policy="classic").reason == (
         "12.5 requests ongoing or queued over 1 s, 2 per replica wanted: 7"
     )
 
 
-def test_a_queue_counts_as_what_it_takes_to_work_it_off() -> None:
-    """Ten replicas run 5 each of 0.1 s, 500 a second; 600 come, and 2,000 wait by now."""
+def test_a_queue_counts_as_the_load_of_working_it_off() -> None:
+    """Ten replicas run 5 requests of 0.1 s each, 500 per second; 600 arrive per second, and 2,000 wait."""
     queue = [Sample(990.0 + at, 50, 1000 + 100 * at, 500) for at in range(11)]
     found = ask(*queue, target=10)
     # 600/s of 0.1 s, and 2,000 of 0.1 s within 10 s: 60 + 20 at a time.
@@ -118,13 +118,13 @@ def test_a_queue_counts_as_what_it_takes_to_work_it_off() -> None:
     assert ask(*queue, target=10, drain_period_s=2).replicas == 80
 
 
-def test_a_queue_that_has_gone_is_no_load() -> None:
+def test_a_queue_that_is_gone_is_no_load() -> None:
     gone = [*(Sample(990.0 + at, 50, 900 - 100 * at, 600) for at in range(10)), Sample(1000.0, 50, 0, 550)]
     assert ask(*gone, target=10).replicas == 22
     assert ask(*gone, target=10, policy="classic").replicas == 230
 
 
-def test_replicas_that_have_only_just_begun_are_not_taken_for_slow_ones() -> None:
+def test_replicas_that_have_just_started_do_not_count_as_slow() -> None:
     queue = [Sample(990.0 + at, 15, 100 * at, 150) for at in range(11)]
     before = ask(*queue, target=30, current=3)
     assert before.state == {"each_runs": 5}
@@ -132,13 +132,13 @@ def test_replicas_that_have_only_just_begun_are_not_taken_for_slow_ones() -> Non
     assert ask(*queue, target=30, current=30).replicas > 2 * before.replicas
 
 
-def test_replicas_that_cannot_run_as_many_as_the_target_are_counted_as_they_are() -> None:
+def test_replicas_that_cannot_reach_the_target_count_with_their_real_capacity() -> None:
     queue = [Sample(990.0 + at, 40, 100 * at, 400) for at in range(11)]
     # 500/s of 0.1 s and 1,000 of 0.1 s in 10 s, 60 at a time, by replicas that run 4.
     assert ask(*queue, target=10, target_ongoing_requests=10).replicas == 15
 
 
-def test_a_queue_behind_requests_that_do_not_end_is_just_counted() -> None:
+def test_a_queue_is_counted_when_no_requests_end() -> None:
     queue = [Sample(990.0 + at, 10, 50, 0) for at in range(11)]
     assert ask(*queue, target=5).replicas == 30
 
@@ -154,12 +154,12 @@ def test_a_burst_does_not_wait() -> None:
     assert not ask(*seen(20, 20)).is_urgent, "two looks are no burst"
 
 
-# ---- by latency
+# ---- latency
 
 BOUNDS_S = (0.1, 0.2, 0.4, 0.8)
 
 
-def test_quantiles_are_read_within_a_bucket() -> None:
+def test_quantiles_are_interpolated_within_a_bucket() -> None:
     assert quantile_of([50, 50, 0, 0, 0], BOUNDS_S, 0.25) == pytest.approx(0.05)
     assert quantile_of([50, 50, 0, 0, 0], BOUNDS_S, 0.75) == pytest.approx(0.15)
     assert quantile_of([0, 0, 0, 0, 1], BOUNDS_S, 0.5) == math.inf
@@ -172,7 +172,7 @@ def latency(counts: tuple[int, ...], **more: Any) -> Decision:
     return ask(sample, policy="latency", bounds_s=BOUNDS_S, **more)
 
 
-def test_a_latency_above_the_objective_wants_more_in_proportion_but_at_most_twice() -> None:
+def test_a_missed_objective_scales_up_in_proportion_but_at_most_twofold() -> None:
     slow = latency((80, 0, 20, 0, 0), target=10)
     assert slow.replicas == 15
     assert slow.reason == "p90 is 0.3 s, 0.2 s wanted: 15"
@@ -180,11 +180,11 @@ def test_a_latency_above_the_objective_wants_more_in_proportion_but_at_most_twic
     assert latency((0, 0, 0, 0, 9), target=10).is_urgent
 
 
-def test_those_who_wait_count_as_slow() -> None:
+def test_waiting_requests_count_as_slow() -> None:
     assert latency((9, 0, 0, 0, 0), target=10, queued=30).replicas == 15
 
 
-def test_a_latency_well_below_the_objective_tries_fewer_and_remembers_what_was_too_few() -> None:
+def test_a_low_latency_tries_fewer_replicas_and_remembers_what_was_too_few() -> None:
     tried = latency((99, 0, 0, 0, 0), target=10)
     assert tried.replicas == 9
     assert tried.state["good"] == (10.0, 1000.0)
@@ -194,26 +194,26 @@ def test_a_latency_well_below_the_objective_tries_fewer_and_remembers_what_was_t
     assert latency((99, 0, 0, 0, 0), target=10, state={"good": (25.0, 900.0)}).replicas == 4
 
 
-def test_a_latency_near_the_objective_is_right_and_one_of_starting_replicas_says_nothing() -> None:
+def test_a_latency_near_the_objective_changes_nothing_nor_does_one_of_starting_replicas() -> None:
     assert latency((0, 99, 0, 0, 0), target=10).replicas == 10
     assert latency((0, 0, 0, 0, 9), target=10, current=6).replicas == 10
 
 
-def test_without_latencies_nothing_changes_and_without_requests_all_may_go() -> None:
+def test_without_latencies_nothing_changes_and_without_requests_all_replicas_may_stop() -> None:
     assert latency((), target=10).replicas == 10
     assert latency((9, 0, 0, 0, 0), target=10, rate=0).replicas == 0
 
 
 @pytest.mark.parametrize("kwargs", [{"objective_s": 0}, {"objective_s": 1, "quantile": 95}])
-def test_an_objective_that_is_none_is_refused(kwargs: dict[str, Any]) -> None:
+def test_an_invalid_objective_is_refused(kwargs: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="give "):
         latency((), policy_kwargs=kwargs)
 
 
-# ---- by PromQL
+# ---- PromQL
 
 
-def test_the_query_that_wants_the_most_decides() -> None:
+def test_the_query_that_needs_the_most_replicas_decides() -> None:
     kwargs = {"targets": {"lag": 100, "age": 10}}
     found = ask(queries={"lag": 450.0, "age": 30.0}, policy_kwargs=kwargs, **PROMETHEUS)
     assert (found.replicas, found.reason) == (
@@ -221,7 +221,7 @@ def test_the_query_that_wants_the_most_decides() -> None:
     )  # fmt: skip
 
 
-def test_what_prometheus_does_not_say_never_takes_replicas_away() -> None:
+def test_a_missing_value_never_removes_replicas() -> None:
     kwargs = {"targets": {"lag": 100, "age": 10}}
     found = ask(queries={"lag": 100.0}, target=4, policy_kwargs=kwargs, **PROMETHEUS)
     assert found.replicas == 4
@@ -230,12 +230,12 @@ def test_what_prometheus_does_not_say_never_takes_replicas_away() -> None:
 
 
 @pytest.mark.parametrize("targets", [{}, {"lag": 0}, {"lag": "many"}, {"lag": math.nan}, {"other": 1}])
-def test_targets_that_are_none_are_refused(targets: dict[str, Any]) -> None:
+def test_invalid_targets_are_refused(targets: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
         ask(policy_kwargs={"targets": targets}, **PROMETHEUS)
 
 
-# ---- by the time
+# ---- schedules
 
 HALF_HOUR = timedelta(minutes=30)
 
@@ -245,7 +245,7 @@ def scheduled(at: datetime, *samples: Sample, **kwargs: Any) -> Decision:
     return ask(*samples, policy="schedule", wall=at.timestamp(), policy_kwargs=kwargs, target=3)
 
 
-def test_a_schedule_holds_until_another_line_comes() -> None:
+def test_an_entry_applies_until_the_time_of_another_one() -> None:
     friday = datetime(2024, 3, 8, tzinfo=UTC)
     assert scheduled(friday.replace(hour=7, minute=59)).replicas == 2
     assert scheduled(friday.replace(hour=8)).replicas == 10
@@ -254,7 +254,7 @@ def test_a_schedule_holds_until_another_line_comes() -> None:
     assert (saturday.replicas, saturday.reason) == (2, '2 by the schedule entry "0 18 * * *"')
 
 
-def test_a_schedule_goes_by_the_clock_of_its_zone() -> None:
+def test_a_schedule_uses_its_time_zone() -> None:
     zone = ZoneInfo("Europe/Berlin")
     for day in (datetime(2024, 3, 28, 8, tzinfo=zone), datetime(2024, 4, 2, 8, tzinfo=zone)):
         assert scheduled(day, timezone="Europe/Berlin").replicas == 10
@@ -290,7 +290,7 @@ def test_a_schedule_can_be_bounds_of_another_policy() -> None:
         {"schedule": {"0 8 * * *": 1}, "policy": "schedule"},
     ],
 )
-def test_a_schedule_that_is_none_is_refused(kwargs: dict[str, Any]) -> None:
+def test_an_invalid_schedule_is_refused(kwargs: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
         scheduled(datetime(2024, 3, 8, tzinfo=UTC), **kwargs)
 
@@ -308,7 +308,7 @@ def test_a_schedule_that_is_none_is_refused(kwargs: dict[str, Any]) -> None:
         ("30 6 * jan,JUL *", "2024-03-08 09:04", "2024-01-31 06:30"),
     ],
 )
-def test_lines_of_cron_mean_what_they_mean_in_cron(line: str, at: str, last: str) -> None:
+def test_cron_lines_have_the_meaning_of_cron(line: str, at: str, last: str) -> None:
     assert CronLine.parse(line).last_before(datetime.fromisoformat(at)) == datetime.fromisoformat(last)
 
 
@@ -322,7 +322,7 @@ def test_a_bad_cron_expression_is_named_with_the_remedy() -> None:
 
 
 def test_a_schedule_follows_the_wall_clock_when_daylight_saving_begins_and_ends() -> None:
-    """A time in the skipped hour holds from the end of that hour; a repeated hour runs twice."""
+    """A time in the skipped hour applies from the end of that hour; a repeated hour runs twice."""
     berlin: dict[str, Any] = {"schedule": {"30 2 * * *": 5, "0 3 * * *": 1}, "timezone": "Europe/Berlin"}
     found = [scheduled(datetime(2024, 10, 27, 0, 15, tzinfo=UTC) + n * HALF_HOUR, **berlin) for n in range(5)]
     assert [each.replicas for each in found] == [1, 5, 1, 5, 1]  # 2:15, 2:45, 2:15, 2:45, 3:15
@@ -332,7 +332,7 @@ def test_a_schedule_follows_the_wall_clock_when_daylight_saving_begins_and_ends(
 
 
 @given(st.text(max_size=20))
-def test_any_text_is_a_line_or_a_value_error(text: str) -> None:
+def test_any_text_is_a_cron_line_or_a_value_error(text: str) -> None:
     try:
         CronLine.parse(text)
     except ValueError:

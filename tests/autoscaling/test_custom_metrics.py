@@ -1,4 +1,4 @@
-"""What a backend's own code measures: from what replicas tell to how many there are."""
+"""Custom metrics: from the values that replicas report to the number of replicas."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def answer(**custom: float) -> dict[str, Any]:
     return {"ongoing": 0, "ended": 0, **({"custom": custom} if custom else {})}
 
 
-def test_what_replicas_tell_is_there_by_name_until_it_is_stale() -> None:
+def test_reported_values_are_kept_by_name_until_they_are_stale() -> None:
     loads = Loads()
     loads.answered("b", "b#1", answer(tokens=5.0, age=1.0), 10.0)
     loads.answered("b", "b#2", answer(tokens=7.0), 11.0)
@@ -37,7 +37,7 @@ def test_what_replicas_tell_is_there_by_name_until_it_is_stale() -> None:
 @pytest.mark.parametrize(
     ("way", "first", "overall"), [("mean", 4.0, 6.0), ("max", 6.0, 8.0), ("min", 2.0, 2.0)]
 )
-def test_values_are_taken_together_over_time_and_then_over_replicas(
+def test_values_are_aggregated_over_time_and_then_over_replicas(
     way: str, first: float, overall: float
 ) -> None:
     metrics = CustomMetrics(10)
@@ -51,7 +51,7 @@ def test_values_are_taken_together_over_time_and_then_over_replicas(
     assert (len(found.aggregated), "tokens" in found.overall, found.aggregated.get("x")) == (1, True, None)
 
 
-def test_what_is_not_told_any_more_is_not_gone_by() -> None:
+def test_values_that_are_no_longer_reported_are_dropped() -> None:
     metrics = CustomMetrics(10)
     metrics.observe(1, {"tokens": {"b#1": 1.0}})
     metrics.observe(2, {})
@@ -90,20 +90,20 @@ def three(value: float) -> dict[str, float]:
     ("value", "wanted"),
     [(10, 3), (10.9, 3), (11.1, 4), (20, 6), (7, 3), (6, 2), (0, 0), (-5, 0)],
 )
-def test_a_replica_for_so_much_of_the_sum(value: float, wanted: int) -> None:
+def test_the_number_is_the_sum_divided_by_the_target(value: float, wanted: int) -> None:
     assert ask(three(value), target=3).replicas == wanted
 
 
-def test_the_reason_says_what_was_told() -> None:
+def test_the_reason_contains_the_values() -> None:
     assert ask(three(20), target=3).reason == "sum of tokens over 3 replicas is 60, 10 per replica wanted: 6"
 
 
-def test_what_all_replicas_see_alike_is_not_added_up() -> None:
+def test_a_value_that_all_replicas_share_is_not_summed() -> None:
     assert ask({"b#1": 40, "b#2": 20}, target=2, across="max").replicas == 4
     assert ask({"b#1": 40, "b#2": 20}, target=2, across="mean").replicas == 3
 
 
-def test_a_replica_that_tells_nothing_keeps_all_of_them_and_stops_no_growth() -> None:
+def test_a_silent_replica_prevents_scaling_down_but_not_up() -> None:
     less = ask({"b#1": 1.0}, target=3)
     assert less.replicas == 3
     assert "2 report nothing, so not fewer than 3" in less.reason
@@ -132,13 +132,13 @@ def test_without_values_the_number_stays(target: int, current: int) -> None:
         ({"metric": "tokens", "target": 1, "across": "median"}, "one of sum, mean, max"),
     ],
 )
-def test_arguments_of_no_use_are_refused(kwargs: dict[str, Any], said: str) -> None:
+def test_invalid_arguments_are_refused(kwargs: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         load_policy(AutoscalingConfig(policy="custom_metric", policy_kwargs=kwargs))
 
 
 class Bench:
-    """An autoscaler that is looked at once a second."""
+    """An autoscaler that runs once per second."""
 
     def __init__(self, **options: Any) -> None:
         options = {"max_replicas": 10, "look_back_period_s": 10, **options}
@@ -158,13 +158,13 @@ class Bench:
         return reason
 
 
-def test_a_gauge_of_users_scales_with_the_delays_of_every_policy() -> None:
+def test_the_usual_delays_apply_to_a_custom_metric() -> None:
     bench = Bench(**BY_TOKENS, upscale_delay_s=5, downscale_delay_s=20)
     bench.run(5, {"tokens": {"b#1": 40.0}})
     assert bench.target == 1
     bench.run(1, {"tokens": {"b#1": 40.0}})
     assert bench.target == 4
-    # What it was before the change is no more counted than for any other policy.
+    # As with any policy, values from before the change are dropped.
     bench.run(10, {"tokens": dict.fromkeys(("b#1", "b#2", "b#3", "b#4"), 10.0)})
     assert bench.target == 4
     bench.run(31, {"tokens": dict.fromkeys(("b#1", "b#2", "b#3", "b#4"), 2.0)})
@@ -172,7 +172,7 @@ def test_a_gauge_of_users_scales_with_the_delays_of_every_policy() -> None:
     assert "none of 1 replicas reports tokens, so 1 stay" in bench.run(60, None)
 
 
-def test_policies_of_users_get_all_views() -> None:
+def test_custom_policies_get_all_views() -> None:
     seen: list[AutoscalingContext] = []
 
     def note(context: AutoscalingContext) -> int:

@@ -1,4 +1,4 @@
-"""The policy ``queue``: what it wants by a backlog, and how the length of a queue is kept fresh."""
+"""The policy ``queue``: its decisions, and the polling of queue lengths."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def wants(*samples: Sample, target: int, **options: Any) -> Decision:
     return found
 
 
-# ---- what it wants
+# ---- decisions
 
 
-def test_what_waits_at_the_broker_and_what_runs_is_divided_by_the_target() -> None:
+def test_the_number_is_tasks_plus_requests_divided_by_the_target() -> None:
     before = Sample(99.0, 2, 0, backlog=0.0)
     found = wants(before, Sample(100.0, 4, 1, backlog=11.0), target=2, target_ongoing_requests=5)
     assert found.replicas == 3
@@ -61,13 +61,13 @@ def test_what_waits_at_the_broker_and_what_runs_is_divided_by_the_target() -> No
 
 
 @pytest.mark.parametrize("running", [0.0, 9.0])
-def test_a_length_that_is_not_known_takes_no_replica_away(running: float) -> None:
+def test_an_unknown_length_removes_no_replica(running: float) -> None:
     found = wants(Sample(100.0, running, 0, backlog=None), target=3)
     assert found.replicas == (3 if running == 0 else 5)
     assert "the length of queue 'tasks' is unknown, so not fewer than 3" in found.reason
 
 
-def test_a_schedule_may_be_above_it() -> None:
+def test_a_schedule_can_bound_the_policy() -> None:
     kwargs = {"schedule": {"* * * * *": 2}, "policy": "queue", "policy_kwargs": KWARGS}
     above = config(policy="schedule", policy_kwargs=kwargs)
     assert above.queue_options() == OPTIONS
@@ -78,11 +78,11 @@ def test_a_schedule_may_be_above_it() -> None:
     assert config(policy="classic", policy_kwargs={}).queue_options() is None
 
 
-# ---- how it is tamed
+# ---- damping
 
 
 class Played:
-    """An autoscaler that is shown one sample a second."""
+    """An autoscaler that receives one sample per second."""
 
     def __init__(self, **options: Any) -> None:
         self.scaler = Autoscaler("b", config(**options))
@@ -99,7 +99,7 @@ class Played:
             self.target, self.reason = step.replicas, step.reason
 
 
-def test_a_backlog_alone_brings_the_first_replicas_at_once_and_none_goes_before_it_is_gone() -> None:
+def test_a_backlog_starts_the_first_replicas_at_once_and_keeps_them_until_it_is_gone() -> None:
     played = Played(downscale_delay_s=5, look_back_period_s=5, upscale_delay_s=3)
     played.play(30, 0.0)
     assert played.target == 0
@@ -117,7 +117,7 @@ def test_a_backlog_alone_brings_the_first_replicas_at_once_and_none_goes_before_
     assert played.target == 0
 
 
-def test_a_length_that_is_not_known_is_not_idle() -> None:
+def test_an_unknown_length_does_not_count_as_idle() -> None:
     played = Played(downscale_delay_s=2, look_back_period_s=2)
     played.play(3, 1.0)
     played.play(60, None)
@@ -128,11 +128,11 @@ def test_a_length_that_is_not_known_is_not_idle() -> None:
     assert played.target == 0
 
 
-# ---- how it is kept fresh
+# ---- polling
 
 
 class ScriptedQueue:
-    """Answers with what it was told to: a number, an error, or None for never."""
+    """A queue with scripted answers: a number, an error, or None for no answer."""
 
     def __init__(self) -> None:
         self.now: float | BaseException | None = 7.0
@@ -173,7 +173,7 @@ def watched(scenario: Callable[[Backlog, ScriptedQueue], Any]) -> None:
     run_virtual(run)
 
 
-def test_it_is_polled_at_every_interval_and_counts_for_three_of_them(
+def test_a_length_is_polled_at_every_interval_and_valid_for_three_of_them(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def scenario(backlog: Backlog, queue: ScriptedQueue) -> None:
@@ -196,7 +196,7 @@ def test_it_is_polled_at_every_interval_and_counts_for_three_of_them(
     assert SECRET not in caplog.text
 
 
-def test_each_kind_of_trouble_is_in_the_log_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_kind_of_error_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario(backlog: Backlog, queue: ScriptedQueue) -> None:
         for error in (OSError("one"), ValueError("two"), OSError("one"), RuntimeError("three")) * 3:
             queue.now = error
@@ -207,7 +207,7 @@ def test_each_kind_of_trouble_is_in_the_log_once(caplog: pytest.LogCaptureFixtur
     assert [record.getMessage().rpartition(" ")[2] for record in caplog.records] == ["one", "two", "three"]
 
 
-def test_a_broker_that_does_not_answer_is_hung_up_on_and_asked_again() -> None:
+def test_a_broker_that_does_not_answer_is_disconnected_and_polled_again() -> None:
     async def scenario(backlog: Backlog, queue: ScriptedQueue) -> None:
         queue.now = None
         await asyncio.sleep(10.0 + REPLY_TIMEOUT_S)
@@ -220,7 +220,7 @@ def test_a_broker_that_does_not_answer_is_hung_up_on_and_asked_again() -> None:
     watched(scenario)
 
 
-def test_a_connection_that_cannot_be_closed_ends_nothing() -> None:
+def test_an_error_while_closing_does_not_end_polling() -> None:
     async def scenario(backlog: Backlog, queue: ScriptedQueue) -> None:
         queue.now, queue.close_error = OSError("away"), OSError("broken")
         await asyncio.sleep(30.0)
@@ -233,7 +233,7 @@ def test_a_connection_that_cannot_be_closed_ends_nothing() -> None:
 
 
 @pytest.mark.parametrize("number", [-1.0, float("nan"), float("inf")])
-def test_what_is_no_length_is_an_error(number: float) -> None:
+def test_an_invalid_length_is_an_error(number: float) -> None:
     async def scenario(backlog: Backlog, queue: ScriptedQueue) -> None:
         queue.now = number
         await asyncio.sleep(10.0)
@@ -257,7 +257,7 @@ def with_queue(kwargs: dict[str, Any] = KWARGS, **options: Any) -> dict[str, Any
     return {**QUICK, "policy_kwargs": kwargs, **options}
 
 
-def test_a_controller_follows_the_queue_and_leaves_it_when_the_backend_does(
+def test_a_controller_polls_the_queue_until_the_backend_is_deleted(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     queue = ScriptedQueue()
@@ -280,7 +280,7 @@ def test_a_controller_follows_the_queue_and_leaves_it_when_the_backend_does(
         await stage.until(lambda: len(stage.running) == 3)
         assert stage.clock.now() - began <= 10.0 + 1.0 + stage.start_s + 0.05
         assert "6 in the broker's queue" in await told()
-        # Other options of the policy leave the length that is known.
+        # Changes of other options keep the known length.
         await stage.update(autoscaling_config=with_queue(downscale_delay_s=6.0))
         assert opened == [OPTIONS]
         queue.now = OSError("away")
@@ -313,7 +313,7 @@ def test_a_controller_follows_the_queue_and_leaves_it_when_the_backend_does(
 # ---- the brokers
 
 
-def test_the_scheme_says_which_broker_it_is() -> None:
+def test_the_scheme_selects_the_broker() -> None:
     async def fetch(url: str, login: tuple[str, str]) -> bytes:
         raise AssertionError("nothing is asked yet")
 
@@ -346,7 +346,7 @@ def ask_rabbitmq(body: bytes | BaseException, url: str = "amqp://u:p%2F@h/v%2F1"
     return found
 
 
-def test_rabbitmq_tells_of_tasks_that_wait_and_of_those_that_are_worked_on() -> None:
+def test_rabbitmq_counts_waiting_and_unacknowledged_tasks() -> None:
     body = {"name": "a/b", "messages": 7, "messages_ready": 5, "messages_unacknowledged": 2}
     assert ask_rabbitmq(json.dumps(body).encode()) == 7
 
@@ -365,13 +365,13 @@ def test_rabbitmq_tells_of_tasks_that_wait_and_of_those_that_are_worked_on() -> 
         (b"\xff", "not RabbitMQ's management API"),
     ],
 )  # fmt: skip
-def test_any_other_answer_of_rabbitmq_is_an_error_that_says_what_to_do(body: bytes, message: str) -> None:
+def test_any_other_answer_of_rabbitmq_is_an_error_with_a_remedy(body: bytes, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         ask_rabbitmq(body)
     assert "p/" not in str(caught.value)
 
 
-def test_a_name_and_a_password_go_to_that_address_alone() -> None:
+def test_credentials_are_sent_to_their_address_only() -> None:
     seen: list[tuple[str, str | None]] = []
 
     class Answer(RequestHandler):

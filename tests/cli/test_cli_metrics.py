@@ -1,4 +1,4 @@
-"""The command line around metrics: targets, scrape configuration, rules."""
+"""The commands for metrics: targets, scrape configuration and rules."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TARGETS = [
 
 
 class Scheduler:
-    """What answers as the scheduler's HTTP server does."""
+    """A server that answers like the scheduler's HTTP server."""
 
     def __init__(self) -> None:
         outer = self
@@ -71,14 +71,14 @@ def run(*arguments: str) -> Result:
 
 
 @pytest.mark.parametrize("suffix", ["", "/", "/status", "/daskserve/targets"])
-def test_targets_are_printed_in_an_order_of_their_own(scheduler: Scheduler, suffix: str) -> None:
+def test_targets_are_printed_in_sorted_order(scheduler: Scheduler, suffix: str) -> None:
     result = run("targets", scheduler.url + suffix)
     assert result.exit_code == 0, result.output
     assert json.loads(result.output) == list(reversed(TARGETS))
     assert scheduler.asked == ["/daskserve/targets"]
 
 
-def test_targets_are_written_to_a_file_that_everybody_may_read(scheduler: Scheduler, tmp_path: Path) -> None:
+def test_targets_are_written_to_a_world_readable_file(scheduler: Scheduler, tmp_path: Path) -> None:
     file = tmp_path / "targets.json"
     assert run("targets", scheduler.url, "--file", str(file)).exit_code == 0
     assert len(json.loads(file.read_text())) == 2
@@ -96,7 +96,7 @@ def test_targets_are_written_to_a_file_that_everybody_may_read(scheduler: Schedu
         (200, [1]),
     ],
 )
-def test_what_gives_no_targets_is_named(scheduler: Scheduler, answer: Any) -> None:
+def test_a_server_without_targets_is_an_error_with_its_address(scheduler: Scheduler, answer: Any) -> None:
     scheduler.answer = answer
     result = run("targets", scheduler.url)
     assert result.exit_code == 1
@@ -104,7 +104,7 @@ def test_what_gives_no_targets_is_named(scheduler: Scheduler, answer: Any) -> No
     assert ("no instance of daskserve runs there" in result.output) == (answer[0] == 404)
 
 
-def test_half_an_answer_is_none(scheduler: Scheduler) -> None:
+def test_a_truncated_response_is_an_error(scheduler: Scheduler) -> None:
     scheduler.missing_bytes = 10
     result = run("targets", scheduler.url)
     assert result.exit_code == 1
@@ -120,7 +120,7 @@ def test_half_an_answer_is_none(scheduler: Scheduler) -> None:
         (["scrape-config", "tcp://h:8786"], "give an address such as http://scheduler:8787"),
     ],
 )
-def test_wrong_usage_says_what_is_missing(arguments: list[str], message: str) -> None:
+def test_wrong_usage_is_an_error_with_a_remedy(arguments: list[str], message: str) -> None:
     result = run(*arguments)
     assert result.exit_code == 2
     assert message in result.output
@@ -133,8 +133,8 @@ def test_a_file_that_cannot_be_replaced_leaves_nothing_behind(tmp_path: Path) ->
     assert [each.name for each in tmp_path.iterdir()] == ["targets.json"]
 
 
-def test_following_keeps_the_file_until_there_is_something_new(scheduler: Scheduler, tmp_path: Path) -> None:
-    """As a process of its own, because it takes over the signals."""
+def test_following_rewrites_the_file_only_when_targets_change(scheduler: Scheduler, tmp_path: Path) -> None:
+    """Run in a separate process, because the command installs signal handlers."""
     file = tmp_path / "targets.json"
     command = ["-m", "daskserve", "metrics", "targets", scheduler.url, "--file", str(file)]
     follower = subprocess.Popen(
@@ -161,7 +161,7 @@ def test_following_keeps_the_file_until_there_is_something_new(scheduler: Schedu
 
 
 def wait_for(scheduler: Scheduler, count: int) -> None:
-    """Return after so many further questions, the last of which may be on its way."""
+    """Return after ``count`` more requests; the last one may be in flight."""
     event = threading.Event()
     until = len(scheduler.asked) + count
     for _ in range(1000):

@@ -1,4 +1,4 @@
-"""The command line: ``daskserve simulate policy``, good input and bad, and what ``--help`` costs."""
+"""The command ``daskserve simulate policy``: valid and invalid input, and the speed of ``--help``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run(*arguments: str | Path) -> Result:
     return CliRunner().invoke(main, ["simulate", "policy", *map(str, arguments)])
 
 
-def test_a_table_pictures_and_reasons_are_printed(trace: Path, tmp_path: Path) -> None:
+def test_a_table_sparklines_and_reasons_are_printed(trace: Path, tmp_path: Path) -> None:
     plot = tmp_path / "out.svg"
     found = run(
         "--trace", trace, "--compare", "classic", "--compare", "knative", "--plot", plot, "--price", 2
@@ -38,7 +38,7 @@ def test_a_table_pictures_and_reasons_are_printed(trace: Path, tmp_path: Path) -
     assert plot.read_text().startswith("<svg ")
 
 
-def test_json_and_options_from_all_sides(trace: Path, tmp_path: Path) -> None:
+def test_json_output_and_options_from_all_sources(trace: Path, tmp_path: Path) -> None:
     config = tmp_path / "scaling.yaml"
     config.write_text("max_replicas: 7\nupscale_delay_s: 5\n")
     options = [
@@ -61,7 +61,7 @@ def test_json_and_options_from_all_sides(trace: Path, tmp_path: Path) -> None:
     assert outcome["completed"] + outcome["rejected"] == pytest.approx(42_000, abs=200)
 
 
-def test_a_policy_by_import_path_and_its_arguments(trace: Path) -> None:
+def test_a_policy_with_arguments_is_imported_by_path(trace: Path) -> None:
     options = ["--policy", "test_cli_simulate:always", "--compare", "classic", "--set", "upscale_delay_s=0"]
     found = run("--trace", trace, "--json", *options, "--set", "policy_kwargs={number: 3}")
     assert found.exit_code == 0, found.output
@@ -92,14 +92,14 @@ def always(context: object, number: int) -> int:
         (["--policy", "latency"], "does not accept policy_kwargs"),
     ],
 )
-def test_bad_options_are_errors_that_say_what_to_do(trace: Path, arguments: list[str], message: str) -> None:
+def test_bad_options_are_errors_with_a_remedy(trace: Path, arguments: list[str], message: str) -> None:
     found = run("--trace", trace, *arguments)
     assert found.exit_code != 0
     assert message in found.output
     assert "Traceback" not in found.output
 
 
-def test_bad_files_are_errors_that_say_what_to_do(trace: Path, tmp_path: Path) -> None:
+def test_bad_files_are_errors_with_a_remedy(trace: Path, tmp_path: Path) -> None:
     bad = tmp_path / "bad"
     bad.write_text("a: [")
     assert "is not YAML" in run("--trace", trace, "--config", bad).output
@@ -111,7 +111,7 @@ def test_bad_files_are_errors_that_say_what_to_do(trace: Path, tmp_path: Path) -
     assert run("--trace", trace, "--config", bad).exit_code == 0
 
 
-def test_help_is_quick_and_the_module_is_a_program() -> None:
+def test_help_is_fast_and_the_module_is_executable() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "daskserve", "--help"], capture_output=True, text=True, check=True, timeout=60
     )

@@ -1,4 +1,4 @@
-"""Alert rules, held by promtool to what series make them fire and what series do not."""
+"""Alert rules, tested with promtool: series that fire each rule, and series that do not."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ SCHEDULER = {"job": "daskserve", "instance": "h:1"}
 
 @dataclass(frozen=True)
 class Case:
-    """Series, a value each minute in promtool's notation: those in ``fires`` raise an alert."""
+    """Series with one value per minute, in promtool's notation; those in ``fires`` raise the alert."""
 
-    #: The labels of the alert, and how its value is written.
+    #: The labels of the alert, and the text of its value.
     labels: Mapping[str, str]
     value: str
     fires: Sequence[tuple[str, Mapping[str, str], str]]
@@ -41,7 +41,7 @@ class Case:
 
 
 def shares(whole: str, part: str, labels: Mapping[str, str]) -> Case:
-    """Return the case of one counter that may be so large a share of another."""
+    """Return a case in which one counter is a large, or a small, share of another."""
     return Case(
         labels,
         "10%",
@@ -51,7 +51,7 @@ def shares(whole: str, part: str, labels: Mapping[str, str]) -> Case:
 
 
 def slow(name: str, labels: Mapping[str, str], value: str) -> Case:
-    """Return the case of a histogram with two of a hundred above a second, or all of them below."""
+    """Return a case of a histogram with 2 of 100 values above one second, or with none."""
 
     def buckets(below: str) -> list[tuple[str, Mapping[str, str], str]]:
         counts = {"1": below, "2.5": "0+100x40", "+Inf": "0+100x40"}
@@ -66,7 +66,7 @@ UP = {**D, "state": "RUNNING"}
 
 
 def lives(*minutes: int) -> list[tuple[str, Mapping[str, str], str]]:
-    """Return the start times of replicas that were started at these minutes and lived for two."""
+    """Return the start times of replicas that start at these minutes and run for two."""
     return [
         (
             STARTED,
@@ -188,7 +188,7 @@ CASES: Mapping[str, Case] = {
 
 
 def written(text: str, case: Case) -> str:
-    """Return an annotation as Prometheus writes it."""
+    """Return an annotation as Prometheus renders it."""
     text = re.sub(r"\{\{ \$value.*?\}\}", case.value, text)
     return re.sub(r"\{\{ \$labels\.(\w+) \}\}", lambda match: case.labels[match[1]], text)
 
@@ -198,7 +198,7 @@ def selected(name: str, labels: Mapping[str, str]) -> str:
 
 
 def unit_tests(alert: Alert, case: Case) -> list[object]:
-    """Return two tests for promtool: an alert, with all it says, and none."""
+    """Return two tests for promtool: one with the complete alert, and one without an alert."""
     raised = {
         "exp_labels": {**case.labels, "severity": alert.severity.value},
         "exp_annotations": {
@@ -224,7 +224,7 @@ def promtool(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def run_unit_tests(folder: Path, text: str) -> str:
-    """Return what promtool finds wrong with rules."""
+    """Return promtool's errors about rules."""
     tests = [test for name, case in CASES.items() for test in unit_tests(ALERTS[name], case)]
     whole = {"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": tests}
     (folder / "rules.yaml").write_text(text)
@@ -240,13 +240,13 @@ def test_each_rule_has_a_case() -> None:
 
 
 @needs_promtool
-def test_rules_fire_when_they_should_and_only_then(tmp_path: Path) -> None:
+def test_rules_fire_only_for_their_cases(tmp_path: Path) -> None:
     assert run_unit_tests(tmp_path, rules()) == ""
 
 
 @needs_promtool
-def test_rules_that_are_wrong_are_noticed(tmp_path: Path) -> None:
-    """Each way of being wrong, in every rule: it never fires, or does not tell the value."""
+def test_a_wrong_rule_fails_its_case(tmp_path: Path) -> None:
+    """Break every rule in two ways: it never fires, or its text omits the value."""
     never = re.sub(r"(?m)^    expr: .*(\n      .*)*$", "    expr: vector(1) > 1", rules())
     found = run_unit_tests(tmp_path, never)
     assert [name for name in CASES if name not in found] == []
@@ -265,8 +265,8 @@ def test_promtool_accepts_the_rules(limits: AlertThresholds, tmp_path: Path) -> 
 
 
 @needs_promtool
-def test_the_configuration_of_the_documents_is_accepted(tmp_path: Path) -> None:
-    """`scrape-config` into a file, and the line about rules that `grafana` printed behind it."""
+def test_promtool_accepts_the_documented_configuration(tmp_path: Path) -> None:
+    """Write the output of `scrape-config` to a file and append the line about rules that `grafana` prints."""
     written = CliRunner().invoke(main, ["metrics", "grafana", "--output", str(tmp_path)]).output
     (line,) = re.findall(r'"(rule_files: .*)"', written)
     configuration = CliRunner().invoke(main, ["metrics", "scrape-config", "http://h:8787"]).output
@@ -277,7 +277,7 @@ def test_the_configuration_of_the_documents_is_accepted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("alert", alerts(), ids=lambda alert: alert.name)
-def test_each_alert_says_what_of_what_and_how_much(alert: Alert) -> None:
+def test_each_alert_names_its_subject_and_its_value(alert: Alert) -> None:
     assert alert.name.startswith("Daskserve")
     assert "$value" in alert.description
     assert re.fullmatch(r"[A-Z].*[a-z0-9}x]", alert.summary)

@@ -1,4 +1,4 @@
-"""Dashboards as Grafana's JSON: identity, places, variables, links, and metrics that exist."""
+"""Dashboards as Grafana's JSON: ids, layout, variables, links and expressions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from daskserve.dashboards.panels import GRID_COLUMNS, Dashboard, Panel, PanelKin
 from daskserve.dashboards.promql import gauge, mean, quantile, rate
 from daskserve.figures.table import METRICS
 
-#: What Prometheus and prometheus_client export besides.
+#: Metrics that Prometheus and prometheus_client export in addition.
 FOREIGN = {"up", "ALERTS", "process_cpu_seconds_total", "process_resident_memory_bytes"}
 EXPORTED = {spec.exported_name for spec in METRICS.values()}
 ENDINGS = re.compile(r"_(bucket|sum|count)$")
@@ -33,8 +33,8 @@ def dashboard(request: pytest.FixtureRequest) -> Dashboard:
     return found
 
 
-def test_links_go_to_dashboards_that_there_are() -> None:
-    """Their ids stand in bookmarks and in what others link to: a change breaks those."""
+def test_links_lead_to_existing_dashboards() -> None:
+    """The ids appear in bookmarks and links, so they must not change."""
     assert [each.uid for each in DASHBOARDS] == ["daskserve-overview", "daskserve-deployment"]
     for each in DASHBOARDS:
         text = json.dumps(as_json(each))
@@ -55,13 +55,13 @@ def test_panels_fill_the_grid_and_do_not_overlap(dashboard: Dashboard) -> None:
     assert heights == set(range(len(heights)))
 
 
-def test_a_panel_that_does_not_fit_begins_a_line() -> None:
+def test_a_panel_that_does_not_fit_starts_a_new_line() -> None:
     wide, small = Panel("wide", "", [], width=20), Panel("small", "", [], height=4)
     found = placed(Dashboard("u", "t", "d", [Row("r", [small, wide, small]), Row("s", [small])]))
     assert [(place.x, place.y) for _, place in found] == [(0, 0), (0, 1), (0, 5), (0, 13), (0, 17), (0, 18)]
 
 
-def test_each_panel_is_whole(dashboard: Dashboard) -> None:
+def test_each_panel_is_complete(dashboard: Dashboard) -> None:
     found = as_json(dashboard)
     panels = [each for each in found["panels"] if each["type"] != "row"]
     assert len({each["id"] for each in found["panels"]}) == len(found["panels"])
@@ -83,7 +83,7 @@ def test_legends_name_labels_that_the_series_have(dashboard: Dashboard) -> None:
             assert wanted <= grouped, (panel.title, query)
 
 
-def test_expressions_ask_for_what_is_exported(dashboard: Dashboard) -> None:
+def test_expressions_use_exported_metrics(dashboard: Dashboard) -> None:
     for panel in dashboard.panels():
         for query in panel.queries:
             text = re.sub(r'"[^"]*"', '""', query.expression)
@@ -93,7 +93,7 @@ def test_expressions_ask_for_what_is_exported(dashboard: Dashboard) -> None:
             assert unknown == set(), panel.title
 
 
-def test_only_one_deployment_is_chosen_where_there_is_room_for_one(dashboard: Dashboard) -> None:
+def test_the_page_of_one_deployment_selects_exactly_one(dashboard: Dashboard) -> None:
     variables = {each["name"]: each for each in as_json(dashboard)["templating"]["list"]}
     assert list(variables) == ["datasource", "job", "serve_instance", "deployment"]
     assert variables["deployment"]["multi"] is not dashboard.is_for_one_deployment
@@ -101,7 +101,7 @@ def test_only_one_deployment_is_chosen_where_there_is_room_for_one(dashboard: Da
     assert used == {"job", "serve_instance", "deployment", "__rate_interval"}
 
 
-def test_what_is_not_exported_cannot_be_asked_for() -> None:
+def test_unknown_metrics_and_labels_are_refused() -> None:
     with pytest.raises(KeyError):
         gauge("no_such_metric")
     with pytest.raises(ValueError, match="has no labels"):
@@ -124,7 +124,7 @@ def test_a_table_shows_its_columns_and_no_others() -> None:
     assert (found["targets"][0]["format"], found["targets"][0]["instant"]) == ("table", True)
 
 
-def test_one_command_writes_all_that_is_needed(tmp_path: Path) -> None:
+def test_one_command_writes_all_files(tmp_path: Path) -> None:
     out = tmp_path / "some/where"
     result = run("--output", str(out), "--prometheus", "http://prom:9090", "--interval", "5", "--p99", "0.2")
     assert result.exit_code == 0, result.output
@@ -159,7 +159,9 @@ def read(file: Path) -> Any:
         (["--output", "OUT/a-file/below"], 1, "Could not write"),
     ],
 )
-def test_what_cannot_be_is_said(arguments: list[str], status: int, message: str, tmp_path: Path) -> None:
+def test_invalid_arguments_are_reported(
+    arguments: list[str], status: int, message: str, tmp_path: Path
+) -> None:
     (tmp_path / "a-file").touch()
     result = run(*(each.replace("OUT", str(tmp_path)) for each in arguments))
     assert result.exit_code == status

@@ -1,4 +1,4 @@
-"""The collector of a process: what it adds up, what it keeps, and what Prometheus' own tools say of it."""
+"""The collector of a process: sums, kept totals, and validation with Prometheus' own tools."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.smoke
 
 
 class Figures:
-    """A source that says what it is told to say."""
+    """A source with scripted samples."""
 
     def __init__(self, *samples: MetricSample) -> None:
         self.said = list(samples)
@@ -36,7 +36,7 @@ class Figures:
 
 
 class Scraped:
-    """A registry of its own with a collector in it."""
+    """A separate registry with a collector."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -74,7 +74,7 @@ def test_samples_become_series_under_their_own_names(scraped: Scraped) -> None:
     assert "# TYPE daskserve_deployment_requests_total counter" in scraped.text()
 
 
-def test_a_histogram_is_cumulative_and_ends_with_all(scraped: Scraped) -> None:
+def test_a_histogram_is_cumulative_and_ends_with_infinity(scraped: Scraped) -> None:
     latency = LatencyHistogram()
     for seconds in (0.00005, 0.0002, 100.0):
         latency.observe(seconds)
@@ -90,7 +90,7 @@ def test_a_histogram_is_cumulative_and_ends_with_all(scraped: Scraped) -> None:
     )
 
 
-def test_what_several_workers_of_one_process_count_is_added_up(scraped: Scraped) -> None:
+def test_counts_of_several_workers_in_one_process_are_summed(scraped: Scraped) -> None:
     latency = LatencyHistogram()
     latency.observe(1)
     one = Figures((*REQUESTS, 3), ("handle_request_duration_seconds", ("i", "e"), latency))
@@ -103,7 +103,7 @@ def test_what_several_workers_of_one_process_count_is_added_up(scraped: Scraped)
     assert latency.count == 1
 
 
-def test_counters_stay_when_a_source_goes_and_its_replica_vanishes(scraped: Scraped) -> None:
+def test_totals_stay_when_a_source_is_removed_and_series_of_its_replica_end(scraped: Scraped) -> None:
     latency = LatencyHistogram()
     latency.observe(1)
     other = Figures()
@@ -123,7 +123,7 @@ def test_counters_stay_when_a_source_goes_and_its_replica_vanishes(scraped: Scra
     assert 'daskserve_deployment_requests_total{deployment="d",serve_instance="i"} 5.0' in scraped.lines()
 
 
-def test_the_totals_of_an_instance_go_with_it(scraped: Scraped) -> None:
+def test_the_totals_of_an_instance_end_with_it(scraped: Scraped) -> None:
     staying, one, two = Figures(), Figures((*REQUESTS, 3)), Figures(("deployment_requests", ("j", "d"), 1))
     for source in (staying, one, two):
         scraped.process.add(source)
@@ -133,7 +133,7 @@ def test_the_totals_of_an_instance_go_with_it(scraped: Scraped) -> None:
     assert scraped.lines() == ['daskserve_deployment_requests_total{deployment="d",serve_instance="j"} 1.0']
 
 
-def test_no_more_totals_are_kept_than_there_is_room_for(scraped: Scraped) -> None:
+def test_the_number_of_kept_totals_is_bounded(scraped: Scraped) -> None:
     staying = Figures()
     scraped.process.add(staying)
     for start in range(0, MAX_FOLDED + 100, 100):
@@ -144,7 +144,7 @@ def test_no_more_totals_are_kept_than_there_is_room_for(scraped: Scraped) -> Non
     assert 'deployment="d0"' not in scraped.text()
 
 
-def test_the_collector_leaves_the_registry_with_its_last_source_and_comes_back(scraped: Scraped) -> None:
+def test_the_collector_is_registered_only_while_it_has_sources(scraped: Scraped) -> None:
     source = Figures((*REQUESTS, 3))
     scraped.process.add(source)
     scraped.process.remove(source)
@@ -153,7 +153,7 @@ def test_the_collector_leaves_the_registry_with_its_last_source_and_comes_back(s
     assert 'daskserve_deployment_requests_total{deployment="d",serve_instance="i"} 3.0' in scraped.lines()
 
 
-def test_a_source_that_nobody_uses_any_more_is_not_kept_alive(scraped: Scraped) -> None:
+def test_the_collector_keeps_no_source_alive(scraped: Scraped) -> None:
     source = Figures((*REQUESTS, 3))
     scraped.process.add(source)
     del source
@@ -162,7 +162,7 @@ def test_a_source_that_nobody_uses_any_more_is_not_kept_alive(scraped: Scraped) 
 
 
 class Broken(Figures):
-    """One that fails at every scrape."""
+    """A source that raises at every scrape."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ class Broken(Figures):
         raise self.error
 
 
-def test_one_broken_source_does_not_take_the_others_along_nor_fill_the_log(
+def test_a_broken_source_affects_no_other_and_is_logged_once(
     scraped: Scraped, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken, sound = Broken(), Figures((*REQUESTS, 3))
@@ -193,7 +193,7 @@ def test_one_broken_source_does_not_take_the_others_along_nor_fill_the_log(
     assert len(caplog.records) == 4
 
 
-def test_scrapes_in_other_threads_see_counters_that_never_go_back(scraped: Scraped) -> None:
+def test_scrapes_in_other_threads_never_see_a_counter_decrease(scraped: Scraped) -> None:
     staying = Figures()
     scraped.process.add(staying)
     seen: list[float] = []
@@ -228,7 +228,7 @@ def test_samples_cross_processes_as_plain_values() -> None:
             assert value == 3
 
 
-def test_a_users_metric_is_exported_with_its_replicas_and_one_of_another_kind_is_not(
+def test_a_user_metric_is_exported_per_replica_unless_its_kind_differs(
     scraped: Scraped,
 ) -> None:
     hits = UserMetric("hits", MetricKind.COUNTER, "Hits.", ("model",))
@@ -260,7 +260,7 @@ def test_names_and_labels_follow_prometheus_rules() -> None:
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool comes with Debian's prometheus")
-def test_promtool_finds_nothing_wrong_with_any_metric(scraped: Scraped, tmp_path: Path) -> None:
+def test_promtool_accepts_all_metrics(scraped: Scraped, tmp_path: Path) -> None:
     samples: list[MetricSample] = []
     for name, spec in METRICS.items():
         value = HistogramCounts(spec.bounds) if spec.kind is MetricKind.HISTOGRAM else 1.0

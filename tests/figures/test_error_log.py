@@ -1,4 +1,4 @@
-"""Complaints: what fails every second is in the log once, and again when something else fails."""
+"""The error log: a repeated error is logged once, and again when the error changes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from daskserve.figures.error_log import ErrorLog
 
 
-def test_an_error_is_logged_once_and_again_when_it_is_another_one(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_repeated_error_is_logged_once_per_kind(caplog: pytest.LogCaptureFixture) -> None:
     error_log = ErrorLog(logging.getLogger("daskserve.test"))
     errors = [
         ValueError("no number: 17"),

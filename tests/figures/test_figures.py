@@ -1,4 +1,4 @@
-"""The figures of the request path: what falls into which bucket, and which word an error gets."""
+"""The counters of the request path: buckets, and the causes of errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_buckets_go_from_100_microseconds_to_a_minute_and_ascend() -> None:
     assert sorted(set(SIZE_BUCKETS)) == list(SIZE_BUCKETS)
 
 
-def test_a_bound_belongs_to_its_own_bucket_and_the_last_bucket_takes_the_rest() -> None:
+def test_a_bound_is_inclusive_and_the_last_bucket_is_unbounded() -> None:
     latency = LatencyHistogram()
     for seconds in (0.0, 0.0001, 0.00011, 60.0, 61.0):
         latency.observe(seconds)
@@ -31,7 +31,7 @@ def test_a_bound_belongs_to_its_own_bucket_and_the_last_bucket_takes_the_rest() 
     assert latency.sum_s == pytest.approx(121.00021)
 
 
-def test_a_copy_stays_as_it_is() -> None:
+def test_a_copy_does_not_change_with_the_original() -> None:
     histogram = HistogramCounts((1, 2))
     histogram.observe(1)
     twin = histogram.copy()
@@ -41,12 +41,12 @@ def test_a_copy_stays_as_it_is() -> None:
     assert (twin.counts, twin.sum) == ([1, 2, 0], 5)
 
 
-def test_histograms_of_other_bounds_are_not_added() -> None:
+def test_adding_a_histogram_with_other_bounds_raises() -> None:
     with pytest.raises(ValueError):
         HistogramCounts((1, 2)).add([1], 1)
 
 
-def test_what_a_replica_counts_is_plain() -> None:
+def test_the_counters_of_a_replica_are_plain_values() -> None:
     figures = ReplicaFigures()
     figures.handled += 2
     figures.latency.observe(0.02)
@@ -86,5 +86,5 @@ def test_batches_are_counted_by_method() -> None:
         (errors.UserCodeError("x"), "user_code"),
     ],
 )
-def test_every_error_has_one_of_few_words(error: Exception, cause: str) -> None:
+def test_every_error_has_a_cause(error: Exception, cause: str) -> None:
     assert cause_of(error) == cause

@@ -1,4 +1,4 @@
-"""The options of autoscaling: defaults, spellings and what is refused."""
+"""The options of autoscaling: defaults, spellings and invalid values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from daskserve.options.autoscaling import AutoscalingConfig
 
 
-def test_defaults_are_those_of_the_field() -> None:
+def test_defaults_are_as_documented() -> None:
     found = AutoscalingConfig()
     assert (found.min_replicas, found.initial_replicas, found.max_replicas) == (1, None, 1)
     assert (found.target_ongoing_requests, found.look_back_period_s, found.smoothing_factor) == (2, 30, 1)
@@ -25,7 +25,7 @@ def test_defaults_are_those_of_the_field() -> None:
     assert found.aggregation_function == "mean"
 
 
-def test_the_classic_spelling_and_the_nested_policy_are_understood() -> None:
+def test_the_classic_spelling_and_a_nested_policy_are_accepted() -> None:
     assert AutoscalingConfig(**{"target_num_ongoing_requests_per_replica": 5}).target_ongoing_requests == 5
     found = AutoscalingConfig(policy={"policy_function": "a.b:c", "policy_kwargs": {"d": 1}})
     assert (found.policy, found.policy_kwargs) == ("a.b:c", {"d": 1})
@@ -69,12 +69,12 @@ def test_the_classic_spelling_and_the_nested_policy_are_understood() -> None:
         ({"nonsense": 1}, "nonsense"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_by_name_and_value(options: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_refused_with_name_and_value(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         AutoscalingConfig(**options)
 
 
-def test_assignments_are_judged_too() -> None:
+def test_assignments_are_validated() -> None:
     found = AutoscalingConfig(max_replicas=3)
     with pytest.raises(ValueError, match="max_replicas=3 is less than min_replicas=4"):
         found.min_replicas = 4
@@ -89,6 +89,6 @@ def test_warnings_name_the_values_and_the_remedy() -> None:
     assert "both 4, so there is nothing" in AutoscalingConfig(max_replicas=7, multiple_of=4).warnings()[0]
 
 
-def test_what_policies_are_given_costs_no_pydantic() -> None:
+def test_the_policy_context_does_not_import_pydantic() -> None:
     code = "import sys, daskserve.autoscaling; sys.exit('pydantic' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,4 +1,4 @@
-"""Bounds of the autoscaler: whole groups, and the share of them at a target capacity."""
+"""Bounds of the autoscaler: whole groups, and the target capacity."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def test_a_capacity_scales_all_bounds() -> None:
     assert (nothing.least, nothing.first, nothing.most, nothing.nearest(7)) == (0, 0, 0, 0)
 
 
-def test_the_first_number_is_the_least_while_the_capacity_goes_up() -> None:
+def test_the_initial_number_is_the_minimum_while_the_capacity_goes_up() -> None:
     options = {"min_replicas": 4, "max_replicas": 20, "initial_replicas": 10}
     assert bounds(50, UP, **options).least == 5
     assert bounds(50, DOWN, **options).least == 2
     assert bounds(50, UP, min_replicas=4, max_replicas=20).least == 2
 
 
-def test_numbers_are_whole_groups_as_far_as_there_is_room() -> None:
+def test_numbers_are_rounded_up_to_whole_groups_within_the_maximum() -> None:
     found = bounds(min_replicas=3, max_replicas=11, initial_replicas=10, multiple_of=4)
     assert (found.least, found.first, found.most) == (4, 8, 8)
     assert [found.nearest(each) for each in (0, 4, 5, 8, 9, 50)] == [4, 4, 8, 8, 8, 8]
@@ -70,7 +70,7 @@ def test_numbers_are_whole_groups_as_far_as_there_is_room() -> None:
 @given(
     st.integers(0, 50), st.integers(0, 50), st.integers(1, 9), st.floats(0, 100), st.sampled_from([UP, DOWN])
 )
-def test_whatever_the_share_bounds_are_whole_groups_in_order(
+def test_bounds_at_any_capacity_are_ordered_whole_groups(
     least: int, more: int, unit: int, capacity: float, direction: str
 ) -> None:
     config = AutoscalingConfig(
@@ -91,11 +91,11 @@ def test_whatever_the_share_bounds_are_whole_groups_in_order(
 @pytest.mark.parametrize(
     "percent", [-1, 100.1, math.nan, math.inf, "50", "", True, [50], b"50", 1j, object()]
 )
-def test_what_is_no_percentage_is_refused(percent: Any) -> None:
+def test_an_invalid_percentage_is_refused(percent: Any) -> None:
     with pytest.raises(BadRequestError, match="give a percentage from 0 to 100, or None for all"):
         checked_capacity(percent)
 
 
-def test_numbers_of_any_kind_are_percentages() -> None:
+def test_any_type_of_number_is_a_percentage() -> None:
     assert [checked_capacity(each) for each in (0, 50, 99.5, 100, None)] == [0.0, 50.0, 99.5, 100.0, None]
     assert isinstance(checked_capacity(50), float)

@@ -1,4 +1,4 @@
-"""Options of backends: how the number of replicas may be given, and how not."""
+"""Options of backends: valid and invalid ways to set the number of replicas."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def autoscaling_of(**options: Any) -> AutoscalingConfig:
         ({"internal_metadata": BackendMetadata(autoscaling_config=FIVE)}, (1, 5)),
     ],
 )
-def test_there_are_several_ways_to_ask_for_autoscaling(
+def test_autoscaling_can_be_requested_in_several_ways(
     options: dict[str, Any], bounds: tuple[int, int]
 ) -> None:
     found = autoscaling_of(**options)
     assert (found.min_replicas, found.max_replicas) == bounds
 
 
-def test_the_classic_name_of_the_target_is_understood() -> None:
+def test_the_classic_name_of_the_target_is_accepted() -> None:
     metadata = {"autoscaling_config": {"target_num_ongoing_requests_per_replica": 7}}
     assert autoscaling_of(internal_metadata=metadata).target_ongoing_requests == 7
 
@@ -60,17 +60,17 @@ def test_the_classic_name_of_the_target_is_understood() -> None:
         ({"num_replicas": "auto", "autoscaling_config": 7}, "autoscaling_config"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_by_name(options: dict[str, Any], match: str) -> None:
+def test_invalid_options_are_refused_by_name(options: dict[str, Any], match: str) -> None:
     with pytest.raises(ValidationError, match=match):
         BackendConfig(**options)
 
 
-def test_a_dry_run_goes_with_a_number() -> None:
+def test_a_dry_run_can_be_combined_with_a_fixed_number() -> None:
     config = BackendConfig(num_replicas=3, autoscaling_config={**FIVE, "dry_run": True})  # type: ignore[arg-type]
     assert config.num_replicas == 3
 
 
-def test_one_way_takes_the_place_of_the_other() -> None:
+def test_autoscaling_and_a_fixed_number_replace_each_other() -> None:
     by_hand, scaled = BackendConfig(num_replicas=3), BackendConfig(num_replicas="auto")  # type: ignore[arg-type]
     assert by_hand.merged(scaled).autoscaling_config is not None
     assert "num_replicas" not in by_hand.merged(scaled).model_fields_set
@@ -80,7 +80,7 @@ def test_one_way_takes_the_place_of_the_other() -> None:
     assert (back.num_replicas, back.autoscaling_config) == (3, None)
 
 
-def test_a_deployment_takes_the_options_as_they_are() -> None:
+def test_a_deployment_accepts_the_same_options() -> None:
     @serve.deployment(num_replicas="auto")
     def double(x: int) -> int:
         return 2 * x
@@ -90,7 +90,7 @@ def test_a_deployment_takes_the_options_as_they_are() -> None:
     assert scaled.config.autoscaling_config == AutoscalingConfig(max_replicas=5)
 
 
-def test_a_function_travels_as_bytes_that_only_the_controller_loads() -> None:
+def test_a_function_is_sent_as_bytes_that_only_the_controller_unpickles() -> None:
     def two(context: serve.AutoscalingContext) -> int:
         return 2
 
@@ -103,7 +103,7 @@ def test_a_function_travels_as_bytes_that_only_the_controller_loads() -> None:
     assert found.internal_metadata.autoscaling_config is not None
 
 
-def test_a_function_that_cannot_travel_is_refused() -> None:
+def test_a_function_that_cannot_be_pickled_is_refused() -> None:
     lock = threading.Lock()
 
     def locked(context: serve.AutoscalingContext) -> int:

@@ -1,4 +1,4 @@
-"""Naming a Python environment, and finding its interpreter."""
+"""Python environments of replicas: valid names, and finding the interpreter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from daskserve.options.environment import CondaEnv, Interpreter, find_interprete
 
 
 def make_environment(prefix: Path, *, is_conda: bool = True) -> Path:
-    """Make a folder that looks like an environment."""
+    """Create a folder that looks like an environment."""
     (prefix / "bin").mkdir(parents=True)
     (prefix / "bin" / "python").symlink_to(sys.executable)
     if is_conda:
@@ -40,13 +40,13 @@ def test_an_environment_is_a_name_or_an_absolute_path(value: Any, expected: str 
 
 
 @pytest.mark.parametrize("value", [3, b"/env", ["x"], b"x"])
-def test_anything_else_is_a_type_error(value: Any) -> None:
+def test_any_other_type_is_a_type_error(value: Any) -> None:
     with pytest.raises(TypeError, match="env must be"):
         parse_environment(value)
 
 
 @pytest.mark.parametrize("value", ["", " ", "./env", "envs/x", " x"])
-def test_what_is_neither_a_name_nor_an_absolute_path_is_a_value_error(value: str) -> None:
+def test_a_relative_path_or_an_invalid_name_is_a_value_error(value: str) -> None:
     with pytest.raises(ValueError, match="env"):
         parse_environment(value)
 
@@ -59,12 +59,12 @@ def test_a_conda_environment_has_a_name(name: str) -> None:
         CondaEnv(None)  # type: ignore[arg-type]
 
 
-def test_no_environment_is_the_workers_own() -> None:
+def test_no_environment_means_that_of_the_worker() -> None:
     assert find_interpreter(None, {}) == Interpreter(sys.executable, sys.prefix)
     assert find_interpreter(sys.prefix, {}) == Interpreter(sys.executable, sys.prefix)
 
 
-def test_a_path_is_that_environment_as_if_activated(tmp_path: Path) -> None:
+def test_a_path_selects_the_environment_as_if_activated(tmp_path: Path) -> None:
     prefix = make_environment(tmp_path / "venv", is_conda=False)
     variables = {
         "HOME": "/home",
@@ -82,13 +82,13 @@ def test_a_path_is_that_environment_as_if_activated(tmp_path: Path) -> None:
     )
 
 
-def test_a_home_folder_is_that_of_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_home_folder_is_expanded_on_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_environment(tmp_path / "venv", is_conda=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert find_interpreter("~/venv", {}).prefix == str(tmp_path / "venv")
 
 
-def test_a_path_that_is_no_environment_is_named_with_what_was_looked_for(tmp_path: Path) -> None:
+def test_the_error_about_a_path_without_an_environment_names_the_missing_file(tmp_path: Path) -> None:
     with pytest.raises(BadRequestError, match=f"'{tmp_path}' is not the folder of an env.* no .*/bin/python"):
         find_interpreter(str(tmp_path), {})
     with pytest.raises(BadRequestError, match=f"'{tmp_path}/x' does not exist on {os.uname().nodename}"):
@@ -122,7 +122,7 @@ def test_the_root_environment_is_found_by_its_names(tmp_path: Path) -> None:
         assert find_interpreter(name, {"CONDA_EXE": f"{tmp_path}/bin/conda"}).prefix == str(tmp_path)
 
 
-def test_environments_elsewhere_are_found_in_condas_own_list(
+def test_environments_elsewhere_are_found_in_the_list_of_conda(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefix = make_environment(tmp_path / "far" / "away" / "x")
@@ -132,7 +132,7 @@ def test_environments_elsewhere_are_found_in_condas_own_list(
     assert find_interpreter("x", {}).prefix == str(prefix)
 
 
-def test_an_unknown_conda_environment_is_named_with_all_places(tmp_path: Path) -> None:
+def test_the_error_about_an_unknown_conda_environment_lists_all_searched_places(tmp_path: Path) -> None:
     make_environment(tmp_path / "envs" / "x", is_conda=False)
     with pytest.raises(ValueError, match=f"no conda environment 'x' .* looked for: .*{tmp_path}/envs/x"):
         find_interpreter("x", {"CONDA_EXE": f"{tmp_path}/bin/conda"})
@@ -152,6 +152,6 @@ def test_an_environment_implies_a_process() -> None:
     assert (wanted["env"], wanted["config"]["isolation"]) == ("x", "process")
 
 
-def test_an_environment_in_a_thread_is_a_contradiction() -> None:
+def test_an_environment_with_thread_isolation_is_refused() -> None:
     with pytest.raises(BadRequestError, match="isolation='thread'"):
         wish(config={"isolation": "thread"}, env="x")

@@ -1,4 +1,4 @@
-"""The options of the policy ``queue``, and that no password in them is ever shown."""
+"""The options of the policy ``queue``, and the masking of their passwords."""
 
 from __future__ import annotations
 
@@ -50,9 +50,7 @@ def config(**kwargs: Any) -> AutoscalingConfig:
         ),
     ],
 )
-def test_options_that_are_of_no_use_are_refused_when_they_are_given(
-    kwargs: dict[str, Any], message: str
-) -> None:
+def test_invalid_options_are_refused(kwargs: dict[str, Any], message: str) -> None:
     for wrong in (
         lambda: config(**kwargs),
         lambda: BackendConfig(**{"autoscaling_config": {"policy": "queue", "policy_kwargs": kwargs}}),
@@ -90,7 +88,7 @@ def test_no_error_about_other_options_shows_credentials() -> None:
     assert config.autoscaling_config.policy_kwargs == REDIS
 
 
-def test_errors_still_show_what_was_wrong() -> None:
+def test_errors_show_the_invalid_value() -> None:
     with pytest.raises(ValidationError, match=r"greater than or equal to 1 .*input_value=-3") as caught:
         BackendConfig(num_replicas=-3)
     assert caught.value.errors()[0]["loc"] == ("num_replicas",)
@@ -98,7 +96,7 @@ def test_errors_still_show_what_was_wrong() -> None:
         BackendConfig(**{"nun_replicas": 3})
 
 
-def test_a_policy_that_does_not_take_its_arguments_shows_no_credentials_either() -> None:
+def test_an_error_about_policy_arguments_shows_no_credentials() -> None:
     url = REDIS["broker_url"]
     with pytest.raises(ValueError, match="does not accept policy_kwargs") as caught:
         load_policy(AutoscalingConfig(policy="classic", policy_kwargs={"broker_url": url}))
@@ -118,7 +116,7 @@ def test_a_policy_that_does_not_take_its_arguments_shows_no_credentials_either()
         ("http://h/a@b", "http://h/a@b"),
     ],
 )
-def test_what_is_masked_of_a_text(text: str, shown: str) -> None:
+def test_credentials_in_text_are_masked(text: str, shown: str) -> None:
     assert masked(text) == shown
     assert masked({"a": [text, 1], text: None}) == {"a": [shown, 1], shown: None}
 
@@ -135,7 +133,7 @@ def test_what_is_masked_of_a_text(text: str, shown: str) -> None:
         ("amqp://u:p@h/v", "http://a:b@m:15672/api/", "http://m:15672", "v", ("a", "b")),
     ],
 )
-def test_where_rabbitmq_tells_of_a_queue(
+def test_the_management_url_of_a_queue(
     broker: str, management: str | None, base: str, vhost: str, login: tuple[str, str]
 ) -> None:
     found = QueueOptions(broker, "q", management).management()

@@ -1,4 +1,4 @@
-"""A scaler without a controller: what it decides is made true by the test, or not at all."""
+"""A scaler without a controller, whose decisions the test applies or ignores."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ QUICK: Mapping[str, Any] = {
 
 
 class Desk:
-    """A scaler whose decisions nobody makes true, but the test; or the desk at once, if it ``follows``."""
+    """A scaler whose decisions are applied by the test, or at once if ``follows`` is true."""
 
     def __init__(self, *, follows: bool = False) -> None:
         self.follows = follows
@@ -43,7 +43,7 @@ class Desk:
                 self.set(replace(self.state.backends[tag], scaled_to=number))
 
     def put(self, policy: str, tag: str = "b", **options: Any) -> BackendRecord:
-        """Deploy a policy, anew if there is one."""
+        """Deploy a backend with a policy, or replace its policy."""
         config = {"autoscaling_config": {**QUICK, **options, "policy": policy}}
         record = carried_over(backend(tag, config=config), self.state.backends.get(tag), 0.0)
         return self.set(record)
@@ -57,7 +57,7 @@ class Desk:
         return self.observed.scalings[tag]
 
     def wants(self, tag: str = "b") -> int | None:
-        """Return the number that would be made true."""
+        """Return the number of the last decision, if it would be applied."""
         found = self.observed.scalings.get(tag)
         return found.replicas if found is not None and found.is_for(self.state.backends[tag]) else None
 

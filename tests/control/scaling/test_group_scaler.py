@@ -1,4 +1,4 @@
-"""Groups: one policy of the user's for several backends, asked once, and all else each backend's own."""
+"""Groups: several backends share one call of a user's policy; all else is per backend."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MODULE = "policies_for_groups"
 
 @pytest.fixture
 def policies(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A module of policies, as it were a user's; ``go_on`` ends what hangs."""
+    """A module with user policies; setting ``go_on`` ends the calls that hang."""
     module = ModuleType(MODULE)
     go_on = threading.Event()
     asked: list[dict[str, int]] = []
@@ -64,7 +64,7 @@ def number(desk: Desk, tag: str) -> int:
 
 
 def twice(contexts: Contexts) -> dict[str, int]:
-    """Have twice as many of b as of a."""
+    """Return twice as many replicas of b as of a."""
     wanted = int(contexts["a"].samples[-1].queued) if contexts["a"].samples else 1
     return {"a": wanted, "b": 2 * wanted}
 
@@ -76,7 +76,7 @@ def context(name: str, target: int = 3) -> AutoscalingContext:
     return AutoscalingContext(name, AutoscalingConfig(max_replicas=9), 1, 1, target, target, state={"n": 1})
 
 
-def test_an_answer_is_taken_apart_by_name_and_who_is_left_out_keeps_the_number() -> None:
+def test_an_answer_is_split_by_name_and_a_missing_backend_keeps_its_number() -> None:
     contexts = {name: context(name) for name in "abcd"}
     found = checked_decisions({"a": 4, "b": (5, {"n": 2}), "c": Decision(6, "why", {}, True)}, contexts)
     assert {name: each.replicas for name, each in found.items()} == {"a": 4, "b": 5, "c": 6, "d": 3}
@@ -100,7 +100,7 @@ BAD: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("answer", "message"), BAD)
-def test_of_an_answer_that_is_none_nothing_is_done(answer: Any, message: str, policies: Any) -> None:
+def test_an_invalid_answer_changes_no_backend(answer: Any, message: str, policies: Any) -> None:
     policies.decide = lambda contexts: answer
 
     async def scene(desk: Desk) -> None:
@@ -113,10 +113,10 @@ def test_of_an_answer_that_is_none_nothing_is_done(answer: Any, message: str, po
     asyncio.run(attended(scene))
 
 
-# ---- policy_calls
+# ---- policy calls
 
 
-def test_the_policy_is_asked_once_about_all_at_the_shortest_interval(policies: Any) -> None:
+def test_the_policy_is_called_once_for_all_backends_at_the_shortest_interval(policies: Any) -> None:
     at: list[float] = []
 
     def decide(contexts: Contexts) -> dict[str, int]:
@@ -163,7 +163,7 @@ def test_backends_join_and_leave_at_any_time(policies: Any) -> None:
     asyncio.run(attended(scene))
 
 
-def test_those_with_another_policy_or_other_arguments_are_apart_until_they_agree(policies: Any) -> None:
+def test_backends_with_another_policy_or_arguments_form_a_separate_group(policies: Any) -> None:
     asked: dict[str, list[str]] = {}
 
     def decide(contexts: Contexts, name: str = "one") -> dict[str, int]:
@@ -186,7 +186,7 @@ def test_those_with_another_policy_or_other_arguments_are_apart_until_they_agree
 
 
 class Counting:
-    """A policy with arguments, made once, and a state of its own for each backend."""
+    """A policy with arguments, instantiated once, with a state per backend."""
 
     made = 0
 
@@ -203,7 +203,7 @@ class Counting:
         return found
 
 
-def test_policies_may_be_async_classes_and_have_a_state_for_each_backend(
+def test_a_policy_may_be_an_async_class_with_a_state_per_backend(
     policies: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Counting, "made", 0)
@@ -217,7 +217,7 @@ def test_policies_may_be_async_classes_and_have_a_state_for_each_backend(
     assert Counting.made == 1
 
 
-def test_all_but_the_question_is_each_backends_own(policies: Any) -> None:
+def test_only_the_policy_call_is_shared(policies: Any) -> None:
     policies.decide = lambda contexts: dict.fromkeys(contexts, 8)
 
     async def scene(desk: Desk) -> None:
@@ -240,13 +240,11 @@ def test_all_but_the_question_is_each_backends_own(policies: Any) -> None:
     run_virtual(partial(attended, follows=True), scene)
 
 
-# ---- trouble
+# ---- failures
 
 
 @pytest.mark.parametrize("trouble", ["raises", "ends", "hang", "nowhere", "hangs_when_made"])
-def test_without_an_answer_nobody_changes_and_who_waits_at_zero_is_answered(
-    trouble: str, policies: Any
-) -> None:
+def test_without_an_answer_only_waiting_requests_at_zero_start_replicas(trouble: str, policies: Any) -> None:
     def raises(contexts: Contexts) -> dict[str, int]:
         raise RuntimeError("no idea")
 
@@ -279,7 +277,7 @@ def test_without_an_answer_nobody_changes_and_who_waits_at_zero_is_answered(
     asyncio.run(attended(scene))
 
 
-def test_who_waits_at_zero_is_answered_whatever_the_policy_wants(policies: Any) -> None:
+def test_waiting_requests_at_zero_override_the_policy(policies: Any) -> None:
     policies.decide = lambda contexts: {"a": 0}
 
     async def scene(desk: Desk) -> None:
@@ -296,7 +294,7 @@ def test_who_waits_at_zero_is_answered_whatever_the_policy_wants(policies: Any) 
     run_virtual(partial(attended, follows=True), scene)
 
 
-def test_it_is_never_asked_twice_at_a_time_and_a_late_answer_is_not_for_another_number(
+def test_calls_do_not_overlap_and_a_late_answer_does_not_apply_to_another_number(
     policies: Any,
 ) -> None:
     def hang(contexts: Contexts) -> dict[str, int]:
@@ -329,7 +327,7 @@ def test_it_is_never_asked_twice_at_a_time_and_a_late_answer_is_not_for_another_
 
 
 @pytest.mark.parametrize("how", ["other policy", "deleted"])
-def test_a_policy_that_hangs_is_left_behind_when_the_last_one_leaves(
+def test_a_hanging_policy_is_abandoned_when_its_last_backend_leaves(
     how: str, policies: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     policies.decide = lambda contexts: dict.fromkeys(contexts, 5)
@@ -351,7 +349,7 @@ def test_a_policy_that_hangs_is_left_behind_when_the_last_one_leaves(
     assert sum("policy of group g hangs; its thread is abandoned" in each for each in told) == 1
 
 
-def test_a_policy_that_could_not_be_had_is_tried_again(policies: Any) -> None:
+def test_a_policy_that_does_not_load_is_retried(policies: Any) -> None:
     async def scene(desk: Desk) -> None:
         put(desk, "a", "b", policy="later", metrics_interval_s=1.0)
         await asyncio.sleep(2.5 * POLICY_RETRY_S)
@@ -407,7 +405,7 @@ def test_b_has_twice_as_many_as_a_also_after_the_controller_is_replaced() -> Non
 
 
 @pytest.mark.parametrize("policy", ["target_ongoing_requests", "classic", "schedule", "latency"])
-def test_a_policy_that_comes_with_daskserve_has_no_group(policy: str) -> None:
+def test_a_built_in_policy_cannot_have_a_group(policy: str) -> None:
     with pytest.raises(ValueError, match="decides for each backend alone; omit group, or give a custom p"):
         AutoscalingConfig(group="g", policy=policy)
     with pytest.raises(ValueError, match="group"):
@@ -420,8 +418,8 @@ def test_a_group_cannot_be_simulated() -> None:
         simulate(Trace([1.0]), config, Service())
 
 
-def test_one_function_is_the_same_policy_whenever_it_is_pickled() -> None:
-    """What is told apart by its pickle must have the same one at each deploy of a program."""
+def test_a_function_has_the_same_pickle_each_time() -> None:
+    """Policies are compared by their pickles, so each deploy of a program must give the same one."""
 
     def local(contexts: Contexts) -> dict[str, int]:
         return {name: len(BAD) for name in contexts}

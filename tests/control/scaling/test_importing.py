@@ -1,4 +1,4 @@
-"""Where a thread hangs that loads what users wrote."""
+"""The code location of a thread that hangs while it imports user code."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def running(function: Callable[..., Any], *args: Any) -> Iterator[threading.Thre
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[threading.Event]:
-    """What modules of the test wait for when they are imported; they find it in `sys`."""
+    """An event that the test's modules wait for during import; they find it in `sys`."""
     gate, monkeypatched = threading.Event(), tmp_path / "inner_of_importing.py"
     monkeypatch.setattr(sys, "gate_of_importing", gate, raising=False)
     monkeypatched.write_text("import sys\n\nsys.gate_of_importing.wait(30)\n")
@@ -46,9 +46,9 @@ def wait_for(thread: threading.Thread, words: str) -> str:
     raise AssertionError(found)
 
 
-def test_an_import_that_hangs_is_named_with_its_place(gate: threading.Event) -> None:
+def test_a_hanging_import_is_described_with_its_location(gate: threading.Event) -> None:
     with running(importlib.import_module, "outer_of_importing") as thread:
-        # It waits within `threading`, but that is not what the user has to look at.
+        # The thread waits within `threading`, but the user needs the line of their own code.
         found = wait_for(thread, "importing inner_of_importing for outer_of_importing")
         assert "inner_of_importing.py:3," in found
         assert found.endswith(REMEDY)
@@ -57,22 +57,22 @@ def test_an_import_that_hangs_is_named_with_its_place(gate: threading.Event) -> 
 
 @pytest.mark.parametrize("how", [importlib.import_module, __import__])
 @pytest.mark.parametrize("is_known", [True, False])
-def test_who_waits_for_an_import_of_somebody_else_is_told_so(
+def test_a_thread_that_waits_for_another_import_is_described_as_waiting(
     how: Callable[[str], Any], is_known: bool, gate: threading.Event
 ) -> None:
     with running(importlib.import_module, "outer_of_importing") as first:
         wait_for(first, "inner_of_importing.py:3")
         module = sys.modules["inner_of_importing"]
         if not is_known:
-            del sys.modules["inner_of_importing"]  # which does not help
+            del sys.modules["inner_of_importing"]  # this does not release the lock
         with running(how, "inner_of_importing") as second:
             found = wait_for(second, "an earlier import of inner_of_importing has not ended")
             assert found.endswith(REMEDY)
-            sys.modules["inner_of_importing"] = module  # where the first one looks for it at its end
+            sys.modules["inner_of_importing"] = module  # the first import looks for it when it ends
             gate.set()
 
 
-def test_code_that_hangs_outside_of_imports_is_named_by_its_place_alone(gate: threading.Event) -> None:
+def test_code_that_hangs_outside_imports_is_described_by_its_location_only(gate: threading.Event) -> None:
     def hang() -> None:
         gate.wait(30)
 
@@ -82,7 +82,7 @@ def test_code_that_hangs_outside_of_imports_is_named_by_its_place_alone(gate: th
         gate.set()
 
 
-def test_one_that_has_ended_is_nowhere() -> None:
+def test_an_ended_thread_has_no_location() -> None:
     thread = threading.Thread(target=int)
     assert thread_location(thread) == ""
     thread.start()

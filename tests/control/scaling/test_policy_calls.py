@@ -1,4 +1,4 @@
-"""Policies of users that hang, end the process, cannot be had or answer too late."""
+"""User policies that hang, end the process, do not load, or answer too late."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from daskserve.testing import run_virtual, wait_until
 
 @pytest.fixture
 def policies(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A module of policies, as it were a user's; ``go_on`` ends what hangs."""
+    """A module with user policies; setting ``go_on`` ends the calls that hang."""
     module = ModuleType("policies_of_the_users")
     go_on = threading.Event()
 
@@ -59,7 +59,7 @@ ENDS = [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), GeneratorE
 
 
 @pytest.mark.parametrize("error", ENDS, ids=lambda error: type(error).__name__)
-def test_whatever_a_policy_raises_the_loop_goes_on(error: BaseException, policies: Any) -> None:
+def test_no_exception_of_a_policy_ends_the_loop(error: BaseException, policies: Any) -> None:
     async def scene(desk: Desk) -> None:
         policies.ends = raising(error)
         desk.put(f"{policies.__name__}:ends")
@@ -71,7 +71,7 @@ def test_whatever_a_policy_raises_the_loop_goes_on(error: BaseException, policie
     asyncio.run(attended(scene))
 
 
-def test_a_module_that_ends_the_process_when_imported_is_a_policy_that_cannot_be_used(
+def test_a_module_that_exits_during_import_cannot_be_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "ends_at_once.py").write_text("raise SystemExit('not here')\n")
@@ -84,7 +84,7 @@ def test_a_module_that_ends_the_process_when_imported_is_a_policy_that_cannot_be
     asyncio.run(attended(scene))
 
 
-def test_a_policy_that_hangs_is_replaced_by_the_next_one(
+def test_a_hanging_policy_is_replaced_by_the_next_one(
     policies: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scene(desk: Desk) -> None:
@@ -102,10 +102,10 @@ def test_a_policy_that_hangs_is_replaced_by_the_next_one(
     assert sum("its thread is abandoned; abandoned threads: 1" in each for each in told) == 1
 
 
-def test_a_module_that_hangs_when_imported_is_replaced_by_one_of_another_name(
+def test_a_module_that_hangs_during_import_is_replaced_by_one_with_another_name(
     policies: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Python imports no mended one of the same name before the first import is over, and we say so."""
+    """Python imports no fixed module of the same name before the first import ends; the reason says so."""
     text = f"from {policies.__name__} import go_on\ngo_on.wait(30)\ndef policy(context): return 8\n"
     (tmp_path / "hangs_at_once.py").write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -144,7 +144,7 @@ def test_a_module_that_hangs_when_imported_is_replaced_by_one_of_another_name(
         ("policies_of_the_users:ends", 0, "SystemExit"),
     ],
 )
-def test_who_waits_at_zero_is_answered_without_the_policy(
+def test_waiting_requests_at_zero_start_a_replica_without_the_policy(
     policy: str, least: int, why: str, policies: Any
 ) -> None:
     class HangsWhenMade:
@@ -170,7 +170,7 @@ def test_who_waits_at_zero_is_answered_without_the_policy(
     asyncio.run(attended(scene))
 
 
-def test_a_policy_that_could_not_be_had_is_tried_again_and_told_of_once(
+def test_a_policy_that_does_not_load_is_retried_and_logged_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -189,7 +189,7 @@ def test_a_policy_that_could_not_be_had_is_tried_again_and_told_of_once(
     ]
 
 
-def test_policies_that_hang_take_no_thread_from_anybody(policies: Any) -> None:
+def test_hanging_policies_take_no_thread_from_others(policies: Any) -> None:
     pool = min(32, (os.cpu_count() or 1) + 4)
 
     async def scene(desk: Desk) -> None:
@@ -206,7 +206,7 @@ def test_policies_that_hang_take_no_thread_from_anybody(policies: Any) -> None:
     asyncio.run(attended(scene))
 
 
-def test_a_policy_that_hangs_does_not_keep_the_process() -> None:
+def test_a_hanging_policy_does_not_keep_the_process_from_ending() -> None:
     program = """
 import asyncio, threading
 from daskserve.clock import LoopClock
@@ -224,7 +224,7 @@ asyncio.run(main())
     assert done.stdout == b"hangs\n"
 
 
-def test_an_answer_that_comes_late_is_not_about_other_options_or_another_number(policies: Any) -> None:
+def test_a_late_answer_does_not_apply_to_other_options_or_another_number(policies: Any) -> None:
     asked: list[tuple[int, int]] = []
 
     def stubborn(context: AutoscalingContext) -> int:
@@ -258,7 +258,7 @@ def test_an_answer_that_comes_late_is_not_about_other_options_or_another_number(
         asyncio.run(attended(scene))
 
 
-def test_an_error_without_words_is_named() -> None:
+def test_an_error_whose_text_raises_is_reported_by_its_type() -> None:
     async def main() -> None:
         def speechless() -> None:
             raise _Mute

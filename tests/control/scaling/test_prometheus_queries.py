@@ -1,4 +1,4 @@
-"""Values from a Prometheus server: how answers are read, how old they may be, and a server over a socket."""
+"""Values from a Prometheus server: parsing, ages, and a server over a real socket."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def test_a_vector_of_one_and_a_scalar_have_a_value() -> None:
         (b"\xff", "not JSON"),
     ],
 )
-def test_any_other_answer_is_an_error_that_says_what_to_do(body: bytes, message: str) -> None:
+def test_any_other_answer_is_an_error_with_a_remedy(body: bytes, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         value_of(body)
 
 
 class ScriptedServer:
-    """Answers with what it was told to."""
+    """A server with scripted answers."""
 
     def __init__(self) -> None:
         self.now: Any = vector("1")
@@ -72,7 +72,7 @@ def queries(server: Any, address: str = "http://p:9090/base/") -> PrometheusQuer
     return PrometheusQueries(address, {"lag": "sum(lag) > 0"}, fetch=server, clock=LoopClock())
 
 
-def test_a_value_is_asked_for_at_every_interval_and_ages() -> None:
+def test_a_value_is_polled_at_every_interval_and_becomes_stale() -> None:
     server = ScriptedServer()
 
     async def scenario() -> None:
@@ -118,7 +118,7 @@ class QueryHandler(RequestHandler):
             self.finish(vector("42"))
 
 
-def test_over_a_real_socket_values_and_refusals_come_in() -> None:
+def test_values_and_errors_arrive_over_a_real_socket() -> None:
     async def scenario() -> None:
         socket, port = bind_unused_port()
         server = HTTPServer(Application([("/api/v1/query", QueryHandler)]))
@@ -150,23 +150,21 @@ def test_over_a_real_socket_values_and_refusals_come_in() -> None:
     [
         (b"", False),  # silence
         (b"", True),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n{", True),  # its end in the middle
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n{", False),  # or none at all
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n{", True),  # closed in the middle
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n{", False),  # never closed
         (b"SSH-2.0-whatever\r\n", True),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 999999999\r\n\r\n", False),  # more than is taken
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 999999999\r\n\r\n", False),  # larger than accepted
         (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello", True),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nnull", True),
     ],
 )
-def test_a_server_that_is_slow_dies_or_talks_garbage_gives_no_value(
-    answer_bytes: bytes, closes: bool
-) -> None:
+def test_a_slow_dying_or_garbled_server_gives_no_value(answer_bytes: bytes, closes: bool) -> None:
     async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(answer_bytes)
         await writer.drain()
         if not closes:
-            await reader.read()  # until the other side has had enough
+            await reader.read()  # until the client disconnects
         writer.close()
 
     async def main() -> None:

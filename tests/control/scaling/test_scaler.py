@@ -1,4 +1,4 @@
-"""Autoscaling in a controller: loads come in, numbers are recorded, and replicas follow."""
+"""Autoscaling in a controller: loads arrive, targets are recorded, and replicas follow."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from daskserve.errors import BadRequestError, NotFoundError, ReplicaStartError
 from daskserve.payload import dump_bytes
 from daskserve.testing import wait_until
 
-#: So quick that a test sees all of it.
+#: Short intervals and delays, so that a test sees every step.
 QUICK: Mapping[str, Any] = {
     "min_replicas": 0,
     "max_replicas": 4,
@@ -51,7 +51,7 @@ async def report(stage: Stage, waiting: int, in_flight: int = 0, router: str = "
 
 
 async def load(stage: Stage, waiting: int, in_flight: int = 0, *, seconds: float) -> None:
-    """Report the same every second for some time."""
+    """Report the same load every second for some time."""
     for _ in range(int(seconds)):
         await report(stage, waiting, in_flight)
         await stage.clock.sleep(1.0)
@@ -76,7 +76,7 @@ def test_a_backend_at_zero_is_healthy_and_starts_as_soon_as_a_request_waits() ->
     play(scenario)
 
 
-def test_the_wanted_number_and_its_reasons_outlive_the_controller() -> None:
+def test_the_target_and_its_reason_outlive_the_controller() -> None:
     async def scenario(stage: Stage) -> None:
         await stage.create(autoscaling_config={**QUICK, "downscale_delay_s": 600.0})
         await load(stage, 4, seconds=10)
@@ -93,14 +93,14 @@ def test_the_wanted_number_and_its_reasons_outlive_the_controller() -> None:
     play(scenario, workers=4)
 
 
-def test_what_a_router_told_that_is_gone_does_not_pin_replicas() -> None:
+def test_the_last_report_of_a_lost_router_does_not_keep_replicas() -> None:
     async def scenario(stage: Stage) -> None:
         await stage.create(autoscaling_config=QUICK)
         await load(stage, 4, seconds=8)
         await stage.until(lambda: count(stage) == 4)
         gone_at = stage.clock.now()
         await stage.until(lambda: not stage.running)
-        # Down to 1 after the delay, and to none after another one.
+        # Down to 1 after the delay, and to 0 after another delay.
         assert 5.0 <= stage.clock.now() - gone_at <= STALE_S + 3 * 5.0 + 3.0
         assert recorded(stage).scaled_to == 0
         assert (await explained(stage)).samples[-1].queued == 0
@@ -108,7 +108,7 @@ def test_what_a_router_told_that_is_gone_does_not_pin_replicas() -> None:
     play(scenario)
 
 
-def test_new_bounds_hold_at_once() -> None:
+def test_new_bounds_apply_at_once() -> None:
     async def scenario(stage: Stage) -> None:
         await stage.create(autoscaling_config={**QUICK, "min_replicas": 1})
         assert count(stage) == 1
@@ -126,7 +126,7 @@ def test_new_bounds_hold_at_once() -> None:
     play(scenario)
 
 
-def test_a_number_beside_autoscaling_is_refused() -> None:
+def test_a_fixed_number_together_with_autoscaling_is_refused() -> None:
     async def scenario(stage: Stage) -> None:
         await stage.create(autoscaling_config=QUICK)
         with pytest.raises(BadRequestError, match="num_replicas=2 is given together with autoscaling_config"):
@@ -135,7 +135,7 @@ def test_a_number_beside_autoscaling_is_refused() -> None:
     play(scenario)
 
 
-def test_a_dry_run_only_tells() -> None:
+def test_a_dry_run_only_reports() -> None:
     async def scenario(stage: Stage) -> None:
         await stage.create(num_replicas=1, autoscaling_config={**QUICK, "dry_run": True})
         await load(stage, 4, seconds=10)
@@ -147,7 +147,7 @@ def test_a_dry_run_only_tells() -> None:
     play(scenario)
 
 
-def test_a_dry_run_that_is_switched_on_keeps_the_replicas() -> None:
+def test_enabling_dry_run_keeps_the_replicas() -> None:
     async def scenario(stage: Stage) -> None:
         await stage.create(autoscaling_config={**QUICK, "min_replicas": 1})
         await load(stage, 4, seconds=10)
@@ -176,7 +176,7 @@ def broken(context: AutoscalingContext) -> int:
 
 
 @pytest.mark.parametrize(("policy", "expected"), [(two_and_the_load, 3), (patient, 3), (broken, 1)])
-def test_a_function_of_the_users_decides(policy: Any, expected: int) -> None:
+def test_a_user_function_decides(policy: Any, expected: int) -> None:
     config = {**QUICK, "min_replicas": 1, "upscale_delay_s": 0.0, "policy": dump_bytes(policy)}
 
     async def scenario(stage: Stage) -> None:
@@ -190,7 +190,7 @@ def test_a_function_of_the_users_decides(policy: Any, expected: int) -> None:
     play(scenario)
 
 
-def test_what_replicas_measure_by_themselves_decides() -> None:
+def test_custom_metrics_of_replicas_decide() -> None:
     async def scenario(stage: Stage) -> None:
         def tell(value: float) -> None:
             for each in stage.running_of("b"):
@@ -210,7 +210,7 @@ def test_what_replicas_measure_by_themselves_decides() -> None:
     play(scenario)
 
 
-def test_a_policy_that_cannot_be_had_leaves_the_number_and_says_so() -> None:
+def test_a_policy_that_does_not_load_keeps_the_number_and_is_reported() -> None:
     async def scenario(stage: Stage) -> None:
         config = {**QUICK, "min_replicas": 1, "policy": "no_such_module:decide"}
         await stage.create(autoscaling_config=config)
@@ -224,7 +224,7 @@ def test_a_policy_that_cannot_be_had_leaves_the_number_and_says_so() -> None:
     play(scenario)
 
 
-def test_a_new_version_comes_about_though_the_load_wants_more_than_fits() -> None:
+def test_a_rollout_completes_although_the_load_needs_more_replicas_than_fit() -> None:
     async def scenario(stage: Stage) -> None:
         config = {**QUICK, "min_replicas": 1, "max_replicas": 20}
         options = {"num_cpus": 4}
@@ -242,7 +242,7 @@ def test_a_new_version_comes_about_though_the_load_wants_more_than_fits() -> Non
     play(scenario)
 
 
-def test_a_change_that_fails_is_taken_back_and_the_number_is_not() -> None:
+def test_a_failed_change_is_rolled_back_and_the_number_is_kept() -> None:
     async def scenario(stage: Stage) -> None:
         async def refuse_late(replica: ScriptedReplica) -> None:
             await stage.clock.sleep(8.0)
@@ -261,7 +261,7 @@ def test_a_change_that_fails_is_taken_back_and_the_number_is_not() -> None:
     play(scenario)
 
 
-def test_a_backend_that_cannot_start_is_not_healthy_for_having_been_at_zero() -> None:
+def test_a_backend_that_cannot_start_from_zero_is_not_healthy() -> None:
     async def scenario(stage: Stage) -> None:
         async def fail(replica: ScriptedReplica) -> None:
             raise RuntimeError("no weights")
@@ -276,7 +276,7 @@ def test_a_backend_that_cannot_start_is_not_healthy_for_having_been_at_zero() ->
     play(scenario)
 
 
-def test_what_is_unknown_or_not_autoscaled_is_explained_as_such() -> None:
+def test_explain_reports_unknown_and_not_autoscaled_backends() -> None:
     async def scenario(stage: Stage) -> None:
         await stage.create(num_replicas=2)
         told = await explained(stage)
@@ -288,7 +288,7 @@ def test_what_is_unknown_or_not_autoscaled_is_explained_as_such() -> None:
     play(scenario)
 
 
-def test_on_an_adaptive_cluster_workers_are_emptied_and_elsewhere_replicas_stay_spread() -> None:
+def test_only_on_an_adaptive_cluster_scaling_down_empties_workers() -> None:
     async def scenario(stage: Stage) -> None:
         for is_adaptive, expected in ((False, 3), (True, 2)):
             stage.cluster.is_adaptive = is_adaptive
@@ -303,7 +303,7 @@ def test_on_an_adaptive_cluster_workers_are_emptied_and_elsewhere_replicas_stay_
 
 
 class Blocking:
-    """A policy that blocks until it is let go; by reference, so that the test has it in its hand."""
+    """A policy that blocks until released; it is pickled by reference, so the test can release it."""
 
     def __init__(self) -> None:
         self.go_on = threading.Event()
@@ -321,7 +321,7 @@ class Blocking:
 blocking = Blocking()
 
 
-def test_a_policy_that_blocks_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_blocking_policy_blocks_no_other_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     options = {**QUICK, "min_replicas": 1, "metrics_interval_s": 0.01, "upscale_delay_s": 0.0}
     stuck = backend("stuck", config={"autoscaling_config": {**options, "policy": dump_bytes(blocking)}})
     quick = backend("quick", config={"autoscaling_config": options})
