@@ -9,7 +9,8 @@ from typing import Any
 
 from daskserve.cluster.base import ActorContext, verb, verbs_of
 from daskserve.data.caller.handle import routers_of
-from daskserve.data.replica.isolation import IsolatedReplica
+from daskserve.data.replica.child_code import ChildCode
+from daskserve.data.replica.local_code import LocalCode
 from daskserve.data.replica.replica import Replica
 from daskserve.errors import BadRequestError, ServeError
 from daskserve.figures.table import MetricSample
@@ -41,7 +42,7 @@ def make_controller(context: ActorContext) -> Any:
 def make_replica(context: ActorContext) -> Any:
     """Return a replica whose user code runs where its backend wants it: in this process or one of its own."""
     start = ReplicaStart.decode(context.spec.payload)
-    return IsolatedReplica(context) if start.isolation == "process" else Replica(context)
+    return Replica(context, ChildCode if start.isolation == "process" else LocalCode)
 
 
 class IngressOptions:

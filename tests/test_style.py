@@ -35,14 +35,9 @@ SIZE_EXCEPTIONS: Mapping[str, str] = {
     "daskserve/control/changes.py:ChangingVerbs": "within the budget without its bases",
     "daskserve/control/controller.py:Controller": "within the budget without its bases",
     "daskserve/data/batching/function.py:BatchedFunction": "within the budget without its bases",
-    "daskserve/data/replica/isolation.py:ChildReplica": "within the budget without its bases",
-    "daskserve/data/replica/isolation.py:IsolatedReplica": "within the budget without its bases",
-    "daskserve/data/replica/replica.py:Replica": "within the budget without its bases",
 }
 #: ``"Name": "why two classes have it"``
 NAME_EXCEPTIONS: Mapping[str, str] = {
-    "Call": "a request as the caller's link has it, and as the wall before user code has it",
-    "Exchange": "a request and its response, at the server and at user code",
     "Inbox": "received messages of a stream, and of a WebSocket",
     "IngressOptions": "the protocol of what the ingress reads, and the values that it gets",
     "Link": "the protocol of a connection to a cluster, and the one to Dask",

@@ -19,10 +19,10 @@ from typing import Any, TypeVar
 
 from daskserve import payload as pickled
 from daskserve.data.batching.results import as_results
-from daskserve.data.replica.conversion import Answer, Unfinished, dump_result, failure, to_answer
+from daskserve.data.replica.conversion import ConvertedResponse, Unfinished, dump_result, failure, to_answer
 from daskserve.data.replica.requests import HTTPRequest, ServeRequest, legacy_argument
 from daskserve.errors import ServeError, UserCodeError
-from daskserve.types import Payload, Receive
+from daskserve.types import Payload, Receive, nothing_to_receive
 
 CallableT = TypeVar("CallableT", bound=Callable[..., Any])
 
@@ -63,7 +63,7 @@ class BatchItem:
 
 
 #: What becomes of one item: a response, the pickled result of a call, or the error of a call.
-Outcome = Answer | Unfinished | Payload | Exception
+Outcome = ConvertedResponse | Unfinished | Payload | Exception
 
 
 class Batch:
@@ -77,7 +77,7 @@ class Batch:
         self.requests: list[Any] = []
         for index, item in enumerate(items):
             try:
-                self.requests.append(item.request(_no_message))
+                self.requests.append(item.request(nothing_to_receive))
             except Exception as error:  # an unreadable argument is that caller's trouble only
                 self._outcomes[index] = self._failed(item, error)
 
@@ -95,7 +95,7 @@ class Batch:
 
     def fail(self, error: Exception) -> list[Outcome]:
         """Return all outcomes, given what the user's code raised. It is logged once."""
-        answer: Answer | None = None
+        answer: ConvertedResponse | None = None
         outcomes: list[Outcome] = []
         for item, outcome in zip(self._items, self._outcomes, strict=True):
             if outcome is None and item.scope is not None:
@@ -143,7 +143,3 @@ def answer_batch_in_thread(
         return batch.split(function(batch.requests) if batch.requests else [])
     except Exception as error:  # the user's, and the answer to all of them
         return batch.fail(error)
-
-
-async def _no_message() -> Any:
-    return {"type": "http.disconnect"}

@@ -18,9 +18,10 @@ from typing import Any
 from daskserve.clock import Clock
 from daskserve.data.replica.conversion import user_traceback
 from daskserve.data.replica.definitions import is_async
+from daskserve.data.replica.runner import Run
 from daskserve.data.replica.servable import Servable
-from daskserve.data.replica.wall import Call, Wall
-from daskserve.errors import ActorLostError, UserCodeError
+from daskserve.data.replica.wall import Wall
+from daskserve.errors import ActorLostError
 
 logger = logging.getLogger("daskserve.replica")
 
@@ -113,7 +114,7 @@ class StatsRecorder:
         self._clock = clock
         self._values: dict[str, float] = {}
         self._recorded_at = -math.inf
-        self._call: Call[_Recorded] | None = None
+        self._run: Run | None = None
         self._began = 0.0
         self._is_async = False
         #: The kinds of trouble that are in the log already; they would be there every second.
@@ -122,10 +123,10 @@ class StatsRecorder:
     def figures(self) -> dict[str, Any]:
         """Return the newest values as ``{"custom": ...}``, nothing if there are none; have them renewed."""
         now = self._clock.now()
-        if self._call is None:
+        if self._run is None:
             self._begin(now)
         elif self._is_late(now):
-            self._give_up(self._call)
+            self._give_up(self._run)
         return {"custom": dict(self._values)} if self._values and now - self._recorded_at <= KEPT_S else {}
 
     def _begin(self, now: float) -> None:
@@ -140,29 +141,34 @@ class StatsRecorder:
         if not servable.is_class or not callable(hook):
             return
         self._began, self._is_async = now, is_async(hook)
+        if wall.is_closed:
+            return
+        context = wall.context.copy()
         if self._is_async:
-            self._call = wall.start_async(_record, target, on_end=self._end)
+            self._run = wall.start(True, _record, (target,), context, self)
         else:
-            self._call = wall.start_sync(_record_in_thread, target, on_end=self._end, threads=wall.aside)
+            self._run = wall.aside.start(_record_in_thread, (target,), context, self)
 
     def _is_late(self, now: float) -> bool:
         return now - self._began > LIMIT_S
 
-    def _give_up(self, call: Call[Any]) -> None:
+    def _give_up(self, run: Run) -> None:
         self._complain("late", f"has not returned within {LIMIT_S:g} s")
         # A thread cannot be stopped, and one that was given up would count as a slot that is lost.
         if self._is_async:
-            call.cancel()
+            run.cancel()
 
-    def _end(self) -> None:
-        call, self._call = self._call, None
-        if call is None or call.is_cancelled:
+    def run_aborted(self, error: Exception) -> None:
+        """Do nothing: the replica stops, and `run_ended` follows."""
+
+    def run_ended(self, value: Any, error: Exception | None) -> None:
+        """Take note of what came of a call."""
+        run, self._run = self._run, None
+        if run is None or run.is_cancelled:
             return  # it was late, or the replica stops
         now = self._clock.now()
-        try:
-            found = call.result()
-        except UserCodeError as error:  # it tried to end its thread
-            found = _Recorded.failure(error)
+        # An error is that it tried to end its thread.
+        found: _Recorded = value if error is None else _Recorded.failure(error)
         if found.values is None:
             self._complain(found.kind, found.wrong, found.traceback)
         elif self._is_late(now):

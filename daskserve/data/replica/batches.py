@@ -4,15 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from daskserve.data.batching.queue import BatchLimits, BatchQueue
 from daskserve.data.replica.accept_batch import BatchItem, Outcome, answer_batch, answer_batch_in_thread
 from daskserve.data.replica.definitions import Method
+from daskserve.data.replica.runner import RunResult
 from daskserve.data.replica.servable import Servable
-from daskserve.data.replica.slots import Slot
-from daskserve.data.replica.wall import Call, Wall
+from daskserve.data.replica.wall import Wall
 from daskserve.figures.replica import ReplicaFigures
+
+
+class SlotHolder(Protocol):
+    """A request in a batch; in `daskserve.data.replica.answer` it is its `Answer`."""
+
+    def hold(self) -> None:
+        """Keep the slot until `let_go`."""
+
+    def let_go(self) -> None:
+        """Take back a `hold`."""
+
+
+class BatchResult(RunResult):
+    """What one batch comes to. When it has ended, its requests let go of their slots."""
+
+    __slots__ = ("_requests",)
+
+    def __init__(self, requests: list[SlotHolder]) -> None:
+        super().__init__()
+        self._requests = requests
+
+    def run_ended(self, value: Any, error: Exception | None) -> None:
+        for request in self._requests:
+            request.let_go()
+        super().run_ended(value, error)
+
+    def run_aborted(self, error: Exception) -> None:
+        super().run_ended(None, error)
 
 
 class ReplicaBatches:
@@ -35,7 +63,7 @@ class ReplicaBatches:
         self._figures = figures
         self._limits = BatchLimits(max(1, max_batch_size), wait_s)
         #: What waits, by the name of the method that it is for.
-        self.queues: dict[str, BatchQueue[tuple[BatchItem, Slot], Outcome]] = {}
+        self.queues: dict[str, BatchQueue[tuple[BatchItem, SlotHolder], Outcome]] = {}
 
     @property
     def queued(self) -> int:
@@ -49,7 +77,7 @@ class ReplicaBatches:
         for queue in self.queues.values():
             queue.reconsider()
 
-    async def submit(self, method: Method, item: BatchItem, slot: Slot) -> Outcome:
+    async def submit(self, method: Method, item: BatchItem, request: SlotHolder) -> Outcome:
         """Return what became of a request; it holds its slot until its whole batch has ended."""
         queue = self.queues.get(method.name)
         if queue is None:
@@ -60,23 +88,16 @@ class ReplicaBatches:
                 max_running=None if method.is_async else 1,
                 on_batch=self._figures.batches_of(method.name).observe,
             )
-        return await queue.submit((item, slot))
+        return await queue.submit((item, request))
 
-    async def _run(self, method: Method, entries: list[tuple[BatchItem, Slot]]) -> list[Outcome]:
+    async def _run(self, method: Method, entries: list[tuple[BatchItem, SlotHolder]]) -> list[Outcome]:
         wall, servable = self._running()
         items = [item for item, _ in entries]
-        slots = [slot for _, slot in entries]
-
-        def release_all() -> None:
-            for slot in slots:
-                slot.release()
-
-        start = wall.start_async if method.is_async else wall.start_sync
+        requests = [request for _, request in entries]
         answer: Any = answer_batch if method.is_async else answer_batch_in_thread
-        function, name = servable.bound(method), servable.describe(method)
-        call: Call[list[Outcome]] = start(
-            answer, function, name, items, servable.is_debug, on_end=release_all
-        )
-        for slot in slots:
-            slot.hold()
-        return await call.wait()
+        parts = (servable.bound(method), servable.describe(method), items, servable.is_debug)
+        result = BatchResult(requests)
+        run = wall.start(method.is_async, answer, parts, wall.context.copy(), result)
+        for request in requests:
+            request.hold()
+        return await result.wait(run)  # type: ignore[no-any-return]

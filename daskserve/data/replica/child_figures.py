@@ -60,7 +60,7 @@ async def keep_asking_for_figures(
             error_log.log(error, "The figures of the process of %s could not be had", replica_tag)
 
 
-class Told:
+class ToldFigures:
     """What a child said of its figures, in plain values."""
 
     __slots__ = ("_latency_counts", "_samples", "_user_samples")

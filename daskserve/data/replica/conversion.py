@@ -26,8 +26,8 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from daskserve.context import current_replica, current_request
-from daskserve.data.replica.crossing import Exchange
 from daskserve.data.replica.jsonable import to_json
+from daskserve.data.replica.message_pipe import MessagePipe
 from daskserve.errors import StreamOptionError, UserCodeError
 from daskserve.payload import dump
 from daskserve.types import WHOLE_RESPONSE, Message, Payload
@@ -41,7 +41,7 @@ JSON = b"application/json"
 
 
 @dataclass(slots=True)
-class Answer:
+class ConvertedResponse:
     """A whole response, ready to be sent; None if it has been sent already."""
 
     message: Message | None = None
@@ -72,7 +72,7 @@ _END = object()
 # ---- results
 
 
-def to_answer(result: Any) -> Answer | Unfinished:
+def to_answer(result: Any) -> ConvertedResponse | Unfinished:
     """Return the response to a result, or, if that takes more than plain code, the result as `Unfinished`.
 
     Raises
@@ -83,7 +83,9 @@ def to_answer(result: Any) -> Answer | Unfinished:
     kind = type(result)
     if kind is str:
         body = result.encode()
-        return Answer({"type": WHOLE_RESPONSE, "status": 200, "headers": _TEXT_HEADERS, "body": body})
+        return ConvertedResponse(
+            {"type": WHOLE_RESPONSE, "status": 200, "headers": _TEXT_HEADERS, "body": body}
+        )
     if kind in _SIMPLE:
         content_type, body = encode(result)
         return _whole(200, _PLAIN_HEADERS[content_type], body)
@@ -103,50 +105,52 @@ def to_answer(result: Any) -> Answer | Unfinished:
 
 
 async def finish(
-    scope: MutableMapping[str, Any], exchange: Exchange, result: Any, *, is_debug: bool
-) -> Answer | Unfinished:
+    scope: MutableMapping[str, Any], pipe: MessagePipe, result: Any, is_debug: bool
+) -> ConvertedResponse | Unfinished:
     """Send an unfinished result from the user's loop, or turn an awaitable into what it stands for."""
     try:
         if isinstance(result, Response):
-            await result(scope, exchange.receive, exchange.send)
+            await result(scope, pipe.receive, pipe.send)
         elif inspect.isawaitable(result):
             return to_answer(await result)
         else:
-            await _stream(result, exchange)
+            await _stream(result, pipe)
     except Exception as error:  # the user's, and logged as such
-        return failure(error, is_debug=is_debug, is_started=exchange.is_started)
-    return Answer()
+        return failure(error, is_debug=is_debug, is_started=pipe.is_started)
+    return ConvertedResponse()
 
 
-async def _stream(chunks: AsyncIterator[Any], exchange: Exchange) -> None:
+async def _stream(chunks: AsyncIterator[Any], pipe: MessagePipe) -> None:
     # The first chunk comes before the start: an error until then can still be answered.
     chunk = await anext(chunks, _END)
     try:
-        await exchange.send(_stream_start())
+        await pipe.send(_stream_start())
         while chunk is not _END:
-            await exchange.send(_stream_chunk(chunk))
+            await pipe.send(_stream_chunk(chunk))
             chunk = await anext(chunks, _END)
     finally:
         if isinstance(chunks, AsyncGenerator):
             await chunks.aclose()
-    await exchange.send(_stream_end())
+    await pipe.send(_stream_end())
 
 
-def finish_in_thread(result: Generator[Any, Any, Any], exchange: Exchange, *, is_debug: bool) -> Answer:
+def finish_in_thread(
+    result: Generator[Any, Any, Any], pipe: MessagePipe, is_debug: bool
+) -> ConvertedResponse:
     """Send a plain generator's chunks, blocking this thread while the client is slow."""
     try:
         chunk = next(result, _END)
-        is_wanted = exchange.send_from_thread(_stream_start())
+        is_wanted = pipe.send_from_thread(_stream_start())
         try:
             while is_wanted and chunk is not _END:
-                is_wanted = exchange.send_from_thread(_stream_chunk(chunk))
+                is_wanted = pipe.send_from_thread(_stream_chunk(chunk))
                 chunk = next(result, _END) if is_wanted else _END
         finally:
             result.close()
-        exchange.send_from_thread(_stream_end())
+        pipe.send_from_thread(_stream_end())
     except Exception as error:  # the user's, and logged as such
-        return failure(error, is_debug=is_debug, is_started=exchange.is_started)
-    return Answer()
+        return failure(error, is_debug=is_debug, is_started=pipe.is_started)
+    return ConvertedResponse()
 
 
 def dump_result(name: str, result: Any) -> Payload:
@@ -182,8 +186,8 @@ def encode(result: Any) -> tuple[bytes, bytes]:
     return JSON, to_json(result)
 
 
-def _whole(status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> Answer:
-    return Answer({"type": WHOLE_RESPONSE, "status": status, "headers": headers, "body": body})
+def _whole(status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> ConvertedResponse:
+    return ConvertedResponse({"type": WHOLE_RESPONSE, "status": status, "headers": headers, "body": body})
 
 
 def _stream_start() -> Message:
@@ -205,7 +209,7 @@ def _name(value: Any) -> str:
 # ---- errors
 
 
-def failure(error: Exception, *, is_debug: bool, is_started: bool = False) -> Answer:
+def failure(error: Exception, *, is_debug: bool, is_started: bool = False) -> ConvertedResponse:
     """Log an error of user code and return the response to it, which tells nothing of it unless ``is_debug``.
 
     An ``HTTPException`` is an answer, not a failure, and a client that leaves is nobody's. If a response

@@ -108,7 +108,7 @@ async def probe_liveness(wall: Wall, servable: Servable, replica_tag: str, concu
                 f"All {concurrency} slots of replica {replica_tag!r} are held by calls that were given up "
                 "and run on."
             )
-        await wall.run_sync(_do_nothing, reserved=True)
+        await wall.run_sync(_do_nothing, threads=wall.reserved)
     if servable.is_async_at_all and not wall.is_on_worker_loop:
         await wall.run_async(_do_nothing_async)
 

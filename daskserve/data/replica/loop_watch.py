@@ -9,7 +9,7 @@ from collections.abc import Sized
 from types import FrameType
 from typing import Protocol
 
-from daskserve.data.replica.user_threads import UserLoop
+from daskserve.data.replica.user_loop import UserLoop
 
 logger = logging.getLogger("daskserve.replica")
 
@@ -26,7 +26,7 @@ class Watched(Protocol):
     @property
     def loop(self) -> asyncio.AbstractEventLoop: ...
     @property
-    def calls(self) -> Sized: ...
+    def runs(self) -> Sized: ...
     @property
     def is_closed(self) -> bool: ...
 
@@ -62,7 +62,7 @@ class LoopWatch:
             if (self._took_s if is_answered else now - self._asked_at) >= BLOCKED_AFTER_S:
                 self._report()
         if self._is_answered:
-            if not self._wall.calls:
+            if not self._wall.runs:
                 return
             self._is_answered = self._is_reported = False
             self._asked_at = now
@@ -113,7 +113,7 @@ class SharedLoopWatch:
                 late_s * 1000,
                 self._name,
             )
-        if self._wall.calls:
+        if self._wall.runs:
             self.arm()
 
 

@@ -14,10 +14,10 @@ from types import CoroutineType
 from typing import Any
 
 from daskserve import payload as pickled
-from daskserve.data.replica.conversion import Answer, Unfinished, dump_result, failure, to_answer
-from daskserve.data.replica.crossing import Exchange
+from daskserve.data.replica.conversion import ConvertedResponse, Unfinished, dump_result, failure, to_answer
 from daskserve.data.replica.definitions import CALL, Method, import_definition, inspect_definition
 from daskserve.data.replica.lifespan import Lifespan
+from daskserve.data.replica.message_pipe import MessagePipe
 from daskserve.data.replica.requests import HTTPRequest, legacy_argument
 from daskserve.errors import ActorLostError, BadRequestError, ReplicaBusyError, UnavailableError
 from daskserve.types import Payload, Receive
@@ -175,22 +175,22 @@ class Servable:
 
     # ---- HTTP
 
-    async def answer_app(self, scope: MutableMapping[str, Any], exchange: Exchange) -> Answer:
+    async def answer_app(self, scope: MutableMapping[str, Any], pipe: MessagePipe) -> ConvertedResponse:
         """Let an ASGI application answer."""
         if self._lifespan.state:
             scope["state"] = dict(self._lifespan.state)
         is_http = scope["type"] == "http"
         try:
-            await self._bound[CALL](scope, exchange.receive, exchange.send)
-            if is_http and not exchange.is_started:
+            await self._bound[CALL](scope, pipe.receive, pipe.send)
+            if is_http and not pipe.is_started:
                 raise RuntimeError("The ASGI application returned without a response.")
         except Exception as error:  # the user's, and logged as such
-            return failure(error, is_debug=self.is_debug, is_started=exchange.is_started or not is_http)
-        return Answer()
+            return failure(error, is_debug=self.is_debug, is_started=pipe.is_started or not is_http)
+        return ConvertedResponse()
 
     async def answer_http(
         self, method: Method, scope: MutableMapping[str, Any], receive: Receive, body: bytes | None
-    ) -> Answer | Unfinished:
+    ) -> ConvertedResponse | Unfinished:
         """Let an async callable answer; ``body`` is given if it is all there."""
         try:
             if method.takes_argument:
@@ -203,7 +203,7 @@ class Servable:
 
     def answer_http_in_thread(
         self, method: Method, scope: MutableMapping[str, Any], receive: Receive, body: bytes
-    ) -> Answer | Unfinished:
+    ) -> ConvertedResponse | Unfinished:
         """Let a plain callable answer a request whose whole body is there."""
         try:
             if method.takes_argument:

@@ -17,8 +17,10 @@ import asyncio
 import bisect
 import itertools
 from collections.abc import Callable
+from typing import Protocol
 
 from daskserve.errors import ActorLostError, ReplicaBusyError
+from daskserve.figures.replica import ReplicaFigures
 from daskserve.types import SLOT_TAKEN, Envelope, Load, Patience, Send
 
 #: So many may wait in line, and twice as many as there are slots.
@@ -80,27 +82,53 @@ class SlotLine:
                 waiter.set_exception(error())
 
 
-class SlotHolder:
-    """The part of a replica that counts who runs and who waits."""
+class Queue(Protocol):
+    """Requests that wait at the replica for something other than a slot, though they have one."""
 
-    def __init__(self, concurrency: int) -> None:
-        self._concurrency = concurrency
-        self._is_open = False
-        self._ongoing = 0
+    @property
+    def queued(self) -> int: ...
+
+
+class Slots:
+    """The slots of one replica: how many requests run, may run, and wait in line.
+
+    Parameters
+    ----------
+    queue : Queue
+        What waits for anything else.
+    figures : ReplicaFigures
+        Counts refusals.
+    """
+
+    def __init__(self, replica_tag: str, concurrency: int, queue: Queue, figures: ReplicaFigures) -> None:
+        self.concurrency = concurrency
+        #: How many slots are taken.
+        self.ongoing = 0
+        self.is_open = False
+        #: Called whenever a slot has been given back.
+        self.on_free: Callable[[], None] | None = None
+        #: Why the replica takes no requests while it is not open.
+        self.closed_because = f"Replica {replica_tag!r} is not running."
+        self._replica_tag = replica_tag
+        self._queue = queue
+        self._figures = figures
         self._line = SlotLine()
         self._idle: asyncio.Event | None = None  # made for whoever waits until no request is left
 
+    @property
+    def waiting(self) -> int:
+        """How many requests wait in line for a slot."""
+        return len(self._line.places)
+
     def load(self) -> Load:
         """Return how many requests run, and how many wait in any way."""
-        raise NotImplementedError
+        return Load(self.ongoing, self._queue.queued + len(self._line.places))
 
-    def _refusal(self) -> ReplicaBusyError:
-        raise NotImplementedError
+    def not_running(self) -> ActorLostError:
+        """Return what a request is told while the replica is not open."""
+        return ActorLostError(self.closed_because, begun=False)
 
-    def _not_running(self) -> ActorLostError:
-        raise NotImplementedError
-
-    async def _take_slot(self, envelope: Envelope, send: Send) -> None:
+    async def take(self, envelope: Envelope, send: Send) -> None:
         """Take a slot for a request that has patience, or refuse it, as any other while all are taken.
 
         Raises
@@ -111,60 +139,56 @@ class SlotHolder:
             The replica was stopped meanwhile; the request has not begun.
         """
         patience = envelope.patience
+        if not self.is_open:
+            raise self.not_running()
         if patience is None:
             raise self._refusal()
-        if self._ongoing < self._concurrency:
-            self._ongoing += 1
-        elif len(self._line.places) >= 2 * self._concurrency + SPARE_PLACES or not await self._line.wait(
-            patience, self.free_slot
+        if self.ongoing < self.concurrency:
+            self.ongoing += 1
+        elif self.waiting >= 2 * self.concurrency + SPARE_PLACES or not await self._line.wait(
+            patience, self.free
         ):
             raise self._refusal()
         try:
-            if not self._is_open:
-                raise self._not_running()
+            if not self.is_open:
+                raise self.not_running()
             load = self.load()
             await send({"type": SLOT_TAKEN, "ongoing": load.ongoing, "queued": load.queued})
         except BaseException:
-            self.free_slot()
+            self.free()
             raise
 
-    def free_slot(self) -> None:
+    def free(self) -> None:
         """Note that a request has really ended; its slot goes to the first in line."""
-        if self._line.places and self._ongoing <= self._concurrency and self._line.pass_on():
-            return
-        self._ongoing -= 1
-        if not self._ongoing and self._idle is not None:
-            self._idle.set()
+        if not (self._line.places and self.ongoing <= self.concurrency and self._line.pass_on()):
+            self.ongoing -= 1
+            if not self.ongoing and self._idle is not None:
+                self._idle.set()
+        if self.on_free is not None:
+            self.on_free()
 
-    def _set_concurrency(self, concurrency: int) -> None:
-        self._concurrency = concurrency
-        while self._ongoing < concurrency and self._line.pass_on():
-            self._ongoing += 1
+    def resize(self, concurrency: int) -> None:
+        """Change how many there are."""
+        self.concurrency = concurrency
+        while self.ongoing < concurrency and self._line.pass_on():
+            self.ongoing += 1
 
-    def _close(self) -> None:
+    def close(self) -> None:
         """Take no requests any more, and send away who waits in line."""
-        self._is_open = False
-        self._line.dissolve(self._not_running)
+        self.is_open = False
+        self._line.dissolve(self.not_running)
 
-    async def _wait_until_idle(self) -> None:
-        if self._ongoing:
+    async def wait_until_idle(self) -> None:
+        """Return when no slot is taken, or after `end_wait`."""
+        if self.ongoing:
             if self._idle is None:
                 self._idle = asyncio.Event()
             await self._idle.wait()
 
+    def end_wait(self) -> None:
+        """Let go whoever waits for the replica to be idle: what still runs is left behind."""
+        if self._idle is not None:
+            self._idle.set()
 
-class Slot:
-    """A request's place among those that may run at a time; free once its last holder has let go."""
-
-    def __init__(self, free: Callable[[], None]) -> None:
-        self._free = free
-
-    _holders = 1  # for most requests that is all there ever are
-
-    def hold(self) -> None:
-        self._holders += 1
-
-    def release(self) -> None:
-        self._holders -= 1
-        if not self._holders:
-            self._free()
+    def _refusal(self) -> ReplicaBusyError:
+        return self._figures.refusal(self._replica_tag, self.ongoing)

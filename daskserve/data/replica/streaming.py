@@ -1,77 +1,40 @@
 """Streaming calls: what a generator of user code yields, to a caller by handle, item by item.
 
 The caller asks for it (``head["stream"]``), and each item is one ``call.item`` message. Items cross the wall
-as the messages of an HTTP response do (`daskserve.data.replica.crossing.Exchange`): ahead of need, but only
-so far, so that a generator waits for a slow caller. Async generators run on the user's loop, plain ones in
-one of the user's threads. A caller that leaves has the generator closed where it next waits or yields.
+as the messages of an HTTP response do (`daskserve.data.replica.message_pipe.MessagePipe`): ahead of need, but
+only up to a limit, so that a generator waits for a slow caller. Async generators run on the user's loop,
+plain ones in one of the user's threads. When the caller leaves, the generator is closed where it next waits
+or yields.
+
+All of this runs on the user's side of the wall.
 """
 
 from __future__ import annotations
 
-import contextvars
 import inspect
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Mapping
 from typing import Any
 
-from daskserve.data.replica.conversion import dump_result
-from daskserve.data.replica.crossing import Exchange, open_exchange
+from daskserve.data.replica.conversion import Unfinished, dump_result
 from daskserve.data.replica.definitions import Method
+from daskserve.data.replica.message_pipe import MessagePipe
 from daskserve.data.replica.servable import Servable, as_own_trouble, call_arguments
-from daskserve.data.replica.wall import Call, Wall
 from daskserve.errors import ActorLostError, ReplicaBusyError, StreamOptionError
-from daskserve.types import Envelope, Message, Payload, Send, nothing_to_receive
-
-#: ``begin(context, in_thread, function, *args)`` runs user code and holds the request's slot meanwhile.
-Begin = Callable[..., Call[Any]]
+from daskserve.types import Message, Payload
 
 
-async def stream_call(
-    wall: Wall,
-    servable: Servable,
-    method: Method,
-    envelope: Envelope,
-    send: Send,
-    begin: Begin,
-    context: contextvars.Context,
-) -> None:
-    """Send what a method yields; return when it has ended.
-
-    Raises
-    ------
-    StreamOptionError
-        The method takes batches, or what it returned is no stream.
-    Exception
-        What user code raised, after the items that it yielded before.
-    """
-    name = servable.describe(method)
-    if method.accepts_batches:
-        raise StreamOptionError(f"{name} takes batches of requests and cannot be called with stream=True.")
-    exchange = open_exchange(wall, {"type": "call"}, nothing_to_receive, send)
-    answer: Any = _answer if method.is_async else _answer_in_thread
-    call = begin(
-        context, not method.is_async, answer, servable, method, envelope.head, envelope.payload, exchange
-    )
-    rest = await exchange.carry(call)
-    while rest is not None:
-        # Async code may return what only a thread should run, and the other way round.
-        in_thread = isinstance(rest, Iterator)
-        finish: Any = _finish_in_thread if in_thread else _finish
-        rest = await exchange.carry(begin(context.copy(), in_thread, finish, name, rest, exchange))
+async def stream(
+    servable: Servable, method: Method, head: Mapping[str, Any], payload: Payload | None, pipe: MessagePipe
+) -> Unfinished | None:
+    """Call an async method and send what it yields, as `finish_stream`."""
+    return await finish_stream(servable.describe(method), _call(servable, method, head, payload), pipe)
 
 
-# ---- on the user's side
-
-
-async def _answer(
-    servable: Servable, method: Method, head: Mapping[str, Any], payload: Payload | None, exchange: Exchange
-) -> Any:
-    return await _finish(servable.describe(method), _call(servable, method, head, payload), exchange)
-
-
-def _answer_in_thread(
-    servable: Servable, method: Method, head: Mapping[str, Any], payload: Payload | None, exchange: Exchange
-) -> Any:
-    return _finish_in_thread(servable.describe(method), _call(servable, method, head, payload), exchange)
+def stream_in_thread(
+    servable: Servable, method: Method, head: Mapping[str, Any], payload: Payload | None, pipe: MessagePipe
+) -> Unfinished | None:
+    """Call a plain method and send what it yields, as `finish_stream_in_thread`."""
+    return finish_stream_in_thread(servable.describe(method), _call(servable, method, head, payload), pipe)
 
 
 def _call(servable: Servable, method: Method, head: Mapping[str, Any], payload: Payload | None) -> Any:
@@ -82,33 +45,40 @@ def _call(servable: Servable, method: Method, head: Mapping[str, Any], payload: 
         raise as_own_trouble(error) from error
 
 
-async def _finish(name: str, result: Any, exchange: Exchange) -> Any:
-    """Send the items of an async generator; return what is for a thread instead."""
+async def finish_stream(name: str, result: Any, pipe: MessagePipe) -> Unfinished | None:
+    """Send the items of an async generator; return what is for a thread instead.
+
+    Raises
+    ------
+    StreamOptionError
+        The result is not a stream.
+    """
     try:
         if inspect.isawaitable(result):
             result = await result
         if isinstance(result, Iterator):
-            return result
+            return Unfinished(result)
         _check(name, result)
         try:
             async for item in result:
-                await exchange.send(_item(name, item))
+                await pipe.send(_item(name, item))
         finally:
             if isinstance(result, AsyncGenerator):
                 await result.aclose()
     except (ReplicaBusyError, ActorLostError) as error:
         raise as_own_trouble(error) from error
+    return None
 
 
-def _finish_in_thread(name: str, result: Any, exchange: Exchange) -> Any:
+def finish_stream_in_thread(name: str, result: Any, pipe: MessagePipe) -> Unfinished | None:
     """Send the items of a plain generator, blocking while the caller is slow; or return what needs a loop."""
     if not isinstance(result, Iterator):
         if not inspect.isawaitable(result):
             _check(name, result)
-        return result
+        return Unfinished(result)
     try:
         for item in result:
-            if not exchange.send_from_thread(_item(name, item)):
+            if not pipe.send_from_thread(_item(name, item)):
                 break
     except (ReplicaBusyError, ActorLostError) as error:
         raise as_own_trouble(error) from error

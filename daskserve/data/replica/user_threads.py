@@ -1,4 +1,4 @@
-"""The threads and event loops that user code runs on.
+"""The runner for plain functions: the user's threads.
 
 The pool of threads is our own: the interpreter joins threads of ``concurrent.futures`` when it exits, so one
 stuck handler would keep a process alive for ever. Ours are daemons.
@@ -7,50 +7,119 @@ stuck handler would keep a process alive for ever. Ours are daemons.
 from __future__ import annotations
 
 import asyncio
-import logging
 import queue
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from contextvars import Context
+from typing import Any
 
-from daskserve.loops.event_loop import new_event_loop
+from daskserve.data.replica.runner import Run, RunListener, reportable
 from daskserve.loops.hops import Hop
 
-logger = logging.getLogger("daskserve.replica")
+
+class ThreadRun(Run):
+    """A plain function in one of the user's threads."""
+
+    __slots__ = ("_claim", "_is_abandoned", "_threads")
+
+    def __init__(
+        self,
+        threads: UserThreads,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        context: Context,
+        listener: RunListener,
+    ) -> None:
+        super().__init__(threads.runs, function, args, context, listener)
+        self._threads = threads
+        # Whoever gets it decides: the thread that the function runs, the canceller that it never will.
+        self._claim = threading.Lock()
+        self._is_abandoned = False
+
+    def _stop(self) -> None:
+        if self._claim.acquire(blocking=False):
+            self._end(None, None)
+        else:
+            self._is_abandoned = True
+            self._threads.abandoned += 1
+
+    def _end(self, value: Any, error: Exception | None) -> None:
+        self._threads.unfinished -= 1
+        self._threads.abandoned -= self._is_abandoned
+        super()._end(value, error)
+
+    def withdraw(self) -> bool:
+        """Take the run back without telling its listener; False if it has begun."""
+        if not self._claim.acquire(blocking=False):
+            return False
+        self._threads.unfinished -= 1
+        self._runs.discard(self)
+        return True
+
+    def run(self) -> None:
+        """Run the function, unless it was cancelled before; in a user's thread."""
+        if not self._claim.acquire(blocking=False):
+            return
+        post = self._threads.to_worker.post
+        try:
+            value = self._context.run(self._function, *self._args)
+        except BaseException as error:  # the caller's, all of them: this thread serves others after it
+            post(self._end, None, reportable(error))
+        else:
+            post(self._end, value, None)
 
 
 class UserThreads:
-    """Up to ``limit`` daemon threads that run plain functions; each starts when it is first needed."""
+    """Runs plain functions in up to ``limit`` daemon threads; each starts when it is first needed.
 
-    def __init__(self, name: str, limit: int, to_worker: Hop) -> None:
+    Parameters
+    ----------
+    runs : set
+        Takes each run until it has ended.
+    """
+
+    def __init__(self, name: str, limit: int, to_worker: Hop, runs: set[Run]) -> None:
         self.limit = limit
-        self._name = name
-        self._to_worker = to_worker
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
+        self.to_worker = to_worker
+        self.runs = runs
+        #: Runs that were given up but go on.
+        self.abandoned = 0
         self.unfinished = 0
+        self._name = name
+        self._jobs: queue.SimpleQueue[ThreadRun | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
         self._running_threads = 0
         self._all_ended = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._threads)
 
-    def put(self, job: Callable[[], None]) -> None:
-        """Run a job that never raises; count `unfinished` down when it has ended."""
-        self._jobs.put(job)
+    def start(
+        self, function: Callable[..., Any], args: tuple[Any, ...], context: Context, on_end: RunListener
+    ) -> ThreadRun:
+        """Run a function as soon as a thread is free; see `daskserve.data.replica.runner.Runner`."""
+        run = ThreadRun(self, function, args, context, on_end)
+        self.runs.add(run)
+        self._jobs.put(run)
         self.unfinished += 1
         if self.unfinished > len(self._threads) < self.limit:
             thread = threading.Thread(target=self._work, name=f"{self._name}-{len(self)}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                if run.withdraw():
+                    raise
+                return run  # another thread was quicker
             self._threads.append(thread)
             self._running_threads += 1
-            thread.start()
+        return run
 
     async def close(self, grace_s: float) -> bool:
-        """Let the threads end; return whether all did. Stuck ones end when their job does."""
+        """Let the threads end; return whether all did. Stuck ones end when their function does."""
         for _ in self._threads:
             self._jobs.put(None)
-        if self._running_threads and not await _wait_for(self._all_ended, grace_s):
+        if self._running_threads and not await wait_for_event(self._all_ended, grace_s):
             return False
         for thread in self._threads:
             thread.join()  # has done its last act, so this takes microseconds
@@ -58,10 +127,10 @@ class UserThreads:
         return True
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
-            del job  # while this thread idles it must not keep a request alive
-        self._to_worker.post(self._note_thread_end)
+        while (run := self._jobs.get()) is not None:
+            run.run()
+            del run  # while this thread idles it must not keep a request alive
+        self.to_worker.post(self._note_thread_end)
 
     def _note_thread_end(self) -> None:
         self._running_threads -= 1
@@ -69,52 +138,8 @@ class UserThreads:
             self._all_ended.set()
 
 
-class UserLoop:
-    """An event loop in a daemon thread of its own."""
-
-    def __init__(self, name: str, context: Context, to_worker: Hop) -> None:
-        self.loop = new_event_loop()
-        self.hop = Hop(self.loop)
-        self.thread = threading.Thread(target=context.run, args=(self._main,), name=name, daemon=True)
-        self._to_worker = to_worker
-        self._is_closing = False
-        self._grace_s = 0.0
-        self._ended = asyncio.Event()
-
-    async def close(self, grace_s: float) -> bool:
-        """Cancel what runs, end the loop and its thread; return False if user code is stuck in it."""
-        if not self._is_closing:
-            self._grace_s = grace_s / 2
-            self._is_closing = True
-            self.hop.post(self.loop.stop)
-        if not await _wait_for(self._ended, grace_s):
-            return False
-        self.thread.join()  # as in UserThreads.close
-        return True
-
-    def _main(self) -> None:
-        asyncio.set_event_loop(self.loop)
-        # User code may stop the loop, by mistake or with sys.exit() in a task; it is not theirs to end.
-        while not self._is_closing:
-            try:
-                self.loop.run_forever()
-            except (SystemExit, KeyboardInterrupt) as error:
-                logger.error("User code raised %s in a background task", type(error).__name__)
-        self._cancel_tasks()
-        self.loop.run_until_complete(self.loop.shutdown_asyncgens())
-        asyncio.set_event_loop(None)
-        self.loop.close()
-        self._to_worker.post(self._ended.set)
-
-    def _cancel_tasks(self) -> None:
-        tasks = asyncio.all_tasks(self.loop)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            self.loop.run_until_complete(asyncio.wait(tasks, timeout=self._grace_s))
-
-
-async def _wait_for(event: asyncio.Event, timeout_s: float) -> bool:
+async def wait_for_event(event: asyncio.Event, timeout_s: float) -> bool:
+    """Return whether an event was set within a time."""
     with suppress(TimeoutError):
         await asyncio.wait_for(event.wait(), timeout_s)
     return event.is_set()

@@ -20,7 +20,7 @@ from daskserve.data.caller.replay import KEPT_BYTES
 from daskserve.data.caller.replica_set import BROKEN_S, EJECTED_S, ReplicaSet
 from daskserve.data.caller.roster import AGAIN_S, REPORT_S
 from daskserve.data.caller.router import KNOWN_S, Router, Routers
-from daskserve.data.replica.slots import SlotHolder
+from daskserve.data.replica.slots import Slots
 from daskserve.errors import (
     ActorLostError,
     BackPressureError,
@@ -30,6 +30,7 @@ from daskserve.errors import (
     UnavailableError,
 )
 from daskserve.figures.histogram import HistogramCounts
+from daskserve.figures.replica import ReplicaFigures
 from daskserve.testing import run_virtual
 from daskserve.types import (
     SLOT_TAKEN,
@@ -383,15 +384,20 @@ def test_if_all_are_full_a_request_waits_in_line_at_each_in_turn() -> None:
     run(scenario)
 
 
-class Slots(SlotHolder):
+class NoQueue:
+    queued = 0
+
+
+class OnlyReplica:
     """The only replica of a backend, which several routers send to."""
 
     TRANSIT_S = 0.0005
 
     def __init__(self, took_s: float, routers: int = 2, slots: int = 1, jitter: float = 0.0) -> None:
-        super().__init__(slots)
         self._rng, self._jitter = random.Random(1), jitter
-        self._is_open = True
+        self.figures = ReplicaFigures()
+        self.slots = Slots("r1", slots, NoQueue(), self.figures)
+        self.slots.is_open = True
         self.took_s = took_s
         self.stages = [Stage() for _ in range(routers)]
         self.backends = [stage.backend("r1", concurrency=slots) for stage in self.stages]
@@ -400,29 +406,22 @@ class Slots(SlotHolder):
         for number, stage in enumerate(self.stages):
             stage.routers.rng.seed(number)
             stage.replicas.handler = partial(self._answer, number)
-        self.refused = 0
         self._sending: list[asyncio.Task[None]] = []
-
-    def load(self) -> Load:
-        return Load(self._ongoing, len(self._line.places))
-
-    def _refusal(self) -> ReplicaBusyError:
-        self.refused += 1
-        return ReplicaBusyError("full", ongoing=self._ongoing)
 
     async def _answer(self, router: int, tag: str, envelope: Envelope, receive: Receive, send: Send) -> Load:
         await asyncio.sleep(self.TRANSIT_S)
-        if self._ongoing >= self._concurrency or envelope.patience is not None:
-            await self._take_slot(envelope, send)
+        slots = self.slots
+        if slots.ongoing >= slots.concurrency or envelope.patience is not None:
+            await slots.take(envelope, send)
         else:
-            self._ongoing += 1
+            slots.ongoing += 1
         self.turns[router] += 1
-        assert self._ongoing <= self._concurrency
+        assert slots.ongoing <= slots.concurrency
         try:
             await asyncio.sleep(self.took_s * (1 + self._jitter * (self._rng.random() - 0.5)))
         finally:
-            self.free_slot()
-        load = self.load()
+            slots.free()
+        load = slots.load()
         await asyncio.sleep(self.TRANSIT_S)
         return load
 
@@ -440,7 +439,7 @@ class Slots(SlotHolder):
         for task in [*self._sending, *(each for stage in self.stages for each in stage.sent)]:
             task.cancel()
         await quiet()
-        assert self.load() == Load(0, 0)
+        assert self.slots.load() == Load(0, 0)
         assert [(each.waiting, each.in_flight) for each in self.backends] == [(0, 0)] * len(self.backends)
 
 
@@ -450,12 +449,12 @@ def test_routers_take_turns_at_a_replica_hardly_disturb_it_and_leave_it_no_time_
     took_s: float, clients: tuple[int, ...]
 ) -> None:
     async def main() -> None:
-        slots = Slots(took_s, len(clients))
+        slots = OnlyReplica(took_s, len(clients))
         for router, count in enumerate(clients):
             slots.keep_asking(router, count)
         span_s = 60 * took_s if took_s == 1.0 else 6.0
         await asyncio.sleep(span_s)
-        assert slots.refused < 10 * span_s
+        assert slots.figures.refused < 10 * span_s
         assert max(slots.turns) - min(slots.turns) <= 2
         assert sum(slots.turns) * took_s > 0.9 * span_s
         await slots.end()
@@ -466,13 +465,13 @@ def test_routers_take_turns_at_a_replica_hardly_disturb_it_and_leave_it_no_time_
 @pytest.mark.parametrize("took_s", [1.0, 0.02])
 def test_where_there_are_many_slots_all_of_them_are_used_and_shared(took_s: float) -> None:
     async def main() -> None:
-        slots = Slots(took_s, routers=3, slots=8, jitter=0.4)
+        slots = OnlyReplica(took_s, routers=3, slots=8, jitter=0.4)
         for router, count in enumerate((10, 20, 40)):
             slots.keep_asking(router, count)
         await asyncio.sleep(60 * took_s)
         assert sum(slots.turns) > 0.9 * 60 * 8
         assert min(slots.turns) > 0.8 * max(slots.turns)
-        assert slots.refused < 20 + 10 * 60 * took_s
+        assert slots.figures.refused < 20 + 10 * 60 * took_s
         await slots.end()
 
     run_virtual(main)
@@ -480,7 +479,7 @@ def test_where_there_are_many_slots_all_of_them_are_used_and_shared(took_s: floa
 
 def test_who_comes_to_a_busy_replica_now_and_then_has_its_turn_soon() -> None:
     async def main() -> None:
-        slots = Slots(0.01)
+        slots = OnlyReplica(0.01)
         slots.keep_asking(0, 3)
         waited_s = []
         for _ in range(100):
@@ -496,12 +495,12 @@ def test_who_comes_to_a_busy_replica_now_and_then_has_its_turn_soon() -> None:
 
 def test_a_replica_that_has_room_again_is_used_without_waiting() -> None:
     async def main() -> None:
-        slots = Slots(1.0, slots=5)
+        slots = OnlyReplica(1.0, slots=5)
         slots.keep_asking(0, 5)
         await asyncio.sleep(0.5)
         first = slots.stages[1].send(slots.backends[1])
         await asyncio.sleep(0.1)
-        assert slots.refused == 1
+        assert slots.figures.refused == 1
         assert slots.backends[1].waiting == 1
         for task in slots.stages[0].sent[-5:]:
             task.cancel()
@@ -510,7 +509,7 @@ def test_a_replica_that_has_room_again_is_used_without_waiting() -> None:
         began = now()
         await asyncio.gather(*(slots.stages[1].send(slots.backends[1]) for _ in range(4)))
         assert now() - began < 1.0 + 10 * slots.TRANSIT_S
-        assert slots.refused == 1
+        assert slots.figures.refused == 1
         await first
         await slots.end()
 
@@ -652,7 +651,7 @@ def test_among_many_replicas_a_request_waits_less_at_each(replicas: int, left_s:
 
 def test_who_has_waited_in_line_for_long_goes_where_there_is_room_meanwhile() -> None:
     async def main() -> None:
-        slots = Slots(1000.0)
+        slots = OnlyReplica(1000.0)
         slots.stages[0].send(slots.backends[0])
         await asyncio.sleep(0.1)
         waiting = slots.stages[1].send(slots.backends[1])

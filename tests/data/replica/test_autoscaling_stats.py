@@ -83,8 +83,8 @@ def told(replica: Replica) -> dict[str, float] | None:
 
 async def at_rest(replica: Replica) -> None:
     """Return when the call that was begun last has ended."""
-    recorder = replica.figures.args[1].__self__
-    await wait_until(lambda: recorder._call is None)
+    recorder = replica._code._stats  # type: ignore[attr-defined]
+    await wait_until(lambda: recorder._run is None)
 
 
 class Base:
@@ -156,7 +156,7 @@ def test_code_without_the_method_is_not_asked(definition: Any) -> None:
             assert set(replica.figures()) == {"ongoing", "ended", "latency_counts"}
             await asyncio.sleep(0.001)
         assert GATES.calls == before
-        assert len(replica._wall.aside) == 0  # type: ignore[union-attr]
+        assert len(replica._code._wall.aside) == 0  # type: ignore[attr-defined]
 
     run(scenario, definition)
 

@@ -17,7 +17,7 @@ from daskserve.data.replica.accept_batch import (
     answer_batch,
     answer_batch_in_thread,
 )
-from daskserve.data.replica.conversion import Answer, Unfinished
+from daskserve.data.replica.conversion import ConvertedResponse, Unfinished
 from daskserve.errors import ServeError, UserCodeError
 from daskserve.payload import dump, load
 from daskserve.types import Payload
@@ -54,7 +54,7 @@ def answer_both_ways(function: Callable[[list[Any]], Any], items: list[BatchItem
 
 
 def body_of(outcome: Any) -> tuple[int, bytes]:
-    assert isinstance(outcome, Answer)
+    assert isinstance(outcome, ConvertedResponse)
     assert outcome.message is not None
     return outcome.message["status"], outcome.message["body"]
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pydantic
 import pytest
+from runs import carry_piped
 from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -22,7 +23,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from daskserve.context import ReplicaContext, RequestContext, current_replica, current_request
 from daskserve.data.replica.conversion import (
-    Answer,
+    ConvertedResponse,
     Unfinished,
     dump_result,
     failure,
@@ -31,7 +32,7 @@ from daskserve.data.replica.conversion import (
     to_answer,
     user_traceback,
 )
-from daskserve.data.replica.crossing import open_exchange
+from daskserve.data.replica.message_pipe import open_pipe
 from daskserve.data.replica.wall import Wall
 from daskserve.errors import StreamOptionError, UserCodeError
 from daskserve.payload import load
@@ -59,8 +60,8 @@ class Opaque:
     pass
 
 
-def head_and_body(answer: Answer | Unfinished) -> tuple[int, dict[str, str], bytes]:
-    assert isinstance(answer, Answer)
+def head_and_body(answer: ConvertedResponse | Unfinished) -> tuple[int, dict[str, str], bytes]:
+    assert isinstance(answer, ConvertedResponse)
     assert answer.message is not None
     assert answer.message["type"] == WHOLE_RESPONSE
     headers = {name.decode(): value.decode() for name, value in answer.message["headers"]}
@@ -162,7 +163,7 @@ def send_all(step: Callable[[Wall, Any], Awaitable[Any]]) -> tuple[Any, list[Mes
 
         wall = Wall("b", contextvars.copy_context())
         try:
-            return await step(wall, open_exchange(wall, SCOPE, receive, send)), sent
+            return await step(wall, open_pipe(wall, "http", receive, send)), sent
         finally:
             assert await wall.close(5)
 
@@ -170,12 +171,13 @@ def send_all(step: Callable[[Wall, Any], Awaitable[Any]]) -> tuple[Any, list[Mes
 
 
 def finished(result: Any) -> tuple[Any, list[Message]]:
-    async def step(wall: Wall, exchange: Any) -> Any:
+    async def step(wall: Wall, pipe: Any) -> Any:
         scope = {**SCOPE, "asgi": {"spec_version": "2.4"}}
         if Unfinished(result).needs_thread:
-            plain = wall.start_sync(lambda: finish_in_thread(result, exchange, is_debug=False))
-            return await exchange.carry(plain)
-        return await exchange.carry(wall.start_async(lambda: finish(scope, exchange, result, is_debug=False)))
+            return await carry_piped(
+                wall, pipe, lambda: finish_in_thread(result, pipe, False), is_async=False
+            )
+        return await carry_piped(wall, pipe, lambda: finish(scope, pipe, result, False))
 
     return send_all(step)
 
@@ -200,7 +202,7 @@ def test_generators_are_streamed_chunk_by_chunk(make: Callable[[], Any]) -> None
     result = make()
     assert to_answer(result) == Unfinished(result)
     answer, sent = finished(result)
-    assert answer == Answer()
+    assert answer == ConvertedResponse()
     assert sent[0]["headers"] == [(b"content-type", b"text/plain; charset=utf-8")]
     assert bodies(sent) == [b"a", b"b", b'{"c":1}', b""]
     assert [message["more_body"] for message in sent[1:]] == [True, True, True, False]
@@ -233,7 +235,7 @@ def test_a_streaming_response_sends_itself_and_runs_its_background_task() -> Non
         ran.append(True)
 
     answer, sent = finished(StreamingResponse(async_chunks_of_text(), 202, background=BackgroundTask(note)))
-    assert answer == Answer()
+    assert answer == ConvertedResponse()
     assert sent[0]["status"] == 202
     assert b"".join(bodies(sent)) == b"ab"
     assert ran == [True]
@@ -256,7 +258,7 @@ def test_an_awaitable_stands_for_its_result() -> None:
 
 
 def test_an_error_tells_the_client_nothing_and_the_log_everything(caplog: pytest.LogCaptureFixture) -> None:
-    def fail() -> Answer:
+    def fail() -> ConvertedResponse:
         current_replica.set(ReplicaContext("i", "b", "b#AAAAAA"))
         current_request.set(RequestContext("request-1"))
         try:

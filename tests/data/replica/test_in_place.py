@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from daskserve.context import RequestContext, current_request
-from daskserve.data.replica.wall import InPlaceCall, Wall
+from daskserve.data.replica.runner import Run
+from daskserve.data.replica.wall import Wall
 from daskserve.errors import ActorLostError, ClosedError, UserCodeError
 from daskserve.testing import VirtualTimeLoop
 
@@ -18,47 +19,51 @@ WHO: contextvars.ContextVar[str] = contextvars.ContextVar("who", default="nobody
 
 
 class Entered:
-    """What has come of code that was entered, to be awaited like a call."""
+    """Code that was entered in the present task, to be awaited there."""
 
-    def __init__(self, desk: Desk, result: Any) -> None:
+    def __init__(self, desk: Desk) -> None:
         self._desk = desk
-        self._result = result
+        self._value: Any = None
+        self._error: Exception | None = None
+        self._abort_error: Exception | None = None
+        self.run: Run | None = None
+
+    def run_ended(self, value: Any, error: Exception | None) -> None:
+        self._desk.freed += 1
+        self._value, self._error = value, error
+
+    def run_aborted(self, error: Exception) -> None:
+        self._abort_error = error
 
     def wait(self) -> Entered:
         return self
 
     def __await__(self) -> Generator[Any, Any, Any]:
-        try:
-            if isinstance(self._result, InPlaceCall):
-                return (yield from self._result.__await__())
-            return self._result
-        finally:
-            self._desk.free()
+        if self.run is not None:
+            driving = self.run.drive()
+            assert driving is not None
+            yield from driving.__await__()
+        error = self._abort_error or self._error
+        if error is not None:
+            raise error
+        return self._value
 
 
 class Desk:
-    """A wall, and what its calls did."""
+    """A wall, and what its runs did."""
 
-    def __init__(self, *, enters: bool) -> None:
-        self._enters = enters
+    def __init__(self) -> None:
         self.wall = Wall("b#AAAAAA", contextvars.copy_context(), event_loop="worker")
         self.freed = 0
         self.notes: list[Any] = []
 
-    def begin(self, function: Callable[..., Awaitable[Any]], *args: Any) -> InPlaceCall[Any] | Entered:
+    def begin(self, function: Callable[..., Awaitable[Any]], *args: Any) -> Entered:
         self.request = RequestContext("an-id")
         context = self.wall.context.copy()
         context.run(current_request.set, self.request)
-        if not self._enters:
-            return self.wall.start_in_place(function, *args, context=context, on_end=self.free)
-        try:
-            return Entered(self, self.wall.enter(function, *args, context=context))
-        except BaseException:
-            self.free()
-            raise
-
-    def free(self) -> None:
-        self.freed += 1
+        entered = Entered(self)
+        entered.run = self.wall.start(True, function, args, context, entered, in_task=True)
+        return entered
 
     def task(self, function: Callable[..., Awaitable[Any]], *args: Any) -> asyncio.Task[Any]:
         async def carry() -> Any:
@@ -68,17 +73,14 @@ class Desk:
 
 
 def run(scenario: Callable[[Desk], Awaitable[None]]) -> None:
-    """Play it with calls that begin when they are awaited, and with code that is entered before."""
-
-    async def main(enters: bool) -> None:
-        desk = Desk(enters=enters)
+    async def main() -> None:
+        desk = Desk()
         await scenario(desk)
-        assert desk.wall.calls == set()
+        assert desk.wall.runs == set()
         await desk.wall.close(1)
 
-    for enters in (False, True):
-        with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
-            runner.run(main(enters))
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        runner.run(main())
 
 
 def test_it_returns_what_the_code_returns_with_and_without_waiting() -> None:
@@ -231,7 +233,7 @@ def test_abort_ends_the_code_and_tells_the_caller_why(waits_for_nothing: bool) -
         task = desk.task(code)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        desk.wall.abort_calls(ActorLostError("stopped"))
+        desk.wall.abort_runs(ActorLostError("stopped"))
         with pytest.raises(ActorLostError, match="stopped"):
             await task
         assert (desk.freed, task.cancelling()) == (1, 0)
@@ -271,23 +273,38 @@ def test_a_loop_that_is_given_up_closes_the_code() -> None:
     run(scenario)
 
 
-def test_code_that_never_waits_is_no_call_and_may_not_cancel_itself() -> None:
+def test_code_that_never_waits_is_no_run_and_may_not_cancel_itself() -> None:
     async def code(desk: Desk) -> str:
-        desk.notes.append(len(desk.wall.calls))
+        desk.notes.append(len(desk.wall.runs))
         return "done"
 
     async def cancelled() -> None:
         raise asyncio.CancelledError
 
-    async def main() -> None:
-        desk = Desk(enters=True)
-        assert desk.wall.enter(code, desk, context=contextvars.copy_context()) == "done"
-        assert desk.notes == [0]
+    async def scenario(desk: Desk) -> None:
+        entered = desk.begin(code, desk)
+        assert (entered.run, desk.notes, desk.freed) == (None, [0], 1)
+        assert await entered == "done"
         with pytest.raises(UserCodeError, match="CancelledError"):
-            desk.begin(cancelled)
-        await desk.wall.close(1)
+            await desk.begin(cancelled)
 
-    asyncio.run(main())
+    run(scenario)
+
+
+def test_a_cancellation_of_the_task_before_the_code_waits_is_the_tasks_own() -> None:
+    async def cancels_its_task() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        raise asyncio.CancelledError
+
+    async def scenario(desk: Desk) -> None:
+        task = desk.task(cancels_its_task)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert desk.freed == 0  # what could not be started is not told of
+
+    run(scenario)
 
 
 def test_after_the_wall_is_closed_nothing_begins() -> None:

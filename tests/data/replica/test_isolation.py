@@ -29,8 +29,10 @@ from daskserve import payload
 from daskserve._version import __version__
 from daskserve.clock import LoopClock
 from daskserve.cluster.base import ActorContext, ActorSpec, Hosted
-from daskserve.data.replica.child_figures import Told
-from daskserve.data.replica.isolation import ChildReplica, IsolatedReplica
+from daskserve.data.replica.child_code import ChildCode
+from daskserve.data.replica.child_figures import ToldFigures
+from daskserve.data.replica.child_replica import ChildReplica
+from daskserve.data.replica.local_code import LocalCode
 from daskserve.data.replica.replica import Replica
 from daskserve.errors import (
     ActorLostError,
@@ -50,7 +52,7 @@ from daskserve.types import SLOT_TAKEN, ActorKind, Envelope, EnvelopeKind, Load,
 
 DEADLINE_S = 20.0
 HERE = Path(__file__).parent
-KINDS: dict[str, type[Any]] = {"thread": Replica, "process": IsolatedReplica}
+KINDS: dict[str, type[Any]] = {"thread": LocalCode, "process": ChildCode}
 
 
 def make(kind: str, definition: Any, *args: Any, **options: Any) -> Any:
@@ -60,7 +62,8 @@ def make(kind: str, definition: Any, *args: Any, **options: Any) -> Any:
     pickled = payload.dump_bytes((definition, args, {}))
     start = ReplicaStart("b", "b#AAAAAA", pickled, isolation=kind, **options)
     spec = ActorSpec(ActorKind.REPLICA, "an-instance/replica/b#AAAAAA", 1, "an-instance", start.encode())
-    return KINDS[kind](ActorContext(spec, types.SimpleNamespace(), LoopClock(), random.Random(0)))  # type: ignore[arg-type]
+    context = ActorContext(spec, types.SimpleNamespace(), LoopClock(), random.Random(0))  # type: ignore[arg-type]
+    return Replica(context, KINDS[kind])
 
 
 class Bench:
@@ -715,7 +718,7 @@ def test_a_start_that_is_given_up_leaves_no_process(tmp_path: Path) -> None:
         replica = make("process", code.NeverMade, str(tmp_path))
         starting = asyncio.create_task(replica.start())
         await until((tmp_path / "constructor-began").exists)
-        child = replica._child.pid
+        child = replica._code._child.pid
         starting.cancel()
         await replica.stop(0)
         assert child not in psutil.pids()
@@ -744,7 +747,7 @@ def test_a_stuck_process_is_killed_with_all_that_it_started(tmp_path: Path) -> N
         assert isinstance(outcome, ActorLostError)
         assert outcome.begun
         await until(lambda: alive(grandchild) == [])
-        assert replica._child.pid not in psutil.pids()
+        assert replica._code._child.pid not in psutil.pids()
 
     async def main() -> None:
         stuck = [("sleep", "own"), ("block", "worker"), ("hold_the_lock", "own")]
@@ -948,6 +951,6 @@ def test_figures_are_the_same_wherever_the_code_runs(kind: str, tmp_path: Path) 
 def test_a_replica_that_refuses_says_so_in_one_figure() -> None:
     replica = make("process", code.Model, "nowhere")
     replica._figures.refused = 2  # type: ignore[union-attr]
-    replica._told = Told([["deployment_rejections", ["an-instance", "b"], 3]])  # type: ignore[union-attr]
+    replica._code._told = ToldFigures([["deployment_rejections", ["an-instance", "b"], 3]])  # type: ignore[union-attr]
     rejections = [value for name, _, value in replica.samples() if name == "deployment_rejections"]
     assert sum(rejections) == 5  # type: ignore[arg-type]

@@ -1257,7 +1257,7 @@ def test_a_stop_that_is_cancelled_still_leaves_nothing_behind() -> None:
 def test_stuck_plain_code_does_not_hold_up_the_stop(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("daskserve.data.replica.replica.CLOSE_GRACE_S", 0.02)
+    monkeypatch.setattr("daskserve.data.replica.local_code.CLOSE_GRACE_S", 0.02)
 
     async def main() -> None:
         replica = make(held)

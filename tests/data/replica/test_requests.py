@@ -9,10 +9,12 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from runs import PipedAnswer, carry_answer, carry_piped, start_async, until
 from starlette.requests import Request
 
 from daskserve.context import RequestContext
-from daskserve.data.replica.crossing import WINDOW, Exchange, open_exchange
+from daskserve.data.replica.answer import DONE
+from daskserve.data.replica.message_pipe import WINDOW, MessagePipe, open_pipe
 from daskserve.data.replica.requests import (
     HTTPRequest,
     QueryParams,
@@ -21,7 +23,6 @@ from daskserve.data.replica.requests import (
     read_body,
     request_context,
 )
-from daskserve.data.replica.slots import Slot
 from daskserve.data.replica.wall import Wall
 from daskserve.errors import ServeError
 from daskserve.loops.pending_call import PendingCall
@@ -49,11 +50,6 @@ def run(scenario: Callable[[Wall], Awaitable[None]], **options: Any) -> None:
             assert await wall.close(DEADLINE_S)
 
     asyncio.run(main())
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110 - the condition is set in another thread
-        await asyncio.sleep(0.001)
 
 
 def part(body: bytes, more: bool) -> Message:
@@ -180,24 +176,14 @@ def test_reading_a_whole_body() -> None:
     asyncio.run(main())
 
 
-def test_a_slot_is_free_when_its_last_holder_lets_go() -> None:
-    freed: list[bool] = []
-    slot = Slot(lambda: freed.append(True))
-    slot.hold()
-    slot.release()
-    assert freed == []
-    slot.release()
-    assert freed == [True]
-
-
 # ---- receiving across the wall
 
 
 def test_a_whole_body_needs_no_crossing() -> None:
     no_wall: Any = None  # any use of it would fail
     client = Client()
-    exchange = Exchange(no_wall, SCOPE, client.receive, client.send, part(b"all", False))
-    assert asyncio.run(exchange.receive()) == part(b"all", False)
+    pipe = MessagePipe(no_wall, "http", client.receive, client.send, part(b"all", False))
+    assert asyncio.run(pipe.receive()) == part(b"all", False)
 
 
 @pytest.mark.parametrize("event_loop", ["own", "worker"])
@@ -205,12 +191,12 @@ def test_an_upload_arrives_whole_and_in_order(event_loop: str) -> None:
     async def scenario(wall: Wall) -> None:
         chunks = [b"%d," % number for number in range(5 * WINDOW)]
         client = Client(*[part(chunk, chunk != chunks[-1]) for chunk in chunks])
-        exchange = open_exchange(wall, SCOPE, client.receive, client.send, await client.receive())
+        pipe = open_pipe(wall, "http", client.receive, client.send, await client.receive())
 
         async def app() -> bytes:
-            return await HTTPRequest(SCOPE, exchange.receive).body()
+            return await HTTPRequest(SCOPE, pipe.receive).body()
 
-        assert await exchange.carry(wall.start_async(app)) == b"".join(chunks)
+        assert await carry_piped(wall, pipe, app) == b"".join(chunks)
 
     run(scenario, event_loop=event_loop)
 
@@ -218,15 +204,14 @@ def test_an_upload_arrives_whole_and_in_order(event_loop: str) -> None:
 def test_the_worker_reads_ahead_no_further_than_the_window() -> None:
     async def scenario(wall: Wall) -> None:
         client = Client(*[part(b"x", True) for _ in range(10 * WINDOW)])
-        exchange = Exchange(wall, SCOPE, client.receive, client.send)
+        pipe = MessagePipe(wall, "http", client.receive, client.send)
         release = threading.Event()
 
         async def app() -> None:
-            await exchange.receive()
+            await pipe.receive()
             await until(release.is_set)
 
-        call = wall.start_async(app)
-        carrying = asyncio.create_task(exchange.carry(call))
+        carrying = asyncio.create_task(carry_piped(wall, pipe, app))
         await until(lambda: client.received >= WINDOW)
         for _ in range(20):
             await asyncio.sleep(0)
@@ -240,13 +225,13 @@ def test_the_worker_reads_ahead_no_further_than_the_window() -> None:
 def test_a_receive_that_is_given_up_loses_no_message() -> None:
     async def scenario(wall: Wall) -> None:
         client = Client()
-        exchange = Exchange(wall, {"type": "websocket"}, client.receive, client.send)
+        pipe = MessagePipe(wall, "websocket", client.receive, client.send)
 
         async def app() -> list[str]:
             with pytest.raises(TimeoutError):
-                await asyncio.wait_for(exchange.receive(), 0.01)
+                await asyncio.wait_for(pipe.receive(), 0.01)
             client_has_sent.set()
-            return [(await exchange.receive())["text"] for _ in range(2)]
+            return [(await pipe.receive())["text"] for _ in range(2)]
 
         client_has_sent = threading.Event()
         released = asyncio.Event()
@@ -256,8 +241,8 @@ def test_a_receive_that_is_given_up_loses_no_message() -> None:
             await released.wait()
             return await waiting()
 
-        exchange._receive = receive
-        carrying = asyncio.create_task(exchange.carry(wall.start_async(app)))
+        pipe._receive = receive
+        carrying = asyncio.create_task(carry_piped(wall, pipe, app))
         await until(client_has_sent.is_set)
         client.messages += [{"type": "websocket.receive", "text": text} for text in ("one", "two")]
         released.set()
@@ -269,16 +254,16 @@ def test_a_receive_that_is_given_up_loses_no_message() -> None:
 def test_an_error_while_receiving_is_raised_in_user_code() -> None:
     async def scenario(wall: Wall) -> None:
         client = Client(ConnectionResetError("gone"))
-        exchange = Exchange(wall, SCOPE, client.receive, client.send)
+        pipe = MessagePipe(wall, "http", client.receive, client.send)
 
         async def app() -> str:
             try:
-                await exchange.receive()
+                await pipe.receive()
             except ConnectionResetError as error:
                 return str(error)
             return "nothing"
 
-        assert await exchange.carry(wall.start_async(app)) == "gone"
+        assert await carry_piped(wall, pipe, app) == "gone"
 
     run(scenario)
 
@@ -287,18 +272,18 @@ def test_an_error_while_receiving_is_raised_in_user_code() -> None:
 def test_after_the_end_user_code_receives_a_disconnect_and_sends_into_the_void(kind: str) -> None:
     async def scenario(wall: Wall) -> None:
         client = Client()
-        exchange = Exchange(wall, {"type": kind}, client.receive, client.send)
+        pipe = MessagePipe(wall, kind, client.receive, client.send)
         received: list[Message] = []
 
         async def background() -> None:
-            received.append(await exchange.receive())
+            received.append(await pipe.receive())
             for _ in range(2 * WINDOW):
-                await exchange.send({"type": "late"})
-            received.append(await exchange.receive())
+                await pipe.send({"type": "late"})
+            received.append(await pipe.receive())
 
-        call = wall.start_async(background)
-        await until(lambda: exchange._reading is not None)
-        exchange.close()
+        call = start_async(wall, background)
+        await until(lambda: pipe._reading is not None)
+        pipe.close()
         await call.wait()
         assert [message["type"] for message in received] == [f"{kind}.disconnect"] * 2
         assert client.sent == []
@@ -313,16 +298,16 @@ def test_after_the_end_user_code_receives_a_disconnect_and_sends_into_the_void(k
 def test_messages_are_sent_in_order_and_before_the_result(event_loop: str) -> None:
     async def scenario(wall: Wall) -> None:
         client = Client()
-        exchange = open_exchange(wall, SCOPE, client.receive, client.send)
+        pipe = open_pipe(wall, "http", client.receive, client.send)
 
         async def app() -> str:
             for number in range(5 * WINDOW):
-                await exchange.send({"type": "m", "number": number})
+                await pipe.send({"type": "m", "number": number})
             return "done"
 
-        assert await exchange.carry(wall.start_async(app)) == "done"
+        assert await carry_piped(wall, pipe, app) == "done"
         assert [message["number"] for message in client.sent] == list(range(5 * WINDOW))
-        assert exchange.is_started
+        assert pipe.is_started
 
     run(scenario, event_loop=event_loop)
 
@@ -332,21 +317,21 @@ def test_a_slow_client_holds_up_user_code_after_a_window_of_messages(side: str) 
     async def scenario(wall: Wall) -> None:
         client = Client()
         client.may_send.clear()
-        exchange = Exchange(wall, SCOPE, client.receive, client.send)
+        pipe = MessagePipe(wall, "http", client.receive, client.send)
         progress: list[int] = []
 
         async def app() -> None:
             for number in range(4 * WINDOW):
                 progress.append(number)
-                await exchange.send({"type": "m"})
+                await pipe.send({"type": "m"})
 
         def function() -> None:
             for number in range(4 * WINDOW):
                 progress.append(number)
-                assert exchange.send_from_thread({"type": "m"})
+                assert pipe.send_from_thread({"type": "m"})
 
-        call = wall.start_async(app) if side == "loop" else wall.start_sync(function)
-        carrying = asyncio.create_task(exchange.carry(call))
+        answer = PipedAnswer(wall, pipe, side == "loop", app if side == "loop" else function)
+        carrying = asyncio.create_task(carry_answer(answer))
         await until(lambda: len(progress) == WINDOW)
         for _ in range(20):
             await asyncio.sleep(0)
@@ -363,27 +348,27 @@ def test_a_broken_connection_ends_the_user_code(side: str) -> None:
     async def scenario(wall: Wall) -> None:
         client = Client()
         client.send_error = ConnectionResetError("gone")
-        exchange = Exchange(wall, SCOPE, client.receive, client.send)
+        pipe = MessagePipe(wall, "http", client.receive, client.send)
         ended = threading.Event()
 
         async def app() -> None:
             try:
                 while True:
-                    await exchange.send({"type": "m"})
+                    await pipe.send({"type": "m"})
                     await asyncio.sleep(0)
             finally:
                 ended.set()
 
         def function() -> None:
-            while exchange.send_from_thread({"type": "m"}):
+            while pipe.send_from_thread({"type": "m"}):
                 pass
             ended.set()
 
-        call = wall.start_async(app) if side == "loop" else wall.start_sync(function)
+        answer = PipedAnswer(wall, pipe, side == "loop", app if side == "loop" else function)
         with pytest.raises(ConnectionResetError):
-            await exchange.carry(call)
+            await carry_answer(answer)
         await until(ended.is_set)
-        await until(lambda: call.is_ended)
+        await until(lambda: answer.state == DONE)
 
     run(scenario)
 
@@ -391,26 +376,26 @@ def test_a_broken_connection_ends_the_user_code(side: str) -> None:
 def test_room_that_appeared_just_before_the_wait_is_not_missed() -> None:
     no_wall: Any = None
     client = Client()
-    exchange = Exchange(no_wall, SCOPE, client.receive, client.send)
+    pipe = MessagePipe(no_wall, "http", client.receive, client.send)
     released: list[str] = []
-    exchange._sent, exchange._passed = 2 * WINDOW, WINDOW
-    exchange._block(lambda: released.append("no room yet"))
+    pipe._sent, pipe._passed = 2 * WINDOW, WINDOW
+    pipe._block(lambda: released.append("no room yet"))
     assert released == []
-    exchange._passed = 2 * WINDOW  # by the worker's side, after `send` had looked
-    exchange._block(lambda: released.append("room"))
+    pipe._passed = 2 * WINDOW  # by the worker's side, after `send` had looked
+    pipe._block(lambda: released.append("room"))
     assert released == ["room"]
 
 
 def test_a_receive_that_began_just_before_the_end_is_answered() -> None:
     async def scenario(wall: Wall) -> None:
         client = Client()
-        exchange = Exchange(wall, SCOPE, client.receive, client.send)
-        exchange.close()
+        pipe = MessagePipe(wall, "http", client.receive, client.send)
+        pipe.close()
 
         async def late() -> None:
             reader: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            exchange._readers.append(reader)  # as `receive` does, having seen the exchange open
-            wall.to_worker.post(exchange._read_more)
+            pipe._readers.append(reader)  # as `receive` does, having seen the pipe open
+            wall.to_worker.post(pipe._read_more)
             await reader
 
         await wall.run_async(late)
@@ -422,20 +407,20 @@ def test_cancelling_the_carrier_frees_a_thread_that_waits_for_a_slow_client() ->
     async def scenario(wall: Wall) -> None:
         client = Client()
         client.may_send.clear()
-        exchange = Exchange(wall, SCOPE, client.receive, client.send)
+        pipe = MessagePipe(wall, "http", client.receive, client.send)
 
         def function() -> None:
-            while exchange.send_from_thread({"type": "m"}):
+            while pipe.send_from_thread({"type": "m"}):
                 pass
 
-        call = wall.start_sync(function)
-        carrying = asyncio.create_task(exchange.carry(call))
+        answer = PipedAnswer(wall, pipe, False, function)
+        carrying = asyncio.create_task(carry_answer(answer))
         await asyncio.sleep(0)  # it carries now
-        await until(lambda: bool(exchange._blocked))
+        await until(lambda: bool(pipe._blocked))
         carrying.cancel()
         with pytest.raises(asyncio.CancelledError):
             await carrying
-        await until(lambda: call.is_ended)
+        await until(lambda: answer.state == DONE)
         assert wall.abandoned == 0
 
     run(scenario)

@@ -9,32 +9,25 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from runs import NoQueue
 
-from daskserve.data.replica.slots import SPARE_PLACES, SlotHolder
+from daskserve.data.replica.slots import SPARE_PLACES, Slots
 from daskserve.errors import ActorLostError, ReplicaBusyError
+from daskserve.figures.replica import ReplicaFigures
 from daskserve.testing import run_virtual
 from daskserve.types import SLOT_TAKEN, Envelope, EnvelopeKind, Load, Message, Patience
 
 
-class Holder(SlotHolder):
-    """A replica whose requests last as long as the test says."""
+class Holder(Slots):
+    """The slots of a replica whose requests last as long as the test says."""
 
     def __init__(self, concurrency: int) -> None:
-        super().__init__(concurrency)
-        self._is_open = True
+        super().__init__("b#AAAAAA", concurrency, NoQueue(), ReplicaFigures())
+        self.is_open = True
         #: The names of the requests in the order in which they began, and of those that run.
         self.begun: list[Any] = []
         self.running: set[Any] = set()
         self.most = 0
-
-    def load(self) -> Load:
-        return Load(self._ongoing, len(self._line.places))
-
-    def _refusal(self) -> ReplicaBusyError:
-        return ReplicaBusyError("full", ongoing=self._ongoing)
-
-    def _not_running(self) -> ActorLostError:
-        return ActorLostError("stopped", begun=False)
 
     async def request(
         self,
@@ -52,10 +45,10 @@ class Holder(SlotHolder):
             told.append(message)
 
         patience = Patience(left_s, waited_s) if left_s else None
-        if self._ongoing >= self._concurrency or patience is not None:
-            await self._take_slot(Envelope(EnvelopeKind.CALL, {}, patience=patience), send)
+        if self.ongoing >= self.concurrency or patience is not None:
+            await self.take(Envelope(EnvelopeKind.CALL, {}, patience=patience), send)
         else:
-            self._ongoing += 1
+            self.ongoing += 1
         self.begun.append(name)
         self.running.add(name)
         self.most = max(self.most, len(self.running))
@@ -69,7 +62,7 @@ class Holder(SlotHolder):
             await asyncio.sleep(took_s)
         finally:
             self.running.remove(name)
-            self.free_slot()
+            self.free()
 
 
 def run(concurrency: int, scenario: Callable[[Holder], Coroutine[Any, Any, None]]) -> None:
@@ -188,12 +181,12 @@ def test_when_the_replica_stops_who_waits_has_not_begun() -> None:
         waiting = [asyncio.create_task(holder.request(name, 1.0, 9.0)) for name in "abc"]
         await quiet()
         waiting[0].cancel()
-        holder._close()
+        holder.close()
         outcomes = await asyncio.gather(*waiting, return_exceptions=True)
         assert isinstance(outcomes[0], asyncio.CancelledError)
         assert [each.begun for each in outcomes[1:] if isinstance(each, ActorLostError)] == [False, False]
         assert now() == 0.0
-        await holder._wait_until_idle()
+        await holder.wait_until_idle()
         assert now() == 1.0
         await running
 
@@ -208,7 +201,7 @@ def test_who_gets_its_slot_as_the_replica_stops_has_not_begun() -> None:
         await quiet()
         first.cancel()
         await asyncio.sleep(0)  # its slot has gone to the second, which has not woken yet
-        holder._close()
+        holder.close()
         with pytest.raises(ActorLostError):
             await waiting
         assert holder.begun == ["first"]
@@ -222,10 +215,10 @@ def test_more_slots_go_to_the_line_at_once_and_fewer_hold_it_up() -> None:
             for number in range(6):
                 group.create_task(holder.request(number, 1.0, 9.0))
                 await quiet()
-            holder._set_concurrency(3)
+            holder.resize(3)
             await quiet()
             assert (holder.begun, holder.load()) == ([0, 1, 2], Load(3, 3))
-            holder._set_concurrency(1)
+            holder.resize(1)
             await asyncio.sleep(1.5)
             assert (holder.begun, holder.load()) == ([0, 1, 2, 3], Load(1, 2))
         assert now() == 4.0
@@ -259,8 +252,8 @@ def test_whatever_happens_no_slot_is_lost_or_doubled_and_turns_come_in_order(
             if what == "c" and tasks:
                 tasks[tenths % len(tasks)].cancel()
             elif what == "r":
-                holder._set_concurrency(1 + tenths % 3)
-                least, most = min(least, holder._concurrency), max(most, holder._concurrency)
+                holder.resize(1 + tenths % 3)
+                least, most = min(least, holder.concurrency), max(most, holder.concurrency)
             elif what in "aps":
                 left_s = 0.0 if what == "a" else patience / 10
                 request = holder.request(number, tenths / 10, left_s, send_error=error)
@@ -271,7 +264,7 @@ def test_whatever_happens_no_slot_is_lost_or_doubled_and_turns_come_in_order(
             await quiet()
             load = holder.load()
             assert load.ongoing == len(holder.running) <= most
-            assert load.ongoing >= holder._concurrency or not load.queued, "a slot is free and somebody waits"
+            assert load.ongoing >= holder.concurrency or not load.queued, "a slot is free and somebody waits"
         await asyncio.gather(*tasks, return_exceptions=True)
         began = [number for number in holder.begun if number in patient]
         assert began == sorted(began)

@@ -149,7 +149,7 @@ def test_a_call_that_cannot_be_started_gives_its_slot_back(monkeypatch: pytest.M
 
     async def scenario(replica: Replica) -> None:
         with monkeypatch.context() as patched:
-            patched.setattr(Wall, "start_sync", fail)
+            patched.setattr(Wall, "start", fail)
             with pytest.raises(RuntimeError, match="new thread"):
                 replica.answer_straight(call("plain"), Answers())
         assert replica.load() == Load(0, 0)

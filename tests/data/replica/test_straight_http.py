@@ -12,8 +12,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
 from straight_replicas import DEADLINE_S, Answers, began, held, run_replica, until
 
+from daskserve.data.replica.answer import Answer
+from daskserve.data.replica.callers import TasklessCaller
+from daskserve.data.replica.message_pipe import MessagePipe
 from daskserve.data.replica.replica import Replica
-from daskserve.data.replica.straight_http import StraightHTTP
 from daskserve.errors import ActorLostError
 from daskserve.types import DONE, WHOLE_RESPONSE, Envelope, EnvelopeKind, Load, Message
 
@@ -257,7 +259,9 @@ def test_nothing_of_a_request_is_left_for_the_garbage_collector(function: Any) -
             answers.ends.clear()
             del outcome
         await asyncio.sleep(0)
-        assert [each for each in gc.get_objects() if isinstance(each, StraightHTTP)] == []
+        assert [
+            each for each in gc.get_objects() if isinstance(each, (Answer, TasklessCaller, MessagePipe))
+        ] == []
 
     gc.collect()
     gc.disable()

@@ -13,8 +13,10 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from runs import start_async, start_sync, until
 
 from daskserve.data.replica.loop_watch import BLOCKED_AFTER_S, LoopWatch, SharedLoopWatch
+from daskserve.data.replica.runner import RunResult
 from daskserve.data.replica.wall import Wall
 from daskserve.errors import ClosedError, UserCodeError
 from daskserve.loops.hops import Hop
@@ -34,11 +36,6 @@ def run(scenario: Callable[[Wall], Awaitable[None]], **options: Any) -> None:
             assert await wall.close(DEADLINE_S)
 
     asyncio.run(main())
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110 - the condition is set in another thread
-        await asyncio.sleep(0.001)
 
 
 class ScriptedLoop:
@@ -133,7 +130,7 @@ def test_on_the_workers_loop_nothing_is_crossed() -> None:
 def test_plain_functions_run_side_by_side_in_as_many_threads_as_allowed() -> None:
     async def scenario(wall: Wall) -> None:
         together = threading.Barrier(3)
-        calls = [wall.start_sync(together.wait, DEADLINE_S) for _ in range(3)]
+        calls = [start_sync(wall, together.wait, DEADLINE_S) for _ in range(3)]
         assert sorted([await call.wait() for call in calls]) == [0, 1, 2]
         for _ in range(20):
             thread = await wall.run_sync(threading.current_thread)
@@ -156,9 +153,9 @@ def test_threads_start_only_when_they_are_needed() -> None:
 def test_a_reserved_thread_works_while_all_others_are_busy() -> None:
     async def scenario(wall: Wall) -> None:
         release = threading.Event()
-        busy = wall.start_sync(release.wait, DEADLINE_S)
-        waiting = wall.start_sync(str, "waited")
-        assert await wall.run_sync(str, "reserved", reserved=True) == "reserved"
+        busy = start_sync(wall, release.wait, DEADLINE_S)
+        waiting = start_sync(wall, str, "waited")
+        assert await wall.run_sync(str, "reserved", threads=wall.reserved) == "reserved"
         assert not waiting.is_ended
         release.set()
         assert await busy.wait()
@@ -233,7 +230,7 @@ def test_each_call_gets_a_fresh_copy_of_the_context() -> None:
             assert await wall.run_async(read_then_write_async) == "replica"
         request = wall.context.copy()
         request.run(variable.set, "request")
-        assert await wall.start_sync(read_then_write, context=request).wait() == "request"
+        assert await start_sync(wall, read_then_write, context=request).wait() == "request"
         assert variable.get() == "unset"
 
     run(scenario)
@@ -257,7 +254,7 @@ def test_cancelling_the_caller_cancels_async_code_and_tells_when_it_has_ended(ev
                 await until(release.is_set)
                 raise
 
-        call = wall.start_async(stubborn, on_end=lambda: ended.append(True))
+        call = start_async(wall, stubborn, on_end=lambda: ended.append(True))
         caller = asyncio.create_task(call.wait())
         await asyncio.sleep(0)  # it waits now
         await until(began.is_set)
@@ -283,7 +280,7 @@ def test_a_call_cancelled_before_its_first_step_ends_exactly_once(event_loop: st
 
         for _ in range(20):
             ended.clear()
-            call = wall.start_async(forever, on_end=lambda: ended.append(True))
+            call = start_async(wall, forever, on_end=lambda: ended.append(True))
             for _ in range(turns):
                 await asyncio.sleep(0)
             call.cancel()
@@ -291,7 +288,7 @@ def test_a_call_cancelled_before_its_first_step_ends_exactly_once(event_loop: st
             await until(lambda: bool(ended))
             assert call.is_ended
         assert ended == [True]
-        assert not wall.calls
+        assert not wall.runs
 
     run(scenario, event_loop=event_loop)
 
@@ -301,8 +298,8 @@ def test_plain_work_that_has_not_begun_is_dropped() -> None:
         release = threading.Event()
         ran: list[str] = []
         ended: list[bool] = []
-        busy = wall.start_sync(release.wait, DEADLINE_S)
-        dropped = wall.start_sync(ran.append, "dropped", on_end=lambda: ended.append(True))
+        busy = start_sync(wall, release.wait, DEADLINE_S)
+        dropped = start_sync(wall, ran.append, "dropped", on_end=lambda: ended.append(True))
         dropped.cancel()
         assert ended == [True]
         assert wall.abandoned == 0
@@ -324,7 +321,7 @@ def test_plain_work_that_runs_on_counts_as_abandoned_until_it_returns() -> None:
             began.set()
             release.wait(DEADLINE_S)
 
-        call = wall.start_sync(stuck, on_end=lambda: ended.append(True))
+        call = start_sync(wall, stuck, on_end=lambda: ended.append(True))
         caller = asyncio.create_task(call.wait())
         await asyncio.sleep(0)  # it waits now
         await until(began.is_set)
@@ -350,10 +347,10 @@ def test_aborting_gives_every_caller_the_error_begun_or_not() -> None:
         async def forever() -> None:
             await asyncio.get_running_loop().create_future()
 
-        calls = [wall.start_sync(stuck), wall.start_sync(stuck), wall.start_async(forever)]
+        calls = [start_sync(wall, stuck), start_sync(wall, stuck), start_async(wall, forever)]
         callers = [asyncio.create_task(call.wait()) for call in calls]
         await until(began.is_set)
-        wall.abort_calls(LookupError("stopped"))
+        wall.abort_runs(LookupError("stopped"))
         results = await asyncio.gather(*callers, return_exceptions=True)
         assert [repr(result) for result in results] == ["LookupError('stopped')"] * 3
         release.set()
@@ -399,7 +396,7 @@ def test_code_that_blocks_its_own_loop_is_reported_once_with_its_place(
         async def blocks_the_loop() -> None:
             release.wait(DEADLINE_S)
 
-        call = wall.start_async(blocks_the_loop)
+        call = start_async(wall, blocks_the_loop)
         await until(lambda: wall.blocked_count == 1)
         await asyncio.sleep(0.12)  # long enough for a second report, were there one
         release.set()
@@ -439,7 +436,7 @@ class WatchedLoop:
         self.is_blocked = False
         # Of a wall and of a user's loop.
         self.loop = self.hop = self
-        self.calls = {"a call"}
+        self.runs = {"a run"}
         self.is_closed = False
         self.blocked_count = 0
         self.thread = threading.current_thread()
@@ -494,7 +491,9 @@ def test_code_that_blocks_the_workers_loop_and_never_waits_is_counted() -> None:
         return "done"
 
     async def scenario(wall: Wall) -> None:
-        assert wall.enter(blocking, context=contextvars.copy_context()) == "done"
+        result = RunResult()
+        assert wall.start(True, blocking, (), contextvars.copy_context(), result, in_task=True) is None
+        assert await result.wait(None) == "done"
         await until(lambda: wall.blocked_count == 1)
 
     run(scenario, event_loop="worker")
@@ -515,7 +514,7 @@ def test_closing_cancels_everything_and_leaves_no_thread() -> None:
                 raise
 
         await wall.run_sync(int)
-        await wall.run_sync(int, reserved=True)
+        await wall.run_sync(int, threads=wall.reserved)
         caller = asyncio.create_task(wall.run_async(forever))
         await asyncio.sleep(0)
         assert await wall.close(DEADLINE_S)
@@ -541,7 +540,7 @@ def test_closing_leaves_stuck_code_behind_after_the_grace_period(kind: str) -> N
         async def stuck_async() -> None:
             stuck()
 
-        call = wall.start_sync(stuck) if kind == "thread" else wall.start_async(stuck_async)
+        call = start_sync(wall, stuck) if kind == "thread" else start_async(wall, stuck_async)
         await until(began.is_set)
         assert not await wall.close(0.02)
         left = [t for t in threading.enumerate() if t.name.startswith("daskserve-")]

@@ -210,7 +210,7 @@ class Plant:
     def gauges(self) -> dict[str, int]:
         """Return everything that counts up and down."""
         sets = self.routers._sets.values()
-        walls = [cast(Any, each._wall) for each in self.replicas.values()]
+        walls = [cast(Any, each)._code._wall for each in self.replicas.values()]
         channels = [*self.near._serving, *self.far._serving]
         assert len(channels) == 2
         return {
@@ -222,7 +222,7 @@ class Plant:
             "waiting": sum(each.waiting for each in sets),
             "ongoing": sum(each.load().ongoing for each in self.replicas.values()),
             "queued": sum(each.load().queued for each in self.replicas.values()),
-            "calls": sum(len(wall.calls) for wall in walls),
+            "calls": sum(len(wall.runs) for wall in walls),
             "in threads": sum(wall.threads.unfinished for wall in walls),
             "abandoned": sum(wall.abandoned for wall in walls),
             "streams": sum(len(each._opened) for each in channels),

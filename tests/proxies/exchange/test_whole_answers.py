@@ -15,7 +15,7 @@ from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.responses import JSONResponse, Response
 
-from daskserve.data.replica.conversion import Answer, to_answer
+from daskserve.data.replica.conversion import ConvertedResponse, to_answer
 from daskserve.options.config import HTTPOptions
 from daskserve.proxies.asgi import Scope
 from daskserve.proxies.ingress.app import IngressApp, build_app
@@ -40,7 +40,7 @@ class Backend:
     async def __call__(self, endpoint: str, envelope: Envelope, receive: Receive, send: Send) -> None:
         self.heads.append(dict(envelope.head))
         answer = to_answer(self.result() if inspect.isfunction(self.result) else self.result)
-        assert isinstance(answer, Answer)
+        assert isinstance(answer, ConvertedResponse)
         assert answer.message is not None
         await send(answer.message)
 

@@ -5,39 +5,55 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Protocol
 
 from daskserve.clock import LoopClock
-from daskserve.data.replica.wall import Call, Wall
+from daskserve.data.replica.wall import Wall
 from daskserve.types import Message, Receive, Send
-
-T = TypeVar("T")
 
 #: How many messages of one request may be under way in one direction.
 WINDOW = 16
 
 
-class Exchange:
+class PipeOwner(Protocol):
+    """Passes on what a pipe carries; see `daskserve.data.replica.answer.Answer`."""
+
+    def partial(self) -> None:
+        """Note that user code has sent a message."""
+
+
+class MessagePipe:
     """The messages of one request, on their way across the wall.
 
-    User code holds `receive`, `send` and `send_from_thread`; the worker's loop runs `carry`.
+    User code holds `receive`, `send` and `send_from_thread`. On the worker's loop, the pipe tells its owner
+    when there is something to `flush`.
 
     Parameters
     ----------
-    first : Message or None
+    kind : str
+        ``"http"``, ``"websocket"`` or ``"call"``.
+    receive, send : callable, optional
+        Of the request's caller. A request that is answered without a task has none before `connect`.
+    first : Message, optional
         What the worker's side has received already. A whole small body needs no crossing that way.
     """
 
     def __init__(
-        self, wall: Wall, scope: Mapping[str, Any], receive: Receive, send: Send, first: Message | None = None
+        self,
+        wall: Wall,
+        kind: str,
+        receive: Receive | None = None,
+        send: Send | None = None,
+        first: Message | None = None,
     ) -> None:
         self._wall = wall
-        self._kind = scope["type"]
+        self._kind = kind
         self._receive = receive
         self._send = send
-        self._outbox: deque[Message] = deque()
+        #: What user code has sent and the caller has not taken yet.
+        self.outbox: deque[Message] = deque()
         self._blocked: deque[Callable[[], None]] = deque()
         self._inbox: deque[Message | Exception] = deque() if first is None else deque((first,))
         self._readers: list[asyncio.Future[None]] = []
@@ -48,8 +64,11 @@ class Exchange:
     #: Whether the first message was made up, because there is no body: the client's side has one as well.
     is_body_assumed = False
     _is_closed = _is_accepted = _is_leaving = False
+    #: Told on the worker's loop when something is in the `outbox`.
+    owner: PipeOwner | None = None
+    # Set while somebody reads before `connect`.
+    _connected: asyncio.Event | None = None
     # Outgoing. The user's side counts `_sent`, the worker's side `_passed`; nobody else writes them.
-    _call: Call[Any] | None = None
     _sent = _passed = 0
     # Incoming. The worker's side counts `_arrived`, the user's side `_taken`.
     _arrived = _taken = 0
@@ -120,26 +139,21 @@ class Exchange:
 
     # ---- on the worker's loop
 
-    async def carry(self, call: Call[T]) -> T:
-        """Pass messages on until the call has ended; return or raise what it came to.
+    def connect(self, receive: Receive, send: Send) -> None:
+        """Attach the pipe to its caller."""
+        self._receive, self._send = receive, send
+        if self._connected is not None:
+            self._connected.set()
 
-        If the connection fails, or this is cancelled, so is the call.
-        """
-        self._call = call
-        try:
-            while True:
-                while self._outbox:
-                    await self._send(self._outbox.popleft())
-                    self._passed += 1
-                    if self._blocked and self._has_room():
-                        self._release()
-                if call.is_ended:
-                    return call.result()
-                await call.changed()
-        except BaseException:
-            call.cancel()
-            self.close()
-            raise
+    async def flush(self) -> None:
+        """Pass on what user code has sent, as fast as the caller takes it."""
+        send, outbox = self._send, self.outbox
+        assert send is not None
+        while outbox:
+            await send(outbox.popleft())
+            self._passed += 1
+            if self._blocked and self._has_room():
+                self._release()
 
     def leave(self) -> None:
         """Send away a WebSocket's client as soon as it is open; user code gets its disconnect in return."""
@@ -153,6 +167,7 @@ class Exchange:
         if self._is_closed:
             return
         self._is_closed = True
+        self.owner = None
         if self._blocked:
             self._release()
         if self._reading is not None:
@@ -161,13 +176,13 @@ class Exchange:
             self._wall.user_loop.hop.post(self._deliver, None)
 
     def _arrive(self, message: Message) -> None:
-        self._outbox.append(message)
+        self.outbox.append(message)
         if message["type"] == "websocket.accept":
             self._is_accepted = True
             if self._is_leaving:
-                self._outbox.append(_going_away())
-        if self._call is not None:
-            self._call.notify()
+                self.outbox.append(_going_away())
+        if self.owner is not None:
+            self.owner.partial()
 
     def _release(self) -> None:
         while self._blocked:
@@ -180,9 +195,15 @@ class Exchange:
             self._reading = self._wall.loop.create_task(self._read_ahead())
 
     async def _receive_next(self) -> Message:
-        message = await self._receive()
+        receive = self._receive
+        while receive is None:
+            if self._connected is None:
+                self._connected = asyncio.Event()
+            await self._connected.wait()
+            receive = self._receive
+        message = await receive()
         if self.is_body_assumed and message["type"] == "http.request":
-            message = await self._receive()
+            message = await receive()
         return message
 
     async def _read_ahead(self) -> None:
@@ -200,23 +221,15 @@ class Exchange:
             is_last = is_last or self._arrived - self._taken >= WINDOW
 
 
-class DirectExchange(Exchange):
-    """An exchange for user code that runs on the worker's loop: there is nothing to cross."""
+class DirectPipe(MessagePipe):
+    """A pipe for user code that runs on the worker's loop: there is nothing to cross."""
 
     def close(self) -> None:
         if self._blocked or self._reading or self._readers:
             super().close()
         else:
             self._is_closed = True
-
-    async def carry(self, call: Call[T]) -> T:
-        if not call.is_in_place:
-            return await super().carry(call)
-        try:
-            return await call.wait()
-        except BaseException:
-            self.close()
-            raise
+            self.owner = None
 
     async def receive(self) -> Message:
         message = self._inbox.popleft() if self._inbox else await self._receive_next()
@@ -226,19 +239,27 @@ class DirectExchange(Exchange):
 
     async def send(self, message: Message) -> None:
         self.is_started = True
-        await self._send(message)
+        send = self._send
+        assert send is not None
+        await send(message)
+        if self.owner is not None:
+            self.owner.partial()
         if message["type"] == "websocket.accept":
             self._is_accepted = True
             if self._is_leaving:
-                await self._send(_going_away())
+                await send(_going_away())
 
 
-def open_exchange(
-    wall: Wall, scope: Mapping[str, Any], receive: Receive, send: Send, first: Message | None = None
-) -> Exchange:
-    """Return the exchange that fits how the wall runs async code."""
-    kind = DirectExchange if wall.is_on_worker_loop else Exchange
-    return kind(wall, scope, receive, send, first)
+def open_pipe(
+    wall: Wall,
+    kind: str,
+    receive: Receive | None = None,
+    send: Send | None = None,
+    first: Message | None = None,
+) -> MessagePipe:
+    """Return the pipe that fits how the wall runs async code."""
+    pipe = DirectPipe if wall.is_on_worker_loop else MessagePipe
+    return pipe(wall, kind, receive, send, first)
 
 
 def _going_away() -> Message:

@@ -1,0 +1,322 @@
+"""The answer to one request, as a state machine.
+
+A replica answers calls, streaming calls, HTTP requests and WebSockets, alone or in batches. User code runs
+where its runner puts it (`daskserve.data.replica.runner`), and the caller is reached either from a task or
+without one (`daskserve.data.replica.callers`). What happens to a request in between is the same for all:
+
+============  ====================  ============  ========================================================
+state         event                 next state    what happened
+============  ====================  ============  ========================================================
+WAITING       GRANTED               RUNNING       the request got a slot: from here on it counts as begun
+WAITING       REFUSED               DONE          there was no slot in time, or the replica stopped
+WAITING       LEFT, LATE            DONE          the caller did not wait for a slot
+RUNNING       PARTIAL               STREAMING     user code sent a message, or needs another step
+RUNNING       ANSWERED              DONE          the caller has the whole answer
+RUNNING       FAILED                DONE          user code has ended with an error, which the caller has
+RUNNING       ABORTED               CANCELLED     the answer failed, but user code has not ended yet
+RUNNING       LEFT                  CANCELLED     the caller left
+RUNNING       LATE                  CANCELLED     the deadline passed
+STREAMING     PARTIAL               STREAMING     the next message or step
+STREAMING     ANSWERED, FAILED      DONE          as in RUNNING
+STREAMING     ABORTED, LEFT, LATE   CANCELLED     as in RUNNING
+CANCELLED     ENDED                 DONE          user code has really ended
+============  ====================  ============  ========================================================
+
+The request holds its slot until it is DONE, even if its caller left long ago. So a replica never runs more
+requests than it has slots, and code that cannot be stopped is visible. User code is cancelled once, when the
+request becomes CANCELLED. The request is counted once, when it leaves RUNNING or STREAMING.
+
+`Answer.leave` alone decides what happens when the caller leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Mapping
+from typing import Any, Final, Literal, NoReturn, Protocol, TypeAlias, get_args
+
+from daskserve.clock import stopwatch
+from daskserve.data.replica.conversion import Unfinished
+from daskserve.data.replica.message_pipe import MessagePipe
+from daskserve.data.replica.runner import Run
+from daskserve.data.replica.slots import Slots
+from daskserve.errors import ServeError
+from daskserve.figures.replica import ReplicaFigures
+from daskserve.loops.deadlines import is_over
+from daskserve.types import Envelope, Message, Receive, Send
+
+# Plain strings, not members of an enum: several are looked at in each request.
+State: TypeAlias = Literal["waiting", "running", "streaming", "cancelled", "done"]
+WAITING: Final = "waiting"
+RUNNING: Final = "running"
+STREAMING: Final = "streaming"
+CANCELLED: Final = "cancelled"
+DONE: Final = "done"
+
+Event: TypeAlias = Literal[
+    "granted", "refused", "partial", "answered", "failed", "aborted", "left", "late", "ended"
+]
+GRANTED: Final = "granted"
+REFUSED: Final = "refused"
+PARTIAL: Final = "partial"
+ANSWERED: Final = "answered"
+FAILED: Final = "failed"
+ABORTED: Final = "aborted"
+LEFT: Final = "left"
+LATE: Final = "late"
+ENDED: Final = "ended"
+
+TRANSITIONS: Mapping[tuple[State, Event], State] = {
+    (WAITING, GRANTED): RUNNING,
+    (WAITING, REFUSED): DONE,
+    (WAITING, LEFT): DONE,
+    (WAITING, LATE): DONE,
+    (RUNNING, PARTIAL): STREAMING,
+    (RUNNING, ANSWERED): DONE,
+    (RUNNING, FAILED): DONE,
+    (RUNNING, ABORTED): CANCELLED,
+    (RUNNING, LEFT): CANCELLED,
+    (RUNNING, LATE): CANCELLED,
+    (STREAMING, PARTIAL): STREAMING,
+    (STREAMING, ANSWERED): DONE,
+    (STREAMING, FAILED): DONE,
+    (STREAMING, ABORTED): CANCELLED,
+    (STREAMING, LEFT): CANCELLED,
+    (STREAMING, LATE): CANCELLED,
+    (CANCELLED, ENDED): DONE,
+}
+# The same by state: each request looks up two of them, and two small keys are found sooner than one pair.
+_NEXT: Mapping[State, Mapping[Event, State]] = {
+    state: {event: after for (before, event), after in TRANSITIONS.items() if before == state}
+    for state in get_args(State)
+}
+#: States in which somebody waits for the answer.
+OPEN_STATES = frozenset({RUNNING, STREAMING})
+
+
+class InvalidTransition(ServeError):
+    """An answer was told something that its state does not allow: a fault in the replica."""
+
+
+class Caller(Protocol):
+    """The way to a request's caller: what an answer tells of its changes."""
+
+    def changed(self) -> None:
+        """Note that there are messages to pass on, or that the answer can be taken, or has failed."""
+
+
+class Answer:
+    """One request on its way through its replica; the kinds of request are its subclasses.
+
+    It is a `daskserve.data.replica.runner.RunListener`, and lives on the worker's loop.
+    """
+
+    # One is made for each request, and most never change any of these. So there are no slots, which have no
+    # defaults and would all have to be set.
+    state: State = WAITING
+    #: The events that changed the state: the last one, and those before it.
+    history: tuple[Any, ...] = ()
+    #: Told of changes; None while a task that carries the answer looks for itself.
+    caller: Caller | None = None
+    #: Crosses the messages between user code and the caller, if there are any.
+    pipe: MessagePipe | None = None
+    #: Whether a task carries the answer; only there can anything be awaited.
+    is_in_task = False
+    #: Whether only a task can go on with what is `unfinished`.
+    needs_task_to_go_on = False
+    #: What user code has returned that takes another step, until a task carries it.
+    unfinished: Unfinished | None = None
+    #: Why the caller gets no answer.
+    error: Exception | None = None
+    _run: Run | None = None
+    #: What user code returned.
+    value: Any = None
+    #: How many runs hold the slot: its own, or that of a batch.
+    holds = 0
+    _began = 0.0
+
+    def __init__(self, envelope: Envelope, slots: Slots, figures: ReplicaFigures) -> None:
+        self.envelope = envelope
+        self.slots = slots
+        self.figures = figures
+
+    def __repr__(self) -> str:
+        events: list[str] = []
+        rest = self.history
+        while rest:
+            event, rest = rest
+            events.insert(0, event)
+        return f"<{type(self).__name__} {self.state} after {', '.join(events) or 'nothing'}>"
+
+    # ---- what a kind of request defines
+
+    def begin(self, receive: Receive | None = None, send: Send | None = None) -> Awaitable[None] | None:
+        """Start user code, and return None, or what has to be awaited before it can be started.
+
+        Without a task there is nothing to receive from or send to yet, and nothing is to be awaited.
+        """
+        raise NotImplementedError
+
+    def go_on(self, unfinished: Unfinished) -> None:
+        """Start the next step of user code."""
+        raise NotImplementedError
+
+    def message(self, value: Any) -> Message | None:
+        """Return what is left to be sent to the caller, given what user code returned."""
+        raise NotImplementedError
+
+    def release(self) -> None:
+        """Let go of what the request held; its caller is not served any more."""
+        pipe, self.pipe = self.pipe, None  # which refers to this object
+        if pipe is not None:
+            pipe.close()
+
+    # ---- events
+
+    def granted(self) -> None:
+        """The request has its slot."""
+        self._move(GRANTED)
+        self.figures.handled += 1
+        self._began = stopwatch()
+
+    def refused(self) -> None:
+        """The request gets no slot."""
+        self._move(REFUSED)
+
+    def partial(self) -> None:
+        """User code has sent a message."""
+        if self.state in OPEN_STATES:
+            self._move(PARTIAL)
+            if self.caller is not None:
+                self.caller.changed()
+
+    def run_ended(self, value: Any, error: Exception | None) -> None:
+        """User code has ended, or one step of it."""
+        self._run = None
+        self.holds -= 1
+        if self.state == CANCELLED:
+            self._free_if_ended()
+            return
+        if error is not None:
+            self.error = error
+        elif type(value) is Unfinished:
+            self.accept(value)
+        else:
+            self.value = value
+        if self.caller is not None:
+            self.caller.changed()
+
+    def run_aborted(self, error: Exception) -> None:
+        """The replica stops: the caller gets ``error``, and user code is cancelled."""
+        if self.state in OPEN_STATES:
+            caller = self.caller
+            self.error = error
+            self._close(ABORTED)
+            if caller is not None:
+                caller.changed()
+
+    def answered(self) -> None:
+        """The caller has the whole answer."""
+        self._move(ANSWERED)
+        self.caller = None  # which refers to this object
+        self.figures.latency.observe(stopwatch() - self._began)
+        if self.pipe is not None:
+            self.release()
+        self.slots.free()
+
+    def fail(self) -> None:
+        """The caller gets an error; user code is cancelled, should it still run."""
+        if self.state in OPEN_STATES:
+            self._close(ABORTED if self.holds else FAILED)
+
+    def leave(self, now: float | None = None) -> None:
+        """The caller has left, or the deadline has passed: cancel user code. Nobody gets an answer.
+
+        This is the only place that decides what a caller's leaving does.
+        """
+        if self.state in OPEN_STATES or self.state == WAITING:
+            is_late = now is not None and is_over(self.envelope.deadline, now)
+            self._close(LATE if is_late else LEFT)
+
+    # ---- for the ways to the caller
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether user code has nothing more to do before the caller gets the rest of its answer."""
+        return self.error is not None or (not self.holds and self.unfinished is None)
+
+    def raise_error(self) -> NoReturn:
+        """Raise why there is no answer."""
+        error, self.error = self.error, None
+        assert error is not None
+        try:
+            raise error
+        finally:
+            del error  # else the traceback holds this frame, and this frame the error
+
+    def take_next_step(self) -> None:
+        """Have user code go on with what is `unfinished`."""
+        unfinished, self.unfinished = self.unfinished, None
+        assert unfinished is not None
+        self.go_on(unfinished)
+
+    def drive(self) -> Awaitable[None] | None:
+        """Return what the task has to await for user code to go on; None if it goes on without that."""
+        return None if self._run is None else self._run.drive()
+
+    # ---- for the kinds of request
+
+    def hold(self) -> None:
+        """Keep the slot until the same number of `run_ended`, or of `let_go`."""
+        self.holds += 1
+
+    def let_go(self) -> None:
+        """Take back a `hold`."""
+        self.holds -= 1
+        if self.state == CANCELLED:
+            self._free_if_ended()
+
+    def accept(self, value: Any) -> None:
+        """Keep what user code returned."""
+        if type(value) is Unfinished:
+            self._move(PARTIAL)
+            self.unfinished = value
+        else:
+            self.value = value
+
+    # ---- transitions
+
+    def _move(self, event: Event) -> None:
+        state = _NEXT[self.state].get(event)
+        if state is None:
+            raise InvalidTransition(f"{self!r} cannot take the event {event!r}.")
+        if state != self.state:
+            self.state = state
+            self.history = (event, self.history)
+
+    def _close(self, event: Event) -> None:
+        """Take an event by which the caller gets no answer."""
+        was_begun = self.state != WAITING
+        self._move(event)
+        self.caller = None  # which refers to this object
+        if not was_begun:
+            return
+        self._count(event)
+        self.figures.latency.observe(stopwatch() - self._began)
+        self.release()
+        if self.state == DONE:
+            self.slots.free()
+        else:
+            if self._run is not None:
+                self._run.cancel()
+            self._free_if_ended()
+
+    def _count(self, event: Event) -> None:
+        if event in (LEFT, LATE):
+            self.figures.give_up(is_late=event == LATE)
+        else:
+            self.figures.failed += 1
+
+    def _free_if_ended(self) -> None:
+        if not self.holds and self.state == CANCELLED:
+            self._move(ENDED)
+            self.slots.free()

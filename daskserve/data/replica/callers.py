@@ -1,0 +1,165 @@
+"""The two ways to the caller of a request: from a task, and without one.
+
+`daskserve.data.replica.answer.Answer` decides what happens to a request; this module only connects it to the
+outside. A task is needed where something waits: for a slot, for the body of a request, or for a caller
+that reads a stream slowly. All other requests are answered where user code reports its end, without a task.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from daskserve.clock import Clock
+from daskserve.data.replica.answer import WAITING, Answer
+from daskserve.types import Load, OnAnswer, Receive, Send
+
+
+async def carry(answer: Answer, receive: Receive, send: Send, clock: Clock) -> Load:
+    """Answer a request from the present task, begun or not; return when its caller has the whole answer.
+
+    Raises
+    ------
+    ReplicaBusyError
+        All slots are taken, for longer than the request has patience; it has not begun.
+    ActorLostError
+        The replica is stopping: not begun, or begun and cancelled as the grace period ended.
+    Exception
+        What user code raised, why it could not be started, or why the caller cannot be reached.
+    """
+    slots = answer.slots
+    if answer.state == WAITING:
+        if slots.ongoing < slots.concurrency and slots.is_open and answer.envelope.patience is None:
+            slots.ongoing += 1
+        else:
+            await _wait_for_slot(answer, send, clock)
+        answer.granted()
+    answer.is_in_task = True
+    try:
+        if answer.unfinished is None:
+            preparing = answer.begin(receive, send)
+            if preparing is not None:
+                await preparing
+        elif answer.pipe is not None:
+            answer.pipe.connect(receive, send)
+        if answer.holds or answer.pipe is not None or answer.unfinished is not None:
+            await _settle(answer)
+        if answer.error is not None:
+            answer.raise_error()
+        message = answer.message(answer.value)
+        if message is not None:
+            await send(message)
+    except Exception:
+        answer.fail()
+        raise
+    except BaseException:
+        answer.leave(clock.now())
+        raise
+    answer.answered()
+    return slots.load()
+
+
+async def _wait_for_slot(answer: Answer, send: Send, clock: Clock) -> None:
+    try:
+        await answer.slots.take(answer.envelope, send)
+    except asyncio.CancelledError:
+        answer.leave(clock.now())
+        raise
+    except Exception:
+        answer.refused()
+        raise
+
+
+async def _settle(answer: Answer) -> None:
+    """Pass messages on and have user code go on until nothing but the rest of the answer is left."""
+    answer.caller = waiting = _Waiting()
+    while True:
+        pipe = answer.pipe
+        if pipe is not None and pipe.outbox:
+            await pipe.flush()
+        elif answer.is_settled:
+            return
+        elif answer.unfinished is not None:
+            answer.take_next_step()
+        else:
+            code = answer.drive()
+            await (waiting.wait() if code is None else code)
+
+
+class _Waiting:
+    """Wakes the task that carries an answer."""
+
+    __slots__ = ("_changed", "_loop")
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._changed: asyncio.Future[None] | None = None
+
+    def wait(self) -> asyncio.Future[None]:
+        self._changed = self._loop.create_future()
+        return self._changed
+
+    def changed(self) -> None:
+        if self._changed is not None and not self._changed.done():
+            self._changed.set_result(None)
+
+
+class TasklessCaller:
+    """A caller that is told its answer where user code reports its end, without a task.
+
+    If the answer takes more than one message, it becomes a `daskserve.types.Rest`, for a task to carry.
+    """
+
+    __slots__ = ("_answer", "_clock", "_is_handed_over", "_on_answer")
+
+    def __init__(self, answer: Answer, clock: Clock, on_answer: OnAnswer) -> None:
+        self._answer = answer
+        self._clock = clock
+        self._on_answer = on_answer
+        self._is_handed_over = False
+
+    def start(self) -> None:
+        """Start user code; there has to be a free slot."""
+        answer = self._answer
+        answer.slots.ongoing += 1
+        answer.granted()
+        answer.caller = self
+        try:
+            answer.begin()
+        except BaseException:
+            answer.fail()
+            raise
+
+    def give_up(self) -> None:
+        """Cancel user code, if it has not ended; nobody wants its answer."""
+        if not self._is_handed_over:
+            self._answer.leave()
+
+    def changed(self) -> None:
+        """Tell the caller, if there is something to tell."""
+        answer = self._answer
+        if answer.unfinished is not None and answer.needs_task_to_go_on:
+            answer.caller = None
+            self._is_handed_over = True
+            self._on_answer(None, self)
+            return
+        try:
+            if answer.unfinished is not None:
+                answer.take_next_step()
+                return
+            if answer.error is not None:
+                answer.raise_error()
+            message = answer.message(answer.value)
+        except Exception as error:  # it is for the caller
+            answer.fail()
+            self._on_answer(None, error)
+        else:
+            answer.answered()
+            self._on_answer(message, answer.slots.load())
+
+    # ---- the rest
+
+    async def carry(self, receive: Receive, send: Send) -> Load:
+        return await carry(self._answer, receive, send, self._clock)
+
+    def drop(self) -> None:
+        self._answer.leave()

@@ -1,0 +1,278 @@
+"""Process isolation: user code in a child process, with an interpreter of its own.
+
+The replica's actor stays in its worker and keeps the one book of requests; the child runs a `Replica` as any
+worker would, wall, batches and all, behind a `daskserve.cluster.worker.child.ChildProcess`. What this adds is
+the way between them: requests and verbs go over, and when the child is gone, so is the replica.
+
+Errors of user code may be of classes that the worker does not have. They cross packed, as a message
+(`daskserve.data.replica.child_runner.PACKED`), and the actor passes them on unread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+from collections.abc import Awaitable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from daskserve import settings
+from daskserve.cluster.base import ActorContext
+from daskserve.cluster.worker.child import ChildProcess, dump_access
+from daskserve.data.replica.answer import Answer
+from daskserve.data.replica.autoscaling_stats import ChildStats
+from daskserve.data.replica.child_figures import ToldFigures, keep_asking_for_figures
+from daskserve.data.replica.child_runner import ChildRunner
+from daskserve.data.replica.slots import Slots
+from daskserve.data.replica.user_code import CLOSE_GRACE_S
+from daskserve.errors import ActorLostError, BadRequestError, ReplicaStartError
+from daskserve.figures.replica import ReplicaFigures
+from daskserve.figures.table import MetricSample
+from daskserve.figures.user import UserSample
+from daskserve.options.environment import find_interpreter
+from daskserve.starts import ReplicaStart
+from daskserve.types import Envelope, EnvelopeKind, Load, Message, Receive, Send
+
+logger = logging.getLogger("daskserve.replica")
+
+#: What the child serves.
+FACTORY = "daskserve.data.replica.child_replica:ReplicaServer"
+#: The actor probes its child; the child need not probe itself.
+NEVER_S = 1e9
+
+
+class ForwardedAnswer(Answer):
+    """The answer to a request that the child answers."""
+
+    def __init__(self, code: ChildCode, envelope: Envelope) -> None:
+        super().__init__(envelope, code.slots, code.own_figures)
+        self._code = code
+
+    def begin(self, receive: Receive | None = None, send: Send | None = None) -> Awaitable[None] | None:
+        code = self._code
+        child, runner = code.running()
+        # The child has a slot for it.
+        envelope = self.envelope if self.envelope.patience is None else replace(self.envelope, patience=None)
+        parts = (self.figures.handled, envelope, receive, send)  # as many as there were are its number
+        self._run = runner.start(child.request, parts, contextvars.copy_context(), self)
+        self.holds += 1
+        return None
+
+    def message(self, value: Load) -> Message | None:
+        self._code.note_queued(value.queued)
+        return None
+
+
+class ChildCode:
+    """A `daskserve.data.replica.user_code.UserCode` that runs in a child process.
+
+    A child that ends unasked shows in `loss`, which whoever watches the worker reads every second.
+    """
+
+    abandoned = loop_blocks = 0  # the child counts them
+
+    def __init__(self, context: ActorContext, start: ReplicaStart, figures: ReplicaFigures) -> None:
+        self._context = context
+        self._start = start
+        self.own_figures = figures
+        self.slots = Slots(start.replica_tag, start.concurrency, self, figures)
+        #: Why the replica cannot serve any more, if its child ended unasked.
+        self.loss = ""
+        self._child: ChildProcess | None = None
+        self._runner: ChildRunner | None = None
+        self._queued = 0
+        self._told = ToldFigures()
+        self._stats = ChildStats(context.clock)
+        self._asking: asyncio.Task[None] | None = None
+        self._has_last_figures = False
+
+    def __repr__(self) -> str:
+        return repr(self._child)
+
+    @property
+    def queued(self) -> int:
+        """How many requests waited for a batch when the child last answered one."""
+        return min(self._queued, self.slots.ongoing)
+
+    def note_queued(self, queued: int) -> None:
+        """Take note of what the child said with an answer."""
+        self._queued = queued
+
+    # ---- start
+
+    async def start(self) -> Mapping[str, Any]:
+        """Start the child, have it load and construct the user's code, and return facts about both.
+
+        Raises
+        ------
+        BadRequestError
+            The backend's Python environment does not exist on this worker.
+        VersionMismatchError, InstanceError
+            Its interpreter has no fitting daskserve, or does not run.
+        ReplicaStartError
+            The user's code failed, with the traceback, or ended its process.
+        """
+        start = self._start
+        interpreter = find_interpreter(start.environment, settings.process_variables())
+        child = self._child = await ChildProcess.start(start.replica_tag, interpreter, FACTORY)
+        self._runner = ChildRunner(child, self._explain)
+        child.on_end = self._note_end
+        facts = await self._start_child(child)
+        keep_asking = keep_asking_for_figures(self.statistics, start.replica_tag, self._context.clock)
+        self._asking = asyncio.create_task(keep_asking, name=f"daskserve-figures-{start.replica_tag}")
+        return {**facts, "child_pid": child.pid}
+
+    async def _start_child(self, child: ChildProcess) -> Mapping[str, Any]:
+        spec = self._context.spec
+        try:
+            facts: Mapping[str, Any] = await child.call(
+                "start",
+                replace(self._start, health_period_s=NEVER_S).encode(),
+                name=spec.name,
+                incarnation=spec.incarnation,
+                instance=spec.instance,
+                worker=self._context.worker,
+                access=dump_access(self._context.cluster),
+            )
+        except ActorLostError:
+            await child.ended.wait()
+            raise ReplicaStartError(
+                f"Backend {self._start.backend_tag!r} did not survive its start: its process {child.fate}."
+            ) from None
+        return facts
+
+    # ---- requests
+
+    def answer(self, envelope: Envelope) -> Answer:
+        """Return the answer to a request, not begun."""
+        if envelope.kind is EnvelopeKind.CONTROL:
+            raise BadRequestError(f"A replica takes no requests of kind {envelope.kind!r}.")
+        return ForwardedAnswer(self, envelope)
+
+    def needs_task(self, envelope: Envelope) -> bool:
+        """Whether a request can only be answered from a task: the messages to and from the child wait."""
+        return True
+
+    def running(self) -> tuple[ChildProcess, ChildRunner]:
+        """Return the child and what runs requests in it; raise if it is gone."""
+        if self.loss or self._child is None or self._runner is None:
+            raise self.slots.not_running()
+        return self._child, self._runner
+
+    async def _explain(self, error: ActorLostError) -> ActorLostError:
+        """Return what to tell whoever waited: what became of the child, if that is why they wait in vain."""
+        child = self._child
+        if child is None or child.is_open:
+            return error
+        await child.ended.wait()
+        loss = self.loss or f"Replica {self._start.replica_tag!r} was stopped."
+        return ActorLostError(loss, begun=error.begun)
+
+    def _note_end(self) -> None:
+        if not self.slots.is_open or self._child is None:
+            return
+        self.loss = f"Replica {self._start.replica_tag!r} is lost: its process {self._child.fate}."
+        self.slots.closed_because = self.loss
+        self.slots.close()
+        logger.error("%s", self.loss)
+
+    # ---- verbs
+
+    async def reconfigure(self, user_config: bytes | None, concurrency: int, **options: Any) -> None:
+        """Take over changed options without a restart."""
+        await self._call("reconfigure", user_config=user_config, concurrency=concurrency, **options)
+        self.slots.resize(concurrency)
+
+    async def probe(self) -> None:
+        """Return if user code can run and does not object; fail at once when the child has ended."""
+        await self._call("probe")
+
+    async def statistics(self) -> dict[str, Any]:
+        """Return what the child counts, and what only this process knows better."""
+        found = await self._ask()
+        return {
+            **found,
+            "ongoing": self.slots.ongoing,
+            "concurrency": self.slots.concurrency,
+            "queued": found["queued"] + self.slots.waiting,
+            "refused_total": found["refused_total"] + self.own_figures.refused,
+        }
+
+    async def _ask(self) -> dict[str, Any]:
+        """Return what the child counts, and keep the rest of what it tells."""
+        found: dict[str, Any] = await self._call("statistics", has_stats=self._stats.is_wanted)
+        self._stats.told(found.pop("custom", {}))
+        self._told = ToldFigures(found.pop("samples"), found.pop("user_samples"), found["latency_counts"])
+        return found
+
+    async def _call(self, verb: str, **message: Any) -> Any:
+        child, _ = self.running()
+        try:
+            return await child.call(verb, **message)
+        except ActorLostError as error:
+            raise await self._explain(error) from None
+
+    # ---- figures
+
+    def figures(self) -> dict[str, Any]:
+        """Return what autoscaling asks for every second."""
+        return self._told.brief(self.slots.ongoing, self.own_figures.handled) | self._stats.figures()
+
+    def samples(self, own: list[MetricSample]) -> list[MetricSample]:
+        """Return the replica's figures as metrics, those of the child as it told them last."""
+        told = self._told.samples()
+        known = {(name, labels) for name, labels, _ in told}
+        found = list(told)
+        for name, labels, value in own:
+            if name == "replica_queued_requests":
+                found.append((name, labels, self.slots.waiting))  # the child tells what waits for batches
+            elif name == "deployment_rejections" or (name, labels) not in known:
+                found.append((name, labels, value))
+        return found
+
+    def user_samples(self) -> list[UserSample]:
+        """Return what user code measures, as the child told it last."""
+        return self._told.user_samples()
+
+    # ---- stop
+
+    async def send_away(self) -> None:
+        """Close the WebSockets with code 1001."""
+        try:
+            await self._context.clock.wait_for(self._call("send_away"), CLOSE_GRACE_S)
+        except (ActorLostError, TimeoutError):
+            pass  # it has ended already, or has other troubles
+
+    async def drain(self, grace_s: float) -> None:
+        """Let the running requests finish for up to ``grace_s``."""
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.wait([self._asking])
+        if not self.loss and grace_s > 0 and self._child is not None:
+            await self.send_away()
+            self._has_last_figures = True
+        await self._context.clock.wait_for(self.slots.wait_until_idle(), grace_s)
+
+    async def _ask_for_the_last_time(self) -> None:
+        try:
+            await self._context.clock.wait_for(self._ask(), CLOSE_GRACE_S)
+        except TimeoutError:
+            pass  # what it counted in its last second is lost with it
+
+    async def close(self) -> None:
+        """End the child and all that it started."""
+        child, runner = self._child, self._runner
+        if child is None or runner is None:
+            return
+        try:
+            if self._has_last_figures:
+                await self._ask_for_the_last_time()
+            await self._context.clock.wait_for(child.call("stop"), CLOSE_GRACE_S)
+        except TimeoutError:
+            logger.warning("%r is killed: its user code does not end", self)
+            child.kill()
+        except ActorLostError:
+            pass  # it has ended already
+        await child.end()
+        await runner.close()

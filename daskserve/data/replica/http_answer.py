@@ -1,0 +1,114 @@
+"""Answers to HTTP requests and WebSockets."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from typing import Any
+
+from daskserve.data.replica.accept_batch import BatchItem
+from daskserve.data.replica.conversion import ConvertedResponse, Unfinished, finish, finish_in_thread
+from daskserve.data.replica.definitions import Method
+from daskserve.data.replica.message_pipe import MessagePipe, open_pipe
+from daskserve.data.replica.requests import read_body
+from daskserve.data.replica.serving import LocalAnswer
+from daskserve.types import Message, Receive, Send
+
+
+class HTTPAnswer(LocalAnswer):
+    """The answer to an HTTP request or a WebSocket.
+
+    User code that runs in the request's own task needs no `MessagePipe` as long as its response is whole.
+    """
+
+    needs_task_to_go_on = True
+    _receive: Receive | None = None
+    _send: Send | None = None
+    _method: Method
+    _scope: dict[str, Any]
+
+    def begin(self, receive: Receive | None = None, send: Send | None = None) -> Awaitable[None] | None:
+        envelope, code = self.envelope, self._code
+        method = self._method = code.http_method(envelope.head)
+        self._scope = scope = dict(envelope.head)
+        self._receive, self._send = receive, send
+        is_websocket = scope["type"] == "websocket"
+        self.runs_in_task = self.is_in_task and envelope.deadline is None and not is_websocket
+        if envelope.has_body or is_websocket or (method.accepts_batches and not method.is_asgi):
+            assert receive is not None
+            assert send is not None
+            return self._prepare(method, receive, send)
+        self._begin(b"", None)
+        return None
+
+    def go_on(self, unfinished: Unfinished) -> None:
+        # A copy, because the run before may not quite have left its context yet.
+        context = self._context.copy()
+        pipe = self.pipe or self._open_pipe(None)
+        result, is_debug = unfinished.result, self._code.servable.is_debug
+        if unfinished.needs_thread:
+            self._run_code(False, finish_in_thread, (result, pipe, is_debug), context)
+        else:
+            self._run_code(True, finish, (self._scope, pipe, result, is_debug), context)
+
+    def message(self, value: ConvertedResponse) -> Message | None:
+        self.figures.failed += value.is_failure
+        return value.message
+
+    def release(self) -> None:
+        if self.pipe is not None and self._code.sockets:
+            self._code.sockets.discard(self.pipe)
+        super().release()
+
+    async def _prepare(self, method: Method, receive: Receive, send: Send) -> None:
+        if self._scope["type"] == "websocket" and not method.is_asgi:
+            await receive()
+            await send({"type": "websocket.close", "code": 1003, "reason": "not an ASGI application"})
+            self.value = ConvertedResponse()
+            return
+        first = await receive() if self.envelope.has_body else _no_body()
+        is_whole = first["type"] == "http.request" and not first.get("more_body", False)
+        body = first.get("body", b"") if is_whole else None
+        if body is None and not method.is_asgi and (not method.is_async or method.accepts_batches):
+            body = await read_body(receive, first)
+            if body is None:  # the client left
+                self.value = ConvertedResponse()
+                return
+        if method.accepts_batches and not method.is_asgi:
+            self._new_context()
+            self._open_pipe(first)
+            item = BatchItem(self._scope, self._scope, body or b"")
+            self.accept(await self._code.batches.submit(method, item, self))
+        else:
+            self._begin(body, first)
+
+    def _begin(self, body: bytes | None, first: Message | None) -> None:
+        """Start user code; a ``body`` is whole, or else begins with ``first``."""
+        code, method, scope = self._code, self._method, self._scope
+        context = self._new_context()
+        if method.is_asgi:
+            pipe = self._open_pipe(first or _no_body())
+            self._run_code(True, code.servable.answer_app, (scope, pipe), context)
+        elif not method.is_async:
+            pipe = self._open_pipe(first or _no_body())
+            self._run_code(
+                False, code.servable.answer_http_in_thread, (method, scope, pipe.receive, body), context
+            )
+        else:
+            if body is not None and self.runs_in_task and code.wall.is_on_worker_loop:
+                receive: Receive | None = self._receive
+            else:
+                receive = self._open_pipe(first or _no_body()).receive
+            self._run_code(True, code.servable.answer_http, (method, scope, receive, body), context)
+
+    def _open_pipe(self, first: Message | None) -> MessagePipe:
+        kind = self._scope["type"]
+        pipe = self.pipe = open_pipe(self._code.wall, kind, self._receive, self._send, first)
+        pipe.is_body_assumed = first is not None and not self.envelope.has_body
+        pipe.owner = self
+        if kind == "websocket":
+            self._code.sockets.add(pipe)
+        return pipe
+
+
+def _no_body() -> Message:
+    return {"type": "http.request", "body": b"", "more_body": False}

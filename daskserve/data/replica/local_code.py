@@ -1,0 +1,276 @@
+"""User code in the replica's own process, behind the wall."""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from daskserve.cluster.base import ActorContext
+from daskserve.context import ReplicaContext, current_replica
+from daskserve.data.replica.answer import Answer
+from daskserve.data.replica.autoscaling_stats import StatsRecorder
+from daskserve.data.replica.batches import ReplicaBatches
+from daskserve.data.replica.call_answer import CallAnswer, StreamAnswer
+from daskserve.data.replica.construction import construct, destruct
+from daskserve.data.replica.conversion import user_traceback
+from daskserve.data.replica.definitions import is_async
+from daskserve.data.replica.health import probe_liveness
+from daskserve.data.replica.http_answer import HTTPAnswer
+from daskserve.data.replica.servable import Servable, load_definition, run_hook, run_hook_in_thread
+from daskserve.data.replica.serving import ServingCode
+from daskserve.data.replica.slots import Slots
+from daskserve.data.replica.user_code import CLOSE_GRACE_S
+from daskserve.data.replica.wall import Wall
+from daskserve.errors import ActorLostError, BadRequestError, ReplicaStartError, UserCodeError
+from daskserve.figures.replica import ReplicaFigures
+from daskserve.figures.table import MetricSample
+from daskserve.figures.user import UserSample
+from daskserve.starts import ReplicaStart
+from daskserve.types import Envelope, EnvelopeKind
+
+logger = logging.getLogger("daskserve.replica")
+
+
+class LocalCode:
+    """A `daskserve.data.replica.user_code.UserCode` that runs behind a wall in this process."""
+
+    loss = ""
+
+    def __init__(self, context: ActorContext, start: ReplicaStart, figures: ReplicaFigures) -> None:
+        self._context = context
+        self._start = start
+        self._figures = figures
+        self._wall: Wall | None = None
+        self._servable: Servable | None = None
+        self._serving: ServingCode | None = None
+        self._stats = StatsRecorder(start.replica_tag, self._parts, context.clock)
+        self._batches = ReplicaBatches(self._parts, start.max_batch_size, start.batch_wait_timeout_s, figures)
+        self.slots = Slots(start.replica_tag, start.concurrency, self._batches, figures)
+
+    @property
+    def abandoned(self) -> int:
+        return self._wall.abandoned if self._wall else 0
+
+    @property
+    def loop_blocks(self) -> int:
+        return self._wall.blocked_count if self._wall else 0
+
+    # ---- start
+
+    async def start(self) -> Mapping[str, Any]:
+        """Load and construct the user's code, check its health once, and return facts about it.
+
+        Raises
+        ------
+        ReplicaStartError
+            The user's code failed; it carries the traceback.
+        """
+        start = self._start
+        wall = self._wall = Wall(
+            start.replica_tag,
+            contextvars.copy_context(),
+            threads=_threads(start.concurrency),
+            event_loop=start.event_loop,
+            landing=self._context.landing,
+        )
+        wall.is_watched = False
+        self._set_current_replica(None)
+        failure: ReplicaStartError | None = None
+        step = "could not be loaded"
+        try:
+            load = partial(load_definition, backend_tag=start.backend_tag, is_debug=start.debug)
+            servable = self._servable = await wall.run_sync(load, start.code)
+            servable.check_batching(start.max_batch_size)
+            step = "failed in its constructor"
+            await construct(wall, servable)
+            self._set_current_replica(servable.target)
+            if start.user_config is not None:
+                step = "failed in reconfigure()"
+                await self._run_hook(wall, servable, "reconfigure", start.user_config)
+            wall.is_watched = True
+            step = "failed its first health check"
+            await self._context.clock.wait_for(self.probe(), start.health_timeout_s)
+        except Exception as error:
+            failure = self._user_error(step, error)
+        if failure is not None:
+            # Out here the user's error is gone, and with its traceback the last hold on the user's object.
+            raise failure
+        self._serving = ServingCode(wall, servable, self._batches, self.slots, self._figures)
+        self._serving.has_method_header = start.method_header
+        facts = servable.facts
+        return {
+            "is_blocking": facts.is_blocking,
+            "is_asgi_app": facts.is_asgi_app,
+            "accepts_batches": facts.accepts_batches,
+            "methods": sorted(facts.methods),
+        }
+
+    def _set_current_replica(self, servable_object: Any) -> None:
+        assert self._wall is not None
+        replica = ReplicaContext(
+            self._context.spec.instance,
+            self._start.backend_tag,
+            self._start.replica_tag,
+            servable_object,
+            self._context.cluster,
+            self.slots.concurrency,
+            self._figures,
+        )
+        self._wall.context.run(current_replica.set, replica)
+
+    def _user_error(self, step: str, error: Exception) -> ReplicaStartError:
+        return ReplicaStartError(
+            f"Backend {self._start.backend_tag!r} {step}: {type(error).__name__}: {error}",
+            user_traceback=user_traceback(error),
+        )
+
+    # ---- requests
+
+    def answer(self, envelope: Envelope) -> Answer:
+        """Return the answer to a request, not begun."""
+        serving = self._serving
+        if serving is None:
+            raise self.slots.not_running()
+        if envelope.kind is EnvelopeKind.HTTP:
+            return HTTPAnswer(serving, envelope)
+        if envelope.kind is EnvelopeKind.CALL:
+            return (
+                StreamAnswer(serving, envelope)
+                if "stream" in envelope.head
+                else CallAnswer(serving, envelope)
+            )
+        raise BadRequestError(f"A replica takes no requests of kind {envelope.kind!r}.")
+
+    def needs_task(self, envelope: Envelope) -> bool:
+        """Whether a request can only be answered from a task."""
+        return self._serving is None or self._serving.needs_task(envelope)
+
+    # ---- verbs
+
+    async def reconfigure(
+        self,
+        user_config: bytes | None,
+        concurrency: int,
+        max_batch_size: int = 0,
+        batch_wait_timeout_s: float = 0.0,
+        method_header: bool = False,
+    ) -> None:
+        """Take over changed options without a restart; see `daskserve.data.replica.replica.Replica`."""
+        wall, servable = self._parts()
+        servable.check_batching(max_batch_size)
+        failure: ReplicaStartError | None = None
+        if user_config is not None:
+            servable.hook("reconfigure")
+            try:
+                await self._run_hook(wall, servable, "reconfigure", user_config)
+            except Exception as error:
+                failure = self._user_error("failed in reconfigure()", error)
+        if failure is not None:
+            raise failure  # out here, as in start()
+        self.slots.resize(concurrency)
+        wall.threads.limit = _threads(concurrency)
+        self._set_current_replica(servable.target)
+        self._batches.reconfigure(max_batch_size, batch_wait_timeout_s)
+        if self._serving is not None:
+            self._serving.has_method_header = method_header
+
+    async def probe(self) -> None:
+        """Return if user code can run where it runs, and the user's ``check_health`` does not object.
+
+        It returns late, or never, if that place is blocked: call it with a deadline.
+
+        Raises
+        ------
+        UnavailableError
+            Every slot is held by a call that was given up and runs on.
+        UserCodeError
+            ``check_health`` raised.
+        """
+        wall, servable = self._parts()
+        if self._start.has_liveness:
+            await probe_liveness(wall, servable, self._start.replica_tag, self.slots.concurrency)
+        if servable.is_class and hasattr(servable.target, "check_health"):
+            try:
+                await self._run_hook(wall, servable, "check_health", is_reserved=True)
+            except Exception as error:
+                raise UserCodeError(
+                    f"check_health() of backend {self._start.backend_tag!r} raised "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+
+    async def statistics(self) -> dict[str, Any]:
+        """Return what the wall counts."""
+        return {
+            "abandoned": self.abandoned,
+            "threads": len(self._wall.threads) if self._wall else 0,
+            "blocked_loop_total": self.loop_blocks,
+        }
+
+    def figures(self) -> dict[str, Any]:
+        """Return what autoscaling asks for every second."""
+        return self._figures.brief(self.slots.load, self._stats.figures)
+
+    def samples(self, own: list[MetricSample]) -> list[MetricSample]:
+        """Return the replica's figures as metrics."""
+        return own
+
+    def user_samples(self) -> list[UserSample]:
+        """Return what user code measures by itself."""
+        start = self._start
+        return self._figures.user_samples((self._context.spec.instance, start.backend_tag, start.replica_tag))
+
+    def _parts(self) -> tuple[Wall, Servable]:
+        if self._wall is None or self._servable is None:
+            raise ActorLostError(f"Replica {self._start.replica_tag!r} was stopped.", begun=False)
+        return self._wall, self._servable
+
+    async def _run_hook(
+        self, wall: Wall, servable: Servable, name: str, *pickles: bytes, is_reserved: bool = False
+    ) -> None:
+        hook = servable.hook(name)
+        if is_async(hook):
+            await wall.run_async(run_hook, hook, *pickles)
+        else:
+            threads = wall.reserved if is_reserved else None
+            await wall.run_sync(run_hook_in_thread, hook, *pickles, threads=threads)
+
+    # ---- stop
+
+    async def send_away(self) -> None:
+        """Close the WebSockets with code 1001."""
+        if self._serving is not None:
+            self._serving.close_websockets()
+
+    async def drain(self, grace_s: float) -> None:
+        """Let the running requests finish for up to ``grace_s``."""
+        await self.send_away()
+        await self._context.clock.wait_for(self.slots.wait_until_idle(), grace_s)
+
+    async def close(self) -> None:
+        """Cancel what still runs, destruct the user's object, and end the threads."""
+        wall, servable = self._wall, self._servable
+        if wall is not None:
+            wall.abort_runs(ActorLostError(f"Replica {self._start.replica_tag!r} was stopped."))
+            self._set_current_replica(None)
+            wait_for = self._context.clock.wait_for
+            try:
+                await wait_for(self.slots.wait_until_idle(), CLOSE_GRACE_S)  # what was cancelled may clean up
+                if servable is not None:
+                    await wait_for(destruct(wall, servable), CLOSE_GRACE_S)
+            except TimeoutError:
+                logger.warning("%r leaves its user code behind: it does not end", self)
+            except Exception:
+                logger.exception("The destructor of %r failed", self)
+            await wall.close(CLOSE_GRACE_S)
+        self._servable = None
+
+    def __repr__(self) -> str:
+        return f"the code of {self._start.replica_tag}"
+
+
+def _threads(concurrency: int) -> int:
+    # One more than there are slots, so that reconfigure() and the destructor need not wait for requests.
+    return concurrency + 1

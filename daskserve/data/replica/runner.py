@@ -1,0 +1,163 @@
+"""Runners: the places where user code runs, behind one protocol.
+
+A runner starts a piece of user code and reports its end, whatever the place:
+
+====================  =======================================================  ==========================
+runner                where the code runs                                      how it is cancelled
+====================  =======================================================  ==========================
+`UserLoop`            async code, on the user's event loop in its own thread   ``Task.cancel``
+`UserThreads`         plain functions, in the user's threads                   it is not: it is abandoned
+`WorkerLoop`          async code, on the worker's event loop                   ``Task.cancel``
+`ChildRunner`         a whole request, in a child process                      by a frame to the child
+====================  =======================================================  ==========================
+
+`daskserve.data.replica.wall.Wall` chooses among the first three. Whoever starts a run does not know which
+runner it has: it only sees the `Run` and is told of its end as a `RunListener`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextvars import Context
+from typing import Any, Protocol
+
+from daskserve.context import current_request
+from daskserve.errors import UserCodeError
+
+
+class RunListener(Protocol):
+    """Whoever started a run. Both methods are called on the worker's loop."""
+
+    def run_ended(self, value: Any, error: Exception | None) -> None:
+        """Note that the code has really ended, or will never begin. Called exactly once for each run.
+
+        ``value`` and ``error`` are what it returned or raised; both mean nothing if the run was cancelled.
+        After a cancellation this may be long after the listener has lost interest.
+        """
+
+    def run_aborted(self, error: Exception) -> None:
+        """Stop waiting for the code and fail with ``error``; the run is cancelled, and ends later."""
+
+
+class Run:
+    """One piece of user code under way, as the worker's loop sees it.
+
+    Parameters
+    ----------
+    runs : set
+        The runs of the same wall; the run removes itself when it ends.
+    """
+
+    __slots__ = (
+        "_args",
+        "_context",
+        "_function",
+        "_listener",
+        "_runs",
+        "is_cancelled",
+        "is_ended",
+    )
+
+    def __init__(
+        self,
+        runs: set[Run],
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        context: Context,
+        listener: RunListener,
+    ) -> None:
+        self._runs = runs
+        self._function = function
+        self._args = args
+        self._context = context
+        self._listener = listener
+        self.is_cancelled = False
+        self.is_ended = False
+
+    def drive(self) -> Awaitable[None] | None:
+        """Return what the listener's task has to await for the code to go on; None if nothing."""
+        return None
+
+    def cancel(self) -> None:
+        """Ask the code to end, and with it the calls it waits for; does nothing once it has ended."""
+        if not self.is_ended and not self.is_cancelled:
+            self.is_cancelled = True
+            self._stop()
+            # After the code itself: async code that awaits one of them is to be cancelled once, not twice.
+            request = self._context.get(current_request)
+            if request is not None:
+                request.cancel_calls()
+
+    def abort(self, error: Exception) -> None:
+        """Cancel the code and have its listener fail with ``error`` at once."""
+        if not self.is_ended:
+            self._listener.run_aborted(error)
+            self.cancel()
+
+    def _stop(self) -> None:
+        raise NotImplementedError
+
+    def _end(self, value: Any, error: Exception | None) -> None:
+        if self.is_ended:
+            return
+        self.is_ended = True
+        self._args = ()
+        self._runs.discard(self)
+        self._listener.run_ended(value, error)
+
+
+class Runner(Protocol):
+    """A place where user code runs."""
+
+    def start(
+        self, function: Callable[..., Any], args: tuple[Any, ...], context: Context, on_end: RunListener
+    ) -> Run | None:
+        """Start a function in a context, and tell ``on_end`` exactly once when it has ended.
+
+        Return None if that has happened already.
+        """
+
+
+def reportable(error: BaseException) -> Exception:
+    """Return the error, or a stand-in for one that would end the caller's task or loop if raised there."""
+    if isinstance(error, Exception):
+        return error
+    stand_in = UserCodeError(f"The user's code raised {type(error).__name__}: {error}")
+    stand_in.__cause__ = error
+    return stand_in
+
+
+class RunResult:
+    """A `RunListener` for code that awaits one run: `daskserve.data.replica.wall.Wall.run_async`."""
+
+    __slots__ = ("_ended", "_error", "_value")
+
+    def __init__(self) -> None:
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._value: Any = None
+        self._error: Exception | None = None
+
+    def run_ended(self, value: Any, error: Exception | None) -> None:
+        if not self._ended.done():
+            self._value, self._error = value, error
+            self._ended.set_result(None)
+
+    def run_aborted(self, error: Exception) -> None:
+        self.run_ended(None, error)
+
+    async def wait(self, run: Run | None) -> Any:
+        """Return or raise what the run comes to; cancelling this cancels the run."""
+        try:
+            await self._ended
+        except asyncio.CancelledError:
+            if run is not None:
+                run.cancel()
+            raise
+        error, self._error = self._error, None
+        if error is None:
+            return self._value
+        try:
+            raise error
+        finally:
+            del error  # else the traceback holds this frame, and this frame the error

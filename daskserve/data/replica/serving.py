@@ -1,0 +1,90 @@
+"""User code that is ready to serve, and what the answers of all kinds of request do with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextvars import Context
+from typing import Any
+
+from daskserve.context import current_request
+from daskserve.data.replica.answer import Answer
+from daskserve.data.replica.batches import ReplicaBatches
+from daskserve.data.replica.definitions import CALL, Method
+from daskserve.data.replica.message_pipe import MessagePipe
+from daskserve.data.replica.method_header import named_method
+from daskserve.data.replica.requests import request_context
+from daskserve.data.replica.servable import Servable
+from daskserve.data.replica.slots import Slots
+from daskserve.data.replica.wall import Wall
+from daskserve.figures.replica import ReplicaFigures
+from daskserve.types import Envelope, EnvelopeKind
+
+
+class ServingCode:
+    """What the answers of one replica share: its user code, where that runs, and what is counted."""
+
+    def __init__(
+        self, wall: Wall, servable: Servable, batches: ReplicaBatches, slots: Slots, figures: ReplicaFigures
+    ) -> None:
+        self.wall = wall
+        self.servable = servable
+        self.batches = batches
+        self.slots = slots
+        self.figures = figures
+        #: The open WebSockets.
+        self.sockets: set[MessagePipe] = set()
+        #: Whether HTTP requests name the method that they are for in a header.
+        self.has_method_header = False
+
+    def http_method(self, scope: Mapping[str, Any]) -> Method:
+        """Return the method that answers an HTTP request or a WebSocket."""
+        return named_method(self.servable, scope) if self.has_method_header else self.servable.methods[CALL]
+
+    def needs_task(self, envelope: Envelope) -> bool:
+        """Whether a request can only be answered from a task, because something will have to wait."""
+        head, servable = envelope.head, self.servable
+        if envelope.kind is EnvelopeKind.HTTP:
+            is_simple = head["type"] == "http" and not envelope.has_body and not self.has_method_header
+            method = servable.methods.get(CALL) if is_simple else None
+        else:
+            method = None if "stream" in head else servable.methods.get(head.get("method") or CALL)
+        if method is None or method.is_asgi or method.accepts_batches:
+            return True
+        return self.wall.is_closed or (method.is_async and self.wall.is_on_worker_loop)
+
+    def close_websockets(self) -> None:
+        """Close the WebSockets, which would never end by themselves, with code 1001."""
+        for pipe in list(self.sockets):
+            pipe.leave()
+
+
+class LocalAnswer(Answer):
+    """The answer to a request whose user code runs in this process."""
+
+    #: Whether async code may run in the task that carries the answer: nobody has to end it from elsewhere.
+    runs_in_task = False
+    _context: Context
+
+    def __init__(self, code: ServingCode, envelope: Envelope) -> None:
+        # All that `Answer` does, without another call for each request.
+        self.envelope = envelope
+        self._code = code
+        self.slots = code.slots
+        self.figures = code.figures
+
+    def _new_context(self) -> Context:
+        """Return the context in which user code answers the request: a copy of the replica's."""
+        self._context = context = self._code.wall.context.copy()
+        context.run(current_request.set, request_context(self.envelope))
+        return context
+
+    def _run_code(
+        self, is_async: bool, function: Callable[..., Any], args: tuple[Any, ...], context: Context
+    ) -> None:
+        """Start user code, or its next step."""
+        self.holds += 1
+        try:
+            self._run = self._code.wall.start(is_async, function, args, context, self, self.runs_in_task)
+        except BaseException:
+            self.holds -= 1
+            raise

@@ -1,0 +1,126 @@
+"""The runner that has an event loop of its own: the user's loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+from contextvars import Context
+from typing import Any, TypeAlias
+
+from daskserve.data.replica.runner import Run, RunListener, reportable
+from daskserve.data.replica.user_threads import wait_for_event
+from daskserve.loops.event_loop import new_event_loop
+from daskserve.loops.hops import Hop
+
+logger = logging.getLogger("daskserve.replica")
+
+#: ``post(function, *args)`` calls a function on a loop.
+Post: TypeAlias = Callable[..., None]
+
+
+class LoopRun(Run):
+    """A coroutine function in a task of its own, on whatever loop its posts lead to."""
+
+    __slots__ = ("_loop", "_task", "_to_user", "_to_worker")
+
+    def begin(self, loop: asyncio.AbstractEventLoop, to_user: Post, to_worker: Post) -> None:
+        self._loop = loop
+        self._to_user = to_user
+        self._to_worker = to_worker
+        self._task: asyncio.Task[None] | None = None
+        to_user(self._begin)
+
+    def _stop(self) -> None:
+        self._to_user(self._cancel)
+
+    # ---- on the user's loop
+
+    def _begin(self) -> None:
+        if self.is_cancelled:
+            self._to_worker(self._end, None, None)
+        else:
+            self._task = self._loop.create_task(self._run(), context=self._context)
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            # A task that is cancelled before its first step never gets to report its own end.
+            self._task.add_done_callback(self._report_cancelled)
+
+    def _report_cancelled(self, task: asyncio.Task[None]) -> None:
+        self._to_worker(self._end, None, None)
+
+    async def _run(self) -> None:
+        try:
+            value = await self._function(*self._args)
+        except BaseException as error:
+            self._to_worker(self._end, None, reportable(error))
+            # A sys.exit() in a handler ends that request, not the loop that all the others run on.
+            if not isinstance(error, (Exception, SystemExit, KeyboardInterrupt)):
+                raise
+        else:
+            self._to_worker(self._end, value, None)
+
+
+class UserLoop:
+    """Runs coroutine functions on an event loop in a daemon thread of its own, each in a task."""
+
+    def __init__(self, name: str, context: Context, to_worker: Hop, runs: set[Run]) -> None:
+        self.runs = runs
+        self.loop = new_event_loop()
+        self.hop = Hop(self.loop)
+        self.thread = threading.Thread(target=context.run, args=(self._main,), name=name, daemon=True)
+        self._to_worker = to_worker
+        self._is_closing = False
+        self._grace_s = 0.0
+        self._ended = asyncio.Event()
+
+    def start(
+        self, function: Callable[..., Any], args: tuple[Any, ...], context: Context, on_end: RunListener
+    ) -> LoopRun:
+        """Run a coroutine function in a task; see `daskserve.data.replica.runner.Runner`."""
+        run = LoopRun(self.runs, function, args, context, on_end)
+        self.runs.add(run)
+        run.begin(self.loop, self.hop.post_soon, self._post_to_worker)
+        return run
+
+    def _post_to_worker(self, function: Callable[..., object], *args: Any) -> None:
+        # What ends last on the user's loop has nothing behind it that could block that loop.
+        if len(self.runs) > 1:
+            self._to_worker.post(function, *args)
+        else:
+            self._to_worker.post_soon(function, *args)
+
+    async def close(self, grace_s: float) -> bool:
+        """Cancel what runs, end the loop and its thread; return False if user code is stuck in it."""
+        if not self._is_closing:
+            self._grace_s = grace_s / 2
+            self._is_closing = True
+            self.hop.post(self.loop.stop)
+        if not await wait_for_event(self._ended, grace_s):
+            return False
+        self.thread.join()  # as in UserThreads.close
+        return True
+
+    def _main(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        # User code may stop the loop, by mistake or with sys.exit() in a task; it is not theirs to end.
+        while not self._is_closing:
+            try:
+                self.loop.run_forever()
+            except (SystemExit, KeyboardInterrupt) as error:
+                logger.error("User code raised %s in a background task", type(error).__name__)
+        self._cancel_tasks()
+        self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+        asyncio.set_event_loop(None)
+        self.loop.close()
+        self._to_worker.post(self._ended.set)
+
+    def _cancel_tasks(self) -> None:
+        tasks = asyncio.all_tasks(self.loop)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            self.loop.run_until_complete(asyncio.wait(tasks, timeout=self._grace_s))

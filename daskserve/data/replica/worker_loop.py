@@ -1,0 +1,136 @@
+"""The runner on the worker's own event loop, for backends with ``event_loop="worker"``.
+
+On this loop a task for each piece of user code costs as much as all that the router does for a request. It is
+needed for code that ignores its cancellation, so that whoever asked can go on without it. Where nobody would,
+because the request has no deadline, the code runs within the request's own task (`TaskRun`). Code that never
+waits then needs neither a task nor a run: it has ended when `WorkerLoop.enter` returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from contextvars import Context
+from typing import Any
+
+from daskserve.context import current_request
+from daskserve.data.replica.runner import Run, RunListener, reportable
+from daskserve.data.replica.user_loop import LoopRun
+from daskserve.loops.tasks import is_cancelling
+
+
+class TaskRun(Run):
+    """A coroutine on the worker's loop, run by and within the task that awaits it.
+
+    A client that leaves cancels that task, and `abort` what the code waits for. Code that ignores this keeps
+    its slot, as it would anywhere else, and whoever awaits it waits on.
+    """
+
+    __slots__ = ("_code", "_is_aborted", "_must_throw", "_waits_for")
+
+    def __init__(
+        self,
+        runs: set[Run],
+        code: Coroutine[Any, Any, Any],
+        waits_for: asyncio.Future[Any] | None,
+        context: Context,
+        listener: RunListener,
+    ) -> None:
+        super().__init__(runs, code.send, (), context, listener)
+        self._code = code
+        self._waits_for = waits_for
+        self._must_throw = False
+        self._is_aborted = False
+
+    def drive(self) -> Awaitable[None]:
+        return self
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        run, code, waits_for = self._context.run, self._code, self._waits_for
+        try:
+            while True:
+                self._waits_for = waits_for
+                try:
+                    answer = yield waits_for
+                    if self._must_throw:
+                        self._must_throw = False
+                        raise asyncio.CancelledError
+                except BaseException as thrown:  # it is for the code
+                    try:
+                        waits_for = run(code.throw, thrown)
+                    finally:
+                        self._cancel_calls(thrown)
+                else:
+                    waits_for = run(code.send, answer)
+        except StopIteration as end:
+            self._end(end.value, None)
+        except asyncio.CancelledError as error:
+            self._end(None, reportable(error))
+            if not self._is_aborted and is_cancelling():
+                raise
+        except GeneratorExit:
+            self._end(None, None)
+            raise
+        except BaseException as error:
+            self._end(None, reportable(error))
+
+    def abort(self, error: Exception) -> None:
+        self._is_aborted = True
+        super().abort(error)
+
+    def _cancel_calls(self, thrown: BaseException) -> None:
+        # After the code itself: if it awaits one of them, it is to be cancelled once, not twice. And what the
+        # code did to itself, by a timeout of its own for example, it has taken back by now.
+        if isinstance(thrown, asyncio.CancelledError) and (self.is_cancelled or is_cancelling()):
+            request = self._context.get(current_request)
+            if request is not None:
+                request.cancel_calls()
+
+    def _stop(self) -> None:
+        # As `Task.cancel` does it, but the task is not ours.
+        if self._waits_for is None or not self._waits_for.cancel():
+            self._must_throw = True
+
+
+class WorkerLoop:
+    """Runs coroutine functions on the worker's event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, runs: set[Run]) -> None:
+        self._loop = loop
+        self._runs = runs
+
+    def start(
+        self, function: Callable[..., Any], args: tuple[Any, ...], context: Context, on_end: RunListener
+    ) -> Run | None:
+        """Run a coroutine function in a task of its own; see `daskserve.data.replica.runner.Runner`."""
+        run = LoopRun(self._runs, function, args, context, on_end)
+        self._runs.add(run)
+        run.begin(self._loop, _call_here, _call_here)
+        return run
+
+    def enter(
+        self, function: Callable[..., Any], args: tuple[Any, ...], context: Context, on_end: RunListener
+    ) -> Run | None:
+        """Run a coroutine function within the present task, here and now, up to where it first waits.
+
+        As `start`, but the task has to await `Run.drive` at once. Code that never waits is spared all that
+        waiting takes: to be known, to be watched, to be cancelled.
+        """
+        code = function(*args)
+        try:
+            waits_for = context.run(code.send, None)
+        except StopIteration as end:
+            on_end.run_ended(end.value, None)
+            return None
+        except BaseException as error:
+            if isinstance(error, asyncio.CancelledError) and is_cancelling():
+                raise
+            on_end.run_ended(None, reportable(error))
+            return None
+        run = TaskRun(self._runs, code, waits_for, context, on_end)
+        self._runs.add(run)
+        return run
+
+
+def _call_here(function: Callable[..., object], *args: Any) -> None:
+    function(*args)
