@@ -73,8 +73,8 @@ def gauges_of(cluster: LocalCluster) -> dict[str, int]:
         if "/replica/" in address.name:
             found["ongoing"] += actor.load().ongoing
             found["queued"] += actor.load().queued
-            found["abandoned"] += actor._wall.abandoned
-            found["calls"] += len(actor._wall.calls)
+            found["abandoned"] += actor._code._wall.abandoned
+            found["calls"] += len(actor._code._wall.runs)
         elif "/proxy/" in address.name:
             found["ingress"] += actor._ingress.statistics().ongoing
     for process in [cluster.program, *(cluster.process(info.address) for info in cluster.workers())]:

@@ -90,8 +90,8 @@ def gauges(dask_worker: Any) -> dict[str, int]:
     for name, entry in host.book.entries.items():
         if "/replica/" in name:
             found["ongoing"] += entry.actor.load().ongoing
-            found["abandoned"] += entry.actor._wall.abandoned
-            found["calls"] += len(entry.actor._wall.calls)
+            found["abandoned"] += entry.actor._code._wall.abandoned
+            found["calls"] += len(entry.actor._code._wall.runs)
         elif "/proxy/" in name:
             found["ingress"] += entry.actor._ingress.statistics().ongoing
     for cluster in host.link._clusters.values():
