@@ -62,7 +62,7 @@ def make(kind: str, definition: Any, *args: Any, **options: Any) -> Any:
     pickled = payload.dump_bytes((definition, args, {}))
     start = ReplicaStart("b", "b#AAAAAA", pickled, isolation=kind, **options)
     spec = ActorSpec(ActorKind.REPLICA, "an-instance/replica/b#AAAAAA", 1, "an-instance", start.encode())
-    context = ActorContext(spec, types.SimpleNamespace(), LoopClock(), random.Random(0))  # type: ignore[arg-type]
+    context = ActorContext(spec, types.SimpleNamespace(link=None), LoopClock(), random.Random(0))  # type: ignore[arg-type]
     return Replica(context, KINDS[kind])
 
 
