@@ -32,12 +32,12 @@ request becomes CANCELLED. The request is counted once, when it leaves RUNNING o
 from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping
-from typing import Any, Final, Literal, NoReturn, Protocol, TypeAlias, get_args
+from typing import Any, Final, Literal, Protocol, TypeAlias, get_args
 
 from daskserve.clock import stopwatch
 from daskserve.data.replica.conversion import Unfinished
 from daskserve.data.replica.message_pipe import MessagePipe
-from daskserve.data.replica.runner import Run
+from daskserve.data.replica.runner import CodeRun
 from daskserve.data.replica.slots import Slots
 from daskserve.errors import ServeError
 from daskserve.figures.replica import ReplicaFigures
@@ -93,7 +93,7 @@ _NEXT: Mapping[State, Mapping[Event, State]] = {
 OPEN_STATES = frozenset({RUNNING, STREAMING})
 
 
-class InvalidTransition(ServeError):
+class InvalidAnswerTransition(ServeError):
     """An answer was told something that its state does not allow: a fault in the replica."""
 
 
@@ -127,7 +127,8 @@ class Answer:
     unfinished: Unfinished | None = None
     #: Why the caller gets no answer.
     error: Exception | None = None
-    _run: Run | None = None
+    #: The run under way, unless it is a batch's.
+    run: CodeRun | None = None
     #: What user code returned.
     value: Any = None
     #: How many runs hold the slot: its own, or that of a batch.
@@ -178,10 +179,6 @@ class Answer:
         self.figures.handled += 1
         self._began = stopwatch()
 
-    def refused(self) -> None:
-        """The request gets no slot."""
-        self._move(REFUSED)
-
     def partial(self) -> None:
         """User code has sent a message."""
         if self.state in OPEN_STATES:
@@ -191,7 +188,7 @@ class Answer:
 
     def run_ended(self, value: Any, error: Exception | None) -> None:
         """User code has ended, or one step of it."""
-        self._run = None
+        self.run = None
         self.holds -= 1
         if self.state == CANCELLED:
             self._free_if_ended()
@@ -224,8 +221,10 @@ class Answer:
         self.slots.free()
 
     def fail(self) -> None:
-        """The caller gets an error; user code is cancelled, should it still run."""
-        if self.state in OPEN_STATES:
+        """The caller gets an error, or no slot; user code is cancelled, should it still run."""
+        if self.state == WAITING:
+            self._close(REFUSED)
+        elif self.state in OPEN_STATES:
             self._close(ABORTED if self.holds else FAILED)
 
     def leave(self, now: float | None = None) -> None:
@@ -236,32 +235,6 @@ class Answer:
         if self.state in OPEN_STATES or self.state == WAITING:
             is_late = now is not None and is_over(self.envelope.deadline, now)
             self._close(LATE if is_late else LEFT)
-
-    # ---- for the ways to the caller
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether user code has nothing more to do before the caller gets the rest of its answer."""
-        return self.error is not None or (not self.holds and self.unfinished is None)
-
-    def raise_error(self) -> NoReturn:
-        """Raise why there is no answer."""
-        error, self.error = self.error, None
-        assert error is not None
-        try:
-            raise error
-        finally:
-            del error  # else the traceback holds this frame, and this frame the error
-
-    def take_next_step(self) -> None:
-        """Have user code go on with what is `unfinished`."""
-        unfinished, self.unfinished = self.unfinished, None
-        assert unfinished is not None
-        self.go_on(unfinished)
-
-    def drive(self) -> Awaitable[None] | None:
-        """Return what the task has to await for user code to go on; None if it goes on without that."""
-        return None if self._run is None else self._run.drive()
 
     # ---- for the kinds of request
 
@@ -288,7 +261,7 @@ class Answer:
     def _move(self, event: Event) -> None:
         state = _NEXT[self.state].get(event)
         if state is None:
-            raise InvalidTransition(f"{self!r} cannot take the event {event!r}.")
+            raise InvalidAnswerTransition(f"{self!r} cannot take the event {event!r}.")
         if state != self.state:
             self.state = state
             self.history = (event, self.history)
@@ -300,21 +273,18 @@ class Answer:
         self.caller = None  # which refers to this object
         if not was_begun:
             return
-        self._count(event)
+        if event in (LEFT, LATE):
+            self.figures.give_up(is_late=event == LATE)
+        else:
+            self.figures.failed += 1
         self.figures.latency.observe(stopwatch() - self._began)
         self.release()
         if self.state == DONE:
             self.slots.free()
         else:
-            if self._run is not None:
-                self._run.cancel()
+            if self.run is not None:
+                self.run.cancel()
             self._free_if_ended()
-
-    def _count(self, event: Event) -> None:
-        if event in (LEFT, LATE):
-            self.figures.give_up(is_late=event == LATE)
-        else:
-            self.figures.failed += 1
 
     def _free_if_ended(self) -> None:
         if not self.holds and self.state == CANCELLED:

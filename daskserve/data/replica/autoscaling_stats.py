@@ -18,7 +18,7 @@ from typing import Any
 from daskserve.clock import Clock
 from daskserve.data.replica.conversion import user_traceback
 from daskserve.data.replica.definitions import is_async
-from daskserve.data.replica.runner import Run
+from daskserve.data.replica.runner import CodeRun
 from daskserve.data.replica.servable import Servable
 from daskserve.data.replica.wall import Wall
 from daskserve.errors import ActorLostError
@@ -114,7 +114,7 @@ class StatsRecorder:
         self._clock = clock
         self._values: dict[str, float] = {}
         self._recorded_at = -math.inf
-        self._run: Run | None = None
+        self._run: CodeRun | None = None
         self._began = 0.0
         self._is_async = False
         #: The kinds of trouble that are in the log already; they would be there every second.
@@ -152,7 +152,7 @@ class StatsRecorder:
     def _is_late(self, now: float) -> bool:
         return now - self._began > LIMIT_S
 
-    def _give_up(self, run: Run) -> None:
+    def _give_up(self, run: CodeRun) -> None:
         self._complain("late", f"has not returned within {LIMIT_S:g} s")
         # A thread cannot be stopped, and one that was given up would count as a slot that is lost.
         if self._is_async:

@@ -8,6 +8,7 @@ that reads a stream slowly. All other requests are answered where user code repo
 from __future__ import annotations
 
 import asyncio
+from typing import NoReturn
 
 from daskserve.clock import Clock
 from daskserve.data.replica.answer import WAITING, Answer
@@ -44,7 +45,7 @@ async def carry(answer: Answer, receive: Receive, send: Send, clock: Clock) -> L
         if answer.holds or answer.pipe is not None or answer.unfinished is not None:
             await _settle(answer)
         if answer.error is not None:
-            answer.raise_error()
+            _raise_error(answer)
         message = answer.message(answer.value)
         if message is not None:
             await send(message)
@@ -65,27 +66,44 @@ async def _wait_for_slot(answer: Answer, send: Send, clock: Clock) -> None:
         answer.leave(clock.now())
         raise
     except Exception:
-        answer.refused()
+        answer.fail()
         raise
 
 
 async def _settle(answer: Answer) -> None:
     """Pass messages on and have user code go on until nothing but the rest of the answer is left."""
-    answer.caller = waiting = _Waiting()
+    answer.caller = waiting = TaskCaller()
     while True:
         pipe = answer.pipe
         if pipe is not None and pipe.outbox:
             await pipe.flush()
-        elif answer.is_settled:
+        elif answer.error is not None:
             return
         elif answer.unfinished is not None:
-            answer.take_next_step()
-        else:
-            code = answer.drive()
+            _take_next_step(answer)
+        elif answer.holds:
+            code = None if answer.run is None else answer.run.drive()
             await (waiting.wait() if code is None else code)
+        else:
+            return
 
 
-class _Waiting:
+def _take_next_step(answer: Answer) -> None:
+    unfinished, answer.unfinished = answer.unfinished, None
+    assert unfinished is not None
+    answer.go_on(unfinished)
+
+
+def _raise_error(answer: Answer) -> NoReturn:
+    error, answer.error = answer.error, None
+    assert error is not None
+    try:
+        raise error
+    finally:
+        del error  # else the traceback holds this frame, and this frame the error
+
+
+class TaskCaller:
     """Wakes the task that carries an answer."""
 
     __slots__ = ("_changed", "_loop")
@@ -144,10 +162,10 @@ class TasklessCaller:
             return
         try:
             if answer.unfinished is not None:
-                answer.take_next_step()
+                _take_next_step(answer)
                 return
             if answer.error is not None:
-                answer.raise_error()
+                _raise_error(answer)
             message = answer.message(answer.value)
         except Exception as error:  # it is for the caller
             answer.fail()

@@ -55,7 +55,7 @@ class ForwardedAnswer(Answer):
         # The child has a slot for it.
         envelope = self.envelope if self.envelope.patience is None else replace(self.envelope, patience=None)
         parts = (self.figures.handled, envelope, receive, send)  # as many as there were are its number
-        self._run = runner.start(child.request, parts, contextvars.copy_context(), self)
+        self.run = runner.start(child.request, parts, contextvars.copy_context(), self)
         self.holds += 1
         return None
 

@@ -14,7 +14,7 @@ from contextvars import Context
 from typing import Any
 
 from daskserve.cluster.worker.child import ChildProcess
-from daskserve.data.replica.runner import Run, RunListener
+from daskserve.data.replica.runner import CodeRun, RunListener
 from daskserve.errors import ActorLostError, RequestTimeoutError, ServeError
 from daskserve.payload import PackedError
 from daskserve.types import Message, Send
@@ -23,7 +23,7 @@ from daskserve.types import Message, Send
 PACKED = "daskserve.error"
 
 
-class ChildRun(Run):
+class ChildRun(CodeRun):
     """One request in the child, carried by the task that drives it.
 
     Cancelling that task cancels the request; its code may end later.
@@ -94,7 +94,7 @@ class ChildRunner:
     def __init__(
         self, child: ChildProcess, explain: Callable[[ActorLostError], Awaitable[ActorLostError]]
     ) -> None:
-        self.runs: set[Run] = set()
+        self.runs: set[CodeRun] = set()
         self.explain = explain
         self._child = child
         self._settling: set[asyncio.Task[None]] = set()

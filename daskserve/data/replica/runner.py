@@ -12,7 +12,7 @@ runner                where the code runs                                      h
 ====================  =======================================================  ==========================
 
 `daskserve.data.replica.wall.Wall` chooses among the first three. Whoever starts a run does not know which
-runner it has: it only sees the `Run` and is told of its end as a `RunListener`.
+runner it has: it only sees the `CodeRun` and is told of its end as a `RunListener`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class RunListener(Protocol):
         """Stop waiting for the code and fail with ``error``; the run is cancelled, and ends later."""
 
 
-class Run:
+class CodeRun:
     """One piece of user code under way, as the worker's loop sees it.
 
     Parameters
@@ -61,7 +61,7 @@ class Run:
 
     def __init__(
         self,
-        runs: set[Run],
+        runs: set[CodeRun],
         function: Callable[..., Any],
         args: tuple[Any, ...],
         context: Context,
@@ -112,7 +112,7 @@ class Runner(Protocol):
 
     def start(
         self, function: Callable[..., Any], args: tuple[Any, ...], context: Context, on_end: RunListener
-    ) -> Run | None:
+    ) -> CodeRun | None:
         """Start a function in a context, and tell ``on_end`` exactly once when it has ended.
 
         Return None if that has happened already.
@@ -146,7 +146,7 @@ class RunResult:
     def run_aborted(self, error: Exception) -> None:
         self.run_ended(None, error)
 
-    async def wait(self, run: Run | None) -> Any:
+    async def wait(self, run: CodeRun | None) -> Any:
         """Return or raise what the run comes to; cancelling this cancels the run."""
         try:
             await self._ended

@@ -84,7 +84,7 @@ class LocalAnswer(Answer):
         """Start user code, or its next step."""
         self.holds += 1
         try:
-            self._run = self._code.wall.start(is_async, function, args, context, self, self.runs_in_task)
+            self.run = self._code.wall.start(is_async, function, args, context, self, self.runs_in_task)
         except BaseException:
             self.holds -= 1
             raise

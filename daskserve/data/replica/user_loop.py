@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextvars import Context
 from typing import Any, TypeAlias
 
-from daskserve.data.replica.runner import Run, RunListener, reportable
+from daskserve.data.replica.runner import CodeRun, RunListener, reportable
 from daskserve.data.replica.user_threads import wait_for_event
 from daskserve.loops.event_loop import new_event_loop
 from daskserve.loops.hops import Hop
@@ -20,7 +20,7 @@ logger = logging.getLogger("daskserve.replica")
 Post: TypeAlias = Callable[..., None]
 
 
-class LoopRun(Run):
+class LoopRun(CodeRun):
     """A coroutine function in a task of its own, on whatever loop its posts lead to."""
 
     __slots__ = ("_loop", "_task", "_to_user", "_to_worker")
@@ -67,7 +67,7 @@ class LoopRun(Run):
 class UserLoop:
     """Runs coroutine functions on an event loop in a daemon thread of its own, each in a task."""
 
-    def __init__(self, name: str, context: Context, to_worker: Hop, runs: set[Run]) -> None:
+    def __init__(self, name: str, context: Context, to_worker: Hop, runs: set[CodeRun]) -> None:
         self.runs = runs
         self.loop = new_event_loop()
         self.hop = Hop(self.loop)

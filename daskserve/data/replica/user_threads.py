@@ -14,11 +14,11 @@ from contextlib import suppress
 from contextvars import Context
 from typing import Any
 
-from daskserve.data.replica.runner import Run, RunListener, reportable
+from daskserve.data.replica.runner import CodeRun, RunListener, reportable
 from daskserve.loops.hops import Hop
 
 
-class ThreadRun(Run):
+class ThreadRun(CodeRun):
     """A plain function in one of the user's threads."""
 
     __slots__ = ("_claim", "_is_abandoned", "_threads")
@@ -79,7 +79,7 @@ class UserThreads:
         Takes each run until it has ended.
     """
 
-    def __init__(self, name: str, limit: int, to_worker: Hop, runs: set[Run]) -> None:
+    def __init__(self, name: str, limit: int, to_worker: Hop, runs: set[CodeRun]) -> None:
         self.limit = limit
         self.to_worker = to_worker
         self.runs = runs

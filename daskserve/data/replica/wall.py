@@ -20,7 +20,7 @@ from contextvars import Context
 from typing import Any, TypeVar
 
 from daskserve.data.replica.loop_watch import LoopWatch, SharedLoopWatch
-from daskserve.data.replica.runner import Run, RunListener, RunResult
+from daskserve.data.replica.runner import CodeRun, RunListener, RunResult
 from daskserve.data.replica.user_loop import UserLoop
 from daskserve.data.replica.user_threads import UserThreads
 from daskserve.data.replica.worker_loop import WorkerLoop
@@ -66,7 +66,7 @@ class Wall:
         #: Off while user code starts: a constructor may take its time, nobody waits behind it.
         self.is_watched = True
         #: What has been started and has not ended.
-        self.runs: set[Run] = set()
+        self.runs: set[CodeRun] = set()
         self.threads = UserThreads(f"daskserve-{name}", threads, self.to_worker, self.runs)
         #: Serves probes only, so that they need not wait for requests.
         self.reserved = UserThreads(f"daskserve-{name}-probe", 1, self.to_worker, self.runs)
@@ -104,11 +104,11 @@ class Wall:
         context: Context,
         on_end: RunListener,
         in_task: bool = False,
-    ) -> Run | None:
+    ) -> CodeRun | None:
         """Start user code where code of its kind runs; see `daskserve.data.replica.runner.Runner.start`.
 
         With ``in_task``, async code that is to run on the worker's loop runs within the present task, which
-        has to await `Run.drive` at once.
+        has to await `CodeRun.drive` at once.
         """
         if self.is_closed:
             raise ClosedError("The replica has been stopped.")

@@ -14,12 +14,12 @@ from contextvars import Context
 from typing import Any
 
 from daskserve.context import current_request
-from daskserve.data.replica.runner import Run, RunListener, reportable
+from daskserve.data.replica.runner import CodeRun, RunListener, reportable
 from daskserve.data.replica.user_loop import LoopRun
 from daskserve.loops.tasks import is_cancelling
 
 
-class TaskRun(Run):
+class TaskRun(CodeRun):
     """A coroutine on the worker's loop, run by and within the task that awaits it.
 
     A client that leaves cancels that task, and `abort` what the code waits for. Code that ignores this keeps
@@ -30,7 +30,7 @@ class TaskRun(Run):
 
     def __init__(
         self,
-        runs: set[Run],
+        runs: set[CodeRun],
         code: Coroutine[Any, Any, Any],
         waits_for: asyncio.Future[Any] | None,
         context: Context,
@@ -95,13 +95,13 @@ class TaskRun(Run):
 class WorkerLoop:
     """Runs coroutine functions on the worker's event loop."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, runs: set[Run]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, runs: set[CodeRun]) -> None:
         self._loop = loop
         self._runs = runs
 
     def start(
         self, function: Callable[..., Any], args: tuple[Any, ...], context: Context, on_end: RunListener
-    ) -> Run | None:
+    ) -> CodeRun | None:
         """Run a coroutine function in a task of its own; see `daskserve.data.replica.runner.Runner`."""
         run = LoopRun(self._runs, function, args, context, on_end)
         self._runs.add(run)
@@ -110,11 +110,11 @@ class WorkerLoop:
 
     def enter(
         self, function: Callable[..., Any], args: tuple[Any, ...], context: Context, on_end: RunListener
-    ) -> Run | None:
-        """Run a coroutine function within the present task, here and now, up to where it first waits.
+    ) -> CodeRun | None:
+        """Run a coroutine function within the present task, up to where it first waits.
 
-        As `start`, but the task has to await `Run.drive` at once. Code that never waits is spared all that
-        waiting takes: to be known, to be watched, to be cancelled.
+        As `start`, but the task has to await `CodeRun.drive` at once. Code that never waits has ended when
+        this returns, and needs no run.
         """
         code = function(*args)
         try:

@@ -56,7 +56,7 @@ class Measuring:
 
     def __init__(self) -> None:
         self.calls = metrics.Counter("calls", "Calls.", tag_keys=("kind",))
-        self.sizes = metrics.HistogramCounts("sizes", "Sizes.", boundaries=[1.0, 10.0])
+        self.sizes = metrics.Histogram("sizes", "Sizes.", boundaries=[1.0, 10.0])
 
     def __call__(self, request: Any) -> int:
         return os.getpid()

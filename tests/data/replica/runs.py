@@ -11,7 +11,7 @@ from daskserve.clock import LoopClock
 from daskserve.data.replica.answer import Answer
 from daskserve.data.replica.callers import carry
 from daskserve.data.replica.message_pipe import MessagePipe
-from daskserve.data.replica.runner import Run, RunResult
+from daskserve.data.replica.runner import CodeRun, RunResult
 from daskserve.data.replica.slots import Slots
 from daskserve.data.replica.user_threads import UserThreads
 from daskserve.data.replica.wall import Wall
@@ -27,7 +27,7 @@ class Started(RunResult):
     def __init__(self, on_end: Callable[[], None] | None) -> None:
         super().__init__()
         self._on_end = on_end
-        self.run: Run | None = None
+        self.run: CodeRun | None = None
         self.is_ended = False
 
     def run_ended(self, value: Any, error: Exception | None) -> None:
@@ -44,7 +44,7 @@ class Started(RunResult):
         if self.run is not None:
             self.run.cancel()
 
-    async def wait(self, run: Run | None = None) -> Any:  # type: ignore[override]
+    async def wait(self, run: CodeRun | None = None) -> Any:  # type: ignore[override]
         return await super().wait(self.run)
 
 
@@ -94,7 +94,7 @@ class PipedAnswer(Answer):
     def begin(self, receive: Receive | None = None, send: Send | None = None) -> None:
         self.holds += 1
         context = self._wall.context.copy()
-        self._run = self._wall.start(self._is_async, self._function, (), context, self)
+        self.run = self._wall.start(self._is_async, self._function, (), context, self)
 
     def message(self, value: Any) -> Message | None:
         return None

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from daskserve.context import RequestContext, current_request
-from daskserve.data.replica.runner import Run
+from daskserve.data.replica.runner import CodeRun
 from daskserve.data.replica.wall import Wall
 from daskserve.errors import ActorLostError, ClosedError, UserCodeError
 from daskserve.testing import VirtualTimeLoop
@@ -26,7 +26,7 @@ class Entered:
         self._value: Any = None
         self._error: Exception | None = None
         self._abort_error: Exception | None = None
-        self.run: Run | None = None
+        self.run: CodeRun | None = None
 
     def run_ended(self, value: Any, error: Exception | None) -> None:
         self._desk.freed += 1
