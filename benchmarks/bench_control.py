@@ -173,6 +173,9 @@ class Empty:
     async def start(self) -> dict[str, Any]:
         return {}
 
+    def samples(self) -> list[Any]:
+        return []
+
     async def stop(self, grace_s: float) -> None:
         pass
 

@@ -1,6 +1,7 @@
-"""Frames as parts: one part of msgpack, which refers to large bytes in parts of their own; pure.
+"""Packing of frames into parts: one msgpack part, and one part per large bytes value; pure.
 
-Large bytes are never copied into part 0, so that a transport can pass them on as they are.
+Part 0 refers to the large parts by number. Large bytes are never copied into it, so a transport can send
+them directly.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def pack(frames: Sequence[Any]) -> tuple[bytes, list[memoryview]]:
 
 
 def unpack(parts: Sequence[Buffer]) -> Sequence[Any]:
-    """Return the frames of a message. Its large parts must be writable memory of its own."""
+    """Return the frames of a message. Its large parts must be writable and not shared."""
 
     def refer(code: int, data: bytes) -> Any:
         if code == _SMALL:

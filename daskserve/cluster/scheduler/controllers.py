@@ -1,8 +1,8 @@
-"""Keeping a controller alive for every instance, whatever becomes of the worker it lives on.
+"""Keeping a controller running for every instance, even if its worker dies or hangs.
 
-One that dies with its worker is replaced at the word of the scheduler; one that hangs, because its process
-is stopped or its loop blocked, is found by asking it once a second. Every new one has a newer epoch, that the
-store claims first, so an older one that still lives can do no harm; it is told to end all the same.
+When a worker dies, the scheduler reports it and its controllers are replaced. A hanging controller, whose
+process is stopped or whose event loop is blocked, is detected by a ping once a second. Every new controller
+first claims a newer epoch in the store, so an older one that is still alive is fenced. It is stopped anyway.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from daskserve.types import ActorAddress, ActorKind, InstanceName, WorkerAddress
 
 logger = logging.getLogger("daskserve.supervisor")
 
-#: A controller is asked this often, and replaced after so many answers that did not come.
+#: How often a controller is pinged, and after how many missed answers it is replaced.
 PERIOD_S = 1.0
 MISSES = 3
-#: A controller must have read its store by then; its worker may hang.
+#: Timeout of a controller's start, which includes reading the store; its worker may hang.
 START_TIMEOUT_S = 10.0
-#: When no worker could start one, or the store could not be reached, it is tried again after that long.
+#: Pause before the next attempt when no worker could start a controller or the store was unreachable.
 START_RETRY_S = 0.5
 
 
@@ -38,17 +38,17 @@ class Instance:
     grace_s: float
     payload: bytes
     store: InstanceStore
-    #: Which call of ``serve.start()`` made it.
+    #: Id of the ``serve.start()`` call that started the instance.
     start_id: str = ""
     epoch: int = 0
-    #: How many controllers it has had.
+    #: Number of controllers started so far.
     starts: int = 0
     controller: ActorAddress | None = None
     controller_up: asyncio.Event = field(default_factory=asyncio.Event)
     starting: asyncio.Lock = field(default_factory=asyncio.Lock)
-    #: Waits for the workers' Hosts at the start.
+    #: The wait for the workers' Hosts during the start.
     awaiting_hosts: asyncio.Task[None] | None = None
-    #: Set when the first start is over, however it went.
+    #: Set when the first start has succeeded or failed.
     has_begun: asyncio.Event = field(default_factory=asyncio.Event)
     is_ending: bool = False
     ending: asyncio.Task[None] | None = None
@@ -61,14 +61,14 @@ def plain(address: ActorAddress) -> dict[str, Any]:
 
 
 class ControllerKeeper:
-    """See the module.
+    """Starts, pings and replaces the controllers of all instances.
 
     Parameters
     ----------
-    tell
-        Sends plain values to an instance's topic.
+    publish
+        Publishes plain values on an instance's topic.
     spawn
-        Runs a coroutine as a task of the supervisor's.
+        Runs a coroutine as a task of the supervisor.
     """
 
     def __init__(
@@ -76,21 +76,21 @@ class ControllerKeeper:
         hosts: HostRegistry,
         instances: Mapping[InstanceName, Instance],
         *,
-        tell: Callable[[InstanceName, Mapping[str, Any]], None],
+        publish: Callable[[InstanceName, Mapping[str, Any]], None],
         spawn: Callable[[Any], Any],
     ) -> None:
         self._hosts = hosts
         self._instances = instances
-        self._tell = tell
+        self._publish = publish
         self._spawn = spawn
 
     async def start(self, entry: Instance, excluded: set[WorkerAddress] | None = None) -> None:
-        """Give an instance a controller, on one worker after the other until one has it.
+        """Start a controller for an instance; try one worker after another.
 
-        Raises what went wrong only for an instance that has never had one; otherwise it is tried again later.
+        The first start of an instance raises its error; later starts are retried in the background.
         """
-        # One at a time: when all workers are lost and come back at once, so many start one, and each newer
-        # epoch would end the start before it, for ever.
+        # One start at a time: when all workers return at once, each of them triggers a start, and each newer
+        # epoch would cancel the start before it, without end.
         async with entry.starting:
             await self._start(entry, excluded)
 
@@ -104,7 +104,7 @@ class ControllerKeeper:
                     self._spawn(self._start_later(entry))
                 return
             tried.add(worker)
-            entry.epoch += 1  # at once, so that whoever is still starting an older one gives way
+            entry.epoch += 1  # at once, so that a pending start of an older controller is discarded
             try:
                 epoch = entry.epoch = await entry.store.claim_epoch()
             except ServeError as error:
@@ -115,7 +115,7 @@ class ControllerKeeper:
                 return
             address = ActorAddress(f"{entry.name}/controller", worker, epoch)
             try:
-                # Not by wait_for: up to Python 3.11 that swallows a cancellation now and then.
+                # Not wait_for: up to Python 3.11, it sometimes swallows a cancellation.
                 async with asyncio.timeout(START_TIMEOUT_S):
                     await self._create(entry, address)
             except (OSError, TimeoutError, ServeError) as error:
@@ -125,25 +125,25 @@ class ControllerKeeper:
                 entry.controller = address
                 entry.starts += 1
                 entry.controller_up.set()
-                self._tell(entry.name, {"kind": CONTROLLER, **plain(address)})
+                self._publish(entry.name, {"kind": CONTROLLER, **plain(address)})
             else:
                 self._spawn(self._end(address))
 
     async def replace(self, entry: Instance, excluded: set[WorkerAddress]) -> None:
-        """Start a new controller elsewhere; the old one, if it still lives, is fenced and told to end."""
+        """Start a new controller on another worker; the old one is fenced and, if it is alive, stopped."""
         old = self.lose(entry)
         await self.start(entry, excluded)
         if old is not None:
             self._spawn(self._end(old))
 
     def lose(self, entry: Instance) -> ActorAddress | None:
-        """Take note that an instance's controller is of no use any more; return where it was."""
+        """Mark an instance's controller as lost; return its address."""
         old, entry.controller = entry.controller, None
         entry.controller_up.clear()
         return old
 
     def expected(self, leaving: set[WorkerAddress]) -> list[InstanceName]:
-        """Return the instances that have a controller, or will have one that is not on these workers."""
+        """Return the instances that have a controller, or will get one on another worker."""
         has_room = self._hosts.best_for_controller(leaving) is not None
         return [
             entry.name
@@ -166,7 +166,7 @@ class ControllerKeeper:
                     continue
                 misses[address.incarnation] = misses.get(address.incarnation, 0) + 1
                 if misses[address.incarnation] >= MISSES and entry.controller == address:
-                    logger.warning("The controller %s does not answer and is replaced", address)
+                    logger.warning("Replacing controller %s: it does not answer", address)
                     misses.pop(address.incarnation)
                     self._hosts.suspects.add(address.worker)
                     self._spawn(self._clear_suspect(address.worker))
@@ -206,10 +206,10 @@ class ControllerKeeper:
         try:
             await self._hosts.run(address.worker, "destroy", message)
         except (OSError, ServeError) as error:
-            logger.info("Controller %s could not be told to end: %s", address, error)
+            logger.info("Stopping controller %s failed: %s", address, error)
 
     async def _clear_suspect(self, worker: WorkerAddress) -> None:
-        """Trust a worker again when its Host answers, however long that takes."""
+        """Wait until a worker's Host answers, then use the worker again."""
         try:
             await self._hosts.run(worker, "actors", {"instance": ""})
         except (OSError, ServeError) as error:
@@ -217,4 +217,4 @@ class ControllerKeeper:
         self._hosts.suspects.discard(worker)
         infos = [info for info in self._hosts.infos() if info["address"] == worker]
         for name in list(self._instances):
-            self._tell(name, {"kind": WORKERS, "joined": infos, "left": []})
+            self._publish(name, {"kind": WORKERS, "joined": infos, "left": []})

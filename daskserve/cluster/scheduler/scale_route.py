@@ -1,10 +1,10 @@
-"""Scaling over HTTP: a route on the scheduler's HTTP server that passes a number on to a controller.
+"""External scaling over HTTP: a route on the scheduler's HTTP server that forwards numbers to controllers.
 
-``POST /daskserve/<instance>/api/v1/applications/<application>/deployments/<backend>/scale`` has the tail of
-Ray Serve's. The server has no authentication of its own, so that a backend has to allow it.
+The path ``/daskserve/<instance>/api/v1/applications/<application>/deployments/<backend>/scale`` (POST) ends
+like Ray Serve's. The server has no authentication, so each backend must enable external scaling.
 
-A controller that dies or hangs is replaced meanwhile, and the newest one is asked again: that is safe,
-because the same number twice changes nothing.
+If a controller dies or hangs during the request, it is replaced and the call is retried at the newest one.
+This is safe, because setting the same number twice changes nothing.
 """
 
 from __future__ import annotations
@@ -37,20 +37,21 @@ from daskserve.types import ActorAddress, InstanceName
 logger = logging.getLogger("daskserve.supervisor")
 
 PATH = r"/daskserve/([^/]+)/api/v1/applications/([^/]+)/deployments/([^/]+)/scale"
-#: What stands for the application where nobody named one, as in Ray Serve.
+#: The default application name, as in Ray Serve.
 DEFAULT_APPLICATION = "default"
-#: A number and its name take less than fifty.
+#: Maximum size of a body; a valid one has less than fifty bytes.
 MOST_BYTES = 4096
-#: A controller that hangs is replaced after four seconds; its successor gets as many.
+#: Timeout of a request: a hanging controller is replaced after four seconds, and its successor gets four
+#: more.
 PATIENCE_S = 8.0
-#: How often is looked whether the controller that is asked is still the present one.
+#: How often to check whether the called controller is still the current one.
 CHECK_S = 0.25
-#: What a client is told to wait that could not be served.
+#: Value of the ``Retry-After`` header.
 RETRY_AFTER_S = 1
 
 
 class ScaleRoute:
-    """Passes numbers on to the controllers of the instances there are."""
+    """Forwards numbers to the controllers of the running instances."""
 
     def __init__(
         self, scheduler: Scheduler, instances: Mapping[InstanceName, Instance], hosts: HostRegistry
@@ -64,32 +65,32 @@ class ScaleRoute:
         self._route.install()
 
     def uninstall(self) -> None:
-        """Take the route away; idempotent."""
+        """Remove the route; idempotent."""
         self._route.uninstall()
 
     async def scale(self, instance: InstanceName, backend: str, number: int) -> int:
-        """Have a backend's wanted number recorded, and return it.
+        """Record a backend's target number of replicas, and return it.
 
         Raises
         ------
         NotFoundError
-            There is no such instance or backend.
+            The instance or the backend does not exist.
         ExternalScalerDisabledError, BadRequestError
-            The controller refuses.
+            The controller refused the number.
         UnavailableError
-            No controller, or not its store, could be reached in time.
+            The controller or its store could not be reached in time.
         """
         entry = self._instances.get(instance)
         if entry is None or entry.is_ending:
             running = (name for name, each in self._instances.items() if not each.is_ending)
             known = ", ".join(sorted(running)) or "none"
-            raise NotFoundError(f"Instance {instance!r} does not run on this cluster; there are: {known}.")
+            raise NotFoundError(f"Instance {instance!r} does not run on this cluster; running: {known}.")
         try:
             async with asyncio.timeout(PATIENCE_S):
                 return await self._persist(entry, {"name": backend, "number": number})
         except TimeoutError:
             raise UnavailableError(
-                f"No controller of {instance!r} has answered for {PATIENCE_S:g} s; try again."
+                f"No controller of {instance!r} answered within {PATIENCE_S:g} s; retry later."
             ) from None
 
     async def _persist(self, entry: Instance, message: Mapping[str, Any]) -> int:
@@ -120,15 +121,15 @@ class _Finder:
                     await self._entry.controller_up.wait()
             except TimeoutError:
                 pass
-        raise NotFoundError(f"Instance {self._entry.name!r} has just been shut down.")
+        raise NotFoundError(f"Instance {self._entry.name!r} was shut down during the request.")
 
     def forget_controller(self) -> None:
-        """Nothing: the supervisor forgets it itself."""
+        """Do nothing: the supervisor tracks the current controller."""
 
 
 @stream_request_body
 class ScaleHandler(RequestHandler):
-    """Reads a number, however it is sent, and answers in JSON."""
+    """Reads a number from the body and answers in JSON."""
 
     def initialize(self, route: ScaleRoute) -> None:
         self._route = route
@@ -136,7 +137,7 @@ class ScaleHandler(RequestHandler):
         self._is_too_large = False
 
     def data_received(self, chunk: bytes) -> None:
-        # What is too much is read and dropped: a client that still sends would not see the answer.
+        # Excess bytes are read and dropped: a client that is still sending would not see the answer.
         self._is_too_large = self._is_too_large or len(self._body) + len(chunk) > MOST_BYTES
         if not self._is_too_large:
             self._body += chunk
@@ -148,8 +149,8 @@ class ScaleHandler(RequestHandler):
                 raise BadRequestError(f"the body has more than {MOST_BYTES} bytes")
             if application not in (DEFAULT_APPLICATION, backend):
                 raise NotFoundError(
-                    f"There is no application {application!r}: each deployment is one of its own, by its own "
-                    f"name or that of {DEFAULT_APPLICATION!r}."
+                    f"There is no application {application!r}; use the deployment's name or "
+                    f"{DEFAULT_APPLICATION!r}."
                 )
             number = await self._route.scale(instance, backend, number_in(bytes(self._body)))
         except ServeError as error:
@@ -158,7 +159,7 @@ class ScaleHandler(RequestHandler):
             self._answer(200, {KEY: number, "message": f"{backend} is to have {number} replicas."})
 
     def _refuse_other_pages(self) -> None:
-        """Refuse what the pages of other sites make browsers send, which need no answer to do harm."""
+        """Refuse cross-site requests of browsers, which are harmful even without a readable answer."""
         origin = self.request.headers.get("Origin")
         if origin is not None and urlsplit(origin).netloc != self.request.host:
             raise HTTPError(403, reason="Forbidden")

@@ -78,11 +78,11 @@ class Supervisor(SchedulerPlugin):
         self._hosts = HostRegistry(scheduler)
         self._splices = Splices(scheduler, self._hosts)
         adaptive = {"kind": WORKERS, "joined": [], "left": [], "is_adaptive": True}
-        self._capacity = Capacity(scheduler, self._evacuate, lambda: self._tell(None, adaptive))
+        self._capacity = Capacity(scheduler, self._evacuate, lambda: self._publish(None, adaptive))
         self._targets = Targets(scheduler, self._hosts.facts_of)
         self._scaling = ScaleRoute(scheduler, self._instances, self._hosts)
         self._controllers = ControllerKeeper(
-            self._hosts, self._instances, tell=self._tell, spawn=self._tasks.spawn
+            self._hosts, self._instances, publish=self._publish, spawn=self._tasks.spawn
         )
         self._watching: asyncio.Task[Any] | None = None
         self._lock = asyncio.Lock()
@@ -135,7 +135,7 @@ class Supervisor(SchedulerPlugin):
         self._splices.drop(worker)
         self._reported.set()
         for instance in list(self._instances.values()):
-            self._tell(instance.name, {"kind": WORKERS, "joined": [], "left": [worker]})
+            self._publish(instance.name, {"kind": WORKERS, "joined": [], "left": [worker]})
             if instance.controller is not None and instance.controller.worker == worker:
                 self._controllers.lose(instance)
                 self._tasks.spawn(self._controllers.start(instance))
@@ -238,7 +238,7 @@ class Supervisor(SchedulerPlugin):
     async def _end(self, entry: Instance) -> None:
         if entry.grace is not None:
             entry.grace.cancel()
-        self._tell(entry.name, {"kind": ENDED})
+        self._publish(entry.name, {"kind": ENDED})
         if entry.awaiting_hosts is not None:
             entry.awaiting_hosts.cancel()
         await self._hosts.end_instance(entry.name)
@@ -350,7 +350,7 @@ class Supervisor(SchedulerPlugin):
         if await self._hosts.admit(worker):
             joined = [info for info in self._hosts.infos() if info["address"] == worker]
             for name in list(self._instances):
-                self._tell(name, {"kind": WORKERS, "joined": joined, "left": []})
+                self._publish(name, {"kind": WORKERS, "joined": joined, "left": []})
             for entry in list(self._instances.values()):
                 if entry.controller is None and not entry.is_ending and entry.epoch:
                     self._tasks.spawn(self._controllers.start(entry))
@@ -362,7 +362,9 @@ class Supervisor(SchedulerPlugin):
             return
         self._hosts.retiring |= leaving
         for entry in list(self._instances.values()):
-            self._tell(entry.name, {"kind": WORKERS, "joined": [], "left": [], "retiring": sorted(leaving)})
+            self._publish(
+                entry.name, {"kind": WORKERS, "joined": [], "left": [], "retiring": sorted(leaving)}
+            )
             if entry.controller is not None and entry.controller.worker in leaving:
                 await self._controllers.replace(entry, leaving)
         try:
@@ -383,7 +385,7 @@ class Supervisor(SchedulerPlugin):
             await self._hosts.release(worker)
         self._reported.set()
 
-    def _tell(self, instance: InstanceName | None, message: Mapping[str, Any]) -> None:
+    def _publish(self, instance: InstanceName | None, message: Mapping[str, Any]) -> None:
         """Publish plain values on an instance's topic; None publishes on all instances' topics."""
         for name in list(self._instances) if instance is None else [instance]:
             self._scheduler.log_event(topic_of(name), dict(message))

@@ -1,4 +1,4 @@
-"""The route for scaling from outside, over a socket, with controllers that answer, fail and hang."""
+"""The route for external scaling, over a socket, with controllers that answer, fail and hang."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ GOOD = json.dumps({"target_num_replicas": 3}).encode()
 
 
 class Hosts:
-    """Stands for the Hosts: what a controller does is the test's to say, by its incarnation."""
+    """Fake Hosts; the test decides per incarnation what a controller answers."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int, Mapping[str, Any]]] = []
-        self.answer: Answer = self.as_asked
+        self.answer: Answer = self.echo_number
 
-    async def as_asked(self, incarnation: int) -> Any:
+    async def echo_number(self, incarnation: int) -> Any:
         return self.calls[-1][2]["number"]
 
     async def run(self, worker: str, verb: str, message: Mapping[str, Any]) -> Any:
@@ -103,14 +103,14 @@ def visit(scenario: Callable[[Site], Awaitable[None]], prefix: str = "") -> None
     asyncio.run(main())
 
 
-def told(reply: HTTPResponse) -> str:
+def message_of(reply: HTTPResponse) -> str:
     assert reply.headers["Content-Type"] == "application/json"
     message: str = json.loads(reply.body)["message"]
     return message
 
 
 @pytest.mark.parametrize("prefix", ["", "/dask"])
-def test_a_number_goes_to_the_controller_of_the_instance_that_is_named(prefix: str) -> None:
+def test_a_number_is_sent_to_the_controller_of_the_named_instance(prefix: str) -> None:
     async def scenario(site: Site) -> None:
         reply = await site.send()
         assert (reply.code, json.loads(reply.body)["target_num_replicas"]) == (200, 3)
@@ -126,18 +126,18 @@ def test_a_number_goes_to_the_controller_of_the_instance_that_is_named(prefix: s
 def test_each_kind_of_refusal_has_its_status() -> None:
     async def scenario(site: Site) -> None:
         reply = await site.send(path="three/default/b")
-        assert (reply.code, told(reply)) == (
+        assert (reply.code, message_of(reply)) == (
             404,
-            "Instance 'three' does not run on this cluster; there are: one, two words.",
+            "Instance 'three' does not run on this cluster; running: one, two words.",
         )
         site.instances["two words"].is_ending = True
         assert (await site.send(path="two%20words/default/b")).code == 404
         reply = await site.send(path="one/other/b")
-        assert (reply.code, "There is no application 'other'" in told(reply)) == (404, True)
+        assert (reply.code, "There is no application 'other'" in message_of(reply)) == (404, True)
         reply = await site.send(b"three")
-        assert (reply.code, "not JSON" in told(reply)) == (400, True)
+        assert (reply.code, "not JSON" in message_of(reply)) == (400, True)
         reply = await site.send(None, method="GET")
-        assert (reply.code, reply.headers["Allow"], told(reply)) == (405, "POST", "Method Not Allowed")
+        assert (reply.code, reply.headers["Allow"], message_of(reply)) == (405, "POST", "Method Not Allowed")
         assert (await site.send(method="PUT")).code == 405
         assert site.hosts.calls == []
         for error, status in (
@@ -151,26 +151,26 @@ def test_each_kind_of_refusal_has_its_status() -> None:
 
             site.hosts.answer = fail
             reply = await site.send()
-            assert (reply.code, told(reply)) == (status, str(error))
+            assert (reply.code, message_of(reply)) == (status, str(error))
             assert ("Retry-After" in reply.headers) == (status == 503)
         assert len(site.hosts.calls) == 3
 
     visit(scenario)
 
 
-def test_a_body_that_is_too_large_is_dropped_and_refused() -> None:
+def test_a_body_that_is_too_large_is_refused() -> None:
     async def scenario(site: Site) -> None:
         fitting = GOOD + b" " * (MOST_BYTES - len(GOOD))
         assert (await site.send(fitting)).code == 200
         for body in (fitting + b" ", b" " * (10 << 20)):
             reply = await site.send(body)
-            assert (reply.code, told(reply)) == (400, "the body has more than 4096 bytes")
+            assert (reply.code, message_of(reply)) == (400, "the body has more than 4096 bytes")
         assert len(site.hosts.calls) == 1
 
     visit(scenario)
 
 
-def test_a_page_of_another_site_is_refused() -> None:
+def test_a_cross_site_request_is_refused() -> None:
     async def scenario(site: Site) -> None:
         for origin in ("http://evil.example", "null", f"http://127.0.0.1:{site.port + 1}"):
             assert (await site.send(Origin=origin)).code == 403
@@ -181,7 +181,7 @@ def test_a_page_of_another_site_is_refused() -> None:
 
 
 @pytest.mark.parametrize("error", [ActorLostError("gone"), StaleEpochError("replaced")])
-def test_the_next_controller_is_asked_when_one_is_lost(error: Exception) -> None:
+def test_a_lost_controller_is_replaced_and_the_call_retried(error: Exception) -> None:
     async def scenario(site: Site) -> None:
         entry = site.instances["one"]
 
@@ -200,7 +200,9 @@ def test_the_next_controller_is_asked_when_one_is_lost(error: Exception) -> None
     visit(scenario)
 
 
-def test_a_controller_that_hangs_is_given_up_when_it_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_to_a_hanging_controller_is_cancelled_once_it_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(scale_route, "CHECK_S", 0.01)
 
     async def scenario(site: Site) -> None:
@@ -222,14 +224,14 @@ def test_a_controller_that_hangs_is_given_up_when_it_is_replaced(monkeypatch: py
     visit(scenario)
 
 
-def test_no_controller_in_time_is_a_503(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_controller_in_time_gives_503(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scale_route, "PATIENCE_S", 0.1)
 
     async def scenario(site: Site) -> None:
         site.instances["one"] = instance("one", None)
         reply = await site.send()
         assert (reply.code, reply.headers["Retry-After"]) == (503, "1")
-        assert told(reply) == "No controller of 'one' has answered for 0.1 s; try again."
+        assert message_of(reply) == "No controller of 'one' answered within 0.1 s; retry later."
         site.instances["one"] = instance("one")
 
         async def hang(_: int) -> None:
@@ -241,7 +243,7 @@ def test_no_controller_in_time_is_a_503(monkeypatch: pytest.MonkeyPatch) -> None
     visit(scenario)
 
 
-def test_an_instance_that_ends_meanwhile_is_a_404(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_instance_that_ends_during_the_request_gives_404(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scale_route, "CHECK_S", 0.01)
 
     async def scenario(site: Site) -> None:
@@ -253,12 +255,12 @@ def test_an_instance_that_ends_meanwhile_is_a_404(monkeypatch: pytest.MonkeyPatc
 
         site.hosts.answer = end
         reply = await site.send()
-        assert (reply.code, told(reply)) == (404, "Instance 'one' has just been shut down.")
+        assert (reply.code, message_of(reply)) == (404, "Instance 'one' was shut down during the request.")
 
     visit(scenario)
 
 
-def test_the_route_goes_again() -> None:
+def test_the_route_is_removed() -> None:
     async def scenario(site: Site) -> None:
         rules = site.application.default_router.rules
         count = len(rules)
