@@ -1,4 +1,4 @@
-"""What the requests of one server share, and those of one connection."""
+"""State that the requests of one server share, and that the requests of one connection share."""
 
 from __future__ import annotations
 
@@ -15,25 +15,23 @@ from daskserve.proxies.exchange.websocket import WebSocketSession
 
 
 class Ongoing(Protocol):
-    """What a connection has to know of the request on it; `daskserve.proxies.exchange.exchange.Exchange` is
-    it.
-    """
+    """The request on a connection: a `daskserve.proxies.exchange.exchange.Exchange`."""
 
     @property
     def unread(self) -> Stream | None:
-        """The connection, if nothing is read from it now."""
+        """The stream, if nothing reads from it now."""
 
     def on_connection_close(self) -> None:
-        """Take note that the client is gone."""
+        """Cancel the request because its client has disconnected."""
 
 
 class Carrier:
-    """What all requests of one server share.
+    """State that all requests of one server share.
 
     Attributes
     ----------
     tasks : set
-        The tasks of all requests whose application is still running.
+        The tasks of requests whose application is running.
     connections : set
         The open connections that carry HTTP.
     sockets : set
@@ -67,22 +65,22 @@ class Carrier:
         self.heads = HeadCache(self.date)
 
     def cancel(self, task: asyncio.Task[None]) -> None:
-        """Cancel one of the tasks, unless it is busy cleaning up after an earlier cancellation."""
+        """Cancel a task, unless it is cleaning up after an earlier cancellation."""
         if not task.cancelling():
             task.cancel()
-            # One that is cancelled before its first step never gets to leave the set by itself.
+            # A task that is cancelled before its first step does not remove itself.
             task.add_done_callback(self.tasks.discard)
 
 
 class Connection:
-    """One open connection: its stream, its addresses and the request that is read or answered on it."""
+    """One open connection: its stream, its addresses and its current request."""
 
     __slots__ = ("client", "exchange", "scope", "stream")
 
     def __init__(self, stream: Stream, *, is_encrypted: bool = False) -> None:
         self.stream = stream
         self.client, server = addresses_of(stream.socket)
-        #: What the scopes of all its requests have in common.
+        #: The part of the scope that all its requests have in common.
         self.scope: Scope = {
             "type": "http",
             "asgi": ASGI_VERSIONS,
@@ -94,7 +92,7 @@ class Connection:
         self.exchange: Ongoing | None = None
 
     def close(self) -> None:
-        """Close the connection, whatever is going on there."""
+        """Close the connection, and cancel its request."""
         if self.exchange is not None:
             self.exchange.on_connection_close()
         self.stream.close()

@@ -1,17 +1,15 @@
 """One HTTP request under either server, and the ASGI application that answers it.
 
-The server reads: it calls the exchange as parts of the request come in, and waits while `data_received`'s
-future is pending. Writing goes straight to the stream (`daskserve.proxies.exchange.response_head`); the
-`ConnectionReader` is then told to go on to the next request. The readers are
-`daskserve.proxies.server.tornado_connection` and `daskserve.proxies.server.uvicorn_connection`. How a request
-can end:
+The server's `ConnectionReader` reads: it passes the parts of the request to the exchange, and waits while the
+future that `data_received` returned is pending. The exchange writes the response straight to the stream, and
+then tells the reader to go on to the next request. A request ends in one of these ways:
 
-1. The response is whole and so is the request: finish; the server keeps or closes the connection.
-2. The response is whole, the request is not: what still comes in is dropped for `LINGER_S`, because closing
-   a socket with unread data resets the connection and may take the response with it.
-3. The client went away: the task is cancelled, and its sends raise `ConnectionResetError`.
-4. The application failed: 500 if nothing was sent, else the connection is cut.
-5. The body is too large: 413, or a cut, and the task is cancelled.
+1. Request and response are complete: the server keeps or closes the connection.
+2. Only the response is complete: the rest of the request is dropped for up to `LINGER_S`, because closing a
+   socket with unread data resets the connection and may destroy the response.
+3. The client disconnects: the task is cancelled, and its sends raise `ConnectionResetError`.
+4. The application fails: 500 if nothing was sent, otherwise the connection is cut.
+5. The body is too large: 413, or the connection is cut if a response has begun. The task is cancelled.
 6. The server stops: as 3, and the connection is closed.
 """
 
@@ -45,7 +43,7 @@ from daskserve.types import DONE, WHOLE_RESPONSE, Message
 
 log = logging.getLogger("daskserve.proxies")
 
-#: How long a client that has got its response may go on sending a request body nobody wants.
+#: How long a client that has its response may go on sending the request body, which is dropped.
 LINGER_S = 2.0
 #: Parts of a response up to this size are joined into one write.
 _JOIN_BYTES = 64 * 1024
@@ -54,12 +52,12 @@ _GONE = "the client has gone away"
 
 
 class Exchange:
-    """Takes one request, runs the application on it, writes what that sends.
+    """Runs the application on one request, and writes its response.
 
-    Its maker has the connection watched.
+    The reader that creates an exchange has its connection watched for inactivity.
     """
 
-    _body: RequestBody  # there is none before the headers
+    _body: RequestBody  # set by `begin`
 
     def __init__(self, carrier: Carrier, connection: Connection, reader: ConnectionReader) -> None:
         self._carrier = carrier
@@ -68,25 +66,28 @@ class Exchange:
         self._stream = connection.stream
         connection.exchange = self
 
-    # One is made for each request, and most never change all of these.
+    # Class attributes, because most requests change only a few of them.
     _task: asyncio.Task[None] | None = None
     _method = ""
     _is_http11 = True
     _closes = False
     _start: Message | None = None
     _writer: ResponseWriter | None = None
-    _is_begun = False  # something of the response was written
-    _is_whole = False  # the response was written to its end
-    _is_gone = False  # nobody listens to the response any more
-    _is_over = False  # the server has been told to go on
+    _is_begun = False  # a part of the response was written
+    _is_whole = False  # the complete response was written
+    _is_gone = False  # no further part of the application's response can be sent
+    _is_over = False  # the reader was told to go on, or to close
     _linger: asyncio.TimerHandle | None = None
 
     # ---- called by the server, in this order
 
     def begin(self, head: RequestHead) -> int | None:
-        """Start the application; it may answer before the body has come in.
+        """Start the application, which may answer before the body is received.
 
-        Returns how many bytes of body are to be read; None if it comes in chunks.
+        Returns
+        -------
+        int or None
+            The size of the body that the reader has to read; None if it is chunked.
         """
         method, target, version, headers, framing = head
         self._method = method.upper()
@@ -100,7 +101,7 @@ class Exchange:
             else:
                 path, query = split_target(method, target)
         except ValueError as error:
-            self._body = RequestBody(is_ended=True)  # as far as we care: where it ends is what is unclear
+            self._body = RequestBody(is_ended=True)  # nothing is read: where the body ends is unclear
             self._closes = True
             self._answer(400, str(error))
             return 0
@@ -109,7 +110,7 @@ class Exchange:
             self._refuse_body(is_coming="Expect" not in framing)
             return length
         if "," in framing.get("Content-Length", ""):
-            # The same number several times: nobody behind us should have to wonder.
+            # The same number several times becomes one for the application.
             headers = [header for header in headers if header[0] != b"content-length"]
             headers.append((b"content-length", framing["Content-Length"].partition(",")[0].strip().encode()))
         scope = _make_scope(self._connection.scope, self._method, path, query, version, headers)
@@ -126,7 +127,7 @@ class Exchange:
         return length
 
     def data_received(self, chunk: bytes) -> asyncio.Future[None] | None:
-        """Take a part of the body; the server waits for the returned future before it reads on."""
+        """Pass on a part of the body; the reader waits for the returned future before it reads on."""
         watch = self._carrier.watch
         room = self._body.feed(chunk)
         if self._is_gone or self._is_whole:
@@ -135,7 +136,7 @@ class Exchange:
             self._refuse_body(is_coming=True)
             return None
         if room is not None:
-            # It is the application that is slow now, not the client.
+            # The connection waits for the application now, not for the client.
             watch.unwatch(self._connection)
             room.add_done_callback(self._expect_more)
         else:
@@ -143,7 +144,7 @@ class Exchange:
         return room
 
     def finish(self) -> None:
-        """Note that the request has come in whole."""
+        """Note that the request is complete."""
         self._carrier.watch.unwatch(self._connection)
         if not self._body.is_ended:
             self._body.end()
@@ -151,7 +152,7 @@ class Exchange:
             self._go_on()
 
     def reject(self, reason: str) -> None:
-        """Take note that the body is malformed: 400, or a cut if a response has begun."""
+        """Refuse a malformed body: with 400, or by cutting the connection if a response has begun."""
         log.info("Malformed request from %s: %s", self._connection, reason)
         if self._is_whole:
             self._go_on()
@@ -159,7 +160,7 @@ class Exchange:
             self._refuse(400, f"The request body is malformed: {reason}", is_coming=False)
 
     def on_connection_close(self) -> None:
-        """Take note that the client is gone, in whatever state that is; idempotent."""
+        """Cancel the request because its client has disconnected. Idempotent, and valid in every state."""
         self._is_gone = self._is_over = True
         self._carrier.watch.unwatch(self._connection)
         if self._linger is not None:
@@ -172,24 +173,24 @@ class Exchange:
 
     @property
     def wants_body(self) -> bool:
-        """Whether more of the body is to come, and someone is there to take it."""
+        """Whether the body is incomplete and still of use."""
         return not (self._body.is_ended or self._is_gone or self._is_whole)
 
     @property
     def unread(self) -> Stream | None:
-        """The connection, if nothing is read from it now: a whole request is being answered."""
+        """The stream, if nothing reads from it now, because a complete request is being answered."""
         is_deaf = self._task is not None and not self._is_over and self._body.is_ended
         return self._stream if is_deaf else None
 
     # ---- called by the application
 
     def send(self, message: Message) -> Awaitable[None]:
-        """Write one ASGI message, as fast as the client reads.
+        """Write one ASGI message, with back-pressure from the client.
 
         Raises
         ------
         OSError
-            The client is gone.
+            The client has disconnected.
         RuntimeError, TypeError, ValueError
             The message is not valid at this point.
         """
@@ -224,7 +225,7 @@ class Exchange:
     # ---- the rest is private
 
     def _joined(self, message: Message) -> bytes | None:
-        """Return all bytes of a whole response, if this request and the response are of the usual kind."""
+        """Return all bytes of a whole response; None if request or response need the general writer."""
         is_usual = self._is_http11 and self._body.is_ended and self._method != "HEAD" and not self._closes
         if is_usual and len(message["body"]) <= _JOIN_BYTES and not self._carrier.is_draining:
             return self._carrier.heads.write(message)
@@ -247,7 +248,7 @@ class Exchange:
 
     async def _flush(self, flushed: asyncio.Future[None], more_body: bool) -> None:
         try:
-            # Shielded: Tornado looks at how its future ended, and a cancellation it does not expect.
+            # Shielded: Tornado reads the result of its future, and does not expect a cancellation.
             await asyncio.shield(flushed)
         except StreamClosedError as error:
             self._is_gone = True
@@ -256,7 +257,7 @@ class Exchange:
             self._complete()
 
     async def _run(self, scope: Scope) -> None:
-        """Top loop of one request: whatever goes wrong in the application ends here, in the log."""
+        """Top loop of one request: failures of the application end here, in the log."""
         try:
             await self._carrier.app(scope, self._body.receive, self.send)
         except asyncio.CancelledError:
@@ -267,7 +268,7 @@ class Exchange:
             if self._is_gone:
                 log.debug("A request failed after its client had gone", exc_info=error)
                 return
-            # Errors of ours with a status of their own say all there is to say.
+            # Errors of daskserve with a status other than 500 need no traceback.
             is_fault = http_status_of(error) == 500
             log.error("%s failed: %r", _request_line(scope), error, exc_info=is_fault)
             self._fail()
@@ -276,11 +277,11 @@ class Exchange:
                 log.error("%s was left without a whole response", _request_line(scope))
                 self._fail()
         finally:
-            # Not by a callback: each would be one more turn of the loop. `Carrier.cancel` has the exception.
+            # A callback would cost a turn of the event loop; `Carrier.cancel` handles the other case.
             self._carrier.tasks.discard(self._task)
 
     def _open_socket(self, scope: dict[str, Any]) -> None:
-        """Hand the connection over to a WebSocket's session, unless the handshake is not one."""
+        """Hand the connection over to a WebSocket session, or refuse the handshake."""
         del scope["method"]
         scope |= {"type": "websocket", "scheme": "ws" + scope["scheme"].removeprefix("http")}
         scope["extensions"] = {"websocket.http.response": {}}
@@ -319,17 +320,16 @@ class Exchange:
                 closes=self._closes or self._carrier.is_draining,
             )
             parts = writer.first(body, more_body, self._carrier.date.line())
-            self._writer = writer  # only now: a head that cannot be made leaves room for a 500
+            self._writer = writer  # only now: if the head is invalid, a 500 can still be sent
             self._is_begun = True
             self._closes = writer.closes
             if more_body:
-                # A stream's parts are small and wanted at once; Nagle's algorithm would hold them back.
+                # Nagle's algorithm would delay the small parts of a stream.
                 self._stream.set_nodelay(True)
         else:
             parts = writer.next(body, more_body)
         if not self._body.is_ended and not self._body.is_full:
-            # A client may take its time over a body while it is being answered; if nothing moves either
-            # way, it is gone.
+            # A client may send its body slowly while it receives the response. If neither moves, it is idle.
             self._carrier.watch.watch(self._connection)
         if not parts:
             return None
@@ -353,7 +353,7 @@ class Exchange:
         self._is_over = True
         if self._linger is not None:
             self._linger.cancel()
-        self._reader.finish()  # closes, if the client asked for it or has not sent everything
+        self._reader.finish()  # closes the connection if the request is incomplete
         if self._closes:
             self._reader.close()
 
@@ -366,7 +366,7 @@ class Exchange:
         self._refuse(413, f"The request body is larger than the {limit} bytes allowed.", is_coming=is_coming)
 
     def _refuse(self, status: int, text: str, *, is_coming: bool) -> None:
-        # What has come in must not pass for the whole body, not even with who cleans up.
+        # The application must not take the part that was received for the whole body.
         self._body.close()
         self._carrier.watch.unwatch(self._connection)
         if self._task is not None:
@@ -384,7 +384,7 @@ class Exchange:
             self._cut()
 
     def _answer(self, status: int, text: str, *, is_coming: bool = True, headers: Headers = ()) -> None:
-        # A response of our own, in place of the application's.
+        # The server's response, in place of the application's.
         self._start, body = plain_text(status, text)
         self._start["headers"] += headers
         if self._stream.closed():
@@ -424,5 +424,5 @@ def _make_scope(
 
 
 def _request_line(scope: Scope) -> str:
-    # Not the decoded path, which may hold line breaks.
+    # The raw path: the decoded one may contain line breaks.
     return f"{scope['method']} {scope['raw_path'].decode('latin-1')}"

@@ -1,4 +1,4 @@
-"""Finds the connections on which nothing has come in for too long, with one timer for all of them."""
+"""Finds idle connections, with one timer for all of them."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ T = TypeVar("T")
 
 
 class IdleWatch(Generic[T]):
-    """Calls ``on_idle(item)`` for each item that was watched for ``timeout_s`` without a new `watch`."""
+    """Calls ``on_idle(item)`` for each item that is watched for ``timeout_s`` without another `watch`."""
 
     def __init__(self, timeout_s: float, on_idle: Callable[[T], None]) -> None:
         self._timeout_s = timeout_s
         self._on_idle = on_idle
-        # All wait equally long, so the order of insertion is the order in which they are due.
+        # The timeout is the same for all, so items are due in the order of insertion.
         self._since: dict[T, float] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._is_stopped = False
 
-    #: The running one, known from the first item on.
+    #: The running event loop, set with the first item.
     _loop: asyncio.AbstractEventLoop
 
     def watch(self, item: T) -> None:
-        """Give an item its full time from now; after `stop` it does nothing."""
+        """Start an item's timeout, or start it again. Does nothing after `stop`."""
         if self._is_stopped:
             return
         if self._timer is None:
@@ -34,14 +34,14 @@ class IdleWatch(Generic[T]):
         self._since[item] = self._loop.time()
 
     def unwatch(self, item: T) -> None:
-        """Forget an item; one that is not watched is no error."""
+        """Stop watching an item. An item that is not watched is ignored."""
         self._since.pop(item, None)
 
     def __len__(self) -> int:
         return len(self._since)
 
     def stop(self) -> None:
-        """Forget everything, for good: a connection may have a last request when its server has stopped."""
+        """Stop watching for good: a connection may have a last request after its server has stopped."""
         self._is_stopped = True
         self._since.clear()
         if self._timer is not None:
@@ -50,7 +50,7 @@ class IdleWatch(Generic[T]):
 
     def _look(self) -> None:
         self._timer = None
-        # Timers may fire a clock tick early.
+        # A timer may fire one clock tick early.
         due = self._loop.time() - self._timeout_s + 1e-3
         while self._since:
             item, since = next(iter(self._since.items()))

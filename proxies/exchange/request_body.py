@@ -1,4 +1,4 @@
-"""A request's body between the socket, which pushes, and the application, which pulls."""
+"""The body of a request, between the socket that pushes it and the application that pulls it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import deque
 
 from daskserve.types import Message
 
-#: Above this many unread bytes the socket is not read any further.
+#: With more unread bytes than this, reading from the socket pauses.
 HIGH_WATER_BYTES = 256 * 1024
 
 
@@ -17,15 +17,15 @@ class RequestBody:
     Attributes
     ----------
     received_bytes : int
-        What has come in so far.
+        The size of all parts received so far.
     is_ended : bool
-        Whether the body has come in whole.
+        Whether the body is complete.
     """
 
     def __init__(self, *, is_ended: bool) -> None:
         self.is_ended = is_ended
 
-    # Most requests have no body, and never change any of these.
+    # Class attributes, because most requests have no body and change none of them.
     _chunks: deque[bytes] | None = None
     received_bytes = 0
     _buffered_bytes = 0
@@ -36,11 +36,11 @@ class RequestBody:
 
     @property
     def is_full(self) -> bool:
-        """Whether it is the application that has to read before more can come in."""
+        """Whether reading is paused until the application reads."""
         return self._room is not None
 
     def feed(self, chunk: bytes) -> asyncio.Future[None] | None:
-        """Take a part of the body; returns what to wait for before reading more."""
+        """Add a part of the body; returns a future to wait for before reading more, or None."""
         self.received_bytes += len(chunk)
         if self._is_closed:
             return None
@@ -55,12 +55,12 @@ class RequestBody:
         return self._room
 
     def end(self) -> None:
-        """Note that the body is whole."""
+        """Note that the body is complete."""
         self.is_ended = True
         self._wake()
 
     def close(self) -> None:
-        """Answer ``http.disconnect`` from now on and drop whatever comes in."""
+        """Return ``http.disconnect`` from `receive` from now on, and drop all further parts."""
         self._is_closed = True
         if self._chunks:
             self._chunks.clear()
@@ -71,7 +71,7 @@ class RequestBody:
             self._wake()
 
     async def receive(self) -> Message:
-        """Return the next ASGI message, waiting for it if need be."""
+        """Return the next ASGI message; wait until there is one."""
         while True:
             if self._is_closed:
                 return {"type": "http.disconnect"}

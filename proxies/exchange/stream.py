@@ -1,7 +1,4 @@
-"""What exchanges and WebSockets use of a connection.
-
-Tornado's ``IOStream`` is the model for its bytes.
-"""
+"""The protocols of a connection that exchanges and WebSockets use, and a stream over an asyncio transport."""
 
 from __future__ import annotations
 
@@ -12,45 +9,45 @@ from typing import Any, Protocol
 
 from tornado.iostream import StreamClosedError
 
-#: So much may wait for a reader; then the transport is not read any further.
+#: With more unread bytes than this, reading from the transport pauses.
 READ_AHEAD_BYTES = 64 * 1024
 
 
 class Stream(Protocol):
-    """The part of Tornado's ``IOStream`` that is used here."""
+    """A byte stream; Tornado's ``IOStream`` is the model."""
 
     @property
     def socket(self) -> Any:
-        """The socket, to be asked for its addresses."""
+        """The socket, which knows its addresses."""
 
     def write(self, data: bytes | memoryview, /) -> asyncio.Future[None]:
-        """Send; the future tells when there is room for more. Raises ``StreamClosedError``."""
+        """Send; the future is done when there is room for more. Raises ``StreamClosedError``."""
 
     def writing(self) -> bool:
-        """Whether something has not been sent yet."""
+        """Whether written bytes are not sent yet."""
 
     @property
     def sent_bytes(self) -> int:
         """How many bytes the operating system has taken; it grows while a client reads a long message."""
 
     def read_bytes(self, num_bytes: int, *, partial: bool) -> Awaitable[bytes]:
-        """Return what comes in next. Raises ``StreamClosedError``."""
+        """Return the next bytes. Raises ``StreamClosedError``."""
 
     def set_nodelay(self, value: bool, /) -> None:
         """Send small parts at once."""
 
     def set_close_callback(self, callback: Callable[[], None] | None, /) -> None:
-        """Call back when the connection is no more."""
+        """Call back when the connection is closed."""
 
     def closed(self) -> bool:
-        """Whether nothing can be sent any more."""
+        """Whether the connection is closed."""
 
     def close(self) -> None:
         """Close the connection now."""
 
 
 class ConnectionReader(Protocol):
-    """What reads the requests of one connection."""
+    """Reads the requests of one connection."""
 
     def finish(self) -> None:
         """Go on to the next request; close the connection if this one was not read to its end."""
@@ -59,15 +56,15 @@ class ConnectionReader(Protocol):
         """Close the connection."""
 
     def detach(self) -> Any:
-        """Leave the stream to someone else."""
+        """Stop reading, and leave the stream to a WebSocket."""
 
 
 class TransportStream(asyncio.Protocol):
     """A `Stream` over an asyncio transport.
 
-    Writes are for whoever holds the stream. Reads are for a WebSocket, which makes the stream the transport's
-    protocol (`take_over`); until then the protocol that reads reports what it hears of the transport. The
-    stream keeps itself in ``open_streams`` until the connection is no more.
+    Only a WebSocket reads from it, after `take_over` has made it the transport's protocol. Until then another
+    protocol reads, and passes on ``pause_writing``, ``resume_writing`` and ``connection_lost``. The stream is
+    in ``open_streams`` until the connection is closed.
     """
 
     def __init__(self, transport: asyncio.Transport, open_streams: set[TransportStream]) -> None:
@@ -76,7 +73,7 @@ class TransportStream(asyncio.Protocol):
         self._open_streams = open_streams
         open_streams.add(self)
         self._loop = asyncio.get_running_loop()
-        # One future for all writers: done as long as there is room.
+        # One future for all writers, done while there is room.
         self._room: asyncio.Future[None] = self._loop.create_future()
         self._room.set_result(None)
         self._is_lost = False
@@ -114,19 +111,19 @@ class TransportStream(asyncio.Protocol):
         self._unread.clear()
         self._transport.close()
         if self.writing() or self._transport.get_extra_info("ssl_object") is not None:
-            # uvloop writes at the end of the loop's turn; what the client does not take then is dropped. Nor
-            # is it waited for to answer TLS's goodbye.
+            # uvloop writes at the end of the loop's turn; what the client does not take then is dropped. The
+            # client's answer to the end of TLS is not waited for either.
             self._loop.call_soon(self._transport.abort)
 
     def take_over(self) -> None:
         """Read from the transport from now on."""
-        # Room is when nothing waits: what a WebSocket's client has not read counts against pings and closing.
-        # (Not a limit of 0: TLS transports would then be at it even when they are empty.)
+        # There is room only if nothing waits: unread messages of a WebSocket count for pings and for closing.
+        # The limit is not 0, because an empty TLS transport would be at that limit.
         self._transport.set_write_buffer_limits(1, 0)
         self._transport.set_protocol(self)
 
     def read_bytes(self, num_bytes: int, *, partial: bool) -> asyncio.Future[bytes]:
-        """Return up to so many bytes as soon as there are any."""
+        """Return up to ``num_bytes`` as soon as there are any."""
         future: asyncio.Future[bytes] = self._loop.create_future()
         if not self._unread and self.closed():
             raise StreamClosedError
@@ -134,7 +131,7 @@ class TransportStream(asyncio.Protocol):
         self._hand_over()
         return future
 
-    # ---- called by the transport, or by the protocol that reads in our place
+    # ---- called by the transport, or by the protocol that reads before `take_over`
 
     def data_received(self, data: bytes) -> None:
         self._unread += data
@@ -156,13 +153,13 @@ class TransportStream(asyncio.Protocol):
         self._open_streams.discard(self)
         if not self._room.done():
             self._room.set_exception(StreamClosedError())
-            self._room.exception()  # looked at: perhaps nobody waits for it
+            self._room.exception()  # retrieved here: it may have no waiter
         if self._reading is not None:
             _, future = self._reading
             self._reading = None
             if not future.done():
                 future.set_exception(StreamClosedError())
-        # Whoever is at what has come in last should see its end first.
+        # Later, so that a reader of the last bytes sees them before the end.
         self._loop.call_soon(self._tell)
 
     def _hand_over(self) -> None:
@@ -187,10 +184,10 @@ class TransportStream(asyncio.Protocol):
 def addresses_of(
     sock: socket.socket | None,
 ) -> tuple[tuple[str, int] | None, tuple[str, int | None] | None]:
-    """Return the addresses of a connection's client and of its server; None for what has none."""
+    """Return the addresses of a connection's client and server; None if it has none."""
     try:
         if sock is None or sock.family not in (socket.AF_INET, socket.AF_INET6):
             return None, None
         return sock.getpeername()[:2], sock.getsockname()[:2]
-    except OSError:  # reset before it was looked at
+    except OSError:  # reset already
         return None, None

@@ -1,8 +1,8 @@
-"""Finds clients that have hung up behind data that nobody reads yet.
+"""Detects clients that disconnect behind data that is not read yet.
 
-While a request is answered, nothing further is read from its connection. If the client has sent more, or goes
-on to, its end of the connection comes after that and no read tells of it: the application would work on for
-nobody. The operating system knows; it is asked once a second, and only about such connections.
+While a request is answered, nothing is read from its connection. If the client has sent more data, the end of
+the connection comes after it, so that no read reports it and the application keeps working without a client.
+The operating system knows: it is asked once a second, and only about such connections.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ import select
 from daskserve.proxies.exchange.carrier import Carrier, Connection
 from daskserve.proxies.exchange.websocket import WebSocketSession
 
-#: How often to ask.
+#: How often the operating system is asked.
 PERIOD_S = 1.0
 
 
 class HangupWatch:
-    """Ends the requests of clients that have gone, by one timer for all connections of a server."""
+    """Cancels the requests of clients that have disconnected, with one timer for a server."""
 
     def __init__(self, carrier: Carrier) -> None:
         self._carrier = carrier
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Begin to look; does nothing where the operating system does not tell (it must be Linux)."""
+        """Start the timer. Does nothing where the operating system has no ``POLLRDHUP``, as outside Linux."""
         if hasattr(select, "POLLRDHUP"):
             self._timer = asyncio.get_running_loop().call_later(PERIOD_S, self._look)
 
     def stop(self) -> None:
-        """Look no more. Idempotent."""
+        """Stop the timer. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
