@@ -1,6 +1,6 @@
-"""Write the table of alerts in docs/grafana.md from the rules' only definition.
+"""Generate the table of alerts in docs/grafana.md from the definitions of the rules.
 
-Run without arguments it rewrites the file; with ``--check`` it exits with 1 if the file is not up to date.
+Without arguments, rewrite the file. With ``--check``, exit with 1 if the file is out of date.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from daskserve.dashboards.alerts import Alert, alerts
 def row(alert: Alert) -> str:
     """Return the table row of one rule."""
     meaning = re.sub(r"\{\{ \$labels\.(\w+) \}\}", r"*\1*", alert.summary)
-    # Without what every expression has, or the table is too wide to be read.
+    # Omit the common parts of all expressions, which would make the table too wide.
     limit = re.sub(r"(sum|max) by \([\w, ]*\) |daskserve_", "", alert.expression)
     return f"| `{alert.name}` | {alert.severity.value} | {alert.lasts} | {meaning} | `{limit}` |"
 

@@ -1,6 +1,6 @@
-"""Write the tables of docs/metrics.md from the metrics' only definition.
+"""Generate the tables of docs/metrics.md from the definitions of the metrics.
 
-Run without arguments it rewrites the file; with ``--check`` it exits with 1 if the file is not up to date.
+Without arguments, rewrite the file. With ``--check``, exit with 1 if the file is out of date.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Draw docs/architecture.svg, the rooms of the code and their imports, from the code.
 
-Run without arguments it rewrites the file; with ``--check`` it exits with 1 if the file is not up to date.
+Without arguments, rewrite the file. With ``--check``, exit with 1 if the file is out of date.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Draw the screens of docs/grafana.md: run a cluster in trouble, have Prometheus scrape it, and ask it.
+"""Draw the screens of docs/grafana.md: run a cluster with faults, scrape it with Prometheus, and query that.
 
-It needs Debian's package prometheus, and as many minutes as ``--minutes`` says. The load is that of
+It needs Debian's package prometheus, and takes ``--minutes``. The load is that of
 tests/integration/test_dashboards.py, with a peak in the middle and a worker that is killed.
 """
 
@@ -35,12 +35,12 @@ STEP_S = 2
 
 
 def file_of(dashboard: Dashboard, row: Row) -> str:
-    """Return the name of a screen."""
+    """Return the file name of a screen."""
     return f"{dashboard.uid.removeprefix('daskserve-')}-{row.title.lower().replace(' ', '-')}.svg"
 
 
 def ask(url: str, panel: Panel, chosen: dict[str, str], start: float, end: float) -> list[Series]:
-    """Return what Prometheus knows of a panel's queries."""
+    """Return the series that Prometheus has for a panel's queries."""
     found = []
     for query in panel.queries:
         is_now = panel.kind is PanelKind.TABLE
@@ -56,7 +56,7 @@ def ask(url: str, panel: Panel, chosen: dict[str, str], start: float, end: float
 
 
 def pause(at: float, whole: float) -> float:
-    """Return how much longer than usual clients pause, as the run goes on: a day with a peak at noon."""
+    """Return the factor of clients' pauses at a time of the run, which is like a day with a peak at noon."""
     return 1.0 / (0.25 + 0.75 * math.sin(math.pi * min(1.0, max(0.0, at / whole))) ** 2)
 
 

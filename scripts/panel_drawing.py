@@ -1,4 +1,4 @@
-"""Panels of dashboards as SVG, drawn from what Prometheus answered, in the layout they have in Grafana."""
+"""Draw panels of dashboards as SVG from the answers of Prometheus, in Grafana's layout."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ COLOURS: Sequence[str] = (
 )
 TEXT, FAINT, GRID, BORDER = "#1f2933", "#6b7280", "#e5e7eb", "#d4d8de"
 LIMITS = ("#d9a404", "#d1495b")
-#: Legends are cut to so many lines, names to so many characters.
+#: Maximum number of lines of a legend, and of characters of a name.
 LEGEND_LINES, NAME_LENGTH = 3, 40
-#: So many lines are told apart even if some lie on the axis.
+#: Maximum number of series up to which series that are always 0 are drawn.
 FEW = 5
-#: How wide a character of the legend's is, about.
+#: Approximate width of a character in a legend.
 CHARACTER = 5.0
 REST_WIDTH = 50
 
 
 @dataclass(frozen=True)
 class Series:
-    """One line: what it is called, its labels, and ``(seconds since the start, value)``."""
+    """One series: its name, its labels, and points of ``(seconds since the start, value)``."""
 
     name: str
     labels: Mapping[str, str]
     points: Sequence[tuple[float, float]]
 
 
-#: What Prometheus answered to the queries of each panel, by its title.
+#: The series of each panel, by its title.
 Results = Mapping[str, Sequence[Series]]
 
 
 def named(legend: str, labels: Mapping[str, str]) -> str:
-    """Return a series' name as Grafana makes it of a legend."""
+    """Return a series' name from its legend, as Grafana does."""
     return re.sub(r"\{\{(\w+)\}\}", lambda match: labels.get(match[1], ""), legend)
 
 
@@ -81,7 +81,7 @@ def told(value: float, unit: Unit) -> str:
 
 
 def ticks(largest: float, unit: Unit) -> list[float]:
-    """Return round values from 0 to the first that is not below the largest."""
+    """Return round values from 0 up to at least the largest value."""
     if not math.isfinite(largest) or largest <= 0:
         largest = 1.0
     whole = 60.0 if unit is Unit.SECONDS and largest > 60 else 1.0
@@ -89,7 +89,7 @@ def ticks(largest: float, unit: Unit) -> list[float]:
     whole = base ** math.floor(math.log(largest, base)) if base and largest > 1 else whole
     step = _round(largest / whole / 4) * whole
     if unit is Unit.NUMBER and 1 <= largest <= 4:
-        step = max(step, 1.0)  # mostly of things that are whole
+        step = max(step, 1.0)  # most plain numbers are whole
     return [step * number for number in range(math.ceil(largest / step - 1e-9) + 1)]
 
 
@@ -119,7 +119,7 @@ def _cut(text: str, length: int) -> str:
 
 @dataclass(frozen=True)
 class Frame:
-    """Where a chart's lines go, and what its edges mean."""
+    """The position of a chart and the values at its edges."""
 
     left: float
     top: float
@@ -209,7 +209,7 @@ def _chart(panel: Panel, place: GridPosition, series: Sequence[Series], seconds:
 
 
 def _worth_drawing(series: Sequence[Series]) -> tuple[Sequence[Series], int]:
-    """Return the series without those that are 0 throughout, where there are many, and how many these are."""
+    """Return the series, if there are many without those that are always 0, and the number of these."""
     moving = [each for each in series if any(value > 0 for _, value in each.points)]
     if len(series) <= FEW or not moving:
         return series, 0
@@ -232,7 +232,7 @@ def _axes(frame: Frame, values: Sequence[float], unit: Unit) -> list[str]:
 
 
 def _curve(frame: Frame, points: Sequence[tuple[float, float]], colour: str, is_filled: bool) -> list[str]:
-    """Return a line that is broken where there are no values."""
+    """Return a line with gaps where values are missing."""
     parts: list[str] = []
     for piece in _pieces(points):
         drawn = [(frame.x(at), frame.y(value)) for at, value in piece]
@@ -241,7 +241,7 @@ def _curve(frame: Frame, points: Sequence[tuple[float, float]], colour: str, is_
         if is_filled:
             corners = [*drawn, (drawn[-1][0], frame.bottom), (drawn[0][0], frame.bottom)]
             steps = "L".join(f"{x:.1f} {y:.1f}" for x, y in corners)
-            # Opaque, because those below are drawn later.
+            # Opaque, because the series below are drawn later.
             parts.append(f'<path d="M{steps}Z" fill="{_paler(colour)}"/>')
         parts.append(_line(drawn, colour, stroke_width="1.3", stroke_linejoin="round"))
     return parts
@@ -265,7 +265,7 @@ def _pieces(points: Sequence[tuple[float, float]]) -> list[list[tuple[float, flo
 
 
 def _stacked(series: Sequence[Series]) -> list[list[tuple[float, float]]]:
-    """Return each series on top of those before it."""
+    """Return the series stacked on each other."""
     below: dict[float, float] = {}
     found = []
     for each in series:
@@ -278,7 +278,7 @@ def _stacked(series: Sequence[Series]) -> list[list[tuple[float, float]]]:
 
 
 def _legend(place: GridPosition, names: Sequence[str], quiet: int) -> list[list[tuple[float, str, int]]]:
-    """Return the lines of a legend: where each name stands, the name, and whose it is; -1 is nobody's."""
+    """Return the lines of a legend: position, name and series number of each entry; -1 for no series."""
     lines: list[list[tuple[float, str, int]]] = [[]]
     left, right = place.x + 8, place.x + place.width - 8
     x: float = left
@@ -357,7 +357,7 @@ def _table(panel: Panel, place: GridPosition, series: Sequence[Series], seconds:
 
 
 def _heatmap(panel: Panel, place: GridPosition, series: Sequence[Series], seconds: float) -> list[str]:
-    """Return how many fell into each bucket, over time: a row per bucket, the more the darker."""
+    """Return a heatmap of bucket counts over time: one row per bucket, darker for larger counts."""
     bounds = sorted((float(each.labels["le"]), each.points) for each in series)
     rows: list[tuple[float, dict[float, float]]] = []
     below: dict[float, float] = {}

@@ -1,6 +1,6 @@
-"""The rules by which schedules are made: what clients ask for, what happens to the cluster, how time passes.
+"""The rules that generate schedules: requests of clients, faults of the cluster, and the passing of time.
 
-A schedule that fails is printed as Python; it runs as a test when it is pasted into one::
+A schedule that fails is printed as Python, which you can paste into a test::
 
     state = ControlMachine()
     state.begin(seed=0, workers=2, location='NoServer', latency_s=0.0)
@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from simulation import Simulation
 
 INDEX = st.integers(0, 5)
-#: How long a rule lets pass: nothing, less than a way to the store, more, long enough to be done.
+#: The time after a rule: none, less than the latency of the store, more, and enough to complete.
 SECONDS = st.sampled_from([0.0, 0.002, 0.01, 0.1, 2.0])
 CLASSIC = st.sampled_from(["a", "b"])
 ANY_BACKEND = st.sampled_from(["a", "b", "d"])
@@ -75,7 +75,7 @@ class ControlMachine(RuleBasedStateMachine):
     ) -> None:
         """Start an instance, with a backend and its endpoint (``a``), a deployment (``d``), or both.
 
-        With a ``focus``, all that is done to any backend is done to that one.
+        With a ``focus``, rules for any backend apply to that one.
         """
         self.focus = focus
         self.simulation = Simulation(
@@ -121,7 +121,7 @@ class ControlMachine(RuleBasedStateMachine):
         }
         return {**made, **fields}
 
-    # ---- what clients ask for
+    # ---- requests of clients
 
     @rule(tag=CLASSIC, replicas=COUNTS, user_config=CONFIGS, options=OPTIONS, seconds=SECONDS)
     def create_backend(
@@ -149,12 +149,12 @@ class ControlMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.has_backends)
     @rule(tag=ANY_BACKEND, least=st.integers(0, 3), seconds=SECONDS)
     def autoscale(self, tag: str, least: int, seconds: float) -> None:
-        """Let the load decide, within some bounds."""
+        """Turn on autoscaling, within some bounds."""
         self._update(tag, seconds, {"autoscaling_config": {"min_replicas": least, **AUTOSCALING}}, None)
 
     @precondition(lambda self: self.has_backends)
     @rule(tag=ANY_BACKEND, replicas=REPLICAS, seconds=SECONDS)
-    def scale_by_hand_again(self, tag: str, replicas: int, seconds: float) -> None:
+    def turn_off_autoscaling(self, tag: str, replicas: int, seconds: float) -> None:
         self._update(tag, seconds, {"num_replicas": replicas, "autoscaling_config": None}, None)
 
     @precondition(lambda self: self.has_backends)
@@ -261,10 +261,10 @@ class ControlMachine(RuleBasedStateMachine):
         self.world.repeat(index, seconds=seconds)
 
     @rule(index=INDEX)
-    def give_up(self, index: int) -> None:
-        self.world.give_up(index)
+    def cancel_call(self, index: int) -> None:
+        self.world.cancel_call(index)
 
-    # ---- what the replicas do
+    # ---- behaviour of replicas
 
     @rule(
         tag=ANY_BACKEND,
@@ -284,11 +284,11 @@ class ControlMachine(RuleBasedStateMachine):
         self.world.script.reconfigurations[self._backend(tag)].extend(outcomes)
         self.world.script.stops[self._backend(tag)].append(stops)
 
-    @rule(index=INDEX, kind=st.sampled_from(["sicken", "vanish"]))
+    @rule(index=INDEX, kind=st.sampled_from(["fail_checks", "vanish"]))
     def spoil_actor(self, index: int, kind: str) -> None:
-        self.world.sicken(index) if kind == "sicken" else self.world.vanish(index)
+        self.world.fail_checks(index) if kind == "fail_checks" else self.world.vanish(index)
 
-    # ---- what happens to workers
+    # ---- faults of workers
 
     @rule(
         index=INDEX,
@@ -308,7 +308,7 @@ class ControlMachine(RuleBasedStateMachine):
     def add_worker(self) -> None:
         self.world.add_worker()
 
-    # ---- what happens to the controller
+    # ---- faults of the controller
 
     @rule(kind=st.sampled_from(["kill", "restart", "suspend"]), seconds=st.sampled_from([0.0, 0.5, 5.0, 9.0]))
     def harm_controller(self, kind: str, seconds: float) -> None:
@@ -320,15 +320,15 @@ class ControlMachine(RuleBasedStateMachine):
         self.world.harm_controller_after(commits, kind)
 
     @rule(index=INDEX, traffic=st.sampled_from([{"a": 1.0}, {"b": 1.0}, {"d": 1.0}]), seconds=SECONDS)
-    def ask_old_controller(self, index: int, traffic: dict[str, float], seconds: float) -> None:
+    def call_old_controller(self, index: int, traffic: dict[str, float], seconds: float) -> None:
         message = {"name": "e", "traffic": traffic}
-        self.world.ask_old_controller(index, "set_traffic", message, seconds=seconds)
+        self.world.call_old_controller(index, "set_traffic", message, seconds=seconds)
 
     @rule()
-    def start_anew(self) -> None:
-        self.world.start_anew()
+    def restart_cluster(self) -> None:
+        self.world.restart_cluster()
 
-    # ---- what happens to the store and the news
+    # ---- faults of the store and of updates
 
     @rule(kind=st.sampled_from(["answers", "reach"]), amount=st.integers(1, 3))
     def harm_store(self, kind: str, amount: int) -> None:

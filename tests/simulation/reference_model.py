@@ -1,7 +1,7 @@
-"""What the verbs mean, said a second time and much shorter: what is wanted before, what is wanted after.
+"""A reference model of the verbs: a second, much shorter implementation, from wanted state to wanted state.
 
-The simulation holds the store against it. A verb either raises `Rejected` or returns what is wanted after it;
-the same object content means that it changes nothing.
+The simulation compares the store with it. A verb raises `Rejected` or returns the wanted state after it. An
+equal state means that the verb changes nothing.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from daskserve.control.records import BackendRecord, CapacityRecord, EndpointRec
 
 
 class Rejected(Exception):
-    """The verb must be refused, and change nothing."""
+    """The verb must be refused and change nothing."""
 
 
 @dataclass(frozen=True)
 class Backend:
-    """What is wanted of a backend."""
+    """The wanted state of a backend."""
 
     version: str
     options: Mapping[str, Any]
@@ -33,7 +33,7 @@ class Backend:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """What is wanted of an endpoint."""
+    """The wanted state of an endpoint."""
 
     route: str | None
     traffic: Mapping[str, float]
@@ -44,7 +44,7 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class Capacity:
-    """Of how many of its replicas every backend is to have, and where that went last."""
+    """The target capacity of the instance, and the direction of its last change."""
 
     percent: float | None = None
     direction: str | None = None
@@ -52,7 +52,7 @@ class Capacity:
 
 @dataclass(frozen=True)
 class Wanted:
-    """All that is wanted of an instance."""
+    """The wanted state of an instance."""
 
     backends: Mapping[str, Backend] = field(default_factory=dict)
     endpoints: Mapping[str, Endpoint] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Wanted:
         return replace(self, endpoints=_with(self.endpoints, name, endpoint))
 
     def live(self, tag: str) -> Backend | None:
-        """Return a backend unless it is being deleted."""
+        """Return a backend; None if it is missing or being deleted."""
         found = self.backends.get(tag)
         return None if found is None or found.is_deleting else found
 
@@ -78,7 +78,7 @@ def _with(mapping: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
 
 
 def backend_of(record: BackendRecord) -> Backend:
-    """Return what a stored record wants."""
+    """Return the wanted state in a stored record."""
     return Backend(
         version=record.version.partition("+")[0],
         options={name: value for name, value in record.actor_options.items() if name != "demand"},
@@ -92,12 +92,12 @@ def backend_of(record: BackendRecord) -> Backend:
 
 
 def capacity_of(record: CapacityRecord | None) -> Capacity:
-    """Return what a stored record wants."""
+    """Return the wanted state in a stored record."""
     return Capacity() if record is None else Capacity(record.percent, record.direction)
 
 
 def endpoint_of(record: EndpointRecord) -> Endpoint:
-    """Return what a stored record wants."""
+    """Return the wanted state in a stored record."""
     return Endpoint(
         record.route, dict(record.traffic), dict(record.shadows), record.request_id, record.is_legacy
     )
@@ -152,7 +152,7 @@ def deploy(wanted: Wanted, wish: Mapping[str, Any], route: str | None, **_: Any)
     tag = wish["tag"]
     existing, endpoint = wanted.live(tag), wanted.endpoints.get(tag)
     is_repeated = existing is not None and existing.request_id == wish["request_id"]
-    # In the simulation a deployment always has a version, a classic backend never.
+    # In the simulation a deployment always has a version, and a classic backend never has one.
     found = existing.version if existing is not None and existing.is_deployment else None
     if wish["prev_version"] not in (None, found) and not is_repeated:
         raise Rejected
@@ -247,7 +247,7 @@ VERBS: Mapping[str, Callable[..., Wanted]] = {
 
 
 def after(verb: str, message: Mapping[str, Any], wanted: Wanted) -> Wanted | None:
-    """Return what is wanted after a verb; None if it must be refused."""
+    """Return the wanted state after a verb; None if the verb must be refused."""
     try:
         return VERBS[verb](wanted, **message)
     except Rejected:

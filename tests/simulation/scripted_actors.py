@@ -1,4 +1,4 @@
-"""Replicas and proxies without user code and without sockets: a `Script` says what they do, and sees it."""
+"""Replicas and proxies without user code and sockets, whose behaviour a `Script` defines."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from daskserve.figures.table import MetricSample
 from daskserve.starts import ProxyStart, ReplicaStart
 from daskserve.types import Envelope, Load, Receive, Send
 
-#: How long what is slow takes, and what is as it should be.
+#: Durations of slow and of normal operations.
 SLOW_S, QUICK_S = 3.0, 0.01
 
 
 class Script:
-    """What the actors of each backend do next, and what has become of them.
+    """The next outcomes of each backend's actors, and the faults so far.
 
     Attributes
     ----------
     starts, reconfigurations, stops : dict
-        For each backend, what the next ones do; when there is nothing more, all goes well.
+        For each backend, the outcomes of the next operations; after these, all succeed.
     on_start : callable
-        Called with the context of every replica that begins to start.
+        Called with the context of every replica that starts.
     sick : set of str
-        Tags of replicas whose probes fail.
+        Tags of replicas whose health checks fail.
     blamed : dict
-        For each backend, when one of its replicas last did what it was told to do wrong.
+        For each backend, the time of its last scripted fault.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Script:
         return queue.popleft() if queue else "well"
 
     def clear(self) -> None:
-        """Let everything go well from now on."""
+        """Let all operations succeed from now on."""
         for plan in (self.starts, self.reconfigurations, self.stops):
             plan.clear()
 
@@ -77,14 +77,14 @@ class ScriptedReplica:
             self._blame()
         await self._clock.sleep(SLOW_S if outcome == "slow" else QUICK_S)
         if outcome == "fail":
-            raise ReplicaStartError(f"{self.tag} was told to fail", user_traceback="Traceback ...")
+            raise ReplicaStartError(f"{self.tag} is scripted to fail", user_traceback="Traceback ...")
         if outcome == "hang":
             await asyncio.Event().wait()
         return {}
 
     def health(self) -> dict[str, Any]:
         is_healthy = self.tag not in self._script.sick
-        return {"is_healthy": is_healthy, "detail": "" if is_healthy else "its probe fails"}
+        return {"is_healthy": is_healthy, "detail": "" if is_healthy else "its health check fails"}
 
     async def handle(self, envelope: Envelope, receive: Receive, send: Send) -> Load:
         return Load()
@@ -100,7 +100,7 @@ class ScriptedReplica:
                 self._blame()
                 self._script.spoiled.add(self.tag)
             if outcome == "refuse":
-                raise ReplicaStartError(f"{self.tag} was told to refuse")
+                raise ReplicaStartError(f"{self.tag} is scripted to refuse")
             if outcome == "hang":
                 await asyncio.Event().wait()
             if outcome == "slow":
@@ -110,7 +110,7 @@ class ScriptedReplica:
             if outcome == "late":
                 await self._clock.sleep(SLOW_S)
             if outcome == "half":
-                raise ReplicaStartError(f"{self.tag} was told to fail when it was done")
+                raise ReplicaStartError(f"{self.tag} is scripted to fail after reconfiguring")
 
     async def stop(self, grace_s: float) -> None:
         outcome = self._script.next_of(self._script.stops, self.backend)
@@ -121,13 +121,13 @@ class ScriptedReplica:
 
 
 class ScriptedProxy:
-    """A proxy that listens to nothing but the route table."""
+    """A proxy that only receives the route table."""
 
     def __init__(self, context: ActorContext) -> None:
         self.verbs = verbs_of(self)
         self._cluster: Any = context.cluster
         self._clock = context.clock
-        #: When it was ready.
+        #: When the proxy had started.
         self.started_at = float("inf")
         self.worker = context.worker
         self.message = ProxyStart.decode(context.spec.payload)
@@ -137,16 +137,16 @@ class ScriptedProxy:
 
     async def start(self) -> Mapping[str, Any]:
         await self._cluster.listener.start()
-        self._stop_watching = self._cluster.listener.watch("routes", self._learn)
+        self._stop_watching = self._cluster.listener.watch("routes", self._receive)
         try:
             await self._clock.wait_for(self._has_routes.wait(), 10.0)
         except TimeoutError:
-            pass  # it listens without, as the real one does
+            pass  # like the real proxy, it starts without routes
         self.started_at = self._clock.now()
         port = self.message.options["port"]
         return {"port": port, "urls": [f"http://{self.worker}:{port}"]}
 
-    def _learn(self, routes: Any) -> None:
+    def _receive(self, routes: Any) -> None:
         self.routes = routes
         if routes is not None:
             self._has_routes.set()

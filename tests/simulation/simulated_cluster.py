@@ -1,9 +1,9 @@
-"""A cluster in virtual time that can be harmed: the in-process cluster, with the real keeper of controllers.
+"""The in-process cluster in virtual time, with faults and the real keeper of controllers.
 
-`SimulatedCluster` is a `LocalCluster` whose controllers are started, asked and replaced by the code that does
-so in the scheduler (`daskserve.cluster.scheduler.controllers.ControllerKeeper`); it is to the keeper what the
-registry of Hosts is there. `SimulatedStore` can be slow or out of reach, can lose its answers, and can bring
-harm to the controller right after the n-th commit: written, and not acted on.
+`SimulatedCluster` is a `LocalCluster` whose controllers are started, checked and replaced by the scheduler's
+own code (`daskserve.cluster.scheduler.controllers.ControllerKeeper`). It takes the place of the keeper's
+registry of Hosts. `SimulatedStore` can be slow or unreachable, can lose answers, and can harm the controller
+right after the n-th commit, before the controller acts on it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from daskserve.cluster.store.opening import MemoryStore, StoreUnavailableError
 from daskserve.errors import InstanceError
 from daskserve.types import ActorAddress, ActorKind, WorkerAddress, WorkerInfo
 
-#: A worker that is to leave waits so long for its actors to be replaced elsewhere, as at the supervisor.
+#: How long a retiring worker waits until its actors are replaced elsewhere, as with the supervisor.
 EVACUATION_S = 60.0
-#: News that is late is late by no more than that.
+#: Largest delay of late updates.
 LATE_S = 3.0
 
 
 class CommitWitness(Protocol):
-    """Sees every change that is in the store from now on."""
+    """Receives every committed change."""
 
     def committed(self, epoch: int, newest_epoch: int, change: Mapping[str, bytes | None]) -> None: ...
 
@@ -40,13 +40,13 @@ class SimulatedStore(MemoryStore):
     Attributes
     ----------
     delay_s : callable
-        How long the way to the store takes, asked for every way.
+        Returns the latency of one message to or from the store.
     unreachable_until : float
-        Until then nothing gets there.
+        Time until which the store is unreachable.
     lost_answers : int
-        So many commits more are written and answered as failed.
+        Number of further commits that are written but reported as failed.
     after_commit : callable or None
-        Called once, with the epoch, when ``commits_left`` more commits have been written.
+        Called once, with the epoch, after ``commits_left`` more commits.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class SimulatedStore(MemoryStore):
         return await super().claim_epoch()
 
     async def commit(self, epoch: int, change: StoreChange) -> None:
-        # What is on its way to the store gets there, whatever becomes of who sent it.
+        # A commit that was sent is written even if its sender is cancelled.
         await asyncio.shield(asyncio.create_task(self._commit(epoch, change)))
         await self._travel()
 
@@ -97,11 +97,11 @@ class SimulatedStore(MemoryStore):
                 happen(epoch)
         if self.lost_answers:
             self.lost_answers -= 1
-            raise StoreUnavailableError("The store was lost before it could answer.")
+            raise StoreUnavailableError("The connection to the store was lost before the answer.")
 
 
 def delivery(kind: str, rng: random.Random) -> Callable[[Any], Iterable[float]]:
-    """Return how the topic is to deliver: ``good``, ``lossy``, ``late``, ``doubled`` or ``shuffled``."""
+    """Return the topic's delivery: ``good``, ``lossy``, ``late``, ``doubled`` or ``shuffled``."""
 
     def deliver(message: Any) -> Iterable[float]:
         if kind == "lossy":
@@ -125,14 +125,14 @@ class SimulatedCluster(LocalCluster):
         self.keeper = ControllerKeeper(
             self,  # type: ignore[arg-type]
             {"local": self.entry},
-            tell=lambda _, message: self.topic.publish(dict(message)),
+            publish=lambda _, message: self.topic.publish(dict(message)),
             spawn=self.spawn,
         )
         self.suspects: set[WorkerAddress] = set()
         self.has_nannies = True
         super().__init__(factories, store=store, **options)
 
-    # What `LocalCluster` would keep itself is the keeper's.
+    # State that the keeper holds instead of `LocalCluster`.
 
     @property
     def epoch(self) -> int:
@@ -176,7 +176,7 @@ class SimulatedCluster(LocalCluster):
         if self._payload is not None and not self.entry.is_ending:
             self.spawn(self.keeper.start(self.entry))
 
-    # What the keeper asks of Hosts
+    # The interface of Hosts that the keeper uses
 
     def has(self, worker: WorkerAddress) -> bool:
         return worker in self._hosts
@@ -236,7 +236,7 @@ class SimulatedCluster(LocalCluster):
         super().remove_worker(worker)
 
     def retire_worker(self, worker: WorkerAddress) -> None:
-        """Let a worker leave in order: its actors move, then it goes."""
+        """Retire a worker gracefully: its actors move, then it leaves."""
         self.change_worker(worker, is_retiring=True, is_available=False)
         self.topic.publish({"kind": WORKERS, "joined": [], "left": [], "retiring": [worker]})
         self.spawn(self._evacuate(worker))
@@ -245,7 +245,7 @@ class SimulatedCluster(LocalCluster):
         if self.entry.controller is not None and self.entry.controller.worker == worker:
             await self.keeper.replace(self.entry, {worker})
         deadline = self.clock.now() + EVACUATION_S
-        # As the supervisor: an instance has left when it knows of the leaving, and has nothing there.
+        # As in the supervisor: an instance has left when it knows of the retirement and has no actor there.
         while self.clock.now() < deadline and (
             worker in self.reported.in_use or worker not in self.reported.retiring
         ):
@@ -261,7 +261,7 @@ class SimulatedCluster(LocalCluster):
         self._hosts[worker].process.channels.abort()
 
     def drop_actor(self, address: ActorAddress) -> None:
-        """Let an actor be gone from its worker without a trace."""
+        """Remove an actor from its worker silently."""
         self._hosts[address.worker].book.entries.pop(address.name, None)
 
     def entry_is_ready(self, address: ActorAddress) -> bool:

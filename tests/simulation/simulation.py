@@ -1,7 +1,7 @@
-"""One instance in virtual time, all that can be done to it, and what must hold whatever is done.
+"""One instance in virtual time: operations, faults, and the invariants that must hold.
 
-Every method is plain: it does something and lets some time pass. `Simulation.rest` lets all faults end and
-the instance come to rest, and says what is not as it should be then.
+Every method is synchronous: it does something and lets some time pass. `Simulation.rest` ends all faults,
+waits until the instance is at rest, and reports what is wrong then.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ from daskserve.types import ActorAddress, ActorKind, Location, ReplicaState, Wor
 
 BACKENDS = ("a", "b", "d")
 ENDPOINTS = ("d", "e", "f")
-#: A constructor that takes longer is given up.
+#: Timeout of constructors.
 START_S = 8.0
-#: Trouble with a worker excuses what happens to its replicas for so long after it has ended.
+#: How long after a worker's fault has ended its replicas may still fail.
 TROUBLE_S = 20.0
-#: Everything must be at rest so long after the last fault has ended, goals with their deadlines included.
+#: Time from the end of the last fault within which everything must be at rest, goals included.
 REST_S = 150.0
-#: A goal ends so long after its time-out at the latest, if its controller lives.
+#: A goal ends within this time after its timeout, if its controller lives.
 GOAL_MARGIN_S = 10.0
 #: A call is answered within that time, if its controller lives.
 ANSWER_S = 40.0
-#: And must stay at rest.
+#: How long the instance must stay at rest.
 STAY_S = 7.0
-#: An autoscaler that has changed nothing for so long under the same load, delays included, is done.
+#: Time without a change under constant load, delays included, after which an autoscaler is settled.
 SETTLED_S = 15.0
 
 
 @dataclass
 class Queue:
-    """Requests that wait for one backend, as `LoadReports` asks for them."""
+    """Waiting requests of one backend, in the form that `LoadReports` reads."""
 
     waiting: int = 0
     in_flight: int = 0
@@ -70,11 +70,11 @@ class Simulation:
     Parameters
     ----------
     seed : int
-        For all chance: names, delays, what is lost.
+        Seed of all randomness: names, delays, losses.
     latency_s : float
-        The longest way between two processes, and to the store; each way takes a random part of it.
+        Maximum latency between two processes, and to the store; each message takes a random share of it.
     has_nannies : bool
-        Whether workers that are killed on purpose come back, at another address.
+        Whether workers that are killed on purpose restart, at another address.
     """
 
     def __init__(
@@ -98,10 +98,10 @@ class Simulation:
         self.calls: list[Call] = []
         self.goal_waits: list[asyncio.Task[None]] = []
         self.seen: list[tuple[int, int]] = []
-        self.learnt: dict[str, Any] = {}
+        self.received: dict[str, Any] = {}
         self.location = Location(location)
         self.request_count = 0
-        #: What waits in the program's router.
+        #: Waiting requests in the program's router.
         self.queues = {tag: Queue() for tag in BACKENDS}
         self.loaded_at = float("-inf")
         self.witness = Witness(
@@ -130,7 +130,7 @@ class Simulation:
         self.cluster.has_nannies = self.has_nannies
         self.script.on_start = self._check_written_ahead
         publish = self.cluster.topic.publish
-        self.cluster.topic.publish = lambda message: self._hear(publish, message)  # type: ignore[method-assign]
+        self.cluster.topic.publish = lambda message: self._intercept(publish, message)  # type: ignore[method-assign]
         for _ in range(workers):
             self._add_worker()
         http = HTTPOptions(location=self.location)
@@ -145,7 +145,7 @@ class Simulation:
         await listener.start()
         keys = [f"backend/{tag}" for tag in BACKENDS] + [f"endpoint/{name}" for name in ENDPOINTS]
         for key in (*keys, "routes"):
-            listener.watch(key, lambda value, key=key: self._learn(key, value))
+            listener.watch(key, lambda value, key=key: self._receive(key, value))
         await self.cluster.start(message.encode())
         self.reports.poke(is_urgent=False)
 
@@ -158,14 +158,14 @@ class Simulation:
         self.check()
 
     def check(self) -> None:
-        """Raise what has been found wrong so far."""
-        self._note_snapshot()
-        self._check_patience()
+        """Raise an error if any invariant was violated so far."""
+        self._record_snapshot()
+        self._check_timeouts()
         if self.witness.violations:
             raise AssertionError(listing(self.witness.violations))
 
-    def _check_patience(self) -> None:
-        """Goals end at their time-out and calls are answered, if nothing keeps the controllers from it."""
+    def _check_timeouts(self) -> None:
+        """Check that goals end at their timeout and calls are answered, unless faults prevent it."""
         now = self.loop.time()
         if self.cluster.epoch != self.known_epoch or now < self.store.unreachable_until:
             self.known_epoch = self.cluster.epoch
@@ -175,12 +175,12 @@ class Simulation:
                 since = max(self.witness.goals[goal.goal_id].opened_at, self.disturbed_at)
                 is_deleting = self.witness.wanted.live(goal.backend) is None
                 if now - since > goal.timeout_s + GOAL_MARGIN_S and not is_deleting:
-                    self.witness.wrong(f"{goal} hangs since {since:.3f} s")
+                    self.witness.report(f"{goal} hangs since {since:.3f} s")
         for call in self.calls:
             since = max(call.begun_at, self.disturbed_at)
             is_waiting = call.task is not None and not call.task.done() and not call.is_to_old
             if is_waiting and now - since > ANSWER_S:
-                self.witness.wrong(f"{call} has no answer since {since:.3f} s")
+                self.witness.report(f"{call} has no answer since {since:.3f} s")
 
     def close(self) -> None:
         try:
@@ -198,14 +198,14 @@ class Simulation:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.cluster.close()
 
-    # ---- asking for changes
+    # ---- requests
 
     def request_id(self) -> str:
         self.request_count += 1
         return f"request-{self.request_count}"
 
     def call(self, verb: str, message: Mapping[str, Any], *, seconds: float, controller: Any = None) -> Call:
-        """Begin a call and let some time pass; it goes on by itself."""
+        """Start a call in the background and let some time pass."""
         call = self.witness.begin(verb, message)
         call.is_to_old = controller is not None
         self.calls.append(call)
@@ -221,7 +221,7 @@ class Simulation:
             else:
                 self.witness.acknowledged(call, answer)
                 if answer.get("snapshot") is not None:
-                    self._check_heard(call)
+                    self._check_received(call)
                 if answer.get("goal") is not None:
                     self.goal_waits.append(asyncio.create_task(self._wait_for_goal(call, answer["goal"])))
 
@@ -232,8 +232,8 @@ class Simulation:
         self.advance(seconds)
         return call
 
-    def _check_heard(self, call: Call) -> None:
-        """Every proxy that can be reached acts on the change when the call returns."""
+    def _check_received(self, call: Call) -> None:
+        """Check that every reachable proxy uses the change when the call returns."""
         allowed = [_routes(each) for each in self.witness.history[call.effect_at :]]
         for address in self.cluster.actors():
             if "/proxy/" in address.name and self.cluster.entry_is_ready(address):
@@ -241,32 +241,32 @@ class Simulation:
                 heard = {route: each["endpoint"] for route, each in (proxy.routes or {}).items()}
                 is_old = proxy.started_at < call.begun_at
                 if is_old and not self._is_troubled(address.worker) and heard not in allowed:
-                    self.witness.wrong(f"{call} returned, and {address} has {heard} of {allowed}")
+                    self.witness.report(f"{call} returned, and {address} has {heard} of {allowed}")
 
     async def _wait_for_goal(self, call: Call, goal_id: str) -> None:
         error: BaseException | None = None
         try:
             await self.client.wait_for_goal(goal_id, None)
         except ClosedError:
-            return  # that cluster is gone
+            return  # the cluster of the call has ended
         except (ServeError, OSError) as raised:
             error = raised
         record = self.witness.records.get(f"goal/{goal_id}")
         state = record.state if isinstance(record, GoalRecord) else None
         if error is None and state is not GoalState.DONE:
-            self.witness.wrong(f"{call} is said to have come about, and its goal is {state}")
-        # A controller that cannot be reached for long tells nothing about the goal.
+            self.witness.report(f"{call} is reported as done, but its goal is {state}")
+        # An unreachable controller reveals nothing about the goal.
         if error is not None and state is not GoalState.FAILED and not getattr(error, "is_retryable", False):
-            self.witness.wrong(f"{call} is said to have failed ({error!r}), and its goal is {state}")
+            self.witness.report(f"{call} is reported as failed ({error!r}), and its goal is {state}")
 
     def repeat(self, index: int, *, seconds: float) -> None:
-        """Ask for something a second time, with the same request id."""
+        """Repeat a call with the same request id."""
         if self.calls:
             call = self.calls[-1 - index % min(4, len(self.calls))]
             self.call(call.verb, call.message, seconds=seconds)
 
-    def give_up(self, index: int) -> None:
-        """Let a caller go away in the middle of its call."""
+    def cancel_call(self, index: int) -> None:
+        """Cancel a caller in the middle of its call."""
         waiting = [call for call in self.calls if call.task is not None and not call.task.done()]
         if waiting:
             task = waiting[index % len(waiting)].task
@@ -275,7 +275,7 @@ class Simulation:
             self.advance(0.0)
 
     def set_load(self, tag: str, waiting: int) -> None:
-        """Let so many requests wait for a backend from now on."""
+        """Set the number of waiting requests of a backend."""
         self.queues[tag].waiting = waiting
         self.loaded_at = self.loop.time()
         self._inside(lambda: self.reports.poke(is_urgent=waiting > 0))
@@ -299,7 +299,7 @@ class Simulation:
             self._inside(self._add_worker)
 
     def _inside(self, function: Callable[[], Any]) -> Any:
-        """Call a function on the loop."""
+        """Call a function on the event loop."""
 
         async def do() -> Any:
             return function()
@@ -320,13 +320,15 @@ class Simulation:
         self._trouble(worker)
         controller = self._controller()
         if controller is not None and controller.worker == worker:
-            self.disturbed_at = self.loop.time() + 5.0  # until it is found and replaced
+            self.disturbed_at = (
+                self.loop.time() + 5.0
+            )  # until the loss is detected and the controller replaced
         if kind in ("kill", "restart"):
             self._kill(worker, rejoins=kind == "restart" or is_last)
         elif kind == "disconnect":
             self.cluster.break_connections(worker)
         elif is_last:
-            pass  # a cluster without any worker that works is no test of anything
+            pass  # a cluster without a working worker tests nothing
         elif kind == "suspend":
             self.cluster.suspend_worker(worker)
         elif kind == "retire":
@@ -354,13 +356,13 @@ class Simulation:
         return self.cluster.entry.controller
 
     def harm_controller(self, kind: str) -> None:
-        """``kill``, ``restart`` or ``suspend`` the worker where the controller is."""
+        """``kill``, ``restart`` or ``suspend`` the controller's worker."""
         controller = self._controller()
         if controller is not None:
             self._inside(lambda: self._harm(controller.worker, kind))
 
     def harm_controller_after(self, commits: int, kind: str) -> None:
-        """Harm the controller when it has written so many more changes: before it acts on the last."""
+        """Harm the controller after it commits this many more changes, before it acts on the last one."""
 
         def happen(epoch: int) -> None:
             for address in self.cluster.actors():
@@ -369,8 +371,8 @@ class Simulation:
 
         self.store.after_commit, self.store.commits_left = happen, commits
 
-    def start_anew(self) -> None:
-        """Lose scheduler and workers, and start a new cluster with the same addresses on the old store."""
+    def restart_cluster(self) -> None:
+        """Lose the scheduler and all workers, and start a new cluster with the same addresses and store."""
 
         async def end() -> None:
             self.reports.close()
@@ -387,10 +389,10 @@ class Simulation:
         self.seen.clear()
         self.run(self._open(workers))
 
-    def ask_old_controller(
+    def call_old_controller(
         self, index: int, verb: str, message: Mapping[str, Any], *, seconds: float
     ) -> None:
-        """Let a client that has not heard of the newest controller ask an older one."""
+        """Call an older controller, like a client that does not know the newest one."""
         old = [
             each
             for each in self.cluster.actors()
@@ -407,8 +409,8 @@ class Simulation:
         )
         return found[index % len(found)] if found else None
 
-    def sicken(self, index: int) -> None:
-        """Let a replica's probes fail from now on."""
+    def fail_checks(self, index: int) -> None:
+        """Let the health checks of a replica fail from now on."""
         address = self._replica(index)
         if address is not None:
             tag = address.name.rpartition("/")[2]
@@ -416,7 +418,7 @@ class Simulation:
             self.script.spoiled.add(tag)
 
     def vanish(self, index: int) -> None:
-        """Let a replica or a proxy be gone from its worker."""
+        """Remove a replica or a proxy from its worker silently."""
         found = sorted(
             (each for each in self.cluster.actors() if "/controller" not in each.name),
             key=lambda each: each.name,
@@ -426,7 +428,7 @@ class Simulation:
             self.script.spoiled.add(address.name.rpartition("/")[2])
             self.cluster.drop_actor(address)
 
-    # ---- the store and the news
+    # ---- the store and updates
 
     def lose_store(self, seconds: float) -> None:
         self.store.unreachable_until = self.loop.time() + seconds
@@ -437,8 +439,8 @@ class Simulation:
     def deliver(self, kind: str) -> None:
         self.cluster.topic.deliver = delivery(kind, self.rng)
 
-    def _hear(self, publish: Callable[[Any], None], message: Any) -> None:
-        """Look at all that is published."""
+    def _intercept(self, publish: Callable[[Any], None], message: Any) -> None:
+        """Check every published update."""
         if message.get("kind") == "news" and message["epoch"] == self.cluster.epoch:
             for key, is_inline, value in message["changes"]:
                 if key.startswith("backend/") and is_inline and value is not None:
@@ -448,23 +450,23 @@ class Simulation:
     def _check_published(self, message: Any, tag: str, value: Any) -> None:
         published = {replica for replica, _, _ in value["replicas"]}
         if published - self.witness.ever_running:
-            self.witness.wrong(f"{tag} was published with replicas that never ran: {value}")
+            self.witness.report(f"{tag} was published with replicas that never ran: {value}")
         running = {each.tag for each in self.witness.replicas(tag) if each.state is ReplicaState.RUNNING}
         if message["counter"] == 1 and published != running:
-            self.witness.wrong(f"a new controller published {published} of {tag}, running are {running}")
+            self.witness.report(f"a new controller published {published} of {tag}, running are {running}")
 
-    def _learn(self, key: str, value: Any) -> None:
-        self.learnt[key] = value
-        self._note_snapshot()
+    def _receive(self, key: str, value: Any) -> None:
+        self.received[key] = value
+        self._record_snapshot()
 
-    def _note_snapshot(self) -> None:
+    def _record_snapshot(self) -> None:
         snapshot = self.cluster.program.listener.snapshot_id
         if self.seen and snapshot < self.seen[-1]:
-            self.witness.wrong(f"the listener went back from {self.seen[-1]} to {snapshot}")
+            self.witness.report(f"the listener went back from {self.seen[-1]} to {snapshot}")
         if not self.seen or snapshot != self.seen[-1]:
             self.seen.append(snapshot)
 
-    # ---- what the witness asks
+    # ---- callbacks of the witness
 
     def _is_troubled(self, worker: str | None) -> bool:
         if worker is None:
@@ -483,32 +485,32 @@ class Simulation:
         return is_ready or replica.tag in self.script.spoiled or self._is_troubled(replica.worker)
 
     def _check_written_ahead(self, context: ActorContext) -> None:
-        """Nothing may be made that was not in the store before."""
+        """Check that the store knows a replica before it is created."""
         tag = context.spec.name.rpartition("/")[2]
         if self.witness.incarnations.get(context.spec.incarnation) != tag:
-            self.witness.wrong(f"{tag} was made, and the store has never heard of it")
+            self.witness.report(f"{tag} was created, but is not in the store")
         record = self.witness.records.get(f"replica/{tag}")
         if isinstance(record, ReplicaRecord) and record.state is ReplicaState.RUNNING:
-            self.witness.wrong(f"{tag} is made, and routers have been told that it runs")
+            self.witness.report(f"{tag} is created, but routers already have it as running")
 
     # ---- at rest
 
     def rest(self) -> None:
-        """Let all faults end and the instance come to rest; raise what is not as it should be then."""
+        """End all faults and wait until the instance is at rest; raise an error if anything is wrong then."""
         self._inside(self._heal)
-        self.advance(LATE_S)  # what was late arrives
+        self.advance(LATE_S)  # late updates arrive
         waited_s, pause_s = LATE_S, 0.5
-        while complaints := self.complaints():
+        while problems := self.problems():
             if waited_s > REST_S:
-                raise AssertionError(f"not at rest after {REST_S:g} s:{listing(complaints)}")
+                raise AssertionError(f"not at rest after {REST_S:g} s:{listing(problems)}")
             self.advance(pause_s)
             waited_s += pause_s
             pause_s = min(8.0, pause_s * 2)
         commits = self.store.commits
         self.advance(STAY_S)
-        if self.store.commits != commits or (complaints := self.complaints()):
+        if self.store.commits != commits or (problems := self.problems()):
             written = self.store.commits - commits
-            raise AssertionError(f"the rest did not last: {written} changes;{listing(complaints)}")
+            raise AssertionError(f"the rest did not last: {written} changes;{listing(problems)}")
         self.witness.open_calls.clear()
         self.calls.clear()
         self.goal_waits.clear()
@@ -527,13 +529,13 @@ class Simulation:
         for _ in range(3 - len(roomy)):
             self._add_worker(threads=16, resources={"GPU": 8.0})
 
-    def complaints(self) -> list[str]:
-        """Return what is not as it should be at rest."""
+    def problems(self) -> list[str]:
+        """Return everything that is wrong at rest."""
         return [
             *self._unfinished(),
             *self._wrong_replicas(),
             *self._wrong_actors(),
-            *self._wrong_news(),
+            *self._wrong_updates(),
         ]
 
     def _unfinished(self) -> Iterator[str]:
@@ -544,7 +546,7 @@ class Simulation:
                 yield f"{call} has no answer"
         for task in self.goal_waits:
             if not task.done():
-                yield "somebody waits for a goal"
+                yield "a client still waits for a goal"
             elif not task.cancelled() and task.exception() is not None:
                 yield f"waiting for a goal failed: {task.exception()!r}"
         for goal in self.witness.of(GoalRecord):
@@ -583,7 +585,7 @@ class Simulation:
         if actor.tag in self.script.sick:
             yield f"{actor.tag} is sick"
         if replica.config_id != backend.config_id:
-            yield f"{replica} has not the config of {backend}"
+            yield f"{replica} does not have the config of {backend}"
         if (actor.user_config, actor.concurrency) != (backend.user_config, backend.concurrency):
             yield f"{actor.tag} runs with {actor.user_config!r}, wanted is {backend.user_config!r}"
         if actor.message.code != code.code:
@@ -611,9 +613,9 @@ class Simulation:
         if self.cluster.reported != UseReport(frozenset(in_use)):
             yield f"the scheduler was told {self.cluster.reported}, in use are {in_use}"
 
-    def _wrong_news(self) -> Iterator[str]:
-        expected = self._expected_news()
-        for key, value in self.learnt.items():
+    def _wrong_updates(self) -> Iterator[str]:
+        expected = self._expected_updates()
+        for key, value in self.received.items():
             if key.startswith("backend/") and value is not None:
                 value = {**value, "replicas": tuple(sorted(value["replicas"]))}
             if value != expected.get(key):
@@ -624,9 +626,9 @@ class Simulation:
                 if proxy.routes != expected["routes"]:
                     yield f"proxy {address} has {proxy.routes}, it should have {expected['routes']}"
 
-    def _expected_news(self) -> dict[str, Any]:
+    def _expected_updates(self) -> dict[str, Any]:
         endpoints = self.witness.of(EndpointRecord)
-        news: dict[str, Any] = {
+        updates: dict[str, Any] = {
             "routes": {
                 each.route: {"endpoint": each.name, "methods": tuple(each.methods)}
                 for each in endpoints
@@ -634,7 +636,7 @@ class Simulation:
             }
         }
         for each in endpoints:
-            news[f"endpoint/{each.name}"] = {
+            updates[f"endpoint/{each.name}"] = {
                 "traffic": dict(each.traffic),
                 "shadows": dict(each.shadows),
                 "legacy": each.is_legacy,
@@ -642,7 +644,7 @@ class Simulation:
                 "route": each.route,
             }
         for backend in self.witness.of(BackendRecord):
-            news[f"backend/{backend.tag}"] = {
+            updates[f"backend/{backend.tag}"] = {
                 "replicas": tuple(
                     sorted(
                         (each.tag, each.worker, each.incarnation)
@@ -653,10 +655,10 @@ class Simulation:
                 "max_queued": backend.config.get("max_queued_requests", 1000),
             }
             if backend.autoscaling is not None:
-                news[f"backend/{backend.tag}"]["autoscaled"] = True
+                updates[f"backend/{backend.tag}"]["autoscaled"] = True
             if backend.capacity == 0:
-                news[f"backend/{backend.tag}"]["off"] = True
-        return news
+                updates[f"backend/{backend.tag}"]["off"] = True
+        return updates
 
 
 def _routes(wanted: Wanted) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The control plane under random schedules: verbs, deaths, hangs, crashes and lost news, in virtual time."""
+"""The control plane under random schedules of verbs and faults, in virtual time."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from control_machine import ControlMachine
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-#: In every run of the suite; the profile ``nightly`` plays more, and others every time.
+#: Number of schedules in every run of the suite. The profile ``nightly`` runs more, different ones each time.
 SCHEDULES = 500
 STEPS = 30
 
 
-def test_whatever_happens_what_was_acknowledged_holds_and_what_is_wanted_comes_about() -> None:
+def test_random_schedules_keep_acknowledged_changes_and_reach_the_wanted_state() -> None:
     run_state_machine_as_test(
         ControlMachine,
         settings=settings(

@@ -1,4 +1,4 @@
-"""The simulator: queues as a fluid beside queues request by request, replicas that start, and peers."""
+"""The simulator: the fluid queue compared with single requests, starting replicas, and other autoscalers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def mean_wait_s(outcome: SimulationResult) -> float:
 
 
 def both(trace: Trace, service: Service, **options: Any) -> tuple[SimulationResult, SimulationResult]:
-    """Return what the fluid and the events make of the same load."""
+    """Return the results of the fluid and of the event simulation for the same load."""
     config = AutoscalingConfig(**{"max_replicas": 50, **options})
     return simulate(trace, config, service), simulate(trace, config, service, is_exact=True)
 
@@ -50,11 +50,11 @@ def test_replicas_in_groups_are_simulated_in_groups() -> None:
     assert max(outcome.history.target) > 8
 
 
-# ---- the fluid beside the events
+# ---- the fluid compared with events
 
 
 @pytest.mark.parametrize("cv", [0.0, 1.0])
-def test_waits_by_chance_are_about_those_of_single_requests(cv: float) -> None:
+def test_random_waits_are_close_to_those_of_single_requests(cv: float) -> None:
     fluid, exact = both(load(1000, 32), Service(4, 0.1, cv), max_replicas=1)
     assert mean_wait_s(fluid) == pytest.approx(mean_wait_s(exact), rel=0.5)
     assert fluid.latency_quantile_s(0.99) == pytest.approx(exact.latency_quantile_s(0.99), rel=0.3)
@@ -64,28 +64,28 @@ def step(second: int) -> float:
     return 100 if 100 <= second < 300 else 10
 
 
-def test_a_step_makes_the_same_queue() -> None:
+def test_a_load_step_gives_the_same_queue() -> None:
     fluid, exact = both(load(600, step), Service(2, 0.2), min_replicas=8, max_replicas=8)
     assert mean_wait_s(fluid) == pytest.approx(mean_wait_s(exact), rel=0.05)
     assert fluid.wait_quantile_s(0.99) == pytest.approx(exact.wait_quantile_s(0.99), rel=0.05)
 
 
-def test_a_step_makes_about_the_same_replicas() -> None:
-    """About, as what a single look happens to find decides by whole replicas."""
+def test_a_load_step_gives_about_the_same_replicas() -> None:
+    """Only about, because a single sample can change the number by whole replicas."""
     fluid, exact = both(load(600, step), Service(concurrency=2, duration_s=0.2, start_up_s=10))
     assert mean_wait_s(fluid) == pytest.approx(mean_wait_s(exact), rel=0.25)
     assert max(fluid.history.running) == pytest.approx(max(exact.history.running), rel=0.2)
     assert fluid.replica_hours == pytest.approx(exact.replica_hours, rel=0.2)
 
 
-def test_long_requests_fill_slots_as_slowly() -> None:
+def test_long_requests_fill_slots_equally_slowly() -> None:
     fluid, exact = both(load(2000, 1), Service(concurrency=4, duration_s=20.0), max_replicas=1)
     assert fluid.queue.tally.completed == pytest.approx(exact.queue.tally.completed, rel=0.1)
     assert mean_wait_s(fluid) == pytest.approx(mean_wait_s(exact), rel=0.1)
 
 
 @pytest.mark.parametrize("limits", [QueueLimits(max_queued=50), QueueLimits(deadline_s=2)])
-def test_as_many_are_refused_and_given_up(limits: QueueLimits) -> None:
+def test_equally_many_requests_are_rejected_and_expire(limits: QueueLimits) -> None:
     fluid, exact = both(load(300, 70), Service(4, 0.1, limits=limits), max_replicas=1)
     for name in ("completed", "rejected", "expired"):
         found, truth = getattr(fluid.queue.tally, name), getattr(exact.queue.tally, name)
@@ -103,7 +103,7 @@ limit_values = st.builds(
 
 
 @given(ticks, st.floats(0.001, 30), limit_values, st.booleans())
-def test_no_request_is_lost_or_made(
+def test_no_request_is_lost_or_created(
     values: list[tuple[float, int]], duration_s: float, limits: QueueLimits, is_exact: bool
 ) -> None:
     queue: SimulatedQueue = EventQueue(limits, seeded_rng(1)) if is_exact else FluidQueue(limits)
@@ -122,7 +122,7 @@ def test_no_request_is_lost_or_made(
     assert sum(queue.tally.waits_ms.values()) == pytest.approx(began, abs=1e-6 * (1 + came))
 
 
-def test_slots_that_were_given_up_finish_what_they_run() -> None:
+def test_slots_of_stopping_replicas_finish_their_requests() -> None:
     fluid, exact = FluidQueue(QueueLimits()), EventQueue(QueueLimits(), seeded_rng(3))
     for second in range(120):
         slots = 40 if second < 60 else 10
@@ -135,7 +135,7 @@ def test_slots_that_were_given_up_finish_what_they_run() -> None:
     assert fluid.tally.completed == pytest.approx(exact.tally.completed, rel=0.1)
 
 
-def test_durations_have_the_mean_and_the_spread_asked_for() -> None:
+def test_durations_have_the_given_mean_and_spread() -> None:
     for cv in (0.0, 0.5, 1.0):
         parts = duration_parts_s(0.2, cv)
         mean = sum(parts) / len(parts)
@@ -147,7 +147,7 @@ def test_durations_have_the_mean_and_the_spread_asked_for() -> None:
 # ---- replicas
 
 
-def test_replicas_run_after_their_start_up_and_those_that_start_go_first() -> None:
+def test_replicas_run_after_their_start_up_and_starting_ones_stop_first() -> None:
     fleet = Fleet(2, start_up_s=10)
     fleet.scale(5, now=0)
     fleet.advance(9)
@@ -159,7 +159,7 @@ def test_replicas_run_after_their_start_up_and_those_that_start_go_first() -> No
     assert (fleet.running, fleet.existing) == (1, 1)
 
 
-def test_from_zero_the_first_requests_wait_for_the_start_only() -> None:
+def test_from_zero_the_first_requests_wait_only_for_the_start() -> None:
     trace = Trace([0.0] * 30 + [50.0] + [0.0] * 60)
     config = AutoscalingConfig(min_replicas=0, max_replicas=50)
     outcome = simulate(trace, config, Service(concurrency=4, duration_s=0.5, start_up_s=8))
@@ -169,7 +169,7 @@ def test_from_zero_the_first_requests_wait_for_the_start_only() -> None:
     assert outcome.wait_quantile_s(1) == pytest.approx(8.8, abs=0.8)
 
 
-#: Replicas, target, and whether to go request by request, which is only quick for small loads.
+#: Replicas, target, and whether to simulate single requests, which is only fast for small loads.
 BOUNDARIES = [
     (replicas, target, is_exact)
     for replicas in (1, 2, 3, 7, 20)
@@ -181,10 +181,10 @@ BOUNDARIES = [
 
 @pytest.mark.parametrize("delay_s", [None, 30])
 @pytest.mark.parametrize(("replicas", "target", "is_exact"), BOUNDARIES)
-def test_a_constant_load_on_a_boundary_changes_the_number_once_at_most_in_ten_minutes(
+def test_a_constant_load_on_a_boundary_changes_the_number_at_most_once_in_ten_minutes(
     replicas: int, target: float, delay_s: int | None, is_exact: bool
 ) -> None:
-    """The load is a whole number of replicas' exactly, with the noise of single requests."""
+    """The load fits a whole number of replicas exactly, with the noise of single requests."""
     delays = {} if delay_s is None else {"downscale_delay_s": delay_s}
     config = AutoscalingConfig(
         max_replicas=100, initial_replicas=replicas, target_ongoing_requests=target, **delays
@@ -194,7 +194,7 @@ def test_a_constant_load_on_a_boundary_changes_the_number_once_at_most_in_ten_mi
     assert len(outcome.history.changes) <= 1, outcome.history.changes
 
 
-def test_a_burst_is_answered_within_seconds_and_not_by_ten_times_too_many() -> None:
+def test_a_burst_scales_up_within_seconds_without_overshooting_tenfold() -> None:
     trace = load(900, lambda second: 500 if second >= 300 else 50)
     outcome = simulate(trace, AutoscalingConfig(max_replicas=400, initial_replicas=3), Service(5, 0.1))
     assert outcome.history.changes[0].at <= 304
@@ -216,7 +216,7 @@ def test_a_latency_objective_is_kept_without_a_target() -> None:
     assert max(outcome.history.wait_s[900:]) < 0.6
 
 
-def test_knatives_policy_panics_and_comes_back() -> None:
+def test_the_policy_of_knative_panics_and_recovers() -> None:
     trace = load(900, lambda second: 500 if 300 <= second < 330 else 50)
     config = AutoscalingConfig(max_replicas=400, initial_replicas=3)
     outcome = simulate(trace, config, Service(5, 0.1), name="knative", make=knative_autoscaler)
@@ -227,7 +227,7 @@ def test_knatives_policy_panics_and_comes_back() -> None:
     assert outcome.history.target[-1] <= 8
 
 
-def test_a_schedule_goes_by_the_time_of_day() -> None:
+def test_a_schedule_uses_the_time_of_day() -> None:
     config = AutoscalingConfig(
         max_replicas=9, policy="schedule", policy_kwargs={"schedule": {"0 8 * * *": 5, "0 9 * * *": 2}},
         upscale_delay_s=0,
@@ -237,7 +237,7 @@ def test_a_schedule_goes_by_the_time_of_day() -> None:
     assert [(change.at, change.after) for change in outcome.history.changes] == [(1, 2), (60, 5)]
 
 
-def test_the_same_seed_gives_the_same_outcome_and_another_another() -> None:
+def test_the_result_depends_on_the_seed_only() -> None:
     trace = load(300, 20)
     outcomes = [
         simulate(
@@ -262,14 +262,14 @@ def test_the_same_seed_gives_the_same_outcome_and_another_another() -> None:
         {"limits": QueueLimits(1, 0)},
     ],
 )
-def test_a_service_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
+def test_an_invalid_service_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
         Service(**wrong)
 
 
 @pytest.mark.slow
 def test_a_day_takes_seconds() -> None:
-    """Under 5 s on a machine of its own; three times that here, where others may be at work."""
+    """It takes under 5 s on an idle machine; the limit is three times that, for a busy one."""
     trace = load(86_400, lambda second: 50 + 40 * math.sin(2 * math.pi * second / 86_400))
     begin = time.process_time()
     simulate(trace, AutoscalingConfig(max_replicas=100), Service(5, 0.1))

@@ -1,7 +1,7 @@
-"""Schedules that once failed, shortened, each under the name of what was wrong.
+"""Shortened schedules that once failed, each named after the bug.
 
-`played` begins a schedule and ends it: all faults heal, the instance must come to rest, and the witness
-must have nothing to say.
+`played` begins and ends a schedule: all faults end, the instance must come to rest, and the witness must
+report no violation.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from control_machine import ControlMachine
 
 @contextmanager
 def played(**given: Any) -> Iterator[ControlMachine]:
-    """Play the block's steps on an instance that begins with the given options; then all must be well."""
+    """Run the block's steps on an instance with the given options, then check that it comes to rest."""
     state = ControlMachine()
     options = {
         "seed": 0,
@@ -36,7 +36,7 @@ def played(**given: Any) -> Iterator[ControlMachine]:
     state.teardown()
 
 
-def test_a_late_retry_of_a_deploy_over_a_version_that_is_being_deleted_is_refused() -> None:
+def test_a_late_retry_of_a_deploy_is_refused_while_its_version_is_being_deleted() -> None:
     with played(stock="d", focus="d", latency_s=0.004) as state:
         state.rest()
         state.deploy("d", "2", "1", 3, "one", {}, "/x", seconds=0.01)
@@ -44,27 +44,27 @@ def test_a_late_retry_of_a_deploy_over_a_version_that_is_being_deleted_is_refuse
         state.repeat(index=1, seconds=0.002)
 
 
-def test_a_call_on_its_way_to_a_stopped_controller_fails_when_its_cluster_is_gone() -> None:
+def test_a_call_to_a_suspended_controller_fails_when_its_cluster_ends() -> None:
     with played(stock="a", latency_s=0.004, workers=2) as state:
         state.set_traffic("e", {"a": 0.25, "b": 0.75}, seconds=0.0)
-        state.start_anew()
+        state.restart_cluster()
         state.harm_controller("suspend", seconds=5.0)
-        state.ask_old_controller(index=5, traffic={"d": 1.0}, seconds=0.002)
-        state.start_anew()
+        state.call_old_controller(index=5, traffic={"d": 1.0}, seconds=0.002)
+        state.restart_cluster()
 
 
-def test_a_replaced_controller_does_not_answer_from_memory() -> None:
-    """What it is asked for was so when it was stopped, and is not any more."""
+def test_a_replaced_controller_does_not_answer_with_outdated_state() -> None:
+    """The requested state held when the controller was suspended, but holds no longer."""
     with played(stock="ad") as state:
         state.rest()
         state.harm_controller("suspend", seconds=5.0)
         state.set_traffic("e", {"d": 1.0}, seconds=0.1)
-        state.ask_old_controller(index=0, traffic={"a": 1.0}, seconds=0.1)
+        state.call_old_controller(index=0, traffic={"a": 1.0}, seconds=0.1)
         state.resume_worker(index=0, seconds=0.1)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_new_controller_waits_for_proxies_that_it_has_not_heard_of_yet(seed: int) -> None:
+def test_a_new_controller_waits_for_proxies_that_have_not_reported_yet(seed: int) -> None:
     with played(stock="a", location="EveryWorker", latency_s=0.004, seed=seed) as state:
         state.rest()
         state.deliver("late")
@@ -74,7 +74,7 @@ def test_a_new_controller_waits_for_proxies_that_it_has_not_heard_of_yet(seed: i
 
 
 @pytest.mark.parametrize("stopped", range(3))
-def test_a_stopped_proxy_does_not_keep_callers_waiting_for_ever(stopped: int) -> None:
+def test_a_suspended_proxy_does_not_block_callers_forever(stopped: int) -> None:
     with played(stock="a", location="EveryWorker", has_nannies=False) as state:
         state.rest()
         state.harm_worker(stopped, "suspend", seconds=0.0)
@@ -83,8 +83,8 @@ def test_a_stopped_proxy_does_not_keep_callers_waiting_for_ever(stopped: int) ->
 
 
 @pytest.mark.parametrize("vanished", range(2))
-def test_a_replica_that_runs_as_far_as_routers_know_is_not_made_again(vanished: int) -> None:
-    """A new controller finds it gone; another one with its name could be one too many."""
+def test_a_replica_that_routers_still_use_is_not_created_again(vanished: int) -> None:
+    """A new controller finds the replica gone; a second one with its name could be one too many."""
     with played(stock="a") as state:
         state.rest()
         state.spoil_actor(vanished, "vanish")
@@ -92,8 +92,8 @@ def test_a_replica_that_runs_as_far_as_routers_know_is_not_made_again(vanished: 
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_config_that_was_sent_and_not_confirmed_is_not_taken_for_the_old_one(seed: int) -> None:
-    """Going back to the old config must reach replicas that may have the new one by now."""
+def test_a_config_that_was_sent_without_confirmation_may_be_in_use(seed: int) -> None:
+    """A change back to the old config must reach replicas that may already have the new one."""
     with played(stock="a", latency_s=0.004, seed=seed) as state:
         state.rest()
         state.script_lives("a", ["late", "late"], "well")
@@ -102,8 +102,8 @@ def test_a_config_that_was_sent_and_not_confirmed_is_not_taken_for_the_old_one(s
         state.reconfigure("a", "one", seconds=2.0)
 
 
-def test_the_silence_of_a_stopped_process_is_no_refusal_of_a_config() -> None:
-    """With the store away, its replicas cannot be replaced before the call to them has timed out."""
+def test_a_silent_process_has_not_refused_a_config() -> None:
+    """While the store is unreachable, its replicas cannot be replaced before the call to them times out."""
     with played(workers=2, has_nannies=False, stock="d") as state:
         state.rest()
         state.rest()

@@ -1,4 +1,4 @@
-"""Figures, lines of blocks and drawings of simulations."""
+"""Tables, sparklines and plots of simulations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def outcome(name: str = "ours") -> SimulationResult:
     return simulate(trace, AutoscalingConfig(max_replicas=30), Service(4, 0.1), name=name)
 
 
-def test_lines_of_blocks_show_peaks_and_whatever_is_not_nothing() -> None:
+def test_sparklines_show_peaks_and_every_value_above_zero() -> None:
     assert sparkline([0, 1, 4, 8]) == " ▁▄█"
     assert sparkline([0.0, 0.001, 100]) == " ▁█"
     assert sparkline([]) == ""
@@ -27,7 +27,7 @@ def test_lines_of_blocks_show_peaks_and_whatever_is_not_nothing() -> None:
     assert resampled([0, 9, 0, 0, 1, 0], 2) == [9, 1]
 
 
-def test_a_table_has_a_line_per_policy_and_a_cost_if_there_is_a_price() -> None:
+def test_a_table_has_a_line_per_policy_and_costs_if_there_is_a_price() -> None:
     lines = table([outcome(), outcome("<other>")]).splitlines()
     assert [line.split()[0] for line in lines] == ["policy", "ours", "<other>"]
     assert "cost" not in lines[0]
@@ -38,7 +38,7 @@ def test_a_table_has_a_line_per_policy_and_a_cost_if_there_is_a_price() -> None:
     assert json.loads(json.dumps(found)) == found
 
 
-def test_a_picture_and_the_changes_say_what_happened() -> None:
+def test_sparklines_and_changes_describe_the_result() -> None:
     found = outcome()
     assert "requests/s |" in picture(found)
     assert picture(found).startswith("ours, 2 min")
@@ -48,7 +48,7 @@ def test_a_picture_and_the_changes_say_what_happened() -> None:
     assert changes(found, most=1).splitlines()[-1].strip() == f"and {len(found.history.changes) - 1} more"
 
 
-def test_a_drawing_is_well_formed_and_small() -> None:
+def test_a_plot_is_well_formed_and_small() -> None:
     text = plot([outcome(), outcome("<other> & more")])
     root = ET.fromstring(text)
     assert root.tag.endswith("svg")

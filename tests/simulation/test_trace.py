@@ -1,4 +1,4 @@
-"""Reading traces: both forms, and what is said of files that are none."""
+"""Reading traces: both forms, and errors about invalid files."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_line_per_request_in_any_order_with_durations() -> None:
         ("timestamp_s\n1\n1709856000000\n", "days; give timestamp_s in seconds"),
     ],
 )
-def test_what_is_no_trace_is_refused_with_the_line_and_the_value(text: str, message: str) -> None:
+def test_an_invalid_trace_is_refused_with_line_and_value(text: str, message: str) -> None:
     with pytest.raises(TraceError, match=message):
         parse_trace(text)
 
@@ -62,7 +62,7 @@ def test_a_file_that_is_not_text_is_refused(tmp_path: Path, content: bytes) -> N
         read_trace(path)
 
 
-def test_a_file_that_a_spreadsheet_wrote_is_read(tmp_path: Path) -> None:
+def test_a_file_from_a_spreadsheet_is_read(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_bytes(b"\xef\xbb\xbftimestamp_s,requests\r\n1,2\r\n")
     assert list(read_trace(path).counts) == [2]

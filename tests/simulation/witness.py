@@ -1,9 +1,9 @@
-"""Who sees every change in the store, the moment it is there, and says what must not be.
+"""A witness that checks every change in the store at the time of its commit.
 
-A `Witness` keeps the records, and what is wanted as the records say it. It holds each change against
-the calls that are under way (a change of what is wanted needs one of them, and the verbs of `reference_model`
-must lead there), and each answer against the changes (what was acknowledged must be there). What it finds
-wrong it keeps in `violations`, because it is asked from inside the code that it watches.
+A `Witness` keeps the records and the wanted state that they describe. It compares each change with the calls
+in progress: a change of the wanted state needs one of them, and the verbs of `reference_model` must lead
+there. It compares each answer with the changes: acknowledged changes must be in the store. It collects
+errors in `violations`, because it is called from inside the code that it checks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from daskserve.control.scaled import autoscaling_of, bounds_of
 from daskserve.errors import BadRequestError, NotFoundError
 from daskserve.types import ReplicaState
 
-#: A replica's life goes one way only.
+#: The states of a replica, in the only allowed order.
 ORDER = (
     ReplicaState.SHOULD_START,
     ReplicaState.STARTING,
@@ -38,22 +38,22 @@ ORDER = (
     ReplicaState.SHOULD_STOP,
     ReplicaState.STOPPING,
 )
-#: Errors that say for certain that a call changed nothing.
+#: Errors that guarantee that a call changed nothing.
 REFUSALS = (BadRequestError, NotFoundError)
 
 
 @dataclass(eq=False)
 class Call:
-    """One call of a verb that changes something; ``begun`` is how far history was."""
+    """One call of a changing verb; ``begun`` is the index in the history at that time."""
 
     verb: str
     message: Mapping[str, Any]
     begun: int
     begun_at: float
     effects: int = 0
-    #: How far history was when it first had an effect, or when it began.
+    #: Index in the history of the first effect, or of the start of the call.
     effect_at: int = 0
-    #: Whether a controller is asked that may have been replaced.
+    #: Whether the call goes to a controller that may have been replaced.
     is_to_old: bool = False
     answer: Mapping[str, Any] | None = None
     error: BaseException | None = None
@@ -79,11 +79,11 @@ class Witness:
     now
         Reads the time.
     is_excused
-        Whether a replica may leave service though it is wanted: something was done to it.
+        Whether a wanted replica may leave service because of a fault.
     is_serving
-        Whether a replica that is said to run does.
+        Whether a replica that is recorded as running does run.
     blamed_at
-        When a backend's replicas last did wrong, if they did.
+        Time of the last scripted fault of a backend's replicas; None if there was none.
     """
 
     now: Callable[[], float]
@@ -93,21 +93,21 @@ class Witness:
     violations: list[str] = field(default_factory=list)
     records: dict[str, Record] = field(default_factory=dict)
     history: list[Wanted] = field(default_factory=lambda: [Wanted()])
-    #: Calls that may have an effect yet, failed ones among them.
+    #: Calls that may still have an effect, including failed ones.
     open_calls: list[Call] = field(default_factory=list)
-    #: To what each backend with a pending goal goes back; None: it goes.
+    #: The state to which each backend with a pending goal rolls back; None if it is deleted.
     fallbacks: dict[str, Any] = field(default_factory=dict)
     goals: dict[str, _Goal] = field(default_factory=dict)
     ever_running: set[str] = field(default_factory=set)
     incarnations: dict[int, str] = field(default_factory=dict)
     epoch: int = 0
-    #: When an autoscaler last changed a number, or last had reason to look at it anew.
+    #: When an autoscaler last changed a number, or had a reason to.
     scaled_at: float = float("-inf")
     _pending: set[str] = field(default_factory=set)
 
     @property
     def wanted(self) -> Wanted:
-        """What is wanted, as the store has it."""
+        """The wanted state in the store."""
         return self.history[-1]
 
     def of(self, kind: type[Any]) -> list[Any]:
@@ -121,7 +121,7 @@ class Witness:
     def replicas(self, tag: str) -> list[ReplicaRecord]:
         return [each for each in self.of(ReplicaRecord) if each.backend == tag]
 
-    def wrong(self, text: str) -> None:
+    def report(self, text: str) -> None:
         self.violations.append(f"at {self.now():.3f} s: {text}")
 
     # Calls
@@ -133,37 +133,37 @@ class Witness:
         return call
 
     def acknowledged(self, call: Call, answer: Mapping[str, Any]) -> None:
-        """What was asked for is there, or was there already."""
+        """Check that the requested change is, or already was, in the store."""
         call.answer = answer
         self.open_calls.remove(call)
         seen = self.history[call.begun :]
         if not call.effects and not any(after(call.verb, call.message, each) == each for each in seen):
-            self.wrong(f"{call} was acknowledged, and is not in the store: {self.wanted}")
+            self.report(f"{call} was acknowledged, but is not in the store: {self.wanted}")
         goal = answer.get("goal")
         if goal is not None and goal not in self.goals:
-            self.wrong(f"{call} was answered with goal {goal}, which is not in the store")
+            self.report(f"{call} was answered with goal {goal}, which is not in the store")
         if goal is None and call.verb in ("delete_backend", "delete_deployment"):
             tag = call.message.get("tag", call.message.get("name"))
             if all(tag in each.backends for each in seen):
-                self.wrong(f"{call} says there is nothing to wait for, and the backend is still there")
+                self.report(f"{call} returned without a goal, but the backend still exists")
 
     def failed(self, call: Call, error: BaseException) -> None:
-        """It may have happened, or happen yet, unless the error is about what was asked for."""
+        """Check a failed call; it may still have an effect, unless the request was refused."""
         call.error = error
         if not isinstance(error, REFUSALS):
             return
         self.open_calls.remove(call)
         seen = self.history[call.begun :]
         if not any(after(call.verb, call.message, each) is None for each in seen):
-            self.wrong(f"{call} was refused without a reason ({error!r}): {self.wanted}")
+            self.report(f"{call} was refused without a reason ({error!r}): {self.wanted}")
 
     # Changes
 
     def committed(self, epoch: int, newest_epoch: int, change: Mapping[str, bytes | None]) -> None:
         if epoch < newest_epoch or epoch < self.epoch:
-            self.wrong(f"the store accepted a change of epoch {epoch}, the newest is {newest_epoch}")
+            self.report(f"the store accepted a change of epoch {epoch}, the newest is {newest_epoch}")
         if epoch != self.epoch and any(each.scaled_to is not None for each in self.of(BackendRecord)):
-            self.scaled_at = self.now()  # a new controller begins all waits anew
+            self.scaled_at = self.now()  # a new controller restarts all delays
         self.epoch = epoch
         before = dict(self.records)
         changed = {key: None if data is None else decode(key, data) for key, data in change.items()}
@@ -185,12 +185,12 @@ class Witness:
         self._check_references(changed)
 
     def _check_scaling(self, old: Any, new: BackendRecord) -> None:
-        """Whether the autoscaler keeps to its bounds, forgets nothing, and says why it changes something."""
+        """Check that the autoscaler respects its bounds, loses nothing, and records its reasons."""
         config = autoscaling_of(new)
         if config is None:
             return
         if new.scaled_to is None or not bounds_of(new, config).allows(new.scaled_to):
-            self.wrong(f"{new} is out of its bounds")
+            self.report(f"{new} is out of its bounds")
         if old is None or _scaling(old) != _scaling(new):
             self.scaled_at = self.now()
         if old is None or old.scaled_to is None or old.is_deleting:
@@ -198,9 +198,9 @@ class Witness:
         if new.scaled_to != old.scaled_to:
             last = new.scalings[-1] if new.scalings else (0.0, -1, -1, "")
             if last[1:3] != (old.scaled_to, new.scaled_to) or not last[3]:
-                self.wrong(f"{new.tag} went from {old.scaled_to} to {new.scaled_to}, and says {last}")
+                self.report(f"{new.tag} went from {old.scaled_to} to {new.scaled_to}, and says {last}")
         elif new.scalings != old.scalings:
-            self.wrong(f"{new.tag} stays at {new.scaled_to}, and says {new.scalings}, it was {old.scalings}")
+            self.report(f"{new.tag} stays at {new.scaled_to}, and says {new.scalings}, it was {old.scalings}")
 
     def _check_replica(self, old: Any, new: Any) -> None:
         if new is None:
@@ -209,28 +209,28 @@ class Witness:
         if new.state is ReplicaState.RUNNING:
             self.ever_running.add(new.tag)
             if (old is None or old.state is not ReplicaState.RUNNING) and not self.is_serving(new):
-                self.wrong(f"{new} is said to run and does not")
+                self.report(f"{new} is recorded as running, but does not run")
         if old is not None and ORDER.index(new.state) < ORDER.index(old.state):
-            self.wrong(f"replica {new.tag} went back from {old.state} to {new.state}")
+            self.report(f"replica {new.tag} went back from {old.state} to {new.state}")
         if old is not None and old.worker is not None:
             if (old.worker, old.incarnation) != (new.worker, new.incarnation):
-                self.wrong(f"replica {new.tag} moved from {old} to {new}")
+                self.report(f"replica {new.tag} moved from {old} to {new}")
         elif new.worker is not None:
             owner = self.incarnations.setdefault(new.incarnation, new.tag)
             if owner != new.tag:
-                self.wrong(f"{new.tag} and {owner} have one incarnation, {new.incarnation}")
+                self.report(f"{new.tag} and {owner} have one incarnation, {new.incarnation}")
         if (old is None or old.state is ReplicaState.SHOULD_START) and new.state not in ORDER[:2]:
-            self.wrong(f"replica {new.tag} began as {new.state}: its start was not written ahead")
+            self.report(f"replica {new.tag} began as {new.state}: its start was not written ahead")
 
     def _check_goal(self, old: Any, new: Any) -> None:
         if new is None:
             if old is not None and old.state is GoalState.PENDING:
-                self.wrong(f"the pending {old} was dropped")
+                self.report(f"the pending {old} was dropped")
             return
         if old is None:
             self.goals[new.goal_id] = _Goal(new.timeout_s, self.now())
         elif old.state is not GoalState.PENDING and new.state is not old.state:
-            self.wrong(f"{old} had ended and became {new.state}")
+            self.report(f"{old} had ended and became {new.state}")
         if new.state is GoalState.DONE and (old is None or old.state is GoalState.PENDING):
             self._check_done(new)
 
@@ -241,7 +241,7 @@ class Witness:
         replicas = self.replicas(goal.backend)
         if backend is None:
             if replicas:
-                self.wrong(f"{goal.backend} is gone and has {replicas}")
+                self.report(f"{goal.backend} is gone and has {replicas}")
             return
         wanted = [each for each in replicas if each.version == backend.version]
         running = [
@@ -252,13 +252,13 @@ class Witness:
         if backend.scaled_to is None:
             is_there = len(running) == len(replicas) == backend.num_replicas
         else:
-            # It may be on its way to more, or to fewer.
+            # It may be scaling up or down.
             is_there = len(wanted) == len(replicas) and len(running) >= backend.needed_replicas
         if not is_there:
-            self.wrong(f"goal {goal.goal_id} of {goal.backend} is done, and it has {replicas}")
+            self.report(f"goal {goal.goal_id} of {goal.backend} is done, and it has {replicas}")
 
     def _check_wanted(self, records: Mapping[str, Record], changed: Mapping[str, Record | None]) -> None:
-        """Whether somebody asked for this change of what is wanted."""
+        """Check that a call requested this change of the wanted state."""
         before = new = self.wanted
         for key, record in changed.items():
             kind, _, name = key.partition("/")
@@ -291,30 +291,30 @@ class Witness:
             return
         if new == before:
             if opened:
-                self.wrong(f"nothing changed, and a goal was opened: {opened}")
-            self._note_goals()
+                self.report(f"nothing changed, and a goal was opened: {opened}")
+            self._record_goals()
             return
         for call in self.open_calls:
             if after(call.verb, call.message, before) == new:
                 if not call.effects:
                     call.effect_at = len(self.history) - 1
                 call.effects += 1
-                self._note_fallback(before, new)
-                self._note_goals()
+                self._record_fallback(before, new)
+                self._record_goals()
                 return
         gone = [tag for tag in before.backends if tag not in new.backends]
         if len(gone) == 1 and before.with_backend(gone[0], None) == new and before.live(gone[0]) is None:
-            self._note_goals()
+            self._record_goals()
             return
-        self.wrong(f"nobody asked for {changed}; open are {self.open_calls}, wanted was {before}")
+        self.report(f"no call requested {changed}; open are {self.open_calls}, wanted was {before}")
 
-    def _note_goals(self) -> None:
+    def _record_goals(self) -> None:
         self._pending = {each.goal_id for each in self.of(GoalRecord) if each.state is GoalState.PENDING}
         busy = {each.backend for each in self.of(GoalRecord) if each.state is GoalState.PENDING}
         for tag in set(self.fallbacks) - busy:
             del self.fallbacks[tag]
 
-    def _note_fallback(self, before: Wanted, new: Wanted) -> None:
+    def _record_fallback(self, before: Wanted, new: Wanted) -> None:
         for tag, backend in new.backends.items():
             current = before.backends.get(tag)
             if backend == current:
@@ -324,7 +324,7 @@ class Witness:
             self.fallbacks[tag] = (None, None) if is_leaving else fallback
 
     def _check_withdrawn(self, tag: str, before: Wanted, new: Wanted) -> None:
-        """Whether a failed goal was taken back to what had come about last, and failed for a reason."""
+        """Check that a failed goal was rolled back to the last completed state, and failed for a reason."""
         fallback, old_endpoint = self.fallbacks.get(tag, (None, None))
         backend, endpoint = before.backends[tag], before.endpoints.get(tag)
         if fallback is not None:
@@ -339,7 +339,7 @@ class Witness:
             leaving = replace(backend, is_deleting=True, is_forced=True)
             allowed = [expected.with_backend(tag, leaving), expected.with_backend(tag, None)]
         if new not in allowed:
-            self.wrong(f"the goal of {tag} failed and left {new}; it should be one of {allowed}")
+            self.report(f"the goal of {tag} failed and left {new}; it should be one of {allowed}")
         for goal_id in self._pending - {
             each.goal_id for each in self.of(GoalRecord) if each.state is GoalState.PENDING
         }:
@@ -348,11 +348,11 @@ class Witness:
             blamed_at = self.blamed_at(tag)
             is_late = goal.timeout_s is not None and age_s >= goal.timeout_s - 0.001
             if not is_late and blamed_at is None:
-                self.wrong(f"goal {goal_id} of {tag} failed after {age_s:g} s for no reason")
-        self._note_goals()
+                self.report(f"goal {goal_id} of {tag} failed after {age_s:g} s for no reason")
+        self._record_goals()
 
     def _check_availability(self, before: Mapping[str, Record], changed: Mapping[str, Record | None]) -> None:
-        """Whether replicas left service only when others did their work, or something was done to them."""
+        """Check that replicas left service only when others replaced them, or after a fault."""
         leaving: dict[str, list[ReplicaRecord]] = {}
         for key, record in changed.items():
             old = before.get(key)
@@ -366,7 +366,7 @@ class Witness:
                 continue
             serving = [each for each in self.replicas(tag) if each.state is ReplicaState.RUNNING]
             if len(serving) < backend.num_replicas:
-                self.wrong(
+                self.report(
                     f"{replicas} left for no reason; {backend.num_replicas} are wanted, {serving} stay"
                 )
 
@@ -376,29 +376,29 @@ class Witness:
         capacity = self.wanted.capacity
         for backend in backends.values():
             if (backend.capacity, backend.capacity_direction) != (capacity.percent, capacity.direction):
-                self.wrong(f"{backend} has not the capacity of the instance, {capacity}")
+                self.report(f"{backend} does not have the capacity of the instance, {capacity}")
         for goal in goals.values():
             owner = backends.get(goal.backend)
             if goal.state is GoalState.PENDING and (owner is None or owner.goal != goal.goal_id):
-                self.wrong(f"nobody works on goal {goal}")
+                self.report(f"no backend works on goal {goal}")
         codes = {each.name for each in self.of(CodeRecord)}
         for backend in backends.values():
             if backend.goal is not None and (
                 backend.goal not in goals or goals[backend.goal].state is not GoalState.PENDING
             ):
-                self.wrong(f"backend {backend.tag} waits for goal {backend.goal}, which ended")
+                self.report(f"backend {backend.tag} waits for goal {backend.goal}, which ended")
             if backend.code_key not in codes:
-                self.wrong(f"backend {backend.tag} has no code {backend.code_key}")
+                self.report(f"backend {backend.tag} has no code {backend.code_key}")
         routes = [each.route for each in self.of(EndpointRecord) if each.route is not None]
         if len(routes) != len(set(routes)):
-            self.wrong(f"a route is taken twice: {routes}")
+            self.report(f"a route is taken twice: {routes}")
         for replica in self.of(ReplicaRecord):
             if replica.backend not in backends:
-                self.wrong(f"{replica} belongs to nothing")
+                self.report(f"{replica} belongs to nothing")
 
 
 def _may_return(wanted: Wanted, tag: str, endpoint: Any, old: Any) -> bool:
-    """Whether a deployment's endpoint can go back to the route that it had."""
+    """Return whether a deployment's endpoint can return to its former route."""
     if endpoint is None or old is None or endpoint.is_legacy or old.is_legacy:
         return False
     others = [each.route for name, each in wanted.endpoints.items() if name != tag]
@@ -406,10 +406,10 @@ def _may_return(wanted: Wanted, tag: str, endpoint: Any, old: Any) -> bool:
 
 
 def _scaling(backend: BackendRecord) -> tuple[Any, ...]:
-    """Return what decides about a number that is scaled."""
+    """Return the fields that determine an autoscaled number."""
     return backend.scaled_to, backend.autoscaling, backend.capacity, backend.capacity_direction
 
 
 def listing(items: Iterable[Any]) -> str:
-    """Return lines for an error message."""
+    """Return the items as lines of an error message."""
     return "".join(f"\n  {each}" for each in items)
