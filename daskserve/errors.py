@@ -233,12 +233,12 @@ class RemoteTraceback(Exception):
 
 
 def http_status_of(error: BaseException) -> int:
-    """Return the HTTP status an error maps to; anything that is not ours is a 500."""
+    """Return the HTTP status of an error; errors of other libraries give 500."""
     return error.http_status if isinstance(error, ServeError) else 500
 
 
 def subclasses(root: type[ServeError] = ServeError) -> list[type[Any]]:
-    """Return every error class below and including ``root``."""
+    """Return ``root`` and all of its subclasses."""
     found: list[type[Any]] = [root]
     for child in root.__subclasses__():
         found.extend(subclasses(child))

@@ -112,7 +112,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
     @property
     def has_work_in_threads(self) -> bool:
-        """Whether a function handed to `run_in_executor` is still running."""
+        """Whether a function passed to `run_in_executor` is still running."""
         return self._in_threads > 0
 
     def count_turn(self) -> None:

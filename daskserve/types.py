@@ -56,7 +56,7 @@ ALL_HTTP_METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS"
 
 
 class ActorKind(enum.StrEnum):
-    """What an actor is. Its value is the first part of the actor's name."""
+    """Kinds of actors. The value is the first part of an actor's name."""
 
     CONTROLLER = "controller"
     PROXY = "proxy"
@@ -139,7 +139,7 @@ class Payload:
 
 
 class EnvelopeKind(enum.StrEnum):
-    """What a request stream carries.
+    """Kinds of request streams.
 
     - HTTP: ``head`` is an ASGI scope; both directions carry ASGI messages.
     - CALL: ``head`` is a `CallHead` as a dict, ``payload`` holds ``(args, kwargs)``; the answer is one

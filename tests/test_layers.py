@@ -47,7 +47,7 @@ ROOMS: Mapping[str, str] = {
     "cli": "edge",
 }
 EDGE_MODULES = frozenset({"__main__", "actors", "testing"})
-#: Pairs of rooms that never import each other: they meet through values, as two programs would.
+#: Pairs of rooms that never import each other: they exchange values, like two programs.
 STRANGERS: Sequence[tuple[str, str]] = (
     ("daskserve.control", "daskserve.data"),
     ("daskserve.data.caller", "daskserve.data.replica"),
@@ -58,9 +58,9 @@ STRANGERS: Sequence[tuple[str, str]] = (
 SEAM = frozenset(
     {
         "daskserve.cluster.base",
-        # An unpickled handle is given no link, so it has to find the one of its process.
+        # An unpickled handle has no link, so it must find the link of its process.
         "daskserve.cluster.present",
-        # A replica of its own process is no actor: it is carried by a child of the actor that is.
+        # An isolated replica is no actor: it runs in a child process of the actor.
         "daskserve.cluster.worker.child",
     }
 )
@@ -218,7 +218,7 @@ def imports_past_the_seam(tree: Tree) -> list[str]:
 
 
 def import_cycles(tree: Tree) -> list[str]:
-    """Return one line per group of modules that import each other, be it in a function or for types."""
+    """Return one line per group of modules that import each other, at the top, in functions or for types."""
     graph: dict[str, dict[str, str]] = {name: {} for name in tree}
     for each in imports(tree):
         if each.target in tree and each.target != each.importer:

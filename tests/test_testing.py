@@ -233,8 +233,8 @@ def test_a_local_instance_serves_http_if_enabled(server: Literal["tornado", "uvi
 
 
 def test_starting_with_a_server_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("uvicorn", "uvicorn_connection"):
-        monkeypatch.delitem(sys.modules, f"daskserve.proxies.server.{name}", raising=False)
+    for name in ("internals.uvicorn", "proxies.server.uvicorn", "proxies.server.uvicorn_connection"):
+        monkeypatch.delitem(sys.modules, f"daskserve.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     with pytest.raises(BadRequestError, match=r"uvicorn.*pip install 'daskserve\[uvicorn\]'"):
         with local_instance(http_options={"port": 0, "server": "uvicorn"}):

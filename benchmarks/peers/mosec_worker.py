@@ -16,7 +16,7 @@ class Answer(Worker):
         return "ok"
 
 
-def tell(port: int) -> None:
+def print_address(port: int) -> None:
     while socket.socket().connect_ex(("127.0.0.1", port)):
         time.sleep(0.1)
     time.sleep(2)
@@ -27,7 +27,7 @@ if __name__ == "__main__":
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
-    threading.Thread(target=tell, args=(port,), daemon=True).start()
+    threading.Thread(target=print_address, args=(port,), daemon=True).start()
     sys.argv[1:] = ["--address", "127.0.0.1", "--port", str(port), "--log-level", "error"]
     server = Server()
     server.append_worker(Answer, num=1)

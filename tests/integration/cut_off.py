@@ -160,7 +160,7 @@ def outcome(state: State) -> Any:
 
 
 def read_some(state: State, name: str, size_mib: int) -> int:
-    """Read so much of an endless answer, then go."""
+    """Read a number of bytes of an endless answer, then cancel the request."""
     state.client.create_backend(name, endless)
     state.client.create_endpoint(name, backend=name)
     link = state.client._connection.link

@@ -23,7 +23,7 @@ class Counter:
 
 
 class NotOnTheOtherSide(Exception):
-    """An error of user code with fields of its own."""
+    """An error of user code with its own fields."""
 
     def __init__(self, reason: str, *, code: int = 0) -> None:
         super().__init__(reason)

@@ -132,7 +132,7 @@ def test_the_version_decides_whether_a_deploy_replaces_replicas(client: serve.Cl
     first = answer()
     assert client.deploy("d", pid, version="1", blocking=False) is None
     client.deploy("d", pid, version="1", config={"max_concurrent_queries": 3})
-    assert answer() == first, "another config of the same version is no restart"
+    assert answer() == first, "another config of the same version does not restart replicas"
     client.deploy("d", pid, version="2", prev_version="1")
     second = answer()
     assert second != first
@@ -146,7 +146,7 @@ def test_the_version_decides_whether_a_deploy_replaces_replicas(client: serve.Cl
     third = answer()
     assert third != second
     client.deploy("d", pid)
-    assert answer() != third, "without a version every deploy replaces"
+    assert answer() != third, "without a version, every deploy replaces the replicas"
 
 
 def test_deployments_are_listed_and_deleted(client: serve.Client, url: str) -> None:

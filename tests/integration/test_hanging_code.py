@@ -62,7 +62,7 @@ def test_a_replica_with_a_blocked_loop_is_replaced_and_delays_no_other(
     client.create_backend("other", BlocksItsLoop, config={"num_replicas": 2 * workers})
     client.create_endpoint("other", backend="other", route="/other")
     before = names(client)
-    assert len(set(running(client, "other"))) == workers, "one of them is beside the one that blocks"
+    assert len(set(running(client, "other"))) == workers, "one of them shares a worker with the blocking one"
     provoke(f"{url}/e?block=1")
     waits: list[float] = []
 
@@ -76,7 +76,7 @@ def test_a_replica_with_a_blocked_loop_is_replaced_and_delays_no_other(
     poll_for(is_replaced, 10)
     assert fetch(f"{url}/e").text == "fine"
     assert len(waits) > 10
-    assert max(waits) < 1.5, "well under the 5 s for which the loop is blocked"
+    assert max(waits) < 1.5, "far less than the 5 s for which the loop is blocked"
 
 
 def test_without_liveness_checks_a_blocked_loop_is_tolerated(client: serve.Client, url: str) -> None:

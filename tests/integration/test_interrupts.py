@@ -186,8 +186,8 @@ def test_a_start_that_arrives_after_its_cancellation_is_refused(external: Extern
     """Both use separate connections, so the message that cancels the start may arrive first."""
     link = link_of(external.client)
     with serve.start(http_options={"port": 0}, dask_client=external.client) as client:
-        assert link.sync(link.ask("end_instance", instance="late", start_id="given up")) is True
-        with pytest.raises(InstanceError, match="given up before it began"):
+        assert link.sync(link.ask("end_instance", instance="late", start_id="cancelled")) is True
+        with pytest.raises(InstanceError, match="cancelled before it began"):
             link.sync(start_late(link))
         assert list(link.sync(link.ask("instances"))) == [client.instance_name]
 
@@ -202,7 +202,7 @@ def test_ending_an_instance_during_its_start_leaves_nothing(external: ExternalCl
             async with asyncio.timeout(10):
                 while "late" not in await link.ask("instances"):  # noqa: ASYNC110 (there is no event for it)
                     await asyncio.sleep(0)
-                await link.ask("end_instance", instance="late", start_id="given up")
+                await link.ask("end_instance", instance="late", start_id="cancelled")
             return await asyncio.gather(starting, return_exceptions=True)
 
         (outcome,) = link.sync(both())
@@ -233,7 +233,7 @@ async def start_late(link: Link) -> None:
         payload=ControllerStart(http={"location": "NoServer"}, middlewares=None, settings={}).encode(),
         store="memory://",
         timeout_s=10.0,
-        start_id="given up",
+        start_id="cancelled",
     )
 
 

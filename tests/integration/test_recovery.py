@@ -67,7 +67,7 @@ def test_a_killed_controller_is_replaced_while_requests_continue(is_busy: bool) 
             began = time.monotonic()
             assert client.get_backend_config("b").num_replicas == 2
             took_s = time.monotonic() - began
-            assert incarnations(client) == before, "living replicas are adopted, not started anew"
+            assert incarnations(client) == before, "living replicas are adopted, not restarted"
             client.create_backend("after", pid_of_replica)
             load.more()
             if is_busy:

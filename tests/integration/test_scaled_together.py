@@ -28,7 +28,7 @@ def answer(request: Any = None) -> str:
 
 
 def as_told(file: Path) -> Any:
-    """Return a policy that reads how many of ``a`` there are to be, and wants twice as many of ``b``."""
+    """Return a policy that reads the target of ``a`` from a file and wants twice as many of ``b``."""
 
     def decide(contexts: Mapping[str, Any]) -> dict[str, int]:
         wanted = int(file.read_text())

@@ -76,12 +76,12 @@ def test_errors_of_the_work_pass_through_including_timeouts() -> None:
     play(scenario)
 
 
-@pytest.mark.parametrize(("outer", "inner", "told"), [(5, 5, "outer"), (5, 6, "outer"), (6, 5, "inner")])
+@pytest.mark.parametrize(("outer", "inner", "winner"), [(5, 5, "outer"), (5, 6, "outer"), (6, 5, "inner")])
 def test_the_earliest_nested_deadline_counts_and_the_outermost_of_equal_ones(
-    outer: float, inner: float, told: str
+    outer: float, inner: float, winner: str
 ) -> None:
     async def scenario() -> None:
-        with pytest.raises(RequestTimeoutError, match=told):
+        with pytest.raises(RequestTimeoutError, match=winner):
             await until(outer, until(inner, asyncio.sleep(60), "inner"), "outer")
         assert now() == 5
         await asyncio.sleep(0)  # no cancellation is pending

@@ -11,7 +11,7 @@ import dask
 import pytest
 
 from daskserve.cluster.launch import command
-from daskserve.data.replica.user_threads import UserLoop
+from daskserve.data.replica.user_loop import UserLoop
 from daskserve.loops import event_loop as loops
 from daskserve.loops.hops import Hop
 
@@ -33,7 +33,7 @@ def test_uvloop_can_be_disabled() -> None:
 
 
 async def _loop_of_user_code() -> object:
-    user_loop = UserLoop("test", contextvars.copy_context(), Hop(asyncio.get_running_loop()))
+    user_loop = UserLoop("test", contextvars.copy_context(), Hop(asyncio.get_running_loop()), set())
     user_loop.thread.start()
     await user_loop.close(5.0)
     return user_loop.loop

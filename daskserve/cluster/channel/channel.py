@@ -266,7 +266,9 @@ class Channel:
             self._handle(number, name, incarnation, envelope, stream, rest)
         )
         if rest is not None:
-            stream.task.add_done_callback(lambda _: rest.drop())  # it may be cancelled before its first step
+            stream.task.add_done_callback(
+                lambda _: rest.drop()
+            )  # the task may be cancelled before its first step
 
     def _answered(
         self,

@@ -201,6 +201,6 @@ class Dialler:
             comm.abort()
             raise
         if answer["handshake"] is not None:
-            # The other end of this connection is the worker from now on.
+            # From now on, the other end of this connection is the worker.
             agree(comm, answer["handshake"])
         return take_over(comm, by_socket=answer["by_socket"])

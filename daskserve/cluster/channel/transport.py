@@ -259,7 +259,7 @@ class SocketTransport:
         if self._lost is not None and not self._lost.done() and not self._lost.get_loop().is_closed():
             self._lost.set_result(None)
 
-    # ---- the rest is private
+    # ---- private
 
     def _read(self) -> bool:
         """Read and process available bytes; return whether there may be more."""

@@ -1,1 +1,1 @@
-"""What runs in the scheduler process: the supervisor plugin and its parts."""
+"""The supervisor plugin, which runs in the scheduler process, and its parts."""

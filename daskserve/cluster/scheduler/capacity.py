@@ -157,7 +157,7 @@ class Capacity:
         elif workers is None:
             leaving = list(self._scheduler.workers_to_close(**options))
         else:
-            # Dask's own error for arguments that exclude each other.
+            # Dask raises its own error for conflicting arguments.
             return dict(await self._originals["retire_workers"](workers, names=names, **passed_on))
         if not leaving:
             return {}

@@ -26,7 +26,7 @@ from daskserve.cluster.metrics_path import METRICS_PATH, metrics_path
 from daskserve.cluster.scheduler.route import SchedulerRoute
 from daskserve.types import WorkerAddress
 
-#: Below the scheduler's own prefix, if it has one.
+#: Path of the list, below the scheduler's URL prefix.
 PATH = "/daskserve/targets"
 #: Addresses that a server can listen on but that cannot be connected to.
 _WILDCARDS = frozenset(("", "0.0.0.0", "::"))

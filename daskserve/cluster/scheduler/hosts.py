@@ -31,7 +31,7 @@ HOST_KEY = "daskserve-host-"
 PROBE_TIMEOUT_S = 5.0
 #: Once one Host is open, the start of the first instance waits this long for the others.
 STRAGGLER_S = 2.0
-#: How long the actors of one worker may take to stop when their instance ends.
+#: Timeout for stopping the actors of one worker when their instance ends.
 END_TIMEOUT_S = 4.0
 #: How often to check whether Dask has forgotten a released Host, which takes milliseconds.
 RELEASE_POLL_S = 0.005

@@ -33,4 +33,4 @@ async def start_instance(link: Link, instance: InstanceName, *, timeout_s: float
             await link.ask("start_instance", instance=instance, timeout_s=timeout_s, **message)
             return
         except NotRunningError:
-            continue  # the supervisor was just leaving with another program's last instance
+            continue  # the supervisor was unregistering after another program's last instance

@@ -53,8 +53,8 @@ PLUGIN_NAME = "daskserve-supervisor"
 SECOND_SWEEP_S = 1.0
 #: A supervisor without an instance unregisters after this time; the next start registers a new one.
 UNUSED_S = 2.0
-#: Number of interrupted starts that are remembered; each matters for milliseconds.
-GIVEN_UP = 100
+#: Number of cancelled starts that are remembered; each matters for milliseconds.
+MAX_CANCELLED_STARTS = 100
 #: How long a retiring worker waits until its actors are replaced elsewhere.
 EVACUATION_S = 60.0
 
@@ -87,8 +87,8 @@ class Supervisor(SchedulerPlugin):
         self._watching: asyncio.Task[Any] | None = None
         self._lock = asyncio.Lock()
         self._reported = asyncio.Event()
-        #: Ids of ``serve.start()`` calls that were interrupted before they arrived here.
-        self._given_up: deque[str] = deque(maxlen=GIVEN_UP)
+        #: Ids of ``serve.start()`` calls that were cancelled before they arrived here.
+        self._cancelled_starts: deque[str] = deque(maxlen=MAX_CANCELLED_STARTS)
         self._is_closed = False
         self._verbs: dict[str, Callable[..., Awaitable[Any]]] = {
             "start_instance": self._start_instance,
@@ -183,7 +183,7 @@ class Supervisor(SchedulerPlugin):
     ) -> dict[str, Any]:
         if self._is_closed:
             raise NotRunningError("The supervisor unregistered after its last instance; register it again.")
-        if start_id in self._given_up:
+        if start_id in self._cancelled_starts:
             raise InstanceError(f"The start of {instance!r} was cancelled before it began.")
         if instance in self._instances:
             if instance == DEFAULT_INSTANCE:
@@ -222,7 +222,7 @@ class Supervisor(SchedulerPlugin):
         entry = self._instances.get(instance)
         if start_id is not None and (entry is None or start_id != entry.start_id):
             # The start to undo may still be in flight: this call can overtake it.
-            self._given_up.append(start_id)
+            self._cancelled_starts.append(start_id)
         if entry is None:
             # A program that was interrupted between registering the supervisor and the start arrives here.
             await self._leave_if_unused()

@@ -56,7 +56,7 @@ class Folder(Protocol):
 
 
 class LocalFolder:
-    """Objects in a folder on a disk."""
+    """A `Folder` on a local disk."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -132,7 +132,7 @@ def _sync(folder: Path) -> None:
 
 
 class RemoteFolder:
-    """Objects on any file system of fsspec.
+    """A `Folder` on any file system of fsspec.
 
     Parameters
     ----------

@@ -269,7 +269,7 @@ class FsspecStore(ThreadedStore):
                 try:
                     journal = self._append(epoch, records)
                 except FileExistsError:
-                    self._journal = None  # another process writes with this epoch; its changes come first
+                    self._journal = None  # another process writes with this epoch; read its changes first
                     continue
                 if journal.is_long:
                     self.post(self.do_compact)

@@ -138,7 +138,7 @@ class ThreadedStore(abc.ABC):
         """See `InstanceStore.problems`."""
         return dict(self._problems)
 
-    # For the blocking half
+    # For use by the blocking half
 
     @property
     def is_closing(self) -> bool:

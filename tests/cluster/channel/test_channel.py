@@ -609,14 +609,14 @@ def test_a_connection_accepted_while_the_pool_closes_is_closed() -> None:
             self.written.append(frames)
             await asyncio.sleep(1)
 
-    async def nobody(*_: Any) -> Load:
+    async def never_called(*_: Any) -> Load:
         raise AssertionError
 
     async def nowhere(worker: str) -> Any:
         raise AssertionError
 
     async def scenario() -> None:
-        pool = ChannelPool(nobody, nowhere)
+        pool = ChannelPool(never_called, nowhere)
         comm = SlowComm(asyncio.Queue(), asyncio.Queue())
         accepting = asyncio.create_task(pool.accept(comm, by_socket=False))
         await asyncio.sleep(0.5)

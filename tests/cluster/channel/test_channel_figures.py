@@ -34,7 +34,7 @@ class There:
 
     async def connect(self, worker: str) -> Transport:
         if not self.is_reachable:
-            raise OSError("nobody is there")
+            raise OSError("nothing listens there")
         here, there = socket.socketpair()
         for each in (here, there):
             each.setblocking(False)

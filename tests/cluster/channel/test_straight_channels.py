@@ -390,11 +390,11 @@ def test_a_pool_asks_over_open_connections_only() -> None:
 
         pool = ChannelPool(cast(Any, dispatch), connect)
         ended: list[Any] = []
-        news = asyncio.Event()
+        changed = asyncio.Event()
 
         def on_answer(message: Message | None, outcome: Load | Exception) -> None:
             ended.append(outcome)
-            news.set()
+            changed.set()
 
         async def drop(message: Message) -> None:
             pass
@@ -405,15 +405,15 @@ def test_a_pool_asks_over_open_connections_only() -> None:
         assert pool.ask(ADDRESS, call(), on_answer) is None
         await pool.request(ADDRESS, call(b"dials"), nothing, drop)
         assert pool.ask(ADDRESS, call(b"1"), on_answer) is not None
-        await news.wait()
+        await changed.wait()
         assert ended == [Load(1)]
         assert pool.ask(replace(ADDRESS, worker="other"), call(), on_answer) is None
         # The connection is lost with a request in flight: it fails, and `ask` returns None from then on.
-        news.clear()
+        changed.clear()
         assert pool.ask(ADDRESS, call(b"hang"), on_answer) is not None
         await until(lambda: far[0]._accepted)
         far[0].close()
-        await news.wait()
+        await changed.wait()
         assert isinstance(ended[1], ActorLostError)
         assert pool.ask(ADDRESS, call(), on_answer) is None
         await pool.close()

@@ -44,7 +44,7 @@ class End:
         self.frames: list[Any] = []
         self.sizes: list[int] = []
         self.refused: list[Any] = []
-        self.news = asyncio.Event()
+        self.changed = asyncio.Event()
         self.failure: BaseException | None = None
         self.running = asyncio.create_task(self.transport.run(self.receive, self.refuse))
 
@@ -53,7 +53,7 @@ class End:
             raise self.failure
         self.sizes.append(len(frames))
         self.frames += frames
-        self.news.set()
+        self.changed.set()
 
     def refuse(self, frame: Any, error: Exception) -> None:
         self.refused.append((frame, str(error)))
@@ -61,8 +61,8 @@ class End:
     async def until(self, count: int) -> None:
         async with asyncio.timeout(DEADLINE_S):
             while len(self.frames) < count:
-                self.news.clear()
-                await self.news.wait()
+                self.changed.clear()
+                await self.changed.wait()
 
 
 @asynccontextmanager
@@ -95,7 +95,7 @@ def test_frames_round_trip(runner: asyncio.Runner) -> None:
                 here.transport.post(frame)
             await there.until(2)
             assert there.frames == [frames[0], ("text", b"bytes", 1.5, -(2**40), True, (1, (2, 3)))]
-            assert there.sizes == [2], "what is posted in one turn leaves together"
+            assert there.sizes == [2], "frames of one loop iteration are sent together"
             there.transport.post("answer")
             await here.until(1)
             assert here.frames == ["answer"]
@@ -113,7 +113,7 @@ def test_many_frames_of_one_iteration_leave_in_groups(runner: asyncio.Runner, wo
             turn = here.transport.turn
             for number in range(2 * group + 1):
                 here.transport.post(number, work)
-            assert here.transport.turn == turn + 2, "those that have left may not be changed any more"
+            assert here.transport.turn == turn + 2, "sent frames must not be changed"
             await there.until(2 * group + 2)
             assert there.frames == ["first", *range(2 * group + 1)]
             assert there.sizes == [1, group, group, 1]
@@ -251,7 +251,7 @@ def test_a_full_group_leaves_at_once(runner: asyncio.Runner) -> None:
             await asyncio.sleep(0)  # it runs now
             for number in range(MAX_WORK):
                 end.transport.post(number, CALL_WORK)
-            assert theirs.recv(1 << 16), "this turn of the loop is not over"
+            assert theirs.recv(1 << 16), "this loop iteration is not over"
             end.transport.post("half a group", CALL_WORK)
             with pytest.raises(BlockingIOError):
                 theirs.recv(1 << 16)

@@ -61,7 +61,7 @@ def times_lost(*infos: bytes, lost_after_s: float = 5.0) -> int:
 SILENT, HEARD = info(last_ack_ms=5001), info(last_ack_ms=4999)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports this")
 @pytest.mark.parametrize(
     ("infos", "times"),
     [
@@ -81,7 +81,7 @@ def test_two_consecutive_silent_checks_are_a_loss(infos: list[bytes], times: int
     assert times_lost(*infos) == times
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports this")
 @pytest.mark.parametrize(("lost_after_s", "left"), [(0.0, 1), (5.0, 0)])
 def test_a_socket_left_to_tcp_is_not_checked(
     monkeypatch: pytest.MonkeyPatch, lost_after_s: float, left: int
@@ -118,7 +118,7 @@ def fill(sock: socket.socket) -> None:
         sock.setblocking(True)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports this")
 @pytest.mark.parametrize("is_read", [True, False])
 def test_the_kernel_fills_the_fields_that_are_read(connected: Any, is_read: bool) -> None:
     near, far = connected
@@ -138,7 +138,7 @@ def test_the_kernel_fills_the_fields_that_are_read(connected: Any, is_read: bool
     assert silence_s(raw) == (last_ack_ms / 1000 if is_read else 0)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports this")
 def test_silent_connections_are_probed(connected: Any) -> None:
     near, _ = connected
 

@@ -265,7 +265,7 @@ def test_unusable_urls_are_refused_with_the_reason(url: str, reason: str) -> Non
         (OSError(errno.ENOSPC, "full"), StoreUnavailableError),
         (RuntimeError("a foreign library's own"), StoreUnavailableError),
         (FileExistsError(), FileExistsError),
-        (StoreError("already told"), StoreError),
+        (StoreError("already translated"), StoreError),
     ],
 )
 def test_errors_are_translated_and_name_the_store(error: Exception, expected: type[Exception]) -> None:
