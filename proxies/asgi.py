@@ -1,4 +1,4 @@
-"""The names of ASGI, and the one kind of response that the ingress makes itself: short plain text."""
+"""Names of ASGI, and functions for whole responses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ASGI_VERSIONS: Mapping[str, str] = {"version": "3.0", "spec_version": "2.4"}
 async def send_whole(
     send: Send, status: int, body: bytes, *, content_type: bytes = TEXT, headers: Headers = ()
 ) -> None:
-    """Send a response that fits one message, with its ``content-length``."""
+    """Send a complete response, with its ``content-length``."""
     await send(
         {
             "type": "http.response.start",
@@ -42,8 +42,8 @@ def begin_response(
 ) -> tuple[Message, Message | None]:
     """Return the start of a response, and what to send now.
 
-    Who receives the messages of a response keeps its start, and passes it on with the first part of the body:
-    until then a failure can still become a proper error response.
+    The receiver of a response's messages keeps the start, and passes it on with the first part of the body:
+    until then a failure can still become an error response.
 
     Parameters
     ----------

@@ -1,8 +1,8 @@
 """The ingress: one ASGI application between the HTTP server and the routers.
 
-It finds the route, names the request, holds it to its deadline and turns errors into responses. Everything
-here runs once per request, so it looks at each header once, builds no request object and awaits nothing but
-the dispatch itself. What it hands on is a scope of plain values that can cross a channel.
+It finds the route, gives the request an id, applies its timeout and turns errors into responses. All of it
+runs once per request, so it reads each header once and awaits only the dispatch. The scope that it passes on
+has plain values that can cross a channel.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ log = logging.getLogger("daskserve.proxies")
 
 Dispatch = Callable[[str, Envelope, Receive, Send], Coroutine[Any, Any, None]]
 
-#: The extension of ASGI by which a handshake is answered with a whole response.
+#: The ASGI extension for HTTP responses to a WebSocket's handshake.
 DENIAL = "websocket.http.response"
 
 NOT_POPULATED = "Route table is not populated yet."
 DRAINING = "This node is being drained."
 
-#: What the scope of an HTTP request consists of; see https://asgi.readthedocs.io/en/latest/specs/www.html
+#: The keys of the scope of an HTTP request; see https://asgi.readthedocs.io/en/latest/specs/www.html
 _HTTP_KEYS = frozenset(
     (
         "type",
@@ -54,7 +54,7 @@ _HTTP_KEYS = frozenset(
     )
 )
 _SCOPE_KEYS = _HTTP_KEYS | {"subprotocols"}
-#: Belongs to the process that made it, even where its value looks plain.
+#: Keys that belong to this process, even if their values are plain.
 _SCOPE_KEYS_KEPT_HERE = frozenset(("app", "state", "extensions"))
 _PLAIN_TYPES = (str, bytes, int, float, type(None))
 
@@ -88,15 +88,15 @@ class IngressStatistics:
     Attributes
     ----------
     ongoing : int
-        Requests that are being answered now.
+        Requests in flight.
     responses : mapping
         Responses that were started, by status class: ``{"2xx": 7, ...}``.
     unanswered : int
         Requests that ended without a response; the client went away, or the server stopped.
     timed_out : int
-        Requests cut off at their deadline, whether answered with 408 or in the middle of a response.
+        Requests that ran into their timeout, before or within the response.
     busy_s : float
-        Seconds spent on all requests that have ended.
+        Total duration of all requests that have ended, in seconds.
     """
 
     ongoing: int
@@ -114,14 +114,15 @@ class IngressApp:
     options : IngressOptions
         ``root_path``, ``request_timeout_s`` and ``debug``.
     routes : callable
-        Returns the current `RouteTable`, or None as long as none has been received.
+        Returns the current `RouteTable`, or None before the first one is received.
     dispatch : callable
-        ``await dispatch(endpoint, envelope, receive, send)`` has the request answered. The envelope's head
+        ``await dispatch(endpoint, envelope, receive, send)`` answers the request. The envelope's head
         is the ASGI scope with ``extensions["daskserve"]`` of ``request_id``, ``shard_key`` and ``route``.
     rng : random.Random
-        Draws the ids of requests that bring none.
+        Draws the ids of requests that have none.
     takes_whole : bool
-        Whether the server is one of ours, with nobody in between, and so takes a `WHOLE_RESPONSE`.
+        Whether the server calls the ingress without middleware in between, and so accepts a
+        `WHOLE_RESPONSE`.
     """
 
     def __init__(
@@ -160,7 +161,7 @@ class IngressApp:
         raise ValueError(f"the ingress has no answer to a scope of type {kind!r}")
 
     def start_draining(self) -> None:
-        """Have ``/-/healthz`` answer 503 from now on; requests are served as before."""
+        """Answer ``/-/healthz`` with 503 from now on; other requests are served as before."""
         self._is_draining = True
 
     def statistics(self) -> IngressStatistics:
@@ -200,17 +201,16 @@ class IngressApp:
                 self._unanswered += 1
 
     def _answer(self, request: IngressRequest, scope: Scope, receive: Receive) -> Awaitable[None]:
-        # No coroutine of its own, nor are those it calls: each would be passed through with every step.
+        # Not a coroutine: each step of the request would pass through it.
         path = own_path = scope["path"]
         root = self._root
         if root:
-            # Reverse proxies differ in whether they take the prefix off. ASGI wants it in `path`, routes
-            # do not have it.
+            # Some reverse proxies remove the prefix. ASGI requires it in `path`; routes do not have it.
             if path.startswith(root) and path[len(root) : len(root) + 1] in ("", "/"):
                 own_path = path[len(root) :] or "/"
             else:
                 path = root + path
-        # A WebSocket's handshake is a GET, and its scope does not say so.
+        # The handshake of a WebSocket is a GET; its scope has no method.
         method = scope.get("method", "GET")
         if own_path.startswith("/-/") and own_path in SYSTEM_ROUTES:
             request.route = SYSTEM_ROUTES[own_path]
@@ -248,10 +248,10 @@ class IngressApp:
 
     def _head(self, request: IngressRequest, scope: Scope, path: str, route: Route) -> dict[str, Any]:
         if self._takes_whole and scope["type"] == "http":
-            head: Any = scope  # it was made for this request, and nobody else has seen it
+            head: Any = scope  # made for this request, and not shared
         else:
             head = dict(scope)
-            # A middleware may have left something for the endpoint.
+            # A middleware may have added a value for the endpoint.
             for key, value in scope.items():
                 if key in _SCOPE_KEYS_KEPT_HERE or not (key in _SCOPE_KEYS or is_plain(value)):
                     del head[key]
@@ -276,7 +276,7 @@ class IngressApp:
     def _call(
         self, request: IngressRequest, endpoint: str, head: dict[str, Any], receive: Receive
     ) -> Awaitable[None]:
-        # A WebSocket is no request that could be late.
+        # A WebSocket has no timeout.
         is_socket = request.is_socket
         timeout_s = None if is_socket else self._timeout_s
         if request.timeout is not None and not is_socket:
@@ -306,7 +306,7 @@ class IngressApp:
         request.cause = cause_of(error)
         request_id = request.request_id.decode("latin-1")
         if request.status:
-            # Headers are out; only a cut connection still tells the client that this is not the whole answer.
+            # The headers are sent: only a cut connection can tell the client that the response is incomplete.
             log.warning("Request %s failed after its response had begun: %r", request_id, error)
             raise error
         request.drop_start()
@@ -342,7 +342,7 @@ def _server_of(scope: Scope) -> str:
 
 
 def is_plain(value: object) -> bool:
-    """Whether a value can cross a channel as it is: text, bytes, numbers, and containers of them."""
+    """Whether a value can cross a channel: text, bytes, numbers, and containers of these."""
     if isinstance(value, _PLAIN_TYPES):
         return True
     if isinstance(value, (list, tuple)):

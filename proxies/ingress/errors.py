@@ -1,11 +1,10 @@
-"""What a caller over HTTP is told of an error.
+"""The HTTP responses to errors.
 
 1. `BackPressureError`: 503, and ``Retry-After`` says when.
-2. `ActorLostError`: 502; whether to send the request again is for the caller to decide.
+2. `ActorLostError`: 502; the caller decides whether to send the request again.
 3. Other `UnavailableError`: 503, ``Retry-After: 1``.
-4. Other errors of ours that blame the caller (below 500), or are 502 or 503: their status and message.
-5. All else, errors of user code among them: 500 and nothing that an outsider could learn from, except with
-   ``debug``, when the body is the traceback.
+4. Other errors of daskserve with a status below 500, or of 502 or 503: their status and message.
+5. All other errors, including those of user code: 500 without details; with ``debug``, the traceback.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from daskserve.proxies.asgi import Headers
 
 @dataclass(frozen=True, slots=True)
 class ErrorReply:
-    """A response of plain text. ``is_fault`` tells an error to look into from one that load explains."""
+    """A plain-text response. ``is_fault`` marks an error to investigate, as opposed to one caused by load."""
 
     status: int
     text: str
@@ -29,7 +28,7 @@ class ErrorReply:
 
 
 def reply_to(error: BaseException, *, debug: bool = False) -> ErrorReply:
-    """Return the response for an error that came before the response had started."""
+    """Return the response to an error that occurred before a response started."""
     status = http_status_of(error)
     if isinstance(error, BackPressureError):
         return ErrorReply(status, str(error), _retry_after(error.retry_after_s))
@@ -44,5 +43,5 @@ def reply_to(error: BaseException, *, debug: bool = False) -> ErrorReply:
 
 
 def _retry_after(delay_s: float) -> Headers:
-    # The header holds whole seconds, and 0 would invite a busy loop.
+    # The header has whole seconds, and 0 would make clients retry in a busy loop.
     return ((b"retry-after", b"%d" % max(1, math.ceil(delay_s))),)

@@ -1,7 +1,7 @@
-"""What the ingress counts: responses by route, method and status, how long they took, and why some failed.
+"""Metrics of the ingress: responses by route, method and status, their durations, and the causes of errors.
 
-Whatever clients send, there are no more counts than there are routes, times a few: paths without a route are
-counted as one, and so are all methods that nobody has registered.
+Clients cannot create new time series: paths without a route are counted together, and so are all methods that
+are not registered.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from daskserve.figures.histogram import LatencyHistogram
 from daskserve.figures.table import MetricSample
 from daskserve.proxies.ingress.routes import Route
 
-#: The methods that are told apart; see RFC 9110 and RFC 5789. A WebSocket counts as a method of its own.
+#: The registered methods; see RFC 9110 and RFC 5789. A WebSocket is counted as a method.
 METHODS = frozenset(
     ("GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS", "TRACE", "PATCH", "WEBSOCKET")
 )
 OTHER_METHOD = "OTHER"
-#: The status of requests whose client left before there was an answer, as other servers log it.
+#: The status of requests whose client disconnected before the response, as other servers log it.
 CLIENT_GONE = 499
-#: Figures of routes that were deleted are dropped once there are so many routes.
+#: Above this number of routes, the metrics of deleted ones are dropped.
 MAX_ROUTES = 1000
 
-#: Stand for requests without a route, and for those that the ingress answers by itself.
+#: The routes of requests that match none, and of those that the ingress answers.
 NO_ROUTE = Route("", "", frozenset())
 SYSTEM_ROUTES: Mapping[str, Route] = {
     path: Route(path, "", frozenset(("GET", "HEAD"))) for path in ("/-/healthz", "/-/routes")
@@ -37,7 +37,7 @@ class RouteFigures:
     def __init__(self) -> None:
         #: By method and status.
         self.responses: dict[tuple[str, int], int] = {}
-        #: By the words of `daskserve.figures.histogram.cause_of`, and some of the ingress's own.
+        #: By cause: those of `daskserve.figures.histogram.cause_of`, and some of the ingress.
         self.errors: dict[str, int] = {}
         self.latency = LatencyHistogram()
 
@@ -47,25 +47,25 @@ class IngressFigures:
 
     def __init__(self) -> None:
         self._routes: dict[tuple[str, str], RouteFigures] = {}
-        #: Of the routes that were dropped.
+        #: The durations of dropped routes.
         self._dropped = LatencyHistogram()
 
     @property
     def latency(self) -> LatencyHistogram:
-        """The durations of all requests."""
+        """The durations of all requests, of dropped routes too."""
         total = LatencyHistogram()
         for each in [self._dropped, *(figures.latency for figures in self._routes.values())]:
             total.add(each.counts, each.sum)
         return total
 
     def observe(self, route: Route, method: str, status: int, seconds: float, cause: str) -> None:
-        """Count one request that has ended; without a ``cause`` nothing went wrong in the ingress."""
+        """Count a request that has ended; ``cause`` is empty if the ingress saw no error."""
         figures = self._routes.get((route.route, route.endpoint))
         if figures is None:
             figures = self._routes[(route.route, route.endpoint)] = RouteFigures()
         responses = figures.responses
         key = (method, status)
-        if key not in responses:  # it may be one that is not told apart
+        if key not in responses:  # the method may be unregistered, or the status unusual
             if not 100 <= status <= 599:
                 status = CLIENT_GONE if not status else 599
             key = (method if method in METHODS else OTHER_METHOD, status)
@@ -73,11 +73,11 @@ class IngressFigures:
         responses[key] += 1
         if cause:
             figures.errors[cause] = figures.errors.get(cause, 0) + 1
-        if method != "WEBSOCKET":  # a connection may be open for days, which says nothing
+        if method != "WEBSOCKET":  # a connection may be open for days
             figures.latency.observe(seconds)
 
     def keep(self, routes: Mapping[str, str]) -> None:
-        """Drop what was counted of routes that there are no more, if it has become much."""
+        """Drop the metrics of routes that no longer exist, if there are many."""
         if len(self._routes) > MAX_ROUTES:
             known = {*routes.items(), *((path, "") for path in ("", *SYSTEM_ROUTES))}
             for key, each in list(self._routes.items()):
@@ -86,7 +86,7 @@ class IngressFigures:
                     self._dropped.add(each.latency.counts, each.latency.sum)
 
     def samples(self, instance: str) -> list[MetricSample]:
-        """Return all of it as metrics."""
+        """Return all metrics."""
         found: list[MetricSample] = []
         for (route, endpoint), figures in list(self._routes.items()):
             labels = (instance, route, endpoint)

@@ -1,8 +1,7 @@
-"""Which endpoint answers a path.
+"""Finds the endpoint for a path.
 
-A lookup walks the path's segments from the left and remembers the last route it met, so it costs as much
-as the deepest route has segments: neither the number of routes nor a hostile path of thousands of segments
-makes it slower.
+A lookup walks the segments of the path from the left, and remembers the last route it found. Its cost depends
+on the segments of the deepest route only, not on the number of routes or the length of the path.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A path prefix and what answers below it. ``route`` has no trailing slash unless it is ``"/"``."""
+    """A path prefix and its endpoint. ``route`` has no trailing slash unless it is ``"/"``."""
 
     route: str
     endpoint: str
@@ -27,8 +26,8 @@ class RouteTable:
     Parameters
     ----------
     routes : mapping
-        ``{route: {"endpoint": name, "methods": [...]}}``. Trailing slashes do not matter; of two routes
-        that differ only in them the later one counts.
+        ``{route: {"endpoint": name, "methods": [...]}}``. Trailing slashes are ignored; of two routes that
+        differ only in them, the later one is used.
     """
 
     def __init__(self, routes: Mapping[str, Mapping[str, Any]]) -> None:

@@ -13,12 +13,12 @@ def server_type(name: str) -> type[HTTPServer]:
     Raises
     ------
     BadRequestError
-        What it needs is not installed here.
+        The server is not installed.
     """
     if name == "tornado":
         return TornadoServer
     try:
-        # Imported here because it is an extra.
+        # Imported here because uvicorn is an extra.
         from daskserve.proxies.server.uvicorn import UvicornServer
     except ImportError as error:
         raise BadRequestError(

@@ -1,7 +1,7 @@
-"""The life of an HTTP server, in order: `HTTPServer.bind`, `start`, `drain`, `stop`.
+"""The lifecycle of an HTTP server, in order: `HTTPServer.bind`, `start`, `drain`, `stop`.
 
-What differs between Tornado and uvicorn is how connections are accepted and read. What happens to one
-request is in `daskserve.proxies.exchange.exchange` for both.
+Tornado and uvicorn differ in how connections are accepted and read. Both answer a request with an
+`daskserve.proxies.exchange.exchange.Exchange`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from daskserve.proxies.server.listen import bind_sockets
 
 log = logging.getLogger("daskserve.proxies")
 
-#: While draining, how long a kept connection may stay silent before it counts as one nobody needs.
+#: While draining, how long an open connection may be silent before it counts as unused.
 _QUIET_S = 0.1
 #: How long cancelled requests may take to clean up.
 _CANCEL_S = 5.0
@@ -34,16 +34,16 @@ class Listener(Protocol):
     """Accepts connections and reads them."""
 
     def start(self, sockets: list[socket.socket]) -> None:
-        """Accept connections on these sockets, which listen already."""
+        """Accept connections on these listening sockets."""
 
     def stop(self) -> None:
-        """Accept nothing more."""
+        """Stop accepting connections."""
 
     async def wait_made(self) -> None:
-        """Return once all that was accepted is among the carrier's connections."""
+        """Return once all accepted connections are among the carrier's."""
 
     async def wait_closed(self) -> None:
-        """Return once all connections have ended; they have been told to."""
+        """Return once all connections have ended, after they were closed."""
 
 
 class HTTPServer(abc.ABC):
@@ -52,23 +52,23 @@ class HTTPServer(abc.ABC):
     Parameters
     ----------
     app : ASGI application
-        Gets ``http`` scopes. Cancelled when its client goes away.
+        Receives ``http`` and ``websocket`` scopes. Cancelled when its client disconnects.
     host, port
-        Where to listen: a name, an IPv4 or an IPv6 address; port 0 takes a free one.
+        Where to listen: a name, an IPv4 or an IPv6 address; port 0 selects a free port.
     reuse_port : bool
         Let further servers of this user listen on the same port.
     claims_port : bool
-        Whether a port that is shared already counts as taken; False for the second and later servers of one
+        Whether a port that other servers share counts as taken; False for the second and later servers of an
         instance on a host.
     max_body_bytes : int
         A larger request body is answered with 413.
     max_message_bytes : int
         A WebSocket whose client sends a larger message is closed with code 1009.
     keep_alive_timeout_s : float
-        Close a connection on which for so long no request came in, or nothing more of one that is not whole
-        while nothing was answered either.
+        Close a connection that is idle for this long: without a request, or within one that neither sends
+        nor receives.
     public_host : str
-        Stands in `urls` for a host that means every address, such as ``0.0.0.0``.
+        Used in `urls` in place of a host that means every address, such as ``0.0.0.0``.
     tls : ssl.SSLContext, optional
         Speak HTTPS, with this certificate.
     """
@@ -108,16 +108,16 @@ class HTTPServer(abc.ABC):
 
     @abc.abstractmethod
     def _make_listener(self, carrier: Carrier) -> Listener:
-        """Return what accepts and reads connections."""
+        """Return the listener of this kind of server."""
 
     @property
     def port(self) -> int:
-        """The port; the real one once `bind` has found a free one."""
+        """The port; after `bind` the actual one if it was 0."""
         return self._port
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """Where clients reach the server."""
+        """The URLs of the server."""
         host = self._public_host if self._host in _WILDCARDS else self._host
         if ":" in host and not host.startswith("["):
             host = f"[{host}]"
@@ -130,9 +130,9 @@ class HTTPServer(abc.ABC):
         Raises
         ------
         PortInUseError
-            Something listens there.
+            Another program listens on it.
         BadRequestError, InstanceError
-            The host is not one of this machine's, or the operating system refuses.
+            The host is not an address of this machine, or the operating system refuses.
         """
         self._sockets = await bind_sockets(
             self._host, self._port, reuse_port=self._reuse_port, claims_port=self._claims_port
@@ -140,16 +140,16 @@ class HTTPServer(abc.ABC):
         self._port = self._sockets[0].getsockname()[1]
 
     def start(self) -> None:
-        """Begin to accept connections."""
+        """Start to accept connections."""
         self._listener = self._make_listener(self._carrier)
         self._listener.start(self._sockets)
         self._hangups.start()
         log.info("Listening on %s", self.urls[0])
 
     async def drain(self, grace_s: float) -> None:
-        """Accept nothing new and let what runs finish, for up to ``grace_s``.
+        """Stop accepting connections, and wait up to ``grace_s`` for requests in flight.
 
-        Responses now end their connections. Connections still in the backlog are accepted first, because
+        Responses close their connections from now on. Connections in the backlog are accepted first, because
         closing the socket would reset them.
         """
         self._carrier.is_draining = True
@@ -166,13 +166,13 @@ class HTTPServer(abc.ABC):
             if self._carrier.tasks:
                 await asyncio.wait(self._carrier.tasks, timeout=left_s)
             else:
-                # A client may be about to use its connection once more.
+                # A client may be about to send another request on its connection.
                 await self._clock.sleep(min(left_s, _QUIET_S))
                 if not self._carrier.tasks:
                     break
 
     async def stop(self) -> None:
-        """End everything at once: listeners, requests, connections. Idempotent."""
+        """Stop listening, cancel all requests and close all connections. Idempotent."""
         self._carrier.is_draining = True
         await self._close_sockets()
         self._carrier.watch.stop()

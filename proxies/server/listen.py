@@ -1,8 +1,8 @@
-"""Listening sockets, and clear words when there can be none.
+"""Listening sockets, and clear errors when they cannot be opened.
 
-With ``SO_REUSEPORT`` a second program of the same user binds a taken port without an error and gets a share
-of its traffic. So the first listener of an instance on a host proves with an ordinary socket that the port
-is free before it opens the shared one.
+With ``SO_REUSEPORT``, a second program of the same user can bind a port that is in use, without an error, and
+receives a share of its connections. So the first listener of an instance on a host binds an ordinary socket
+first, to check that the port is free.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from daskserve.errors import BadRequestError, InstanceError, PortInUseError
 
-#: Connections that wait to be accepted; the kernel caps it at net.core.somaxconn.
+#: Connections that may wait to be accepted; the kernel limits it to net.core.somaxconn.
 BACKLOG = 2048
 #: A free port of one address family may be taken in the other.
 _FREE_PORT_ATTEMPTS = 8
@@ -34,19 +34,19 @@ async def bind_sockets(
     host : str
         A name, an IPv4 or an IPv6 address; empty for every address of the machine.
     port : int
-        0 takes a free one.
+        0 selects a free port.
     reuse_port : bool
         Let further listeners of this user share the port.
     claims_port : bool
-        Whether a port that is shared already counts as taken. False for the second and later listeners of
-        an instance.
+        Whether a port that other listeners share counts as taken. False for the second and later listeners
+        of an instance.
 
     Raises
     ------
     PortInUseError
-        Something listens there.
+        Another program listens on it.
     BadRequestError
-        The host does not resolve, or is no address of this machine, or ports cannot be shared here.
+        The host does not resolve, is not an address of this machine, or the platform cannot share ports.
     InstanceError
         The operating system refuses for another reason.
     """

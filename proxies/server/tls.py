@@ -1,4 +1,4 @@
-"""TLS for the ingress: a certificate and its key, read where the proxy runs."""
+"""TLS for the ingress: the certificate and its key are read on the host of the proxy."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from daskserve.errors import BadRequestError
 def server_context(
     certfile: str | None, keyfile: str | None = None, password: str | None = None
 ) -> ssl.SSLContext | None:
-    """Return what an HTTPS server needs; None without a certificate.
+    """Return the context of an HTTPS server; None without a certificate.
 
     Raises
     ------
     BadRequestError
-        A file is not there, or the two do not make a certificate with its key; the message says which host
-        was looked on.
+        A file is missing, or the two are not a certificate and its key; the message names the host.
     """
     if certfile is None:
         return None
@@ -27,7 +26,7 @@ def server_context(
             _check_readable(option, name)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        # Without a password of ours OpenSSL would ask for one at the terminal.
+        # Without a password OpenSSL would ask for one at the terminal.
         context.load_cert_chain(certfile, keyfile, password or "")
     except (OSError, ValueError) as error:  # an SSLError is an OSError
         secret = "ssl_keyfile_password does not open it" if password else "it may need ssl_keyfile_password"

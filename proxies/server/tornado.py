@@ -1,6 +1,6 @@
-"""Tornado as the server of an ASGI application: its sockets, streams and header parser, not `tornado.web`.
+"""Tornado as the server of an ASGI application: its sockets, streams and header parser, not ``tornado.web``.
 
-What happens to one connection is in `daskserve.proxies.server.tornado_connection`, the life of the server in
+Connections are in `daskserve.proxies.server.tornado_connection`, the lifecycle of the server is in
 `daskserve.proxies.server.life`.
 """
 
@@ -29,7 +29,7 @@ class TornadoServer(HTTPServer):
 
 
 class _TornadoListener:
-    """Accepts sockets and has Tornado read them."""
+    """Accepts connections, which Tornado's streams read."""
 
     def __init__(self, carrier: Carrier) -> None:
         self._carrier = carrier
@@ -45,7 +45,7 @@ class _TornadoListener:
         self._stops = []
 
     async def wait_made(self) -> None:
-        """Return: a connection is made as soon as it is accepted."""
+        """Return: connections are set up when they are accepted."""
 
     async def wait_closed(self) -> None:
         await self._serving.wait()

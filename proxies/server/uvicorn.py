@@ -1,9 +1,9 @@
 """uvicorn as the server of an ASGI application, on the event loop that runs already.
 
-What happens to one connection is in `daskserve.proxies.server.uvicorn_connection`, the life of the server in
-`daskserve.proxies.server.life`. ``uvicorn.Server`` has no part in it: it handles signals, and wants to have
-the last word about the loop. Nor has the loop's own server: asyncio's drops connections that it was still
-setting up when it was closed, and neither it nor uvloop's tells when there are none.
+Connections are in `daskserve.proxies.server.uvicorn_connection`, the lifecycle of the server is in
+`daskserve.proxies.server.life`. ``uvicorn.Server`` is not used: it handles signals and ends the event loop.
+The event loop's own server is not used either: asyncio's drops connections that are being set up when it is
+closed, and neither asyncio's nor uvloop's reports when all have ended.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from daskserve.proxies.server.uvicorn_connection import SharedState, UvicornConn
 
 log = logging.getLogger("daskserve.proxies")
 
-#: So many connections are accepted before others have their turn.
+#: How many connections are accepted in one turn of the event loop.
 _ACCEPT_AT_ONCE = 128
-#: How long to accept nothing when the process has run out of file descriptors or memory.
+#: The pause in accepting when the process has run out of file descriptors or memory.
 _EXHAUSTED_S = 1.0
-#: A server that closes its port gives those who are shaking hands this long.
+#: How long a server that closes its port waits for TLS handshakes.
 _HANDSHAKES_S = 0.5
 _EXHAUSTED = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
 
@@ -37,7 +37,7 @@ class UvicornServer(HTTPServer):
 
 
 class _UvicornListener:
-    """Accepts sockets and has uvicorn read them."""
+    """Accepts connections, which uvicorn's protocol reads."""
 
     def __init__(self, carrier: Carrier) -> None:
         self._carrier = carrier
@@ -61,7 +61,7 @@ class _UvicornListener:
         self._pauses = set()
 
     async def wait_made(self) -> None:
-        # TLS's handshakes take as long as clients like.
+        # The duration of a TLS handshake is up to the client.
         await self._setups.wait(None if self._carrier.tls is None else _HANDSHAKES_S)
 
     async def wait_closed(self) -> None:
