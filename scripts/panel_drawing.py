@@ -62,7 +62,7 @@ def _scaled(value: float, steps: Sequence[tuple[float, str]]) -> str:
     return f"{value / size:.3g}{unit}"
 
 
-def told(value: float, unit: Unit) -> str:
+def formatted(value: float, unit: Unit) -> str:
     """Return a value with its unit."""
     if value == 0:
         return {Unit.RATIO: "0%", Unit.SECONDS: "0 s", Unit.BYTES: "0 B"}.get(unit, "0")
@@ -221,7 +221,7 @@ def _axes(frame: Frame, values: Sequence[float], unit: Unit) -> list[str]:
     for value in values:
         y = frame.y(value)
         parts.append(_line([(frame.left, y), (frame.right, y)], GRID))
-        parts.append(_text(frame.left - 5, y + 3, told(value, unit), size=9, anchor="end", fill=FAINT))
+        parts.append(_text(frame.left - 5, y + 3, formatted(value, unit), size=9, anchor="end", fill=FAINT))
     step = next(each for each in (10, 30, 60, 120, 300, 600, 3600) if frame.seconds / each <= 5)
     for number in range(int(frame.seconds / step) + 1):
         at = number * step
@@ -322,7 +322,7 @@ def _stat(panel: Panel, place: GridPosition, series: Sequence[Series], seconds: 
     frame = Frame(place.x + 1, bottom - 28, place.x + place.width - 1, bottom - 1, seconds, largest)
     return [
         *_curve(frame, points, _paler(colour), True),
-        _text(place.x + place.width / 2, place.y + 46, told(last, panel.unit), size=19, anchor="middle",
+        _text(place.x + place.width / 2, place.y + 46, formatted(last, panel.unit), size=19, anchor="middle",
               fill=colour, font_weight="600"),
     ]  # fmt: skip
 
@@ -331,7 +331,7 @@ def _table(panel: Panel, place: GridPosition, series: Sequence[Series], seconds:
     headings = [heading for _, heading in panel.columns] + [panel.value_heading] * bool(panel.value_heading)
     rows = [
         [each.labels.get(label, "") for label, _ in panel.columns]
-        + [told(each.points[-1][1], panel.unit)] * bool(panel.value_heading)
+        + [formatted(each.points[-1][1], panel.unit)] * bool(panel.value_heading)
         for each in series
     ]
     rows.sort()
@@ -377,7 +377,7 @@ def _heatmap(panel: Panel, place: GridPosition, series: Sequence[Series], second
         y = frame.bottom - (number + 1) * high
         if number % max(1, len(rows) // 6) == 0 and math.isfinite(bound):
             parts.append(
-                _text(frame.left - 5, y + 3, told(bound, panel.unit), size=9, anchor="end", fill=FAINT)
+                _text(frame.left - 5, y + 3, formatted(bound, panel.unit), size=9, anchor="end", fill=FAINT)
             )
         step = min((b - a for a, b in pairwise(sorted(counts))), default=1.0)
         for at, count in counts.items():

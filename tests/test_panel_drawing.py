@@ -57,7 +57,7 @@ def line(name: str, *values: float, **labels: str) -> tuple[str, dict[str, str],
     ],
 )
 def test_values_are_formatted_with_their_units(drawing: Any, value: float, unit: Unit, text: str) -> None:
-    assert drawing.told(value, unit) == text
+    assert drawing.formatted(value, unit) == text
 
 
 def test_axes_end_at_a_round_number_above_the_largest_value(drawing: Any) -> None:

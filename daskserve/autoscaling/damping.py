@@ -143,10 +143,10 @@ class Delays:
     def _to_zero(self, context: AutoscalingContext, damping: Damping) -> tuple[int, str]:
         last = damping.multiple_of
         if context.idle_since is None:
-            who = "the last one stays" if last == 1 else f"the last {last} stay"
-            return last, f"{who} while there are requests"
+            kept = "the last one stays" if last == 1 else f"the last {last} stay"
+            return last, f"{kept} while there are requests"
         idle_s = context.current_time - context.idle_since
         if idle_s < damping.zero_delay_s - TOLERANCE_S:
-            who = "the last one goes" if last == 1 else f"the last {last} go"
-            return last, f"idle for {idle_s:.0f} of {damping.zero_delay_s:g} s before {who}"
+            event = "the last one stops" if last == 1 else f"the last {last} stop"
+            return last, f"idle for {idle_s:.0f} of {damping.zero_delay_s:g} s before {event}"
         return 0, ""

@@ -29,17 +29,17 @@ def queue(
         requests = aggregate(each.ongoing + each.queued for each in samples)
         backlog = samples[-1].backlog
         wanted = context.whole_replicas((requests + (backlog or 0.0)) / target)
-        beside = f"{requests:.1f} requests ongoing or queued"
+        load = f"{requests:.1f} requests ongoing or queued"
         if backlog is None:
             # An unknown length may be large.
             wanted = max(present, wanted)
             return Decision(
                 wanted,
-                f"the length of queue {name!r} is unknown, so not fewer than {present}; {beside}: {wanted}",
+                f"the length of queue {name!r} is unknown, so not fewer than {present}; {load}: {wanted}",
             )
         return Decision(
             wanted,
-            f"{backlog:g} wait in queue {name!r} and {beside}, {target:g} per replica wanted: {wanted}",
+            f"{backlog:g} wait in queue {name!r} and {load}, {target:g} per replica wanted: {wanted}",
         )
 
     return decide

@@ -1,7 +1,7 @@
 """Build PromQL expressions over daskserve's own metrics.
 
-Names and labels are looked up in `daskserve.figures.table`. After a metric is renamed, expressions with its
-old name fail at import.
+Names and labels come from `daskserve.figures.table`. After a metric is renamed, expressions with its old name
+fail at import.
 """
 
 from __future__ import annotations

@@ -31,9 +31,9 @@ class Bench:
     def tick(self, ongoing: float = 0, queued: float = 0, rate: float = 0, **more: Any) -> ScalingStep:
         self.now += 1
         self.scaler.observe(Sample(self.now, ongoing, queued, rate))
-        return self.look(**more)
+        return self.check(**more)
 
-    def look(self, current: int | None = None) -> ScalingStep:
+    def check(self, current: int | None = None) -> ScalingStep:
         running = self.target if current is None else current
         step = self.scaler.step(now=self.now, wall=0.0, current=running, target=self.target)
         if step.replicas != self.target:
@@ -130,7 +130,7 @@ def test_bounds_apply_without_delay() -> None:
 
 def test_without_metrics_nothing_changes() -> None:
     bench = Bench(target=4, min_replicas=0, max_replicas=9, upscale_delay_s=0, downscale_delay_s=0)
-    step = bench.look()
+    step = bench.check()
     assert (step.replicas, step.reason) == (4, "no metrics yet")
 
 
@@ -150,7 +150,7 @@ def test_short_requests_between_checks_keep_the_last_replica() -> None:
         bench.tick()
         bench.tick(rate=0.2)
     assert bench.changes == []
-    assert "stays while there are requests" in bench.look().reason
+    assert "stays while there are requests" in bench.check().reason
 
 
 def test_scaling_to_zero_has_its_own_delay() -> None:
@@ -165,7 +165,7 @@ def test_missing_metrics_keep_the_last_replica() -> None:
     bench = Bench(policy=wants(0), min_replicas=0, max_replicas=2, downscale_delay_s=30)
     bench.run(5)
     bench.now += 500
-    assert bench.look().replicas == 1
+    assert bench.check().replicas == 1
 
 
 def test_from_zero_the_backlog_starts_replicas_at_once() -> None:
@@ -222,7 +222,7 @@ def test_the_last_group_stops_and_starts_as_a_whole() -> None:
         target=8, min_replicas=0, max_replicas=8, multiple_of=4, downscale_delay_s=5, look_back_period_s=2,
         downscale_to_zero_delay_s=20,
     )  # fmt: skip
-    assert "idle for 9 of 20 s before the last 4 go" in bench.run(10).reason
+    assert "idle for 9 of 20 s before the last 4 stop" in bench.run(10).reason
     bench.run(20)
     assert [number for _, number in bench.changes] == [4, 0]
     assert bench.tick(queued=1).replicas == 4

@@ -149,9 +149,9 @@ def test_a_burst_does_not_wait() -> None:
     assert ask(*calm).replicas == 6
     assert not ask(*burst).is_urgent
     assert not ask(*calm, burst_window_s=0).is_urgent
-    assert not ask(*calm, upscale_delay_s=30).is_urgent, "who sets a delay gets it"
+    assert not ask(*calm, upscale_delay_s=30).is_urgent, "bursts wait for an explicit delay"
     assert ask(*calm, upscale_delay_s=30, burst_window_s=6).is_urgent
-    assert not ask(*seen(20, 20)).is_urgent, "two looks are no burst"
+    assert not ask(*seen(20, 20)).is_urgent, "two samples are not a burst"
 
 
 # ---- latency

@@ -74,9 +74,9 @@ def ask(
     kwargs = {"metric": "tokens", "target": 10, **options}
     config = AutoscalingConfig(max_replicas=100, policy="custom_metric", policy_kwargs=kwargs)
     running = target if current is None else current
-    told = {name: values} if values else {}
+    reported = {name: values} if values else {}
     decision = load_policy(config)(
-        AutoscalingContext("b", config, 1000, 0, running, target, aggregated_metrics=told)
+        AutoscalingContext("b", config, 1000, 0, running, target, aggregated_metrics=reported)
     )
     assert isinstance(decision, Decision)
     return decision

@@ -112,7 +112,7 @@ def test_a_backlog_starts_the_first_replicas_at_once_and_keeps_them_until_it_is_
     played.play(60, 1.0)
     assert played.target == 1
     played.play(5, 0.0)
-    assert (played.target, "before the last one goes" in played.reason) == (1, True)
+    assert (played.target, "before the last one stops" in played.reason) == (1, True)
     played.play(2, 0.0)
     assert played.target == 0
 
@@ -268,7 +268,7 @@ def test_a_controller_polls_the_queue_until_the_backend_is_deleted(
         return queue
 
     async def scenario(stage: Stage) -> None:
-        async def told() -> str:
+        async def explained() -> str:
             return str(Explanation.of(await stage.call("explain", name="b")))
 
         queue.now = 0.0
@@ -279,16 +279,16 @@ def test_a_controller_polls_the_queue_until_the_backend_is_deleted(
         began = stage.clock.now()
         await stage.until(lambda: len(stage.running) == 3)
         assert stage.clock.now() - began <= 10.0 + 1.0 + stage.start_s + 0.05
-        assert "6 in the broker's queue" in await told()
+        assert "6 in the broker's queue" in await explained()
         # Changes of other options keep the known length.
         await stage.update(autoscaling_config=with_queue(downscale_delay_s=6.0))
         assert opened == [OPTIONS]
         queue.now = OSError("away")
         await stage.clock.sleep(60.0)
         assert len(stage.running) == 3
-        assert "unknown in the broker's queue" in await told()
-        assert "so not fewer than 3" in await told()
-        assert "queue 'tasks' cannot be read: away" in await told()
+        assert "unknown in the broker's queue" in await explained()
+        assert "so not fewer than 3" in await explained()
+        assert "queue 'tasks' cannot be read: away" in await explained()
         queue.now = 0.0
         await stage.until(lambda: not stage.running)
         await stage.update(autoscaling_config=with_queue({**KWARGS, "queue_name": "other"}))

@@ -109,8 +109,8 @@ def test_the_error_about_a_path_without_an_environment_names_the_missing_file(tm
 def test_a_conda_environment_is_found_by_name(tmp_path: Path, variables: dict[str, str]) -> None:
     make_environment(tmp_path)
     prefix = make_environment(tmp_path / "envs" / "x")
-    told = {name: value.format(root=tmp_path) for name, value in variables.items()}
-    found = find_interpreter("x", told)
+    environ = {name: value.format(root=tmp_path) for name, value in variables.items()}
+    found = find_interpreter("x", environ)
     assert (found.python, found.is_own) == (f"{prefix}/bin/python", False)
     assert found.variables is not None
     assert (found.variables["CONDA_PREFIX"], found.variables["CONDA_DEFAULT_ENV"]) == (str(prefix), "x")
@@ -141,17 +141,17 @@ def test_the_error_about_an_unknown_conda_environment_lists_all_searched_places(
 # ---- as an option of a backend
 
 
-def wish(**options: Any) -> dict[str, Any]:
+def spec(**options: Any) -> dict[str, Any]:
     return make_wish("b", len, (), {}, actor_options=None, timeout_s=None, **options)
 
 
 def test_an_environment_implies_a_process() -> None:
-    assert wish(config=None)["env"] is None
-    assert "isolation" not in wish(config=None)["config"]
-    wanted = wish(config={"num_replicas": 2}, env=CondaEnv("x"))
+    assert spec(config=None)["env"] is None
+    assert "isolation" not in spec(config=None)["config"]
+    wanted = spec(config={"num_replicas": 2}, env=CondaEnv("x"))
     assert (wanted["env"], wanted["config"]["isolation"]) == ("x", "process")
 
 
 def test_an_environment_with_thread_isolation_is_refused() -> None:
     with pytest.raises(BadRequestError, match="isolation='thread'"):
-        wish(config={"isolation": "thread"}, env="x")
+        spec(config={"isolation": "thread"}, env="x")

@@ -611,7 +611,7 @@ class Simulation:
             yield f"there are the proxies {proxies}, wanted are {slots}"
         in_use = {each.worker for each in (*self.witness.of(ReplicaRecord), *proxies)}
         if self.cluster.reported != UseReport(frozenset(in_use)):
-            yield f"the scheduler was told {self.cluster.reported}, in use are {in_use}"
+            yield f"the reported use is {self.cluster.reported}, but in use are {in_use}"
 
     def _wrong_updates(self) -> Iterator[str]:
         expected = self._expected_updates()

@@ -243,8 +243,8 @@ def test_only_the_policy_call_is_shared(policies: Any) -> None:
 # ---- failures
 
 
-@pytest.mark.parametrize("trouble", ["raises", "ends", "hang", "nowhere", "hangs_when_made"])
-def test_without_an_answer_only_waiting_requests_at_zero_start_replicas(trouble: str, policies: Any) -> None:
+@pytest.mark.parametrize("failure", ["raises", "ends", "hang", "nowhere", "hangs_when_made"])
+def test_without_an_answer_only_waiting_requests_at_zero_start_replicas(failure: str, policies: Any) -> None:
     def raises(contexts: Contexts) -> dict[str, int]:
         raise RuntimeError("no idea")
 
@@ -262,10 +262,10 @@ def test_without_an_answer_only_waiting_requests_at_zero_start_replicas(trouble:
         "hang": "has not answered",
         "nowhere": "cannot be used",
         "hangs_when_made": "still being loaded",
-    }[trouble]
+    }[failure]
 
     async def scene(desk: Desk) -> None:
-        put(desk, "a", "b", policy=trouble)
+        put(desk, "a", "b", policy=failure)
         desk.set(replace(desk.state.backends["b"], scaled_to=0))
         await wait_until(lambda: why in desk.reason("a") and why in desk.reason("b"))
         assert (desk.wants("a"), desk.wants("b")) == (None, None)
@@ -345,8 +345,8 @@ def test_a_hanging_policy_is_abandoned_when_its_last_backend_leaves(
 
     with caplog.at_level(logging.WARNING, "daskserve.autoscaling"):
         asyncio.run(attended(scene))
-    told = [each.getMessage() for each in caplog.records]
-    assert sum("policy of group g hangs; its thread is abandoned" in each for each in told) == 1
+    messages = [each.getMessage() for each in caplog.records]
+    assert sum("policy of group g hangs; its thread is abandoned" in each for each in messages) == 1
 
 
 def test_a_policy_that_does_not_load_is_retried(policies: Any) -> None:
@@ -390,10 +390,10 @@ def test_b_has_twice_as_many_as_a_also_after_the_controller_is_replaced() -> Non
         await stage.create("a", autoscaling_config=config)
         await stage.create("b", autoscaling_config=config)
         await both(stage, 3)
-        told = await explained(stage, "b")
-        assert (told.group, told.policy_wants) == ("pair", 6)
-        assert "a function of the user's, of group 'pair', wants 6" in str(told)
-        assert told.events[-1].after == 6
+        explanation = await explained(stage, "b")
+        assert (explanation.group, explanation.policy_wants) == ("pair", 6)
+        assert "a function of the user's, of group 'pair', wants 6" in str(explanation)
+        assert explanation.events[-1].after == 6
         await both(stage, 2)
         await stage.crash_controller()
         await both(stage, 4)

@@ -97,9 +97,9 @@ def test_a_hanging_policy_is_replaced_by_the_next_one(
 
     with caplog.at_level(logging.WARNING, "daskserve.autoscaling"):
         asyncio.run(attended(scene))
-    told = [each.getMessage() for each in caplog.records]
-    assert sum("has not answered" in each for each in told) == 1
-    assert sum("its thread is abandoned; abandoned threads: 1" in each for each in told) == 1
+    messages = [each.getMessage() for each in caplog.records]
+    assert sum("has not answered" in each for each in messages) == 1
+    assert sum("its thread is abandoned; abandoned threads: 1" in each for each in messages) == 1
 
 
 def test_a_module_that_hangs_during_import_is_replaced_by_one_with_another_name(
@@ -129,9 +129,9 @@ def test_a_module_that_hangs_during_import_is_replaced_by_one_with_another_name(
 
     with caplog.at_level(logging.WARNING, "daskserve.autoscaling"):
         asyncio.run(attended(scene))
-    told = [each.getMessage() for each in caplog.records if "still being loaded" in each.getMessage()]
-    assert len(told) == 3
-    assert all(REMEDY in each for each in told)
+    messages = [each.getMessage() for each in caplog.records if "still being loaded" in each.getMessage()]
+    assert len(messages) == 3
+    assert all(REMEDY in each for each in messages)
 
 
 @pytest.mark.parametrize(

@@ -140,9 +140,9 @@ def test_a_dry_run_only_reports() -> None:
         await stage.create(num_replicas=1, autoscaling_config={**QUICK, "dry_run": True})
         await load(stage, 4, seconds=10)
         assert count(stage) == 1
-        told = await explained(stage)
-        assert (told.wanted, told.policy_wants, told.is_dry_run) == (1, 4, True)
-        assert "dry run" in str(told)
+        explanation = await explained(stage)
+        assert (explanation.wanted, explanation.policy_wants, explanation.is_dry_run) == (1, 4, True)
+        assert "dry run" in str(explanation)
 
     play(scenario)
 
@@ -155,8 +155,8 @@ def test_enabling_dry_run_keeps_the_replicas() -> None:
         await stage.update(autoscaling_config={**QUICK, "min_replicas": 1, "dry_run": True})
         await load(stage, 0, seconds=30)
         assert count(stage) == 4
-        told = await explained(stage)
-        assert (told.wanted, told.policy_wants, told.is_dry_run) == (4, 1, True)
+        explanation = await explained(stage)
+        assert (explanation.wanted, explanation.policy_wants, explanation.is_dry_run) == (4, 1, True)
         await stage.update(num_replicas=2)
         await stage.until(lambda: count(stage) == 2)
 
@@ -183,16 +183,16 @@ def test_a_user_function_decides(policy: Any, expected: int) -> None:
         await stage.create(autoscaling_config=config)
         await load(stage, 1, seconds=5)
         await stage.until(lambda: count(stage) == expected)
-        told = await explained(stage)
-        assert told.wanted == expected
-        assert ("no idea" in told.reason) == (policy is broken)
+        explanation = await explained(stage)
+        assert explanation.wanted == expected
+        assert ("no idea" in explanation.reason) == (policy is broken)
 
     play(scenario)
 
 
 def test_custom_metrics_of_replicas_decide() -> None:
     async def scenario(stage: Stage) -> None:
-        def tell(value: float) -> None:
+        def report_value(value: float) -> None:
             for each in stage.running_of("b"):
                 figures = {"ongoing": 0, "ended": 0, "custom": {"tokens": value}}
                 each.figures = lambda figures=figures: figures  # type: ignore[attr-defined]
@@ -202,9 +202,9 @@ def test_custom_metrics_of_replicas_decide() -> None:
         await stage.create(autoscaling_config=config)
         await stage.clock.sleep(5.0)
         assert "none of 1 replicas reports tokens" in (await explained(stage)).reason
-        tell(25.0)
+        report_value(25.0)
         await stage.until(lambda: count(stage) == 3)
-        tell(1.0)
+        report_value(1.0)
         await stage.until(lambda: count(stage) == 1)
 
     play(scenario)
@@ -231,11 +231,11 @@ def test_a_rollout_completes_although_the_load_needs_more_replicas_than_fit() ->
         await stage.create("b", autoscaling_config=config, actor_options=options)
         await load(stage, 20, seconds=6)
         await stage.until(lambda: count(stage) == 3)
-        told = await explained(stage)
-        assert told.running == 3
-        assert told.wanted > 10
-        assert "CPU" in told.waiting
-        assert stage.cluster.reported.waiting_workers == told.wanted - 3
+        explanation = await explained(stage)
+        assert explanation.running == 3
+        assert explanation.wanted > 10
+        assert "CPU" in explanation.waiting
+        assert stage.cluster.reported.waiting_workers == explanation.wanted - 3
         await stage.update(user_config=b"other")
         assert {each.user_config for each in stage.running_of("b")} == {b"other"}
 
@@ -279,9 +279,9 @@ def test_a_backend_that_cannot_start_from_zero_is_not_healthy() -> None:
 def test_explain_reports_unknown_and_not_autoscaled_backends() -> None:
     async def scenario(stage: Stage) -> None:
         await stage.create(num_replicas=2)
-        told = await explained(stage)
-        assert (told.running, told.wanted, told.policy) == (2, 2, "")
-        assert "Nothing scales it" in str(told)
+        explanation = await explained(stage)
+        assert (explanation.running, explanation.wanted, explanation.policy) == (2, 2, "")
+        assert "Nothing scales it" in str(explanation)
         with pytest.raises(NotFoundError, match="there are: b"):
             await stage.call("explain", name="c")
 
