@@ -1,4 +1,4 @@
-"""What the head of a request says about its end, its target and its connection.
+"""Checks of a request's head: its host, its length, its target and its connection.
 
 Whatever two readers could understand differently is refused: a proxy in front of this one may have taken for
 one request what would be two here (request smuggling), or for another host's.
@@ -10,9 +10,9 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-#: A request line with headers longer than this ends the connection.
+#: The limit of a request line with its headers.
 MAX_HEADER_BYTES = 64 * 1024
-#: The headers that are looked at here.
+#: The headers that are checked here.
 FRAMING_HEADERS = frozenset(
     ("Host", "Connection", "Content-Length", "Transfer-Encoding", "Expect", "Upgrade")
 )
@@ -24,16 +24,16 @@ _AUTHORITY = re.compile(r"[^/?#@]+:[0-9]+")
 
 
 class RequestHead(NamedTuple):
-    """The head of a request, before anything in it was checked.
+    """The head of a request, not checked yet.
 
     Attributes
     ----------
     method, target, version : str
         The request line; the version is ``"HTTP/1.1"`` or ``"HTTP/1.0"``.
     headers : list of pairs
-        All headers, their names in lower case.
+        All headers, with names in lower case.
     framing : mapping
-        Those of `FRAMING_HEADERS`; the values of one that is repeated are joined by commas.
+        The headers of `FRAMING_HEADERS`; repeated values are joined by commas.
     """
 
     method: str
@@ -44,12 +44,12 @@ class RequestHead(NamedTuple):
 
 
 def check_host(framing: Mapping[str, str], version: str) -> None:
-    """See that a request says for whom it is, once and properly.
+    """Check that a request has one valid Host header; HTTP/1.0 needs none.
 
     Raises
     ------
     ValueError
-        It does not.
+        The header is missing, repeated or malformed.
     """
     host = framing.get("Host")
     if host is None:
@@ -60,12 +60,12 @@ def check_host(framing: Mapping[str, str], version: str) -> None:
 
 
 def body_length(framing: Mapping[str, str], version: str) -> int | None:
-    """Return the bytes of body a request announces; None if it comes in chunks.
+    """Return the size of a request's body in bytes; None if it is chunked.
 
     Raises
     ------
     ValueError
-        Two readers of these headers could disagree about where the request ends.
+        Two readers could disagree about the end of the request.
     """
     length = framing.get("Content-Length")
     if "Transfer-Encoding" in framing:
@@ -82,7 +82,7 @@ def body_length(framing: Mapping[str, str], version: str) -> int | None:
 
 
 def keeps_alive(connection: str, version: str) -> bool:
-    """Whether a request's ``Connection`` header lets the connection go on after the response."""
+    """Whether a request's ``Connection`` header keeps the connection open after the response."""
     if not connection:
         return version == "HTTP/1.1"
     wishes = [wish.strip() for wish in connection.lower().split(",")]
@@ -92,23 +92,23 @@ def keeps_alive(connection: str, version: str) -> bool:
 
 
 def is_handshake(method: str, framing: Mapping[str, str]) -> bool:
-    """Whether a request in HTTP/1.1 asks for a WebSocket; see RFC 6455, 4.2.1."""
+    """Whether an HTTP/1.1 request asks for a WebSocket; see RFC 6455, 4.2.1."""
     is_upgrade = "upgrade" in framing.get("Connection", "").lower()
     return is_upgrade and method == "GET" and "websocket" in framing.get("Upgrade", "").lower()
 
 
 def asks_to_continue(framing: Mapping[str, str], version: str) -> bool:
-    """Whether the client waits for a 100 before it sends the body; HTTP/1.0 does not know that status."""
+    """Whether the client waits for a 100 before it sends the body; HTTP/1.0 does not have that status."""
     return version != "HTTP/1.0" and framing.get("Expect", "").lower() == "100-continue"
 
 
 def split_target(method: str, target: str) -> tuple[str, str]:
-    """Return path and query of a request's target.
+    """Return the path and the query of a request's target.
 
     Raises
     ------
     ValueError
-        A request of this method cannot have this target.
+        The target is not valid for the method.
     """
     if method == "CONNECT":
         if _AUTHORITY.fullmatch(target) is None:

@@ -1,8 +1,7 @@
-"""The messages of one ASGI response as the bytes of HTTP/1.
+"""Turns the messages of an ASGI response into the bytes of HTTP/1.
 
-Tornado's own writer checks each header with a regular expression and closes the connection together with
-the last byte. This one costs a third of that, and leaves it to the exchange when the connection is done
-with.
+Tornado's writer checks each header with a regular expression, and closes the connection together with the
+last byte. This one costs a third of that, and leaves the end of the connection to the exchange.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ _STATUS_LINES: Mapping[int, bytes] = {
     status.value: f"HTTP/1.1 {status.value} {status.phrase}".encode("ascii") for status in http.HTTPStatus
 }
 _HEAD_END = b"\r\n"
-#: Headers that are the connection's, or that differ from one response to the next.
+#: Headers that belong to the connection, or that differ between responses.
 _NOT_CACHED = frozenset((b"connection", b"content-length", b"date", b"transfer-encoding", b"x-request-id"))
-#: More than so many heads a second, or larger ones, are not kept.
+#: Limits of the heads that are kept per second.
 _MAX_HEADS, _MAX_CACHED_HEADERS, _MAX_CACHED_BYTES = 256, 8, 128
 _UNTIL_CLOSE, _NOTHING, _LENGTH, _CHUNKS = range(4)
 
 
 class DateHeader:
-    """The ``date`` header, written once a second."""
+    """The ``date`` header, formatted once a second."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -38,7 +37,7 @@ class DateHeader:
         self._until = 0.0
 
     def line(self) -> bytes:
-        """Return the header of this second."""
+        """Return the header for the current second."""
         now = self._clock.now()
         if now >= self._until:
             wall = self._clock.wall()
@@ -59,12 +58,12 @@ class ResponseWriter:
     is_http11 : bool
         Whether the client understands chunks and keeps connections by default.
     closes : bool
-        Whether the connection ends with this response; see also the attribute.
+        Whether the connection must be closed after this response.
 
     Attributes
     ----------
     closes : bool
-        Whether the connection must be closed after the last byte. Final once the head was made.
+        Whether the connection must be closed after the last byte. Final once `first` has returned.
     """
 
     __slots__ = ("_framing", "_is_http11", "_left", "_method", "_start", "closes")
@@ -83,7 +82,7 @@ class ResponseWriter:
         Raises
         ------
         TypeError, ValueError
-            The start message is not one that HTTP can carry; nothing may be sent of it.
+            The start message is not valid in HTTP; none of it may be sent.
         """
         status = self._start["status"]
         if not 200 <= status <= 999:
@@ -117,12 +116,12 @@ class ResponseWriter:
         return [head, *self.next(body, more_body)]
 
     def next(self, body: Buffer, more_body: bool) -> list[Buffer]:
-        """Return a further part of the body, framed.
+        """Return the bytes of the next part of the body.
 
         Raises
         ------
         ValueError
-            It is longer, or the whole shorter, than the ``content-length`` that was promised.
+            The body is longer or shorter than its ``content-length``.
         """
         framing = self._framing
         if framing == _LENGTH:
@@ -138,7 +137,7 @@ class ResponseWriter:
         return [body] if body and framing == _UNTIL_CLOSE else []
 
     def _read_headers(self, lines: list[bytes], date: bytes) -> int | None:
-        # Copies the application's headers, except for those that describe the connection: that is ours.
+        # Copies the application's headers, except for those that describe the connection.
         length: int | None = None
         has_date = False
         for name, value in self._start.get("headers", ()):
@@ -171,10 +170,10 @@ class HeadCache:
         self._heads: dict[tuple[int, Headers], bytes] = {}
 
     def write(self, message: Message) -> bytes | None:
-        """Return all the bytes of a `WHOLE_RESPONSE`; None if it has to be written header by header.
+        """Return all bytes of a `WHOLE_RESPONSE`; None if `ResponseWriter` has to write it.
 
-        It is for requests in HTTP/1.1 that want a body, and leave their connection open. The request id is
-        taken for what can stand in a header.
+        Valid for HTTP/1.1 requests that are not HEAD and keep their connection open. The request id is not
+        checked.
         """
         line = self._date.line()
         if line is not self._line:
@@ -188,7 +187,7 @@ class HeadCache:
         try:
             head = self._heads.get(key)
         except TypeError:
-            return None  # of lists, say: good for headers, but they cannot be looked up
+            return None  # not hashable, for example lists
         if head is None:
             head = self._make(*key)
         if not head:
@@ -204,7 +203,7 @@ class HeadCache:
         lines = [_STATUS_LINES.get(status, b"")]
         for name, value in headers:
             if len(name) > _MAX_CACHED_BYTES or len(value) > _MAX_CACHED_BYTES:
-                return b""  # not to be kept as a key either
+                return b""  # too large for a key
             key = name.lower()
             is_plain = is_plain and key not in _NOT_CACHED
             lines.append(b"%b: %b" % (key, value))
@@ -219,27 +218,27 @@ def _length_line(length: int) -> bytes:
     return b"\r\ncontent-length: %d\r\n\r\n" % length
 
 
-#: What comes between the headers before it and a small body.
+#: The end of the head before a small body.
 _LENGTHS = tuple(map(_length_line, range(1000)))
 
 
 def has_stray_control(head: bytes, ends: int) -> bool:
-    """Whether a head holds other line breaks than those at the ends of its lines, or a null byte."""
+    """Whether a head contains a null byte, or line breaks other than those at the ends of its lines."""
     return head.count(b"\n") != ends or head.count(b"\r") != ends or b"\0" in head
 
 
 def as_buffer(body: Any) -> Buffer:
-    """Return a body part in a form that can be written without another copy."""
+    """Return a part of a body in a form that can be written without another copy."""
     if isinstance(body, bytes):
         return body
     if isinstance(body, memoryview):
         return body if body.format == "B" and body.ndim == 1 else body.cast("B")
     if isinstance(body, bytearray):
-        return bytes(body)  # the application may go on to change it
+        return bytes(body)  # the application may change it later
     raise TypeError(f"a response body consists of bytes, not {type(body).__name__}")
 
 
 def plain_text(status: int, text: str) -> tuple[dict[str, Any], bytes]:
-    """Return the start message and the body of a response of the server itself."""
+    """Return the start message and the body of a response that the server generates."""
     start = {"type": "http.response.start", "status": status, "headers": [(b"content-type", TEXT)]}
     return start, text.encode()

@@ -69,7 +69,7 @@ class RequestStream(IOStream):
 
 
 class TLSRequestStream(RequestStream, SSLIOStream):
-    """The same over TLS; its handshake is part of the first read."""
+    """The same over TLS; the first read includes the handshake."""
 
 
 class TornadoConnection:
@@ -81,19 +81,19 @@ class TornadoConnection:
         self._connection = Connection(stream, is_encrypted=carrier.tls is not None)
         carrier.connections.add(self._connection)
         self._next_head: Awaitable[bytes] | None = None
-        self._is_read = False  # the request has come in whole
+        self._is_read = False  # the current request is complete
         self._is_detached = False
         self._answered: asyncio.Future[None] | None = None
 
     async def serve(self) -> None:
-        """Top loop of one connection: return when it is closed, or belongs to a WebSocket."""
+        """Top loop of one connection: return when it is closed, or left to a WebSocket."""
         try:
-            # Of a stream that is closed Tornado still gives what it holds: that is not served.
+            # A closed stream still returns what it has buffered: that is not served.
             while not self._is_detached and not self._stream.closed():
                 self._carrier.watch.watch(self._connection)
                 await self._serve_request()
         except (StreamClosedError, UnsatisfiableReadError):
-            pass  # the client has gone, or sends lines without an end
+            pass  # the client has disconnected, or a line is too long
         except Exception:
             log.exception("The connection of %s failed", self._connection)
             self._stream.close()
@@ -163,7 +163,7 @@ class TornadoConnection:
                 await room
 
         async def completed(reading: Awaitable[bytes]) -> bytes:
-            # Nothing that has come in waits for what has not.
+            # Data that was received does not wait for more.
             if joined and isinstance(reading, asyncio.Future) and not reading.done():
                 await hand_on()
             return await reading
@@ -194,15 +194,15 @@ class TornadoConnection:
     # ---- called by the exchange
 
     def finish(self) -> None:
-        """Go on to the next request; close the connection if this one was not read to its end."""
+        """Go on to the next request, or close the connection if this request is incomplete."""
         if not self._is_read:
             self.close()
             return
         self._stream.set_close_callback(None)
         if not self._stream.closed():
-            # At once, not some turns of the event loop later: if the next request comes in between, Tornado
-            # stops watching the socket and has to begin again.
-            with suppress(OSError):  # it closes the stream, which the loop over the requests sees
+            # At once, not some turns of the event loop later: if the next request arrives in between, Tornado
+            # stops watching the socket and has to start again.
+            with suppress(OSError):  # the stream is closed then, which `serve` checks
                 self._next_head = self._read_head()
         self._end_request()
 
@@ -232,12 +232,12 @@ class TornadoConnection:
 
 
 def parse_head(data: bytes) -> RequestHead:
-    """Return what the head of a request says.
+    """Return the parts of a request's head.
 
     Raises
     ------
     HTTPInputError
-        It is none.
+        It is malformed.
     """
     if data.count(b"\r") != data.count(b"\r\n"):
         raise HTTPInputError("A CR stands alone.")
@@ -254,12 +254,12 @@ def parse_head(data: bytes) -> RequestHead:
 
 
 def chunk_size(line: bytes) -> int:
-    """Return how long a chunk is, by the line that announces it.
+    """Return the size of a chunk from its first line.
 
     Raises
     ------
     HTTPInputError
-        The line is none.
+        The line is malformed.
     """
     matched = _CHUNK_LINE.fullmatch(line)
     if matched is None:

@@ -1,15 +1,14 @@
-"""One connection under uvicorn: its parser reads requests, `daskserve.proxies.exchange.exchange` answers
-them.
+"""One connection under uvicorn, whose parser reads the requests for their exchanges.
 
-uvicorn's own cycle of request and response tells an application that its client has gone but lets it run on,
-limits neither heads nor bodies, and takes from the application what HTTP cannot carry. So of uvicorn's
-`HTTPProtocol` this keeps the parser, the transport and the flow of what is read, and hands each
-request to the same `Exchange` that serves it under Tornado. What is left to do here:
+uvicorn's own cycle of request and response does not cancel an application whose client disconnects, limits
+neither heads nor bodies, and does not check what the application sends. So this class keeps the parser, the
+transport and the read flow control of `HTTPProtocol`, and hands each request to the same `Exchange` as under
+Tornado. This module handles the rest:
 
-1. A client may send further requests before the first is answered. They wait, and nothing more is read.
-2. A head that is too large, or no HTTP, is answered with 431 or 400, after the answers that were due before.
-3. The parser stops at each head that asks for an upgrade and takes it to have no body. Only a WebSocket is
-   really one; for the others it starts anew behind the head.
+1. A client may send more requests before the first is answered. They wait, and reading pauses.
+2. A head that is too large or malformed is answered with 431 or 400, after the responses before it.
+3. The parser stops at each head that asks for an upgrade, and assumes that it has no body. That is true of
+   WebSockets only; for other requests a new parser starts after the head.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ from daskserve.proxies.exchange.stream import TransportStream
 
 log = logging.getLogger("daskserve.proxies")
 
-#: So much is parsed at a time. It bounds how many requests can wait, and how much of a body beyond its room.
+#: How much is parsed at a time. It limits how many requests wait, and how far a body exceeds its buffer.
 _PIECE_BYTES = 64 * 1024
-#: So long may be what is between the parts of a body, or behind them: extensions of chunks, trailers.
+#: The limit of what surrounds the parts of a body: chunk extensions and trailers.
 _MAX_OVERHEAD_BYTES = 16 * 1024
 
 _FRAMING_NAMES: Mapping[bytes, str] = {
@@ -51,7 +50,7 @@ _NO_HTTP = (400, "This is not an HTTP request.")
 
 @dataclass(slots=True)
 class _Waiting:
-    """A request that came in before its turn, or the refusal of what is none."""
+    """A request that waits for its turn, or the refusal of a malformed one."""
 
     head: RequestHead | None
     refusal: tuple[int, str, str] | None = None
@@ -60,7 +59,7 @@ class _Waiting:
 
 
 class SharedState(ProtocolState):
-    """What the connections of one server share."""
+    """State that the connections of one server share."""
 
     def __init__(self, carrier: Carrier) -> None:
         super().__init__(carrier.app)
@@ -79,18 +78,18 @@ class UvicornConnection(HTTPProtocol):
         super().__init__(state)
         self._carrier = state.carrier
         self._framing: dict[str, str] = {}
-        self._part = ""  # of a request that comes in: "head" or "body"
-        self._dry_bytes = -1  # came in without anything to show for it; -1 within a piece that had something
-        self._is_replaying = False  # the parser is being told of a head that was taken already
-        self._is_upgrade = False  # the parser has stopped behind the present head
+        self._part = ""  # what is being received: "head", "body" or nothing
+        self._dry_bytes = -1  # received without a callback of the parser; -1 within a piece that had one
+        self._is_replaying = False  # a new parser receives a head that was handled already
+        self._is_upgrade = False  # the parser has stopped after the current head
         self._exchange: Exchange | None = None
-        self._is_busy = False  # the exchange is not over
-        self._is_read = True  # its request has come in whole
+        self._is_busy = False  # the exchange is not finished
+        self._is_read = True  # its request is complete
         self._waiting: deque[_Waiting] = deque()
-        self._room: asyncio.Future[None] | None = None  # what the exchange's body waits for
-        self._rest = memoryview(b"")  # what came in and is not parsed yet
-        self._is_deaf = False  # whatever comes in is dropped
-        self._is_last = False  # the parser drops what comes after a request that ends its connection
+        self._room: asyncio.Future[None] | None = None  # pending while the body's buffer is full
+        self._rest = memoryview(b"")  # received and not parsed yet
+        self._is_deaf = False  # further data is dropped
+        self._is_last = False  # the request ends the connection; the parser drops what follows
         self._linger: asyncio.TimerHandle | None = None
 
     # ---- called by the transport
@@ -197,7 +196,7 @@ class UvicornConnection(HTTPProtocol):
     def on_message_complete(self) -> None:
         self._part = ""
         if self._is_upgrade:
-            return  # as the parser believes
+            return  # the request may still have a body
         if not self.parser.should_keep_alive():
             self._is_last = True
         if self._waiting:
@@ -209,7 +208,7 @@ class UvicornConnection(HTTPProtocol):
     # ---- called by the exchange
 
     def finish(self) -> None:
-        """Go on to the next request; close the connection if this one was not read to its end."""
+        """Go on to the next request, or close the connection if this request is incomplete."""
         self._is_busy = False
         if not self._is_read:
             self.close()
@@ -221,16 +220,16 @@ class UvicornConnection(HTTPProtocol):
             self._carrier.watch.watch(self._connection)
 
     def close(self) -> None:
-        """Close the connection as soon as what was sent is on its way."""
+        """Close the connection once everything written is sent."""
         self._is_deaf = True
         if self.transport.is_closing():
             return
         self.transport.close()
         if self._stream.writing():
-            self._carrier.watch.watch(self._connection)  # for a client that does not read
+            self._carrier.watch.watch(self._connection)  # the client may not read
 
     def detach(self) -> TransportStream:
-        """Leave the connection to a WebSocket."""
+        """Leave the stream to a WebSocket."""
         self.connections.discard(self)
         self._carrier.connections.discard(self._connection)
         self._connection.exchange = None
@@ -242,7 +241,7 @@ class UvicornConnection(HTTPProtocol):
     # ---- reading
 
     def _read_on(self) -> None:
-        """Parse what is there, for as long as there is someone to take it."""
+        """Parse what was received, until a request waits or a body's buffer is full."""
         while self._rest and not self._is_deaf and not self._waiting and self._room is None:
             piece, self._rest = self._rest[:_PIECE_BYTES], self._rest[_PIECE_BYTES:]
             self._parse(piece)
@@ -278,7 +277,7 @@ class UvicornConnection(HTTPProtocol):
             if self._dry_bytes > MAX_HEADER_BYTES:
                 self._refuse(*_TOO_LARGE)
         elif self._dry_bytes > _MAX_OVERHEAD_BYTES + _size_of(self.url, self.headers):
-            self._refuse(*_NO_CHUNKS)  # the head may have been in that piece as well
+            self._refuse(*_NO_CHUNKS)  # the piece may include the head
 
     def _begin(self, head: RequestHead) -> None:
         self._is_busy = True
@@ -320,7 +319,7 @@ class UvicornConnection(HTTPProtocol):
             self._read_on()
 
     def _leave_head(self) -> None:
-        """Go on behind a head at which the parser has stopped."""
+        """Continue after a head at which the parser has stopped."""
         self._is_upgrade = False
         if self._exchange is None:  # a WebSocket now
             rest, self._rest = bytes(self._rest), memoryview(b"")
@@ -339,16 +338,16 @@ class UvicornConnection(HTTPProtocol):
         try:
             self.parser.feed_data("\r\n".join(["POST / HTTP/1.1", *lines, "", ""]).encode("latin-1"))
         except httptools.HttpParserError:
-            self.close()  # the exchange has said why
+            self.close()  # the exchange has sent the reason
         finally:
             self._is_replaying = False
 
     # ---- refusing
 
     def _refuse(self, status: int, text: str) -> None:
-        """Answer what cannot be read, in its turn, and read no more."""
+        """Refuse a malformed request in its turn, and stop reading."""
         if self._is_deaf:
-            return  # the parser stumbles on behind what was refused
+            return  # the parser goes on after a refused head
         method = self.parser.get_method().decode("ascii") if self._part == "head" else "GET"
         self._part = ""
         self._is_deaf = True
@@ -371,7 +370,7 @@ class UvicornConnection(HTTPProtocol):
         start, body = plain_text(status, text)
         writer = ResponseWriter(start, method=method, is_http11=True, closes=True)
         self._stream.write(b"".join(writer.first(body, False, self._carrier.date.line())))
-        # To close a socket with unread data would reset the connection, and might take the answer with it.
+        # Closing a socket with unread data resets the connection, and may destroy the response.
         if not self.transport.can_write_eof():  # TLS
             self.close()
             return
