@@ -210,6 +210,17 @@ def local_instance(
     ...     client.create_endpoint("double", backend="double")
     ...     assert client.get_handle("double").remote(21).result() == 42
     """
+    with _loop_in_thread() as loop, _instance_on(loop, workers, http_options, timeout_s) as client:
+        yield client
+
+
+@contextmanager
+def _instance_on(
+    loop: asyncio.AbstractEventLoop,
+    workers: int,
+    http_options: HTTPOptions | Mapping[str, Any] | None,
+    timeout_s: float,
+) -> Iterator[Client]:
     # Imported here, so that `run_virtual` does not load these layers.
     from daskserve import actors
     from daskserve.client.calls import ControllerCalls, wait_for_http
@@ -235,25 +246,26 @@ def local_instance(
     }
     cluster = LocalCluster(factories, workers=workers)
     link = cluster.program.link
-    with _loop_in_thread() as loop:
 
-        def run(coroutine: Coroutine[Any, Any, Any]) -> None:
-            asyncio.run_coroutine_threadsafe(coroutine, loop).result()
+    def run(coroutine: Coroutine[Any, Any, Any]) -> None:
+        asyncio.run_coroutine_threadsafe(coroutine, loop).result()
 
+    try:
+        run(cluster.start(message.encode()))
+        run(wait_for_http(ControllerCalls(link, cluster.instance), timeout_s))
+        client = Client(link, cluster.instance, is_owner=False)
         try:
-            run(cluster.start(message.encode()))
-            run(wait_for_http(ControllerCalls(link, cluster.instance), timeout_s))
-            client = Client(link, cluster.instance, is_owner=False)
-            try:
-                yield client
-            finally:
-                client.shutdown()
+            yield client
         finally:
-            run(cluster.close())
+            client.shutdown()
+    finally:
+        run(cluster.close())
 
 
 @contextmanager
-def _loop_in_thread() -> Iterator[asyncio.AbstractEventLoop]:
+def _loop_in_thread(
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
+) -> Iterator[asyncio.AbstractEventLoop]:
     started = threading.Event()
     loops: list[asyncio.AbstractEventLoop] = []
     stopping = asyncio.Event()
@@ -263,7 +275,11 @@ def _loop_in_thread() -> Iterator[asyncio.AbstractEventLoop]:
         started.set()
         await stopping.wait()
 
-    thread = threading.Thread(target=asyncio.run, args=(serve(),), name="daskserve-local", daemon=True)
+    def run() -> None:
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            runner.run(serve())
+
+    thread = threading.Thread(target=run, name="daskserve-local", daemon=True)
     thread.start()
     started.wait()
     try:

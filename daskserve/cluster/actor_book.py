@@ -249,10 +249,10 @@ class ActorBook:
 
     async def call(self, name: str, incarnation: int, verb: str, message: Mapping[str, Any]) -> Any:
         """Call one of an actor's verbs; see `Cluster.call`."""
-        actor = self.ready_actor(name, incarnation)
-        if verb not in actor.verbs:
-            raise BadRequestError(f"{name} has no verb {verb!r}; known: {', '.join(sorted(actor.verbs))}")
-        return await actor.verbs[verb](**message)
+        verbs = self.ready_actor(name, incarnation).verbs
+        if verb not in verbs:
+            raise BadRequestError(f"{name} has no verb {verb!r}; known: {', '.join(sorted(verbs))}")
+        return await verbs[verb](**message)
 
     def ready_actor(self, name: str, incarnation: int) -> Hosted:
         """Return an actor.
