@@ -138,7 +138,7 @@ class Seam:
         return None if self.channel is None else self.channel.ask(address, envelope, on_answer)
 
 
-class Pretender(asyncio.Transport):
+class SimulatedTransport(asyncio.Transport):
     """A transport whose client sends its next request once it has an answer."""
 
     def __init__(self, protocol: Any, requests: Iterable[bytes]) -> None:
@@ -197,7 +197,7 @@ async def http_round(protocols: Callable[[], Any]) -> None:
     pretenders = []
     for number in range(CONNECTIONS):
         protocol = protocols()
-        pretender = Pretender(protocol, REQUESTS[number::CONNECTIONS])
+        pretender = SimulatedTransport(protocol, REQUESTS[number::CONNECTIONS])
         protocol.connection_made(pretender)
         pretenders.append((protocol, pretender))
         pretender.begin()

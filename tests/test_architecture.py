@@ -1,4 +1,4 @@
-"""The plan of the code: its size, and the picture of it in the documentation."""
+"""The plan of the code: its size limits, and its picture in the documentation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def plan() -> Plan:
     return read_plan()
 
 
-def test_the_plan_fits_in_a_newcomers_head(plan: Plan) -> None:
+def test_the_plan_is_within_its_size_limits(plan: Plan) -> None:
     assert {"client", "control", "data", "proxies", "cluster"} <= set(plan.imports)
     assert len(plan.imports) <= 28
     assert max(plan.floors().values()) + 1 <= 8
@@ -32,7 +32,7 @@ def test_the_picture_is_up_to_date(plan: Plan) -> None:
     assert draw_architecture.svg(plan) == picture, "run python scripts/draw_architecture.py"
 
 
-def test_the_map_names_every_room_and_no_file_that_is_gone(plan: Plan) -> None:
+def test_the_map_names_every_room_and_only_existing_files(plan: Plan) -> None:
     text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
     paths = re.findall(r"`([a-z_/0-9]+(?:\.py|/))`", text)
     assert len(paths) > 60
@@ -48,13 +48,13 @@ def test_the_map_names_every_room_and_no_file_that_is_gone(plan: Plan) -> None:
     assert set(plan.imports) - rooms == {"__init__", "__main__", "_version"}
 
 
-def test_rooms_that_import_each_other_have_no_floor() -> None:
+def test_a_cycle_of_rooms_raises() -> None:
     plan = Plan({"a": frozenset({"b"}), "b": frozenset({"a"}), "c": frozenset()})
     with pytest.raises(ValueError, match="a, b"):
         plan.floors()
 
 
-def test_an_import_is_drawn_once_even_if_a_longer_way_exists() -> None:
+def test_imports_implied_by_a_longer_path_are_not_drawn() -> None:
     plan = Plan({"a": frozenset({"b", "c"}), "b": frozenset({"c"}), "c": frozenset()})
     assert plan.floors() == {"c": 0, "b": 1, "a": 2}
     assert plan.arrows() == [("a", "b"), ("a", "c"), ("b", "c")]

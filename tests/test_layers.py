@@ -291,7 +291,7 @@ def test_internal_modules_never_import_the_package_root(tree: Tree) -> None:
     assert imports_of_the_facade(tree) == []
 
 
-def test_what_carries_requests_knows_the_cluster_by_its_protocols(tree: Tree) -> None:
+def test_rooms_that_carry_requests_import_only_the_protocols_of_the_cluster(tree: Tree) -> None:
     assert imports_past_the_seam(tree) == []
 
 

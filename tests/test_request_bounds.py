@@ -270,7 +270,7 @@ class CallsWithoutAwaiting(Calls):
         return await response
 
 
-class Forgets(Calls):
+class CallsInBackground(Calls):
     async def __call__(self, request: Any) -> Any:
         self.response = self.handle.remote()
         return "done"
@@ -325,7 +325,7 @@ def test_a_disconnect_cancels_the_request_two_levels_down(client: Client, front:
 
 def test_a_nested_call_continues_after_its_request_was_answered(client: Client) -> None:
     leaf = serve(client, "leaf", hang)
-    serve(client, "front", Forgets, leaf)
+    serve(client, "front", CallsInBackground, leaf)
     assert get(client, "/front") == (200, "done")
     poll_for(lambda: "began" in GATES.notes)
     assert gauges(client)["ongoing"] == 1

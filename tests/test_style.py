@@ -445,11 +445,11 @@ def test_files_classes_and_functions_are_within_their_size_budgets(tree: Tree) -
     assert oversized(tree) == []
 
 
-def test_a_class_name_stands_once(tree: Tree) -> None:
+def test_class_names_are_unique(tree: Tree) -> None:
     assert shared_class_names(_library(tree)) == []
 
 
-def test_methods_count_with_inherited_ones_of_this_tree() -> None:
+def test_inherited_methods_count_toward_the_budget() -> None:
     half = "".join(f"    def {{letter}}{i}(self): ...\n" for i in range(CLASS_METHODS))
     base = "class Base:\n" + half.replace("{letter}", "a")
     library = "import other, typing\nclass Promise(typing.Protocol):\n" + half.replace("{letter}", "c")
@@ -640,7 +640,7 @@ def test_the_error_classes_and_their_fields_are_found() -> None:
     assert _keyword_fields(errors.ActorLostError) == {"begun": False, "is_disconnected": True}
 
 
-class Awkward(Exception):
+class NotPicklable(Exception):
     """Takes a keyword argument that is not in its args: an error that does not survive pickling."""
 
     def __init__(self, *, status: int) -> None:
@@ -650,6 +650,6 @@ class Awkward(Exception):
 
 def test_the_pickle_check_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     # Importing distributed registers all error classes that exist by then with tblib, which pickles them.
-    monkeypatch.delitem(copyreg.dispatch_table, Awkward, raising=False)
+    monkeypatch.delitem(copyreg.dispatch_table, NotPicklable, raising=False)
     with pytest.raises(TypeError):
-        assert_survives_pickling(Awkward(status=1))
+        assert_survives_pickling(NotPicklable(status=1))

@@ -63,7 +63,7 @@ class Model:
         await asyncio.sleep(0.002)
         return [str(len(items))] * len(items)
 
-    def toil(self, request: Any) -> str:
+    def compute(self, request: Any) -> str:
         time.sleep(1.5)
         return "done"
 
@@ -134,7 +134,7 @@ class Traffic:
             (1.0, lambda: self.ask("/model?kind=hang", {"X-Request-Timeout-Seconds": "0.2"})),
             (1.1, lambda: self.ask("/model?kind=hang", timeout_s=0.15)),
             (1.3, self.burst),
-            (1.6, self.toil),
+            (1.6, self.compute),
         ]
         self._pool = ThreadPoolExecutor(24)
         self._threads = [threading.Thread(target=self._repeat, args=each) for each in plan]
@@ -147,9 +147,9 @@ class Traffic:
         """Send more concurrent requests than replicas and queues accept."""
         list(self._pool.map(self.ask, ["/model?kind=slow", "/front?kind=slow"] * 12))
 
-    def toil(self) -> None:
+    def compute(self) -> None:
         """Disconnect from a plain function, which runs on."""
-        self.ask("/model", {"X-SERVE-CALL-METHOD": "toil", "X-Request-Timeout-Seconds": "0.2"})
+        self.ask("/model", {"X-SERVE-CALL-METHOD": "compute", "X-Request-Timeout-Seconds": "0.2"})
 
     def _repeat(self, every_s: float, act: Callable[[], Any]) -> None:
         while not self._is_over.wait(every_s * self._pause()):

@@ -29,7 +29,7 @@ from wsproto.events import (
 import daskserve as serve
 
 
-class Talk:
+class WebSocketClient:
     """A blocking client of one WebSocket."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -70,10 +70,10 @@ class Talk:
 
 
 @contextmanager
-def talk(url: str) -> Iterator[Talk]:
+def talk(url: str) -> Iterator[WebSocketClient]:
     parts = urlsplit(url)
     with socket.create_connection((parts.hostname, parts.port), timeout=20) as sock:
-        client = Talk(sock)
+        client = WebSocketClient(sock)
         client.send(Request(host="test", target=parts.path))
         yield client
 

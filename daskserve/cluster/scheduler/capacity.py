@@ -44,7 +44,7 @@ class Capacity:
         self._evacuate = evacuate
         self._became_adaptive = became_adaptive
         #: When an adaptive cluster last requested its target.
-        self._asked_at = -math.inf
+        self._requested_at = -math.inf
         self._reports: dict[InstanceName, UseReport] = {}
         self._idle_timeout: float | None = None
         self._originals: dict[str, Any] = {}
@@ -61,7 +61,7 @@ class Capacity:
             )
         self._originals = {
             "adaptive_target": replace_method(
-                scheduler, "adaptive_target", self.adaptive_target, handler=self._asked
+                scheduler, "adaptive_target", self.adaptive_target, handler=self._handle_target_request
             ),
             "retire_workers": replace_method(scheduler, "retire_workers", self.retire_workers),
         }
@@ -100,11 +100,11 @@ class Capacity:
     @property
     def is_adaptive(self) -> bool:
         """Whether an adaptive cluster follows `adaptive_target`."""
-        return asyncio.get_running_loop().time() - self._asked_at < ADAPTIVE_S
+        return asyncio.get_running_loop().time() - self._requested_at < ADAPTIVE_S
 
-    def _asked(self, *args: Any, **kwargs: Any) -> int:
+    def _handle_target_request(self, *args: Any, **kwargs: Any) -> int:
         # Metrics and dashboards call the method; an adaptive cluster asks over a connection.
-        was_adaptive, self._asked_at = self.is_adaptive, asyncio.get_running_loop().time()
+        was_adaptive, self._requested_at = self.is_adaptive, asyncio.get_running_loop().time()
         if not was_adaptive:
             self._became_adaptive()
         return self.adaptive_target(*args, **kwargs)

@@ -88,7 +88,7 @@ class Targets:
         """Remove the route; idempotent."""
         self._route.uninstall()
 
-    def found(self) -> list[Target]:
+    def current(self) -> list[Target]:
         """Return all current targets, the scheduler first."""
         scheduler = self._scheduler
         head_host = get_address_host(scheduler.address)
@@ -113,7 +113,7 @@ class Targets:
 
     async def describe(self) -> list[Target]:
         """Return all current targets; the supervisor's verb ``targets``."""
-        return self.found()
+        return self.current()
 
 
 class TargetsHandler(RequestHandler):
@@ -124,7 +124,7 @@ class TargetsHandler(RequestHandler):
 
     def get(self) -> None:
         self.set_header("Content-Type", "application/json")
-        self.write(json.dumps(self._targets.found()))
+        self.write(json.dumps(self._targets.current()))
 
 
 def ask_targets(scheduler: str, timeout_s: float) -> list[Target]:

@@ -176,7 +176,7 @@ class HostRegistry:
             return True
         if worker in self.retiring:
             return False
-        if not await self._fits(worker):
+        if not await self._is_compatible(worker):
             return False
         assert self._client is not None
         key = f"{HOST_KEY}{uuid.uuid4().hex}"
@@ -197,7 +197,7 @@ class HostRegistry:
         entry.is_open = self._entries.get(worker) is entry
         return entry.is_open
 
-    async def _fits(self, worker: WorkerAddress) -> bool:
+    async def _is_compatible(self, worker: WorkerAddress) -> bool:
         assert self._client is not None
         try:
             answers = await asyncio.wait_for(

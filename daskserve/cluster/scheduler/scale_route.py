@@ -40,7 +40,7 @@ PATH = r"/daskserve/([^/]+)/api/v1/applications/([^/]+)/deployments/([^/]+)/scal
 #: The default application name, as in Ray Serve.
 DEFAULT_APPLICATION = "default"
 #: Maximum size of a body; a valid one has less than fifty bytes.
-MOST_BYTES = 4096
+MAX_BODY_BYTES = 4096
 #: Timeout of a request: a hanging controller is replaced after four seconds, and its successor gets four
 #: more.
 PATIENCE_S = 8.0
@@ -138,15 +138,15 @@ class ScaleHandler(RequestHandler):
 
     def data_received(self, chunk: bytes) -> None:
         # Excess bytes are read and dropped: a client that is still sending would not see the answer.
-        self._is_too_large = self._is_too_large or len(self._body) + len(chunk) > MOST_BYTES
+        self._is_too_large = self._is_too_large or len(self._body) + len(chunk) > MAX_BODY_BYTES
         if not self._is_too_large:
             self._body += chunk
 
     async def post(self, instance: str, application: str, backend: str) -> None:
-        self._refuse_other_pages()
+        self._refuse_cross_site()
         try:
             if self._is_too_large:
-                raise BadRequestError(f"the body has more than {MOST_BYTES} bytes")
+                raise BadRequestError(f"the body has more than {MAX_BODY_BYTES} bytes")
             if application not in (DEFAULT_APPLICATION, backend):
                 raise NotFoundError(
                     f"There is no application {application!r}; use the deployment's name or "
@@ -158,7 +158,7 @@ class ScaleHandler(RequestHandler):
         else:
             self._answer(200, {KEY: number, "message": f"{backend} is to have {number} replicas."})
 
-    def _refuse_other_pages(self) -> None:
+    def _refuse_cross_site(self) -> None:
         """Refuse cross-site requests of browsers, which are harmful even without a readable answer."""
         origin = self.request.headers.get("Origin")
         if origin is not None and urlsplit(origin).netloc != self.request.host:

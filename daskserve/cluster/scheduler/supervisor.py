@@ -108,7 +108,7 @@ class Supervisor(SchedulerPlugin):
         scheduler.handlers[SPLICE_OP] = self._splices.accept
         # The program that registered it may be interrupted or killed before it starts an instance.
         self._unused = asyncio.get_running_loop().call_later(
-            UNUSED_S, lambda: self._tasks.spawn(self._leave_if_unused())
+            UNUSED_S, lambda: self._tasks.spawn(self._unregister_if_unused())
         )
 
     async def handle(self, verb: str, message: Mapping[str, Any], version: str) -> dict[str, Any]:
@@ -195,7 +195,7 @@ class Supervisor(SchedulerPlugin):
         try:
             opened = open_store(store, instance)
         except ServeError:
-            await self._leave_if_unused()
+            await self._unregister_if_unused()
             raise
         entry = Instance(instance, owner, owns_cluster, grace_s, payload, opened, start_id)
         self._instances[instance] = entry
@@ -225,7 +225,7 @@ class Supervisor(SchedulerPlugin):
             self._cancelled_starts.append(start_id)
         if entry is None:
             # A program that was interrupted between registering the supervisor and the start arrives here.
-            await self._leave_if_unused()
+            await self._unregister_if_unused()
             return True
         if start_id is not None and start_id != entry.start_id:
             return False
@@ -260,7 +260,7 @@ class Supervisor(SchedulerPlugin):
         await entry.store.close()
         async with self._lock:
             self._instances.pop(entry.name, None)
-        await self._leave_if_unused()
+        await self._unregister_if_unused()
 
     async def _find_controller(self, instance: InstanceName) -> dict[str, Any]:
         entry = self._known(instance)
@@ -400,7 +400,7 @@ class Supervisor(SchedulerPlugin):
         """Return whether an instance of this name runs and is not ending."""
         return instance in self._instances and not self._instances[instance].is_ending
 
-    async def _leave_if_unused(self) -> None:
+    async def _unregister_if_unused(self) -> None:
         async with self._lock:
             if not self._instances and not self._is_closed:
                 await self.close()

@@ -281,7 +281,7 @@ LASTING = (
 
 
 @contextlib.contextmanager
-def explained(url: str) -> Iterator[None]:
+def translated_errors(url: str) -> Iterator[None]:
     """Translate the errors of a file system into those of a store; `FileExistsError` passes through."""
     try:
         yield

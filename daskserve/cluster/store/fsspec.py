@@ -40,7 +40,7 @@ from dataclasses import dataclass
 from urllib.parse import quote
 
 from daskserve.cluster.store.errors import StoreUnavailableError, check_format, stale
-from daskserve.cluster.store.folders import Folder, connect, explained
+from daskserve.cluster.store.folders import Folder, connect, translated_errors
 from daskserve.cluster.store.journal import (
     FORMAT,
     Change,
@@ -145,7 +145,7 @@ class FsspecStore(ThreadedStore):
     # Lifecycle
 
     def do_open(self) -> None:
-        with explained(self.url):
+        with translated_errors(self.url):
             self._connected = self._connect()
             self._folder.prepare(FOLDERS)
             if not self._check_format():
@@ -170,7 +170,7 @@ class FsspecStore(ThreadedStore):
     # Reading
 
     def do_load(self) -> Mapping[str, bytes]:
-        with explained(self.url):
+        with translated_errors(self.url):
             self._refresh_epoch()
             return dict(self._known().records)
 
@@ -259,7 +259,7 @@ class FsspecStore(ThreadedStore):
     # Writing
 
     def do_commit(self, epoch: int, records: Mapping[str, bytes | None]) -> None:
-        with explained(self.url):
+        with translated_errors(self.url):
             self._refuse_stale(epoch)
             if epoch > self._seen_epoch:
                 self._take_epoch(epoch)
@@ -293,11 +293,11 @@ class FsspecStore(ThreadedStore):
     # Epochs
 
     def do_newest_epoch(self) -> int:
-        with explained(self.url):
+        with translated_errors(self.url):
             return self._refresh_epoch()
 
     def do_claim_epoch(self) -> int:
-        with explained(self.url):
+        with translated_errors(self.url):
             self._check_format()
             # Epoch objects may be lost; the names of changes and snapshots also carry epochs.
             written = max(
@@ -349,7 +349,7 @@ class FsspecStore(ThreadedStore):
             return
         # Reset first: after a failure, the next attempt waits until the journal has grown as much again.
         journal.objects = journal.size = 0
-        with explained(self.url):
+        with translated_errors(self.url):
             if journal.last == journal.sound or not self._write_snapshot(journal):
                 return
             covered, journal.sound = journal.sound, journal.last
@@ -375,6 +375,6 @@ class FsspecStore(ThreadedStore):
     def _remove(self, names: list[str]) -> None:
         """Remove objects in batches, so that commits can run in between."""
         if names and not self.is_closing:
-            with explained(self.url):
+            with translated_errors(self.url):
                 self._folder.remove(names[:REMOVE_AT_ONCE])
             self.post(lambda: self._remove(names[REMOVE_AT_ONCE:]))

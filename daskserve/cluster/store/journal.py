@@ -129,8 +129,8 @@ def decode_change(url: str, data: bytes) -> Change:
     header, frames = _header(url, data, "change")
     records: dict[str, bytes | None] = {}
     for _ in range(header["count"]):
-        key = _whole(next(frames, None))
-        records[key[1:].decode()] = None if key[:1] == b"-" else _whole(next(frames, None))
+        key = _undamaged(next(frames, None))
+        records[key[1:].decode()] = None if key[:1] == b"-" else _undamaged(next(frames, None))
     return Change(Position(*header["position"]), Position(*header["after"]), records)
 
 
@@ -161,7 +161,7 @@ def _header(url: str, data: bytes, kind: str) -> tuple[dict[str, Any], Iterator[
     if not data.startswith(MAGIC):
         raise DamagedError("it is empty" if not data else "it does not start with daskserve's magic line")
     frames = _frames(data)
-    header: dict[str, Any] = msgpack.unpackb(_whole(next(frames, None)))
+    header: dict[str, Any] = msgpack.unpackb(_undamaged(next(frames, None)))
     check_format(url, header["format"], FORMAT)
     if header["kind"] != kind:
         raise DamagedError(f"it holds a {header['kind']}, not a {kind}")
@@ -181,7 +181,7 @@ def _frames(data: bytes) -> Iterator[bytes | None]:
         offset += length
 
 
-def _whole(frame: bytes | None) -> bytes:
+def _undamaged(frame: bytes | None) -> bytes:
     if frame is None:
         raise DamagedError("its contents are cut off or altered")
     return frame

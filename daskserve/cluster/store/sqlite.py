@@ -92,7 +92,7 @@ class SqliteStore(ThreadedStore):
                 f"The store {self.url} cannot be opened: there is no folder {path.parent} on the scheduler's "
                 "machine. Create it or use another file."
             )
-        with self._explained():
+        with self._translated_errors():
             self._connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
             # A damaged key must not prevent reading the other records; the checksum detects it.
             self._connection.text_factory = lambda data: data.decode("utf-8", "surrogateescape")
@@ -146,7 +146,7 @@ class SqliteStore(ThreadedStore):
     # Records
 
     def do_load(self) -> Mapping[str, bytes]:
-        with self._explained():
+        with self._translated_errors():
             try:
                 rows = self._db.execute(
                     "SELECT rowid, key, value, crc FROM daskserve_records WHERE instance = ?",
@@ -198,7 +198,7 @@ class SqliteStore(ThreadedStore):
                 db.execute("DELETE FROM daskserve_records WHERE rowid = ?", (rowid,))
 
     def _note_problems(self, unreadable: Mapping[str, str]) -> None:
-        with self._explained():
+        with self._translated_errors():
             aside = self._db.execute(
                 "SELECT key, reason FROM daskserve_aside WHERE instance = ?", (self.instance,)
             ).fetchall()
@@ -224,7 +224,7 @@ class SqliteStore(ThreadedStore):
     # Epochs
 
     def do_newest_epoch(self) -> int:
-        with self._explained():
+        with self._translated_errors():
             return self._epoch(self._db)
 
     def do_claim_epoch(self) -> int:
@@ -249,7 +249,7 @@ class SqliteStore(ThreadedStore):
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         db = self._db
-        with self._explained():
+        with self._translated_errors():
             db.execute("BEGIN IMMEDIATE")
             try:
                 yield db
@@ -260,13 +260,13 @@ class SqliteStore(ThreadedStore):
                 raise
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _translated_errors(self) -> Iterator[None]:
         try:
             yield
         except sqlite3.Error as error:
-            raise self._explain(error) from error
+            raise self._translate(error) from error
 
-    def _explain(self, error: sqlite3.Error) -> ServeError:
+    def _translate(self, error: sqlite3.Error) -> ServeError:
         name = _name_of(error)
         for kinds, error_class in ((PASSING, StoreUnavailableError), (LASTING, StoreError)):
             for beginning, remedy in kinds.items():

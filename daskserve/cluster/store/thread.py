@@ -155,9 +155,9 @@ class ThreadedStore(abc.ABC):
         """Queue a job behind the work submitted so far. Call this in the store's thread."""
         thread = self._thread
         if thread is not None:
-            thread.submit(job).add_done_callback(self._note_end)
+            thread.submit(job).add_done_callback(self._log_failure)
 
-    def _note_end(self, ended: Future[None]) -> None:
+    def _log_failure(self, ended: Future[None]) -> None:
         if not ended.cancelled() and (error := ended.exception()) is not None:
             logger.error("Background work of store %s failed", self.url, exc_info=error)
 

@@ -43,7 +43,7 @@ def test_a_request_cancelled_while_its_connection_closes_raises_cancelled(turns:
     asyncio.run(main())
 
 
-class Deaf:
+class HidesCancellation:
     """A cluster whose calls turn cancellations into errors."""
 
     instance = "i"
@@ -68,7 +68,7 @@ class Deaf:
 
 def test_listening_ends_even_if_its_cancellation_is_swallowed() -> None:
     async def main() -> None:
-        cluster = Deaf()
+        cluster = HidesCancellation()
         listener = LongPollClient(cast(Cluster, cluster), LoopClock())
         await listener.start()
         listener.watch("routes", lambda value: None)

@@ -209,7 +209,7 @@ def test_an_end_without_an_answer_is_reported() -> None:
     play(scenario)
 
 
-class Odd(Exception):
+class NotPicklable(Exception):
     """An error that cannot be pickled."""
 
     def __init__(self) -> None:
@@ -222,7 +222,7 @@ class Odd(Exception):
     [
         (BadRequestError("no"), BadRequestError, "no"),
         (KeyError("k"), KeyError, "k"),
-        (Odd(), UserCodeError, "Odd: odd"),
+        (NotPicklable(), UserCodeError, "NotPicklable: odd"),
     ],
 )
 def test_handler_errors_reach_the_callback(error: Exception, kind: type[Exception], match: str) -> None:

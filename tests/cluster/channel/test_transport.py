@@ -330,7 +330,7 @@ def test_all_file_descriptors_are_closed(runner: asyncio.Runner) -> None:
     runner.run(main())
 
 
-class Bottomless:
+class EndlessSink:
     """A socket that accepts all bytes at once."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -351,7 +351,7 @@ def test_a_socket_that_accepts_everything_does_not_block_the_loop(runner: asynci
         with theirs:
             end = End(ours)
             await asyncio.sleep(0)
-            end.transport._socket = taking = Bottomless(ours)  # type: ignore[assignment]
+            end.transport._socket = taking = EndlessSink(ours)  # type: ignore[assignment]
             end.transport.post(to_serialize(bytes(8 * TURN_BYTES)))
             end.transport.flush()
             async with asyncio.timeout(DEADLINE_S):

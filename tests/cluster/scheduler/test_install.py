@@ -10,7 +10,7 @@ import pytest
 from daskserve.cluster.scheduler.install import start_instance
 
 
-class Careless:
+class SwallowsCancellation:
     """A link whose calls to the scheduler swallow a cancellation, as ``asyncio.wait_for`` may."""
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Careless:
 
 def test_a_swallowed_cancellation_does_not_start_an_instance() -> None:
     async def main() -> None:
-        link: Any = Careless()
+        link: Any = SwallowsCancellation()
         starting = asyncio.create_task(start_instance(link, "local", timeout_s=1.0))
         await asyncio.sleep(0)
         starting.cancel()

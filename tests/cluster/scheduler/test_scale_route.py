@@ -19,7 +19,7 @@ from tornado.web import RequestHandler
 
 from daskserve.cluster.scheduler import scale_route
 from daskserve.cluster.scheduler.controllers import Instance
-from daskserve.cluster.scheduler.scale_route import MOST_BYTES, ScaleRoute
+from daskserve.cluster.scheduler.scale_route import MAX_BODY_BYTES, ScaleRoute
 from daskserve.cluster.store.errors import StoreUnavailableError
 from daskserve.errors import ActorLostError, ExternalScalerDisabledError, NotFoundError, StaleEpochError
 from daskserve.types import ActorAddress
@@ -160,7 +160,7 @@ def test_each_kind_of_refusal_has_its_status() -> None:
 
 def test_a_body_that_is_too_large_is_refused() -> None:
     async def scenario(site: Site) -> None:
-        fitting = GOOD + b" " * (MOST_BYTES - len(GOOD))
+        fitting = GOOD + b" " * (MAX_BODY_BYTES - len(GOOD))
         assert (await site.send(fitting)).code == 200
         for body in (fitting + b" ", b" " * (10 << 20)):
             reply = await site.send(body)

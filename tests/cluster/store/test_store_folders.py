@@ -21,7 +21,7 @@ from daskserve.cluster.store.folders import (
     LocalFolder,
     RemoteFolder,
     connect,
-    explained,
+    translated_errors,
     has_conditional_put,
 )
 from daskserve.cluster.store.opening import StoreError, StoreUnavailableError
@@ -146,7 +146,7 @@ def test_old_temporary_files_are_removed_and_recent_ones_are_kept(disk: LocalFol
 
 def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "store").write_bytes(b"a file")
-    with pytest.raises(StoreError, match="must be a folder"), explained("u"):
+    with pytest.raises(StoreError, match="must be a folder"), translated_errors("u"):
         LocalFolder(tmp_path / "store" / "i").prepare(["txn"])
 
 
@@ -269,7 +269,7 @@ def test_unusable_urls_are_refused_with_the_reason(url: str, reason: str) -> Non
     ],
 )
 def test_errors_are_translated_and_name_the_store(error: Exception, expected: type[Exception]) -> None:
-    with pytest.raises(expected) as caught, explained("scheme://there"):
+    with pytest.raises(expected) as caught, translated_errors("scheme://there"):
         raise error
     if caught.value is not error:
         assert "scheme://there" in str(caught.value)

@@ -340,7 +340,7 @@ def test_errors_without_a_name_are_translated(path: Path) -> None:
         pass
 
     def fail() -> None:
-        with store._explained():
+        with store._translated_errors():
             raise Nameless("what it was")
 
     store = sqlite_store(path)
