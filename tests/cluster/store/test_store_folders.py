@@ -21,8 +21,8 @@ from daskserve.cluster.store.folders import (
     LocalFolder,
     RemoteFolder,
     connect,
-    translated_errors,
     has_conditional_put,
+    translated_errors,
 )
 from daskserve.cluster.store.opening import StoreError, StoreUnavailableError
 
