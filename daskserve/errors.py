@@ -38,7 +38,15 @@ from typing import Any, ClassVar
 
 
 class ServeError(Exception):
-    """Root of all errors that daskserve raises."""
+    """Root of all errors that daskserve raises.
+
+    Attributes
+    ----------
+    http_status : int
+        The status of the response to a request that fails with it.
+    is_retryable : bool
+        Whether the same request or call may succeed later. One that is not idempotent may have run.
+    """
 
     http_status: ClassVar[int] = 500
     is_retryable: ClassVar[bool] = False

@@ -88,3 +88,12 @@ def test_no_public_name_is_hidden_by_a_submodule() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
     assert done.stdout.strip() == "['errors', 'metrics']"
+
+
+def test_errors_say_whether_a_retry_may_help() -> None:
+    errors = serve.errors
+    for kind in (errors.BackPressureError, errors.UnavailableError, errors.ActorLostError):
+        assert kind("full").is_retryable
+    assert errors.RequestTimeoutError("late").is_retryable
+    for kind in (errors.ServeError, errors.BadRequestError, errors.NotFoundError, errors.UserCodeError):
+        assert not kind("wrong").is_retryable

@@ -109,11 +109,6 @@ class LatencyHistogram(HistogramCounts):
     def __init__(self) -> None:
         super().__init__(LATENCY_BUCKETS_S)
 
-    @property
-    def sum_s(self) -> float:
-        """Sum of the durations, in seconds."""
-        return self.sum
-
 
 def cause_of(error: BaseException) -> str:
     """Return the cause of a failed request, one of the values of `CAUSES`."""

@@ -28,7 +28,7 @@ def test_a_bound_is_inclusive_and_the_last_bucket_is_unbounded() -> None:
     counts = latency.counts
     assert (counts[0], counts[1], counts[-2], counts[-1]) == (2, 1, 1, 1)
     assert sum(counts) == latency.count == 5
-    assert latency.sum_s == pytest.approx(121.00021)
+    assert latency.sum == pytest.approx(121.00021)
 
 
 def test_a_copy_does_not_change_with_the_original() -> None:

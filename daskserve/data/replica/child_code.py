@@ -24,13 +24,13 @@ from daskserve.data.replica.answer import Answer
 from daskserve.data.replica.autoscaling_stats import ChildStats
 from daskserve.data.replica.child_figures import ToldFigures, keep_asking_for_figures
 from daskserve.data.replica.child_runner import ChildRunner
+from daskserve.data.replica.interpreters import find_interpreter
 from daskserve.data.replica.slots import Slots
 from daskserve.data.replica.user_code import CLOSE_GRACE_S
 from daskserve.errors import ActorLostError, BadRequestError, ReplicaStartError
 from daskserve.figures.replica import ReplicaFigures
 from daskserve.figures.table import MetricSample
 from daskserve.figures.user import UserSample
-from daskserve.options.environment import find_interpreter
 from daskserve.starts import ReplicaStart
 from daskserve.types import Envelope, EnvelopeKind, Load, Message, Receive, Send
 
