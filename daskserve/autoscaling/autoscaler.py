@@ -119,7 +119,7 @@ class Autoscaler:
         """Use new options from now on, and keep the metrics. A policy that does not load changes nothing."""
         loaded = load_policy(config, policy)
         for warning in config.warnings():
-            logger.warning("backend %s: autoscaling: %s", self.name, warning)
+            logger.warning("Backend %s: autoscaling: %s", self.name, warning)
         self.config = config
         self._bounds = Bounds.of(config)
         self._policy = loaded
@@ -319,7 +319,7 @@ class Autoscaler:
     def _failed(self, context: AutoscalingContext, error: Exception) -> ScalingStep:
         """Return a step that keeps the target, within the bounds, after the policy failed."""
         if repr(error) != self._logged:
-            logger.error("backend %s: the autoscaling policy failed", self.name, exc_info=error)
+            logger.error("Backend %s: the autoscaling policy failed", self.name, exc_info=error)
             self._logged = repr(error)
         decision = Decision(
             context.target_num_replicas,

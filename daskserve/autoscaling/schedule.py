@@ -17,7 +17,7 @@ BOUNDS = ("min_replicas", "max_replicas")
 
 @dataclass(frozen=True, slots=True)
 class ScheduleEntry:
-    """The bounds that apply from the times of one cron line until the time of another line."""
+    """The bounds that apply from the times of one cron expression until the time of another one."""
 
     line: CronLine
     least: int
@@ -27,26 +27,26 @@ class ScheduleEntry:
 def scheduled(
     schedule: Mapping[str, Any], timezone: str = "UTC", policy: Callable[..., Any] | None = None
 ) -> Policy:
-    """Return a policy that follows a schedule of cron lines.
+    """Return a policy that follows a schedule of cron expressions.
 
     Parameters
     ----------
     schedule : mapping
-        Maps lines such as ``"0 8 * * mon-fri"`` to a number of replicas, or to a dict with ``min_replicas``,
-        ``max_replicas`` or both. Each entry applies until the time of another line.
+        Maps cron expressions such as ``"0 8 * * mon-fri"`` to a number of replicas, or to a dict with
+        ``min_replicas``, ``max_replicas`` or both. Each entry applies until the time of another entry.
     timezone : str
-        Time zone of the lines, such as ``Europe/Berlin``.
+        Time zone of the expressions, such as ``Europe/Berlin``.
     policy : callable, optional
         Decides between the bounds; a plain number of replicas is then the lower bound.
 
     Raises
     ------
     ValueError
-        A line, a number or the time zone is invalid.
+        An expression, a number or the time zone is invalid.
     """
     if not isinstance(schedule, Mapping) or not schedule:
         raise ValueError(
-            f"schedule is {schedule!r}; give a dict from cron lines to numbers of replicas, such as "
+            f"schedule is {schedule!r}; give a dict from cron expressions to numbers of replicas, such as "
             '{"0 8 * * mon-fri": 10, "0 18 * * *": 2}'
         )
     entries = [_entry(text, value) for text, value in schedule.items()]

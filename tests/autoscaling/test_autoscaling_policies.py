@@ -308,7 +308,7 @@ def test_an_invalid_schedule_is_refused(kwargs: dict[str, Any]) -> None:
         ("30 6 * jan,JUL *", "2024-03-08 09:04", "2024-01-31 06:30"),
     ],
 )
-def test_cron_lines_have_the_meaning_of_cron(line: str, at: str, last: str) -> None:
+def test_cron_expressions_have_the_meaning_of_cron(line: str, at: str, last: str) -> None:
     assert CronLine.parse(line).last_before(datetime.fromisoformat(at)) == datetime.fromisoformat(last)
 
 
@@ -332,7 +332,7 @@ def test_a_schedule_follows_the_wall_clock_when_daylight_saving_begins_and_ends(
 
 
 @given(st.text(max_size=20))
-def test_any_text_is_a_cron_line_or_a_value_error(text: str) -> None:
+def test_any_text_is_a_cron_expression_or_a_value_error(text: str) -> None:
     try:
         CronLine.parse(text)
     except ValueError:

@@ -85,7 +85,7 @@ class PrometheusQueries:
             self._values[name] = (value_of(body), at)
         except (OSError, ValueError) as error:
             if self._errors.get(name) != str(error):
-                logger.warning("query %r (%s) has no value: %s", name, text, error)
+                logger.warning("Query %r (%s) has no value: %s", name, text, error)
             self._errors[name] = str(error) or type(error).__name__
         else:
             self._errors.pop(name, None)
