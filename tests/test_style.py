@@ -34,7 +34,6 @@ SIZE_EXCEPTIONS: Mapping[str, str] = {
     "daskserve/cluster/store/sqlite.py:SqliteStore": "within the budget without its bases",
     "daskserve/control/changes.py:ChangingVerbs": "within the budget without its bases",
     "daskserve/control/controller.py:Controller": "within the budget without its bases",
-    "daskserve/data/batching/function.py:BatchedFunction": "within the budget without its bases",
 }
 #: ``"Name": "why two classes have it"``
 NAME_EXCEPTIONS: Mapping[str, str] = {

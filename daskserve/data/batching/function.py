@@ -125,6 +125,75 @@ class _Settings:
         return "\n".join(_describe_stack(task) for task in tasks if task.get_loop() is loop)
 
 
+class _BatchRunner:
+    """Runs the batches of one function."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        max_running: int,
+        size_fn: Callable[[list[Any]], float] | None,
+    ) -> None:
+        self.function = function
+        self.max_running = max_running
+        self.size_fn = size_fn
+        self.is_generator = inspect.isasyncgenfunction(function)
+
+    def make_queue(self, limits: BatchLimits) -> Queue:
+        """Return a queue for the running loop and the current replica."""
+        replica = current_replica.get()
+        figures = None if replica is None else replica.figures
+        queue: Queue = BatchQueue(
+            self._run_streams if self.is_generator else self._run,
+            limits,
+            max_running=self.max_running,
+            size_of=None if self.size_fn is None else self._size_of,
+            on_batch=None if figures is None else figures.batches_of(self.function.__name__).observe,
+        )
+        if figures is not None:
+            figures.watch_queue(queue)
+        return queue
+
+    def warn_if_unreachable(self, limits: BatchLimits) -> None:
+        """Warn about batches that are larger than what the current replica runs at a time."""
+        replica = current_replica.get()
+        wanted = limits.max_batch_size * self.max_running
+        # With a measure of the user's own, max_batch_size is no number of calls.
+        if replica is None or self.size_fn is not None or not replica.max_concurrent_queries:
+            return
+        if replica.max_concurrent_queries < wanted:
+            logger.warning(
+                "Batches of %s in backend %r may never fill: it runs %d requests at a time "
+                "(max_concurrent_queries), fewer than max_batch_size * max_concurrent_batches, which is %d.",
+                self.function.__qualname__,
+                replica.backend_tag,
+                replica.max_concurrent_queries,
+                wanted,
+            )
+
+    def _size_of(self, items: list[_Item]) -> float:
+        assert self.size_fn is not None
+        first = [item.args[0] if item.args else next(iter(item.kwargs.values())) for item in items]
+        return self.size_fn(first)
+
+    def _begin(self, items: Sequence[_Item]) -> Any:
+        # The batch is nobody's request: deadline and id of any one of them would be wrong for the others.
+        current_request.set(None)
+        first = items[0]
+        own = () if first.instance is None else (first.instance,)
+        columns = [list(column) for column in zip(*(item.args for item in items), strict=True)]
+        named = {name: [item.kwargs[name] for item in items] for name in first.kwargs}
+        return self.function(*own, *columns, **named)
+
+    async def _run(self, items: list[_Item]) -> list[Any]:
+        return as_results(self.function.__qualname__, await self._begin(items), len(items))
+
+    async def _run_streams(self, items: list[_Item]) -> list[Any]:
+        streams = [item.stream for item in items if item.stream is not None]
+        await pass_on(self.function.__qualname__, self._begin(items), streams)
+        return [END] * len(items)
+
+
 class BatchedFunction(_Settings):
     """What `batch` makes of a function; in a class, a method.
 
@@ -146,10 +215,8 @@ class BatchedFunction(_Settings):
         functools.update_wrapper(self, function)
         self._function = function
         self._own = _Owner(BatchLimits(max_batch_size, wait_s))
-        self._max_concurrent_batches = max_concurrent_batches
-        self._batch_size_fn = batch_size_fn
+        self._runner = _BatchRunner(function, max_concurrent_batches, batch_size_fn)
         self._is_method = is_method
-        self._is_generator = inspect.isasyncgenfunction(function)
         self._signature = inspect.signature(function)
         self._owners: dict[int, _Owner] = {}
         #: Numbers of arguments that the function is known to take, if none has a name.
@@ -169,8 +236,8 @@ class BatchedFunction(_Settings):
             self._function,
             limits.max_batch_size,
             limits.wait_s,
-            self._max_concurrent_batches,
-            self._batch_size_fn,
+            self._runner.max_running,
+            self._runner.size_fn,
             self._is_method,
         )
 
@@ -228,7 +295,7 @@ class BatchedFunction(_Settings):
     ) -> Coroutine[Any, Any, Any] | AsyncIterator[Any]:
         """Start a call of an instance."""
         key, args, kwargs = self._arrange(instance, args, kwargs)
-        if self._is_generator:
+        if self._runner.is_generator:
             return self._stream(owner, _Item(instance, args, kwargs, BatchStream()), key)
         return self._submit(owner, _Item(instance, args, kwargs, None), key)
 
@@ -256,43 +323,8 @@ class BatchedFunction(_Settings):
     def _queue(self, owner: _Owner) -> Queue:
         if owner.is_unchecked:
             owner.is_unchecked = False
-            self._warn_if_unreachable(owner.limits)
-        return owner.queue(self._make_queue)
-
-    def _make_queue(self, limits: BatchLimits) -> Queue:
-        replica = current_replica.get()
-        figures = None if replica is None else replica.figures
-        queue: Queue = BatchQueue(
-            self._run_streams if self._is_generator else self._run,
-            limits,
-            max_running=self._max_concurrent_batches,
-            size_of=None if self._batch_size_fn is None else self._size_of,
-            on_batch=None if figures is None else figures.batches_of(self.__name__).observe,
-        )
-        if figures is not None:
-            figures.watch_queue(queue)
-        return queue
-
-    def _size_of(self, items: list[_Item]) -> float:
-        assert self._batch_size_fn is not None
-        first = [item.args[0] if item.args else next(iter(item.kwargs.values())) for item in items]
-        return self._batch_size_fn(first)
-
-    def _warn_if_unreachable(self, limits: BatchLimits) -> None:
-        replica = current_replica.get()
-        wanted = limits.max_batch_size * self._max_concurrent_batches
-        # With a measure of the user's own, max_batch_size is no number of calls.
-        if replica is None or self._batch_size_fn is not None or not replica.max_concurrent_queries:
-            return
-        if replica.max_concurrent_queries < wanted:
-            logger.warning(
-                "Batches of %s in backend %r may never fill: it runs %d requests at a time "
-                "(max_concurrent_queries), fewer than max_batch_size * max_concurrent_batches, which is %d.",
-                self.__qualname__,
-                replica.backend_tag,
-                replica.max_concurrent_queries,
-                wanted,
-            )
+            self._runner.warn_if_unreachable(owner.limits)
+        return owner.queue(self._runner.make_queue)
 
     def _arrange(
         self, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -310,25 +342,6 @@ class BatchedFunction(_Settings):
             if not kwargs:
                 self._fitting_counts |= {len(args)}
         return (len(args), tuple(sorted(kwargs))), args, kwargs
-
-    # ---- batches
-
-    def _begin(self, items: Sequence[_Item]) -> Any:
-        # The batch is nobody's request: deadline and id of any one of them would be wrong for the others.
-        current_request.set(None)
-        first = items[0]
-        own = () if first.instance is None else (first.instance,)
-        columns = [list(column) for column in zip(*(item.args for item in items), strict=True)]
-        named = {name: [item.kwargs[name] for item in items] for name in first.kwargs}
-        return self._function(*own, *columns, **named)
-
-    async def _run(self, items: list[_Item]) -> list[Any]:
-        return as_results(self.__qualname__, await self._begin(items), len(items))
-
-    async def _run_streams(self, items: list[_Item]) -> list[Any]:
-        streams = [item.stream for item in items if item.stream is not None]
-        await pass_on(self.__qualname__, self._begin(items), streams)
-        return [END] * len(items)
 
 
 class BoundBatch(_Settings):
