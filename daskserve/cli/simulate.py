@@ -50,10 +50,10 @@ def _config_options(command: CommandT) -> CommandT:
                 metavar="OPTION=VALUE",
                 help="Another option of AutoscalingConfig. May be repeated.",
             ),
-            click.option("--target", type=float, help="target_ongoing_requests."),
-            click.option("--min", "min_replicas", type=int, help="min_replicas."),
-            click.option("--max", "max_replicas", type=int, help="max_replicas.  [default: 100]"),
-            click.option("--initial", "initial_replicas", type=int, help="initial_replicas."),
+            click.option("--target", type=float, help="The option target_ongoing_requests."),
+            click.option("--min", "min_replicas", type=int, help="The option min_replicas."),
+            click.option("--max", "max_replicas", type=int, help="The option max_replicas.  [default: 100]"),
+            click.option("--initial", "initial_replicas", type=int, help="The option initial_replicas."),
         ]
     ):
         command = option(command)

@@ -90,7 +90,7 @@ class _ScaledBackend:
 
 
 class Scaler:
-    """See the module.
+    """Runs the policies of all autoscaled backends; see the module.
 
     Parameters
     ----------

@@ -1,7 +1,6 @@
-"""A real instance in this process, whose time passes faster: what takes seconds takes milliseconds.
+"""A real instance in this process on a faster clock, so that tests with delays of seconds are short.
 
-User code runs in threads and so in real time. Virtual time would run past it; time that is only faster does
-not.
+User code runs in threads, in real time. Virtual time would outrun it; a clock that is only faster does not.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from typing import Any
 import daskserve as serve
 from daskserve.testing import _instance_on, _loop_in_thread
 
-#: Enough to be quick, and few enough that a busy machine misses no probe.
+#: Speed of the clock: fast enough for short tests, slow enough that health checks pass on a busy machine.
 SPEED = 10
-#: In real time.
-PATIENCE_S = 20.0
+#: Timeout of `poll_for`, in real time.
+TIMEOUT_S = 20.0
 
 
 class _QuickSelector(selectors.DefaultSelector):
@@ -47,8 +46,8 @@ def quick_instance(
 
 
 def poll_for(condition: Callable[[], Any], *, what: Callable[[], str]) -> Any:
-    """Return the condition's first true value; fail with ``what`` it is otherwise."""
-    deadline = time.monotonic() + PATIENCE_S
+    """Return the condition's first true value; fail with the text of ``what`` after `TIMEOUT_S`."""
+    deadline = time.monotonic() + TIMEOUT_S
     while not (found := condition()):
         assert time.monotonic() < deadline, what()
         time.sleep(0.005)
