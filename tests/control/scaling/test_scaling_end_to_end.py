@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from json_api import json_api
-from quick_instance import PATIENCE_S, explained, poll_for, quick_instance, running
+from quick_instance import TIMEOUT_S, explained, poll_for, quick_instance, running
 
 import daskserve as serve
 
@@ -50,7 +50,7 @@ def answer(request: Any = None) -> str:
 def get(client: serve.Client, path: str, **headers: str) -> tuple[int, str]:
     (url,) = client.http_urls()
     parts = urlsplit(url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port or 0, timeout=PATIENCE_S)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port or 0, timeout=TIMEOUT_S)
     try:
         connection.request(
             "GET", path, headers={name.replace("_", "-"): text for name, text in headers.items()}
@@ -81,7 +81,7 @@ def test_a_python_call_wakes_a_backend_at_zero(client: serve.Client) -> None:
     handle = client.get_handle("e")
     assert running(client) == 0
     responses = [handle.remote() for _ in range(20)]
-    assert {each.result(PATIENCE_S) for each in responses} == {"done"}
+    assert {each.result(TIMEOUT_S) for each in responses} == {"done"}
     poll_for(lambda: not client.status().replicas("b"), what=lambda: explained(client))
 
 
@@ -179,7 +179,7 @@ def test_statistics_of_user_code_decide(client: serve.Client, tmp_path: Path, is
     file.write_text("hang")
     wait_for("none of 3 replicas reports backlog")
     assert client.status().backends["b"].wanted == 3
-    assert client.get_handle("e").remote().result(PATIENCE_S) == "done"
+    assert client.get_handle("e").remote().result(TIMEOUT_S) == "done"
     file.write_text("4")
     poll_for(lambda: running(client) == 1, what=lambda: explained(client))
     assert not client.status().unresponsive_workers
@@ -243,7 +243,7 @@ def test_the_target_capacity_scales_all_backends() -> None:
         assert code == 503
         assert "the target capacity of its instance is 0 %" in body
         with pytest.raises(serve.errors.UnavailableError, match="target capacity"):
-            client.get_handle("e").remote().result(PATIENCE_S)
+            client.get_handle("e").remote().result(TIMEOUT_S)
         assert {each.status for each in client.status().backends.values()} == {"HEALTHY"}
         client.set_target_capacity(100)
         assert get(client, "/e")[0] == 200
