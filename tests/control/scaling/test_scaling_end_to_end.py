@@ -1,4 +1,4 @@
-"""Autoscaling with real controllers, routers and replicas, in one process and in quick time."""
+"""Autoscaling with real controllers, routers and replicas, in one process and on a faster clock."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_request_at_zero_that_times_out_gets_408() -> None:
         client.delete_backend("b", force=True)
 
 
-# ---- what decides
+# ---- policies
 
 
 def test_a_user_policy_runs_in_the_controller(client: serve.Client) -> None:
@@ -110,7 +110,7 @@ def test_a_user_policy_runs_in_the_controller(client: serve.Client) -> None:
 
 @contextmanager
 def prometheus(values: dict[str, float]) -> Iterator[str]:
-    """Answer as Prometheus does, with the value of the expression that is asked for."""
+    """Run a server that answers like Prometheus, with the value of the requested expression."""
 
     def reply(path: str, headers: Message) -> tuple[int, Any]:
         result = [{"metric": {}, "value": [time.time(), str(values[path.partition("query=")[2]])]}]
@@ -141,7 +141,7 @@ def test_a_prometheus_query_decides(client: serve.Client) -> None:
 
 
 def measuring(file: Path) -> Any:
-    """Return a class that tells a number of its own, which stands in a file, and hangs while "hang" does."""
+    """Return a class that reports the number in a file as a custom metric, and hangs if the file says so."""
 
     class Measuring:
         async def record_autoscaling_stats(self) -> dict[str, float]:
