@@ -1,6 +1,6 @@
 """Serve a digit classifier on a local Dask cluster and measure it: ``make demo``.
 
-Starts a cluster, deploys two replicas of `app.Digits`, posts every held-out image over HTTP, compares the
+Starts a cluster and deploys two replicas of `app.Digits`. Posts every held-out image over HTTP, compares the
 answers with those of the same model in this process, and keeps serving until Ctrl-C.
 """
 
