@@ -127,11 +127,11 @@ class Answer:
     unfinished: Unfinished | None = None
     #: Why the caller gets no answer.
     error: Exception | None = None
-    #: The run under way, unless it is a batch's.
+    #: Its own run under way, which holds the slot.
     run: CodeRun | None = None
     #: What user code returned.
     value: Any = None
-    #: How many runs hold the slot: its own, or that of a batch.
+    #: How many runs of others hold the slot: that of its batch.
     holds = 0
     _began = 0.0
 
@@ -189,7 +189,6 @@ class Answer:
     def run_ended(self, value: Any, error: Exception | None) -> None:
         """User code has ended, or one step of it."""
         self.run = None
-        self.holds -= 1
         if self.state == CANCELLED:
             self._free_if_ended()
             return
@@ -225,7 +224,7 @@ class Answer:
         if self.state == WAITING:
             self._close(REFUSED)
         elif self.state in OPEN_STATES:
-            self._close(ABORTED if self.holds else FAILED)
+            self._close(FAILED if self.run is None and not self.holds else ABORTED)
 
     def leave(self, now: float | None = None) -> None:
         """The caller has left, or the deadline has passed: cancel user code. Nobody gets an answer.
@@ -239,7 +238,7 @@ class Answer:
     # ---- for the kinds of request
 
     def hold(self) -> None:
-        """Keep the slot until the same number of `run_ended`, or of `let_go`."""
+        """Keep the slot until `let_go`, for a run that is not the request's own."""
         self.holds += 1
 
     def let_go(self) -> None:
@@ -278,15 +277,16 @@ class Answer:
         else:
             self.figures.failed += 1
         self.figures.latency.observe(stopwatch() - self._began)
-        self.release()
         if self.state == DONE:
+            self.release()
             self.slots.free()
-        else:
-            if self.run is not None:
-                self.run.cancel()
-            self._free_if_ended()
+            return
+        if self.run is not None:
+            self.run.cancel()  # first: code that reads is to be cancelled, not told of a disconnect
+        self.release()
+        self._free_if_ended()
 
     def _free_if_ended(self) -> None:
-        if not self.holds and self.state == CANCELLED:
+        if self.state == CANCELLED and self.run is None and not self.holds:
             self._move(ENDED)
             self.slots.free()

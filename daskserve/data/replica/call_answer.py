@@ -28,13 +28,22 @@ class CallAnswer(LocalAnswer):
         self.runs_in_task = self.is_in_task and envelope.deadline is None
         answer: Any = servable.answer_call if method.is_async else servable.answer_call_in_thread
         context = self._new_context()
-        self._run_code(method.is_async, answer, (method, envelope.head, envelope.payload), context)
+        self.run = self.wall.start(
+            method.is_async,
+            answer,
+            (method, envelope.head, envelope.payload),
+            context,
+            self,
+            self.runs_in_task,
+        )
         return None
 
     def go_on(self, unfinished: Unfinished) -> None:
         # A copy, because the run before may not quite have left its context yet.
         finish = self._code.servable.finish_call
-        self._run_code(True, finish, (self._method, unfinished.result), self._context.copy())
+        self.run = self.wall.start(
+            True, finish, (self._method, unfinished.result), self._context.copy(), self, self.runs_in_task
+        )
 
     def message(self, value: Any) -> Message | None:
         return {"type": "call.result", "payload": value}
@@ -58,11 +67,18 @@ class StreamAnswer(CallAnswer):
                 f"{code.servable.describe(method)} takes batches of requests and cannot be called with "
                 "stream=True."
             )
-        self.pipe = open_pipe(code.wall, "call", receive, send)
+        self.pipe = open_pipe(self.wall, "call", receive, send)
         self.pipe.owner = self
         parts = (code.servable, method, envelope.head, envelope.payload, self.pipe)
         context = self._new_context()
-        self._run_code(method.is_async, stream if method.is_async else stream_in_thread, parts, context)
+        self.run = self.wall.start(
+            method.is_async,
+            stream if method.is_async else stream_in_thread,
+            parts,
+            context,
+            self,
+            self.runs_in_task,
+        )
         return None
 
     def go_on(self, unfinished: Unfinished) -> None:
@@ -70,7 +86,7 @@ class StreamAnswer(CallAnswer):
         is_plain = isinstance(unfinished.result, Iterator)
         finish: Any = finish_stream_in_thread if is_plain else finish_stream
         parts = (self._code.servable.describe(self._method), unfinished.result, self.pipe)
-        self._run_code(not is_plain, finish, parts, self._context.copy())
+        self.run = self.wall.start(not is_plain, finish, parts, self._context.copy(), self, self.runs_in_task)
 
     def message(self, value: Any) -> Message | None:
         return None

@@ -42,7 +42,7 @@ async def carry(answer: Answer, receive: Receive, send: Send, clock: Clock) -> L
                 await preparing
         elif answer.pipe is not None:
             answer.pipe.connect(receive, send)
-        if answer.holds or answer.pipe is not None or answer.unfinished is not None:
+        if answer.run is not None or answer.pipe is not None or answer.unfinished is not None:
             await _settle(answer)
         if answer.error is not None:
             _raise_error(answer)
@@ -81,8 +81,8 @@ async def _settle(answer: Answer) -> None:
             return
         elif answer.unfinished is not None:
             _take_next_step(answer)
-        elif answer.holds:
-            code = None if answer.run is None else answer.run.drive()
+        elif answer.run is not None:
+            code = answer.run.drive()
             await (waiting.wait() if code is None else code)
         else:
             return

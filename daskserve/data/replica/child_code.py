@@ -56,7 +56,6 @@ class ForwardedAnswer(Answer):
         envelope = self.envelope if self.envelope.patience is None else replace(self.envelope, patience=None)
         parts = (self.figures.handled, envelope, receive, send)  # as many as there were are its number
         self.run = runner.start(child.request, parts, contextvars.copy_context(), self)
-        self.holds += 1
         return None
 
     def message(self, value: Load) -> Message | None:

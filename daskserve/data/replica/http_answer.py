@@ -46,12 +46,17 @@ class HTTPAnswer(LocalAnswer):
         pipe = self.pipe or self._open_pipe(None)
         result, is_debug = unfinished.result, self._code.servable.is_debug
         if unfinished.needs_thread:
-            self._run_code(False, finish_in_thread, (result, pipe, is_debug), context)
+            self.run = self.wall.start(
+                False, finish_in_thread, (result, pipe, is_debug), context, self, self.runs_in_task
+            )
         else:
-            self._run_code(True, finish, (self._scope, pipe, result, is_debug), context)
+            self.run = self.wall.start(
+                True, finish, (self._scope, pipe, result, is_debug), context, self, self.runs_in_task
+            )
 
     def message(self, value: ConvertedResponse) -> Message | None:
-        self.figures.failed += value.is_failure
+        if value.is_failure:
+            self.figures.failed += 1
         return value.message
 
     def release(self) -> None:
@@ -87,22 +92,36 @@ class HTTPAnswer(LocalAnswer):
         context = self._new_context()
         if method.is_asgi:
             pipe = self._open_pipe(first or _no_body())
-            self._run_code(True, code.servable.answer_app, (scope, pipe), context)
+            self.run = self.wall.start(
+                True, code.servable.answer_app, (scope, pipe), context, self, self.runs_in_task
+            )
         elif not method.is_async:
             pipe = self._open_pipe(first or _no_body())
-            self._run_code(
-                False, code.servable.answer_http_in_thread, (method, scope, pipe.receive, body), context
+            self.run = self.wall.start(
+                False,
+                code.servable.answer_http_in_thread,
+                (method, scope, pipe.receive, body),
+                context,
+                self,
+                self.runs_in_task,
             )
         else:
-            if body is not None and self.runs_in_task and code.wall.is_on_worker_loop:
+            if body is not None and self.runs_in_task and self.wall.is_on_worker_loop:
                 receive: Receive | None = self._receive
             else:
                 receive = self._open_pipe(first or _no_body()).receive
-            self._run_code(True, code.servable.answer_http, (method, scope, receive, body), context)
+            self.run = self.wall.start(
+                True,
+                code.servable.answer_http,
+                (method, scope, receive, body),
+                context,
+                self,
+                self.runs_in_task,
+            )
 
     def _open_pipe(self, first: Message | None) -> MessagePipe:
         kind = self._scope["type"]
-        pipe = self.pipe = open_pipe(self._code.wall, kind, self._receive, self._send, first)
+        pipe = self.pipe = open_pipe(self.wall, kind, self._receive, self._send, first)
         pipe.is_body_assumed = first is not None and not self.envelope.has_body
         pipe.owner = self
         if kind == "websocket":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextvars import Context
 from typing import Any
 
@@ -69,22 +69,12 @@ class LocalAnswer(Answer):
         # All that `Answer` does, without another call for each request.
         self.envelope = envelope
         self._code = code
+        self.wall = code.wall
         self.slots = code.slots
         self.figures = code.figures
 
     def _new_context(self) -> Context:
         """Return the context in which user code answers the request: a copy of the replica's."""
-        self._context = context = self._code.wall.context.copy()
+        self._context = context = self.wall.context.copy()
         context.run(current_request.set, request_context(self.envelope))
         return context
-
-    def _run_code(
-        self, is_async: bool, function: Callable[..., Any], args: tuple[Any, ...], context: Context
-    ) -> None:
-        """Start user code, or its next step."""
-        self.holds += 1
-        try:
-            self.run = self._code.wall.start(is_async, function, args, context, self, self.runs_in_task)
-        except BaseException:
-            self.holds -= 1
-            raise

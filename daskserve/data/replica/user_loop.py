@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Callable
 from contextvars import Context
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from daskserve.data.replica.runner import CodeRun, RunListener, reportable
 from daskserve.data.replica.user_threads import wait_for_event
@@ -20,28 +20,44 @@ logger = logging.getLogger("daskserve.replica")
 Post: TypeAlias = Callable[..., None]
 
 
+class LoopPlace(Protocol):
+    """An event loop that runs code, and the ways to it and back to the worker's loop."""
+
+    loop: asyncio.AbstractEventLoop
+    runs: set[CodeRun]
+    to_user: Post
+    to_worker: Post
+
+
 class LoopRun(CodeRun):
-    """A coroutine function in a task of its own, on whatever loop its posts lead to."""
+    """A coroutine function in a task of its own."""
 
-    __slots__ = ("_loop", "_task", "_to_user", "_to_worker")
+    __slots__ = ("_place", "_task")
 
-    def begin(self, loop: asyncio.AbstractEventLoop, to_user: Post, to_worker: Post) -> None:
-        self._loop = loop
-        self._to_user = to_user
-        self._to_worker = to_worker
+    def __init__(
+        self,
+        place: LoopPlace,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        context: Context,
+        listener: RunListener,
+    ) -> None:
+        super().__init__(place.runs, function, args, context, listener)
+        self._place = place
         self._task: asyncio.Task[None] | None = None
-        to_user(self._begin)
+        place.runs.add(self)
+        place.to_user(self._begin)
 
     def _stop(self) -> None:
-        self._to_user(self._cancel)
+        self._place.to_user(self._cancel)
 
     # ---- on the user's loop
 
     def _begin(self) -> None:
         if self.is_cancelled:
-            self._to_worker(self._end, None, None)
+            self._place.to_worker(self._end, None, None)
         else:
-            self._task = self._loop.create_task(self._run(), context=self._context)
+            self._task = self._place.loop.create_task(self._run(), context=self._context)
 
     def _cancel(self) -> None:
         if self._task is not None:
@@ -50,18 +66,18 @@ class LoopRun(CodeRun):
             self._task.add_done_callback(self._report_cancelled)
 
     def _report_cancelled(self, task: asyncio.Task[None]) -> None:
-        self._to_worker(self._end, None, None)
+        self._place.to_worker(self._end, None, None)
 
     async def _run(self) -> None:
         try:
             value = await self._function(*self._args)
         except BaseException as error:
-            self._to_worker(self._end, None, reportable(error))
+            self._place.to_worker(self._end, None, reportable(error))
             # A sys.exit() in a handler ends that request, not the loop that all the others run on.
             if not isinstance(error, (Exception, SystemExit, KeyboardInterrupt)):
                 raise
         else:
-            self._to_worker(self._end, value, None)
+            self._place.to_worker(self._end, value, None)
 
 
 class UserLoop:
@@ -72,7 +88,9 @@ class UserLoop:
         self.loop = new_event_loop()
         self.hop = Hop(self.loop)
         self.thread = threading.Thread(target=context.run, args=(self._main,), name=name, daemon=True)
-        self._to_worker = to_worker
+        self.to_user: Post = self.hop.post_soon
+        self.to_worker: Post = self._post_to_worker
+        self._worker = to_worker
         self._is_closing = False
         self._grace_s = 0.0
         self._ended = asyncio.Event()
@@ -81,17 +99,14 @@ class UserLoop:
         self, function: Callable[..., Any], args: tuple[Any, ...], context: Context, on_end: RunListener
     ) -> LoopRun:
         """Run a coroutine function in a task; see `daskserve.data.replica.runner.Runner`."""
-        run = LoopRun(self.runs, function, args, context, on_end)
-        self.runs.add(run)
-        run.begin(self.loop, self.hop.post_soon, self._post_to_worker)
-        return run
+        return LoopRun(self, function, args, context, on_end)
 
     def _post_to_worker(self, function: Callable[..., object], *args: Any) -> None:
         # What ends last on the user's loop has nothing behind it that could block that loop.
         if len(self.runs) > 1:
-            self._to_worker.post(function, *args)
+            self._worker.post(function, *args)
         else:
-            self._to_worker.post_soon(function, *args)
+            self._worker.post_soon(function, *args)
 
     async def close(self, grace_s: float) -> bool:
         """Cancel what runs, end the loop and its thread; return False if user code is stuck in it."""
@@ -116,7 +131,7 @@ class UserLoop:
         self.loop.run_until_complete(self.loop.shutdown_asyncgens())
         asyncio.set_event_loop(None)
         self.loop.close()
-        self._to_worker.post(self._ended.set)
+        self._worker.post(self._ended.set)
 
     def _cancel_tasks(self) -> None:
         tasks = asyncio.all_tasks(self.loop)

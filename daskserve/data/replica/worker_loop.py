@@ -15,7 +15,7 @@ from typing import Any
 
 from daskserve.context import current_request
 from daskserve.data.replica.runner import CodeRun, RunListener, reportable
-from daskserve.data.replica.user_loop import LoopRun
+from daskserve.data.replica.user_loop import LoopRun, Post
 from daskserve.loops.tasks import is_cancelling
 
 
@@ -96,17 +96,16 @@ class WorkerLoop:
     """Runs coroutine functions on the worker's event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, runs: set[CodeRun]) -> None:
-        self._loop = loop
-        self._runs = runs
+        self.loop = loop
+        self.runs = runs
+        self.to_user: Post = _call_here  # nothing has to be crossed
+        self.to_worker: Post = _call_here
 
     def start(
         self, function: Callable[..., Any], args: tuple[Any, ...], context: Context, on_end: RunListener
     ) -> CodeRun | None:
         """Run a coroutine function in a task of its own; see `daskserve.data.replica.runner.Runner`."""
-        run = LoopRun(self._runs, function, args, context, on_end)
-        self._runs.add(run)
-        run.begin(self._loop, _call_here, _call_here)
-        return run
+        return LoopRun(self, function, args, context, on_end)
 
     def enter(
         self, function: Callable[..., Any], args: tuple[Any, ...], context: Context, on_end: RunListener
@@ -127,8 +126,8 @@ class WorkerLoop:
                 raise
             on_end.run_ended(None, reportable(error))
             return None
-        run = TaskRun(self._runs, code, waits_for, context, on_end)
-        self._runs.add(run)
+        run = TaskRun(self.runs, code, waits_for, context, on_end)
+        self.runs.add(run)
         return run
 
 

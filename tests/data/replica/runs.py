@@ -92,7 +92,6 @@ class PipedAnswer(Answer):
         pipe.owner = self
 
     def begin(self, receive: Receive | None = None, send: Send | None = None) -> None:
-        self.holds += 1
         context = self._wall.context.copy()
         self.run = self._wall.start(self._is_async, self._function, (), context, self)
 

@@ -1,0 +1,317 @@
+"""The state machine of an answer: which event is allowed when, what is counted, and when the slot is free."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import itertools
+import pickle
+import re
+from collections.abc import Callable
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from runs import NoQueue
+
+from daskserve.clock import LoopClock
+from daskserve.data.replica import answer as answers
+from daskserve.data.replica.answer import (
+    CANCELLED,
+    DONE,
+    OPEN_STATES,
+    RUNNING,
+    STREAMING,
+    TRANSITIONS,
+    WAITING,
+    Answer,
+    Event,
+    InvalidAnswerTransition,
+    State,
+)
+from daskserve.data.replica.callers import TasklessCaller, carry
+from daskserve.data.replica.conversion import Unfinished
+from daskserve.data.replica.runner import CodeRun
+from daskserve.data.replica.slots import Slots
+from daskserve.errors import ActorLostError, ReplicaBusyError
+from daskserve.figures.replica import ReplicaFigures
+from daskserve.testing import run_virtual
+from daskserve.types import DONE as SENT
+from daskserve.types import Envelope, EnvelopeKind, Load, Message, Patience
+
+
+class ScriptedRun(CodeRun):
+    """Code that ends when the test says so."""
+
+    def __init__(self, listener: Any, *, ends_when_cancelled: bool = False) -> None:
+        super().__init__(set(), print, (), contextvars.copy_context(), listener)
+        self.stops = 0
+        self._ends_when_cancelled = ends_when_cancelled
+
+    def end(self, value: Any = None, error: Exception | None = None) -> None:
+        self._end(value, error)
+
+    def _stop(self) -> None:
+        self.stops += 1
+        if self._ends_when_cancelled:
+            self._end(None, None)
+
+
+class ScriptedAnswer(Answer):
+    """An answer whose user code is a `ScriptedRun`."""
+
+    def __init__(self, deadline: float | None = None, **options: Any) -> None:
+        figures = ReplicaFigures()
+        slots = Slots("b#AAAAAA", 1, NoQueue(), figures)
+        slots.is_open = True
+        super().__init__(Envelope(EnvelopeKind.CALL, {}, deadline=deadline), slots, figures)
+        self.options = options
+        self.code: ScriptedRun
+
+    def begin(self, receive: Any = None, send: Any = None) -> None:
+        self.run = self.code = ScriptedRun(self, **self.options)
+
+    def go_on(self, unfinished: Unfinished) -> None:
+        self.begin()
+
+    def message(self, value: Any) -> Message | None:
+        return {"type": "call.result", "payload": value}
+
+    def start(self) -> ScriptedRun:
+        """Begin, having a slot."""
+        self.slots.ongoing += 1
+        self.granted()
+        self.begin()
+        return self.code
+
+    @property
+    def counts(self) -> tuple[int, int, int, int, int]:
+        """What was handled, failed, cancelled, of that late, and how many durations were observed."""
+        figures = self.figures
+        return (
+            figures.handled,
+            figures.failed,
+            figures.cancelled,
+            figures.timed_out,
+            figures.latency.count,
+        )
+
+
+# ---- the table
+
+
+def test_the_table_in_the_documentation_is_the_table_that_holds() -> None:
+    lines = (answers.__doc__ or "").splitlines()
+    rows = [re.split(r"  +", line)[:3] for line in lines if re.match(r"[A-Z]+  ", line)]
+    documented = {
+        (state.lower(), event.lower()): after.lower()
+        for state, events, after in rows
+        for event in events.split(", ")
+    }
+    assert documented == dict(TRANSITIONS)
+
+
+def test_every_state_but_done_has_a_way_out_and_done_has_none() -> None:
+    assert {state for state, _ in TRANSITIONS} == set(get_args(State)) - {DONE}
+    assert set(TRANSITIONS.values()) == set(get_args(State)) - {WAITING}
+    assert {event for _, event in TRANSITIONS} == set(get_args(Event))
+
+
+@pytest.mark.parametrize(("state", "event"), list(itertools.product(get_args(State), get_args(Event))))
+def test_an_event_moves_as_the_table_says_or_raises(state: State, event: Event) -> None:
+    answer = ScriptedAnswer()
+    answer.state = state
+    after = TRANSITIONS.get((state, event))
+    if after is not None:
+        answer._move(event)
+        assert answer.state == after
+        return
+    with pytest.raises(InvalidAnswerTransition, match=f"{state} after nothing.*{event!r}"):
+        answer._move(event)
+    assert answer.state == state
+
+
+def test_an_invalid_event_names_the_history_of_the_answer() -> None:
+    answer = ScriptedAnswer()
+    answer.start()
+    for _ in range(3):
+        answer.partial()
+    answer.leave()
+    expected = "<ScriptedAnswer cancelled after granted, partial, left> cannot take the event 'granted'"
+    with pytest.raises(InvalidAnswerTransition, match=re.escape(expected)) as caught:
+        answer.granted()
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+# ---- what is counted, and when the slot is free
+
+
+def test_an_answered_request_gives_its_slot_back_and_counts_once() -> None:
+    answer = ScriptedAnswer()
+    answer.start().end("value")
+    assert (answer.state, answer.slots.load()) == (RUNNING, Load(1, 0))
+    answer.answered()
+    assert (answer.state, answer.slots.load(), answer.counts) == (DONE, Load(0, 0), (1, 0, 0, 0, 1))
+
+
+def test_a_request_whose_code_failed_counts_as_failed() -> None:
+    answer = ScriptedAnswer()
+    answer.start().end(None, KeyError("k"))
+    answer.fail()
+    answer.leave()
+    answer.fail()
+    assert (answer.state, answer.slots.load(), answer.counts) == (DONE, Load(0, 0), (1, 1, 0, 0, 1))
+
+
+@pytest.mark.parametrize(("now", "late"), [(None, 0), (6.9, 0), (7.0, 1)])
+def test_a_caller_that_leaves_cancels_the_code_once_and_the_slot_waits_for_its_end(
+    now: float | None, late: int
+) -> None:
+    answer = ScriptedAnswer(deadline=7.0)
+    code = answer.start()
+    for _ in range(2):
+        answer.leave(now)
+        answer.fail()
+        answer.run_aborted(ActorLostError("stopped"))
+    assert (answer.state, code.stops, answer.slots.load()) == (CANCELLED, 1, Load(1, 0))
+    code.end("too late for anybody")
+    assert (answer.state, answer.slots.load(), answer.counts) == (DONE, Load(0, 0), (1, 0, 1, late, 1))
+
+
+def test_code_that_ends_at_once_when_cancelled_gives_the_slot_back_once() -> None:
+    answer = ScriptedAnswer(ends_when_cancelled=True)
+    answer.start()
+    answer.leave()
+    assert (answer.state, answer.slots.ongoing) == (DONE, 0)
+
+
+def test_a_batch_holds_the_slots_of_its_requests_until_it_has_ended() -> None:
+    answer = ScriptedAnswer()
+    answer.slots.ongoing += 1
+    answer.granted()
+    answer.hold()
+    answer.leave()
+    assert (answer.state, answer.slots.ongoing) == (CANCELLED, 1)
+    answer.let_go()
+    assert (answer.state, answer.slots.ongoing) == (DONE, 0)
+
+
+def test_a_request_that_left_before_its_batch_ran_gives_its_slot_back_once() -> None:
+    answer = ScriptedAnswer()
+    answer.slots.ongoing += 1
+    answer.granted()
+    answer.leave()
+    answer.hold()
+    answer.let_go()
+    assert (answer.state, answer.slots.ongoing) == (DONE, 0)
+
+
+@pytest.mark.parametrize("end", ["leave", "fail"])
+def test_a_request_without_a_slot_counts_nothing_and_frees_nothing(end: str) -> None:
+    answer = ScriptedAnswer()
+    answer.slots.ongoing = 1  # somebody else's
+    getattr(answer, end)()
+    assert (answer.state, answer.slots.ongoing, answer.counts) == (DONE, 1, (0, 0, 0, 0, 0))
+
+
+EVENTS: dict[str, Callable[[ScriptedAnswer], None]] = {
+    "partial": lambda answer: answer.partial(),
+    "value": lambda answer: answer.code.end("value"),
+    "error": lambda answer: answer.code.end(None, KeyError("k")),
+    "abort": lambda answer: answer.code.abort(ActorLostError("stopped")),
+    "leave": lambda answer: answer.leave(),
+    "fail": lambda answer: answer.fail(),
+    "hold": lambda answer: answer.hold(),
+    "let go": lambda answer: answer.let_go() if answer.holds else None,
+}
+
+
+@given(st.lists(st.sampled_from(sorted(EVENTS))), st.booleans())
+def test_whatever_happens_the_slot_is_freed_once_and_each_request_counts_once(
+    names: list[str], ends_when_cancelled: bool
+) -> None:
+    answer = ScriptedAnswer(ends_when_cancelled=ends_when_cancelled)
+    code = answer.start()
+    for name in names:
+        EVENTS[name](answer)
+        # The slot is held as long as somebody waits, or user code runs.
+        assert answer.slots.ongoing == (answer.state != DONE)
+        assert code.stops <= 1
+        if answer.state == CANCELLED:
+            assert answer.holds or not code.is_ended
+    code.end()
+    for _ in range(answer.holds):
+        answer.let_go()
+    if answer.state in OPEN_STATES:
+        answer.answered()
+    assert (answer.state, answer.slots.ongoing) == (DONE, 0)
+    handled, failed, cancelled, _, observed = answer.counts
+    assert (handled, observed) == (1, 1)
+    assert failed + cancelled <= 1
+
+
+# ---- both ways to the caller
+
+
+def test_a_task_takes_the_steps_of_user_code_and_sends_its_answer() -> None:
+    async def main() -> None:
+        answer, sent = ScriptedAnswer(), []
+
+        def send(message: Message) -> Any:
+            sent.append(message)
+            return SENT
+
+        carrying = asyncio.create_task(carry(answer, None, send, CLOCK))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        first = answer.code
+        first.end(Unfinished("rest"))
+        await asyncio.sleep(0)
+        assert (answer.state, answer.code is first) == (STREAMING, False)
+        answer.code.end("value")
+        assert await carrying == Load(0, 0)
+        assert sent == [{"type": "call.result", "payload": "value"}]
+        assert answer.state == DONE
+
+    run_virtual(main)
+
+
+def test_a_task_that_gets_no_slot_leaves_no_trace() -> None:
+    async def main() -> None:
+        answer = ScriptedAnswer()
+        answer.slots.ongoing = 1
+        with pytest.raises(ReplicaBusyError):
+            await carry(answer, None, None, CLOCK)  # type: ignore[arg-type]
+        assert (answer.state, answer.figures.refused, answer.counts) == (DONE, 1, (0, 0, 0, 0, 0))
+
+        waiting = ScriptedAnswer()
+        waiting.envelope.patience = Patience(60.0)
+        waiting.slots.ongoing = 1
+        carrying = asyncio.create_task(carry(waiting, None, None, CLOCK))  # type: ignore[arg-type]
+        await asyncio.sleep(1)
+        assert waiting.slots.load() == Load(1, 1)
+        carrying.cancel()
+        await asyncio.wait([carrying])
+        assert (waiting.state, waiting.slots.load(), waiting.counts) == (DONE, Load(1, 0), (0, 0, 0, 0, 0))
+
+    run_virtual(main)
+
+
+def test_a_caller_without_a_task_is_told_once() -> None:
+    for end, expected in (
+        (lambda code: code.end("value"), ({"type": "call.result", "payload": "value"}, Load(0, 0))),
+        (lambda code: code.end(None, ERROR), (None, ERROR)),
+        (lambda code: code.abort(ERROR), (None, ERROR)),
+    ):
+        told: list[Any] = []
+        answer = ScriptedAnswer(ends_when_cancelled=True)
+        caller = TasklessCaller(answer, CLOCK, lambda *how, told=told: told.append(how))
+        caller.start()
+        end(answer.code)  # type: ignore[no-untyped-call]
+        caller.give_up()
+        assert told == [expected]
+        assert (answer.state, answer.caller) == (DONE, None)
+
+
+ERROR = LookupError("it")
+CLOCK = LoopClock()
