@@ -102,9 +102,10 @@ class CodeRun:
         if self.is_ended:
             return
         self.is_ended = True
-        self._args = ()
+        listener, self._args = self._listener, ()
+        del self._listener  # the code's task or thread may keep this object for a moment, but not the request
         self._runs.discard(self)
-        self._listener.run_ended(value, error)
+        listener.run_ended(value, error)
 
 
 class Runner(Protocol):

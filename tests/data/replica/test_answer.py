@@ -297,21 +297,21 @@ def test_a_task_that_gets_no_slot_leaves_no_trace() -> None:
     run_virtual(main)
 
 
-def test_a_caller_without_a_task_is_told_once() -> None:
-    for end, expected in (
-        (lambda code: code.end("value"), ({"type": "call.result", "payload": "value"}, Load(0, 0))),
-        (lambda code: code.end(None, ERROR), (None, ERROR)),
-        (lambda code: code.abort(ERROR), (None, ERROR)),
-    ):
-        told: list[Any] = []
-        answer = ScriptedAnswer(ends_when_cancelled=True)
-        caller = TasklessCaller(answer, CLOCK, lambda *how, told=told: told.append(how))
-        caller.start()
-        end(answer.code)  # type: ignore[no-untyped-call]
-        caller.give_up()
-        assert told == [expected]
-        assert (answer.state, answer.caller) == (DONE, None)
+@pytest.mark.parametrize("end", ["value", "error", "abort"])
+def test_a_caller_without_a_task_is_told_once(end: str) -> None:
+    error = LookupError("it")  # not the module's own: its traceback keeps the answer
+    told: list[Any] = []
+    answer = ScriptedAnswer(ends_when_cancelled=True)
+    caller = TasklessCaller(answer, CLOCK, lambda *how: told.append(how))
+    caller.start()
+    if end == "abort":
+        answer.code.abort(error)
+    else:
+        answer.code.end("value", error if end == "error" else None)
+    caller.give_up()
+    message = {"type": "call.result", "payload": "value"}
+    assert told == [(message, Load(0, 0)) if end == "value" else (None, error)]
+    assert (answer.state, answer.caller) == (DONE, None)
 
 
-ERROR = LookupError("it")
 CLOCK = LoopClock()
