@@ -53,6 +53,10 @@ ENVIRONMENT_EXCEPTIONS: Mapping[str, str] = {}
 
 #: The modules that may use private names of other libraries.
 INTERNALS = ("daskserve/internals/", "daskserve/cluster/distributed_internals.py")
+#: The modules of libraries whose other modules are not documented.
+DOCUMENTED_MODULES: Mapping[str, frozenset[str]] = {
+    "distributed": frozenset({"distributed", "distributed.comm", "distributed.deploy"}),
+}
 #: ``"daskserve/x.py:_name": "why this file may use that private name of another library"``
 PRIVATE_EXCEPTIONS: Mapping[str, str] = {
     "daskserve/cluster/store/folders.py:_pipe_file": "fsspec documents it for its asynchronous file systems",
@@ -353,6 +357,20 @@ def foreign_private_names(tree: Tree) -> list[str]:
     ]
 
 
+def undocumented_modules(tree: Tree) -> list[str]:
+    """Find imports of modules that a library does not document."""
+    found = []
+    for path, node in _nodes(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom) and not path.startswith(INTERNALS):
+            names = (
+                [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+            )
+            for name in names:
+                if name not in DOCUMENTED_MODULES.get(name.partition(".")[0], {name}):
+                    found.append(f"{path}:{node.lineno}: {name} is not documented; see daskserve/internals")
+    return found
+
+
 def _defined_names(node: ast.AST) -> Iterator[str]:
     if isinstance(node, ast.ClassDef | Function):
         yield node.name
@@ -484,7 +502,7 @@ def test_the_environment_is_read_in_one_place(tree: Tree) -> None:
 
 
 def test_private_names_of_other_libraries_are_used_in_one_module_per_library(tree: Tree) -> None:
-    assert foreign_private_names(tree) == []
+    assert foreign_private_names(tree) + undocumented_modules(_library(tree)) == []
 
 
 @pytest.mark.parametrize("path", DOCUMENTED)
@@ -533,6 +551,12 @@ WIDE = "class A:\n    def m(self):\n" + "".join(
         (foreign_private_names, "from lib import _hidden", 1),
         (foreign_private_names, "from lib._hidden import x", 1),
         (foreign_private_names, "import lib._hidden", 1),
+        (undocumented_modules, "from distributed import Client\nimport distributed.utils", 2),
+        (
+            undocumented_modules,
+            "from distributed.comm import connect\nfrom distributed.core import Status",
+            2,
+        ),
         (missing_docstrings, "def f(): ...", 1),
         (missing_docstrings, "class A:\n    'Doc.'\n    @property\n    def x(self): ...", 4),
     ],

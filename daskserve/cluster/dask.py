@@ -20,6 +20,7 @@ from daskserve.cluster.actor_book import ActorBook
 from daskserve.cluster.actor_calls import ActorCalls
 from daskserve.cluster.base import Link, StoreChange, TopicHandler, UseReport
 from daskserve.cluster.channel.pool import ChannelPool
+from daskserve.cluster.distributed_internals import call_scheduler
 from daskserve.cluster.long_poll import LongPollClient
 from daskserve.errors import InstanceError, NotRunningError
 from daskserve.figures.collector import PROCESS
@@ -49,9 +50,7 @@ async def ask_supervisor(client: Client, verb: str, **message: Any) -> Any:
     OSError
         The scheduler cannot be reached.
     """
-    if client.scheduler is None:
-        raise OSError("the Dask client is closed")
-    answer = await getattr(client.scheduler, SUPERVISOR_OP)(verb=verb, message=message, version=__version__)
+    answer = await call_scheduler(client, SUPERVISOR_OP, verb=verb, message=message, version=__version__)
     if answer is None:  # Dask's answer to an operation it does not know
         raise NotRunningError("No daskserve instance runs on this Dask cluster.")
     if "error" in answer:

@@ -21,19 +21,22 @@ with needs("distributed", ">=2025.1,<2026.9") as check:
     from distributed.comm.core import Comm
     from distributed.comm.registry import get_backend
     from distributed.comm.tcp import TCP
-    from distributed.core import Status
-    from distributed.protocol import to_serialize
+    from distributed.core import Server, Status
+    from distributed.protocol import Serialize, to_serialize
+    from distributed.scheduler import WorkerState
+    from distributed.utils import get_ip
     from distributed.worker import _worker_cvar
-    from distributed.worker_state_machine import WorkerState
+    from distributed.worker_state_machine import WorkerState as TaskStates
 
-    check.fields(Client, "_handle_report_task", "rpc")
-    check.fields(Worker, "state", "handlers")
-    check.fields(WorkerState, "actors")
+    check.fields(Client, "_handle_report_task", "rpc", "scheduler")
+    check.fields(Server, "handlers")
+    check.fields(Worker, "state")
+    check.fields(TaskStates, "actors")
     check.attributes(Worker, "actor_execute")
-    check.fields(Scheduler, "handlers", "idle_timeout", "_broker")
+    check.fields(Scheduler, "idle_timeout", "_broker")
     check.fields(Broker, "_topics")
     check.attributes(Scheduler, "adaptive_target", "retire_workers", "workers_to_close")
-    check.attributes(Status, "dont_reply")
+    check.attributes(Status, "dont_reply", "running")
     check.fields(Comm, "local_info", "remote_info", "handshake_options")
     check.attributes(Comm, "handshake_info", "handshake_configuration")
     check.fields(TCP, "stream")
@@ -45,6 +48,9 @@ with needs("dask", ">=2025.1,<2026.9") as check:
     _INHERITED_CONFIG = "DASK_INTERNAL_INHERIT_CONFIG"
     check.constants(dask.config.collect_env, _INHERITED_CONFIG)
 
+#: For the other modules of the cluster room.
+__all__ = ["Serialize", "get_ip", "to_serialize"]
+
 #: What both ends of a connection must know of each other to choose an encoding.
 _HANDSHAKE_FIELDS = ("compression", "python", "pickle-protocol")
 
@@ -54,6 +60,24 @@ _HANDSHAKE_FIELDS = ("compression", "python", "pickle-protocol")
 def configured_security(address: str) -> Security:
     """Return the security that `distributed.Client` uses for an address, unless it is passed another one."""
     return _maybe_call_security_loader(address) or Security()
+
+
+def scheduler_address(client: Client) -> str | None:
+    """Return the address of the scheduler that a client is connected to; None if the client is closed."""
+    return None if client.scheduler is None else str(client.scheduler.address)
+
+
+async def call_scheduler(client: Client, operation: str, **arguments: Any) -> Any:
+    """Call a handler of the scheduler; returns None if it has no such handler.
+
+    Raises
+    ------
+    OSError
+        The client is closed, or the scheduler cannot be reached.
+    """
+    if client.scheduler is None:
+        raise OSError("the Dask client is closed")
+    return await getattr(client.scheduler, operation)(**arguments)
 
 
 def call_when_closed(client: Client, callback: Callable[[], None]) -> None:
@@ -105,7 +129,35 @@ def config_variables(sections: Mapping[str, Any]) -> dict[str, str]:
     return {_INHERITED_CONFIG: dask.config.serialize(sections)}
 
 
+# ---- servers: workers and the scheduler
+
+#: What a handler returns that has taken over the connection of its caller.
+NO_REPLY = Status.dont_reply
+
+
+def add_handler(server: Server, operation: str, handler: Callable[..., Any]) -> None:
+    """Have a function answer an operation that other processes call."""
+    server.handlers[operation] = handler
+
+
+def remove_handler(server: Server, operation: str) -> None:
+    """Undo `add_handler`; idempotent."""
+    server.handlers.pop(operation, None)
+
+
+def is_running(server: Server | WorkerState) -> bool:
+    """Return whether a server, or a worker as the scheduler sees it, runs and is not paused or closing."""
+    return bool(server.status is Status.running)
+
+
 # ---- the scheduler
+
+
+def replace_idle_timeout(scheduler: Scheduler, timeout_s: float | None) -> float | None:
+    """Set the time after which an idle scheduler closes, None for never; return what it was."""
+    previous: float | None = scheduler.idle_timeout
+    scheduler.idle_timeout = timeout_s
+    return previous
 
 
 def replace_method(

@@ -29,8 +29,7 @@ from typing import Any, TypeVar
 
 import dask.config
 from distributed import Client, Scheduler, SpecCluster
-from distributed.deploy.spec import ProcessInterface
-from distributed.worker_memory import parse_memory_limit
+from distributed.deploy import ProcessInterface
 
 from daskserve.cluster.distributed_internals import config_variables
 from daskserve.errors import InstanceError
@@ -146,7 +145,7 @@ def _worker_options(size: LocalClusterSize, has_dashboard: bool) -> dict[str, An
         "nthreads": size.threads_per_worker,
         "host": _LOCALHOST,
         "silence_logs": logging.WARNING,
-        "memory_limit": parse_memory_limit("auto", 1, size.n_workers, logger=logger),
+        "memory_limit": 1 / size.n_workers,  # of the memory of this machine
         **_dashboard(has_dashboard),
         # The scheduler's pages show every worker; a second set in each of them takes 0.4 s to load.
         "dashboard": False,

@@ -25,7 +25,12 @@ from daskserve.cluster.actor_book import ActorBook
 from daskserve.cluster.channel.dialling import Dialler
 from daskserve.cluster.channel.pool import ChannelPool
 from daskserve.cluster.dask import DaskCluster, ask_supervisor
-from daskserve.cluster.distributed_internals import actors_on, call_when_closed, configured_security
+from daskserve.cluster.distributed_internals import (
+    actors_on,
+    call_when_closed,
+    configured_security,
+    scheduler_address,
+)
 from daskserve.cluster.probe import mismatch, version_probe
 from daskserve.context import current_replica
 from daskserve.errors import ClusterUnreachableError, InstanceError, VersionMismatchError
@@ -105,7 +110,7 @@ class Link:
         # Workers of one cluster reach each other, or Dask itself would not work.
         channel = settings.channel() if worker is None else replace(settings.channel(), route="direct")
         connection_args = client.security.get_connection_args(role)
-        dialler = Dialler(connection_args, self._find_scheduler, channel, self.clock)
+        dialler = Dialler(connection_args, lambda: scheduler_address(client), channel, self.clock)
         self.channels = ChannelPool(
             _refuse if book is None else book.dispatch,
             dialler.dial,
@@ -134,14 +139,8 @@ class Link:
 
     @property
     def scheduler_address(self) -> str:
-        scheduler = self.client.scheduler
-        if scheduler is not None:  # as long as the Dask client is not closed
-            self._address = str(scheduler.address)
+        self._address = scheduler_address(self.client) or self._address
         return self._address
-
-    def _find_scheduler(self) -> str | None:
-        scheduler = self.client.scheduler
-        return None if scheduler is None else str(scheduler.address)
 
     @property
     def dashboard_link(self) -> str | None:

@@ -25,8 +25,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from distributed.protocol import to_serialize
-
+from daskserve.cluster.distributed_internals import to_serialize
 from daskserve.types import Message, Payload
 
 OPEN, DATA, END, ERROR, CANCEL, CREDIT, ANSWER = range(7)

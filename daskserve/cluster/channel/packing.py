@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgpack
-from distributed.protocol import Serialize
 
 from daskserve.cluster.channel.parts import LARGE_BYTES, MAX_PARTS, Buffer
+from daskserve.cluster.distributed_internals import Serialize
 
 #: Extension types of msgpack in part 0: a reference to a later part that becomes immutable bytes, a reference
 #: that becomes a writable buffer, and a buffer that is too small for its own part.

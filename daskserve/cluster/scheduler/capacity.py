@@ -23,7 +23,7 @@ from typing import Any
 from distributed import Scheduler
 
 from daskserve.cluster.base import UseReport
-from daskserve.cluster.distributed_internals import replace_method, restore_method
+from daskserve.cluster.distributed_internals import replace_idle_timeout, replace_method, restore_method
 from daskserve.cluster.scheduler.hosts import HOST_KEY
 from daskserve.types import InstanceName, WorkerAddress
 
@@ -54,7 +54,7 @@ class Capacity:
         if self._originals:
             return
         scheduler = self._scheduler
-        self._idle_timeout, scheduler.idle_timeout = scheduler.idle_timeout, None
+        self._idle_timeout = replace_idle_timeout(scheduler, None)
         if self._idle_timeout:
             logger.info(
                 "The scheduler's idle timeout of %s s is suspended while daskserve runs", self._idle_timeout
@@ -72,7 +72,7 @@ class Capacity:
         for name, original in self._originals.items():
             restore_method(scheduler, name, original)
         if self._originals:
-            scheduler.idle_timeout = self._idle_timeout
+            replace_idle_timeout(scheduler, self._idle_timeout)
         self._originals = {}
 
     def report(self, instance: InstanceName, report: UseReport) -> None:

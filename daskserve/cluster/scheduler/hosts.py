@@ -11,11 +11,9 @@ from typing import Any
 
 from distributed import Client, Future, Scheduler, wait
 from distributed.comm import get_address_host
-from distributed.core import Status
-from distributed.utils import get_ip
 
 from daskserve._version import __version__
-from daskserve.cluster.distributed_internals import call_actor
+from daskserve.cluster.distributed_internals import call_actor, get_ip, is_running
 from daskserve.cluster.probe import mismatch, version_probe
 from daskserve.cluster.worker.host import Host
 from daskserve.errors import ActorLostError, InstanceError, VersionMismatchError
@@ -98,7 +96,7 @@ class HostRegistry:
                         "resources": dict(worker.resources),
                         "name": str(worker.name),
                         "pid": worker.pid if hasattr(worker, "pid") else 0,
-                        "is_available": worker.status is Status.running
+                        "is_available": is_running(worker)
                         and address not in self.retiring
                         and address not in self.suspects,
                         "is_head": worker.host in (head_host, get_ip()),

@@ -19,14 +19,19 @@ import asyncio
 from typing import Any
 
 from distributed import Scheduler
-from distributed.core import Status
 from tornado.iostream import IOStream
 
 from daskserve import settings
 from daskserve._version import __version__
 from daskserve.cluster.channel.dialling import begin_channel, connect_once
 from daskserve.cluster.channel.vanishing import PeerWatch
-from daskserve.cluster.distributed_internals import is_plain_tcp, peer_handshake, socket_of, stream_of
+from daskserve.cluster.distributed_internals import (
+    NO_REPLY,
+    is_plain_tcp,
+    peer_handshake,
+    socket_of,
+    stream_of,
+)
 from daskserve.cluster.scheduler.hosts import HostRegistry
 from daskserve.errors import ActorLostError, ServeError, VersionMismatchError
 from daskserve.payload import dump_error
@@ -63,7 +68,7 @@ class Splices:
             await self._begin(far, worker, by_socket)
         except ServeError as error:
             await comm.write({"error": dump_error(error)})
-            return Status.dont_reply
+            return NO_REPLY
         self._open[comm] = (worker, far)
         try:
             near_stream, far_stream = stream_of(comm), stream_of(far)
@@ -81,7 +86,7 @@ class Splices:
             self._open.pop(comm, None)
             far.abort()
             comm.abort()
-        return Status.dont_reply
+        return NO_REPLY
 
     def drop(self, worker: WorkerAddress) -> None:
         """End the splices to a worker that is gone, so that callers fail at once."""

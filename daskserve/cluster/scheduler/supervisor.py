@@ -15,13 +15,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from distributed import Client, Scheduler, SchedulerPlugin
-from distributed.core import Status
 
 from daskserve._version import __version__
 from daskserve.cluster.base import StoreChange, UseReport
 from daskserve.cluster.channel.dialling import SPLICE_OP
 from daskserve.cluster.dask import SUPERVISOR_OP, topic_of
-from daskserve.cluster.distributed_internals import drop_topic
+from daskserve.cluster.distributed_internals import add_handler, drop_topic, is_running, remove_handler
 from daskserve.cluster.encryption import as_client
 from daskserve.cluster.long_poll import ENDED, WORKERS
 from daskserve.cluster.scheduler.capacity import Capacity
@@ -104,8 +103,8 @@ class Supervisor(SchedulerPlugin):
         }
         self._figures = SupervisorFigures(self._instances, self._hosts)
         PROCESS.add(self._figures)
-        scheduler.handlers[SUPERVISOR_OP] = self.handle
-        scheduler.handlers[SPLICE_OP] = self._splices.accept
+        add_handler(scheduler, SUPERVISOR_OP, self.handle)
+        add_handler(scheduler, SPLICE_OP, self._splices.accept)
         # The program that registered it may be interrupted or killed before it starts an instance.
         self._unused = asyncio.get_running_loop().call_later(
             UNUSED_S, lambda: self._tasks.spawn(self._unregister_if_unused())
@@ -418,13 +417,13 @@ class Supervisor(SchedulerPlugin):
         self._scaling.uninstall()
         if self._watching is not None:
             self._watching.cancel()
-        self._scheduler.handlers.pop(SUPERVISOR_OP, None)
-        self._scheduler.handlers.pop(SPLICE_OP, None)
+        remove_handler(self._scheduler, SUPERVISOR_OP)
+        remove_handler(self._scheduler, SPLICE_OP)
         self._splices.close()
         if PLUGIN_NAME in self._scheduler.plugins:
             self._scheduler.remove_plugin(PLUGIN_NAME)
         if self._client is not None:
             client, self._client = self._client, None
-            if self._scheduler.status is Status.running:
+            if is_running(self._scheduler):
                 await self._hosts.close()
             await client.close()

@@ -47,6 +47,7 @@ from daskserve.cluster.actor_calls import control_call
 from daskserve.cluster.base import Process
 from daskserve.cluster.channel.channel import Channel
 from daskserve.cluster.channel.transport import SocketTransport, Transport
+from daskserve.cluster.distributed_internals import scheduler_address
 from daskserve.cluster.link import Link, default_client, link_of
 from daskserve.errors import ClusterUnreachableError, InstanceError, VersionMismatchError
 from daskserve.internals.python import run_exit_functions
@@ -304,8 +305,8 @@ async def _refuse(name: str, number: int, envelope: Envelope, receive: Receive, 
 def dump_access(cluster: Process) -> bytes:
     """Return what a child needs to make its own way to the Dask cluster of a view of it."""
     client = cluster.link.client if isinstance(cluster.link, Link) else None
-    address = "" if client is None or client.scheduler is None else str(client.scheduler.address)
-    if client is None or address.startswith("inproc"):
+    address = None if client is None else scheduler_address(client)
+    if client is None or address is None or address.startswith("inproc"):
         return dump_bytes(("", None))
     return dump_bytes((address, client.security))
 

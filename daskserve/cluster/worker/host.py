@@ -17,14 +17,13 @@ import os
 from typing import Any
 
 from distributed import Client, get_worker
-from distributed.core import Status
 
 from daskserve._version import __version__
 from daskserve.clock import LoopClock
 from daskserve.cluster.actor_book import ActorBook
 from daskserve.cluster.base import ActorContext, ActorFactory, ActorSpec, Hosted
 from daskserve.cluster.channel.dialling import CHANNEL_OP
-from daskserve.cluster.distributed_internals import as_current_worker
+from daskserve.cluster.distributed_internals import NO_REPLY, add_handler, as_current_worker, remove_handler
 from daskserve.cluster.encryption import as_client
 from daskserve.cluster.link import Link
 from daskserve.cluster.metrics_path import facts_of_server
@@ -77,14 +76,14 @@ class Host:
             )
             self.link = Link(client, role="worker", worker=self._worker, book=self.book)
             # All that `close` takes back is done before the first wait, during which it may be called.
-            self._worker.handlers[CHANNEL_OP] = self._accept
+            add_handler(self._worker, CHANNEL_OP, self._accept)
             self._tuning.open()
             await client
         return {"pid": os.getpid(), "version": __version__, **facts_of_server(self._worker)}
 
     async def _accept(self, comm: Any, by_socket: bool) -> Any:
         await self._open_link.channels.accept(comm, by_socket=by_socket)
-        return Status.dont_reply
+        return NO_REPLY
 
     @property
     def _open_link(self) -> Link:
@@ -107,7 +106,7 @@ class Host:
         """Stop all actors and leave nothing of daskserve in the worker."""
         for instance in {entry.spec.instance for entry in self.book.entries.values()}:
             await self._end_instance(instance=instance)
-        self._worker.handlers.pop(CHANNEL_OP, None)
+        remove_handler(self._worker, CHANNEL_OP)
         self._tuning.close()
         if self.link is not None:
             link, self.link = self.link, None
