@@ -86,7 +86,7 @@ class BadHandshakeError(ValueError):
         self.headers = headers
 
 
-class _Inbox:
+class _WebSocketInbox:
     """What a client has sent and the application has not taken yet; in the end its farewell, for ever."""
 
     def __init__(self) -> None:
@@ -203,7 +203,7 @@ class WebSocketSession:
         self._clock = clock
         self._on_end = on_end
         self._protocol = WSConnection(ConnectionType.SERVER)
-        self._inbox = _Inbox()
+        self._inbox = _WebSocketInbox()
         self._inbox.put({"type": "websocket.connect"}, 0)
         self._pongs = 0
         self._denial: Message | None = None

@@ -30,7 +30,7 @@ _CANCEL_S = 5.0
 _WILDCARDS = frozenset(("", "0.0.0.0", "::", "[::]"))
 
 
-class Listener(Protocol):
+class ServerListener(Protocol):
     """Accepts connections and reads them."""
 
     def start(self, sockets: list[socket.socket]) -> None:
@@ -104,10 +104,10 @@ class HTTPServer(abc.ABC):
         )
         self._hangups = HangupWatch(self._carrier)
         self._sockets: list[socket.socket] = []
-        self._listener: Listener | None = None
+        self._listener: ServerListener | None = None
 
     @abc.abstractmethod
-    def _make_listener(self, carrier: Carrier) -> Listener:
+    def _make_listener(self, carrier: Carrier) -> ServerListener:
         """Return the listener of this kind of server."""
 
     @property

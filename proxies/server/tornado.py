@@ -15,7 +15,7 @@ from tornado.netutil import add_accept_handler
 
 from daskserve.loops.tasks import TaskSet
 from daskserve.proxies.exchange.carrier import Carrier
-from daskserve.proxies.server.life import HTTPServer, Listener
+from daskserve.proxies.server.life import HTTPServer, ServerListener
 from daskserve.proxies.server.tornado_connection import RequestStream, TLSRequestStream, TornadoConnection
 
 log = logging.getLogger("daskserve.proxies")
@@ -24,7 +24,7 @@ log = logging.getLogger("daskserve.proxies")
 class TornadoServer(HTTPServer):
     """Carries the application on Tornado."""
 
-    def _make_listener(self, carrier: Carrier) -> Listener:
+    def _make_listener(self, carrier: Carrier) -> ServerListener:
         return _TornadoListener(carrier)
 
 

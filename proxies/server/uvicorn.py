@@ -15,7 +15,7 @@ import socket
 
 from daskserve.loops.tasks import TaskSet
 from daskserve.proxies.exchange.carrier import Carrier
-from daskserve.proxies.server.life import HTTPServer, Listener
+from daskserve.proxies.server.life import HTTPServer, ServerListener
 from daskserve.proxies.server.uvicorn_connection import SharedState, UvicornConnection
 
 log = logging.getLogger("daskserve.proxies")
@@ -32,7 +32,7 @@ _EXHAUSTED = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 class UvicornServer(HTTPServer):
     """Carries the application on uvicorn's protocol classes."""
 
-    def _make_listener(self, carrier: Carrier) -> Listener:
+    def _make_listener(self, carrier: Carrier) -> ServerListener:
         return _UvicornListener(carrier)
 
 

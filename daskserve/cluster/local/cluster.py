@@ -38,7 +38,7 @@ from daskserve.cluster.local.process import LocalProcess
 from daskserve.cluster.local.run_state import RunState
 from daskserve.cluster.local.topic import Deliver, LocalTopic, deliver_at_once
 from daskserve.cluster.local.transport import WhenAwake, connect
-from daskserve.cluster.local.world import World
+from daskserve.cluster.local.world import LocalWorld
 from daskserve.cluster.long_poll import CONTROLLER, ENDED, WORKERS
 from daskserve.cluster.store.opening import MemoryStore
 from daskserve.errors import (
@@ -65,7 +65,9 @@ START_RETRY_S = 0.5
 class LocalHost:
     """One pretend worker: its view of the cluster and its actors."""
 
-    def __init__(self, world: World, info: WorkerInfo, factories: Mapping[ActorKind, ActorFactory]) -> None:
+    def __init__(
+        self, world: LocalWorld, info: WorkerInfo, factories: Mapping[ActorKind, ActorFactory]
+    ) -> None:
         def make(spec: ActorSpec) -> Hosted:
             process = self.process
             return factories[spec.kind](

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from daskserve.clock import RequestIds
 from daskserve.cluster.base import Process
-from daskserve.cluster.local.world import World
+from daskserve.cluster.local.world import LocalWorld
 from daskserve.errors import BadRequestError, ClusterUnreachableError, NotRunningError
 from daskserve.loops.hops import Hop, Hops, Landing
 from daskserve.types import InstanceName
@@ -23,7 +23,7 @@ class LocalLink:
     dashboard_link = None
     default_instance: Any = None
 
-    def __init__(self, world: World, process: Process) -> None:
+    def __init__(self, world: LocalWorld, process: Process) -> None:
         self.clock = world.clock
         self.rng = world.rng
         self.request_ids = RequestIds(self.rng)

@@ -17,7 +17,7 @@ from daskserve.cluster.channel.transport import Transport
 from daskserve.cluster.local.link import LocalLink
 from daskserve.cluster.local.run_state import RunState
 from daskserve.cluster.local.topic import plain_copy
-from daskserve.cluster.local.world import World
+from daskserve.cluster.local.world import LocalWorld
 from daskserve.cluster.long_poll import LongPollClient
 from daskserve.errors import InstanceError, StaleEpochError
 from daskserve.types import ActorAddress, Envelope, Load, OnAnswer, Receive, Send, WorkerAddress, WorkerInfo
@@ -49,7 +49,7 @@ class LocalProcess(ActorCalls):
         Its connections to other processes.
     """
 
-    def __init__(self, world: World, state: RunState, book: ActorBook | None = None) -> None:
+    def __init__(self, world: LocalWorld, state: RunState, book: ActorBook | None = None) -> None:
         self.state = state
         self.clock = state.clock
         self.is_ended = False
@@ -159,7 +159,7 @@ class LocalProcess(ActorCalls):
 class _ProcessStore:
     """The instance's store as one process reaches it: fenced by epoch, and by that process's death."""
 
-    def __init__(self, world: World, state: RunState) -> None:
+    def __init__(self, world: LocalWorld, state: RunState) -> None:
         self._world = world
         self._state = state
 

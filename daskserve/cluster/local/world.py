@@ -15,7 +15,7 @@ from daskserve.cluster.local.transport import WhenAwake
 from daskserve.types import ActorAddress, InstanceName, WorkerAddress, WorkerInfo
 
 
-class World(Protocol):
+class LocalWorld(Protocol):
     """See `daskserve.cluster.local.cluster.LocalCluster`, which implements it."""
 
     reported: UseReport
