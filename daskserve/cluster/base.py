@@ -10,9 +10,10 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 from daskserve.clock import Clock, RequestIds
+from daskserve.context import HasLink
 from daskserve.errors import ClusterUnreachableError
 from daskserve.figures.table import MetricSample
 from daskserve.loops.hops import Hop, Hops, Landing
@@ -63,12 +64,15 @@ class UseReport:
     waiting_workers: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class ActorContext:
-    """What an actor's factory gets: its spec and its process's seam to everything else."""
+ViewT_co = TypeVar("ViewT_co", bound=HasLink, covariant=True)
+
+
+@dataclass(frozen=True)  # without slots, which the alias `ActorContext` could not be called with
+class ContextWith(Generic[ViewT_co]):
+    """An actor's spec and its view of the cluster; a replica in a child process has only a link of that."""
 
     spec: ActorSpec
-    cluster: Process
+    cluster: ViewT_co
     clock: Clock
     rng: random.Random
     worker: WorkerAddress = ""
@@ -120,9 +124,6 @@ class Hosted(Protocol):
 
     def samples(self) -> Iterable[MetricSample]:
         """Return its figures as metrics; see `daskserve.figures.collector.Source`."""
-
-
-ActorFactory = Callable[[ActorContext], Hosted]
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,6 +293,11 @@ class Process(Cluster, Protocol):
     @property
     def shared(self) -> dict[str, Any]:
         """What the layers above keep once per process and instance, by name."""
+
+
+#: What an actor's factory gets.
+ActorContext: TypeAlias = ContextWith[Process]
+ActorFactory: TypeAlias = Callable[[ActorContext], Hosted]
 
 
 class Link(Protocol):

@@ -10,8 +10,9 @@ from typing import Any
 
 from daskserve import settings
 from daskserve.clock import LoopClock, system_rng
-from daskserve.cluster.base import ActorContext, ActorSpec
+from daskserve.cluster.base import ActorSpec, ContextWith
 from daskserve.cluster.worker.child import ChildView
+from daskserve.context import HasLink
 from daskserve.data.replica.child_figures import tell
 from daskserve.data.replica.child_runner import PACKED
 from daskserve.data.replica.replica import Replica
@@ -23,7 +24,7 @@ from daskserve.types import ActorKind, Envelope, EnvelopeKind, Load, Payload, Re
 class ChildReplica(Replica):
     """A replica that can tell when the code of a request that was given up has ended."""
 
-    def __init__(self, context: ActorContext) -> None:
+    def __init__(self, context: ContextWith[HasLink]) -> None:
         super().__init__(context)
         self._slots.on_free = self._note_free
         #: The requests within `handle`, each with what is to be told when it leaves.
@@ -111,7 +112,7 @@ class ReplicaServer:
         view = self._view = ChildView(instance, access, settings.timeouts().connect_s)
         spec = ActorSpec(ActorKind.REPLICA, name, incarnation, instance, bytes(payload))
         # User code sees of the view only what handles and clients need of it.
-        context = ActorContext(spec, view, LoopClock(), system_rng(), worker)  # type: ignore[arg-type]
+        context = ContextWith(spec, view, LoopClock(), system_rng(), worker)
         self._replica = ChildReplica(context)
         return await self._replica.start()
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from daskserve.cluster.base import ActorContext
-from daskserve.context import ReplicaContext, current_replica
+from daskserve.cluster.base import ContextWith
+from daskserve.context import HasLink, ReplicaContext, current_replica
 from daskserve.data.replica.answer import Answer
 from daskserve.data.replica.autoscaling_stats import StatsRecorder
 from daskserve.data.replica.batches import ReplicaBatches
@@ -39,7 +39,7 @@ class LocalCode:
 
     loss = ""
 
-    def __init__(self, context: ActorContext, start: ReplicaStart, figures: ReplicaFigures) -> None:
+    def __init__(self, context: ContextWith[HasLink], start: ReplicaStart, figures: ReplicaFigures) -> None:
         self._context = context
         self._start = start
         self._figures = figures

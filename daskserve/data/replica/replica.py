@@ -18,7 +18,8 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from daskserve.clock import stopwatch
-from daskserve.cluster.base import ActorContext, Verb, verb, verbs_of
+from daskserve.cluster.base import ContextWith, Verb, verb, verbs_of
+from daskserve.context import HasLink
 from daskserve.data.replica.callers import TasklessCaller, carry
 from daskserve.data.replica.health import HealthWatch
 from daskserve.data.replica.local_code import LocalCode
@@ -41,7 +42,7 @@ class Replica:
         The `UserCode` to make: where user code runs.
     """
 
-    def __init__(self, context: ActorContext, place: Callable[..., UserCode] = LocalCode) -> None:
+    def __init__(self, context: ContextWith[HasLink], place: Callable[..., UserCode] = LocalCode) -> None:
         self._context = context
         self._start = start = ReplicaStart.decode(context.spec.payload)
         self._figures = ReplicaFigures()
