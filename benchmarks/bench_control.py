@@ -26,24 +26,35 @@ from daskserve.cluster.base import ActorContext, StoreChange
 from daskserve.cluster.local.cluster import LocalCluster
 from daskserve.cluster.store.opening import open_store
 from daskserve.control import backend_state, backend_verbs, checkpoint
-from daskserve.control.backend_verbs import Wish
 from daskserve.control.controller import Controller
 from daskserve.control.observed import Observed
 from daskserve.control.records import Change, encode
 from daskserve.control.state import State
-from daskserve.options.config import BackendConfig
+from daskserve.options.backend_spec import BackendSpec
+from daskserve.options.config import ActorOptions, BackendConfig, HTTPOptions
 from daskserve.starts import ControllerStart
-from daskserve.types import ActorKind, WorkerInfo
+from daskserve.types import ActorKind, Location, WorkerInfo
 
 DEPLOYMENTS, REPLICAS_EACH, WORKERS = 1000, 10, 500
 TICK_BOUND_S, RECOVERY_BOUND_S, GROWTH_BOUND = 0.005, 2.0, 1.5
 RUNS = 20
 
 
-def wish(name: str, replicas: int) -> Wish:
-    """Return the spec that a client sends."""
-    config = BackendConfig(num_replicas=replicas).model_dump(exclude_unset=True)
-    return Wish(name, b"code" * 50, config, None, {"num_cpus": 0.01}, None, name, None)
+def spec(name: str, replicas: int) -> BackendSpec:
+    """Return what a client asks for."""
+    return BackendSpec(
+        tag=name,
+        code=b"code" * 50,
+        config=BackendConfig(num_replicas=replicas),
+        user_config=None,
+        actor_options=ActorOptions(num_cpus=0.01),
+        version=None,
+        user_version=None,
+        prev_version=None,
+        env=None,
+        request_id=name,
+        timeout_s=None,
+    )
 
 
 class World:
@@ -60,7 +71,7 @@ class World:
             name = f"d{number:05d}"
             self.state.apply(
                 backend_verbs.create_backend(
-                    self.state, wish(name, REPLICAS_EACH), goal_id=f"g{number}"
+                    self.state, spec(name, REPLICAS_EACH), goal_id=f"g{number}", now=0.0
                 ).change
             )
             self.settle(name)
@@ -97,11 +108,12 @@ class World:
             outcome = backend_verbs.update_backend_config(
                 self.state,
                 name,
-                {"num_replicas": wanted},
+                BackendConfig(num_replicas=wanted),
                 None,
                 sets_user_config=False,
                 goal_id=self.next_goal(),
                 timeout_s=None,
+                now=0.0,
             )
             self.state.apply(outcome.change)
             self.settle(name)
@@ -191,15 +203,18 @@ async def creations(folder: Path) -> tuple[list[float], list[tuple[int, int]]]:
     took: list[float] = []
     written: list[tuple[int, int]] = []
     async with cluster:
-        await cluster.start(ControllerStart(http={"location": "NoServer"}).encode())
+        await cluster.start(
+            ControllerStart(
+                http=HTTPOptions(location=Location.NO_SERVER), middlewares=None, start_timeout_s=600.0
+            ).encode()
+        )
         view = cluster.process("w0")
         controller = await view.controller()
         for number in range(1000):
-            fields = wish(f"b{number:04d}", 1)
-            message = {name: getattr(fields, name) for name in Wish.__dataclass_fields__ if name != "now"}
+            message = spec(f"b{number:04d}", 1).to_plain()
             store.written.clear()
             began = time.perf_counter()
-            answer = await view.call(controller, "create_backend", **message)
+            answer = await view.call(controller, "create_backend", spec=message)
             await view.call(controller, "wait_for_goal", goal_id=answer["goal"], timeout_s=30.0)
             took.append(time.perf_counter() - began)
             written.append((sum(each[0] for each in store.written), sum(each[1] for each in store.written)))

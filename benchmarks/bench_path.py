@@ -34,7 +34,7 @@ from daskserve.data.caller.handle import Handle
 from daskserve.data.caller.router import Routers
 from daskserve.data.replica.replica import Replica
 from daskserve.loops.hops import Hops
-from daskserve.options.config import HTTPOptions
+from daskserve.options.config import BackendConfig, HTTPOptions
 from daskserve.payload import dump, dump_bytes
 from daskserve.proxies.asgi import ASGIApp, Scope
 from daskserve.proxies.exchange.carrier import Carrier
@@ -188,7 +188,7 @@ def floor_protocols() -> Callable[[], Any]:
 
 def our_protocols(app: ASGIApp) -> Callable[[], Any]:
     clock = OneLoopClock(asyncio.get_running_loop())
-    carrier = Carrier(app, max_body_bytes=1 << 30, idle_timeout_s=60, clock=clock)
+    carrier = Carrier(app, max_body_bytes=1 << 30, max_message_bytes=1 << 20, idle_timeout_s=60, clock=clock)
     state = SharedState(carrier)
     return lambda: UvicornConnection(state)
 
@@ -231,7 +231,16 @@ class Bench:
 
     async def replica(self, function: Any, event_loop: str) -> Replica:
         code = dump_bytes((function, (), {}))
-        start = ReplicaStart("b", "b#AAAAAA", code, concurrency=100, event_loop=event_loop)
+        start = ReplicaStart(
+            backend_tag="b",
+            replica_tag="b#AAAAAA",
+            code=code,
+            config=BackendConfig(event_loop=event_loop),
+            concurrency=100,
+            user_config=None,
+            environment=None,
+            debug=False,
+        )
         spec = ActorSpec(ActorKind.REPLICA, ADDRESS.name, 1, "i", start.encode())
         cluster: Any = None
         replica = Replica(ActorContext(spec, cluster, self.clock, random.Random(0)))

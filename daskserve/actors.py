@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine
 from typing import Any
 
 from daskserve.cluster.base import ActorContext, verb, verbs_of
@@ -42,16 +42,7 @@ def make_controller(context: ActorContext) -> Any:
 def make_replica(context: ActorContext) -> Any:
     """Return a replica whose user code runs where its backend wants it: in this process or one of its own."""
     start = ReplicaStart.decode(context.spec.payload)
-    return Replica(context, ChildCode if start.isolation == "process" else LocalCode)
-
-
-class IngressOptions:
-    """The options the ingress reads, without the model that checked them: pydantic stays out of proxies."""
-
-    def __init__(self, options: Mapping[str, Any]) -> None:
-        self.root_path: str = options.get("root_path", "")
-        self.request_timeout_s: float | None = options.get("request_timeout_s")
-        self.debug: bool = options.get("debug", False)
+    return Replica(context, ChildCode if start.config.isolation == "process" else LocalCode)
 
 
 class ProxyActor:
@@ -75,28 +66,22 @@ class ProxyActor:
         options = self._start.options
         middlewares = load_bytes(self._start.middlewares) if self._start.middlewares else []
         self._ingress = IngressApp(
-            options=IngressOptions(options),
+            options=options,
             routes=lambda: self._routes,
             dispatch=self._dispatch,
             rng=self._context.rng,
             takes_whole=not middlewares,
         )
         app = build_app(self._ingress, middlewares)
-        if options.get("trusted_forwarders"):
-            app = ForwardedHeaders(app, options["trusted_forwarders"])
-        self._server = server_type(options.get("server", "tornado"))(
+        if options.trusted_forwarders:
+            app = ForwardedHeaders(app, options.trusted_forwarders)
+        self._server = server_type(options.server)(
             app,
-            host=options.get("host", "127.0.0.1"),
-            port=options.get("port", 8000),
+            options,
             reuse_port=self._start.reuse_port,
             claims_port=self._start.claims_port,
-            max_body_bytes=options.get("max_body_bytes", 1 << 30),
-            max_message_bytes=options.get("max_websocket_message_bytes", 16 << 20),
-            keep_alive_timeout_s=options.get("keep_alive_timeout_s", 90.0),
             public_host=self._start.public_host,
-            tls=server_context(
-                options.get("ssl_certfile"), options.get("ssl_keyfile"), options.get("ssl_keyfile_password")
-            ),
+            tls=server_context(options.ssl_certfile, options.ssl_keyfile, options.ssl_keyfile_password),
             clock=self._context.clock,
         )
         await self._server.bind()

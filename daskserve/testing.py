@@ -222,7 +222,7 @@ def _instance_on(
     timeout_s: float,
 ) -> Iterator[Client]:
     # Imported here, so that `run_virtual` does not load these layers.
-    from daskserve import actors
+    from daskserve import actors, settings
     from daskserve.client.calls import ControllerCalls, wait_for_http
     from daskserve.client.client import Client
     from daskserve.cluster.local.cluster import LocalCluster
@@ -236,8 +236,9 @@ def _instance_on(
         HTTPOptions, no_server if http_options is None else http_options, what="http_options"
     )
     message = ControllerStart(
-        http=options.model_dump(mode="json", exclude={"middlewares"}),
+        http=options,
         middlewares=dump_bytes(options.middlewares) if options.middlewares else None,
+        start_timeout_s=settings.timeouts().start_s,
     )
     factories: dict[ActorKind, Any] = {
         ActorKind.CONTROLLER: actors.make_controller,

@@ -19,8 +19,8 @@ from daskserve.client.deployment_verbs import python_methods
 from daskserve.client.deployments import Application, Deployment
 from daskserve.client.ending import end_instance
 from daskserve.client.explanation import Explanation
+from daskserve.client.specs import check_name, check_route, make_spec
 from daskserve.client.status import Status
-from daskserve.client.wishes import check_name, check_route, make_wish
 from daskserve.cluster.launch import start_detached_cluster, start_local_cluster
 from daskserve.cluster.link import Link, dial, link_of, present_link
 from daskserve.cluster.scheduler.install import start_instance
@@ -173,11 +173,10 @@ async def _start(
     link: Link, instance: InstanceName, options: HTTPOptions, message: Mapping[str, Any]
 ) -> None:
     timeouts = settings.timeouts()
-    plain = options.model_dump(mode="json", exclude={"middlewares"})
     controller = ControllerStart(
-        http=plain,
+        http=options,
         middlewares=dump_bytes(options.middlewares) if options.middlewares else None,
-        settings={"start_s": timeouts.start_s},
+        start_timeout_s=timeouts.start_s,
     )
     await start_instance(
         link,
@@ -418,7 +417,7 @@ def deploy(
 ) -> Handle:
     """Deploy an application on an instance; see `run`."""
     wanted = target.deployment
-    wish = make_wish(
+    spec = make_spec(
         wanted.name,
         wanted.definition,
         target.args,
@@ -430,7 +429,7 @@ def deploy(
         user_version=wanted.version,
         env=wanted.env,
     )
-    client.deploy_wish(wish, route=route_prefix, methods=python_methods(wanted.definition))
+    client.deploy_spec(spec, route=route_prefix, methods=python_methods(wanted.definition))
     return client.get_handle(wanted.name, sync=not _in_event_loop())
 
 

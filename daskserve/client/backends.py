@@ -8,8 +8,9 @@ from typing import Any
 
 from daskserve import settings
 from daskserve.client.connection import InstanceConnection
-from daskserve.client.wishes import join_config, make_wish, split_config
+from daskserve.client.specs import join_config, make_spec, split_config
 from daskserve.errors import ServeError
+from daskserve.options.backend_spec import BackendSpec
 from daskserve.options.config import ActorOptions, BackendConfig, parse_options
 from daskserve.options.external_scaling import checked_number
 from daskserve.types import GoalId
@@ -79,7 +80,7 @@ class BackendVerbs:
             No worker had room within ``timeout_s``.
         """
         self._connection.check_open()
-        wish = make_wish(
+        spec = make_spec(
             backend_tag,
             backend_def,
             init_args,
@@ -90,9 +91,9 @@ class BackendVerbs:
             env=env,
         )
         try:
-            return self._connection.change("create_backend", blocking=blocking, **wish)
+            return self._connection.change("create_backend", blocking=blocking, spec=spec.to_plain())
         except KeyboardInterrupt:
-            _take_back(self._connection, wish)
+            _take_back(self._connection, spec)
             raise
 
     def update_backend_config(
@@ -118,12 +119,12 @@ class BackendVerbs:
         if config_options is None:
             raise TypeError("config_options must be a BackendConfig or a dict of its options, got None")
         config = parse_options(BackendConfig, config_options, what="config_options")
-        plain, user_config = split_config(config)
+        sealed, user_config = split_config(config)
         return self._connection.change(
             "update_backend_config",
             blocking=blocking,
             tag=backend_tag,
-            config=plain,
+            config=sealed.to_plain(),
             user_config=user_config,
             sets_user_config="user_config" in config.model_fields_set,
             timeout_s=timeout_s if timeout_s is not None else settings.timeouts().change_s,
@@ -174,11 +175,11 @@ class BackendVerbs:
         return self._connection.change("delete_backend", blocking=blocking, tag=backend_tag, force=force)
 
 
-def _take_back(connection: InstanceConnection, wish: Mapping[str, Any]) -> None:
+def _take_back(connection: InstanceConnection, spec: BackendSpec) -> None:
     """Delete the backend that an interrupted call was making."""
     try:
-        # The same wish again changes nothing where it was registered, and fails where another one is.
-        connection.change("create_backend", blocking=False, **wish)
-        connection.change("delete_backend", tag=wish["tag"], force=True)
+        # The same spec again changes nothing where it was registered, and fails where another one is.
+        connection.change("create_backend", blocking=False, spec=spec.to_plain())
+        connection.change("delete_backend", tag=spec.tag, force=True)
     except ServeError as error:
-        logger.info("Backend %s was not made, or is in use already: %s", wish["tag"], error)
+        logger.info("Backend %s was not made, or is in use already: %s", spec.tag, error)

@@ -9,7 +9,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from daskserve.client.connection import InstanceConnection
-from daskserve.client.wishes import check_route, make_wish
+from daskserve.client.specs import check_route, make_spec
+from daskserve.options.backend_spec import BackendSpec
 from daskserve.options.config import ActorOptions, BackendConfig
 from daskserve.types import ALL_HTTP_METHODS, GoalId
 
@@ -90,8 +91,8 @@ class DeploymentVerbs:
         ReplicaStartError, NoCapacityError
             The new version did not start, and the old one goes on, where it did; see `create_backend`.
         """
-        return self.deploy_wish(
-            make_wish(
+        return self.deploy_spec(
+            make_spec(
                 name,
                 deployment_def,
                 init_args,
@@ -109,15 +110,15 @@ class DeploymentVerbs:
             blocking=blocking,
         )
 
-    def deploy_wish(
-        self, wish: Mapping[str, Any], *, route: str | None, methods: list[str], blocking: bool = True
+    def deploy_spec(
+        self, spec: BackendSpec, *, route: str | None, methods: list[str], blocking: bool = True
     ) -> GoalId | None:
-        """Bring a deployment about; `daskserve.client.wishes.make_wish` makes the wish."""
+        """Bring a deployment about; `daskserve.client.specs.make_spec` makes the spec."""
         check_route(route)
         return self._connection.change(
             "deploy",
             blocking=blocking,
-            wish=dict(wish),
+            spec=spec.to_plain(),
             route=route,
             methods=list(ALL_HTTP_METHODS),
             python_methods=methods,

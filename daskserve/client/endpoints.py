@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from daskserve.client.connection import InstanceConnection
-from daskserve.client.wishes import check_name
+from daskserve.client.specs import check_name
 from daskserve.errors import BadRequestError
 
 

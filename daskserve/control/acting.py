@@ -21,7 +21,7 @@ from daskserve.control.observed import Observed
 from daskserve.control.records import ProxyRecord, ReplicaRecord
 from daskserve.control.state import State
 from daskserve.errors import ActorLostError, InstanceError, RequestTimeoutError, ServeError, UnavailableError
-from daskserve.starts import ProxyStart, ReplicaStart
+from daskserve.starts import ProxyStart, ReplicaStart, dump_config
 from daskserve.types import ActorKind
 
 logger = logging.getLogger("daskserve.controller")
@@ -182,20 +182,11 @@ class Acting:
                 backend_tag=replica.backend,
                 replica_tag=replica.tag,
                 code=code.code,
-                concurrency=backend.concurrency,
+                config=backend.config,
+                concurrency=backend.config.concurrency(),
                 user_config=backend.user_config,
-                event_loop=backend.config.get("event_loop", "own"),
-                max_batch_size=backend.config.get("max_batch_size") or 0,
-                batch_wait_timeout_s=float(backend.config.get("batch_wait_timeout", 0)),
-                wait_loop_s=float(backend.config.get("experimental_graceful_shutdown_wait_loop_s", 2)),
-                method_header=bool(backend.config.get("method_header", False)),
+                environment=backend.env,
                 debug=self._debug,
-                has_liveness=backend.config.get("liveness", "default") is not None,
-                health_period_s=float(backend.config.get("health_check_period_s", 5)),
-                health_timeout_s=float(backend.config.get("health_check_timeout_s", 10)),
-                health_threshold=int(backend.config.get("health_check_threshold", 3)),
-                isolation=backend.config.get("isolation", "thread"),
-                environment=backend.actor_options.get("env"),
             ).encode(),
         )
 
@@ -219,10 +210,8 @@ class Acting:
                 replica.address(self._cluster.instance),
                 "reconfigure",
                 user_config=backend.user_config,
-                concurrency=backend.concurrency,
-                max_batch_size=backend.config.get("max_batch_size") or 0,
-                batch_wait_timeout_s=float(backend.config.get("batch_wait_timeout", 0)),
-                method_header=bool(backend.config.get("method_header", False)),
+                concurrency=backend.config.concurrency(),
+                config=dump_config(backend.config),
             )
             await self._clock.wait_for(call, self._start_timeout_s)
         except (ActorLostError, UnavailableError) as error:

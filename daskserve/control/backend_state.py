@@ -125,7 +125,7 @@ def grace_of(backend: BackendRecord, replica: ReplicaRecord) -> float:
     """Return how long a replica may finish its requests, in seconds."""
     if backend.is_forced or replica.is_forced:
         return 0.0
-    return float(backend.config.get("experimental_graceful_shutdown_timeout_s", 20.0))
+    return backend.config.experimental_graceful_shutdown_timeout_s
 
 
 class _Stepper:
@@ -222,7 +222,7 @@ class _Stepper:
     # 2. give up a goal that failed or ran out of time
 
     def fail_goal(self, error: ServeError) -> bool:
-        """Take the pending wish back; False if there is none, or it is to be deleted, which cannot fail."""
+        """Take the pending spec back; False if there is none, or it is to be deleted, which cannot fail."""
         goal = self.goal
         if goal is None or goal.state is not GoalState.PENDING or self.backend.is_deleting:
             return False
@@ -319,7 +319,7 @@ class _Stepper:
             version=self.backend.version,
             config_id=self.backend.config_id,
             state=ReplicaState.SHOULD_START,
-            demand=dict(self.backend.actor_options.get("demand", {})),
+            demand=self.backend.actor_options.demand(),
         )
         self.set_replica(tag, record)
 
@@ -470,8 +470,8 @@ def published(state: State, tag: str) -> Any:
             for each in state.replicas_of(tag)
             if each.state is ReplicaState.RUNNING
         ],
-        "concurrency": backend.concurrency,
-        "max_queued": backend.config.get("max_queued_requests", 1000),
+        "concurrency": backend.config.concurrency(),
+        "max_queued": backend.config.max_queued_requests,
     }
     if backend.autoscaling is not None:
         value["autoscaled"] = True

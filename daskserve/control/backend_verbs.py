@@ -16,7 +16,8 @@ from daskserve.control.records import BackendRecord, Change, CodeRecord
 from daskserve.control.state import State
 from daskserve.control.target_capacity import at_capacity
 from daskserve.errors import AlreadyRegisteredError, BadRequestError, NotFoundError, NotRegisteredError
-from daskserve.options.config import ActorOptions, BackendConfig
+from daskserve.options.backend_spec import BackendSpec
+from daskserve.options.config import BackendConfig
 from daskserve.types import BackendTag, EndpointTag, GoalId
 
 #: Config fields that running replicas need not hear of.
@@ -24,6 +25,7 @@ _CONTROLLER_ONLY = frozenset(
     {
         "autoscaling_config",
         "experimental_graceful_shutdown_timeout_s",
+        "experimental_graceful_shutdown_wait_loop_s",
         "external_scaler_enabled",
         "internal_metadata",
         "max_queued_requests",
@@ -32,25 +34,6 @@ _CONTROLLER_ONLY = frozenset(
 )
 #: Versions that the classic system keeps to itself.
 RESERVED_VERSIONS = frozenset({"__v1__", "Unversioned"})
-
-
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """A backend as a client asks for it, in plain values."""
-
-    tag: BackendTag
-    code: bytes
-    config: Mapping[str, Any]
-    user_config: bytes | None
-    actor_options: Mapping[str, Any]
-    version: str | None
-    request_id: str
-    timeout_s: float | None
-    env: str | None = None
-    user_version: str | None = None
-    prev_version: str | None = None
-    #: Filled in by the controller.
-    now: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,113 +57,96 @@ def get(state: State, tag: BackendTag) -> BackendRecord:
 
 def configured(backend: BackendRecord, config: BackendConfig, user_config: bytes | None) -> BackendRecord:
     """Return the backend's record with another config."""
-    plain = config.model_dump(exclude={"user_config"}, exclude_unset=True)
-    plain["internal_metadata"] = config.internal_metadata.model_dump()
-    concurrency = config.concurrency()
-    told = {key: value for key, value in plain.items() if key not in _CONTROLLER_ONLY}
-    told["concurrency"] = concurrency
+    told = config.model_dump(exclude_unset=True, exclude=set(_CONTROLLER_ONLY))
+    told["concurrency"] = config.concurrency()
     digest = hashlib.sha256(msgpack.packb(sorted(told.items())) + (user_config or b""))
-    return replace(
-        backend,
-        config=plain,
-        config_id=digest.hexdigest()[:16],
-        concurrency=concurrency,
-        user_config=user_config,
-    )
+    return replace(backend, config=config, config_id=digest.hexdigest()[:16], user_config=user_config)
 
 
-def _place_options(wish: Wish) -> dict[str, Any]:
-    """Return what decides where replicas run: those with other such options must be replaced."""
-    options = ActorOptions(**wish.actor_options)
-    found = {**options.model_dump(exclude_unset=True), "demand": options.demand()}
-    if wish.config.get("isolation", "thread") != "thread":
-        found |= {"isolation": wish.config["isolation"], "env": wish.env}
-    return found
-
-
-def _new_record(state: State, wish: Wish, *, is_deployment: bool) -> tuple[BackendRecord, CodeRecord]:
-    version = wish.version or hashlib.sha256(wish.code).hexdigest()[:16]
-    code = CodeRecord(f"{wish.tag}@{version}", wish.tag, wish.code)
+def _new_record(
+    state: State, spec: BackendSpec, now: float, *, is_deployment: bool
+) -> tuple[BackendRecord, CodeRecord]:
+    version = spec.version or hashlib.sha256(spec.code).hexdigest()[:16]
+    code = CodeRecord(f"{spec.tag}@{version}", spec.tag, spec.code)
     backend = BackendRecord(
-        tag=wish.tag,
+        tag=spec.tag,
         version=version,
         code_key=code.name,
-        config={},
+        config=spec.config,
         config_id="",
-        concurrency=1,
-        actor_options=_place_options(wish),
-        request_id=wish.request_id,
-        user_version=wish.user_version,
-        deployed_at=wish.now,
+        actor_options=spec.actor_options,
+        env=spec.env,
+        request_id=spec.request_id,
+        user_version=spec.user_version,
+        deployed_at=now,
         is_deployment=is_deployment,
     )
-    backend = at_capacity(state, backend)
-    return configured(backend, BackendConfig(**wish.config), wish.user_config), code
+    return configured(at_capacity(state, backend), spec.config, spec.user_config), code
 
 
-def create_backend(state: State, wish: Wish, *, goal_id: GoalId) -> Outcome:
+def create_backend(state: State, spec: BackendSpec, *, goal_id: GoalId, now: float) -> Outcome:
     """Register a backend; a retried call (same request id) changes nothing."""
-    existing = state.backends.get(wish.tag)
+    existing = state.backends.get(spec.tag)
     if existing is not None and not existing.is_deleting:
-        if existing.request_id == wish.request_id:
+        if existing.request_id == spec.request_id:
             return Outcome({}, existing.goal)
         raise AlreadyRegisteredError(
-            f"Cannot create backend. Backend '{wish.tag}' is already registered. Delete it first, or use "
+            f"Cannot create backend. Backend '{spec.tag}' is already registered. Delete it first, or use "
             "update_backend_config to change its options."
         )
-    record, code = _new_record(state, wish, is_deployment=False)
+    record, code = _new_record(state, spec, now, is_deployment=False)
     change: Change = {code.key: code}
-    record = scaling.carried_over(record, None, wish.now)
-    goals.open_goal(state, change, record, goal_id=goal_id, timeout_s=wish.timeout_s)
+    record = scaling.carried_over(record, None, now)
+    goals.open_goal(state, change, record, goal_id=goal_id, timeout_s=spec.timeout_s)
     return Outcome(change, goal_id)
 
 
-def deploy(state: State, wish: Wish, *, goal_id: GoalId) -> Outcome:
+def deploy(state: State, spec: BackendSpec, *, goal_id: GoalId, now: float) -> Outcome:
     """Register a deployment's backend, or bring an existing one to this code and config.
 
     The same version and config change nothing; the same version with another config is reconfigured in
     place; another version replaces the replicas, new before old.
     """
-    record, code = _new_record(state, wish, is_deployment=True)
-    existing = state.backends.get(wish.tag)
-    _check_version(wish, existing)
+    record, code = _new_record(state, spec, now, is_deployment=True)
+    existing = state.backends.get(spec.tag)
+    _check_version(spec, existing)
     if existing is not None and not existing.is_deleting:
-        if existing.request_id == wish.request_id:
+        if existing.request_id == spec.request_id:
             return Outcome({}, existing.goal)
         if not existing.is_deployment:
             raise AlreadyRegisteredError(
-                f"Cannot deploy '{wish.tag}': a classic backend of that name is registered; delete it first."
+                f"Cannot deploy '{spec.tag}': a classic backend of that name is registered; delete it first."
             )
         version = _told_apart(record, existing)
-        code = replace(code, name=f"{wish.tag}@{version}")
+        code = replace(code, name=f"{spec.tag}@{version}")
         record = replace(record, version=version, code_key=code.name)
         is_same = existing.version == version and existing.config_id == record.config_id
-        if is_same and existing.config == record.config:
+        if is_same and existing.config.to_plain() == record.config.to_plain():
             return Outcome({}, existing.goal)
     change: Change = {code.key: code}
-    record = scaling.carried_over(record, existing, wish.now)
-    goals.open_goal(state, change, record, goal_id=goal_id, timeout_s=wish.timeout_s)
+    record = scaling.carried_over(record, existing, now)
+    goals.open_goal(state, change, record, goal_id=goal_id, timeout_s=spec.timeout_s)
     return Outcome(change, goal_id)
 
 
-def _check_version(wish: Wish, existing: BackendRecord | None) -> None:
+def _check_version(spec: BackendSpec, existing: BackendRecord | None) -> None:
     """Raise `BadRequestError` for a reserved version, or a ``prev_version`` that is not the present one."""
-    if wish.user_version is not None and wish.user_version in RESERVED_VERSIONS:
-        raise BadRequestError(f"Version {wish.user_version!r} is reserved; name another one.")
-    if wish.prev_version is None:
+    if spec.user_version is not None and spec.user_version in RESERVED_VERSIONS:
+        raise BadRequestError(f"Version {spec.user_version!r} is reserved; name another one.")
+    if spec.prev_version is None:
         return
-    if existing is not None and existing.request_id == wish.request_id and not existing.is_deleting:
+    if existing is not None and existing.request_id == spec.request_id and not existing.is_deleting:
         return  # the retry of a call that succeeded
     present = None if existing is None or existing.is_deleting else existing.user_version
     if present is None:
         raise BadRequestError(
-            f"prev_version '{wish.prev_version}' is specified but there is no existing deployment "
-            f"'{wish.tag}' that has a version."
+            f"prev_version '{spec.prev_version}' is specified but there is no existing deployment "
+            f"'{spec.tag}' that has a version."
         )
-    if present != wish.prev_version:
+    if present != spec.prev_version:
         raise BadRequestError(
-            f"prev_version '{wish.prev_version}' does not match with the existing version '{present}' of "
-            f"deployment '{wish.tag}'."
+            f"prev_version '{spec.prev_version}' does not match with the existing version '{present}' of "
+            f"deployment '{spec.tag}'."
         )
 
 
@@ -193,31 +159,31 @@ def _told_apart(record: BackendRecord, existing: BackendRecord) -> str:
     def marked(options: Mapping[str, Any]) -> str:
         return f"{record.version}+{hashlib.sha256(msgpack.packb(options)).hexdigest()[:8]}"
 
-    if existing.actor_options == record.actor_options:
-        same = (record.version, marked(existing.actor_options))
+    if existing.place_options == record.place_options:
+        same = (record.version, marked(existing.place_options))
         return existing.version if existing.version in same else record.version
     is_of_this_version = existing.version == record.version or existing.version.startswith(
         f"{record.version}+"
     )
-    return marked(record.actor_options) if is_of_this_version else record.version
+    return marked(record.place_options) if is_of_this_version else record.version
 
 
 def update_backend_config(
     state: State,
     tag: BackendTag,
-    config: Mapping[str, Any],
+    config: BackendConfig,
     user_config: bytes | None,
     *,
     sets_user_config: bool,
     goal_id: GoalId,
     timeout_s: float | None,
-    now: float = 0.0,
+    now: float,
 ) -> Outcome:
     """Merge the given options into a backend's; the others stay."""
     backend = get(state, tag)
-    current = BackendConfig(**backend.config)
+    current = backend.config
     try:
-        merged = current.merged(BackendConfig(**config))
+        merged = current.merged(config)
     except ValidationError as error:
         # Each option by itself was right, or the client would have said so.
         raise BadRequestError(f"The options of backend '{tag}' do not go together: {error}") from error
@@ -263,7 +229,7 @@ def delete_backend(
 def describe(state: State, tag: BackendTag) -> dict[str, Any]:
     """Return a backend's config in plain values, with its user_config still pickled."""
     backend = get(state, tag)
-    return {"config": dict(backend.config), "user_config": backend.user_config}
+    return {"config": backend.config.to_plain(), "user_config": backend.user_config}
 
 
 def get_endpoint(state: State, name: str) -> dict[str, Any]:

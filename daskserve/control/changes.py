@@ -8,9 +8,11 @@ from typing import Any
 
 from daskserve.cluster.base import verb
 from daskserve.control import backend_verbs, endpoint_state, scale_verb, target_capacity
-from daskserve.control.backend_verbs import Outcome, Wish
+from daskserve.control.backend_verbs import Outcome
 from daskserve.control.core import ControllerCore
 from daskserve.errors import ServeError, UnavailableError
+from daskserve.options.backend_spec import BackendSpec
+from daskserve.options.config import BackendConfig
 from daskserve.types import GoalId
 
 
@@ -49,10 +51,12 @@ class ChangingVerbs(ControllerCore):
     # Verbs: backends
 
     @verb
-    async def create_backend(self, **wish: Any) -> dict[str, Any]:
+    async def create_backend(self, spec: Mapping[str, Any]) -> dict[str, Any]:
         async with self._deciding():
-            wanted = Wish(**wish, now=self._clock.wall())
-            outcome = backend_verbs.create_backend(self._state, wanted, goal_id=self._goal_id())
+            wanted = BackendSpec.from_plain(spec)
+            outcome = backend_verbs.create_backend(
+                self._state, wanted, goal_id=self._goal_id(), now=self._clock.wall()
+            )
             return await self._commit_outcome(outcome, wanted.tag)
 
     @verb
@@ -68,7 +72,7 @@ class ChangingVerbs(ControllerCore):
             outcome = backend_verbs.update_backend_config(
                 self._state,
                 tag,
-                config,
+                BackendConfig(**config),
                 user_config,
                 sets_user_config=sets_user_config,
                 goal_id=self._goal_id(),
@@ -107,12 +111,18 @@ class ChangingVerbs(ControllerCore):
 
     @verb
     async def deploy(
-        self, wish: dict[str, Any], route: str | None, methods: Sequence[str], python_methods: Sequence[str]
+        self,
+        spec: Mapping[str, Any],
+        route: str | None,
+        methods: Sequence[str],
+        python_methods: Sequence[str],
     ) -> dict[str, Any]:
         """Bring a deployment (a backend and an endpoint of one name) about, in one transaction."""
         async with self._deciding():
-            wanted = Wish(**wish, now=self._clock.wall())
-            outcome = backend_verbs.deploy(self._state, wanted, goal_id=self._goal_id())
+            wanted = BackendSpec.from_plain(spec)
+            outcome = backend_verbs.deploy(
+                self._state, wanted, goal_id=self._goal_id(), now=self._clock.wall()
+            )
             change = dict(outcome.change)
             change.update(
                 endpoint_state.deploy_endpoint(

@@ -18,6 +18,7 @@ from daskserve.control.core import MAX_WAIT_S
 from daskserve.control.records import GoalState
 from daskserve.errors import DeployError, NotFoundError, RequestTimeoutError
 from daskserve.payload import load_error
+from daskserve.starts import dump_http
 from daskserve.types import GoalId
 
 #: How often `Controller.wait_for_http` looks; it runs once, at the start of an instance.
@@ -113,7 +114,7 @@ class Controller(ChangingVerbs):
     async def view(self, name: str) -> Any:
         """Return one of `daskserve.control.views.VIEWS`, or ``get_http_config``."""
         if name == "get_http_config":
-            return {**self._start.http, "ssl_keyfile_password": None}
+            return {**dump_http(self._http), "ssl_keyfile_password": None}
         if name not in views.VIEWS:
             raise NotFoundError(f"There is no view {name!r}; known: {', '.join(sorted(views.VIEWS))}.")
         return views.VIEWS[name](self._state, self._observed)

@@ -48,7 +48,7 @@ class ControllerCore:
         self._epoch = context.spec.incarnation
         self._worker = context.worker
         self._start = ControllerStart.decode(context.spec.payload)
-        self._http = HTTPOptions(**self._start.http)
+        self._http = HTTPOptions(**self._start.http.model_dump())
         self._news = LongPollHost(self._epoch, self._cluster.publish, self._clock)
         self._state = State()
         self._observed = Observed()
@@ -84,7 +84,7 @@ class ControllerCore:
             proxy_start=self._proxy_start,
             poke=self._poke,
             debug=self._http.debug,
-            start_timeout_s=self._start.settings.get("start_s", 600.0),
+            start_timeout_s=self._start.start_timeout_s,
         )
         self._reconciler = Reconciler(
             self._state,
@@ -155,7 +155,6 @@ class ControllerCore:
         self._loop.poke(backends)
 
     def _proxy_start(self, proxy: ProxyRecord) -> ProxyStart:
-        options = {**self._start.http, "port": proxy.port}
         reuse = self._http.location is Location.EVERY_WORKER
         shares = any(
             other.host == proxy.host and other.name in self._observed.proxies_ready
@@ -163,7 +162,7 @@ class ControllerCore:
             if other.name != proxy.name
         )
         return ProxyStart(
-            options=options,
+            options=self._http.model_copy(update={"port": proxy.port}),
             middlewares=self._start.middlewares,
             reuse_port=reuse,
             claims_port=not shares,

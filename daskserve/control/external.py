@@ -23,7 +23,7 @@ def carried_over(backend: BackendRecord, before: BackendRecord | None) -> Backen
     if before.is_scaled_externally:
         is_new = fixed.configured_replicas != before.configured_replicas
     else:
-        is_new = "num_replicas" in backend.config
+        is_new = "num_replicas" in backend.config.model_fields_set
     if is_new:
         return fixed
     return replace(backend, scaled_to=max(1, before.full_replicas), scalings=before.scalings)

@@ -1,7 +1,7 @@
 """Goals: changes that were asked for and are still coming about.
 
 A backend has at most one pending goal. A newer one supersedes it, which completes it: whoever waited for
-the older wish learns that it is no longer the wish. Finished goals are kept for a while, so that a caller
+the older spec learns that it was replaced. Finished goals are kept for a while, so that a caller
 that lost its connection still learns the outcome.
 """
 

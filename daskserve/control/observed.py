@@ -5,7 +5,7 @@ Nothing here is stored: a new controller sees it all again by asking.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from daskserve.autoscaling.context import Sample
 from daskserve.control.loads import Loads
 from daskserve.control.records import BackendRecord, ReplicaRecord
 from daskserve.control.replica_lifecycle import ReplicaEvent
+from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.types import BackendTag, GoalId, ReplicaState, ReplicaTag, WorkerAddress, WorkerInfo
 
 #: Samples of each autoscaled backend that people may look at.
@@ -34,7 +35,7 @@ class Scaling:
     """
 
     at: float
-    options: Mapping[str, Any]
+    options: AutoscalingConfig | None
     based_on: int
     replicas: int
     wanted: int

@@ -126,7 +126,7 @@ def place(
 
 def demand_of(backend: BackendRecord, replica: ReplicaRecord) -> Demand:
     """Return what a replica needs."""
-    allowed = backend.actor_options.get("workers")
+    allowed = backend.actor_options.workers
     return Demand(backend.tag, replica.demand, None if allowed is None else tuple(allowed))
 
 

@@ -204,7 +204,7 @@ class Reconciler:
             self._acting.act(action)
         current = self._state.backends.get(tag)
         if current is not None and current is not backend and current.goal != backend.goal:
-            self._dirty.add(tag)  # the goal ended, perhaps back to an older wish: look again
+            self._dirty.add(tag)  # the goal ended, perhaps back to an older spec: step again
             self._wake.set()
 
     async def _step_proxies(self) -> None:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, TypeAlias
 
 import msgpack
 
 from daskserve.errors import InstanceError
+from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.bounds import share_of
+from daskserve.options.config import ActorOptions, BackendConfig, Options
 from daskserve.types import (
     ActorAddress,
     BackendTag,
@@ -37,8 +39,8 @@ class BackendRecord:
         Names the code; replicas of another version are replaced.
     code_key : str
         The `CodeRecord` that holds the callable.
-    config, user_config
-        `BackendConfig` as plain values, and its ``user_config`` pickled.
+    config, user_config, actor_options, env
+        As in `daskserve.options.backend_spec.BackendSpec`.
     config_id : str
         Names the config; running replicas of another one are reconfigured in place.
     request_id : str
@@ -58,15 +60,15 @@ class BackendRecord:
     tag: BackendTag
     version: str
     code_key: str
-    config: Mapping[str, Any]
+    config: BackendConfig
     config_id: str
-    concurrency: int
-    actor_options: Mapping[str, Any]
+    actor_options: ActorOptions
     user_config: bytes | None = None
+    env: str | None = None
     request_id: str = ""
     #: The version the user named; None for one that was made up from the code.
     user_version: str | None = None
-    #: When the present wish was accepted, in seconds since the epoch, for people to read.
+    #: When the present spec was accepted, in seconds since the epoch, for people to read.
     deployed_at: float = 0.0
     #: Why the last goal failed, until another one is opened.
     last_error: str = ""
@@ -83,16 +85,30 @@ class BackendRecord:
     def key(self) -> str:
         return f"{self.KIND}/{self.tag}"
 
+    def __eq__(self, other: object) -> bool:
+        # Models are equal though an option is a default in one and was set to the same in the other, and
+        # what was set decides what a later change means.
+        return isinstance(other, BackendRecord) and to_plain(self) == to_plain(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
     @property
-    def autoscaling(self) -> Mapping[str, Any] | None:
-        """The autoscaler's options that were set; None: it is not autoscaled."""
-        found: Mapping[str, Any] | None = self.config.get("autoscaling_config")
+    def autoscaling(self) -> AutoscalingConfig | None:
+        """The autoscaler's options; None: it is not autoscaled."""
+        return self.config.autoscaling_config
+
+    @property
+    def place_options(self) -> dict[str, Any]:
+        """What decides where replicas run: those with other such options must be replaced."""
+        found = {**self.actor_options.to_plain(), "demand": self.actor_options.demand()}
+        if self.config.isolation != "thread":
+            found |= {"isolation": self.config.isolation, "env": self.env}
         return found
 
     @property
     def is_scaled_externally(self) -> bool:
         """Whether a scaler outside of the cluster may say how many replicas there are."""
-        return bool(self.config.get("external_scaler_enabled", False))
+        return self.config.external_scaler_enabled
 
     @property
     def num_replicas(self) -> int:
@@ -115,26 +131,24 @@ class BackendRecord:
     @property
     def configured_replicas(self) -> int:
         """The number that the config names, at full capacity."""
-        return int(self.config.get("num_replicas", 1))
+        return self.config.num_replicas
 
     @property
     def is_held(self) -> bool:
         """Whether the number is one at full capacity: an external scaler's, or what a dry run keeps."""
         options = self.autoscaling
-        return self.scaled_to is not None and (options is None or bool(options.get("dry_run")))
+        return self.scaled_to is not None and (options is None or options.dry_run)
 
     @property
     def needed_replicas(self) -> int:
         """How many must run for a change to have come about: not all that the load of the moment wants."""
         if self.scaled_to is None:
             return self.num_replicas
-        if self.autoscaling is None:
+        options = self.autoscaling
+        if options is None:
             return min(self.num_replicas, share_of(self.configured_replicas, self.capacity))
-        first = self.autoscaling.get("initial_replicas")
-        if first is None:
-            first = self.autoscaling.get("min_replicas", 1)
-        unit = self.autoscaling.get("multiple_of", 1)
-        return min(self.num_replicas, share_of(int(first), self.capacity, unit))
+        first = options.min_replicas if options.initial_replicas is None else options.initial_replicas
+        return min(self.num_replicas, share_of(first, self.capacity, options.multiple_of))
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,7 +331,7 @@ class CorruptRecordError(InstanceError):
 
 def encode(record: Record) -> bytes:
     """Return a record as bytes that any later version can tell the format of."""
-    return bytes(msgpack.packb({"format": FORMAT, "fields": asdict(record)}))
+    return bytes(msgpack.packb({"format": FORMAT, "fields": _fields(record)}))
 
 
 def decode(key: str, data: bytes) -> Record:
@@ -344,6 +358,11 @@ def decode(key: str, data: bytes) -> Record:
         raise CorruptRecordError(f"Record {key!r} cannot be read: {error!r}") from error
 
 
+def _fields(record: Record) -> dict[str, Any]:
+    values = {each.name: getattr(record, each.name) for each in fields(record)}
+    return {name: value.to_plain() if isinstance(value, Options) else value for name, value in values.items()}
+
+
 def from_plain(kind: str, values: Mapping[str, Any]) -> Any:
     """Return a record made of plain values, as `to_plain` gives them."""
     changed = dict(values)
@@ -354,12 +373,15 @@ def from_plain(kind: str, values: Mapping[str, Any]) -> Any:
             changed[name] = tuple(changed[name])
     if "scalings" in changed:
         changed["scalings"] = tuple(tuple(each) for each in changed["scalings"])
+    if kind == BackendRecord.KIND:
+        changed["config"] = BackendConfig(**changed["config"])
+        changed["actor_options"] = ActorOptions(**changed["actor_options"])
     return _KINDS[kind](**changed)
 
 
 def to_plain(record: Record) -> dict[str, Any]:
     """Return a record as plain values."""
-    values = asdict(record)
+    values = _fields(record)
     # As they come back from a store, where they may have been within another record meanwhile.
     for name in _TUPLES:
         if name in values:

@@ -15,8 +15,7 @@ KEPT_SCALINGS = 10
 
 def autoscaling_of(backend: BackendRecord) -> AutoscalingConfig | None:
     """Return the autoscaler's options of a backend; None if nothing scales it."""
-    plain = backend.autoscaling
-    return None if plain is None or backend.is_deleting else AutoscalingConfig(**plain)
+    return None if backend.is_deleting else backend.autoscaling
 
 
 def scaled(backend: BackendRecord, wanted: int, reason: str, wall: float) -> BackendRecord:
@@ -42,7 +41,9 @@ def carried_over(backend: BackendRecord, before: BackendRecord | None, wall: flo
     config = autoscaling_of(backend)
     if before is not None and before.is_deleting:
         before = None
-    if config is None or (config.dry_run and (before is None or "num_replicas" in backend.config)):
+    if config is None or (
+        config.dry_run and (before is None or "num_replicas" in backend.config.model_fields_set)
+    ):
         return replace(backend, scaled_to=None, scalings=())
     if before is None:
         return replace(backend, scaled_to=bounds_of(backend, config).first, scalings=())

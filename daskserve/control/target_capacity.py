@@ -13,7 +13,7 @@ from daskserve.options.bounds import DOWN, UP, checked_capacity
 def set_target_capacity(state: State, percent: float | None, wall: float) -> Change:
     """Let every backend have this share of its replicas from now on; None: all, and no word of a direction.
 
-    What clients wished for stays as it is in the records, so that it comes back with the capacity.
+    The specs in the records stay as they are, so that they hold again with the capacity.
     """
     checked = checked_capacity(percent)
     before = state.capacity

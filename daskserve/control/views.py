@@ -117,8 +117,8 @@ def deployment_info(state: State, name: str) -> dict[str, Any]:
     return {
         "name": name,
         "version": backend.user_version,
-        "config": masked(backend.config),
-        "actor_options": dict(backend.actor_options),
+        "config": masked(backend.config.to_plain()),
+        "actor_options": backend.place_options,
         "python_methods": list(endpoint.python_methods) if endpoint is not None else [],
         "route": endpoint.route if endpoint is not None else None,
         "deployed_at": backend.deployed_at,
@@ -147,7 +147,7 @@ def snapshot(state: State, instance: str) -> dict[str, Any]:
             "name": tag,
             "namespace": instance,
             "job_id": None,
-            "class_name": backend.config.get("internal_metadata", {}).get("class_name", ""),
+            "class_name": backend.config.internal_metadata.class_name,
             "version": backend.user_version or UNVERSIONED,
             "http_route": route,
             "status": "RUNNING",
@@ -186,7 +186,9 @@ VIEWS: Mapping[str, Callable[[State, Observed], Any]] = {
         for name, endpoint in state.endpoints.items()
     },
     "get_backend_configs": lambda state, _: {
-        tag: masked(backend.config) for tag, backend in state.backends.items() if not backend.is_deleting
+        tag: masked(backend.config.to_plain())
+        for tag, backend in state.backends.items()
+        if not backend.is_deleting
     },
     "queue_lengths": lambda _, observed: observed.loads.queue_lengths(),
     # Every process keeps its figures in its default Prometheus registry; Dask serves them.

@@ -30,6 +30,10 @@ class Options(BaseModel):
 
     model_config = ConfigDict(extra="forbid", validate_assignment=True, populate_by_name=True)
 
+    def to_plain(self) -> dict[str, Any]:
+        """Return the options that were set, as plain values from which the model can be made again."""
+        return self.model_dump(exclude_unset=True)
+
 
 ModelT = TypeVar("ModelT", bound=Options)
 
@@ -166,7 +170,8 @@ class BackendConfig(Options):
     experimental_graceful_shutdown_wait_loop_s: float = Field(
         2,
         ge=0,
-        description="How often a stopping replica looks whether its requests are done.",
+        description="Accepted for compatibility and not used: a stopping replica is told when its last "
+        "request ends, so there is no polling interval.",
         validation_alias=AliasChoices(
             "experimental_graceful_shutdown_wait_loop_s", "graceful_shutdown_wait_loop_s"
         ),
@@ -270,8 +275,9 @@ class BackendConfig(Options):
         config = changes.autoscaling_config
         if config is not None and not config.dry_run:
             values.pop("num_replicas", None)  # it was so many until now
-        values |= {name: getattr(changes, name) for name in changes.model_fields_set}
-        values["internal_metadata"] = self.internal_metadata
+        values |= {
+            name: getattr(changes, name) for name in changes.model_fields_set if name != "internal_metadata"
+        }
         return BackendConfig(**values)
 
 

@@ -47,7 +47,7 @@ class Carrier:
         max_body_bytes: int,
         idle_timeout_s: float,
         clock: Clock,
-        max_message_bytes: int = 16 << 20,
+        max_message_bytes: int,
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self.app = app

@@ -12,13 +12,16 @@ import logging
 import selectors
 import socket
 import ssl
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from daskserve.clock import Clock, LoopClock
 from daskserve.proxies.asgi import ASGIApp
 from daskserve.proxies.exchange.carrier import Carrier
 from daskserve.proxies.server.hangup import HangupWatch
 from daskserve.proxies.server.listen import bind_sockets
+
+if TYPE_CHECKING:
+    from daskserve.options.config import HTTPOptions
 
 log = logging.getLogger("daskserve.proxies")
 
@@ -53,20 +56,13 @@ class HTTPServer(abc.ABC):
     ----------
     app : ASGI application
         Receives ``http`` and ``websocket`` scopes. Cancelled when its client disconnects.
-    host, port
-        Where to listen: a name, an IPv4 or an IPv6 address; port 0 selects a free port.
+    options : HTTPOptions
+        Where to listen, and the limits of connections.
     reuse_port : bool
         Let further servers of this user listen on the same port.
     claims_port : bool
         Whether a port that other servers share counts as taken; False for the second and later servers of an
         instance on a host.
-    max_body_bytes : int
-        A larger request body is answered with 413.
-    max_message_bytes : int
-        A WebSocket whose client sends a larger message is closed with code 1009.
-    keep_alive_timeout_s : float
-        Close a connection that is idle for this long: without a request, or within one that neither sends
-        nor receives.
     public_host : str
         Used in `urls` in place of a host that means every address, such as ``0.0.0.0``.
     tls : ssl.SSLContext, optional
@@ -76,29 +72,26 @@ class HTTPServer(abc.ABC):
     def __init__(
         self,
         app: ASGIApp,
+        options: HTTPOptions,
         *,
-        host: str,
-        port: int,
         reuse_port: bool = False,
         claims_port: bool = True,
-        max_body_bytes: int = 1 << 30,
-        max_message_bytes: int = 16 << 20,
-        keep_alive_timeout_s: float = 90.0,
         public_host: str = "127.0.0.1",
         tls: ssl.SSLContext | None = None,
         clock: Clock | None = None,
     ) -> None:
-        self._host = host
-        self._port = port
+        assert options.host is not None  # without a host there are no proxies
+        self._host = options.host
+        self._port = options.port
         self._reuse_port = reuse_port
         self._claims_port = claims_port
         self._public_host = public_host
         self._clock: Clock = clock or LoopClock()
         self._carrier = Carrier(
             app,
-            max_body_bytes=max_body_bytes,
-            max_message_bytes=max_message_bytes,
-            idle_timeout_s=keep_alive_timeout_s,
+            max_body_bytes=options.max_body_bytes,
+            max_message_bytes=options.max_websocket_message_bytes,
+            idle_timeout_s=options.keep_alive_timeout_s,
             clock=self._clock,
             tls=tls,
         )

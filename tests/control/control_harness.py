@@ -1,4 +1,4 @@
-"""Records, wishes and worlds for the tests of the control plane."""
+"""Records, specs and worlds for the tests of the control plane."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from daskserve.control import backend_verbs
 from daskserve.control.backend_state import Step, World, step
-from daskserve.control.backend_verbs import Outcome, Wish
+from daskserve.control.backend_verbs import Outcome
 from daskserve.control.observed import Observed
 from daskserve.control.records import (
     BackendRecord,
@@ -20,7 +20,8 @@ from daskserve.control.records import (
     ReplicaRecord,
 )
 from daskserve.control.state import State
-from daskserve.options.config import BackendConfig
+from daskserve.options.backend_spec import BackendSpec
+from daskserve.options.config import ActorOptions, BackendConfig
 from daskserve.types import ReplicaState, WorkerInfo
 
 #: What a replica occupies unless the test says otherwise.
@@ -34,13 +35,13 @@ def worker(number: int = 1, **fields: Any) -> WorkerInfo:
 
 
 def backend(tag: str = "b", version: str = "v1", **fields: Any) -> BackendRecord:
-    config: dict[str, Any] = {"num_replicas": fields.pop("num_replicas", 1)}
+    config = {"num_replicas": fields.pop("num_replicas", 1)}
+    config = BackendConfig(**fields.pop("config", config))
     defaults: dict[str, Any] = {
         "code_key": f"{tag}@{version}",
         "config": config,
         "config_id": "c1",
-        "concurrency": 8,
-        "actor_options": {"demand": dict(TENTH)},
+        "actor_options": ActorOptions(),
     }
     return BackendRecord(tag, version, **{**defaults, **fields})
 
@@ -73,21 +74,24 @@ def state_of(*records: Record) -> State:
     return state
 
 
-def wish(tag: str = "b", **fields: Any) -> Wish:
-    """Return a wish as the client makes it; ``num_replicas`` and such go into its config."""
-    names = set(Wish.__dataclass_fields__)
+def spec(tag: str = "b", **fields: Any) -> BackendSpec:
+    """Return a spec as the client makes it; ``num_replicas`` and such go into its config."""
+    names = set(BackendSpec.__dataclass_fields__)
     config = {name: value for name, value in fields.items() if name not in names}
     defaults: dict[str, Any] = {
         "code": b"code",
-        "config": BackendConfig(**config).model_dump(exclude_unset=True),
+        "config": BackendConfig(**config),
         "user_config": None,
-        "actor_options": {},
         "version": None,
+        "user_version": None,
+        "prev_version": None,
+        "env": None,
         "request_id": "request",
         "timeout_s": 60.0,
     }
     given = {name: value for name, value in fields.items() if name in names}
-    return Wish(tag, **{**defaults, **given})
+    given["actor_options"] = ActorOptions(**fields.get("actor_options", {}))
+    return BackendSpec(tag, **{**defaults, **given})
 
 
 class Bench:
@@ -114,23 +118,24 @@ class Bench:
 
     def create(self, tag: str = "b", **fields: Any) -> str:
         goal_id = self.new_goal()
-        wanted = wish(tag, **{"request_id": goal_id, **fields})
-        return self.verb(backend_verbs.create_backend(self.state, wanted, goal_id=goal_id))
+        wanted = spec(tag, **{"request_id": goal_id, **fields})
+        return self.verb(backend_verbs.create_backend(self.state, wanted, goal_id=goal_id, now=0.0))
 
     def deploy(self, tag: str = "b", **fields: Any) -> str:
         goal_id = self.new_goal()
-        wanted = wish(tag, **{"request_id": goal_id, **fields})
-        return self.verb(backend_verbs.deploy(self.state, wanted, goal_id=goal_id))
+        wanted = spec(tag, **{"request_id": goal_id, **fields})
+        return self.verb(backend_verbs.deploy(self.state, wanted, goal_id=goal_id, now=0.0))
 
     def update(self, tag: str = "b", user_config: bytes | None = None, **config: Any) -> str:
         outcome = backend_verbs.update_backend_config(
             self.state,
             tag,
-            config,
+            BackendConfig(**config),
             user_config,
             sets_user_config=user_config is not None,
             goal_id=self.new_goal(),
             timeout_s=60.0,
+            now=0.0,
         )
         return self.verb(outcome)
 

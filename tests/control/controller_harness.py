@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
-from dataclasses import asdict
 from typing import Any
 
-from control_harness import wish
+from control_harness import spec
 
 from daskserve.client.calls import ControllerCalls
 from daskserve.cluster.base import ActorContext, StoreChange, verb, verbs_of
@@ -97,7 +96,9 @@ class ScriptedReplica:
         return []
 
     @verb
-    async def reconfigure(self, user_config: bytes | None, concurrency: int, **options: Any) -> None:
+    async def reconfigure(
+        self, user_config: bytes | None, concurrency: int, config: Mapping[str, Any]
+    ) -> None:
         self._stage.reconfigured.append(self.tag)
         if self._stage.reconfigure is not None:
             await self._stage.reconfigure(self)
@@ -132,7 +133,7 @@ class ScriptedProxy:
         await self._cluster.listener.start()
         self._cluster.listener.watch("routes", self._learn)
         self._stage.proxies[self.worker] = self
-        port = self.message.options["port"] or 40000
+        port = self.message.options.port or 40000
         return {"port": port, "urls": [f"http://{self.worker}:{port}"]}
 
     def _learn(self, routes: Any) -> None:
@@ -191,10 +192,8 @@ class Stage:
         assert record.state in (ReplicaState.STARTING, ReplicaState.RUNNING)
         assert record.incarnation == incarnation
 
-    async def open(self, **settings: float) -> ActorAddress:
-        message = ControllerStart(
-            http=self.http.model_dump(mode="json", exclude={"middlewares"}), settings=settings
-        )
+    async def open(self, start_timeout_s: float = 600.0) -> ActorAddress:
+        message = ControllerStart(self.http, None, start_timeout_s)
         return await self.cluster.start(message.encode())
 
     # asking
@@ -205,18 +204,17 @@ class Stage:
     async def change(self, verb: str, **message: Any) -> None:
         await self.calls.change(verb, **message)
 
-    def wish(self, tag: str = "b", **fields: Any) -> dict[str, Any]:
+    def spec(self, tag: str = "b", **fields: Any) -> dict[str, Any]:
         request_id = f"request-{next(self._requests)}"
-        wanted = asdict(wish(tag, **{"request_id": request_id, **fields}))
-        del wanted["now"]  # the controller's own
-        return wanted
+        return {"spec": spec(tag, **{"request_id": request_id, **fields}).to_plain()}
 
     async def create(self, tag: str = "b", **fields: Any) -> None:
-        await self.change("create_backend", **self.wish(tag, **fields))
+        await self.change("create_backend", **self.spec(tag, **fields))
 
     async def deploy(self, tag: str = "b", route: str | None = "/", **fields: Any) -> None:
-        wanted = self.wish(tag, **fields)
-        await self.change("deploy", wish=wanted, route=route, methods=["GET"], python_methods=[])
+        await self.change(
+            "deploy", **self.spec(tag, **fields), route=route, methods=["GET"], python_methods=[]
+        )
 
     async def update(self, tag: str = "b", user_config: bytes | None = None, **config: Any) -> None:
         await self.change(

@@ -752,7 +752,7 @@ def test_a_classic_endpoint_of_the_same_name_stays() -> None:
 
 def test_routers_learn_of_running_replicas_only() -> None:
     state = state_of(
-        backend(concurrency=5, config={"num_replicas": 2, "max_queued_requests": 9}),
+        backend(config={"max_concurrent_queries": 5, "num_replicas": 2, "max_queued_requests": 9}),
         replica("b#1", worker="w1", incarnation=4),
         replica("b#2", S.STARTING),
         replica("b#3", S.STOPPING),

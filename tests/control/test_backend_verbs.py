@@ -6,13 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from control_harness import backend, endpoint, goal, state_of, wish
+from control_harness import backend, endpoint, goal, spec, state_of
 
 from daskserve.control import backend_verbs as verbs
-from daskserve.control.backend_verbs import Outcome, Wish
+from daskserve.control.backend_verbs import Outcome
 from daskserve.control.records import BackendRecord, Change, CodeRecord, GoalRecord
 from daskserve.control.state import State
 from daskserve.errors import AlreadyRegisteredError, BadRequestError, NotFoundError, NotRegisteredError
+from daskserve.options.backend_spec import BackendSpec
 from daskserve.options.config import BackendConfig
 
 
@@ -22,10 +23,10 @@ def backend_of(outcome: Outcome, tag: str = "b") -> BackendRecord:
     return record
 
 
-def created(wanted: Wish | None = None) -> State:
+def created(wanted: BackendSpec | None = None) -> State:
     """Return a state with one backend whose goal is reached."""
     state = State()
-    state.apply(verbs.create_backend(state, wanted or wish(), goal_id="g1").change)
+    state.apply(verbs.create_backend(state, wanted or spec(), goal_id="g1", now=0.0).change)
     return settled(state)
 
 
@@ -39,12 +40,12 @@ def settled(state: State) -> State:
     return state
 
 
-def deploy(state: State, wanted: Wish, goal_id: str = "g2") -> Outcome:
+def deploy(state: State, wanted: BackendSpec, goal_id: str = "g2") -> Outcome:
     """Deploy by a call of its own."""
-    return verbs.deploy(state, replace(wanted, request_id=goal_id), goal_id=goal_id)
+    return verbs.deploy(state, replace(wanted, request_id=goal_id), goal_id=goal_id, now=0.0)
 
 
-def deployed(*wishes: Wish) -> State:
+def deployed(*wishes: BackendSpec) -> State:
     state = State()
     for number, wanted in enumerate(wishes):
         state.apply(deploy(state, wanted, f"d{number}").change)
@@ -56,18 +57,18 @@ def deployed(*wishes: Wish) -> State:
 
 
 def test_creating_writes_the_backend_its_code_and_a_goal() -> None:
-    outcome = verbs.create_backend(State(), wish(num_replicas=2, version="7"), goal_id="g1")
+    outcome = verbs.create_backend(State(), spec(num_replicas=2, version="7"), goal_id="g1", now=0.0)
     assert set(outcome.change) == {"backend/b", "code/b@7", "goal/g1"}
     assert outcome.change["code/b@7"] == CodeRecord("b@7", "b", b"code")
     record = backend_of(outcome)
     assert (record.version, record.code_key, record.goal, record.num_replicas) == ("7", "b@7", "g1", 2)
-    assert record.actor_options == {"demand": {"CPU": 0.1}}
+    assert record.place_options == {"demand": {"CPU": 0.1}}
     assert not record.is_deployment
 
 
 def test_without_a_version_the_code_is_the_version() -> None:
     one, same, other = (
-        backend_of(verbs.create_backend(State(), wish(code=code), goal_id="g")).version
+        backend_of(verbs.create_backend(State(), spec(code=code), goal_id="g", now=0.0)).version
         for code in (b"1", b"1", b"2")
     )
     assert one == same != other
@@ -75,8 +76,8 @@ def test_without_a_version_the_code_is_the_version() -> None:
 
 def test_concurrency_depends_on_the_callable_unless_it_is_given() -> None:
     def concurrency(**config: Any) -> int:
-        wanted = wish(**config)
-        return backend_of(verbs.create_backend(State(), wanted, goal_id="g")).concurrency
+        wanted = spec(**config)
+        return backend_of(verbs.create_backend(State(), wanted, goal_id="g", now=0.0)).config.concurrency()
 
     assert concurrency() == 8
     assert concurrency(internal_metadata={"is_blocking": False}) == 100
@@ -86,66 +87,66 @@ def test_concurrency_depends_on_the_callable_unless_it_is_given() -> None:
 
 def test_a_retried_call_changes_nothing_and_waits_for_the_same_goal() -> None:
     state = State()
-    state.apply(verbs.create_backend(state, wish(), goal_id="g1").change)
-    assert verbs.create_backend(state, wish(), goal_id="g2") == Outcome({}, "g1")
+    state.apply(verbs.create_backend(state, spec(), goal_id="g1", now=0.0).change)
+    assert verbs.create_backend(state, spec(), goal_id="g2", now=0.0) == Outcome({}, "g1")
     settled(state)
-    assert verbs.create_backend(state, wish(), goal_id="g3") == Outcome({}, None)
+    assert verbs.create_backend(state, spec(), goal_id="g3", now=0.0) == Outcome({}, None)
 
 
 def test_a_taken_tag_is_refused() -> None:
     words = r"^Cannot create backend\. Backend 'b' is already registered\."
     with pytest.raises(AlreadyRegisteredError, match=words):
-        verbs.create_backend(created(), wish(request_id="second"), goal_id="g2")
+        verbs.create_backend(created(), spec(request_id="second"), goal_id="g2", now=0.0)
 
 
 def test_a_tag_that_is_being_deleted_can_be_taken() -> None:
     state = created()
     state.apply(verbs.delete_backend(state, "b", is_forced=False, goal_id="g2").change)
-    outcome = verbs.create_backend(state, wish(version="2", request_id="second"), goal_id="g3")
+    outcome = verbs.create_backend(state, spec(version="2", request_id="second"), goal_id="g3", now=0.0)
     assert not backend_of(outcome).is_deleting
     waiting = outcome.change["goal/g3"]
     assert isinstance(waiting, GoalRecord)
     assert waiting.previous is None
 
 
-def test_a_bad_option_is_refused_before_anything_is_made() -> None:
+def test_a_bad_option_is_refused_where_the_spec_is_read() -> None:
     with pytest.raises(ValueError, match="num_replicas"):
-        verbs.create_backend(State(), wish(config={"num_replicas": 0}), goal_id="g")
+        BackendSpec.from_plain({**spec().to_plain(), "config": {"num_replicas": 0}})
 
 
 # ---- deploy
 
 
 def test_the_same_deployment_again_changes_nothing() -> None:
-    state = deployed(wish(version="1"))
-    assert deploy(state, wish(version="1")) == Outcome({}, None)
+    state = deployed(spec(version="1"))
+    assert deploy(state, spec(version="1")) == Outcome({}, None)
 
 
 def test_the_same_deployment_waits_for_the_goal_that_is_pending() -> None:
     state = State()
-    state.apply(deploy(state, wish(version="1"), "g1").change)
-    assert deploy(state, wish(version="1"), "g2") == Outcome({}, "g1")
+    state.apply(deploy(state, spec(version="1"), "g1").change)
+    assert deploy(state, spec(version="1"), "g2") == Outcome({}, "g1")
 
 
 def test_a_retried_deploy_changes_nothing_whatever_has_come_of_it() -> None:
     state = State()
-    wanted = wish(version="2", user_version="2", request_id="mine")
-    state.apply(verbs.deploy(state, wanted, goal_id="g1").change)
-    assert verbs.deploy(state, wanted, goal_id="g2") == Outcome({}, "g1")
+    wanted = spec(version="2", user_version="2", request_id="mine")
+    state.apply(verbs.deploy(state, wanted, goal_id="g1", now=0.0).change)
+    assert verbs.deploy(state, wanted, goal_id="g2", now=0.0) == Outcome({}, "g1")
     settled(state)
     retried = replace(wanted, prev_version="1")  # it was so when the call was made
-    assert verbs.deploy(state, retried, goal_id="g3") == Outcome({}, None)
+    assert verbs.deploy(state, retried, goal_id="g3", now=0.0) == Outcome({}, None)
 
 
 @pytest.mark.parametrize("version", ["__v1__", "Unversioned"])
 def test_reserved_versions_are_refused(version: str) -> None:
     with pytest.raises(BadRequestError, match=f"Version '{version}' is reserved"):
-        deploy(State(), wish(version=version, user_version=version))
+        deploy(State(), spec(version=version, user_version=version))
 
 
 def test_a_deploy_may_depend_on_the_version_before() -> None:
-    def versioned(version: str | None, before: str | None = None) -> Wish:
-        return wish(version=version, user_version=version, prev_version=before, code=str(version).encode())
+    def versioned(version: str | None, before: str | None = None) -> BackendSpec:
+        return spec(version=version, user_version=version, prev_version=before, code=str(version).encode())
 
     for state in (State(), deployed(versioned(None))):
         with pytest.raises(ValueError, match="no existing deployment"):
@@ -157,52 +158,52 @@ def test_a_deploy_may_depend_on_the_version_before() -> None:
 
 
 def test_another_config_of_the_same_version_keeps_the_version() -> None:
-    state = deployed(wish(version="1"))
-    outcome = deploy(state, wish(version="1", num_replicas=3))
+    state = deployed(spec(version="1"))
+    outcome = deploy(state, spec(version="1", num_replicas=3))
     assert backend_of(outcome).version == "1"
     assert backend_of(outcome).num_replicas == 3
 
 
 def test_another_version_has_its_own_code() -> None:
-    outcome = deploy(deployed(wish(version="1")), wish(version="2", code=b"new"))
+    outcome = deploy(deployed(spec(version="1")), spec(version="2", code=b"new"))
     assert backend_of(outcome).code_key == "b@2"
     assert outcome.change["code/b@2"] == CodeRecord("b@2", "b", b"new")
 
 
 def test_other_actor_options_are_another_version() -> None:
-    state = deployed(wish(version="1"))
-    outcome = deploy(state, wish(version="1", actor_options={"num_cpus": 2}))
+    state = deployed(spec(version="1"))
+    outcome = deploy(state, spec(version="1", actor_options={"num_cpus": 2}))
     assert backend_of(outcome).version != "1"
     assert backend_of(outcome).version.startswith("1")
-    assert backend_of(outcome).actor_options["demand"] == {"CPU": 2.0}
+    assert backend_of(outcome).place_options["demand"] == {"CPU": 2.0}
 
 
 def test_deploying_other_actor_options_a_second_time_changes_nothing() -> None:
-    wider = wish(version="1", actor_options={"num_cpus": 2})
-    state = deployed(wish(version="1"), wider)
+    wider = spec(version="1", actor_options={"num_cpus": 2})
+    state = deployed(spec(version="1"), wider)
     assert deploy(state, wider) == Outcome({}, None)
 
 
 def test_the_order_of_resources_is_no_difference() -> None:
-    def wants(*names: str) -> Wish:
-        return wish(version="1", actor_options={"resources": dict.fromkeys(names, 1.0)})
+    def wants(*names: str) -> BackendSpec:
+        return spec(version="1", actor_options={"resources": dict.fromkeys(names, 1.0)})
 
-    state = deployed(wish(version="1"), wants("a", "b"))
+    state = deployed(spec(version="1"), wants("a", "b"))
     assert deploy(state, wants("b", "a")) == Outcome({}, None)
 
 
 def test_back_and_forth_between_actor_options_is_a_new_version_each_time() -> None:
-    narrow, wide = wish(version="1"), wish(version="1", actor_options={"num_cpus": 2})
+    narrow, wide = spec(version="1"), spec(version="1", actor_options={"num_cpus": 2})
     state = deployed(narrow, wide)
     second = state.backends["b"].version
     outcome = deploy(state, narrow)
     assert backend_of(outcome).version != second
-    assert backend_of(outcome).actor_options["demand"] == {"CPU": 0.1}
+    assert backend_of(outcome).place_options["demand"] == {"CPU": 0.1}
 
 
 def test_a_deployment_cannot_take_over_a_classic_backend() -> None:
     with pytest.raises(AlreadyRegisteredError, match="a classic backend of that name"):
-        deploy(created(), wish(version="2"))
+        deploy(created(), spec(version="2"))
 
 
 # ---- update_backend_config
@@ -211,26 +212,26 @@ def test_a_deployment_cannot_take_over_a_classic_backend() -> None:
 def update(state: State, config: dict[str, Any], **fields: Any) -> Outcome:
     defaults: dict[str, Any] = {"user_config": None, "sets_user_config": False}
     return verbs.update_backend_config(
-        state, "b", config, **{**defaults, **fields}, goal_id="g2", timeout_s=60.0
+        state, "b", BackendConfig(**config), **{**defaults, **fields}, goal_id="g2", timeout_s=60.0, now=0.0
     )
 
 
 def test_only_the_given_options_change() -> None:
-    state = created(wish(num_replicas=2, max_queued_requests=5, user_config=b"kept"))
+    state = created(spec(num_replicas=2, max_queued_requests=5, user_config=b"kept"))
     record = backend_of(update(state, {"num_replicas": 3}))
-    assert record.config["num_replicas"] == 3
-    assert record.config["max_queued_requests"] == 5
+    assert record.config.num_replicas == 3
+    assert record.config.max_queued_requests == 5
     assert record.user_config == b"kept"
 
 
 def test_the_user_config_changes_only_if_it_is_among_the_given() -> None:
-    state = created(wish(user_config=b"old"))
+    state = created(spec(user_config=b"old"))
     assert backend_of(update(state, {}, user_config=b"new", sets_user_config=True)).user_config == b"new"
     assert backend_of(update(state, {}, user_config=None, sets_user_config=True)).user_config is None
 
 
 def test_an_update_that_says_nothing_new_changes_nothing() -> None:
-    assert update(created(wish(num_replicas=2)), {"num_replicas": 2}) == Outcome({}, None)
+    assert update(created(spec(num_replicas=2)), {"num_replicas": 2}) == Outcome({}, None)
 
 
 @pytest.mark.parametrize(
@@ -272,7 +273,7 @@ def delete(state: State, *, is_forced: bool = False) -> Outcome:
 
 
 def test_deleting_marks_the_backend() -> None:
-    record = backend_of(delete(created(wish(num_replicas=3))))
+    record = backend_of(delete(created(spec(num_replicas=3))))
     assert record.is_deleting
     assert not record.is_forced
     assert record.num_replicas == 0
@@ -305,7 +306,7 @@ def test_deleting_twice_waits_for_the_first_unless_the_second_is_forced() -> Non
 
 
 def test_what_is_told_of_a_backend_makes_its_config_again() -> None:
-    wanted = wish(num_replicas=2, max_batch_size=4, user_config=b"pickled")
+    wanted = spec(num_replicas=2, max_batch_size=4, user_config=b"pickled")
     told = verbs.describe(created(wanted), "b")
     assert told["user_config"] == b"pickled"
     config = BackendConfig(**told["config"])

@@ -72,7 +72,7 @@ def test_reasons_of_the_autoscaler_are_series_without_their_numbers() -> None:
     assert len(bounded("x" * 1000)) == 80
     observed = Observed()
     for tag, wanted, reason in (("b", 4, "12 ongoing"), ("c", 0, "idle for 60 s"), ("b", 5, "14 ongoing")):
-        observed.scalings[tag] = Scaling(0.0, {}, 1, 1, wanted, reason)
+        observed.scalings[tag] = Scaling(0.0, None, 1, 1, wanted, reason)
     found = {sample[:2]: sample[2] for sample in figures.states("i", 1, State(), observed)}
     assert found["autoscaling_wanted_replicas", ("i", "b")] == 5
     assert found["autoscaling_reason", ("i", "b", "N ongoing")] == 1

@@ -22,7 +22,7 @@ from daskserve.errors import (
     ReplicaStartError,
     RequestTimeoutError,
 )
-from daskserve.options.config import HTTPOptions
+from daskserve.options.config import BackendConfig, HTTPOptions
 from daskserve.starts import ControllerStart
 from daskserve.testing import run_virtual
 from daskserve.types import ActorKind, Location
@@ -71,7 +71,7 @@ def test_a_repeated_call_is_no_second_change() -> None:
     """The client's connection broke before the answer came, so it asks again with the same request id."""
 
     async def scenario(stage: Stage) -> None:
-        wanted = stage.wish(num_replicas=2)
+        wanted = stage.spec(num_replicas=2)
         first = await stage.call("create_backend", **wanted)
         again = await stage.call("create_backend", **wanted)
         assert first == again
@@ -141,7 +141,7 @@ def test_status_shows_what_waits_and_why() -> None:
     async def scenario(stage: Stage) -> None:
         stage.cluster.refused["local://old"] = "has another version"
         await stage.create()
-        await stage.call("create_backend", **stage.wish("big", actor_options={"num_gpus": 1}))
+        await stage.call("create_backend", **stage.spec("big", actor_options={"num_gpus": 1}))
         await stage.clock.sleep(1)
         status = await stage.call("status")
         assert status["backends"]["b"]["running"] == 1
@@ -204,7 +204,7 @@ def test_a_constructor_that_hangs_is_given_up_three_times() -> None:
     async def main() -> None:
         stage = Stage()
         async with stage.cluster:
-            await stage.open(start_s=5.0)
+            await stage.open(5.0)
             await scenario(stage)
 
     run_virtual(main)
@@ -228,7 +228,7 @@ def test_a_newer_wish_ends_the_wait_for_the_older_one() -> None:
 
 def test_waiting_for_a_goal_ends_now_and_then_with_the_reason() -> None:
     async def scenario(stage: Stage) -> None:
-        answer = await stage.call("create_backend", **stage.wish(actor_options={"num_gpus": 1}))
+        answer = await stage.call("create_backend", **stage.spec(actor_options={"num_gpus": 1}))
         began = stage.clock.now()
         waited = await stage.call("wait_for_goal", goal_id=answer["goal"], timeout_s=5)
         assert stage.clock.now() == began + 5
@@ -452,7 +452,13 @@ def test_a_controller_that_cannot_begin_says_why() -> None:
         stage = Stage()
         async with stage.cluster:
             spec = ActorSpec(
-                ActorKind.CONTROLLER, "c", 1, "local", ControllerStart(http={"location": "NoServer"}).encode()
+                ActorKind.CONTROLLER,
+                "c",
+                1,
+                "local",
+                ControllerStart(
+                    http=HTTPOptions(location=Location.NO_SERVER), middlewares=None, start_timeout_s=600.0
+                ).encode(),
             )
             process = stage.cluster.process(stage.cluster.workers()[0].address)
 
@@ -514,7 +520,8 @@ def test_a_replica_learns_what_it_is_and_runs() -> None:
         assert isinstance(replica, ScriptedReplica)
         message = replica.message
         assert (message.code, message.user_config, message.concurrency) == (b"the code", b"config", 7)
-        assert (message.max_batch_size, message.batch_wait_timeout_s) == (3, 0.5)
-        assert message.event_loop == "worker"
+        assert (message.config.max_batch_size, message.config.batch_wait_timeout) == (3, 0.5)
+        assert message.config.event_loop == "worker"
+        assert message.config.health_check_period_s == BackendConfig().health_check_period_s
 
     play(scenario)

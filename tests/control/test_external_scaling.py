@@ -86,13 +86,13 @@ def test_who_may_not_say_so_is_refused_and_changes_nothing() -> None:
 
 def test_a_redeploy_keeps_the_number_unless_it_says_another_one() -> None:
     async def scenario(stage: Stage) -> None:
-        wish: dict[str, Any] = {"num_replicas": 2, **OPEN}
-        await stage.deploy(version="1", **wish)
+        options: dict[str, Any] = {"num_replicas": 2, **OPEN}
+        await stage.deploy(version="1", **options)
         await scale(stage, 4)
         await stage.until(lambda: count(stage) == 4)
-        await stage.deploy(version="1", **wish)
-        await stage.deploy(version="2", **wish)
-        await stage.deploy(version="2", max_queued_requests=7, **wish)
+        await stage.deploy(version="1", **options)
+        await stage.deploy(version="2", **options)
+        await stage.deploy(version="2", max_queued_requests=7, **options)
         await stage.update(max_queued_requests=8)
         await stage.until(lambda: count(stage) == 4)
         assert {each.message.replica_tag.partition("#")[0] for each in stage.running_of()} == {"b"}
@@ -113,8 +113,8 @@ def test_a_deploy_that_fails_goes_back_to_the_number_asked_for_meanwhile() -> No
         await scale(stage, 2)
         await stage.until(lambda: count(stage) == 2)
         stage.start = boom()
-        wish = stage.wish("b", version="2", num_replicas=1, **OPEN)
-        answer = await stage.call("deploy", wish=wish, route="/", methods=["GET"], python_methods=[])
+        wanted = stage.spec("b", version="2", num_replicas=1, **OPEN)
+        answer = await stage.call("deploy", **wanted, route="/", methods=["GET"], python_methods=[])
         await scale(stage, 3)
         with pytest.raises(ReplicaStartError):
             await stage.calls.wait_for_goal(answer["goal"], 60)

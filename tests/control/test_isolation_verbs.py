@@ -6,17 +6,21 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from control_harness import wish
+from control_harness import spec
 
 from daskserve.control import backend_verbs as verbs
-from daskserve.control.backend_verbs import Outcome, Wish
+from daskserve.control.backend_verbs import Outcome
 from daskserve.control.records import BackendRecord
 from daskserve.control.state import State
 from daskserve.errors import BadRequestError
+from daskserve.options.backend_spec import BackendSpec
+from daskserve.options.config import BackendConfig
+
+PROCESS = BackendConfig(isolation="process")
 
 
-def isolated(env: str | None = None, **options: Any) -> Wish:
-    return replace(wish(version="1", isolation="process", **options), env=env)
+def isolated(env: str | None = None, **options: Any) -> BackendSpec:
+    return replace(spec(version="1", isolation="process", **options), env=env)
 
 
 def backend_of(outcome: Outcome) -> BackendRecord:
@@ -25,50 +29,50 @@ def backend_of(outcome: Outcome) -> BackendRecord:
     return record
 
 
-def deployed(wanted: Wish) -> State:
+def deployed(wanted: BackendSpec) -> State:
     state = State()
-    state.apply(verbs.deploy(state, wanted, goal_id="g1").change)
+    state.apply(verbs.deploy(state, wanted, goal_id="g1", now=0.0).change)
     return state
 
 
 def test_an_isolated_backend_carries_its_environment() -> None:
-    record = backend_of(verbs.create_backend(State(), isolated("/env"), goal_id="g"))
-    assert record.config["isolation"] == "process"
-    assert record.actor_options["env"] == "/env"
+    record = backend_of(verbs.create_backend(State(), isolated("/env"), goal_id="g", now=0.0))
+    assert record.config.isolation == "process"
+    assert record.env == "/env"
 
 
 def test_a_backend_without_isolation_is_recorded_as_before() -> None:
-    record = backend_of(verbs.create_backend(State(), wish(), goal_id="g"))
-    assert set(record.actor_options) == {"demand"}
+    record = backend_of(verbs.create_backend(State(), spec(), goal_id="g", now=0.0))
+    assert set(record.place_options) == {"demand"}
 
 
 @pytest.mark.parametrize(
-    "wanted", [wish(version="1"), isolated("/other"), isolated("/env", actor_options={"num_cpus": 1})]
+    "wanted", [spec(version="1"), isolated("/other"), isolated("/env", actor_options={"num_cpus": 1})]
 )
-def test_deploying_with_another_isolation_or_environment_replaces_the_replicas(wanted: Wish) -> None:
+def test_deploying_with_another_isolation_or_environment_replaces_the_replicas(wanted: BackendSpec) -> None:
     state = deployed(isolated("/env"))
-    outcome = verbs.deploy(state, replace(wanted, request_id="another call"), goal_id="g2")
+    outcome = verbs.deploy(state, replace(wanted, request_id="another call"), goal_id="g2", now=0.0)
     assert backend_of(outcome).version != state.backends["b"].version
 
 
 def test_deploying_with_the_same_environment_changes_nothing() -> None:
     again = replace(isolated("/env"), request_id="another call")
-    assert verbs.deploy(deployed(isolated("/env")), again, goal_id="g2") == Outcome({}, "g1")
+    assert verbs.deploy(deployed(isolated("/env")), again, goal_id="g2", now=0.0) == Outcome({}, "g1")
 
 
 def test_the_isolation_of_running_replicas_cannot_be_changed() -> None:
     state = State()
-    state.apply(verbs.create_backend(state, wish(), goal_id="g1").change)
+    state.apply(verbs.create_backend(state, spec(), goal_id="g1", now=0.0).change)
     with pytest.raises(BadRequestError, match="isolation of backend 'b' is 'thread' and cannot be changed"):
         verbs.update_backend_config(
-            state, "b", {"isolation": "process"}, None, sets_user_config=False, goal_id="g2", timeout_s=None
+            state, "b", PROCESS, None, sets_user_config=False, goal_id="g2", timeout_s=None, now=0.0
         )
 
 
 def test_naming_the_present_isolation_again_is_no_change_of_it() -> None:
     state = State()
-    state.apply(verbs.create_backend(state, isolated(), goal_id="g1").change)
+    state.apply(verbs.create_backend(state, isolated(), goal_id="g1", now=0.0).change)
     outcome = verbs.update_backend_config(
-        state, "b", {"isolation": "process"}, None, sets_user_config=False, goal_id="g2", timeout_s=None
+        state, "b", PROCESS, None, sets_user_config=False, goal_id="g2", timeout_s=None, now=0.0
     )
     assert outcome == Outcome({}, "g1")

@@ -21,6 +21,7 @@ from daskserve.control.records import CodeRecord, EndpointRecord, ProxyRecord, R
 from daskserve.control.state import State
 from daskserve.control.writing import Writer
 from daskserve.errors import ReplicaStartError
+from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.types import Location, ReplicaState
 
 BOOM = ReplicaStartError("the constructor raised", user_traceback="Traceback ...")
@@ -91,7 +92,9 @@ def observations(draw: st.DrawFn) -> Observed:
         observed.deadlines["g"] = draw(st.floats(90, 110))
     if draw(st.booleans()):
         scaled_to = draw(st.integers(0, 5))
-        observed.scalings["b"] = Scaling(99.0, {"max_replicas": 5}, scaled_to, 3, 3, "more load")
+        observed.scalings["b"] = Scaling(
+            99.0, AutoscalingConfig(max_replicas=5), scaled_to, 3, 3, "more load"
+        )
     observed.loads.report("a router", {"b": (1, 2)}, 99.0)
     return observed
 

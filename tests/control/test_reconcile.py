@@ -9,7 +9,7 @@ from typing import Any
 
 import msgpack
 import pytest
-from control_harness import backend
+from control_harness import backend, replica
 from controller_harness import ScriptedReplica, ScriptedStore, Stage, boom, hang, play
 
 from daskserve.cluster.base import StoreChange
@@ -154,7 +154,7 @@ def test_a_config_that_was_written_and_not_told_is_told_by_the_next_controller()
 def test_a_config_that_changed_while_a_replica_started_is_told_by_the_next_controller() -> None:
     async def scenario(stage: Stage) -> None:
         stage.start_s = 5.0
-        await stage.call("create_backend", **stage.wish(user_config=b"one"))
+        await stage.call("create_backend", **stage.spec(user_config=b"one"))
         await stage.until(lambda: stage.started)
         await stage.call(
             "update_backend_config",
@@ -206,7 +206,7 @@ def test_a_deadline_outlives_the_controller() -> None:
 def test_a_verb_that_cannot_be_written_fails_and_nothing_of_it_is_there() -> None:
     async def scenario(stage: Stage) -> None:
         stage.store.failures = 1
-        wanted = stage.wish()
+        wanted = stage.spec()
         controller = await stage.cluster.program.controller()
         with pytest.raises(OSError, match="the store cannot be reached"):
             await stage.cluster.program.call(controller, "create_backend", **wanted)
@@ -229,7 +229,7 @@ def test_a_step_that_cannot_be_written_is_not_acted_on_and_tried_again() -> None
 
         stage.store.after_commit = fail_from_now_on
         began = stage.clock.now()
-        answer = await stage.call("create_backend", **stage.wish(num_replicas=2))
+        answer = await stage.call("create_backend", **stage.spec(num_replicas=2))
         await stage.until(lambda: stage.started)
         assert stage.store.failures == 0
         assert stage.clock.now() - began >= 4 * ACTION_RETRY_S
@@ -286,8 +286,12 @@ def test_a_worker_that_comes_back_while_its_loss_cannot_be_written_is_lost_once(
 
 def poisoned_records() -> Mapping[str, bytes]:
     """Return a backend that no step can make sense of, under a tag that comes before all others."""
-    record = backend("a", actor_options={"demand": {"CPU": "many"}})
-    return {record.key: encode(record), "code/a@v1": encode(CodeRecord("a@v1", "a", b""))}
+    records = (
+        backend("a"),
+        replica("a#1", ReplicaState.SHOULD_START, demand={"CPU": "many"}),
+        CodeRecord("a@v1", "a", b""),
+    )
+    return {each.key: encode(each) for each in records}
 
 
 def test_a_poisoned_backend_does_not_stop_another() -> None:

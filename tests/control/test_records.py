@@ -26,26 +26,30 @@ from daskserve.control.records import (
     from_plain,
     to_plain,
 )
+from daskserve.options.autoscaling import AutoscalingConfig
+from daskserve.options.config import ActorOptions, BackendConfig, BackendMetadata
 from daskserve.types import ActorAddress, ReplicaState
 
 names = st.text(min_size=1, max_size=10)
 numbers = st.integers(0, 2**48)
 amounts = st.dictionaries(names, st.floats(0, 100), max_size=3)
 maybe_bytes = st.none() | st.binary(max_size=20)
-plain: st.SearchStrategy[Any] = st.recursive(
-    st.none() | st.booleans() | numbers | st.floats(allow_nan=False) | names,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3),
-    max_leaves=5,
+configs = st.builds(
+    BackendConfig,
+    max_batch_size=st.none() | st.integers(1, 2**48),
+    batch_wait_timeout=st.floats(0, 100),
+    autoscaling_config=st.none() | st.builds(AutoscalingConfig, max_replicas=st.integers(1, 1000)),
+    internal_metadata=st.builds(BackendMetadata, class_name=names),
 )
 backends = st.builds(
     BackendRecord,
     tag=names,
     version=names,
     code_key=names,
-    config=st.dictionaries(names, plain, max_size=4),
+    config=configs,
     config_id=names,
-    concurrency=numbers,
-    actor_options=st.dictionaries(names, plain, max_size=3),
+    actor_options=st.builds(ActorOptions, num_cpus=st.floats(0, 100), resources=amounts),
+    env=st.none() | names,
     user_config=maybe_bytes,
     request_id=names,
     user_version=st.none() | names,

@@ -12,13 +12,15 @@ from control_harness import Bench, backend
 from daskserve.control.observed import Scaling
 from daskserve.control.records import BackendRecord
 from daskserve.control.scaled import carried_over
+from daskserve.options.autoscaling import AutoscalingConfig
+from daskserve.options.config import BackendConfig
 
 OPTIONS: Mapping[str, Any] = {"min_replicas": 2, "max_replicas": 20}
 DRY: Mapping[str, Any] = {**OPTIONS, "dry_run": True}
 
 
 def with_config(record: BackendRecord, **config: Any) -> BackendRecord:
-    return replace(record, config=config)
+    return replace(record, config=BackendConfig(**config))
 
 
 TEN = replace(
@@ -83,7 +85,7 @@ def test_a_failed_change_that_took_autoscaling_away_brings_the_number_back(chang
     bench.now += 61.0
     bench.step()
     record = bench.state.backends["b"]
-    assert (record.autoscaling, record.scaled_to) == (OPTIONS, 10)
+    assert (record.autoscaling, record.scaled_to) == (AutoscalingConfig(**OPTIONS), 10)
     assert record.scalings[-1][1:3] == (2, 10)
 
 

@@ -19,6 +19,7 @@ from daskserve.control.scaled import carried_over
 from daskserve.control.state import State
 from daskserve.control.target_capacity import set_target_capacity
 from daskserve.errors import BadRequestError, ReplicaStartError
+from daskserve.options.config import BackendConfig
 from daskserve.payload import dump_bytes
 
 OPTIONS: Mapping[str, Any] = {"min_replicas": 2, "max_replicas": 20, "initial_replicas": 10}
@@ -133,7 +134,12 @@ def test_a_change_has_come_about_with_the_share_of_the_first_number(
 
 def test_a_dry_run_keeps_its_number_but_for_the_share() -> None:
     ten = replace(autoscaled(initial_replicas=None), scaled_to=10)
-    held = replace(ten, config={"autoscaling_config": {**ten.config["autoscaling_config"], "dry_run": True}})
+    held = replace(
+        ten,
+        config=ten.config.merged(
+            BackendConfig(autoscaling_config={**OPTIONS, "initial_replicas": None, "dry_run": True})
+        ),
+    )
     state = state_of(carried_over(held, ten, 0.0))
     assert [numbers(put(state, each)) for each in (50, 30, 0, None)] == [[5], [3], [0], [10]]
     # Begun at half capacity it is the half of what it will be.
@@ -159,11 +165,13 @@ def test_an_external_scalers_number_is_one_at_full_capacity() -> None:
     # A policy goes on with the replicas there are, and the way back with what that is at full capacity.
     put(state, 50)
     scaled = carried_over(
-        replace(state.backends["b"], config={"autoscaling_config": dict(OPTIONS)}), state.backends["b"], 7.0
+        replace(state.backends["b"], config=BackendConfig(autoscaling_config=dict(OPTIONS))),
+        state.backends["b"],
+        7.0,
     )
     assert scaled.num_replicas == 4
     back = carried_over(
-        replace(outside, config={"external_scaler_enabled": True}, capacity=50.0), scaled, 8.0
+        replace(outside, config=BackendConfig(external_scaler_enabled=True), capacity=50.0), scaled, 8.0
     )
     assert (back.num_replicas, back.full_replicas) == (4, 8)
 
@@ -282,7 +290,7 @@ def test_a_change_that_is_under_way_comes_about_with_the_share() -> None:
             await stage.clock.sleep(3.0)
 
         stage.start = slow
-        await stage.call("create_backend", **stage.wish(num_replicas=4))
+        await stage.call("create_backend", **stage.spec(num_replicas=4))
         await set_to(stage, 50)
         await stage.until(lambda: len(stage.running_of("b")) == 2)
         await stage.clock.sleep(5.0)

@@ -122,7 +122,7 @@ def test_actors_that_nobody_knows_are_ended() -> None:
     async def scenario(stage: Stage) -> None:
         await stage.create()
         known = set(stage.cluster.actors())
-        payload = ProxyStart(options={"port": 0}).encode()
+        payload = ProxyStart(HTTPOptions(port=0), None, False, True, "127.0.0.1").encode()
         for info in stage.cluster.workers():
             orphan = ActorSpec(ActorKind.PROXY, "local/proxy/orphan", 1, "local", payload)
             await stage.cluster.program.create(orphan, info.address)

@@ -18,7 +18,9 @@ from dask_processes import PATIENCE_S, ExternalCluster, Program, poll_for, wait_
 import daskserve as serve
 from daskserve.cluster.link import Link, link_of
 from daskserve.errors import InstanceError
+from daskserve.options.config import HTTPOptions
 from daskserve.starts import ControllerStart
+from daskserve.types import Location
 
 
 def interrupt(call: Callable[[], Any], when: Callable[[], Any]) -> None:
@@ -230,7 +232,9 @@ async def start_late(link: Link) -> None:
         owner=None,
         owns_cluster=False,
         grace_s=0.0,
-        payload=ControllerStart(http={"location": "NoServer"}, middlewares=None, settings={}).encode(),
+        payload=ControllerStart(
+            http=HTTPOptions(location=Location.NO_SERVER), middlewares=None, start_timeout_s=600.0
+        ).encode(),
         store="memory://",
         timeout_s=10.0,
         start_id="cancelled",

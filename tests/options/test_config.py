@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 import daskserve as serve
-from daskserve.client.wishes import join_config, split_config
+from daskserve.client.specs import join_config, split_config
 from daskserve.errors import BadRequestError
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.config import AUTO_MAX_REPLICAS, BackendConfig, BackendMetadata
@@ -94,10 +94,11 @@ def test_a_function_is_sent_as_bytes_that_only_the_controller_unpickles() -> Non
     def two(context: serve.AutoscalingContext) -> int:
         return 2
 
-    plain, user_config = split_config(BackendConfig(autoscaling_config={"policy": two}))  # type: ignore[arg-type]
-    data = plain["autoscaling_config"]["policy"]
+    sealed, user_config = split_config(BackendConfig(autoscaling_config={"policy": two}))  # type: ignore[arg-type]
+    assert sealed.autoscaling_config is not None
+    data = sealed.autoscaling_config.policy
     assert load_bytes(data)(None) == 2
-    found = join_config({"config": plain, "user_config": user_config})
+    found = join_config({"config": sealed.to_plain(), "user_config": user_config})
     assert found.autoscaling_config is not None
     assert found.autoscaling_config.policy == data
     assert found.internal_metadata.autoscaling_config is not None

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from daskserve.client.wishes import make_wish
+from daskserve.client.specs import make_spec
 from daskserve.errors import BadRequestError
+from daskserve.options.backend_spec import BackendSpec
 from daskserve.options.environment import CondaEnv, parse_environment
 
 
@@ -48,15 +49,15 @@ def test_a_conda_environment_has_a_name(name: str) -> None:
         CondaEnv(None)  # type: ignore[arg-type]
 
 
-def spec(**options: Any) -> dict[str, Any]:
-    return make_wish("b", len, (), {}, actor_options=None, timeout_s=None, **options)
+def spec(**options: Any) -> BackendSpec:
+    return make_spec("b", len, (), {}, actor_options=None, timeout_s=None, **options)
 
 
 def test_an_environment_implies_a_process() -> None:
-    assert spec(config=None)["env"] is None
-    assert "isolation" not in spec(config=None)["config"]
+    assert spec(config=None).env is None
+    assert "isolation" not in spec(config=None).config.model_fields_set
     wanted = spec(config={"num_replicas": 2}, env=CondaEnv("x"))
-    assert (wanted["env"], wanted["config"]["isolation"]) == ("x", "process")
+    assert (wanted.env, wanted.config.isolation) == ("x", "process")
 
 
 def test_an_environment_with_thread_isolation_is_refused() -> None:

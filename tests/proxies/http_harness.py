@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import uvloop
 
+from daskserve.options.config import HTTPOptions
 from daskserve.proxies.asgi import ASGIApp, Scope
 from daskserve.proxies.exchange.request_head import RequestHead
 from daskserve.proxies.server.choice import server_type
@@ -42,7 +43,10 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 def make_server(app: ASGIApp, **options: Any) -> HTTPServer:
-    return server_type(CARRIER.get().partition(" ")[0])(app, **{"host": "127.0.0.1", "port": 0, **options})
+    """Return a server on a free port; ``options`` are those of `HTTPOptions` and arguments of the server."""
+    names = options.keys() & HTTPOptions.model_fields.keys()
+    http = HTTPOptions(**{"port": 0, **{name: options.pop(name) for name in names}})
+    return server_type(CARRIER.get().partition(" ")[0])(app, http, **options)
 
 
 async def poll_for(condition: Callable[[], object]) -> None:

@@ -106,7 +106,7 @@ class ControlMachine(RuleBasedStateMachine):
     def _call(self, verb: str, seconds: float, **message: Any) -> None:
         self.world.call(verb, message, seconds=seconds)
 
-    def _wish(self, tag: str, **fields: Any) -> dict[str, Any]:
+    def _spec(self, tag: str, **fields: Any) -> dict[str, Any]:
         made: dict[str, Any] = {
             "tag": self._backend(tag),
             "code": b"code-1",
@@ -116,6 +116,7 @@ class ControlMachine(RuleBasedStateMachine):
             "version": "v1",
             "user_version": None,
             "prev_version": None,
+            "env": None,
             "request_id": self.world.request_id(),
             "timeout_s": TIMEOUT_S,
         }
@@ -127,13 +128,13 @@ class ControlMachine(RuleBasedStateMachine):
     def create_backend(
         self, tag: str, replicas: int, user_config: str | None, options: dict[str, float], seconds: float
     ) -> None:
-        wish = self._wish(
+        spec = self._spec(
             tag,
             config=_counted(replicas),
             user_config=_pickled(user_config),
             actor_options=options,
         )
-        self._call("create_backend", seconds, **wish)
+        self._call("create_backend", seconds, spec=spec)
 
     @precondition(lambda self: self.has_backends)
     @rule(tag=ANY_BACKEND, replicas=REPLICAS, seconds=SECONDS)
@@ -195,7 +196,7 @@ class ControlMachine(RuleBasedStateMachine):
         route: str | None,
         seconds: float,
     ) -> None:
-        wish = self._wish(
+        spec = self._spec(
             tag,
             code=b"code-" + str(version).encode(),
             version=version or f"unversioned-{self.world.request_id()}",
@@ -205,7 +206,7 @@ class ControlMachine(RuleBasedStateMachine):
             user_config=_pickled(user_config),
             actor_options=options,
         )
-        self._call("deploy", seconds, wish=wish, route=route, methods=["GET"], python_methods=[])
+        self._call("deploy", seconds, spec=spec, route=route, methods=["GET"], python_methods=[])
 
     @precondition(lambda self: self.has_backends)
     @rule(tag=ANY_BACKEND, force=st.booleans(), seconds=SECONDS)

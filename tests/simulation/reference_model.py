@@ -81,8 +81,10 @@ def backend_of(record: BackendRecord) -> Backend:
     """Return the wanted state in a stored record."""
     return Backend(
         version=record.version.partition("+")[0],
-        options={name: value for name, value in record.actor_options.items() if name != "demand"},
-        config={name: value for name, value in record.config.items() if name != "internal_metadata"},
+        options={name: value for name, value in record.place_options.items() if name != "demand"},
+        config={
+            name: value for name, value in record.config.to_plain().items() if name != "internal_metadata"
+        },
         user_config=record.user_config,
         request_id=record.request_id,
         is_deployment=record.is_deployment,
@@ -106,24 +108,24 @@ def endpoint_of(record: EndpointRecord) -> Endpoint:
 # ---- the verbs
 
 
-def _made(wish: Mapping[str, Any], *, is_deployment: bool) -> Backend:
+def _made(spec: Mapping[str, Any], *, is_deployment: bool) -> Backend:
     return Backend(
-        version=wish["version"],
-        options=wish["actor_options"],
-        config=wish["config"],
-        user_config=wish["user_config"],
-        request_id=wish["request_id"],
+        version=spec["version"],
+        options=spec["actor_options"],
+        config=spec["config"],
+        user_config=spec["user_config"],
+        request_id=spec["request_id"],
         is_deployment=is_deployment,
     )
 
 
-def create_backend(wanted: Wanted, **wish: Any) -> Wanted:
-    existing = wanted.live(wish["tag"])
+def create_backend(wanted: Wanted, spec: Mapping[str, Any]) -> Wanted:
+    existing = wanted.live(spec["tag"])
     if existing is not None:
-        if existing.request_id == wish["request_id"]:
+        if existing.request_id == spec["request_id"]:
             return wanted
         raise Rejected
-    return wanted.with_backend(wish["tag"], _made(wish, is_deployment=False))
+    return wanted.with_backend(spec["tag"], _made(spec, is_deployment=False))
 
 
 def update_backend_config(
@@ -148,13 +150,13 @@ def update_backend_config(
     return wanted.with_backend(tag, changed)
 
 
-def deploy(wanted: Wanted, wish: Mapping[str, Any], route: str | None, **_: Any) -> Wanted:
-    tag = wish["tag"]
+def deploy(wanted: Wanted, spec: Mapping[str, Any], route: str | None, **_: Any) -> Wanted:
+    tag = spec["tag"]
     existing, endpoint = wanted.live(tag), wanted.endpoints.get(tag)
-    is_repeated = existing is not None and existing.request_id == wish["request_id"]
-    # In the simulation a deployment always has a version, and a classic backend never has one.
+    is_repeated = existing is not None and existing.request_id == spec["request_id"]
+    # In the simulation a deployment always has a version, a classic backend never.
     found = existing.version if existing is not None and existing.is_deployment else None
-    if wish["prev_version"] not in (None, found) and not is_repeated:
+    if spec["prev_version"] not in (None, found) and not is_repeated:
         raise Rejected
     if existing is not None and not is_repeated and not existing.is_deployment:
         raise Rejected
@@ -162,7 +164,7 @@ def deploy(wanted: Wanted, wish: Mapping[str, Any], route: str | None, **_: Any)
         raise Rejected
     if endpoint is not None and endpoint.is_legacy:
         raise Rejected
-    made = _made(wish, is_deployment=True)
+    made = _made(spec, is_deployment=True)
     is_same = existing is not None and replace(made, request_id=existing.request_id) == existing
     after = wanted if is_repeated or is_same else wanted.with_backend(tag, made)
     shadows = {} if endpoint is None else endpoint.shadows

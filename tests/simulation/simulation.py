@@ -133,9 +133,8 @@ class Simulation:
         self.cluster.topic.publish = lambda message: self._intercept(publish, message)  # type: ignore[method-assign]
         for _ in range(workers):
             self._add_worker()
-        http = HTTPOptions(location=self.location)
         message = ControllerStart(
-            http=http.model_dump(mode="json", exclude={"middlewares"}), settings={"start_s": START_S}
+            http=HTTPOptions(location=self.location), middlewares=None, start_timeout_s=START_S
         )
         self.reports = LoadReports(
             cast(Any, self.cluster.program), self.cluster.program.clock, cast(Any, self.queues)
@@ -651,8 +650,8 @@ class Simulation:
                         for each in self.witness.replicas(backend.tag)
                     )
                 ),
-                "concurrency": backend.concurrency,
-                "max_queued": backend.config.get("max_queued_requests", 1000),
+                "concurrency": backend.config.concurrency(),
+                "max_queued": backend.config.max_queued_requests,
             }
             if backend.autoscaling is not None:
                 updates[f"backend/{backend.tag}"]["autoscaled"] = True

@@ -121,7 +121,7 @@ class LocalCluster:
     A controller with its state, on two workers, and a call to it::
 
         async with LocalCluster(factories) as cluster:
-            controller = await cluster.start(ControllerStart(http={"location": "NoServer"}).encode())
+            controller = await cluster.start(payload)
             await cluster.program.call(controller, "status")
             cluster.remove_worker(controller.worker)  # a new one takes over
     """

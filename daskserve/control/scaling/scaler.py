@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -57,7 +57,7 @@ class _ScaledBackend:
 
     due: float
     is_resting: bool = False
-    options: Mapping[str, Any] | None = None
+    options: AutoscalingConfig | None = None
     config: AutoscalingConfig | None = None
     autoscaler: Autoscaler | None = None
     checking: asyncio.Task[None] | None = None
@@ -388,7 +388,7 @@ class Scaler:
         before = self._observed.scalings.get(backend.tag)
         decided = Scaling(
             at=self._clock.now(),
-            options=backend.autoscaling or {},
+            options=backend.autoscaling,
             based_on=backend.num_replicas,
             replicas=step.replicas,
             wanted=step.wanted,

@@ -31,7 +31,7 @@ from daskserve.errors import ActorLostError, BadRequestError, ReplicaStartError
 from daskserve.figures.replica import ReplicaFigures
 from daskserve.figures.table import MetricSample
 from daskserve.figures.user import UserSample
-from daskserve.starts import ReplicaStart
+from daskserve.starts import ReplicaStart, read_config
 from daskserve.types import Envelope, EnvelopeKind, Load, Message, Receive, Send
 
 logger = logging.getLogger("daskserve.replica")
@@ -124,10 +124,11 @@ class ChildCode:
 
     async def _start_child(self, child: ChildProcess) -> Mapping[str, Any]:
         spec = self._context.spec
+        unprobed = {**self._start.config.model_dump(), "health_check_period_s": NEVER_S}
         try:
             facts: Mapping[str, Any] = await child.call(
                 "start",
-                replace(self._start, health_period_s=NEVER_S).encode(),
+                replace(self._start, config=read_config(unprobed)).encode(),
                 name=spec.name,
                 incarnation=spec.incarnation,
                 instance=spec.instance,
@@ -178,9 +179,11 @@ class ChildCode:
 
     # ---- verbs
 
-    async def reconfigure(self, user_config: bytes | None, concurrency: int, **options: Any) -> None:
+    async def reconfigure(
+        self, user_config: bytes | None, concurrency: int, config: Mapping[str, Any]
+    ) -> None:
         """Take over changed options without a restart."""
-        await self._call("reconfigure", user_config=user_config, concurrency=concurrency, **options)
+        await self._call("reconfigure", user_config=user_config, concurrency=concurrency, config=config)
         self.slots.resize(concurrency)
 
     async def probe(self) -> None:

@@ -28,7 +28,7 @@ from daskserve.errors import ActorLostError, BadRequestError, ReplicaStartError,
 from daskserve.figures.replica import ReplicaFigures
 from daskserve.figures.table import MetricSample
 from daskserve.figures.user import UserSample
-from daskserve.starts import ReplicaStart
+from daskserve.starts import ReplicaStart, read_config
 from daskserve.types import Envelope, EnvelopeKind
 
 logger = logging.getLogger("daskserve.replica")
@@ -47,7 +47,9 @@ class LocalCode:
         self._servable: Servable | None = None
         self._serving: ServingCode | None = None
         self._stats = StatsRecorder(start.replica_tag, self._parts, context.clock)
-        self._batches = ReplicaBatches(self._parts, start.max_batch_size, start.batch_wait_timeout_s, figures)
+        self._batches = ReplicaBatches(
+            self._parts, start.config.max_batch_size or 0, start.config.batch_wait_timeout, figures
+        )
         self.slots = Slots(start.replica_tag, start.concurrency, self._batches, figures)
 
     @property
@@ -73,7 +75,7 @@ class LocalCode:
             start.replica_tag,
             contextvars.copy_context(),
             threads=_threads(start.concurrency),
-            event_loop=start.event_loop,
+            event_loop=start.config.event_loop,
             landing=self._context.landing,
         )
         wall.is_watched = False
@@ -83,7 +85,7 @@ class LocalCode:
         try:
             load = partial(load_definition, backend_tag=start.backend_tag, is_debug=start.debug)
             servable = self._servable = await wall.run_sync(load, start.code)
-            servable.check_batching(start.max_batch_size)
+            servable.check_batching(start.config.max_batch_size or 0)
             step = "failed in its constructor"
             await construct(wall, servable)
             self._set_current_replica(servable.target)
@@ -92,14 +94,14 @@ class LocalCode:
                 await self._run_hook(wall, servable, "reconfigure", start.user_config)
             wall.is_watched = True
             step = "failed its first health check"
-            await self._context.clock.wait_for(self.probe(), start.health_timeout_s)
+            await self._context.clock.wait_for(self.probe(), start.config.health_check_timeout_s)
         except Exception as error:
             failure = self._user_error(step, error)
         if failure is not None:
             # Out here the user's error is gone, and with its traceback the last hold on the user's object.
             raise failure
         self._serving = ServingCode(wall, servable, self._batches, self.slots, self._figures)
-        self._serving.has_method_header = start.method_header
+        self._serving.has_method_header = start.config.method_header
         facts = servable.facts
         return {
             "is_blocking": facts.is_blocking,
@@ -154,12 +156,12 @@ class LocalCode:
         self,
         user_config: bytes | None,
         concurrency: int,
-        max_batch_size: int = 0,
-        batch_wait_timeout_s: float = 0.0,
-        method_header: bool = False,
+        config: Mapping[str, Any],
     ) -> None:
         """Take over changed options without a restart; see `daskserve.data.replica.replica.Replica`."""
         wall, servable = self._parts()
+        options = read_config(config)
+        max_batch_size = options.max_batch_size or 0
         servable.check_batching(max_batch_size)
         failure: ReplicaStartError | None = None
         if user_config is not None:
@@ -173,9 +175,9 @@ class LocalCode:
         self.slots.resize(concurrency)
         wall.threads.limit = _threads(concurrency)
         self._set_current_replica(servable.target)
-        self._batches.reconfigure(max_batch_size, batch_wait_timeout_s)
+        self._batches.reconfigure(max_batch_size, options.batch_wait_timeout)
         if self._serving is not None:
-            self._serving.has_method_header = method_header
+            self._serving.has_method_header = options.method_header
 
     async def probe(self) -> None:
         """Return if user code can run where it runs, and the user's ``check_health`` does not object.
@@ -190,7 +192,7 @@ class LocalCode:
             ``check_health`` raised.
         """
         wall, servable = self._parts()
-        if self._start.has_liveness:
+        if self._start.config.liveness is not None:
             await probe_liveness(wall, servable, self._start.replica_tag, self.slots.concurrency)
         if servable.is_class and hasattr(servable.target, "check_health"):
             try:

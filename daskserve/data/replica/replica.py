@@ -55,9 +55,9 @@ class Replica:
             start.replica_tag,
             self.probe,
             context.clock,
-            period_s=start.health_period_s,
-            timeout_s=start.health_timeout_s,
-            threshold=start.health_threshold,
+            period_s=start.config.health_check_period_s,
+            timeout_s=start.config.health_check_timeout_s,
+            threshold=start.config.health_check_threshold,
         )
 
     def __repr__(self) -> str:
@@ -114,8 +114,15 @@ class Replica:
         return verbs_of(self)
 
     @verb
-    async def reconfigure(self, user_config: bytes | None, concurrency: int, **options: Any) -> None:
+    async def reconfigure(
+        self, user_config: bytes | None, concurrency: int, config: Mapping[str, Any]
+    ) -> None:
         """Take over changed options without a restart; a ``user_config`` goes to the user's ``reconfigure``.
+
+        Parameters
+        ----------
+        config
+            The options of the backend, as `daskserve.starts.dump_config` returns them.
 
         Raises
         ------
@@ -126,7 +133,7 @@ class Replica:
         """
         self._check_open()
         async with self._reconfiguring:
-            await self._code.reconfigure(user_config, concurrency, **options)
+            await self._code.reconfigure(user_config, concurrency, config)
 
     @verb
     async def statistics(self) -> dict[str, Any]:

@@ -45,10 +45,7 @@ class UserCode(Protocol):
         self,
         user_config: bytes | None,
         concurrency: int,
-        *,
-        max_batch_size: int = 0,
-        batch_wait_timeout_s: float = 0.0,
-        method_header: bool = False,
+        config: Mapping[str, Any],
     ) -> None:
         """Take over changed options."""
 

@@ -54,7 +54,7 @@ class Wall:
         context: Context,
         *,
         threads: int = 1,
-        event_loop: str = "own",
+        event_loop: str,
         landing: Landing | None = None,
     ) -> None:
         self.loop = asyncio.get_running_loop()

@@ -9,11 +9,11 @@ import types
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from daskserve import payload
+from replica_starts import replica_start
+
 from daskserve.clock import LoopClock
 from daskserve.cluster.base import ActorContext, ActorSpec
 from daskserve.data.replica.replica import Replica
-from daskserve.starts import ReplicaStart
 from daskserve.types import ActorKind, Envelope, Load, Message, Rest
 
 DEADLINE_S = 10.0
@@ -53,7 +53,7 @@ def run_replica(
 
     async def main() -> None:
         options.setdefault("concurrency", 2)
-        start = ReplicaStart("b", "b#AAAAAA", payload.dump_bytes((definition, (), {})), **options)
+        start = replica_start(definition, **options)
         spec = ActorSpec(ActorKind.REPLICA, "replica/b#AAAAAA", 1, "an-instance", start.encode())
         cluster: Any = types.SimpleNamespace()
         replica = Replica(ActorContext(spec, cluster, LoopClock(), random.Random(0)))

@@ -16,14 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 from gates import Gates, anew_for_each_test
+from replica_starts import replica_start
 
-from daskserve import payload
 from daskserve.clock import LoopClock
 from daskserve.cluster.base import ActorContext, ActorSpec
 from daskserve.data.replica import autoscaling_stats
 from daskserve.data.replica.autoscaling_stats import KEPT_S, MOST_VALUES, ChildStats, checked
 from daskserve.data.replica.replica import Replica
-from daskserve.starts import ReplicaStart
 from daskserve.testing import wait_until
 from daskserve.types import ActorKind
 
@@ -57,7 +56,7 @@ CLOCK = ShiftedClock()
 
 
 def run(scenario: Callable[[Replica], Awaitable[None]], definition: Any, **options: Any) -> None:
-    start = ReplicaStart("b", "b#AAAAAA", payload.dump_bytes((definition, (), {})), concurrency=1, **options)
+    start = replica_start(definition, concurrency=1, **options)
     spec = ActorSpec(ActorKind.REPLICA, "replica/b#AAAAAA", 1, "an-instance", start.encode())
     cluster: Any = types.SimpleNamespace()
     replica = Replica(ActorContext(spec, cluster, CLOCK, random.Random(0)))

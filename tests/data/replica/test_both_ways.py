@@ -13,19 +13,18 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
+from replica_starts import replica_start
 from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 
-from daskserve import payload
 from daskserve.clock import LoopClock
 from daskserve.cluster.base import ActorContext, ActorSpec
 from daskserve.cluster.channel.channel import Channel
 from daskserve.cluster.channel.transport import SocketTransport
 from daskserve.context import current_request
 from daskserve.data.replica.replica import Replica
-from daskserve.starts import ReplicaStart
 from daskserve.types import WHOLE_RESPONSE, ActorAddress, ActorKind, Envelope, EnvelopeKind, Load, Message
 
 DEADLINE_S = 10.0
@@ -321,9 +320,7 @@ class Play:
     """One request to one replica, as the client and the replica's figures tell of it."""
 
     def __init__(self, function: Any, is_straight: bool, options: dict[str, Any]) -> None:
-        start = ReplicaStart(
-            "b", "b#AAAAAA", payload.dump_bytes((function, (), {})), concurrency=1, **options
-        )
+        start = replica_start(function, concurrency=1, **options)
         spec = ActorSpec(ActorKind.REPLICA, "replica/b#AAAAAA", 1, "an-instance", start.encode())
         cluster: Any = types.SimpleNamespace()
         self.replica = replica = Replica(ActorContext(spec, cluster, LoopClock(), random.Random(0)))

@@ -161,7 +161,7 @@ def send_all(step: Callable[[Wall, Any], Awaitable[Any]]) -> tuple[Any, list[Mes
         async def receive() -> Message:
             return {"type": "http.disconnect"}
 
-        wall = Wall("b", contextvars.copy_context())
+        wall = Wall("b", contextvars.copy_context(), event_loop="own")
         try:
             return await step(wall, open_pipe(wall, "http", receive, send)), sent
         finally:

@@ -24,6 +24,7 @@ import isolated_code as code
 import numpy as np
 import psutil
 import pytest
+from replica_starts import reconfiguration, replica_start
 
 from daskserve import payload
 from daskserve._version import __version__
@@ -47,7 +48,6 @@ from daskserve.errors import (
 from daskserve.figures.histogram import HistogramCounts
 from daskserve.loops.deadlines import until as hold_until
 from daskserve.payload import PackedError
-from daskserve.starts import ReplicaStart
 from daskserve.types import SLOT_TAKEN, ActorKind, Envelope, EnvelopeKind, Load, Message, Patience
 
 DEADLINE_S = 20.0
@@ -59,8 +59,7 @@ def make(kind: str, definition: Any, *args: Any, **options: Any) -> Any:
     options.setdefault("concurrency", 4)
     if "user_config" in options:
         options["user_config"] = payload.dump_bytes(options["user_config"])
-    pickled = payload.dump_bytes((definition, args, {}))
-    start = ReplicaStart("b", "b#AAAAAA", pickled, isolation=kind, **options)
+    start = replica_start(definition, args, isolation=kind, **options)
     spec = ActorSpec(ActorKind.REPLICA, "an-instance/replica/b#AAAAAA", 1, "an-instance", start.encode())
     context = ActorContext(spec, types.SimpleNamespace(link=None), LoopClock(), random.Random(0))  # type: ignore[arg-type]
     return Replica(context, KINDS[kind])
@@ -397,9 +396,9 @@ def test_more_slots_are_for_those_in_line(model: Bench) -> None:
         await until(lambda: all((model.folder / f"more-{n}-began").exists() for n in range(4)))
         waiting = asyncio.create_task(call_patiently(model.replica))
         await until(lambda: model.replica.load() == Load(4, 1))
-        await model.replica.reconfigure(user_config=None, concurrency=5)
+        await model.replica.reconfigure(**reconfiguration(user_config=None, concurrency=5))
         await waiting
-        await model.replica.reconfigure(user_config=None, concurrency=4)
+        await model.replica.reconfigure(**reconfiguration(user_config=None, concurrency=4))
         for n in range(4):
             (model.folder / f"more-{n}-go").touch()
         await asyncio.gather(*held)
@@ -531,7 +530,7 @@ def test_requests_cancelled_at_any_moment_leave_no_slot_taken(model: Bench) -> N
 def test_options_change_in_place(model: Bench) -> None:
     async def reconfigure(user_config: Any = None, **options: Any) -> None:
         pickled = None if user_config is None else payload.dump_bytes(user_config)
-        await model.replica.reconfigure(user_config=pickled, **{"concurrency": 4, **options})
+        await model.replica.reconfigure(**reconfiguration(user_config=pickled, **options))
 
     async def scenario() -> None:
         await reconfigure("changed", concurrency=2)
@@ -551,10 +550,14 @@ def test_options_change_in_place(model: Bench) -> None:
 def test_the_users_health_check_is_part_of_the_probe(model: Bench) -> None:
     async def scenario() -> None:
         await model.replica.probe()
-        await model.replica.reconfigure(user_config=payload.dump_bytes("ill"), concurrency=4)
+        await model.replica.reconfigure(
+            **reconfiguration(user_config=payload.dump_bytes("ill"), concurrency=4)
+        )
         with pytest.raises(UserCodeError, match="raised RuntimeError: feverish"):
             await model.replica.probe()
-        await model.replica.reconfigure(user_config=payload.dump_bytes("word"), concurrency=4)
+        await model.replica.reconfigure(
+            **reconfiguration(user_config=payload.dump_bytes("word"), concurrency=4)
+        )
         assert model.replica.health()["is_healthy"]
 
     model.run(scenario())
@@ -562,7 +565,7 @@ def test_the_users_health_check_is_part_of_the_probe(model: Bench) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_requests_are_batched(kind: str, tmp_path: Path) -> None:
-    with Bench(kind, code.double, tmp_path, max_batch_size=3, batch_wait_timeout_s=60.0) as bench:
+    with Bench(kind, code.double, tmp_path, max_batch_size=3, batch_wait_timeout=60.0) as bench:
 
         async def scenario() -> None:
             replica = bench.replica
@@ -584,7 +587,7 @@ def test_stopping_waits_for_what_runs_refuses_more_and_destructs(kind: str, tmp_
             await until((tmp_path / "last-began").exists)
             stopping = asyncio.create_task(replica.stop(DEADLINE_S))
             await asyncio.sleep(0)
-            for refused in (call(replica, "pid"), replica.probe(), replica.reconfigure(None, 1)):
+            for refused in (call(replica, "pid"), replica.probe(), replica.reconfigure(**reconfiguration(1))):
                 with pytest.raises(ActorLostError) as caught:
                     await refused
                 assert not caught.value.begun

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from gates import Gates, anew_for_each_test
+from replica_starts import reconfiguration, replica_start
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -36,7 +37,6 @@ from daskserve.errors import (
     UserCodeError,
 )
 from daskserve.figures.histogram import HistogramCounts
-from daskserve.starts import ReplicaStart
 from daskserve.types import ActorKind, Envelope, EnvelopeKind, Load, Message, Payload
 
 DEADLINE_S = 10.0
@@ -61,9 +61,7 @@ def make(definition: Any, *args: Any, init_kwargs: dict[str, Any] | None = None,
     options.setdefault("concurrency", 4)
     if "user_config" in options:
         options["user_config"] = payload.dump_bytes(options["user_config"])
-    start = ReplicaStart(
-        "b", "b#AAAAAA", payload.dump_bytes((definition, args, init_kwargs or {})), **options
-    )
+    start = replica_start(definition, args, init_kwargs, **options)
     spec = ActorSpec(ActorKind.REPLICA, "replica/b#AAAAAA", 1, "an-instance", start.encode())
     return Replica(ActorContext(spec, CLUSTER, LoopClock(), random.Random(0)))
 
@@ -931,7 +929,7 @@ def test_requests_of_both_kinds_are_batched_together(definition: Any) -> None:
         assert (one, two.body, three) == (2, b"4", 6)
         assert GATES.notes == [3]
 
-    run(scenario, definition, max_batch_size=3, batch_wait_timeout_s=60.0)
+    run(scenario, definition, max_batch_size=3, batch_wait_timeout=60.0)
 
 
 def test_without_a_batch_size_a_marked_callable_gets_lists_of_one() -> None:
@@ -958,7 +956,7 @@ def test_a_batch_answered_wrongly_fails_all_its_requests() -> None:
         assert answered.status == 500
         assert replica.load() == Load(0, 0)
 
-    run(scenario, one_too_few, max_batch_size=2, batch_wait_timeout_s=60.0)
+    run(scenario, one_too_few, max_batch_size=2, batch_wait_timeout=60.0)
 
 
 def test_requests_that_wait_for_their_batch_are_reported_and_can_be_cancelled() -> None:
@@ -972,7 +970,7 @@ def test_requests_that_wait_for_their_batch_are_reported_and_can_be_cancelled() 
         assert await waiting[1] == 2
         assert GATES.notes == [3]
 
-    run(scenario, double, max_batch_size=3, batch_wait_timeout_s=60.0)
+    run(scenario, double, max_batch_size=3, batch_wait_timeout=60.0)
 
 
 @accept_batch
@@ -992,7 +990,7 @@ def test_a_cancelled_batch_keeps_its_slots_until_it_returns() -> None:
         GATES.go.set()
         await until(lambda: replica.load() == Load(0, 0))
 
-    run(scenario, held_batch, max_batch_size=2, batch_wait_timeout_s=60.0)
+    run(scenario, held_batch, max_batch_size=2, batch_wait_timeout=60.0)
 
 
 # ---- verbs
@@ -1007,14 +1005,18 @@ def test_verbs_are_those_that_can_be_called() -> None:
 def test_reconfiguring_changes_user_config_and_limits_in_place() -> None:
     async def scenario(replica: Replica) -> None:
         await replica.reconfigure(
-            user_config=payload.dump_bytes("changed"),
-            concurrency=1,
-            max_batch_size=0,
-            batch_wait_timeout_s=0.0,
+            **reconfiguration(
+                user_config=payload.dump_bytes("changed"),
+                concurrency=1,
+                max_batch_size=None,
+                batch_wait_timeout=0.0,
+            )
         )
         assert await call(replica) == "changed"
         assert (await replica.statistics())["concurrency"] == 1
-        await replica.reconfigure(user_config=None, concurrency=3, max_batch_size=0, batch_wait_timeout_s=0)
+        await replica.reconfigure(
+            **reconfiguration(user_config=None, concurrency=3, max_batch_size=None, batch_wait_timeout=0)
+        )
         assert await call(replica) == "changed"
         assert (await replica.statistics())["concurrency"] == 3
 
@@ -1025,10 +1027,10 @@ def test_reconfiguring_changes_user_config_and_limits_in_place() -> None:
 def test_a_reconfigure_that_fails_changes_nothing() -> None:
     async def scenario(replica: Replica) -> None:
         with pytest.raises(ReplicaStartError, match="ValueError: bad config") as caught:
-            await replica.reconfigure(user_config=payload.dump_bytes("bad"), concurrency=9)
+            await replica.reconfigure(**reconfiguration(user_config=payload.dump_bytes("bad"), concurrency=9))
         assert "in reconfigure" in caught.value.user_traceback
         with pytest.raises(BadRequestError, match="max_batch_size is 4"):
-            await replica.reconfigure(user_config=None, concurrency=9, max_batch_size=4)
+            await replica.reconfigure(**reconfiguration(user_config=None, concurrency=9, max_batch_size=4))
         assert (await replica.statistics())["concurrency"] == 4
         assert await call(replica) == "word"
 
@@ -1040,7 +1042,7 @@ def test_a_kept_error_does_not_keep_the_users_object() -> None:
 
     async def scenario(replica: Replica) -> None:
         with pytest.raises(ReplicaStartError) as caught:
-            await replica.reconfigure(user_config=payload.dump_bytes("bad"), concurrency=9)
+            await replica.reconfigure(**reconfiguration(user_config=payload.dump_bytes("bad"), concurrency=9))
         kept.append(caught.value)
 
     async def failing_start() -> None:
@@ -1059,7 +1061,7 @@ def test_a_kept_error_does_not_keep_the_users_object() -> None:
 def test_a_user_config_without_a_method_to_take_it_is_an_error() -> None:
     async def scenario(replica: Replica) -> None:
         with pytest.raises(BadRequestError, match=r"has no reconfigure\(\) method"):
-            await replica.reconfigure(user_config=payload.dump_bytes(1), concurrency=4)
+            await replica.reconfigure(**reconfiguration(user_config=payload.dump_bytes(1), concurrency=4))
 
     run(scenario, plain)
 
@@ -1076,7 +1078,7 @@ def test_reconfiguring_does_not_wait_for_requests() -> None:
     async def scenario(replica: Replica) -> None:
         request = asyncio.create_task(call(replica))
         await begun()
-        await replica.reconfigure(user_config=payload.dump_bytes("new"), concurrency=1)
+        await replica.reconfigure(**reconfiguration(user_config=payload.dump_bytes("new"), concurrency=1))
         assert GATES.notes == ["new"]
         GATES.go.set()
         await request
@@ -1088,7 +1090,7 @@ def test_batching_limits_can_be_changed() -> None:
     async def scenario(replica: Replica) -> None:
         assert await call(replica, n=1) == 2
         await replica.reconfigure(
-            user_config=None, concurrency=4, max_batch_size=2, batch_wait_timeout_s=60.0
+            **reconfiguration(user_config=None, concurrency=4, max_batch_size=2, batch_wait_timeout=60.0)
         )
         assert list(await asyncio.gather(call(replica, n=1), call(replica, n=2))) == [2, 4]
         assert GATES.notes == [1, 2]
@@ -1199,7 +1201,10 @@ def test_stopping_refuses_new_requests_and_waits_for_those_that_run(definition: 
         with pytest.raises(ActorLostError) as caught:
             await call(replica)
         assert not caught.value.begun
-        for verb in (replica.probe(), replica.reconfigure(user_config=None, concurrency=1)):
+        for verb in (
+            replica.probe(),
+            replica.reconfigure(**reconfiguration(user_config=None, concurrency=1)),
+        ):
             with pytest.raises(ActorLostError):
                 await verb
         assert not stopping.done()
@@ -1415,7 +1420,7 @@ def test_batches_of_both_kinds_are_counted_by_method() -> None:
             assert found[("batch_size", method)] == 1
             assert found[("batch_wait_seconds", method)] == 2
 
-    run(scenario, Batches, max_batch_size=2, batch_wait_timeout_s=60.0)
+    run(scenario, Batches, max_batch_size=2, batch_wait_timeout=60.0)
 
 
 @pytest.mark.parametrize("event_loop", ["own", "worker"])
@@ -1453,7 +1458,7 @@ def test_whatever_waits_for_its_batch_is_counted_until_it_goes(event_loop: str) 
         await asyncio.gather(first, second)
         assert queued() == 0
 
-    run(scenario, Batches, max_batch_size=2, batch_wait_timeout_s=60.0, event_loop=event_loop)
+    run(scenario, Batches, max_batch_size=2, batch_wait_timeout=60.0, event_loop=event_loop)
 
 
 def test_user_code_of_all_kinds_measures_for_its_replica() -> None:

@@ -42,7 +42,7 @@ SCOPE: dict[str, Any] = {
 
 def run(scenario: Callable[[Wall], Awaitable[None]], **options: Any) -> None:
     async def main() -> None:
-        wall = Wall("b#AAAAAA", contextvars.copy_context(), **options)
+        wall = Wall("b#AAAAAA", contextvars.copy_context(), **{"event_loop": "own", **options})
         try:
             async with asyncio.timeout(DEADLINE_S):
                 await scenario(wall)

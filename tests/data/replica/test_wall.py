@@ -28,7 +28,7 @@ def run(scenario: Callable[[Wall], Awaitable[None]], **options: Any) -> None:
     """Run a scenario on a worker's loop with a wall, which it may leave open."""
 
     async def main() -> None:
-        wall = Wall("b#AAAAAA", contextvars.copy_context(), **options)
+        wall = Wall("b#AAAAAA", contextvars.copy_context(), **{"event_loop": "own", **options})
         try:
             async with asyncio.timeout(DEADLINE_S):
                 await scenario(wall)

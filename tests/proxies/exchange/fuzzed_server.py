@@ -38,13 +38,13 @@ FIXED = b"x" * 400
 #: So often may the idle limit pass before a connection that gets nothing must have been closed.
 PATIENCE = 14
 
-OPTIONS: dict[str, Any] = {
-    "host": "127.0.0.1",
-    "port": 0,
-    "max_body_bytes": MAX_BODY_BYTES,
-    "max_message_bytes": MAX_MESSAGE_BYTES,
-    "keep_alive_timeout_s": IDLE_S,
-}
+OPTIONS = HTTPOptions(
+    host="127.0.0.1",
+    port=0,
+    max_body_bytes=MAX_BODY_BYTES,
+    max_websocket_message_bytes=MAX_MESSAGE_BYTES,
+    keep_alive_timeout_s=IDLE_S,
+)
 
 
 class Server(Protocol):
@@ -58,7 +58,7 @@ class Server(Protocol):
     async def stop(self) -> None: ...
 
 
-#: The servers that are tried; each is made as ``kind(app, host=..., port=..., ...)``.
+#: The servers that are tried; each is made as ``kind(app, options)``.
 SERVER_KINDS: dict[str, Callable[..., Server]] = {"tornado": TornadoServer, "uvicorn": UvicornServer}
 
 
@@ -113,7 +113,7 @@ class FuzzedServer:
 
     async def _start(self, kind: str) -> None:
         logging.getLogger().addHandler(self._faults)
-        self._server = SERVER_KINDS[kind](self._app, **OPTIONS)
+        self._server = SERVER_KINDS[kind](self._app, OPTIONS)
         await self._server.bind()
         self._server.start()
         await self._turn(QUIET_TURNS)

@@ -26,7 +26,7 @@ from daskserve.cluster.long_poll import LongPollClient
 from daskserve.data.caller.router import Routers
 from daskserve.data.replica.replica import Replica
 from daskserve.errors import RequestTimeoutError
-from daskserve.options.config import HTTPOptions
+from daskserve.options.config import BackendConfig, HTTPOptions
 from daskserve.payload import dump_bytes
 from daskserve.proxies.ingress.app import IngressApp
 from daskserve.proxies.ingress.routes import RouteTable
@@ -134,7 +134,14 @@ class Plant:
 
     async def _start_replica(self, tag: str, backend: str, worker: str, code: Any, event_loop: str) -> None:
         start = ReplicaStart(
-            backend, tag, dump_bytes((code, (), {})), concurrency=CONCURRENCY, event_loop=event_loop
+            backend_tag=backend,
+            replica_tag=tag,
+            code=dump_bytes((code, (), {})),
+            config=BackendConfig(event_loop=event_loop),
+            concurrency=CONCURRENCY,
+            user_config=None,
+            environment=None,
+            debug=False,
         )
         spec = ActorSpec(ActorKind.REPLICA, f"i/replica/{tag}", 1, "i", start.encode())
         nothing = cast(Cluster, SimpleNamespace())

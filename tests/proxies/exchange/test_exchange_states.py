@@ -79,7 +79,13 @@ class Bench:
     def __init__(self, *headers: tuple[str, str], method: str = "POST", app: ASGIApp | None = None) -> None:
         self.orders: asyncio.Queue[Callable[[Receive, Send], Any]] = asyncio.Queue()
         self.ended = ""
-        self.carrier = Carrier(app or self._obey, max_body_bytes=LIMIT, idle_timeout_s=60, clock=LoopClock())
+        self.carrier = Carrier(
+            app or self._obey,
+            max_body_bytes=LIMIT,
+            max_message_bytes=1000,
+            idle_timeout_s=60,
+            clock=LoopClock(),
+        )
         self.stream = FakeStream()
         self.reader = FakeReader(self.stream)
         self.connection = Connection(cast(Stream, self.stream))
@@ -394,7 +400,7 @@ def test_the_date_is_made_once_a_second() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None: ...
 
     clock = SetClock()
-    carrier = Carrier(app, max_body_bytes=1, idle_timeout_s=1, clock=clock)
+    carrier = Carrier(app, max_body_bytes=1, max_message_bytes=1000, idle_timeout_s=1, clock=clock)
     midnight = carrier.date.line()
     assert midnight == b"date: Fri, 02 Jan 1970 00:00:00 GMT"
     clock.seconds = 0.75

@@ -387,7 +387,7 @@ def test_a_client_that_breaks_the_protocol_is_told_and_sent_away(data: bytes, co
 def test_a_message_that_is_too_large_is_refused() -> None:
     async def test() -> None:
         app = Echo()
-        async with serving(app, max_message_bytes=1000) as server, client_of(server) as client:
+        async with serving(app, max_websocket_message_bytes=1000) as server, client_of(server) as client:
             await client.open()
             assert await client.text("x" * 1000) == "x" * 1000
             await client.send(DataMessage(data="x" * 600, message_finished=False))

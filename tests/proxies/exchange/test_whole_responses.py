@@ -88,7 +88,9 @@ class Bench:
         self.wire = Wire()
         self.messages = messages
         self.raised: BaseException | None = None
-        self.carrier = Carrier(self._app, max_body_bytes=1000, idle_timeout_s=60, clock=LoopClock())
+        self.carrier = Carrier(
+            self._app, max_body_bytes=1000, max_message_bytes=1000, idle_timeout_s=60, clock=LoopClock()
+        )
         self.carrier.is_draining = is_draining
         # As it is once another request was answered.
         self.carrier.heads.write(whole())

@@ -29,7 +29,9 @@ class Bench:
         client.setblocking(False)
         self.client = client
         self.stream = stream
-        self.carrier = Carrier(self._app, max_body_bytes=1000, idle_timeout_s=60, clock=LoopClock())
+        self.carrier = Carrier(
+            self._app, max_body_bytes=1000, max_message_bytes=1000, idle_timeout_s=60, clock=LoopClock()
+        )
         self.serving = asyncio.ensure_future(TornadoConnection(self.carrier, stream).serve())
         self.paths: list[str] = []
 

@@ -1,4 +1,4 @@
-"""What a client wishes for, checked and put into the plain values that the controller takes."""
+"""Specs: what a client asks for, checked once, in the form that travels to the controller."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from daskserve import settings
 from daskserve.data.replica.definitions import CallableFacts, inspect_definition
 from daskserve.errors import BadRequestError
+from daskserve.options.backend_spec import BackendSpec
 from daskserve.options.config import ActorOptions, BackendConfig, BackendMetadata, parse_options
 from daskserve.options.environment import parse_environment
 from daskserve.payload import dump_bytes, load_bytes
@@ -34,10 +35,20 @@ def check_route(route: Any) -> None:
         raise BadRequestError(f"route_prefix must not end with '/', got {route!r}")
 
 
-def split_config(config: BackendConfig) -> tuple[dict[str, Any], bytes | None]:
-    """Return the options that were set as plain values, and the user_config pickled."""
-    plain = config.model_dump(exclude_unset=True, exclude={"user_config", "internal_metadata"})
-    autoscaling = plain.get("autoscaling_config")
+def split_config(
+    config: BackendConfig, metadata: BackendMetadata | None = None, **options: Any
+) -> tuple[BackendConfig, bytes | None]:
+    """Return a config with user code pickled, and apart from it the user_config pickled.
+
+    Parameters
+    ----------
+    metadata
+        What was found out about the callable, if it is known here.
+    **options
+        Options to set in the copy.
+    """
+    values = config.model_dump(exclude_unset=True, exclude={"user_config", "internal_metadata"}) | options
+    autoscaling = values.get("autoscaling_config")
     if autoscaling is not None and callable(autoscaling.get("policy")):
         # Code of the user's, which only the controller may load.
         try:
@@ -48,7 +59,9 @@ def split_config(config: BackendConfig) -> tuple[dict[str, Any], bytes | None]:
                 f"The autoscaling policy cannot be pickled: {type(error).__name__}: {error}. Name it by its "
                 'import path, "module:function", if the workers have that module.'
             ) from error
-    return plain, None if config.user_config is None else dump_bytes(config.user_config)
+    if metadata is not None:
+        values["internal_metadata"] = metadata
+    return BackendConfig(**values), None if config.user_config is None else dump_bytes(config.user_config)
 
 
 def join_config(found: Mapping[str, Any]) -> BackendConfig:
@@ -64,7 +77,7 @@ def join_config(found: Mapping[str, Any]) -> BackendConfig:
     return result
 
 
-def make_wish(
+def make_spec(
     tag: str,
     definition: Any,
     init_args: Sequence[Any],
@@ -77,8 +90,8 @@ def make_wish(
     user_version: str | None = None,
     prev_version: str | None = None,
     env: Any = None,
-) -> dict[str, Any]:
-    """Check what a client wants and return it as the controller takes it: user code as bytes.
+) -> BackendSpec:
+    """Check what a client asks for and return it as the controller takes it: user code as bytes.
 
     Raises
     ------
@@ -90,22 +103,22 @@ def make_wish(
     options = parse_options(ActorOptions, actor_options, what="actor_options")
     wanted = parse_options(BackendConfig, config, what="config")
     _check_batching(tag, wanted, facts, definition)
-    plain, user_config = split_config(wanted)
     metadata = BackendMetadata(
         class_name=_name_of(definition),
         accepts_batches=facts.accepts_batches,
         is_blocking=facts.is_blocking,
         is_asgi_app=facts.is_asgi_app,
     )
-    plain["internal_metadata"] = metadata.model_dump()
     environment = parse_environment(env)
+    isolation: dict[str, Any] = {}
     if environment is not None:
-        if plain.get("isolation") == "thread":
+        if "isolation" in wanted.model_fields_set and wanted.isolation == "thread":
             raise BadRequestError(
                 f"Backend '{tag}' cannot have a Python environment of its own with isolation='thread'; leave "
                 "isolation out, or make it 'process'."
             )
-        plain["isolation"] = "process"
+        isolation = {"isolation": "process"}
+    sealed, user_config = split_config(wanted, metadata, **isolation)
     try:
         code = dump_bytes((definition, tuple(init_args), dict(init_kwargs)))
     except Exception as error:
@@ -115,19 +128,19 @@ def make_wish(
             f"{type(error).__name__}: {error}. Make such objects in the class's __init__, where the replica "
             "runs, or name the callable by its import path."
         ) from error
-    return {
-        "tag": tag,
-        "code": code,
-        "config": plain,
-        "user_config": user_config,
-        "actor_options": options.model_dump(exclude_unset=True),
-        "version": version,
-        "user_version": user_version,
-        "prev_version": prev_version,
-        "env": environment,
-        "request_id": uuid.uuid4().hex,
-        "timeout_s": timeout_s if timeout_s is not None else settings.timeouts().change_s,
-    }
+    return BackendSpec(
+        tag=tag,
+        code=code,
+        config=sealed,
+        user_config=user_config,
+        actor_options=options,
+        version=version,
+        user_version=user_version,
+        prev_version=prev_version,
+        env=environment,
+        request_id=uuid.uuid4().hex,
+        timeout_s=timeout_s if timeout_s is not None else settings.timeouts().change_s,
+    )
 
 
 def _name_of(definition: Any) -> str:

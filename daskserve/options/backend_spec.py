@@ -1,0 +1,61 @@
+"""The spec of a backend: what a client asks for, as it travels to the controller.
+
+The options are the models that the client formed. On the wire, and in the store, a model is the options that
+were set: a reader with newer models fills in its own defaults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+from daskserve.options.config import ActorOptions, BackendConfig
+from daskserve.types import BackendTag
+
+
+@dataclass(frozen=True, slots=True)
+class BackendSpec:
+    """A backend as a client asks for it; user code is bytes.
+
+    Attributes
+    ----------
+    config : BackendConfig
+        Without ``user_config``, and with a policy that is code of the user's pickled.
+    user_config : bytes or None
+        ``dump_bytes`` of what ``reconfigure`` gets.
+    version : str or None
+        Names the code; None: the controller derives it from the code.
+    user_version, prev_version : str or None
+        The version that the user named, and the one that must be there already.
+    env : str or None
+        The Python environment, as `daskserve.options.environment.parse_environment` returns it.
+    request_id : str
+        Tells the retry of a call from a second call.
+    """
+
+    tag: BackendTag
+    code: bytes
+    config: BackendConfig
+    user_config: bytes | None
+    actor_options: ActorOptions
+    version: str | None
+    user_version: str | None
+    prev_version: str | None
+    env: str | None
+    request_id: str
+    timeout_s: float | None
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the spec as plain values."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return values | {"config": self.config.to_plain(), "actor_options": self.actor_options.to_plain()}
+
+    @classmethod
+    def from_plain(cls, values: Mapping[str, Any]) -> Self:
+        """Return the spec that `to_plain` gave."""
+        models = {
+            "config": BackendConfig(**values["config"]),
+            "actor_options": ActorOptions(**values["actor_options"]),
+        }
+        return cls(**{**values, **models})

@@ -1,0 +1,39 @@
+"""Start messages and reconfigurations of replicas, by the options that a test names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from daskserve import payload
+from daskserve.options.config import BackendConfig
+from daskserve.starts import ReplicaStart, dump_config
+
+
+def replica_start(
+    definition: Any,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    concurrency: int,
+    user_config: bytes | None = None,
+    debug: bool = False,
+    environment: str | None = None,
+    **options: Any,
+) -> ReplicaStart:
+    """Return the start message of ``b#AAAAAA``; ``options`` are those of `BackendConfig`."""
+    return ReplicaStart(
+        backend_tag="b",
+        replica_tag="b#AAAAAA",
+        code=payload.dump_bytes((definition, args, kwargs or {})),
+        config=BackendConfig(**options),
+        concurrency=concurrency,
+        user_config=user_config,
+        environment=environment,
+        debug=debug,
+    )
+
+
+def reconfiguration(concurrency: int = 4, user_config: bytes | None = None, **options: Any) -> dict[str, Any]:
+    """Return the message of the verb ``reconfigure``."""
+    config = dump_config(BackendConfig(**options))
+    return {"concurrency": concurrency, "user_config": user_config, "config": config}
