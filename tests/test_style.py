@@ -37,7 +37,6 @@ SIZE_EXCEPTIONS: Mapping[str, str] = {
 }
 #: ``"Name": "why two classes have it"``
 NAME_EXCEPTIONS: Mapping[str, str] = {
-    "IngressOptions": "the protocol of what the ingress reads, and the values that it gets",
     "Link": "the protocol of a connection to a cluster, and its implementation for Dask",
 }
 #: ``"daskserve/x.py:NAME": "why this module-level object may change"``
