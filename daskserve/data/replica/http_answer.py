@@ -7,8 +7,9 @@ from typing import Any
 
 from daskserve.data.replica.accept_batch import BatchItem
 from daskserve.data.replica.conversion import ConvertedResponse, Unfinished, finish, finish_in_thread
-from daskserve.data.replica.definitions import Method
+from daskserve.data.replica.definitions import CALL, Method
 from daskserve.data.replica.message_pipe import MessagePipe, open_pipe
+from daskserve.data.replica.method_header import named_method
 from daskserve.data.replica.requests import read_body
 from daskserve.data.replica.serving import LocalAnswer
 from daskserve.types import Message, Receive, Send
@@ -28,7 +29,9 @@ class HTTPAnswer(LocalAnswer):
 
     def begin(self, receive: Receive | None = None, send: Send | None = None) -> Awaitable[None] | None:
         envelope, code = self.envelope, self._code
-        method = self._method = code.http_method(envelope.head)
+        servable = code.servable
+        method = named_method(servable, envelope.head) if code.has_method_header else servable.methods[CALL]
+        self._method = method
         self._scope = scope = dict(envelope.head)
         self._receive, self._send = receive, send
         is_websocket = scope["type"] == "websocket"

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextvars import Context
-from typing import Any
 
 from daskserve.context import current_request
 from daskserve.data.replica.answer import Answer
 from daskserve.data.replica.batches import ReplicaBatches
-from daskserve.data.replica.definitions import CALL, Method
+from daskserve.data.replica.definitions import CALL
 from daskserve.data.replica.message_pipe import MessagePipe
-from daskserve.data.replica.method_header import named_method
 from daskserve.data.replica.requests import request_context
 from daskserve.data.replica.servable import Servable
 from daskserve.data.replica.slots import Slots
@@ -35,10 +32,6 @@ class ServingCode:
         self.sockets: set[MessagePipe] = set()
         #: Whether HTTP requests name the method that they are for in a header.
         self.has_method_header = False
-
-    def http_method(self, scope: Mapping[str, Any]) -> Method:
-        """Return the method that answers an HTTP request or a WebSocket."""
-        return named_method(self.servable, scope) if self.has_method_header else self.servable.methods[CALL]
 
     def needs_task(self, envelope: Envelope) -> bool:
         """Whether a request can only be answered from a task, because something will have to wait."""

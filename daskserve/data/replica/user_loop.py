@@ -42,10 +42,16 @@ class LoopRun(CodeRun):
         context: Context,
         listener: RunListener,
     ) -> None:
-        super().__init__(place.runs, function, args, context, listener)
+        # All that `CodeRun` does, without another call for each request.
+        self._runs = runs = place.runs
+        self._function = function
+        self._args = args
+        self._context = context
+        self._listener = listener
+        self.is_cancelled = self.is_ended = False
         self._place = place
         self._task: asyncio.Task[None] | None = None
-        place.runs.add(self)
+        runs.add(self)
         place.to_user(self._begin)
 
     def _stop(self) -> None:

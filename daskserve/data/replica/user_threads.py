@@ -31,7 +31,13 @@ class ThreadRun(CodeRun):
         context: Context,
         listener: RunListener,
     ) -> None:
-        super().__init__(threads.runs, function, args, context, listener)
+        # All that `CodeRun` does, without another call for each request.
+        self._runs = threads.runs
+        self._function = function
+        self._args = args
+        self._context = context
+        self._listener = listener
+        self.is_cancelled = self.is_ended = False
         self._threads = threads
         # Whoever gets it decides: the thread that the function runs, the canceller that it never will.
         self._claim = threading.Lock()
