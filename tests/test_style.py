@@ -32,8 +32,6 @@ SIZE_EXCEPTIONS: Mapping[str, str] = {
     "daskserve/client/client.py:Client": "its methods are the verbs that users call, a mixin for each noun",
     "daskserve/cluster/store/fsspec.py:FsspecStore": "within the budget without its bases",
     "daskserve/cluster/store/sqlite.py:SqliteStore": "within the budget without its bases",
-    "daskserve/control/changes.py:ChangingVerbs": "within the budget without its bases",
-    "daskserve/control/controller.py:Controller": "within the budget without its bases",
 }
 #: ``"Name": "why two classes have it"``
 NAME_EXCEPTIONS: Mapping[str, str] = {

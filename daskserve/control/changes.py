@@ -16,8 +16,11 @@ from daskserve.options.config import BackendConfig
 from daskserve.types import GoalId
 
 
-class ChangingVerbs(ControllerCore):
+class ChangingVerbs:
     """Each takes the lock, lets a pure function make the change, and commits it."""
+
+    def __init__(self, core: ControllerCore) -> None:
+        self._core = core
 
     @asynccontextmanager
     async def _deciding(self) -> AsyncIterator[None]:
@@ -28,24 +31,24 @@ class ChangingVerbs(ControllerCore):
         by one that asks and hears that it is the newest.
         """
         try:
-            async with self._writer:
-                changes = self._writer.changes
+            async with self._core.writer:
+                changes = self._core.writer.changes
                 yield
-                is_written = self._writer.changes > changes
+                is_written = self._core.writer.changes > changes
         except UnavailableError:
             raise
         except ServeError:
-            await self._confirm_reign()
+            await self._core.confirm_reign()
             raise
         if not is_written:
-            await self._confirm_reign()
+            await self._core.confirm_reign()
 
     def _goal_id(self) -> GoalId:
-        return f"{self._rng.getrandbits(128):032x}"
+        return f"{self._core.rng.getrandbits(128):032x}"
 
     async def _commit_outcome(self, outcome: Outcome, tag: str) -> dict[str, Any]:
-        await self._writer.commit(outcome.change)
-        self._loop.poke([tag])
+        await self._core.writer.commit(outcome.change)
+        self._core.loop.poke([tag])
         return {"goal": outcome.goal}
 
     # Verbs: backends
@@ -55,7 +58,7 @@ class ChangingVerbs(ControllerCore):
         async with self._deciding():
             wanted = BackendSpec.from_plain(spec)
             outcome = backend_verbs.create_backend(
-                self._state, wanted, goal_id=self._goal_id(), now=self._clock.wall()
+                self._core.state, wanted, goal_id=self._goal_id(), now=self._core.clock.wall()
             )
             return await self._commit_outcome(outcome, wanted.tag)
 
@@ -70,40 +73,44 @@ class ChangingVerbs(ControllerCore):
     ) -> dict[str, Any]:
         async with self._deciding():
             outcome = backend_verbs.update_backend_config(
-                self._state,
+                self._core.state,
                 tag,
                 BackendConfig(**config),
                 user_config,
                 sets_user_config=sets_user_config,
                 goal_id=self._goal_id(),
                 timeout_s=timeout_s,
-                now=self._clock.wall(),
+                now=self._core.clock.wall(),
             )
             return await self._commit_outcome(outcome, tag)
 
     @verb
     async def delete_backend(self, tag: str, force: bool) -> dict[str, Any]:
         async with self._deciding():
-            outcome = backend_verbs.delete_backend(self._state, tag, is_forced=force, goal_id=self._goal_id())
+            outcome = backend_verbs.delete_backend(
+                self._core.state, tag, is_forced=force, goal_id=self._goal_id()
+            )
             return await self._commit_outcome(outcome, tag)
 
     @verb
     async def scale(self, name: str, number: int) -> int:
         """Record what a scaler outside of the cluster asks for; replicas follow."""
         async with self._deciding():
-            await self._writer.commit(scale_verb.scale(self._state, name, number, self._clock.wall()))
-        self._loop.poke([name])
+            await self._core.writer.commit(
+                scale_verb.scale(self._core.state, name, number, self._core.clock.wall())
+            )
+        self._core.loop.poke([name])
         return number
 
     @verb
     async def get_backend_config(self, tag: str) -> dict[str, Any]:
-        return backend_verbs.describe(self._state, tag)
+        return backend_verbs.describe(self._core.state, tag)
 
     @verb
     async def list_backends(self) -> dict[str, Any]:
         return {
-            tag: backend_verbs.describe(self._state, tag)
-            for tag, backend in self._state.backends.items()
+            tag: backend_verbs.describe(self._core.state, tag)
+            for tag, backend in self._core.state.backends.items()
             if not backend.is_deleting
         }
 
@@ -121,27 +128,30 @@ class ChangingVerbs(ControllerCore):
         async with self._deciding():
             wanted = BackendSpec.from_plain(spec)
             outcome = backend_verbs.deploy(
-                self._state, wanted, goal_id=self._goal_id(), now=self._clock.wall()
+                self._core.state, wanted, goal_id=self._goal_id(), now=self._core.clock.wall()
             )
             change = dict(outcome.change)
             change.update(
                 endpoint_state.deploy_endpoint(
-                    self._state, wanted.tag, route=route, methods=methods, python_methods=python_methods
+                    self._core.state, wanted.tag, route=route, methods=methods, python_methods=python_methods
                 )
             )
-            await self._writer.commit(change)
-        self._loop.poke([wanted.tag])
-        return {"goal": outcome.goal, "snapshot": await self._barrier() if outcome.goal is None else None}
+            await self._core.writer.commit(change)
+        self._core.loop.poke([wanted.tag])
+        return {
+            "goal": outcome.goal,
+            "snapshot": await self._core.barrier() if outcome.goal is None else None,
+        }
 
     @verb
     async def delete_deployment(self, name: str, force: bool = False) -> dict[str, Any]:
         async with self._deciding():
             outcome = backend_verbs.delete_backend(
-                self._state, name, is_forced=force, goal_id=self._goal_id(), leaving=name
+                self._core.state, name, is_forced=force, goal_id=self._goal_id(), leaving=name
             )
-            outcome.change.update(endpoint_state.delete_endpoint(self._state, name))
+            outcome.change.update(endpoint_state.delete_endpoint(self._core.state, name))
             answer = await self._commit_outcome(outcome, name)
-        return {**answer, "snapshot": await self._barrier()}
+        return {**answer, "snapshot": await self._core.barrier()}
 
     # Verbs: endpoints
 
@@ -150,30 +160,37 @@ class ChangingVerbs(ControllerCore):
         self, name: str, route: str | None, methods: Sequence[str], backend: str, request_id: str
     ) -> dict[str, Any]:
         async with self._deciding():
-            await self._writer.commit(
+            await self._core.writer.commit(
                 endpoint_state.create_endpoint(
-                    self._state, name, route=route, methods=methods, backend=backend, request_id=request_id
+                    self._core.state,
+                    name,
+                    route=route,
+                    methods=methods,
+                    backend=backend,
+                    request_id=request_id,
                 )
             )
-        return {"snapshot": await self._barrier()}
+        return {"snapshot": await self._core.barrier()}
 
     @verb
     async def delete_endpoint(self, name: str) -> dict[str, Any]:
         async with self._deciding():
-            await self._writer.commit(endpoint_state.delete_endpoint(self._state, name))
-        return {"snapshot": await self._barrier()}
+            await self._core.writer.commit(endpoint_state.delete_endpoint(self._core.state, name))
+        return {"snapshot": await self._core.barrier()}
 
     @verb
     async def set_traffic(self, name: str, traffic: Mapping[str, float]) -> dict[str, Any]:
         async with self._deciding():
-            await self._writer.commit(endpoint_state.set_traffic(self._state, name, traffic))
-        return {"snapshot": await self._barrier()}
+            await self._core.writer.commit(endpoint_state.set_traffic(self._core.state, name, traffic))
+        return {"snapshot": await self._core.barrier()}
 
     @verb
     async def shadow_traffic(self, name: str, backend: str, proportion: float) -> dict[str, Any]:
         async with self._deciding():
-            await self._writer.commit(endpoint_state.shadow_traffic(self._state, name, backend, proportion))
-        return {"snapshot": await self._barrier()}
+            await self._core.writer.commit(
+                endpoint_state.shadow_traffic(self._core.state, name, backend, proportion)
+            )
+        return {"snapshot": await self._core.barrier()}
 
     # Verbs: the instance
 
@@ -181,17 +198,19 @@ class ChangingVerbs(ControllerCore):
     async def set_target_capacity(self, percent: float | None) -> dict[str, Any]:
         """Scale all that is wanted to a share; answered when routers act on it, before replicas do."""
         async with self._deciding():
-            change = target_capacity.set_target_capacity(self._state, percent, self._clock.wall())
-            await self._writer.commit(change)
-        self._loop.poke()
-        return {"snapshot": await self._barrier()}
+            change = target_capacity.set_target_capacity(self._core.state, percent, self._core.clock.wall())
+            await self._core.writer.commit(change)
+        self._core.loop.poke()
+        return {"snapshot": await self._core.barrier()}
 
     # Verbs: looking at endpoints
 
     @verb
     async def list_endpoints(self) -> dict[str, Any]:
-        return {name: backend_verbs.get_endpoint(self._state, name) for name in self._state.endpoints}
+        return {
+            name: backend_verbs.get_endpoint(self._core.state, name) for name in self._core.state.endpoints
+        }
 
     @verb
     async def get_endpoint(self, name: str) -> dict[str, Any]:
-        return backend_verbs.get_endpoint(self._state, name)
+        return backend_verbs.get_endpoint(self._core.state, name)

@@ -11,12 +11,13 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from daskserve.cluster.base import verb
+from daskserve.cluster.base import ActorContext, verb, verbs_of
 from daskserve.control import backend_verbs, explaining, views
 from daskserve.control.changes import ChangingVerbs
-from daskserve.control.core import MAX_WAIT_S
+from daskserve.control.core import MAX_WAIT_S, ControllerCore
 from daskserve.control.records import GoalState
 from daskserve.errors import DeployError, NotFoundError, RequestTimeoutError
+from daskserve.figures.table import MetricSample
 from daskserve.payload import load_error
 from daskserve.starts import dump_http
 from daskserve.types import GoalId
@@ -25,8 +26,31 @@ from daskserve.types import GoalId
 HTTP_POLL_S = 0.005
 
 
-class Controller(ChangingVerbs):
+class Controller:
     """One per instance. ``context.spec.incarnation`` is its epoch."""
+
+    def __init__(self, context: ActorContext) -> None:
+        self._core = ControllerCore(context)
+        self.verbs = verbs_of(ChangingVerbs(self._core), ReadingVerbs(self._core))
+
+    async def start(self) -> dict[str, Any]:
+        """Take over whatever the store holds and begin to reconcile it with what runs."""
+        return await self._core.start()
+
+    async def stop(self, grace_s: float) -> None:
+        """End the loop. What it started goes on: actors are ended by their Hosts."""
+        await self._core.stop(grace_s)
+
+    def samples(self) -> list[MetricSample]:
+        """Return the figures as metrics; see `daskserve.figures.collector.Source`."""
+        return self._core.samples()
+
+
+class ReadingVerbs:
+    """Waiting and reading."""
+
+    def __init__(self, core: ControllerCore) -> None:
+        self._core = core
 
     # Verbs: waiting and looking
 
@@ -39,57 +63,57 @@ class Controller(ChangingVerbs):
         ServeError
             Why the goal failed.
         """
-        deadline = self._clock.now() + min(timeout_s, MAX_WAIT_S)
+        deadline = self._core.clock.now() + min(timeout_s, MAX_WAIT_S)
         while True:
-            ended = self._goal_ended
-            goal = self._state.goals.get(goal_id)
+            ended = self._core.goal_ended
+            goal = self._core.state.goals.get(goal_id)
             if goal is None:
                 raise NotFoundError(f"Goal {goal_id} does not exist, or ended long ago.")
             if goal.state is GoalState.FAILED:
                 error = load_error(goal.error) if goal.error else DeployError("The change failed.")
                 raise error
             if goal.state is GoalState.DONE:
-                return {"is_done": True, "snapshot": await self._barrier()}
+                return {"is_done": True, "snapshot": await self._core.barrier()}
             try:
-                await self._clock.wait_for(ended.wait(), max(0.0, deadline - self._clock.now()))
+                await self._core.clock.wait_for(ended.wait(), max(0.0, deadline - self._core.clock.now()))
             except TimeoutError:
-                return {"is_done": False, "why": self._observed.waiting.get(goal.backend)}
+                return {"is_done": False, "why": self._core.observed.waiting.get(goal.backend)}
 
     @verb
     async def wait_for_http(self, timeout_s: float) -> dict[str, Any]:
         """Answer when every wanted proxy listens; raise what keeps one from it."""
-        deadline = self._clock.now() + timeout_s
+        deadline = self._core.clock.now() + timeout_s
         while True:
-            proxies = list(self._state.proxies.values())
-            if not self._http.has_proxies:
+            proxies = list(self._core.state.proxies.values())
+            if not self._core.http.has_proxies:
                 return {"urls": []}
-            if proxies and all(proxy.name in self._observed.proxies_ready for proxy in proxies):
+            if proxies and all(proxy.name in self._core.observed.proxies_ready for proxy in proxies):
                 return {"urls": self._urls()}
             for proxy in proxies:
-                if proxy.name in self._observed.proxies_failed:
-                    raise self._observed.proxies_failed[proxy.name]
-            if self._clock.now() >= deadline:
+                if proxy.name in self._core.observed.proxies_failed:
+                    raise self._core.observed.proxies_failed[proxy.name]
+            if self._core.clock.now() >= deadline:
                 raise RequestTimeoutError(f"HTTP proxies not available after {timeout_s:g}s.")
-            await self._clock.sleep(HTTP_POLL_S)
+            await self._core.clock.sleep(HTTP_POLL_S)
 
     @verb
     async def http_urls(self) -> list[str]:
         return self._urls()
 
     def _urls(self) -> list[str]:
-        ready = self._observed.proxies_ready
+        ready = self._core.observed.proxies_ready
         urls = [url for name in sorted(ready) for url in ready[name]["urls"]]
         return list(dict.fromkeys(urls))
 
     @verb
     async def status(self) -> dict[str, Any]:
         """Return the instance in plain values; `daskserve.client.status.Status` is what users see of it."""
-        state, observed = self._state, self._observed
-        controller = {"worker": self._worker, "pid": os.getpid()}
+        state, observed = self._core.state, self._core.observed
+        controller = {"worker": self._core.worker, "pid": os.getpid()}
         return {
-            "instance": self._cluster.instance,
-            "epoch": self._epoch,
-            "actors": views.actors(state, observed, self._cluster.instance, controller),
+            "instance": self._core.cluster.instance,
+            "epoch": self._core.epoch,
+            "actors": views.actors(state, observed, self._core.cluster.instance, controller),
             "backends": {
                 tag: views.backend_status(state, observed, each) for tag, each in state.backends.items()
             },
@@ -99,25 +123,25 @@ class Controller(ChangingVerbs):
             "target_capacity": state.capacity.percent,
             "target_capacity_direction": state.capacity.direction,
             "unresponsive_workers": sorted(observed.unresponsive),
-            "refused_workers": dict(await self._cluster.refused_workers()),
+            "refused_workers": dict(await self._core.cluster.refused_workers()),
             "problems": {
-                **self._cluster.store.problems(),
-                **{key: str(error) for key, error in self._corrupt.items()},
+                **self._core.cluster.store.problems(),
+                **{key: str(error) for key, error in self._core.corrupt.items()},
             },
         }
 
     @verb
     async def explain(self, name: str) -> dict[str, Any]:
-        return explaining.explain(self._state, self._observed, name, self._clock.now())
+        return explaining.explain(self._core.state, self._core.observed, name, self._core.clock.now())
 
     @verb
     async def view(self, name: str) -> Any:
         """Return one of `daskserve.control.views.VIEWS`, or ``get_http_config``."""
         if name == "get_http_config":
-            return {**dump_http(self._http), "ssl_keyfile_password": None}
+            return {**dump_http(self._core.http), "ssl_keyfile_password": None}
         if name not in views.VIEWS:
             raise NotFoundError(f"There is no view {name!r}; known: {', '.join(sorted(views.VIEWS))}.")
-        return views.VIEWS[name](self._state, self._observed)
+        return views.VIEWS[name](self._core.state, self._core.observed)
 
     @verb
     async def report_queue_lengths(self, router: str, lengths: Mapping[str, int]) -> None:
@@ -127,26 +151,26 @@ class Controller(ChangingVerbs):
     @verb
     async def report_load(self, router: str, loads: Mapping[str, Sequence[int]]) -> None:
         """Take note of how many requests wait in a router and how many are in flight, by backend."""
-        self._observed.loads.report(router, loads, self._clock.now())
-        self._scaler.notify_load(tag for tag, load in loads.items() if any(load))
+        self._core.observed.loads.report(router, loads, self._core.clock.now())
+        self._core.scaler.notify_load(tag for tag, load in loads.items() if any(load))
 
     @verb
     async def get_deployment_info(self, name: str) -> dict[str, Any]:
-        return views.deployment_info(self._state, name)
+        return views.deployment_info(self._core.state, name)
 
     @verb
     async def snapshot(self) -> dict[str, Any]:
-        return views.snapshot(self._state, self._cluster.instance)
+        return views.snapshot(self._core.state, self._core.cluster.instance)
 
     @verb
     async def ping(self) -> int:
         """Answer with the epoch, which shows that this process and its loop run."""
-        return self._epoch
+        return self._core.epoch
 
     @verb
     async def fetch(self, keys: Sequence[str]) -> dict[str, Any]:
-        return self._news.fetch(keys)
+        return self._core.news.fetch(keys)
 
     @verb
     async def listen_for_change(self, snapshot_ids: Mapping[str, Any]) -> dict[str, Any]:
-        return await self._news.listen_for_change(snapshot_ids)
+        return await self._core.news.listen_for_change(snapshot_ids)

@@ -8,12 +8,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 from daskserve.clock import Clock
-from daskserve.cluster.base import ActorContext, Cluster, Verb, verbs_of
+from daskserve.cluster.base import ActorContext, Cluster
 from daskserve.cluster.long_poll import WORKERS, LongPollHost
 from daskserve.control import backend_state, checkpoint, endpoint_state
 from daskserve.control.acting import Acting
@@ -42,94 +42,90 @@ class ControllerCore:
     """One per instance. ``context.spec.incarnation`` is its epoch."""
 
     def __init__(self, context: ActorContext) -> None:
-        self._cluster: Cluster = context.cluster
-        self._clock: Clock = context.clock
-        self._rng: random.Random = context.rng
-        self._epoch = context.spec.incarnation
-        self._worker = context.worker
+        self.cluster: Cluster = context.cluster
+        self.clock: Clock = context.clock
+        self.rng: random.Random = context.rng
+        self.epoch = context.spec.incarnation
+        self.worker = context.worker
         self._start = ControllerStart.decode(context.spec.payload)
-        self._http = HTTPOptions(**self._start.http.model_dump())
-        self._news = LongPollHost(self._epoch, self._cluster.publish, self._clock)
-        self._state = State()
-        self._observed = Observed()
-        self._goal_ended = asyncio.Event()
+        self.http = HTTPOptions(**self._start.http.model_dump())
+        self.news = LongPollHost(self.epoch, self.cluster.publish, self.clock)
+        self.state = State()
+        self.observed = Observed()
+        self.goal_ended = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._reconciler: Reconciler | None = None
         self._watch: WorkerWatch | None = None
         self._unsubscribe: Callable[[], Awaitable[None]] | None = None
         self._events = 0
 
-    @property
-    def verbs(self) -> Mapping[str, Verb]:
-        return verbs_of(self)
-
     # Lifecycle
 
     async def start(self) -> dict[str, Any]:
         """Take over whatever the store holds and begin to reconcile it with what runs."""
-        records = await self._cluster.store.load()
-        self._state, corrupt = checkpoint.restore(records)
-        self._corrupt = corrupt
+        records = await self.cluster.store.load()
+        self.state, corrupt = checkpoint.restore(records)
+        self.corrupt = corrupt
         for key, error in corrupt.items():
             logger.error("Stored record %s is left aside: %s", key, error)
-        self._writer = Writer(self._cluster.store, self._epoch, self._state, self._apply)
-        location = self._http.location if self._http.has_proxies else Location.NO_SERVER
+        self.writer = Writer(self.cluster.store, self.epoch, self.state, self._apply)
+        location = self.http.location if self.http.has_proxies else Location.NO_SERVER
         self._acting = Acting(
-            self._cluster,
-            self._clock,
-            self._state,
-            self._observed,
-            commit=self._writer.commit,
-            lock=self._writer,
+            self.cluster,
+            self.clock,
+            self.state,
+            self.observed,
+            commit=self.writer.commit,
+            lock=self.writer,
             proxy_start=self._proxy_start,
             poke=self._poke,
-            debug=self._http.debug,
+            debug=self.http.debug,
             start_timeout_s=self._start.start_timeout_s,
         )
         self._reconciler = Reconciler(
-            self._state,
-            self._observed,
+            self.state,
+            self.observed,
             self._acting,
-            self._clock,
-            self._rng,
-            commit=self._writer.commit,
-            lock=self._writer,
-            worker=self._worker,
+            self.clock,
+            self.rng,
+            commit=self.writer.commit,
+            lock=self.writer,
+            worker=self.worker,
             location=location,
-            port=self._http.port,
-            epoch=self._epoch,
+            port=self.http.port,
+            epoch=self.epoch,
         )
-        self._scaler = Scaler(self._state, self._observed, self._clock, poke=self._reconciler.poke)
-        self._unsubscribe = await self._cluster.subscribe(self._hear)
+        self.scaler = Scaler(self.state, self.observed, self.clock, poke=self._reconciler.poke)
+        self._unsubscribe = await self.cluster.subscribe(self._hear)
         await self._refresh_workers()
         self._notify(self._all_keys())
         self._watch = WorkerWatch(
-            self._cluster,
-            self._clock,
-            self._state,
-            self._observed,
+            self.cluster,
+            self.clock,
+            self.state,
+            self.observed,
             poke=self._reconciler.poke,
-            epoch=self._epoch,
+            epoch=self.epoch,
         )
         self._tasks = [
             asyncio.create_task(self._watch.run(), name="daskserve-watch-workers"),
             asyncio.create_task(self._reconciler.run(), name="daskserve-reconcile"),
             asyncio.create_task(self._keep_refreshing(), name="daskserve-refresh"),
-            asyncio.create_task(self._scaler.run(), name="daskserve-scale"),
+            asyncio.create_task(self.scaler.run(), name="daskserve-scale"),
         ]
-        self._reconciler.figures.started_at = self._clock.wall()
-        return {"epoch": self._epoch}
+        self._reconciler.figures.started_at = self.clock.wall()
+        return {"epoch": self.epoch}
 
     def samples(self) -> list[MetricSample]:
         """Return the figures as metrics; see `daskserve.figures.collector.Source`."""
         if self._reconciler is None:
             return []
         figures = self._reconciler.figures
-        counts = figures.counts(self._cluster.instance)
+        counts = figures.counts(self.cluster.instance)
         # One that has ended, or has been replaced, knows nothing of the present.
         if not self._tasks or any(task.done() for task in self._tasks):
             return counts
-        return counts + figures.states(self._cluster.instance, self._epoch, self._state, self._observed)
+        return counts + figures.states(self.cluster.instance, self.epoch, self.state, self.observed)
 
     async def stop(self, grace_s: float) -> None:
         """End the loop. What it started goes on: actors are ended by their Hosts."""
@@ -146,23 +142,23 @@ class ControllerCore:
             await self._unsubscribe()
 
     @property
-    def _loop(self) -> Reconciler:
+    def loop(self) -> Reconciler:
         if self._reconciler is None:
             raise InstanceError("The controller is still starting.")
         return self._reconciler
 
     def _poke(self, backends: Iterable[str] | None) -> None:
-        self._loop.poke(backends)
+        self.loop.poke(backends)
 
     def _proxy_start(self, proxy: ProxyRecord) -> ProxyStart:
-        reuse = self._http.location is Location.EVERY_WORKER
+        reuse = self.http.location is Location.EVERY_WORKER
         shares = any(
-            other.host == proxy.host and other.name in self._observed.proxies_ready
-            for other in self._state.proxies.values()
+            other.host == proxy.host and other.name in self.observed.proxies_ready
+            for other in self.state.proxies.values()
             if other.name != proxy.name
         )
         return ProxyStart(
-            options=self._http.model_copy(update={"port": proxy.port}),
+            options=self.http.model_copy(update={"port": proxy.port}),
             middlewares=self._start.middlewares,
             reuse_port=reuse,
             claims_port=not shares,
@@ -176,62 +172,62 @@ class ControllerCore:
             return
         self._events += 1
         if message.get("is_adaptive"):
-            self._observed.is_adaptive = True
+            self.observed.is_adaptive = True
         for worker in message["left"]:
-            self._observed.workers.pop(worker, None)
-            self._observed.lost_workers.add(worker)
+            self.observed.workers.pop(worker, None)
+            self.observed.lost_workers.add(worker)
         for fields in message["joined"]:
             info = WorkerInfo(**fields)
-            self._observed.workers[info.address] = info
+            self.observed.workers[info.address] = info
         for worker in message.get("retiring", ()):
-            known = self._observed.workers.get(worker)
+            known = self.observed.workers.get(worker)
             if known is not None:
-                self._observed.workers[worker] = replace(known, is_retiring=True, is_available=False)
-        self._loop.poke()
+                self.observed.workers[worker] = replace(known, is_retiring=True, is_available=False)
+        self.loop.poke()
 
     async def _refresh_workers(self) -> None:
         events = -1
         while events != self._events:
             # An event heard meanwhile may be newer than the answer, which would undo it.
             events = self._events
-            infos = await self._cluster.workers()
-        self._observed.workers = {info.address: info for info in infos}
-        in_use = set(self._state.workers_in_use())
-        self._observed.lost_workers |= in_use - set(self._observed.workers)
+            infos = await self.cluster.workers()
+        self.observed.workers = {info.address: info for info in infos}
+        in_use = set(self.state.workers_in_use())
+        self.observed.lost_workers |= in_use - set(self.observed.workers)
 
     async def _keep_refreshing(self) -> None:
         while True:
-            await self._clock.sleep(REFRESH_S)
-            known = self._observed.workers
+            await self.clock.sleep(REFRESH_S)
+            known = self.observed.workers
             try:
                 await self._refresh_workers()
             except (ServeError, OSError) as error:
                 logger.warning("The list of workers could not be refreshed: %s", error)
-            if self._observed.workers != known or self._observed.lost_workers:
-                self._loop.poke()  # what no event told
+            if self.observed.workers != known or self.observed.lost_workers:
+                self.loop.poke()  # what no event told
 
     # Write, apply, notify
 
-    async def _confirm_reign(self) -> None:
+    async def confirm_reign(self) -> None:
         """Return if this is the instance's newest controller; raise `StaleEpochError` if it was replaced."""
-        self._cluster.forget_controller()
-        newest = (await self._cluster.controller()).incarnation
-        if newest != self._epoch:
-            raise StaleEpochError(f"Controller epoch {self._epoch} was replaced by epoch {newest}.")
+        self.cluster.forget_controller()
+        newest = (await self.cluster.controller()).incarnation
+        if newest != self.epoch:
+            raise StaleEpochError(f"Controller epoch {self.epoch} was replaced by epoch {newest}.")
 
     def _apply(self, change: Change) -> None:
-        self._state.apply(change)
+        self.state.apply(change)
         for key, record in change.items():
             if record is None and key.startswith("replica/"):
-                self._observed.forget_replica(key.removeprefix("replica/"))
+                self.observed.forget_replica(key.removeprefix("replica/"))
             elif isinstance(record, GoalRecord) and record.state is not GoalState.PENDING:
-                self._loop.figures.goals[record.state] += 1
-                self._observed.deadlines.pop(record.goal_id, None)
+                self.loop.figures.goals[record.state] += 1
+                self.observed.deadlines.pop(record.goal_id, None)
         self._notify(self._keys_touched(change))
         if any(key.startswith("backend/") for key in change):
-            self._scaler.wake()
+            self.scaler.wake()
         if any(key.startswith("goal/") for key in change):
-            ended, self._goal_ended = self._goal_ended, asyncio.Event()
+            ended, self.goal_ended = self.goal_ended, asyncio.Event()
             ended.set()
 
     def _keys_touched(self, change: Change) -> set[str]:
@@ -247,7 +243,7 @@ class ControllerCore:
         return keys
 
     def _all_keys(self) -> set[str]:
-        state = self._state
+        state = self.state
         return {
             "routes",
             *(each.key for each in state.endpoints.values()),
@@ -259,21 +255,21 @@ class ControllerCore:
         for key in sorted(keys):
             kind, _, name = key.partition("/")
             if kind == "routes":
-                values[key] = endpoint_state.published_routes(self._state)
+                values[key] = endpoint_state.published_routes(self.state)
             elif kind == "endpoint":
-                values[key] = endpoint_state.published(self._state.endpoints.get(name))
+                values[key] = endpoint_state.published(self.state.endpoints.get(name))
             else:
-                values[key] = backend_state.published(self._state, name)
-        return self._news.notify(values)
+                values[key] = backend_state.published(self.state, name)
+        return self.news.notify(values)
 
-    async def _barrier(self) -> list[int]:
+    async def barrier(self) -> list[int]:
         """Return the newest snapshot once every proxy that answers has applied it."""
-        epoch, counter = self._news.snapshot_id
+        epoch, counter = self.news.snapshot_id
         # All that may listen, also those that this controller has not heard of yet.
         proxies = [
             proxy
-            for proxy in self._state.proxies.values()
-            if proxy.worker in self._observed.workers and proxy.worker not in self._observed.unresponsive
+            for proxy in self.state.proxies.values()
+            if proxy.worker in self.observed.workers and proxy.worker not in self.observed.unresponsive
         ]
         waits = (self._wait_for_proxy(proxy, epoch, counter) for proxy in proxies)
         for proxy, outcome in zip(proxies, await asyncio.gather(*waits, return_exceptions=True), strict=True):
@@ -282,9 +278,9 @@ class ControllerCore:
         return [epoch, counter]
 
     async def _wait_for_proxy(self, proxy: ProxyRecord, epoch: int, counter: int) -> None:
-        address = proxy.address(self._cluster.instance)
-        call = self._cluster.call(
+        address = proxy.address(self.cluster.instance)
+        call = self.cluster.call(
             address, "wait_for_snapshot", epoch=epoch, counter=counter, timeout_s=MAX_WAIT_S
         )
         # A process that is stopped does not even say that it did not hear in time.
-        await self._clock.wait_for(call, MAX_WAIT_S)
+        await self.clock.wait_for(call, MAX_WAIT_S)

@@ -585,7 +585,7 @@ class Simulation:
             yield f"{actor.tag} is sick"
         if replica.config_id != backend.config_id:
             yield f"{replica} does not have the config of {backend}"
-        if (actor.user_config, actor.concurrency) != (backend.user_config, backend.concurrency):
+        if (actor.user_config, actor.concurrency) != (backend.user_config, backend.config.concurrency()):
             yield f"{actor.tag} runs with {actor.user_config!r}, wanted is {backend.user_config!r}"
         if actor.message.code != code.code:
             yield f"{actor.tag} runs {actor.message.code!r}, wanted is {code.code!r}"
