@@ -143,7 +143,7 @@ class ScriptedProxy:
         except TimeoutError:
             pass  # like the real proxy, it starts without routes
         self.started_at = self._clock.now()
-        port = self.message.options["port"]
+        port = self.message.options.port
         return {"port": port, "urls": [f"http://{self.worker}:{port}"]}
 
     def _receive(self, routes: Any) -> None:
