@@ -110,35 +110,49 @@ class Answer:
     It is a `daskserve.data.replica.runner.RunListener`, and lives on the worker's loop.
     """
 
-    # One is made for each request, and most never change any of these. So there are no slots, which have no
-    # defaults and would all have to be set.
-    state: State = WAITING
-    #: The events that changed the state: the last one, and those before it.
-    history: tuple[Any, ...] = ()
-    #: Told of changes; None while a task that carries the answer looks for itself.
-    caller: Caller | None = None
-    #: Crosses the messages between user code and the caller, if there are any.
-    pipe: MessagePipe | None = None
-    #: Whether a task carries the answer; only there can anything be awaited.
-    is_in_task = False
+    __slots__ = (
+        "_began",
+        "caller",
+        "envelope",
+        "error",
+        "figures",
+        "history",
+        "holds",
+        "is_in_task",
+        "pipe",
+        "run",
+        "slots",
+        "state",
+        "unfinished",
+        "value",
+    )
+
     #: Whether only a task can go on with what is `unfinished`.
     needs_task_to_go_on = False
-    #: What user code has returned that takes another step, until a task carries it.
-    unfinished: Unfinished | None = None
-    #: Why the caller gets no answer.
-    error: Exception | None = None
-    #: Its own run under way, which holds the slot.
-    run: CodeRun | None = None
-    #: What user code returned.
-    value: Any = None
-    #: How many runs of others hold the slot: that of its batch.
-    holds = 0
-    _began = 0.0
 
     def __init__(self, envelope: Envelope, slots: Slots, figures: ReplicaFigures) -> None:
         self.envelope = envelope
         self.slots = slots
         self.figures = figures
+        self.state: State = WAITING
+        #: The events that changed the state: the last one, and those before it.
+        self.history: tuple[Any, ...] = ()
+        #: Told of changes; None while a task that carries the answer looks for itself.
+        self.caller: Caller | None = None
+        #: Crosses the messages between user code and the caller, if there are any.
+        self.pipe: MessagePipe | None = None
+        #: Whether a task carries the answer; only there can anything be awaited.
+        self.is_in_task = False
+        #: What user code has returned that takes another step, until a task carries it.
+        self.unfinished: Unfinished | None = None
+        #: Why the caller gets no answer.
+        self.error: Exception | None = None
+        #: Its own run under way, which holds the slot.
+        self.run: CodeRun | None = None
+        #: What user code returned.
+        self.value: Any = None
+        #: How many runs of others hold the slot: that of its batch.
+        self.holds = 0
 
     def __repr__(self) -> str:
         events: list[str] = []

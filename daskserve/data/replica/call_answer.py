@@ -18,7 +18,7 @@ from daskserve.types import Message, Receive, Send
 class CallAnswer(LocalAnswer):
     """The answer to a call: one pickled result."""
 
-    _method: Method
+    __slots__ = ()
 
     def begin(self, receive: Receive | None = None, send: Send | None = None) -> Awaitable[None] | None:
         envelope, servable = self.envelope, self._code.servable
@@ -58,6 +58,8 @@ class CallAnswer(LocalAnswer):
 
 class StreamAnswer(CallAnswer):
     """The answer to a streaming call: any number of pickled items; see `daskserve.data.replica.streaming`."""
+
+    __slots__ = ()
 
     def begin(self, receive: Receive | None = None, send: Send | None = None) -> Awaitable[None] | None:
         envelope, code = self.envelope, self._code

@@ -45,6 +45,8 @@ NEVER_S = 1e9
 class ForwardedAnswer(Answer):
     """The answer to a request that the child answers."""
 
+    __slots__ = ("_code",)
+
     def __init__(self, code: ChildCode, envelope: Envelope) -> None:
         super().__init__(envelope, code.slots, code.own_figures)
         self._code = code

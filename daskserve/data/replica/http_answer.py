@@ -21,18 +21,17 @@ class HTTPAnswer(LocalAnswer):
     User code that runs in the request's own task needs no `MessagePipe` as long as its response is whole.
     """
 
+    __slots__ = ("_receive", "_scope", "_send")
+
     needs_task_to_go_on = True
-    _receive: Receive | None = None
-    _send: Send | None = None
-    _method: Method
-    _scope: dict[str, Any]
 
     def begin(self, receive: Receive | None = None, send: Send | None = None) -> Awaitable[None] | None:
         envelope, code = self.envelope, self._code
         servable = code.servable
         method = named_method(servable, envelope.head) if code.has_method_header else servable.methods[CALL]
         self._method = method
-        self._scope = scope = dict(envelope.head)
+        self._scope: dict[str, Any] = dict(envelope.head)
+        scope = self._scope
         self._receive, self._send = receive, send
         is_websocket = scope["type"] == "websocket"
         self.runs_in_task = self.is_in_task and envelope.deadline is None and not is_websocket

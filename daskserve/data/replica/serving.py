@@ -7,7 +7,7 @@ from contextvars import Context
 from daskserve.context import current_request
 from daskserve.data.replica.answer import Answer
 from daskserve.data.replica.batches import ReplicaBatches
-from daskserve.data.replica.definitions import CALL
+from daskserve.data.replica.definitions import CALL, Method
 from daskserve.data.replica.message_pipe import MessagePipe
 from daskserve.data.replica.requests import request_context
 from daskserve.data.replica.servable import Servable
@@ -54,17 +54,16 @@ class ServingCode:
 class LocalAnswer(Answer):
     """The answer to a request whose user code runs in this process."""
 
-    #: Whether async code may run in the task that carries the answer: nobody has to end it from elsewhere.
-    runs_in_task = False
-    _context: Context
+    __slots__ = ("_code", "_context", "_method", "runs_in_task", "wall")
 
     def __init__(self, code: ServingCode, envelope: Envelope) -> None:
-        # All that `Answer` does, without another call for each request.
-        self.envelope = envelope
+        super().__init__(envelope, code.slots, code.figures)
         self._code = code
         self.wall = code.wall
-        self.slots = code.slots
-        self.figures = code.figures
+        #: Whether async code may run in the task that carries the answer: nobody ends it from elsewhere.
+        self.runs_in_task = False
+        self._context: Context
+        self._method: Method  # both known when user code begins
 
     def _new_context(self) -> Context:
         """Return the context in which user code answers the request: a copy of the replica's."""
