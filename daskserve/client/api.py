@@ -1,4 +1,4 @@
-"""The functions of ``import daskserve as serve``: starting, finding and ending instances, and deployments."""
+"""The functions of ``import daskserve as serve``: start, find and end instances, and deploy applications."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from daskserve.types import DEFAULT_INSTANCE, InstanceName
 
 logger = logging.getLogger("daskserve.api")
 
-#: Tells an argument that was left out from one that was given its default.
+#: Distinguishes an omitted argument from one that was passed its default.
 _UNSET: Any = object()
 
 
@@ -53,9 +53,10 @@ def start(
 ) -> Client:
     """Start an instance and return its client once every proxy listens.
 
-    Without ``dask_client`` and ``address``, Dask's default client of this process is used; if there is
-    none, a local cluster of processes is started, which ends with its last instance. The one made for a
-    detached instance goes on without this program; others reach it by ``client.scheduler_address``.
+    Without ``dask_client`` and ``address``, the instance uses Dask's default client of this process. If there
+    is none, ``start`` creates a local cluster of processes, which ends with its last instance. A cluster that
+    is created for a detached instance outlives this program; other programs reach it at
+    ``client.scheduler_address``.
 
     Parameters
     ----------
@@ -67,27 +68,27 @@ def start(
     http_options : HTTPOptions or dict, optional
     dask_client : distributed.Client, optional
     address : str, optional
-        Of a Dask scheduler to connect to.
+        Address of a Dask scheduler to connect to.
     store : str
-        URL of where the instance's records are kept: ``memory://``, ``sqlite:///path`` or any URL of fsspec.
-        Paths are those of the scheduler's host. An instance that finds records of its name there brings back
-        what they describe.
+        URL of the store for the instance's records: ``memory://``, ``sqlite:///path`` or any fsspec URL.
+        Paths are on the scheduler's host. An instance that finds records under its name restores what they
+        describe.
     name : str, optional
-        The instance's name. Default: a random one, or, if detached, the well-known one that `connect` looks
-        for. Give one to find a durable store's records again.
+        The instance's name. Default: a random name, or, if detached, the well-known name that `connect` looks
+        up. Set it to find the records in a durable store again.
     dashboard : bool
-        Whether a local cluster that is made here has Dask's dashboard (if bokeh is installed).
+        Whether a local cluster that this call creates has Dask's dashboard (if bokeh is installed).
 
     Raises
     ------
     AlreadyRunningError
         A detached instance is already running.
     ClusterUnreachableError, VersionMismatchError, InstanceError
-        The cluster cannot be reached, or has no fitting daskserve, or no worker.
+        The cluster cannot be reached, has no matching daskserve version, or has no worker.
     PortInUseError
-        Something listens on the wanted port.
+        Another process listens on the port.
     TimeoutError
-        The proxies did not listen in time.
+        The proxies did not start to listen in time.
     """
     options = _http_options(http_host, http_port, http_middlewares, http_options)
     _check_instance_name(name, detached, store)
@@ -105,9 +106,9 @@ def start(
         link.sync(_start(link, instance, options, message))
         return Client(link, instance, is_owner=not detached)
     except BaseException as error:
-        # Nothing half-made stays, not even on Ctrl-C; but an instance that was there before does.
+        # Clean up a partial start, also on Ctrl-C, but leave an instance that was already running.
         if found is None or not isinstance(error, AlreadyRunningError):
-            _end_half_made(link, instance, start_id)
+            _end_failed_start(link, instance, start_id)
         if address is not None:
             link.hang_up()
         raise
@@ -117,20 +118,23 @@ def _check_instance_name(name: str | None, detached: bool, store: str) -> None:
     if name is not None:
         check_name(name, "name")
         if detached and name != DEFAULT_INSTANCE:
-            raise ValueError("A detached instance has the well-known name that serve.connect() looks for.")
+            raise ValueError(
+                f"A detached instance cannot have the name {name!r}: serve.connect() looks for "
+                f"{DEFAULT_INSTANCE!r}; leave name= out."
+            )
     if name is None and not detached and not store.startswith("memory:"):
         raise ValueError(
-            f"An instance with a random name would never find its records in {store!r} again; give it a "
-            "name=, or start it with detached=True."
+            f"An instance with a random name cannot find its records in {store!r} again; pass name= or "
+            "detached=True."
         )
 
 
-def _end_half_made(link: Link, instance: InstanceName, start_id: str) -> None:
+def _end_failed_start(link: Link, instance: InstanceName, start_id: str) -> None:
     try:
         end_instance(link, instance, start_id=start_id)
     except Exception:
         # The caller must see the error of the start.
-        logger.exception("The instance that did not start could not be ended in order")
+        logger.exception("Instance %s failed to start, and its cleanup failed", instance)
 
 
 def _make_cluster(detached: bool, dashboard: bool) -> Link:
@@ -156,7 +160,7 @@ def _http_options(
     }
     if old and http_options is not None:
         raise ValueError(
-            f"You cannot specify both http_options and http_{next(iter(old))}; put it into http_options."
+            f"You cannot specify both http_options and http_{next(iter(old))}; set it in http_options."
         )
     if old:
         names = ", ".join(f"http_{name}" for name in old)
@@ -204,18 +208,18 @@ def _find_link(dask_client: Any, address: str | None) -> Link | None:
 
 
 def connect(*, dask_client: Any = None, address: str | None = None) -> Client:
-    """Return a client of an instance that runs already; never starts one, nor a cluster.
+    """Return a client of a running instance; never starts an instance or a cluster.
 
     Inside a backend this is the backend's own instance. Elsewhere it is the detached instance of the
-    cluster that ``dask_client``, ``address``, Dask's default client or Dask's ``scheduler-address``
-    configuration names, in this order.
+    cluster given by ``dask_client``, ``address``, Dask's default client or Dask's ``scheduler-address``
+    configuration, in this order.
 
     Raises
     ------
     NotRunningError
         There is no such instance.
     ClusterUnreachableError
-        No Dask scheduler answers there.
+        No Dask scheduler answers at the address.
     """
     replica = current_replica.get()
     if replica is not None and replica.cluster is not None and dask_client is None and address is None:
@@ -225,8 +229,8 @@ def connect(*, dask_client: Any = None, address: str | None = None) -> Client:
         address = dask.config.get("scheduler-address", None)
         if address is None:
             raise NotRunningError(
-                "There is no Dask cluster to look on: pass address=..., make a distributed.Client, or start "
-                "an instance with serve.start(detached=True)."
+                "This process is not connected to a Dask cluster; pass address=..., create a "
+                "distributed.Client, or start an instance with serve.start(detached=True)."
             )
         link = link_of(dial(address, settings.timeouts().connect_s))
     try:
@@ -257,10 +261,10 @@ def _connect(link: Link) -> Client:
 
 
 def _present_client() -> Client | None:
-    """Return a client of the instance that calls without one mean.
+    """Return a client of the instance that module-level functions use.
 
-    It is the one that `run` started in this process, else the last that `start` did and that still runs, else
-    the detached one of this process's Dask cluster.
+    It is the instance that `run` started in this process; otherwise the latest running instance that `start`
+    started here; otherwise the detached instance of this process's Dask cluster.
     """
     link = _find_link(None, None)
     if link is None:
@@ -278,26 +282,26 @@ def _present_client() -> Client | None:
 
 
 def shutdown() -> None:
-    """End the instance that `run` uses; nothing to end is no error."""
+    """End the instance that `run` uses; do nothing if there is none."""
     client = _present_client()
     if client is not None:
         client.shutdown()
 
 
 def status() -> Status:
-    """Return what runs of the instance that `run` uses, and why what does not; empty if none runs."""
+    """Return the status of the instance that `run` uses; empty if no instance runs."""
     client = _present_client()
     try:
         return Status() if client is None else client.status()
     except ClosedError:
-        return Status()  # it ended just now
+        return Status()  # the instance ended during the call
 
 
 def explain(name: str) -> Explanation:
-    """Return why a deployment of the instance that `run` uses has as many replicas as it has.
+    """Return an explanation of a deployment's number of replicas, in the instance that `run` uses.
 
-    Print it to read it: how many there are and should be, between which bounds, what the policy says, the
-    last figures and changes, and what replicas wait for.
+    Print it to read the current and target numbers, the bounds, the policy's decision, the latest metrics and
+    changes, and what replicas wait for.
 
     Raises
     ------
@@ -310,7 +314,7 @@ def explain(name: str) -> Explanation:
 
 
 def scale(name: str, target_num_replicas: int) -> int:
-    """Say how many replicas a deployment has that is scaled from outside; return the number.
+    """Set the number of replicas of an externally scaled deployment and return it.
 
     See `daskserve.client.client.Client.scale`.
 
@@ -321,7 +325,7 @@ def scale(name: str, target_num_replicas: int) -> int:
     NotFoundError
         There is no such deployment.
     BadRequestError
-        There cannot be so many replicas.
+        The number is invalid.
     NotRunningError
         No instance runs.
     """
@@ -336,14 +340,14 @@ def _running_client() -> Client:
 
 
 def set_target_capacity(percent: float | None) -> None:
-    """Let everything in the instance that `run` uses have this percentage of its replicas; None: all of them.
+    """Set the percentage of replicas that run in the instance that `run` uses; None means all of them.
 
     See `daskserve.client.client.Client.set_target_capacity`.
 
     Raises
     ------
     BadRequestError
-        A `ValueError`: it is not a number from 0 to 100.
+        A `ValueError`: the percentage is not a number from 0 to 100.
     NotRunningError
         No instance runs.
     """
@@ -358,24 +362,24 @@ def run(
     http_options: HTTPOptions | Mapping[str, Any] | None = None,
     timeout_s: float | None = None,
 ) -> Handle:
-    """Deploy an application and return its handle once it answers.
+    """Deploy an application and return its handle once it answers requests.
 
-    Uses the default instance of this process's Dask cluster, or starts it (and, without a Dask cluster, a
-    local one of processes). Running the same application again changes nothing; a changed one replaces it,
-    new replicas before old ones.
+    Uses the default instance of this process's Dask cluster, or starts it. Without a Dask cluster, it also
+    starts a local cluster of processes. Running the same application again changes nothing. A changed
+    application replaces the old one: new replicas start before old ones stop.
 
     Parameters
     ----------
     target : Application
         What ``.bind()`` returns.
     route_prefix : str, optional
-        Where it answers HTTP; None: by handle only.
+        Path prefix for HTTP requests; None makes the application reachable by handle only.
     blocking : bool
-        Serve until Ctrl-C, then end the instance.
+        Whether to serve until Ctrl-C and then end the instance.
     http_options : HTTPOptions or dict, optional
-        For the instance, if this call starts it.
+        HTTP options of the instance, if this call starts it.
     timeout_s : float, optional
-        After so long the deployment is taken back and the call fails.
+        Time in seconds after which the deployment is rolled back and the call fails.
 
     Raises
     ------
@@ -398,13 +402,13 @@ def run(
 def default_instance(http_options: HTTPOptions | Mapping[str, Any] | None = None) -> Client:
     """Return the client of the default instance, starting one if there is none.
 
-    See `_present_client` for which one that is.
+    See `_present_client` for how it is chosen.
     """
     present = _present_client()
     if present is not None:
         if http_options is not None:
             warnings.warn(
-                "An instance runs already; its HTTP options stay as they are.", UserWarning, stacklevel=3
+                "An instance is already running; its HTTP options do not change.", UserWarning, stacklevel=3
             )
         return present
     client = start(http_options=http_options)
@@ -416,21 +420,21 @@ def deploy(
     client: Client, target: Application, *, route_prefix: str | None, timeout_s: float | None = None
 ) -> Handle:
     """Deploy an application on an instance; see `run`."""
-    wanted = target.deployment
+    deployment = target.deployment
     spec = make_spec(
-        wanted.name,
-        wanted.definition,
+        deployment.name,
+        deployment.definition,
         target.args,
         target.kwargs,
-        actor_options=wanted.actor_options,
-        config=wanted.config,
+        actor_options=deployment.actor_options,
+        config=deployment.config,
         timeout_s=timeout_s,
-        version=wanted.version,
-        user_version=wanted.version,
-        env=wanted.env,
+        version=deployment.version,
+        user_version=deployment.version,
+        env=deployment.env,
     )
-    client.deploy_spec(spec, route=route_prefix, methods=python_methods(wanted.definition))
-    return client.get_handle(wanted.name, sync=not _in_event_loop())
+    client.deploy_spec(spec, route=route_prefix, methods=python_methods(deployment.definition))
+    return client.get_handle(deployment.name, sync=not _in_event_loop())
 
 
 def _in_event_loop() -> bool:

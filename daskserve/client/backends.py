@@ -1,4 +1,4 @@
-"""The client's verbs about backends."""
+"""The client's methods for backends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger("daskserve.client")
 
 
 class BackendVerbs:
-    """Callables and how they run."""
+    """Methods of a `Client` that create, change and delete backends."""
 
     _connection: InstanceConnection
 
@@ -41,30 +41,30 @@ class BackendVerbs:
         Parameters
         ----------
         backend_tag : str
-            Its name; without ``#`` and ``/``.
+            The backend's name, without ``#`` and ``/``.
         backend_def
             A function, a class with ``__call__``, an ASGI application, or an import path such as
             ``"pkg.mod.Name"`` that the replicas import.
         *init_args, **init_kwargs
-            For the constructor of a class.
+            Arguments for the constructor of a class.
         actor_options : ActorOptions or dict, optional
-            What each replica occupies, and where it may be. ``ray_actor_options`` is the same.
+            Resources of each replica and restrictions on its placement. ``ray_actor_options`` is an alias.
         config : BackendConfig or dict, optional
         env : CondaEnv, str or path, optional
-            The Python environment the callable runs in, in a process of its own for each replica: a
-            `CondaEnv` or its name, or the path of a virtualenv or conda environment. It must be there on
-            every worker that may run the backend, with this daskserve and the worker's version of Python.
-            None: the worker's own environment (not, as in the classic system, the caller's).
+            The Python environment for the callable: a `CondaEnv` or its name, or the path of a virtualenv or
+            conda environment. Each replica then runs in its own process. Every worker that may run the
+            backend must have the environment, with this version of daskserve and the worker's version of
+            Python. None means the worker's environment (not the caller's, as in the classic system).
         timeout_s : float, optional
-            After so long the backend is taken back and the call fails; default from
+            Time in seconds after which the backend is removed and the call fails. The default comes from
             ``daskserve.timeouts.change-s`` (60).
         blocking : bool
-            False: return at once; see the return value.
+            Whether to wait; see the return value.
 
         Returns
         -------
         str or None
-            With ``blocking=False`` the goal for `wait_for_goal`; None if there is nothing to wait for.
+            With ``blocking=False``, the goal for `wait_for_goal`; None if there is nothing to wait for.
 
         Raises
         ------
@@ -73,9 +73,9 @@ class BackendVerbs:
         BadRequestError, TypeError, ValueError
             The arguments are wrong, or a worker does not have the environment.
         VersionMismatchError
-            The environment has no daskserve, or another version of it or of Python.
+            The environment has no daskserve, or another version of daskserve or Python.
         ReplicaStartError
-            The constructor raised, three times; carries its traceback.
+            The constructor failed three times; the error carries its traceback.
         NoCapacityError
             No worker had room within ``timeout_s``.
         """
@@ -93,7 +93,7 @@ class BackendVerbs:
         try:
             return self._connection.change("create_backend", blocking=blocking, spec=spec.to_plain())
         except KeyboardInterrupt:
-            _take_back(self._connection, spec)
+            _undo_create(self._connection, spec)
             raise
 
     def update_backend_config(
@@ -104,10 +104,10 @@ class BackendVerbs:
         timeout_s: float | None = None,
         blocking: bool = True,
     ) -> GoalId | None:
-        """Change the given options of a backend and return when its replicas have them; others stay.
+        """Change the given options of a backend and return when its replicas use them; others do not change.
 
-        A change of ``user_config`` calls ``reconfigure`` on each replica; no replica is restarted. With
-        ``blocking=False`` it returns at once, with the goal for `wait_for_goal`.
+        A change of ``user_config`` calls ``reconfigure`` on each replica; no replica restarts. With
+        ``blocking=False`` the call returns immediately, with the goal for `wait_for_goal`.
 
         Raises
         ------
@@ -131,10 +131,10 @@ class BackendVerbs:
         )
 
     def scale(self, name: str, target_num_replicas: int) -> int:
-        """Say how many replicas a backend or deployment has that is scaled from outside; return the number.
+        """Set the number of replicas of an externally scaled backend or deployment and return it.
 
-        It is recorded when this returns, and outlives the controller and the replicas; they come and go
-        afterwards. The same as a POST to the scheduler's HTTP server, see docs/autoscaling.md.
+        The number is recorded when this returns, and outlives the controller and the replicas. Replicas start
+        or stop afterwards. A POST to the scheduler's HTTP server does the same, see docs/autoscaling.md.
 
         Raises
         ------
@@ -143,7 +143,7 @@ class BackendVerbs:
         NotFoundError
             There is no such backend.
         BadRequestError
-            There cannot be so many replicas: not a whole number, or none.
+            The number is not an integer, or is less than 1.
         """
         return int(self._connection.call("scale", name=name, number=checked_number(target_num_replicas)))
 
@@ -158,28 +158,28 @@ class BackendVerbs:
     def delete_backend(
         self, backend_tag: str, force: bool = False, *, blocking: bool = True
     ) -> GoalId | None:
-        """Stop a backend's replicas and forget it; an unknown tag is no error.
+        """Stop a backend's replicas and remove the backend; do nothing if the tag is unknown.
 
         Parameters
         ----------
         force : bool
-            Do not let running requests finish.
+            Whether to cancel running requests instead of letting them finish.
         blocking : bool
-            False: return at once, with the goal for `wait_for_goal`.
+            Whether to wait. With False, the call returns immediately, with the goal for `wait_for_goal`.
 
         Raises
         ------
         BadRequestError
-            An endpoint still sends it traffic or shadows.
+            An endpoint still sends traffic or shadow traffic to the backend.
         """
         return self._connection.change("delete_backend", blocking=blocking, tag=backend_tag, force=force)
 
 
-def _take_back(connection: InstanceConnection, spec: BackendSpec) -> None:
-    """Delete the backend that an interrupted call was making."""
+def _undo_create(connection: InstanceConnection, spec: BackendSpec) -> None:
+    """Delete the backend that an interrupted call was creating."""
     try:
-        # The same spec again changes nothing where it was registered, and fails where another one is.
+        # Sending the same spec again changes nothing if it is registered, and fails if another one is.
         connection.change("create_backend", blocking=False, spec=spec.to_plain())
         connection.change("delete_backend", tag=spec.tag, force=True)
     except ServeError as error:
-        logger.info("Backend %s was not made, or is in use already: %s", spec.tag, error)
+        logger.info("The interrupted creation of backend %s was not undone: %s", spec.tag, error)

@@ -19,18 +19,18 @@ from daskserve.types import ActorAddress, GoalId, InstanceName
 
 logger = logging.getLogger("daskserve.client")
 
-#: One call to the controller waits for a goal this long at most, then asks again.
+#: Maximum time that one call to the controller waits for a goal; then the client calls again.
 POLL_S = 25.0
-#: How long a call is tried again while the controller is being replaced.
+#: How long a call is retried while the controller is being replaced.
 CONTROLLER_S = 30.0
-#: A call that takes longer looks whether its controller is still the present one.
+#: Interval at which a running call checks whether its controller is still the current one.
 CHECK_S = 1.0
 
 
 class ControllerCalls:
-    """Calls to an instance's controller, tried again while it is being replaced.
+    """Calls to an instance's controller, retried while it is being replaced.
 
-    Runs on the link's loop. Trying again is safe because every verb is idempotent.
+    Runs on the link's loop. Retries are safe because every verb is idempotent.
     """
 
     def __init__(self, link: ClientLink, instance: InstanceName) -> None:
@@ -57,9 +57,10 @@ class ControllerCalls:
             ) from error
 
     async def change(self, verb: str, *, blocking: bool = True, **message: Any) -> GoalId | None:
-        """Call a verb that changes something; return when the change has come about and is seen here.
+        """Call a verb that changes something; return when the change is complete and visible here.
 
-        With ``blocking=False`` it returns as soon as the change is accepted, with the goal to wait for.
+        With ``blocking=False`` it returns as soon as the controller accepts the change, with the goal to wait
+        for.
         """
         answer = await self.call(verb, **message)
         goal: GoalId | None = answer.get("goal")
@@ -68,33 +69,33 @@ class ControllerCalls:
         if goal is not None:
             await self.wait_for_goal(goal, None)
         else:
-            await self.see(answer.get("snapshot"))
+            await self.wait_until_applied(answer.get("snapshot"))
         return None
 
     async def wait_for_goal(self, goal: GoalId, timeout_s: float | None) -> bool:
-        """Return whether a goal was reached in time; raise why it failed."""
+        """Return whether a goal was reached in time; raise the goal's error if it failed."""
         deadline = None if timeout_s is None else self.link.clock.now() + timeout_s
         while True:
             left_s = POLL_S if deadline is None else min(POLL_S, deadline - self.link.clock.now())
             answer = await self.call("wait_for_goal", goal_id=goal, timeout_s=max(0.0, left_s))
             if answer["is_done"]:
-                await self.see(answer.get("snapshot"))
+                await self.wait_until_applied(answer.get("snapshot"))
                 return True
             if deadline is not None and self.link.clock.now() >= deadline:
                 return False
 
-    async def see(self, snapshot: Sequence[int] | None) -> None:
-        """Wait until this process's own routers, if it has any, act on a change."""
+    async def wait_until_applied(self, snapshot: Sequence[int] | None) -> None:
+        """Wait until this process's routers, if it has any, have applied a change."""
         cluster = self.link.cluster(self.instance)
         if snapshot is not None and "routers" in cluster.shared:
             try:
                 await cluster.listener.wait_for_snapshot((snapshot[0], snapshot[1]), POLL_S)
             except TimeoutError:
-                logger.warning("This process did not hear of a change within %s s", POLL_S)
+                logger.warning("This process received no notification of a change within %s s", POLL_S)
 
 
 async def wait_for_http(calls: ControllerCalls, timeout_s: float) -> None:
-    """Return when every proxy listens; raise what keeps one from it."""
+    """Return when every proxy listens; raise the error of a proxy that cannot."""
     try:
         await calls.call("wait_for_http", timeout_s=timeout_s)
     except RequestTimeoutError as error:

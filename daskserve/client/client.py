@@ -1,4 +1,4 @@
-"""The client of an instance. Its methods block until what they ask for holds."""
+"""The client of an instance. Its methods block until the requested change is complete."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from daskserve.types import GoalId, InstanceName, SnapshotId
 
 
 class Client(BackendVerbs, EndpointVerbs, DeploymentVerbs):
-    """One instance, as a user program holds it. Made by `daskserve.start` and `daskserve.connect`.
+    """A client of one instance, which `daskserve.start` and `daskserve.connect` return.
 
-    An instance that was started without ``detached=True`` ends with its client: by `shutdown`, when the
+    An instance that was started without ``detached=True`` ends with its client: on `shutdown`, when the
     client is garbage collected, or when the program ends.
     """
 
@@ -40,8 +40,8 @@ class Client(BackendVerbs, EndpointVerbs, DeploymentVerbs):
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise ServeError(
-            "A daskserve client cannot be serialized; call serve.connect() where you need one, or pass a "
-            "handle."
+            "A daskserve client cannot be serialized; call serve.connect() where you need a client, or pass "
+            "a handle."
         )
 
     def __enter__(self) -> Self:
@@ -52,7 +52,7 @@ class Client(BackendVerbs, EndpointVerbs, DeploymentVerbs):
 
     @property
     def instance_name(self) -> InstanceName:
-        """The name of the instance, which its topics and actors carry."""
+        """The name of the instance, which is part of the names of its topics and actors."""
         return self._connection.instance
 
     @property
@@ -63,42 +63,42 @@ class Client(BackendVerbs, EndpointVerbs, DeploymentVerbs):
 
     @property
     def scheduler_address(self) -> str:
-        """The address of the Dask scheduler; another program reaches a detached instance with it."""
+        """The address of the Dask scheduler, with which other programs reach a detached instance."""
         return self._connection.link.scheduler_address
 
     def wait_for_goal(self, goal_id: GoalId, timeout_s: float | None = None) -> bool:
-        """Return whether a change that was begun with ``blocking=False`` has come about in time.
+        """Return whether a change that was started with ``blocking=False`` completed in time.
 
         Parameters
         ----------
         goal_id : str
-            What the call that began it returned.
+            What the call that started the change returned.
         timeout_s : float, optional
-            How long to wait; None waits for ever.
+            How long to wait; None means no limit.
 
         Raises
         ------
         ServeError
-            Why it failed and was taken back.
+            The reason why the change failed and was rolled back.
         NotFoundError
-            There is no such goal; the last hundred that ended are known.
+            There is no such goal; the controller remembers the last hundred goals that ended.
         """
         return self._connection.wait_for_goal(goal_id, timeout_s)
 
     def shutdown(self) -> None:
         """End the instance: its replicas, proxies and controller. Idempotent.
 
-        When this returns, nothing of the instance is left on the cluster. A Dask cluster that ``start``
-        made for it ends too.
+        When this returns, no part of the instance is left on the cluster. A Dask cluster that ``start``
+        created for the instance ends too.
         """
         self._connection.close()
 
     def become_default(self) -> None:
-        """Be the instance that `daskserve.run` uses in this process, and live as long as it."""
+        """Make this the client that `daskserve.run` uses in this process; it lives as long as the process."""
         self._connection.link.default_instance = self
 
     def serve_until_interrupted(self) -> None:
-        """Block until Ctrl-C (SIGINT) or SIGTERM, then shut down; or until the instance ends otherwise."""
+        """Block until Ctrl-C (SIGINT), SIGTERM or the end of the instance, then shut down."""
         self._connection.check_open()
         try:
             wait_until_ended(self._connection.link, self._connection.instance)
@@ -111,10 +111,10 @@ class Client(BackendVerbs, EndpointVerbs, DeploymentVerbs):
         Parameters
         ----------
         missing_ok : bool
-            Do not look whether the endpoint exists.
+            Whether to skip the check that the endpoint exists.
         sync : bool
-            Whether you will ask for ``.result()`` (True) or await (False). Both work on every handle; a
-            mismatch with where you are only warns.
+            Whether you will call ``.result()`` (True) or await (False). Both work on every handle; a
+            mismatch with the calling context only causes a warning.
 
         Raises
         ------
@@ -129,7 +129,7 @@ class Client(BackendVerbs, EndpointVerbs, DeploymentVerbs):
             if not missing_ok:
                 raise
             facts = {"is_legacy": True, "python_methods": []}
-        # Begun here and not at the first call, so that later changes through this client are seen by it.
+        # Started here and not at the first call, so that the handle sees later changes by this client.
         link.sync(_start_routers(link, instance))
         return Handle(
             instance,
@@ -140,35 +140,36 @@ class Client(BackendVerbs, EndpointVerbs, DeploymentVerbs):
         )
 
     def http_urls(self) -> list[str]:
-        """Return where the proxies listen, for instance ``["http://127.0.0.1:8000"]``."""
+        """Return the URLs at which the proxies listen, for example ``["http://127.0.0.1:8000"]``."""
         return list(self._connection.call("http_urls"))
 
     def status(self) -> Status:
-        """Return what runs and what does not, with the reasons; all empty once the instance has ended."""
+        """Return the instance's status, with the reasons for what does not run; empty once it has ended."""
         if self._connection.is_closed:
             return Status()
         return Status.of(self._connection.call("status"))
 
     def set_target_capacity(self, percent: float | None) -> None:
-        """Let every backend have this percentage of its replicas, rounded up; None: all of them.
+        """Set the percentage of replicas that every backend runs, rounded up; None means all of them.
 
-        Of autoscaled backends that is ``min_replicas``, ``max_replicas`` and ``initial_replicas``, of others
-        ``num_replicas``. The options stay as they are, and come back with the capacity. At 0 there are no
-        replicas at all, and requests are refused with 503. While the capacity goes up, backends have their
-        ``initial_replicas`` at least, until it is set to None.
+        The percentage applies to ``min_replicas``, ``max_replicas`` and ``initial_replicas`` of autoscaled
+        backends, and to ``num_replicas`` of others. The options themselves do not change, and apply again
+        when the capacity returns. At 0 there are no replicas, and requests fail with 503. While the capacity
+        goes up, backends have at least their ``initial_replicas``, until it is set to None.
 
-        Returns when routers and the controller go by it, before all replicas have started or ended; `status`
-        tells of both, and `explain` of one backend. It outlives controllers, as other changes do.
+        Returns when routers and the controller use the new value, before all replicas have started or
+        stopped. `status` shows the progress, and `explain` that of one backend. The value outlives
+        controllers, as other changes do.
 
         Raises
         ------
         BadRequestError
-            A `ValueError`: it is not a number from 0 to 100.
+            A `ValueError`: the percentage is not a number from 0 to 100.
         """
         self._connection.change("set_target_capacity", percent=checked_capacity(percent))
 
     def explain(self, name: str) -> Explanation:
-        """Return why a backend or deployment has as many replicas as it has; print it to read it.
+        """Return an explanation of the number of replicas of a backend or deployment; print it to read it.
 
         Raises
         ------
@@ -178,7 +179,7 @@ class Client(BackendVerbs, EndpointVerbs, DeploymentVerbs):
         return Explanation.of(self._connection.call("explain", name=name))
 
     def view(self, name: str) -> Any:
-        """Return something of the controller's inside in plain values, under the classic system's names.
+        """Return a part of the controller's state as plain values, under the classic system's names.
 
         ``get_all_backends``, ``get_all_endpoints``, ``get_http_config``, ``get_http_proxies``,
         ``all_replica_handles``, ``get_router_config``, ``get_traffic_policies``, ``get_backend_configs``, ...
@@ -186,24 +187,24 @@ class Client(BackendVerbs, EndpointVerbs, DeploymentVerbs):
         Raises
         ------
         NotFoundError
-            There is no such view; the message names those there are.
+            There is no such view; the message lists the views that exist.
         """
         return self._connection.call("view", name=name)
 
     def report_queue_lengths(self, router: str, lengths: Mapping[str, int]) -> None:
-        """Tell the controller what waits in a router, by backend; ``view("queue_lengths")`` shows it."""
+        """Report a router's queue lengths by backend to the controller; see ``view("queue_lengths")``."""
         self._connection.call("report_queue_lengths", router=router, lengths=dict(lengths))
 
     def listen_for_change(
         self, keys_to_snapshot_ids: Mapping[str, SnapshotId | None]
     ) -> dict[str, tuple[SnapshotId, Any]]:
-        """Return the published values that are newer than the snapshots given, waiting for one if need be.
+        """Return the published values that are newer than the given snapshots; wait if there are none yet.
 
         Parameters
         ----------
         keys_to_snapshot_ids : dict
-            The snapshot id that was seen last of each key, None for none. Keys are ``routes``,
-            ``endpoint/<name>`` and ``backend/<tag>``.
+            The last snapshot id seen for each key, or None. Keys are ``routes``, ``endpoint/<name>`` and
+            ``backend/<tag>``.
 
         Returns
         -------
@@ -215,7 +216,7 @@ class Client(BackendVerbs, EndpointVerbs, DeploymentVerbs):
         return {key: ((seen[0], seen[1]), value) for key, (seen, value) in found.items()}
 
     def snapshot(self) -> str:
-        """Return what is deployed as JSON, in the shape of the classic system's snapshot."""
+        """Return the deployments as JSON, in the format of the classic system's snapshot."""
         return json.dumps(self._connection.call("snapshot"))
 
 
@@ -229,15 +230,15 @@ def _warn_about_loop(sync: bool) -> None:
     except RuntimeError:
         if not sync:
             warnings.warn(
-                "You asked for a handle with sync=False outside an event loop; its responses can only be "
-                "awaited there. Use sync=True and .result() in blocking code.",
+                "You requested a handle with sync=False outside an event loop; its responses can only be "
+                "awaited inside one. Use sync=True and .result() in blocking code.",
                 UserWarning,
                 stacklevel=3,
             )
     else:
         if sync:
             warnings.warn(
-                "You asked for a handle with sync=True inside an event loop; .result() would block it. "
+                "You requested a handle with sync=True inside an event loop; .result() would block it. "
                 "Use sync=False and await the responses.",
                 UserWarning,
                 stacklevel=3,

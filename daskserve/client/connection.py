@@ -1,4 +1,4 @@
-"""A client's connection to its instance: blocking calls of the controller, until the client is closed."""
+"""A client's connection to its instance: blocking calls to the controller, until the client is closed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from daskserve.types import GoalId, InstanceName
 
 
 class InstanceConnection:
-    """An instance on a Dask cluster, as one client reaches it. Its methods block."""
+    """One client's connection to an instance on a Dask cluster. Its methods block."""
 
     def __init__(self, link: ClientLink, instance: InstanceName) -> None:
         self.link = link
@@ -24,9 +24,9 @@ class InstanceConnection:
         self._finalizer: weakref.finalize[..., Any] | None = None
 
     def end_with(self, owner: object) -> None:
-        """End the instance when its owner is garbage collected, or with the program."""
+        """End the instance when its owner is garbage collected or the program ends."""
         self._finalizer = weakref.finalize(owner, end_instance, self.link, self.instance)
-        # weakref's own exit hook may run after Dask's, when the connection is closed already.
+        # weakref's own exit hook may run after Dask's, which closes the connection.
         self._finalizer.atexit = False
         atexit.register(self._finalizer)
 
@@ -46,7 +46,7 @@ class InstanceConnection:
         return self.link.sync(self._calls.change(verb, blocking=blocking, **message))
 
     def wait_for_goal(self, goal_id: GoalId, timeout_s: float | None) -> bool:
-        """Return whether a goal was reached in time; raise why it failed."""
+        """Return whether a goal was reached in time; raise the goal's error if it failed."""
         self.check_open()
         return self.link.sync(self._calls.wait_for_goal(goal_id, timeout_s))
 

@@ -1,4 +1,4 @@
-"""The client's verbs about deployments: a backend and an endpoint of one name, managed together."""
+"""The client's methods for deployments: a backend and an endpoint of the same name, managed together."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from daskserve.options.backend_spec import BackendSpec
 from daskserve.options.config import ActorOptions, BackendConfig
 from daskserve.types import ALL_HTTP_METHODS, GoalId
 
-#: Tells a route that was left out from None, which means no route.
+#: Distinguishes an omitted route from None, which means no route.
 _NAME_AS_ROUTE: Any = object()
 
 
 @dataclass(frozen=True, slots=True)
 class DeploymentInfo:
-    """What is known of a deployment. ``version`` is None if it was deployed without one."""
+    """Facts about a deployment. ``version`` is None if it was deployed without a version."""
 
     name: str
     version: str | None
@@ -38,7 +38,7 @@ def _info_of(found: Mapping[str, Any]) -> tuple[DeploymentInfo, str | None]:
 
 
 def python_methods(definition: Any) -> list[str]:
-    """Return the names of the public methods that a handle may call."""
+    """Return the names of the public methods of a class, which a handle may call."""
     if not inspect.isclass(definition):
         return []
     return sorted(
@@ -49,7 +49,7 @@ def python_methods(definition: Any) -> list[str]:
 
 
 class DeploymentVerbs:
-    """Deploying, with versions."""
+    """Methods of a `Client` that deploy callables, with versions."""
 
     _connection: InstanceConnection
 
@@ -68,28 +68,30 @@ class DeploymentVerbs:
         blocking: bool = True,
         **init_kwargs: Any,
     ) -> GoalId | None:
-        """Deploy a callable under a name, or bring the deployment of that name to this code and config.
+        """Deploy a callable under a name, or update the deployment of that name to this code and config.
 
-        The same version and config change nothing; the same version with another config is reconfigured in
-        place; another version, or none, replaces the replicas one by one, new before old.
+        The same version with the same config changes nothing. The same version with another config
+        reconfigures the replicas in place. Another version, or none, replaces the replicas one by one: each
+        new replica starts before an old one stops.
 
         Parameters
         ----------
         version : str, optional
-            Names the code. Without one, every call replaces the replicas.
+            Version of the code. Without one, every call replaces the replicas.
         prev_version : str, optional
-            Deploy only over this version.
+            The version that must be deployed now for this call to succeed.
         route_prefix : str, optional
-            Default ``/{name}``; None: reached by handle only.
+            Path prefix for HTTP requests, by default ``/{name}``; None makes it reachable by handle only.
         blocking : bool
-            False: return at once, with the goal for `wait_for_goal`; None if nothing changes.
+            Whether to wait. With False, the call returns immediately, with the goal for `wait_for_goal`, or
+            None if nothing changes.
 
         Raises
         ------
         BadRequestError
-            A `ValueError`: ``prev_version`` is not the present one, or the version is reserved.
+            A `ValueError`: ``prev_version`` is not the current version, or the version is reserved.
         ReplicaStartError, NoCapacityError
-            The new version did not start, and the old one goes on, where it did; see `create_backend`.
+            The new version did not start; the old version, if any, keeps running. See `create_backend`.
         """
         return self.deploy_spec(
             make_spec(
@@ -113,7 +115,7 @@ class DeploymentVerbs:
     def deploy_spec(
         self, spec: BackendSpec, *, route: str | None, methods: list[str], blocking: bool = True
     ) -> GoalId | None:
-        """Bring a deployment about; `daskserve.client.specs.make_spec` makes the spec."""
+        """Deploy a spec that `daskserve.client.specs.make_spec` returned."""
         check_route(route)
         return self._connection.change(
             "deploy",
@@ -125,11 +127,11 @@ class DeploymentVerbs:
         )
 
     def delete_deployment(self, name: str, force: bool = False, *, blocking: bool = True) -> GoalId | None:
-        """Remove a deployment, its backend and its endpoint; an unknown name is no error."""
+        """Remove a deployment, its backend and its endpoint; do nothing if the name is unknown."""
         return self._connection.change("delete_deployment", blocking=blocking, name=name, force=force)
 
     def get_deployment_info(self, name: str) -> tuple[DeploymentInfo, str | None]:
-        """Return a deployment's info and route; `NotFoundError` (a `KeyError`) if there is none."""
+        """Return a deployment's info and route; raise `NotFoundError` (a `KeyError`) if there is none."""
         return _info_of(self._connection.call("get_deployment_info", name=name))
 
     def list_deployments(self) -> dict[str, tuple[DeploymentInfo, str | None]]:

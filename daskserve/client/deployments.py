@@ -9,13 +9,13 @@ from typing import Any, overload
 from daskserve.data.replica.definitions import inspect_definition
 from daskserve.options.config import ActorOptions, BackendConfig, parse_options
 
-#: Tells an argument that was left out from None.
+#: Distinguishes an omitted argument from None.
 _UNSET: Any = object()
 
 
 @dataclass(frozen=True)
 class Deployment:
-    """A class or function with the options it is deployed with; `bind` its arguments to run it."""
+    """A class or function with its deployment options; `bind` its arguments to run it."""
 
     definition: Any
     name: str
@@ -40,7 +40,7 @@ class Deployment:
         env: Any = _UNSET,
         **options: Any,
     ) -> Deployment:
-        """Return a copy with other options; those not named stay."""
+        """Return a copy with the given options changed."""
         changes = _config_of(config, options)
         return replace(
             self,
@@ -59,15 +59,15 @@ class Deployment:
         Raises
         ------
         TypeError
-            One of them is, or holds, another deployment or application: an application is one deployment.
+            An argument is or contains another deployment or application: an application is one deployment.
         """
         inspect_definition(self.definition, args, kwargs)
         other = _deployment_in((args, kwargs))
         if other is not None:
             raise TypeError(
                 f"Deployment {self.name!r} cannot have {other!r} as an argument: an application is one "
-                f"deployment. Run {other!r} by itself, and have the constructor of {self.name!r} get its "
-                f"handle, by serve.connect().get_handle({other!r})."
+                f"deployment. Run {other!r} separately, and get its handle in the constructor of "
+                f"{self.name!r} with serve.connect().get_handle({other!r})."
             )
         return Application(self, args, kwargs)
 
@@ -82,7 +82,7 @@ class Application:
 
 
 def _deployment_in(arguments: tuple[Any, ...]) -> str | None:
-    """Return the name of a deployment that stands in arguments, in containers of theirs as well."""
+    """Return the name of a deployment among arguments or inside containers in them; None without one."""
     found: list[Any] = [arguments]
     seen: set[int] = set()
     while found:
@@ -92,7 +92,7 @@ def _deployment_in(arguments: tuple[Any, ...]) -> str | None:
         if isinstance(value, Deployment):
             return value.name
         if isinstance(value, (list, tuple, set, frozenset, Mapping)) and id(value) not in seen:
-            seen.add(id(value))  # it may hold itself
+            seen.add(id(value))  # it may contain itself
             found.extend(value.values() if isinstance(value, Mapping) else value)
     return None
 
@@ -129,18 +129,18 @@ def deployment(
     env: Any = None,
     **options: Any,
 ) -> Any:
-    """Make a class or function a `Deployment`; with or without arguments.
+    """Turn a class or function into a `Deployment`; usable as a decorator with or without arguments.
 
     Parameters
     ----------
     name : str, optional
-        Default: the name of the class or function.
+        Name of the deployment; by default, that of the class or function.
     config : BackendConfig or dict, optional
     actor_options : ActorOptions or dict, optional
     version : str, optional
-        Names the code; left out, every change of the code is a new version.
+        Version of the code; without it, every change of the code is a new version.
     env : CondaEnv, str or path, optional
-        The Python environment its replicas run in, see `daskserve.client.client.Client.create_backend`.
+        The Python environment of its replicas, see `daskserve.client.client.Client.create_backend`.
     **options
         Single options of `BackendConfig`, such as ``num_replicas=2``.
     """

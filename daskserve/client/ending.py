@@ -1,4 +1,4 @@
-"""The end of an instance: ending it, and waiting for it."""
+"""Ending an instance, and waiting for its end."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from daskserve.types import InstanceName
 
 logger = logging.getLogger("daskserve.client.client")
 
-#: How long ending an instance waits for everything to be gone.
+#: Timeout for ending an instance.
 SHUTDOWN_S = 15.0
 
 
 def end_instance(link: ClientLink, instance: InstanceName, *, start_id: str | None = None) -> None:
-    """End an instance from any thread; an instance, or a cluster, that is gone already is no error.
+    """End an instance from any thread; do nothing if the instance or the cluster is already gone.
 
-    With a ``start_id`` it ends only if it was started under that id, not one that was there before.
+    With a ``start_id``, only an instance that was started under that id ends.
     """
     message = {} if start_id is None else {"start_id": start_id}
 
@@ -34,7 +34,7 @@ def end_instance(link: ClientLink, instance: InstanceName, *, start_id: str | No
         except NotRunningError:
             pass
         except (OSError, TimeoutError) as error:
-            logger.warning("Instance %s did not end in order: %r", instance, error)
+            logger.warning("Instance %s did not end cleanly: %r", instance, error)
         else:
             if has_ended:
                 await link.drop_cluster(instance)
@@ -52,7 +52,7 @@ def end_instance(link: ClientLink, instance: InstanceName, *, start_id: str | No
 
 
 def wait_until_ended(link: ClientLink, instance: InstanceName) -> None:
-    """Block this thread until an instance has ended, or a signal that ends programs arrives."""
+    """Block this thread until an instance has ended, or SIGINT or SIGTERM arrives."""
     ended = threading.Event()
 
     async def listen() -> None:
@@ -62,7 +62,7 @@ def wait_until_ended(link: ClientLink, instance: InstanceName) -> None:
 
     previous: dict[signal.Signals, Any] = {}
     if threading.current_thread() is threading.main_thread():
-        # Set even where they are ignored, as SIGINT is in a shell's background jobs.
+        # Set the handlers even if the signals are ignored, as SIGINT is in a shell's background jobs.
         for number in (signal.SIGINT, signal.SIGTERM):
             previous[number] = signal.signal(number, lambda *_: ended.set())
     try:

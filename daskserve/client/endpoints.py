@@ -1,4 +1,4 @@
-"""The client's verbs about endpoints."""
+"""The client's methods for endpoints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from daskserve.errors import BadRequestError
 
 
 class EndpointVerbs:
-    """Routes, and where their requests go."""
+    """Methods of a `Client` that manage endpoints and their traffic."""
 
     _connection: InstanceConnection
 
@@ -29,14 +29,14 @@ class EndpointVerbs:
         Parameters
         ----------
         route : str, optional
-            The path prefix it answers at; None makes it reachable by handle only.
+            Path prefix of the endpoint; None makes it reachable by handle only.
         methods : list of str
-            The HTTP methods it answers; others get 405.
+            The HTTP methods it accepts; requests with other methods get 405.
 
         Raises
         ------
         TypeError
-            An argument is of the wrong type.
+            An argument has the wrong type.
         AlreadyRegisteredError, NotRegisteredError
             The name or route is taken; the backend does not exist.
         """
@@ -57,7 +57,7 @@ class EndpointVerbs:
         )
 
     def delete_endpoint(self, endpoint: str) -> None:
-        """Remove an endpoint; its backends stay, an unknown name is no error."""
+        """Remove an endpoint but not its backends; do nothing if the name is unknown."""
         self._connection.change("delete_endpoint", name=endpoint)
 
     def list_endpoints(self) -> dict[str, dict[str, Any]]:
@@ -73,12 +73,13 @@ class EndpointVerbs:
         }
 
     def set_traffic(self, endpoint_name: str, traffic_policy_dictionary: Mapping[str, float]) -> None:
-        """Split an endpoint's traffic over backends, by weights in 0..1 that sum to 1.
+        """Split an endpoint's traffic between backends, by weights in 0..1 that sum to 1.
 
         Raises
         ------
         BadRequestError
-            A `ValueError`: bad weights, not a dict, or an endpoint or backend that does not exist.
+            A `ValueError`: the weights are invalid or not a dict, or the endpoint or a backend does not
+            exist.
         """
         if not isinstance(traffic_policy_dictionary, Mapping):
             raise BadRequestError(
@@ -87,7 +88,9 @@ class EndpointVerbs:
         self._connection.change("set_traffic", name=endpoint_name, traffic=dict(traffic_policy_dictionary))
 
     def shadow_traffic(self, endpoint_name: str, backend_tag: str, proportion: float) -> None:
-        """Send copies of a proportion of an endpoint's requests to a backend and drop its answers; 0 stops.
+        """Send copies of a proportion of an endpoint's requests to a backend and drop its responses.
+
+        A proportion of 0 stops this.
 
         Raises
         ------

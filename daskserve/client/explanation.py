@@ -1,4 +1,4 @@
-"""Why a backend has as many replicas as it has: what ``explain()`` returns. Print it to read it."""
+"""What ``explain()`` returns: the reasons for a backend's number of replicas. Print it to read it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any, Self
 
 @dataclass(frozen=True, slots=True)
 class LoadSample:
-    """What was seen some seconds ago: requests that ran, that waited, and that ended per second.
+    """A load measurement: requests that ran, that were queued, and that ended per second.
 
-    ``backlog`` is what waited in the broker's queue of the policy ``queue``; None: that was not known.
+    ``backlog`` is the length of the broker's queue of the policy ``queue``; None if it was unknown.
     """
 
     ago_s: float
@@ -23,7 +23,7 @@ class LoadSample:
 
     @property
     def elsewhere(self) -> str:
-        """What waited in a broker's queue, in words; nothing if nothing did."""
+        """A phrase with the length of the broker's queue; empty if the length is 0."""
         if self.backlog == 0:
             return ""
         return f", {'unknown' if self.backlog is None else f'{self.backlog:g}'} in the broker's queue"
@@ -31,7 +31,7 @@ class LoadSample:
 
 @dataclass(frozen=True, slots=True)
 class ScaleEvent:
-    """One change of the wanted number: when, in seconds since the epoch, from what to what, and why."""
+    """One change of the target number: the time in seconds since the epoch, both numbers and the reason."""
 
     at: float
     before: int
@@ -41,34 +41,34 @@ class ScaleEvent:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Why there are so many replicas.
+    """The reasons for a backend's number of replicas.
 
     Attributes
     ----------
     running, wanted : int
-        How many replicas run, and how many should.
+        Running and target number of replicas.
     min_replicas, max_replicas : int or None
-        The bounds, at the target capacity of now; None if nothing scales the backend.
+        The bounds at the current target capacity; None without autoscaling.
     policy : str
-        What decides; empty if nothing does.
+        Name of the autoscaling policy; empty without autoscaling.
     group : str
-        The group of backends that it decides about together; empty if it decides about this one alone.
+        The group of backends that the policy scales together; empty if it scales this backend alone.
     policy_wants : int or None
-        What the policy wants within the bounds, delays aside; None before it was asked.
+        The policy's decision within the bounds, before delays; None before its first run.
     is_dry_run : bool
-        Whether nothing is done about it.
+        Whether decisions are only recorded, not applied.
     reason : str
-        What the policy said when it was asked last, and what is waited for.
+        The policy's reason for its last decision, and any delay in effect.
     samples : tuple of LoadSample
-        The last ones, oldest first.
+        The latest load samples, oldest first.
     events : tuple of ScaleEvent
-        The last changes of the wanted number, oldest first.
+        The latest changes of the target number, oldest first.
     waiting : str
-        What replicas wait for, or fail with; empty if none does.
+        What replicas wait for or fail with; empty if none does.
     is_external : bool
-        Whether a scaler outside of the cluster may say how many there are.
+        Whether a scaler outside the cluster may set the number.
     target_capacity, target_capacity_direction : float or None, str or None
-        The percentage of its replicas that the instance is to have, and whether that went up or down last.
+        The target percentage of the instance's replicas, and whether it last went up or down.
     """
 
     name: str
@@ -90,7 +90,7 @@ class Explanation:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
-        """Return the explanation that a controller told in plain values."""
+        """Return the explanation from the controller's plain values."""
         samples = tuple(LoadSample(**each) for each in values["samples"])
         events = tuple(ScaleEvent(*each) for each in values["events"])
         return cls(**{**values, "samples": samples, "events": events})
@@ -98,13 +98,13 @@ class Explanation:
     def __str__(self) -> str:
         lines = [f"{self.name}: {self.running} of {self.wanted} wanted replicas run."]
         if self.is_external:
-            lines.append("  An external scaler says how many there are, and num_replicas until it does.")
+            lines.append("  An external scaler sets the number of replicas; until then, num_replicas does.")
         elif not self.policy:
-            lines.append("  Nothing scales it; num_replicas says how many there are.")
+            lines.append("  There is no autoscaling; num_replicas sets the number of replicas.")
         else:
-            wants = "was not asked yet" if self.policy_wants is None else f"wants {self.policy_wants}"
+            wants = "has not run yet" if self.policy_wants is None else f"wants {self.policy_wants}"
             policy = f"{self.policy}, of group '{self.group}'," if self.group else self.policy
-            dry = " (dry run: nothing is done about it)" if self.is_dry_run else ""
+            dry = " (dry run: decisions are not applied)" if self.is_dry_run else ""
             lines.append(
                 f"  {policy} {wants}, of {self.min_replicas} to {self.max_replicas} allowed{dry}"
                 f"{': ' + self.reason if self.reason else ''}"

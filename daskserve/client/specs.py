@@ -1,4 +1,4 @@
-"""Specs: what a client asks for, checked once, in the form that travels to the controller."""
+"""Backend specs: a client's arguments, checked once, in the form that travels to the controller."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from daskserve.payload import dump_bytes, load_bytes
 
 
 def check_name(name: Any, what: str) -> None:
-    """Raise `TypeError` or `BadRequestError` unless the name fits replica tags and store keys."""
+    """Raise `TypeError` or `BadRequestError` unless the name can be part of replica tags and store keys."""
     if not isinstance(name, str):
         raise TypeError(f"{what} must be a string, got {name!r}")
     if not name or "#" in name or "/" in name:
@@ -24,13 +24,13 @@ def check_name(name: Any, what: str) -> None:
 
 
 def check_route(route: Any) -> None:
-    """Raise `TypeError` or `BadRequestError` unless it is None or a path that a route can be."""
+    """Raise `TypeError` or `BadRequestError` unless the route is None or a valid path."""
     if route is None:
         return
     if not isinstance(route, str):
         raise TypeError(f"route_prefix must be a string or None, got {route!r}")
     if not route.startswith("/") or "{" in route or "}" in route:
-        raise BadRequestError(f"route_prefix must start with '/' and hold no braces, got {route!r}")
+        raise BadRequestError(f"route_prefix must start with '/' and contain no braces, got {route!r}")
     if route != "/" and route.endswith("/"):
         raise BadRequestError(f"route_prefix must not end with '/', got {route!r}")
 
@@ -38,23 +38,23 @@ def check_route(route: Any) -> None:
 def split_config(
     config: BackendConfig, metadata: BackendMetadata | None = None, **options: Any
 ) -> tuple[BackendConfig, bytes | None]:
-    """Return a config with user code pickled, and apart from it the user_config pickled.
+    """Return a config with user code pickled, and the pickled user_config separately.
 
     Parameters
     ----------
     metadata
-        What was found out about the callable, if it is known here.
+        Facts about the callable, if they are known here.
     **options
         Options to set in the copy.
     """
     values = config.model_dump(exclude_unset=True, exclude={"user_config", "internal_metadata"}) | options
     autoscaling = values.get("autoscaling_config")
     if autoscaling is not None and callable(autoscaling.get("policy")):
-        # Code of the user's, which only the controller may load.
+        # User code, which only the controller may load.
         try:
             autoscaling["policy"] = dump_bytes(autoscaling["policy"])
         except Exception as error:
-            # As with the callable: whatever a foreign object raises.
+            # A foreign object may raise anything when it is pickled.
             raise BadRequestError(
                 f"The autoscaling policy cannot be pickled: {type(error).__name__}: {error}. Name it by its "
                 'import path, "module:function", if the workers have that module.'
@@ -65,7 +65,7 @@ def split_config(
 
 
 def join_config(found: Mapping[str, Any]) -> BackendConfig:
-    """Return a config that the controller told, with the defaults that depend on the callable filled in."""
+    """Return a config from the controller's plain values, with defaults that depend on the callable."""
     config = dict(found["config"])
     if found["user_config"] is not None:
         config["user_config"] = load_bytes(found["user_config"])
@@ -91,7 +91,7 @@ def make_spec(
     prev_version: str | None = None,
     env: Any = None,
 ) -> BackendSpec:
-    """Check what a client asks for and return it as the controller takes it: user code as bytes.
+    """Check a client's arguments and return them as a spec for the controller, with user code as bytes.
 
     Raises
     ------
@@ -114,19 +114,19 @@ def make_spec(
     if environment is not None:
         if "isolation" in wanted.model_fields_set and wanted.isolation == "thread":
             raise BadRequestError(
-                f"Backend '{tag}' cannot have a Python environment of its own with isolation='thread'; leave "
-                "isolation out, or make it 'process'."
+                f"Backend '{tag}' cannot have its own Python environment with isolation='thread'; leave "
+                "isolation out, or set it to 'process'."
             )
         isolation = {"isolation": "process"}
     sealed, user_config = split_config(wanted, metadata, **isolation)
     try:
         code = dump_bytes((definition, tuple(init_args), dict(init_kwargs)))
     except Exception as error:
-        # Whatever a foreign object raises when it is pickled; the tag and the remedy are ours to add.
+        # A foreign object may raise anything when it is pickled; this error adds the tag and the remedy.
         raise BadRequestError(
             f"The callable of backend '{tag}', or one of its arguments, cannot be pickled: "
-            f"{type(error).__name__}: {error}. Make such objects in the class's __init__, where the replica "
-            "runs, or name the callable by its import path."
+            f"{type(error).__name__}: {error}. Create such objects in the class's __init__, where the "
+            "replica runs, or pass the callable's import path."
         ) from error
     return BackendSpec(
         tag=tag,

@@ -1,4 +1,4 @@
-"""What runs of an instance, and what does not, with the reasons: what ``status()`` returns."""
+"""What ``status()`` returns: what runs in an instance, and the reasons for what does not."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any, Self
 
 
 @dataclass(frozen=True, slots=True)
-class _Described:
-    """Base: made from plain values; what this version does not know of them is left out."""
+class _FromPlain:
+    """Base class: created from plain values; fields unknown to this version are ignored."""
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
@@ -18,8 +18,8 @@ class _Described:
 
 
 @dataclass(frozen=True, slots=True)
-class ActorStatus(_Described):
-    """One actor: ``kind`` is controller, proxy or replica; a ``pid`` is None until it is known."""
+class ActorStatus(_FromPlain):
+    """One actor: ``kind`` is controller, proxy or replica; ``pid`` is None until it is known."""
 
     kind: str
     name: str
@@ -31,7 +31,7 @@ class ActorStatus(_Described):
 
 
 @dataclass(frozen=True, slots=True)
-class BackendStatus(_Described):
+class BackendStatus(_FromPlain):
     """One backend: HEALTHY, UPDATING, UNHEALTHY or DELETING; ``message`` says what is missing or failing."""
 
     status: str
@@ -42,8 +42,8 @@ class BackendStatus(_Described):
 
 
 @dataclass(frozen=True, slots=True)
-class EndpointStatus(_Described):
-    """One endpoint and where its traffic goes."""
+class EndpointStatus(_FromPlain):
+    """One endpoint, with the backends that get its traffic."""
 
     route: str | None
     methods: tuple[str, ...]
@@ -52,8 +52,8 @@ class EndpointStatus(_Described):
 
 
 @dataclass(frozen=True, slots=True)
-class GoalStatus(_Described):
-    """One change that was asked for: PENDING, DONE or FAILED."""
+class GoalStatus(_FromPlain):
+    """One requested change: PENDING, DONE or FAILED."""
 
     goal_id: str
     backend: str
@@ -63,22 +63,22 @@ class GoalStatus(_Described):
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """An instance as it is now; all empty if none runs.
+    """The current status of an instance; empty if none runs.
 
     Attributes
     ----------
     instance : str
-        Its name; empty if none runs.
+        The instance's name; empty if none runs.
     epoch : int
-        How many controllers it has had.
+        Number of controllers that the instance has had.
     actors, backends, endpoints, goals
-        What there is, backends and endpoints by name.
+        The instance's parts; backends and endpoints by name.
     http_urls : tuple of str
-        Where the proxies listen.
+        URLs at which the proxies listen.
     target_capacity : float or None
-        The percentage of its replicas that each backend is to have; None for all.
+        The target percentage of each backend's replicas; None means all of them.
     target_capacity_direction : str or None
-        Whether that went ``"UP"`` or ``"DOWN"`` last.
+        Whether the percentage last went ``"UP"`` or ``"DOWN"``.
     unresponsive_workers : tuple of str
         Workers whose process does not answer.
     refused_workers : dict
@@ -102,7 +102,7 @@ class Status:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
-        """Return the status that a controller told in plain values."""
+        """Return the status from the controller's plain values."""
         return cls(
             instance=values["instance"],
             epoch=values["epoch"],
@@ -122,7 +122,7 @@ class Status:
         )
 
     def replicas(self, backend: str | None = None) -> tuple[ActorStatus, ...]:
-        """Return the replicas, of one backend or of all."""
+        """Return the replicas of one backend, or of all."""
         return tuple(
             actor
             for actor in self.actors

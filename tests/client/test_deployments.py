@@ -1,4 +1,4 @@
-"""Deployments and applications, before anything of them runs."""
+"""Deployments and applications before they run."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ class Caller:
     ],
 )
 @pytest.mark.parametrize("other", [Echo, Echo.bind()], ids=["deployment", "application"])
-def test_another_deployment_as_an_argument_is_refused_at_once(bind: Callable[[Any], Any], other: Any) -> None:
+def test_bind_rejects_another_deployment_as_an_argument(bind: Callable[[Any], Any], other: Any) -> None:
     with pytest.raises(
         TypeError, match=r"'Caller' cannot have 'Echo' .* serve.connect\(\).get_handle\('Echo'\)"
     ):
         bind(other)
 
 
-def test_other_arguments_are_kept_as_they_are() -> None:
-    holds_itself: list[Any] = []
-    holds_itself.append(holds_itself)
-    application = Caller.bind(holds_itself, range(10**12), a={"b": "c"})
-    assert application.args[0] is holds_itself
+def test_other_arguments_do_not_change() -> None:
+    contains_itself: list[Any] = []
+    contains_itself.append(contains_itself)
+    application = Caller.bind(contains_itself, range(10**12), a={"b": "c"})
+    assert application.args[0] is contains_itself
     assert application.kwargs == {"a": {"b": "c"}}

@@ -50,7 +50,7 @@ def test_a_number_is_recorded_with_its_reason_and_outlives_the_controller() -> N
         told = Explanation.of(await stage.call("explain", name="b"))
         assert [(each.before, each.after) for each in told.events] == [(2, 4), (4, 1)]
         assert "asked for by the external scaler" in str(told)
-        assert "An external scaler says how many there are" in str(told)
+        assert "An external scaler sets the number of replicas" in str(told)
         assert (told.wanted, told.policy, told.is_external) == (1, "", True)
         assert (await stage.call("status"))["backends"]["b"]["status"] == "HEALTHY"
         assert stage.reconfigured == []

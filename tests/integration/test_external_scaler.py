@@ -123,7 +123,7 @@ def test_serve_scale_scales_the_instance_of_serve_run(external: ExternalCluster)
         try:
             assert serve.scale("d", 2) == 2
             poll_for(lambda: serve.status().backends["d"].running == 2)
-            assert "An external scaler says how many" in str(serve.explain("d"))
+            assert "An external scaler sets the number" in str(serve.explain("d"))
         finally:
             serve.shutdown()
         with pytest.raises(NotRunningError):

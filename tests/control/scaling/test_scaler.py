@@ -281,7 +281,7 @@ def test_explain_reports_unknown_and_not_autoscaled_backends() -> None:
         await stage.create(num_replicas=2)
         explanation = await explained(stage)
         assert (explanation.running, explanation.wanted, explanation.policy) == (2, 2, "")
-        assert "Nothing scales it" in str(explanation)
+        assert "There is no autoscaling" in str(explanation)
         with pytest.raises(NotFoundError, match="there are: b"):
             await stage.call("explain", name="c")
 
