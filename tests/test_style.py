@@ -30,8 +30,6 @@ FUNCTION_LINES = 60  # lines of code; docstrings do not count
 #: ``"daskserve/x.py:Name": "why it may be larger"``
 SIZE_EXCEPTIONS: Mapping[str, str] = {
     "daskserve/client/client.py:Client": "its methods are the verbs that users call, a mixin for each noun",
-    "daskserve/cluster/store/fsspec.py:FsspecStore": "within the budget without its bases",
-    "daskserve/cluster/store/sqlite.py:SqliteStore": "within the budget without its bases",
 }
 #: ``"Name": "why two classes have it"``
 NAME_EXCEPTIONS: Mapping[str, str] = {

@@ -36,34 +36,29 @@ import contextlib
 import json
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from urllib.parse import quote
 
-from daskserve.cluster.store.errors import StoreUnavailableError, check_format, stale
+from daskserve.cluster.store.errors import StoreUnavailableError, check_format, stale, without_password
 from daskserve.cluster.store.folders import Folder, connect, translated_errors
 from daskserve.cluster.store.journal import (
     FORMAT,
     Change,
     DamagedError,
+    Journal,
     Position,
     Snapshot,
-    decode_change,
     decode_snapshot,
     encode_change,
     encode_snapshot,
-    replay,
 )
-from daskserve.cluster.store.thread import ThreadedStore
+from daskserve.cluster.store.problems import StoreProblems
+from daskserve.cluster.store.reading import JournalReader, positions_in
+from daskserve.cluster.store.thread import BlockingCalls
 from daskserve.types import InstanceName
 
 FOLDERS = ("format", "epoch", "txn", "snapshot", "aside")
 #: Attempts at an operation that another process may interrupt.
 ATTEMPTS = 8
-#: The journal is compacted when it exceeds the cost of a snapshot by this much.
-COMPACT_BYTES = 1 << 20
-COMPACT_OBJECTS = 512
-#: Bytes of records for which the journal may hold one more object before it is compacted.
-BYTES_PER_OBJECT = 4096
 #: Objects removed per job; commits run between the jobs.
 REMOVE_AT_ONCE = 64
 
@@ -73,69 +68,33 @@ def folder_of(instance: InstanceName) -> str:
     return quote(instance, safe="").replace(".", "%2E").replace("%", "=") or "="
 
 
-@dataclass(slots=True)
-class _Journal:
-    """This process's view of the folder; dropped when another process may have written there.
-
-    Attributes
-    ----------
-    numbers : dict
-        The highest change number of each epoch, including failed changes.
-    sound : Position or None
-        Position of the newest undamaged snapshot.
-    objects, size : int
-        Number of changes since that snapshot, and their bytes.
-    state_size : int
-        Bytes of all records, which is about the size of the next snapshot.
-    """
-
-    records: dict[str, bytes]
-    last: Position
-    numbers: dict[int, int]
-    sound: Position | None
-    objects: int
-    size: int
-    state_size: int
-
-    @property
-    def is_long(self) -> bool:
-        """Whether the journal is long enough to be worth a snapshot."""
-        return (
-            self.objects > COMPACT_OBJECTS + self.state_size // BYTES_PER_OBJECT
-            or self.size > COMPACT_BYTES + self.state_size
-        )
-
-    def add(self, change: Change, size: int) -> None:
-        """Apply a change that has been written."""
-        self.last = change.position
-        self.objects += 1
-        self.size += size
-        for key, value in change.records.items():
-            if key in self.records:
-                self.state_size -= len(key) + len(self.records.pop(key))
-            if value is not None:
-                self.records[key] = value
-                self.state_size += len(key) + len(value)
-
-
-class FsspecStore(ThreadedStore):
-    """An `InstanceStore` in a folder; the module docstring states its guarantees.
+class FsspecStore:
+    """A `BlockingStore` in a folder; the module docstring states its guarantees.
 
     Parameters
     ----------
+    calls : BlockingCalls
+        Runs the methods of this store, and compacts the journal in between.
     connect : callable, optional
         Returns the instance's folder, given the URL and the folder's name. It runs in the store's thread.
     """
 
     def __init__(
-        self, url: str, instance: InstanceName, connect: Callable[[str, str], Folder] = connect
+        self,
+        url: str,
+        instance: InstanceName,
+        calls: BlockingCalls,
+        connect: Callable[[str, str], Folder] = connect,
     ) -> None:
-        super().__init__(url, instance)
+        self.url = without_password(url)
+        self.instance = instance
+        self.problems = StoreProblems(self.url, instance)
+        self._calls = calls
         self._connect = lambda: connect(url, folder_of(instance))
         self._writer = uuid.uuid4().hex
         self._connected: Folder | None = None
         self._seen_epoch = 0
-        self._journal: _Journal | None = None
+        self._journal: Journal | None = None
 
     @property
     def _folder(self) -> Folder:
@@ -144,7 +103,7 @@ class FsspecStore(ThreadedStore):
 
     # Lifecycle
 
-    def do_open(self) -> None:
+    def open(self) -> None:
         with translated_errors(self.url):
             self._connected = self._connect()
             self._folder.prepare(FOLDERS)
@@ -152,7 +111,7 @@ class FsspecStore(ThreadedStore):
                 with contextlib.suppress(FileExistsError):  # another process opens it at the same time
                     self._folder.create(f"format/{FORMAT:08d}", self._note())
 
-    def do_close(self) -> None:
+    def close(self) -> None:
         self._journal = None
         if self._connected is not None:
             self._connected.close()
@@ -169,96 +128,33 @@ class FsspecStore(ThreadedStore):
 
     # Reading
 
-    def do_load(self) -> Mapping[str, bytes]:
+    def load(self) -> Mapping[str, bytes]:
         with translated_errors(self.url):
             self._refresh_epoch()
             return dict(self._known().records)
 
-    def _known(self) -> _Journal:
+    def _known(self) -> Journal:
         if self._journal is None:
             self._journal = self._read()
         return self._journal
 
-    def _read(self) -> _Journal:
+    def _read(self) -> Journal:
         for _ in range(ATTEMPTS):
-            snapshots = self._positions("snapshot")
-            changes = self._positions("txn")
+            snapshots = positions_in(self._folder, "snapshot")
+            changes = positions_in(self._folder, "txn")
+            reader = JournalReader(self.url, self._folder)
             try:
-                return self._read_objects(snapshots, changes)
+                journal = reader.read(snapshots, changes)
             except FileNotFoundError:
                 # Another process has just compacted the journal; its snapshot covers what it removed.
                 continue
+            self.problems.report(reader.problems)
+            return journal
         raise StoreUnavailableError(f"The store {self.url} changes faster than it can be read; retry later.")
-
-    def _positions(self, folder: str) -> list[Position]:
-        parsed = (Position.parse(name) for name in self._folder.names(folder))
-        return sorted(position for position in parsed if position is not None)
-
-    def _read_objects(self, snapshots: list[Position], changes: list[Position]) -> _Journal:
-        problems: dict[str, str] = {}
-        base = self._best_snapshot(snapshots, problems)
-        later = [each for each in changes if base is None or each > base.position]
-        decoded, size = self._read_changes(later, problems)
-        history = replay(base, decoded)
-        for name in self._folder.names("aside"):
-            original = name.replace("=", "/", 1)
-            problems.setdefault(original, f"An earlier start could not read it; see aside/{name}.")
-        self.report_problems(problems)
-        numbers: dict[int, int] = {}
-        for epoch, number in (*snapshots, *changes):
-            numbers[epoch] = max(number, numbers.get(epoch, 0))
-        return _Journal(
-            history.records,
-            history.last,
-            numbers,
-            sound=base.position if base is not None and not base.damaged else None,
-            objects=len(later),
-            size=size,
-            state_size=sum(len(key) + len(value) for key, value in history.records.items()),
-        )
-
-    def _read_changes(self, positions: list[Position], problems: dict[str, str]) -> tuple[list[Change], int]:
-        decoded = []
-        size = 0
-        contents = self._folder.read([f"txn/{each.name}" for each in positions])
-        for name, data in contents.items():
-            size += len(data)
-            try:
-                decoded.append(decode_change(self.url, data))
-            except DamagedError as error:
-                reason = f"The change cannot be read: {error}."
-                if name == f"txn/{positions[-1].name}":
-                    reason += " It is the newest, so its write was probably cut off and never acknowledged."
-                self._keep_aside(name, data, reason, problems)
-        return decoded, size
-
-    def _best_snapshot(self, positions: list[Position], problems: dict[str, str]) -> Snapshot | None:
-        """Return the newest undamaged snapshot, or the readable part of the newest one."""
-        salvaged = None
-        for position in reversed(positions):
-            name = f"snapshot/{position.name}"
-            data = self._folder.read([name])[name]
-            try:
-                snapshot = decode_snapshot(self.url, data)
-            except DamagedError as error:
-                self._keep_aside(name, data, f"The snapshot cannot be read: {error}.", problems)
-                continue
-            if not snapshot.damaged:
-                return snapshot
-            what = ", ".join(snapshot.damaged)
-            self._keep_aside(name, data, f"The snapshot is damaged; unreadable: {what}.", problems)
-            salvaged = salvaged or snapshot
-        return salvaged
-
-    def _keep_aside(self, name: str, data: bytes, reason: str, problems: dict[str, str]) -> None:
-        copy = f"aside/{name.replace('/', '=')}"
-        with contextlib.suppress(FileExistsError):  # an earlier start made the copy
-            self._folder.create(copy, data)
-        problems[name] = f"{reason} A copy is kept as {copy}."
 
     # Writing
 
-    def do_commit(self, epoch: int, records: Mapping[str, bytes | None]) -> None:
+    def commit(self, epoch: int, records: Mapping[str, bytes | None]) -> None:
         with translated_errors(self.url):
             self._refuse_stale(epoch)
             if epoch > self._seen_epoch:
@@ -272,11 +168,11 @@ class FsspecStore(ThreadedStore):
                     self._journal = None  # another process writes with this epoch; read its changes first
                     continue
                 if journal.is_long:
-                    self.post(self.do_compact)
+                    self._calls.post(self.compact)
                 return
         raise StoreUnavailableError(f"Another process is writing to the store {self.url}; retry later.")
 
-    def _append(self, epoch: int, records: Mapping[str, bytes | None]) -> _Journal:
+    def _append(self, epoch: int, records: Mapping[str, bytes | None]) -> Journal:
         journal = self._known()
         if epoch < journal.last.epoch:
             self._seen_epoch = journal.last.epoch
@@ -292,16 +188,20 @@ class FsspecStore(ThreadedStore):
 
     # Epochs
 
-    def do_newest_epoch(self) -> int:
+    def newest_epoch(self) -> int:
         with translated_errors(self.url):
             return self._refresh_epoch()
 
-    def do_claim_epoch(self) -> int:
+    def claim_epoch(self) -> int:
         with translated_errors(self.url):
             self._check_format()
             # Epoch objects may be lost; the names of changes and snapshots also carry epochs.
             written = max(
-                (each.epoch for each in (*self._positions("txn"), *self._positions("snapshot"))), default=0
+                (
+                    each.epoch
+                    for each in (*positions_in(self._folder, "txn"), *positions_in(self._folder, "snapshot"))
+                ),
+                default=0,
             )
             for _ in range(ATTEMPTS):
                 claimed = max(written, self._refresh_epoch()) + 1
@@ -342,10 +242,10 @@ class FsspecStore(ThreadedStore):
 
     # Compaction
 
-    def do_compact(self, is_forced: bool = False) -> None:
+    def compact(self, is_forced: bool = False) -> None:
         """Write a snapshot if the journal is long, and remove what the previous snapshot covers."""
         journal = self._journal
-        if journal is None or self.is_closing or not (journal.is_long or is_forced):
+        if journal is None or not self._calls.is_open or not (journal.is_long or is_forced):
             return
         # Reset first: after a failure, the next attempt waits until the journal has grown as much again.
         journal.objects = journal.size = 0
@@ -357,11 +257,11 @@ class FsspecStore(ThreadedStore):
                 return
             # Snapshots before changes; see the module docstring.
             self._remove(
-                [f"snapshot/{each.name}" for each in self._positions("snapshot") if each < covered]
-                + [f"txn/{each.name}" for each in self._positions("txn") if each <= covered]
+                [f"snapshot/{each.name}" for each in positions_in(self._folder, "snapshot") if each < covered]
+                + [f"txn/{each.name}" for each in positions_in(self._folder, "txn") if each <= covered]
             )
 
-    def _write_snapshot(self, journal: _Journal) -> bool:
+    def _write_snapshot(self, journal: Journal) -> bool:
         name = f"snapshot/{journal.last.name}"
         snapshot = Snapshot(journal.last, journal.records)
         with contextlib.suppress(FileExistsError):
@@ -374,7 +274,7 @@ class FsspecStore(ThreadedStore):
 
     def _remove(self, names: list[str]) -> None:
         """Remove objects in batches, so that commits can run in between."""
-        if names and not self.is_closing:
+        if names and self._calls.is_open:
             with translated_errors(self.url):
                 self._folder.remove(names[:REMOVE_AT_ONCE])
-            self.post(lambda: self._remove(names[REMOVE_AT_ONCE:]))
+            self._calls.post(lambda: self._remove(names[REMOVE_AT_ONCE:]))

@@ -1,4 +1,4 @@
-"""Encoding of the journal's objects, and replay of a set of them. Pure: no I/O.
+"""Encoding of the journal's objects, replay of a set of them, and the view of the result. Pure: no I/O.
 
 A *change* is one commit; a *snapshot* is all records as of one change. Each is written once, under its
 position ``<epoch>-<number>``, and never rewritten. Every change names the position it builds on (``after``):
@@ -29,6 +29,11 @@ from daskserve.cluster.store.errors import check_format
 #: The format that this module writes, and the newest one it reads.
 FORMAT = 1
 MAGIC = b"daskserve\n"
+#: The journal is compacted when it exceeds the cost of a snapshot by this much.
+COMPACT_BYTES = 1 << 20
+COMPACT_OBJECTS = 512
+#: Bytes of records for which the journal may hold one more object before it is compacted.
+BYTES_PER_OBJECT = 4096
 _FRAME = struct.Struct(">II")
 _NAME = re.compile(r"(\d{1,18})-(\d{1,18})")
 
@@ -206,3 +211,48 @@ def replay(base: Snapshot | None, changes: Iterable[Change]) -> History:
     if chain:
         history.last = chain[0].position
     return history
+
+
+@dataclass(slots=True)
+class Journal:
+    """One process's view of the journal; dropped when another process may have written there.
+
+    Attributes
+    ----------
+    numbers : dict
+        The highest change number of each epoch, including failed changes.
+    sound : Position or None
+        Position of the newest undamaged snapshot.
+    objects, size : int
+        Number of changes since that snapshot, and their bytes.
+    state_size : int
+        Bytes of all records, which is about the size of the next snapshot.
+    """
+
+    records: dict[str, bytes]
+    last: Position
+    numbers: dict[int, int]
+    sound: Position | None
+    objects: int
+    size: int
+    state_size: int
+
+    @property
+    def is_long(self) -> bool:
+        """Whether the journal is long enough to be worth a snapshot."""
+        return (
+            self.objects > COMPACT_OBJECTS + self.state_size // BYTES_PER_OBJECT
+            or self.size > COMPACT_BYTES + self.state_size
+        )
+
+    def add(self, change: Change, size: int) -> None:
+        """Apply a change that has been written."""
+        self.last = change.position
+        self.objects += 1
+        self.size += size
+        for key, value in change.records.items():
+            if key in self.records:
+                self.state_size -= len(key) + len(self.records.pop(key))
+            if value is not None:
+                self.records[key] = value
+                self.state_size += len(key) + len(value)

@@ -111,6 +111,7 @@ def open_store(url: str, instance: InstanceName) -> InstanceStore:
 
 def _sqlite_store(url: str, rest: str, instance: InstanceName) -> InstanceStore:
     from daskserve.cluster.store.sqlite import SqliteStore
+    from daskserve.cluster.store.thread import BlockingCalls, ThreadedStore
 
     path = rest.removeprefix("/")
     if path == rest or not path or path == ":memory:":
@@ -118,13 +119,14 @@ def _sqlite_store(url: str, rest: str, instance: InstanceName) -> InstanceStore:
             f"Store URL {url!r} names no file; write sqlite:///relative/path.db, sqlite:////absolute/path.db "
             "or memory:// for records that need not outlive the scheduler."
         )
-    return SqliteStore(url, instance, path)
+    return ThreadedStore(SqliteStore(url, instance, path), BlockingCalls(url, instance))
 
 
 def _fsspec_store(url: str, instance: InstanceName) -> InstanceStore:
     import fsspec
 
     from daskserve.cluster.store.fsspec import FsspecStore
+    from daskserve.cluster.store.thread import BlockingCalls, ThreadedStore
 
     scheme = urlsplit(url.partition("::")[0]).scheme or url.partition("::")[0]
     if scheme not in fsspec.available_protocols():
@@ -132,4 +134,5 @@ def _fsspec_store(url: str, instance: InstanceName) -> InstanceStore:
             f"Store URL {without_password(url)!r} has an unknown scheme {scheme!r}; use memory://, "
             "sqlite:///path or a scheme of fsspec, such as file:///folder or s3://bucket/folder."
         )
-    return FsspecStore(url, instance)
+    calls = BlockingCalls(url, instance)
+    return ThreadedStore(FsspecStore(url, instance, calls), calls)

@@ -20,8 +20,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from daskserve.cluster.store.errors import StoreError, StoreUnavailableError, check_format, stale
-from daskserve.cluster.store.thread import ThreadedStore
+from daskserve.cluster.store.errors import (
+    StoreError,
+    StoreUnavailableError,
+    check_format,
+    stale,
+    without_password,
+)
+from daskserve.cluster.store.problems import StoreProblems
 from daskserve.errors import ServeError
 from daskserve.types import InstanceName
 
@@ -75,17 +81,19 @@ LASTING: Mapping[str, str] = {
 }
 
 
-class SqliteStore(ThreadedStore):
-    """An `InstanceStore` in an SQLite file; the module docstring states its guarantees."""
+class SqliteStore:
+    """A `BlockingStore` in an SQLite file; the module docstring states its guarantees."""
 
     def __init__(self, url: str, instance: InstanceName, path: str) -> None:
-        super().__init__(url, instance)
+        self.url = without_password(url)
+        self.instance = instance
+        self.problems = StoreProblems(self.url, instance)
         self._path = Path(path)
         self._connection: sqlite3.Connection | None = None
 
     # Lifecycle
 
-    def do_open(self) -> None:
+    def open(self) -> None:
         path = self._path.absolute()
         if not path.parent.is_dir():
             raise StoreError(
@@ -101,7 +109,7 @@ class SqliteStore(ThreadedStore):
         with self._transaction() as db:
             self._prepare(db)
 
-    def do_close(self) -> None:
+    def close(self) -> None:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -145,7 +153,7 @@ class SqliteStore(ThreadedStore):
 
     # Records
 
-    def do_load(self) -> Mapping[str, bytes]:
+    def load(self) -> Mapping[str, bytes]:
         with self._translated_errors():
             try:
                 rows = self._db.execute(
@@ -203,9 +211,9 @@ class SqliteStore(ThreadedStore):
                 "SELECT key, reason FROM daskserve_aside WHERE instance = ?", (self.instance,)
             ).fetchall()
         kept = {key: f"{reason} It is kept in the table daskserve_aside." for key, reason in aside}
-        self.report_problems({**kept, **unreadable})
+        self.problems.report({**kept, **unreadable})
 
-    def do_commit(self, epoch: int, records: Mapping[str, bytes | None]) -> None:
+    def commit(self, epoch: int, records: Mapping[str, bytes | None]) -> None:
         written = [
             (self.instance, key, value, _checksum(key, value))
             for key, value in records.items()
@@ -223,11 +231,11 @@ class SqliteStore(ThreadedStore):
 
     # Epochs
 
-    def do_newest_epoch(self) -> int:
+    def newest_epoch(self) -> int:
         with self._translated_errors():
             return self._epoch(self._db)
 
-    def do_claim_epoch(self) -> int:
+    def claim_epoch(self) -> int:
         with self._transaction() as db:
             # A newer daskserve may have written here since this store was opened.
             check_format(self.url, self._format(db) or FORMAT, FORMAT)

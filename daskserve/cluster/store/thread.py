@@ -1,4 +1,4 @@
-"""Base class of stores that run blocking code in a thread of their own.
+"""Stores that run blocking code in a thread of their own.
 
 Stores run in the scheduler process, whose event loop must never wait for a disk or a network. Each store has
 one thread instead of a pool, which keeps the order: commits run in the order of their calls, and only this
@@ -8,17 +8,17 @@ exiting, and a write in progress was not yet acknowledged.
 
 from __future__ import annotations
 
-import abc
 import asyncio
 import logging
 import queue
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 from daskserve.cluster.base import StoreChange
 from daskserve.cluster.store.errors import without_password
+from daskserve.cluster.store.problems import StoreProblems
 from daskserve.errors import ClosedError
 from daskserve.types import InstanceName
 
@@ -27,7 +27,7 @@ logger = logging.getLogger("daskserve.store")
 T = TypeVar("T")
 P = ParamSpec("P")
 
-#: How long `ThreadedStore.close` waits for running work.
+#: How long `BlockingCalls.stop` waits for running work.
 CLOSE_GRACE_S = 10.0
 
 
@@ -63,92 +63,54 @@ class StoreThread(Executor):
             del item, future, job  # an idle thread must not keep a change alive
 
 
-class ThreadedStore(abc.ABC):
-    """The asynchronous half of a store; the ``do_`` methods are the blocking half.
-
-    The ``do_`` methods run only in the store's thread, one at a time. A store that is not open raises
-    `ClosedError`.
-
-    Attributes
-    ----------
-    url : str
-        The store's URL with its password masked.
-    """
+class BlockingCalls:
+    """The blocking calls of one store: they run in one thread, which starts and stops with the store."""
 
     def __init__(self, url: str, instance: InstanceName) -> None:
-        self.url = without_password(url)
-        self.instance = instance
+        self._url = without_password(url)
+        self._instance = instance
         self._thread: StoreThread | None = None
-        self._problems: Mapping[str, str] = {}
 
-    def __repr__(self) -> str:
-        state = "closed" if self._thread is None else "open"
-        return f"<{type(self).__name__} {self.url} {self.instance} {state} problems={len(self._problems)}>"
+    @property
+    def is_open(self) -> bool:
+        """Whether new calls are taken; if not, those submitted before may still run."""
+        return self._thread is not None
 
-    # Lifecycle
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread = StoreThread(f"daskserve-store-{self._instance}")
 
-    async def open(self) -> None:
-        """See `InstanceStore.open`."""
-        if self._thread is not None:
-            return
-        self._thread = StoreThread(f"daskserve-store-{self.instance}")
-        try:
-            await self.run(self.do_open)
-        except BaseException:
-            await self.close()
-            raise
+    async def stop(self, last: Callable[[], None]) -> None:
+        """Take no new calls, run ``last`` after those submitted before, and end the thread.
 
-    async def close(self) -> None:
-        """See `InstanceStore.close`."""
+        A thread that hangs is abandoned after `CLOSE_GRACE_S`. Does nothing if the thread is not started.
+        """
         if self._thread is None:
             return
         thread, self._thread = self._thread, None
         is_idle = False
         try:
             async with asyncio.timeout(CLOSE_GRACE_S):
-                await asyncio.get_running_loop().run_in_executor(thread, self.do_close)
+                await asyncio.get_running_loop().run_in_executor(thread, last)
             is_idle = True
         except TimeoutError:
             logger.warning(
-                "Store %s did not close within %s s; its thread was abandoned", self.url, CLOSE_GRACE_S
+                "Store %s did not close within %s s; its thread was abandoned", self._url, CLOSE_GRACE_S
             )
         finally:
             # Joining an idle thread takes microseconds; a hanging thread is not joined.
             thread.shutdown(wait=is_idle)
 
-    # The interface of a store
-
-    async def load(self) -> Mapping[str, bytes]:
-        """See `Store.load`."""
-        return await self.run(self.do_load)
-
-    async def commit(self, epoch: int, change: StoreChange) -> None:
-        """See `Store.commit`."""
-        await self.run(self.do_commit, epoch, dict(change.records))
-
-    async def newest_epoch(self) -> int:
-        """See `InstanceStore.newest_epoch`."""
-        return await self.run(self.do_newest_epoch)
-
-    async def claim_epoch(self) -> int:
-        """See `InstanceStore.claim_epoch`."""
-        return await self.run(self.do_claim_epoch)
-
-    def problems(self) -> Mapping[str, str]:
-        """See `InstanceStore.problems`."""
-        return dict(self._problems)
-
-    # For use by the blocking half
-
-    @property
-    def is_closing(self) -> bool:
-        """Whether the store takes no new work and only finishes what was submitted."""
-        return self._thread is None
-
     async def run(self, job: Callable[..., T], *args: Any) -> T:
-        """Run a blocking job in the store's thread and return its result."""
+        """Run a job after all earlier ones and return its result.
+
+        Raises
+        ------
+        ClosedError
+            The store is not open.
+        """
         if self._thread is None:
-            raise ClosedError(f"The store {self.url} of instance {self.instance!r} is not open.")
+            raise ClosedError(f"The store {self._url} of instance {self._instance!r} is not open.")
         return await asyncio.get_running_loop().run_in_executor(self._thread, job, *args)
 
     def post(self, job: Callable[[], None]) -> None:
@@ -159,32 +121,89 @@ class ThreadedStore(abc.ABC):
 
     def _log_failure(self, ended: Future[None]) -> None:
         if not ended.cancelled() and (error := ended.exception()) is not None:
-            logger.error("Background work of store %s failed", self.url, exc_info=error)
+            logger.error("Background work of store %s failed", self._url, exc_info=error)
 
-    def report_problems(self, problems: Mapping[str, str]) -> None:
-        """Set what `problems` returns, and log the new problems."""
-        for name, reason in problems.items():
-            if name not in self._problems:
-                logger.error("Store %s, instance %s: %s: %s", self.url, self.instance, name, reason)
-        self._problems = dict(problems)
 
-    # The blocking half
+class BlockingStore(Protocol):
+    """The blocking half of a store. Its methods run only in the store's thread, one at a time.
 
-    @abc.abstractmethod
-    def do_open(self) -> None: ...
+    Attributes
+    ----------
+    url : str
+        The store's URL with its password masked.
+    problems : StoreProblems
+        What could not be read.
+    """
 
-    @abc.abstractmethod
-    def do_close(self) -> None:
-        """Release what `do_open` acquired, also after it failed."""
+    url: str
+    instance: InstanceName
+    problems: StoreProblems
 
-    @abc.abstractmethod
-    def do_load(self) -> Mapping[str, bytes]: ...
+    def open(self) -> None:
+        """Connect to the place that keeps the records, and prepare it."""
 
-    @abc.abstractmethod
-    def do_commit(self, epoch: int, records: Mapping[str, bytes | None]) -> None: ...
+    def close(self) -> None:
+        """Release what `open` acquired, also after it failed."""
 
-    @abc.abstractmethod
-    def do_newest_epoch(self) -> int: ...
+    def load(self) -> Mapping[str, bytes]:
+        """Return all records."""
 
-    @abc.abstractmethod
-    def do_claim_epoch(self) -> int: ...
+    def commit(self, epoch: int, records: Mapping[str, bytes | None]) -> None:
+        """Write one transaction, whole or not at all; raise if ``epoch`` is not the newest."""
+
+    def newest_epoch(self) -> int:
+        """Return the newest epoch; 0 if there is none."""
+
+    def claim_epoch(self) -> int:
+        """Return a new epoch, higher than any before."""
+
+
+class ThreadedStore:
+    """An `InstanceStore` that runs a `BlockingStore` in a thread.
+
+    A store that is not open raises `ClosedError`.
+    """
+
+    def __init__(self, blocking: BlockingStore, calls: BlockingCalls) -> None:
+        self.blocking = blocking
+        self.calls = calls
+
+    def __repr__(self) -> str:
+        state = "open" if self.calls.is_open else "closed"
+        kind, problems = type(self.blocking).__name__, len(self.blocking.problems.found)
+        return f"<{kind} {self.blocking.url} {self.blocking.instance} {state} problems={problems}>"
+
+    async def open(self) -> None:
+        """See `InstanceStore.open`."""
+        if self.calls.is_open:
+            return
+        self.calls.start()
+        try:
+            await self.calls.run(self.blocking.open)
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """See `InstanceStore.close`."""
+        await self.calls.stop(self.blocking.close)
+
+    async def load(self) -> Mapping[str, bytes]:
+        """See `Store.load`."""
+        return await self.calls.run(self.blocking.load)
+
+    async def commit(self, epoch: int, change: StoreChange) -> None:
+        """See `Store.commit`."""
+        await self.calls.run(self.blocking.commit, epoch, dict(change.records))
+
+    async def newest_epoch(self) -> int:
+        """See `InstanceStore.newest_epoch`."""
+        return await self.calls.run(self.blocking.newest_epoch)
+
+    async def claim_epoch(self) -> int:
+        """See `InstanceStore.claim_epoch`."""
+        return await self.calls.run(self.blocking.claim_epoch)
+
+    def problems(self) -> Mapping[str, str]:
+        """See `InstanceStore.problems`."""
+        return dict(self.blocking.problems.found)

@@ -10,7 +10,7 @@ import asyncio
 import sys
 
 from daskserve.cluster.base import StoreChange
-from daskserve.cluster.store import fsspec as store_fsspec
+from daskserve.cluster.store import journal as store_journal
 from daskserve.cluster.store.opening import open_store
 
 KEPT = 10
@@ -29,8 +29,8 @@ def value_of(number: int) -> bytes:
 
 
 async def main(url: str) -> None:
-    store_fsspec.COMPACT_OBJECTS = 7
-    store_fsspec.BYTES_PER_OBJECT = 1 << 20
+    store_journal.COMPACT_OBJECTS = 7
+    store_journal.BYTES_PER_OBJECT = 1 << 20
     store = open_store(url, "i")
     await store.open()
     epoch = await store.claim_epoch()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from fsspec import AbstractFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
@@ -13,8 +13,12 @@ from fsspec.implementations.memory import MemoryFileSystem
 from daskserve.cluster.base import InstanceStore, StoreChange
 from daskserve.cluster.store.folders import Folder, LocalFolder, RemoteFolder
 from daskserve.cluster.store.fsspec import FsspecStore, folder_of
+from daskserve.cluster.store.journal import Position
 from daskserve.cluster.store.opening import MemoryStore, open_store
+from daskserve.cluster.store.reading import positions_in
+from daskserve.cluster.store.thread import BlockingCalls, ThreadedStore
 
+T = TypeVar("T")
 #: Makes a store of an instance at one location; all stores made by it share their records.
 MakeStore = Callable[[str], InstanceStore]
 
@@ -53,7 +57,36 @@ def place(kind: str, path: Path) -> MakeStore:
     if kind == "folder":
         return lambda instance: open_store(f"file://{path}/store", instance)
     files = make_bucket() if kind == "bucket" else make_renaming_files()
-    return lambda instance: FsspecStore(f"{kind}://store", instance, remote(files))
+    return lambda instance: threaded(f"{kind}://store", instance, remote(files))
+
+
+def threaded(url: str, instance: str, connect: Callable[[str, str], Folder]) -> ThreadedStore:
+    """Return a store in the folder that ``connect`` returns."""
+    calls = BlockingCalls(url, instance)
+    return ThreadedStore(FsspecStore(url, instance, calls, connect), calls)
+
+
+def blocking(store: InstanceStore) -> FsspecStore:
+    """Return the blocking half of a store in a folder."""
+    assert isinstance(store, ThreadedStore)
+    assert isinstance(store.blocking, FsspecStore)
+    return store.blocking
+
+
+async def in_thread(store: InstanceStore, job: Callable[[], T]) -> T:
+    """Run a job in the thread of a store and return its result."""
+    assert isinstance(store, ThreadedStore)
+    return await store.calls.run(job)
+
+
+async def compact(store: InstanceStore) -> None:
+    """Compact the journal of a store, however short it is."""
+    await in_thread(store, lambda: blocking(store).compact(True))
+
+
+async def positions(store: InstanceStore, name: str) -> list[Position]:
+    """Return the positions of the objects in ``txn`` or ``snapshot``."""
+    return await in_thread(store, lambda: positions_in(blocking(store)._folder, name))
 
 
 def remote(files: Any) -> Callable[[str, str], Folder]:
@@ -152,12 +185,12 @@ def local_folder(path: Path, instance: str = "i") -> LocalFolder:
     return LocalFolder(path / "store" / folder_of(instance))
 
 
-def folder_store(path: Path, wrap: Callable[[Folder], Folder] = lambda folder: folder) -> FsspecStore:
+def folder_store(path: Path, wrap: Callable[[Folder], Folder] = lambda folder: folder) -> ThreadedStore:
     """Return a store at a location of the kind ``folder``; ``wrap`` wraps its folder."""
-    return FsspecStore(f"file://{path}/store", "i", lambda url, name: wrap(local_folder(path)))
+    return threaded(f"file://{path}/store", "i", lambda url, name: wrap(local_folder(path)))
 
 
-async def settle(store: FsspecStore) -> None:
+async def settle(store: InstanceStore) -> None:
     """Wait until the store has finished its background work."""
     for _ in range(20):
-        await store.run(lambda: None)
+        await in_thread(store, lambda: None)

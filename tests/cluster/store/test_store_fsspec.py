@@ -13,28 +13,34 @@ from store_harness import (
     Crash,
     Trap,
     TrappedFolder,
+    blocking,
     commit,
+    compact,
     every_step,
     folder_store,
     local_folder,
     make_bucket,
     make_renaming_files,
     opened,
+    positions,
     remote,
     settle,
+    threaded,
 )
 
 from daskserve.cluster.base import StoreChange
 from daskserve.cluster.store import fsspec as store_fsspec
+from daskserve.cluster.store import journal as store_journal
 from daskserve.cluster.store.folders import Folder
-from daskserve.cluster.store.fsspec import FsspecStore, folder_of
+from daskserve.cluster.store.fsspec import folder_of
 from daskserve.cluster.store.opening import StoreFormatError, StoreUnavailableError, open_store
+from daskserve.cluster.store.thread import BlockingCalls, ThreadedStore
 from daskserve.errors import StaleEpochError
 
 #: A step that no test reaches.
 NEVER = 1_000_000
 #: Makes another store of one instance at one location, with a trap in front of its folder.
-MakeTrapped = Callable[..., FsspecStore]
+MakeTrapped = Callable[..., ThreadedStore]
 
 
 @pytest.fixture(params=["folder", "bucket", "renames"])
@@ -48,8 +54,8 @@ def places(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], Ma
             return lambda wrap=lambda folder: folder: folder_store(path, wrap)
         connect = remote(make_bucket() if request.param == "bucket" else make_renaming_files())
 
-        def make(wrap: Callable[[Folder], Folder] = lambda folder: folder) -> FsspecStore:
-            return FsspecStore("there://store", "i", lambda url, folder: wrap(connect(url, folder)))
+        def make(wrap: Callable[[Folder], Folder] = lambda folder: folder) -> ThreadedStore:
+            return threaded("there://store", "i", lambda url, folder: wrap(connect(url, folder)))
 
         return make
 
@@ -58,7 +64,7 @@ def places(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], Ma
 
 @pytest.fixture
 def short_journals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_fsspec, "COMPACT_OBJECTS", 4)
+    monkeypatch.setattr(store_journal, "COMPACT_OBJECTS", 4)
     monkeypatch.setattr(store_fsspec, "REMOVE_AT_ONCE", 2)
 
 
@@ -170,13 +176,13 @@ def test_a_crash_during_compaction_loses_nothing(
                 for number in range(8):
                     model[f"k{number}"] = model["last"] = b"%d" % number
                     await store.commit(1, change(**{f"k{number}": b"%d" % number, "last": b"%d" % number}))
-                await store.run(store.do_compact, True)
+                await compact(store)
                 await settle(store)
                 model["more"] = b""
                 await store.commit(1, change(more=b""))
                 trap.at, trap.steps = at, []
                 try:
-                    await store.run(store.do_compact, True)
+                    await compact(store)
                     await settle(store)
                 except Crash:
                     pass
@@ -189,8 +195,8 @@ def test_a_crash_during_compaction_loses_nothing(
                         model[f"l{number}"] = b""
                         await store.commit(1, change(**{f"l{number}": b""}))
                         await settle(store)
-                    assert len(await store.run(store._positions, "txn")) < 20
-                    assert len(await store.run(store._positions, "snapshot")) <= 3
+                    assert len(await positions(store, "txn")) < 20
+                    assert len(await positions(store, "snapshot")) <= 3
 
         asyncio.run(scenario())
         return trap.has_sprung
@@ -275,39 +281,39 @@ def test_an_overtaken_commit_is_seen_by_the_next_controller_or_refused(
         seen: list[Mapping[str, bytes]] = []
 
         def take_over() -> None:
-            new.do_claim_epoch()
+            new.claim_epoch()
             if is_loaded:
-                seen.append(new.do_load())
+                seen.append(new.load())
 
         trap = Trap(NEVER, take_over)
-        old, new = make(lambda folder: TrappedFolder(folder, trap)), make()
+        old, new = blocking(make(lambda folder: TrappedFolder(folder, trap))), blocking(make())
         for store in (old, new):
-            store.do_open()
-        epoch = old.do_claim_epoch()
-        old.do_load()
-        old.do_commit(epoch, {"a": b"1"})
+            store.open()
+        epoch = old.claim_epoch()
+        old.load()
+        old.commit(epoch, {"a": b"1"})
         trap.at, trap.steps = at, []
         try:
-            old.do_commit(epoch, {"a": b"2", "b": b"2"})
+            old.commit(epoch, {"a": b"2", "b": b"2"})
             is_acknowledged = True
         except StaleEpochError:
             is_acknowledged = False
         if trap.has_sprung:
             assert not is_acknowledged
             if not seen:
-                seen.append(new.do_load())
-            new.do_commit(epoch + 1, {"c": b"3"})
+                seen.append(new.load())
+            new.commit(epoch + 1, {"c": b"3"})
             expected = {**seen[0], "c": b"3"}
             with pytest.raises(StaleEpochError):
-                old.do_commit(epoch, {"d": b"4"})
+                old.commit(epoch, {"d": b"4"})
         else:
             expected = {"a": b"2", "b": b"2"}
-        assert new.do_load() == expected
-        reader = make()
-        reader.do_open()
-        assert reader.do_load() == expected
+        assert new.load() == expected
+        reader = blocking(make())
+        reader.open()
+        assert reader.load() == expected
         for store in (old, new, reader):
-            store.do_close()
+            store.close()
         return trap.has_sprung
 
     assert every_step(run) == 4
@@ -321,27 +327,27 @@ def test_later_claimants_see_every_acknowledged_commit(
 
         def write() -> None:
             try:
-                old.do_commit(1, {"late": b"1"})
+                old.commit(1, {"late": b"1"})
                 acknowledged.append(True)
             except StaleEpochError:
                 pass
 
         acknowledged: list[bool] = []
         trap = Trap(NEVER, write)
-        old, new = make(), make(lambda folder: TrappedFolder(folder, trap))
+        old, new = blocking(make()), blocking(make(lambda folder: TrappedFolder(folder, trap)))
         for store in (old, new):
-            store.do_open()
-        old.do_claim_epoch()
-        old.do_commit(1, {"a": b"1"})
+            store.open()
+        old.claim_epoch()
+        old.commit(1, {"a": b"1"})
         trap.at, trap.steps = at, []
-        claimed = new.do_claim_epoch()
-        loaded = new.do_load()
+        claimed = new.claim_epoch()
+        loaded = new.load()
         assert claimed == 2
         assert loaded.get("late", b"") == (b"1" if acknowledged else b"")
-        new.do_commit(2, {"b": b"2"})
-        assert new.do_load() == {**loaded, "b": b"2"}
+        new.commit(2, {"b": b"2"})
+        assert new.load() == {**loaded, "b": b"2"}
         for store in (old, new):
-            store.do_close()
+            store.close()
         return trap.has_sprung
 
     assert every_step(run) >= 8
@@ -352,23 +358,23 @@ def test_two_concurrent_claims_get_different_epochs(places: Callable[[str], Make
     def run(at: int) -> bool:
         make = places(str(at))
         claimed: list[int] = []
-        trap = Trap(NEVER, lambda: claimed.extend(two.do_claim_epoch() for _ in range(times)))
-        one, two = make(lambda folder: TrappedFolder(folder, trap)), make()
+        trap = Trap(NEVER, lambda: claimed.extend(two.claim_epoch() for _ in range(times)))
+        one, two = blocking(make(lambda folder: TrappedFolder(folder, trap))), blocking(make())
         for store in (one, two):
-            store.do_open()
+            store.open()
         trap.at, trap.steps = at, []
-        claimed.append(one.do_claim_epoch())
+        claimed.append(one.claim_epoch())
         has_sprung, trap.at = trap.has_sprung, NEVER
         assert len(set(claimed)) == len(claimed)
-        assert one.do_newest_epoch() == two.do_newest_epoch() == max(claimed)
+        assert one.newest_epoch() == two.newest_epoch() == max(claimed)
         winner, loser = (one, two) if claimed[-1] == max(claimed) else (two, one)
-        winner.do_commit(max(claimed), {"a": b"1"})
+        winner.commit(max(claimed), {"a": b"1"})
         if has_sprung:
             with pytest.raises(StaleEpochError):
-                loser.do_commit(min(claimed), {"a": b"2"})
+                loser.commit(min(claimed), {"a": b"2"})
         for store in (one, two):
-            assert store.do_load() == {"a": b"1"}
-            store.do_close()
+            assert store.load() == {"a": b"1"}
+            store.close()
         return has_sprung
 
     assert every_step(run) >= 5
@@ -377,7 +383,7 @@ def test_two_concurrent_claims_get_different_epochs(places: Callable[[str], Make
 def test_a_load_during_another_process_compaction_sees_everything(
     places: Callable[[str], MakeTrapped], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(FsspecStore, "is_closing", False)
+    monkeypatch.setattr(BlockingCalls, "is_open", True)
 
     def run(at: int) -> bool:
         make = places(str(at))
@@ -385,24 +391,24 @@ def test_a_load_during_another_process_compaction_sees_everything(
 
         def cut() -> None:
             for number in (7, 8):
-                writer.do_commit(1, {f"k{number}": b""})
-                writer.do_compact(True)
+                writer.commit(1, {f"k{number}": b""})
+                writer.compact(True)
 
         trap = Trap(NEVER, cut)
-        writer, reader = make(), make(lambda folder: TrappedFolder(folder, trap))
+        writer, reader = blocking(make()), blocking(make(lambda folder: TrappedFolder(folder, trap)))
         for store in (writer, reader):
-            store.do_open()
+            store.open()
         for number in range(7):
-            writer.do_commit(1, {f"k{number}": b""})
+            writer.commit(1, {f"k{number}": b""})
             if number == 3:
-                writer.do_compact(True)
+                writer.compact(True)
         trap.at, trap.steps = at, []
-        found = reader.do_load()
+        found = reader.load()
         assert found.items() <= model.items()
         assert {f"k{number}" for number in range(7)} <= set(found)
-        assert reader.problems() == {}
+        assert reader.problems.found == {}
         for store in (writer, reader):
-            store.do_close()
+            store.close()
         return trap.has_sprung
 
     assert every_step(run) >= 5
@@ -422,7 +428,7 @@ def journal_of(path: Path, count: int, *, snapshots: tuple[int, ...] = ()) -> di
             for number in range(1, count + 1):
                 await store.commit(1, change(**{f"k{number}": b"%d" % number * 50}))
                 if number in snapshots:
-                    await store.run(store.do_compact, True)
+                    await compact(store)
                     await settle(store)
 
     asyncio.run(scenario())
@@ -496,7 +502,7 @@ def test_a_damaged_change_is_reported_and_kept_aside_and_loses_only_itself(tmp_p
         async with opened(folder_store(tmp_path)) as store:
             for number in (6, 7):
                 await store.commit(1, change(**{f"k{number}": b""}))
-                await store.run(store.do_compact, True)
+                await compact(store)
                 await settle(store)
 
     asyncio.run(cut_short())
@@ -532,7 +538,7 @@ def test_the_readable_part_of_the_only_snapshot_is_used(tmp_path: Path) -> None:
         async with opened(folder_store(tmp_path)) as store:
             for _ in range(2):
                 assert await commit(store, 1, new=b"") == {**without(records, "k2"), "new": b""}
-                await store.run(store.do_compact, True)
+                await compact(store)
                 await settle(store)
 
     asyncio.run(go_on())
@@ -680,8 +686,8 @@ def test_the_cost_of_a_commit_does_not_grow_with_the_records(tmp_path: Path) -> 
 def test_compaction_costs_in_proportion_to_what_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_fsspec, "COMPACT_BYTES", 2_000)
-    monkeypatch.setattr(store_fsspec, "COMPACT_OBJECTS", 1_000)
+    monkeypatch.setattr(store_journal, "COMPACT_BYTES", 2_000)
+    monkeypatch.setattr(store_journal, "COMPACT_OBJECTS", 1_000)
     folders: list[Counting] = []
 
     def count(folder: Folder) -> Folder:
@@ -693,7 +699,7 @@ def test_compaction_costs_in_proportion_to_what_is_written(
             for number in range(200):
                 await store.commit(1, StoreChange({f"k{number}": b"x" * 100}))
             await settle(store)
-            return len(await store.run(store._positions, "txn"))
+            return len(await positions(store, "txn"))
 
     left = asyncio.run(scenario())
     written = folders[0].written
@@ -730,7 +736,7 @@ def test_the_tracked_state_size_is_exact(tmp_path: Path) -> None:
             records: Any
             for records in ({"a": b"123", "b": b"1"}, {"a": b"12", "c": b""}, {"b": None, "x": None}):
                 await store.commit(1, StoreChange(records))
-            journal = store._journal
+            journal = blocking(store)._journal
             assert journal is not None
             assert journal.state_size == sum(len(key) + len(value) for key, value in journal.records.items())
             assert journal.objects == 3

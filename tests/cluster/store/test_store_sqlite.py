@@ -10,21 +10,25 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import cast
 
 import pytest
-from store_harness import commit, opened
+from store_harness import commit, in_thread, opened
 
-from daskserve.cluster.base import StoreChange
+from daskserve.cluster.base import InstanceStore, StoreChange
 from daskserve.cluster.store import sqlite as store_sqlite
 from daskserve.cluster.store.opening import StoreError, StoreFormatError, StoreUnavailableError, open_store
 from daskserve.cluster.store.sqlite import SqliteStore
+from daskserve.cluster.store.thread import ThreadedStore
 
 
-def sqlite_store(path: Path | str, instance: str = "i") -> SqliteStore:
-    store = open_store(f"sqlite:///{path}", instance)
-    assert isinstance(store, SqliteStore)
-    return store
+def sqlite_store(path: Path | str, instance: str = "i") -> InstanceStore:
+    return open_store(f"sqlite:///{path}", instance)
+
+
+def blocking(store: InstanceStore) -> SqliteStore:
+    assert isinstance(store, ThreadedStore)
+    assert isinstance(store.blocking, SqliteStore)
+    return store.blocking
 
 
 @pytest.fixture
@@ -50,10 +54,9 @@ def filled(path: Path, records: Mapping[str, bytes | None]) -> None:
 def test_every_commit_is_synced_to_a_write_ahead_log(path: Path) -> None:
     async def scenario() -> None:
         async with opened(sqlite_store(path)) as store:
-            db = cast(SqliteStore, store)._db
-            pragma = cast(SqliteStore, store).run
-            assert await pragma(lambda: db.execute("PRAGMA journal_mode").fetchone()) == ("wal",)
-            assert await pragma(lambda: db.execute("PRAGMA synchronous").fetchone()) == (2,)  # FULL
+            db = blocking(store)._db
+            assert await in_thread(store, lambda: db.execute("PRAGMA journal_mode").fetchone()) == ("wal",)
+            assert await in_thread(store, lambda: db.execute("PRAGMA synchronous").fetchone()) == (2,)  # FULL
         # Closing the last connection checkpoints the log and removes it.
         assert os.listdir(path.parent) == ["store.db"]
 
@@ -133,8 +136,8 @@ def test_a_read_only_store_refuses_commits_and_still_loads(path: Path) -> None:
     async def scenario() -> None:
         async with opened(sqlite_store(path)) as store:
             await commit(store, 1, a=b"1")
-            sqlite = cast(SqliteStore, store)
-            await sqlite.run(lambda: sqlite._db.execute("PRAGMA query_only = 1"))
+            db = blocking(store)._db
+            await in_thread(store, lambda: db.execute("PRAGMA query_only = 1"))
             with pytest.raises(StoreError, match="give the scheduler's user the right to write the file"):
                 await store.commit(1, StoreChange({"a": b"2"}))
             assert await store.load() == {"a": b"1"}
@@ -303,13 +306,13 @@ PAGE = 4096 + 24
 def test_the_cost_of_a_commit_does_not_grow_with_the_records(path: Path) -> None:
     async def scenario() -> tuple[list[int], list[int]]:
         async with opened(sqlite_store(path)) as store:
-            sqlite = cast(SqliteStore, store)
-            await sqlite.run(lambda: sqlite._db.execute("PRAGMA wal_autocheckpoint = 0"))
+            db = blocking(store)._db
+            await in_thread(store, lambda: db.execute("PRAGMA wal_autocheckpoint = 0"))
 
             async def cost(number: int) -> tuple[int, int]:
-                changes, size = await sqlite.run(lambda: sqlite._db.total_changes), log_size()
+                changes, size = await in_thread(store, lambda: db.total_changes), log_size()
                 await store.commit(1, StoreChange(backend(number)))
-                return await sqlite.run(lambda: sqlite._db.total_changes) - changes, log_size() - size
+                return await in_thread(store, lambda: db.total_changes) - changes, log_size() - size
 
             def log_size() -> int:
                 return path.with_name("store.db-wal").stat().st_size
@@ -340,7 +343,7 @@ def test_errors_without_a_name_are_translated(path: Path) -> None:
         pass
 
     def fail() -> None:
-        with store._translated_errors():
+        with blocking(store)._translated_errors():
             raise Nameless("what it was")
 
     store = sqlite_store(path)
