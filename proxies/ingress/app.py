@@ -95,15 +95,12 @@ class IngressStatistics:
         Requests that ended without a response; the client went away, or the server stopped.
     timed_out : int
         Requests that ran into their timeout, before or within the response.
-    busy_s : float
-        Total duration of all requests that have ended, in seconds.
     """
 
     ongoing: int
     responses: Mapping[str, int]
     unanswered: int
     timed_out: int
-    busy_s: float
 
 
 class IngressApp:
@@ -147,7 +144,6 @@ class IngressApp:
         self._responses = [0] * 10
         self._unanswered = 0
         self._timed_out = 0
-        self._busy_s = 0.0
         self.figures = IngressFigures()
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
@@ -171,7 +167,6 @@ class IngressApp:
             responses={f"{leading}xx": count for leading, count in enumerate(self._responses) if count},
             unanswered=self._unanswered,
             timed_out=self._timed_out,
-            busy_s=self._busy_s,
         )
 
     def __repr__(self) -> str:
@@ -192,7 +187,6 @@ class IngressApp:
         finally:
             self._ongoing -= 1
             seconds = stopwatch() - started
-            self._busy_s += seconds
             method = "WEBSOCKET" if scope["type"] == "websocket" else scope["method"]
             self.figures.observe(request.route, method, request.status, seconds, request.cause)
             if request.status:
