@@ -110,7 +110,7 @@ def start(
         if found is None or not isinstance(error, AlreadyRunningError):
             _end_failed_start(link, instance, start_id)
         if address is not None:
-            link.hang_up()
+            link.disconnect()
         raise
 
 
@@ -237,7 +237,7 @@ def connect(*, dask_client: Any = None, address: str | None = None) -> Client:
         return _connect(link)
     except BaseException:
         if address is not None:
-            link.hang_up()
+            link.disconnect()
         raise
 
 

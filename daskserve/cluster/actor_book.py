@@ -1,10 +1,10 @@
-"""The actors of one worker: made, found, asked and ended.
+"""The actors of one worker: creates, finds, calls and stops them.
 
-`daskserve.cluster.worker.host.Host` keeps one book for its Dask worker, `daskserve.cluster.local` one for
-each pretend worker. The book knows its actors only as `Hosted`, and neither Dask nor the local cluster.
+`daskserve.cluster.worker.host.Host` has one book for its Dask worker, `daskserve.cluster.local` one for each
+simulated worker. The book knows its actors only as `Hosted`, and knows neither Dask nor the local cluster.
 
-Requests reach an actor by `ActorBook.dispatch`, which takes a task, or by `ActorBook.answer`, which takes
-none; see `daskserve.cluster.channel.channel`. The book itself answers under the name `HOST_ACTOR`.
+Requests reach an actor through `ActorBook.dispatch`, which needs a task, or `ActorBook.answer`, which does
+not; see `daskserve.cluster.channel.channel`. The book itself has the name `HOST_ACTOR`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from daskserve.types import (
 
 logger = logging.getLogger("daskserve.host")
 
-#: The name under which requests reach the book of a worker itself.
+#: The actor name that addresses a worker's book itself.
 HOST_ACTOR = "host"
 
 
@@ -50,9 +50,9 @@ class Entry:
     spec: ActorSpec
     actor: Hosted
     starting: asyncio.Task[Mapping[str, Any]]
-    #: What answers requests without a task, if the actor has such a thing, as replicas do.
+    #: The actor's method that answers requests without a task, if it has one, as replicas do.
     answer: Callable[[Envelope, OnAnswer], Callable[[], None] | None] | None = None
-    was_ready: bool = False  # once it has been seen to be ready, it stays so
+    was_ready: bool = False  # stays True once `is_ready` has been True
 
     @property
     def is_ready(self) -> bool:
@@ -62,7 +62,7 @@ class Entry:
         return self.was_ready
 
     def health(self) -> dict[str, Any]:
-        """Return what the actor reports of its health; one that reports nothing is healthy."""
+        """Return the actor's reported health; an actor without reports is healthy."""
         ask = getattr(self.actor, "health", None)
         facts = ask() if ask is not None and self.is_ready else {}
         return {"is_healthy": facts.get("is_healthy", True), "detail": facts.get("detail", "")}
@@ -78,12 +78,12 @@ class ActorBook:
 
     Parameters
     ----------
-    worker : str
-        The address of the worker, with the process id that its actors report.
+    worker, pid : str, int
+        The address of the worker, and the process id that its actors report.
     make : callable
-        Makes an actor from its spec.
+        Creates an actor from its spec.
     surroundings : callable, optional
-        Returns the context manager in which an actor is made and its start begins.
+        Returns the context manager in which an actor is created and its start begins.
     on_change : callable, optional
         Called after an actor started or stopped.
 
@@ -140,7 +140,7 @@ class ActorBook:
     def answer(
         self, name: str, incarnation: int, envelope: Envelope, on_answer: OnAnswer
     ) -> Callable[[], None] | None:
-        """Have an actor answer a request without a task; None if it does not, for whatever reason."""
+        """Have an actor answer a request without a task; return None if that is not possible."""
         entry = self.entries.get(name)
         if entry is None or not entry.was_ready or entry.spec.incarnation != incarnation:
             return None
@@ -156,19 +156,19 @@ class ActorBook:
         return Load()
 
     async def create(self, spec: Mapping[str, Any]) -> dict[str, Any]:
-        """Make an actor, wait until it is ready and return its facts; see `Cluster.create`."""
+        """Create an actor, wait until it is ready and return its facts; see `Cluster.create`."""
         wanted = ActorSpec(**{**spec, "kind": ActorKind(spec["kind"])})
         entry = self.entries.get(wanted.name)
         while entry is not None and entry.spec.incarnation < wanted.incarnation:
             await self._remove(entry, grace_s=0)
-            entry = self.entries.get(wanted.name)  # another caller may have been quicker
+            entry = self.entries.get(wanted.name)  # another caller may have created one meanwhile
         if entry is None:
             entry = self._enter(wanted)
         elif entry.spec.incarnation > wanted.incarnation:
             raise ActorLostError(
                 f"{wanted.name} is at incarnation {entry.spec.incarnation}; {wanted.incarnation} is older."
             )
-        # Shielded: a caller that gives up, or a second caller, must not end the start of the actor.
+        # Shielded: a caller that gives up must not cancel the actor's start, which others may wait for.
         try:
             return dict(await asyncio.shield(entry.starting))
         except asyncio.CancelledError:
@@ -195,14 +195,13 @@ class ActorBook:
             self._on_change()
 
     async def destroy(self, name: str, incarnation: int, grace_s: float) -> None:
-        """Stop an actor and forget it; one that is gone already, or newer, is left alone."""
+        """Stop and remove an actor; do nothing if it is gone or a newer one has its name."""
         entry = self.entries.get(name)
         if entry is not None and entry.spec.incarnation <= incarnation:
             await self._remove(entry, grace_s)
 
     async def _remove(self, entry: Entry, grace_s: float) -> None:
-        # Shielded: the caller may be cancelled, as a controller that is killed. Nobody else would end what is
-        # half ended and no entry any more.
+        # Shielded: the caller, such as a killed controller, may be cancelled, but the stop must complete.
         await asyncio.shield(self._stopping.spawn(self._stop(entry, grace_s), f"stop-{entry.spec.name}"))
 
     async def _stop(self, entry: Entry, grace_s: float) -> None:
@@ -244,7 +243,7 @@ class ActorBook:
             try:
                 await self._remove(entry, grace_s=0)
             except Exception:
-                # One actor that cannot stop must not keep the others alive.
+                # An actor that fails to stop must not prevent the others from stopping.
                 logger.exception("Actor %s failed to stop", entry.spec.name)
 
     async def call(self, name: str, incarnation: int, verb: str, message: Mapping[str, Any]) -> Any:
@@ -260,7 +259,7 @@ class ActorBook:
         Raises
         ------
         ActorLostError, UnavailableError
-            It is not there; it is still starting.
+            The actor is not here, or is still starting.
         """
         entry = self.entries.get(name)
         if entry is None or entry.spec.incarnation != incarnation:

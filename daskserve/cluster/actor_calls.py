@@ -1,4 +1,4 @@
-"""How one process reaches actors: those in its own `ActorBook` directly, all others over channels.
+"""How one process calls actors: those in its own `ActorBook` directly, all others over channels.
 
 Shared by `daskserve.cluster.dask.DaskCluster` and `daskserve.cluster.local.process.LocalProcess`, so that the
 in-process cluster takes the same paths as a real one.
@@ -35,7 +35,7 @@ async def control_call(
     message: Mapping[str, Any],
     payload: Payload | None = None,
 ) -> Any:
-    """Call a verb by a request stream and return its value."""
+    """Call a verb over a request stream and return its value."""
     answer: list[Message] = []
 
     async def keep(item: Message) -> None:
@@ -47,7 +47,7 @@ async def control_call(
 
 
 class ActorCalls:
-    """The part of `daskserve.cluster.base.Cluster` that reaches actors.
+    """The part of `daskserve.cluster.base.Cluster` that calls actors.
 
     Parameters
     ----------
@@ -81,7 +81,7 @@ class ActorCalls:
                 host, "destroy", name=address.name, incarnation=address.incarnation, grace_s=grace_s
             )
         except ActorLostError:
-            pass  # the worker is gone, and the actor with it
+            pass  # the worker is gone, so the actor is too
 
     async def inspect(
         self, worker: WorkerAddress, *, figures_of: Collection[str] = ()

@@ -1,7 +1,7 @@
-"""What the layers above ask of a cluster, as protocols.
+"""The protocols through which the layers above use a cluster.
 
-`daskserve.cluster.dask` answers them on a real Dask cluster, `daskserve.cluster.local.cluster` in one process
-and one event loop. Nothing above this layer knows which.
+`daskserve.cluster.dask` implements them on a real Dask cluster, `daskserve.cluster.local.cluster` in one
+process and one event loop. The layers above work with both and cannot tell them apart.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ActorSpec:
-    """All that a Host needs to make one actor. ``payload`` is opaque to every layer but the actor's own."""
+    """All that a Host needs to create one actor. Only the actor's own layer reads ``payload``."""
 
     kind: ActorKind
     name: str
@@ -47,16 +47,16 @@ class ActorSpec:
 
 @dataclass(frozen=True, slots=True)
 class UseReport:
-    """What a controller tells the scheduler of its instance.
+    """A controller's report to the scheduler about the workers that its instance uses.
 
     Attributes
     ----------
     in_use : frozenset
-        The workers that hold replicas or proxies, or are about to.
+        Workers that hold replicas or proxies, or are about to.
     retiring : frozenset
-        The workers that it knows are to leave, and so puts nothing new on.
+        Workers that are about to leave, so that the controller places nothing new on them.
     waiting_workers : int
-        How many more workers the replicas that found no room would fill.
+        Number of additional workers needed for the replicas that wait for capacity.
     """
 
     in_use: frozenset[WorkerAddress] = frozenset()
@@ -69,18 +69,18 @@ ViewT_co = TypeVar("ViewT_co", bound=HasLink, covariant=True)
 
 @dataclass(frozen=True)  # without slots, which the alias `ActorContext` could not be called with
 class ContextWith(Generic[ViewT_co]):
-    """An actor's spec and its view of the cluster; a replica in a child process has only a link of that."""
+    """An actor's spec and its view of the cluster, of which a replica in a child process has only a link."""
 
     spec: ActorSpec
     cluster: ViewT_co
     clock: Clock
     rng: random.Random
     worker: WorkerAddress = ""
-    #: Where what user code's threads have for this loop is to arrive; None: anywhere.
+    #: Where calls from user threads arrive on this loop; None means no fixed place.
     landing: Landing | None = None
 
 
-#: What stopping may take beyond its grace; then it is given up, and the actor forgotten.
+#: Time beyond the grace period after which a stop is abandoned and the actor is removed.
 STOP_MARGIN_S = 10.0
 
 
@@ -107,23 +107,23 @@ def verbs_of(*parts: object) -> Mapping[str, Verb]:
 
 
 class Hosted(Protocol):
-    """An object that a Host can carry."""
+    """An actor that a Host can run."""
 
     @property
     def verbs(self) -> Mapping[str, Verb]:
-        """What `Cluster.call` may reach, see `verbs_of`."""
+        """The verbs that `Cluster.call` may call, see `verbs_of`."""
 
     async def start(self) -> Mapping[str, Any]:
-        """Get ready and return plain facts about it; raise to say that it cannot."""
+        """Prepare the actor and return plain facts about it; raise if that fails."""
 
     def handle(self, envelope: Envelope, receive: Receive, send: Send) -> Coroutine[Any, Any, Load]:
-        """Answer one request stream; cancelled when the caller goes away."""
+        """Answer one request stream; cancelled when the caller disconnects."""
 
     async def stop(self, grace_s: float) -> None:
-        """End, letting running requests finish for up to ``grace_s``; idempotent. Cancelled only if late."""
+        """Stop; running requests may finish for up to ``grace_s``. Idempotent; cancelled only if late."""
 
     def samples(self) -> Iterable[MetricSample]:
-        """Return its figures as metrics; see `daskserve.figures.collector.Source`."""
+        """Return the actor's metrics; see `daskserve.figures.collector.Source`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,29 +140,29 @@ class Store(Protocol):
         """Return all records."""
 
     async def commit(self, epoch: int, change: StoreChange) -> None:
-        """Write one transaction, whole or not at all; raise if ``epoch`` is not the newest."""
+        """Write one transaction atomically; raise if ``epoch`` is not the newest."""
 
     def problems(self) -> Mapping[str, str]:
-        """Return what could not be read of the store, each with the reason and where it is kept."""
+        """Return the records that could not be read, each with the reason and where it is kept."""
 
 
 class InstanceStore(Store, Protocol):
-    """A store as its owner holds it: the process that starts the instance's controllers."""
+    """The store of an instance in the process that owns it and starts the instance's controllers."""
 
     async def open(self) -> None:
-        """Get ready; nothing else may be called before. Idempotent.
+        """Open the store; must be called first. Idempotent.
 
-        Raises a `ServeError` that names the place and what to do: retryable if it may pass.
+        Raises a `ServeError` that names the location and the remedy; it is retryable if the cause may pass.
         """
 
     async def close(self) -> None:
-        """Finish what was asked for and leave nothing open: no file, no thread. Idempotent."""
+        """Finish pending operations and close all files and threads. Idempotent."""
 
     async def newest_epoch(self) -> int:
-        """Return the newest epoch that was claimed or has written; 0 if there is none."""
+        """Return the newest epoch that was claimed or committed; 0 if there is none."""
 
     async def claim_epoch(self) -> int:
-        """Return a new epoch, higher than any before, for good; commits of older ones fail from now on."""
+        """Return a new epoch, durably higher than any before; commits with older epochs fail from now on."""
 
 
 TopicHandler = Callable[[Any], None]
@@ -183,14 +183,14 @@ class Cluster(Protocol):
         """Return the workers that may not hold actors, each with the reason."""
 
     async def create(self, spec: ActorSpec, worker: WorkerAddress) -> Mapping[str, Any]:
-        """Make an actor, wait until it is ready and return its facts.
+        """Create an actor, wait until it is ready and return its facts.
 
-        Idempotent by name and incarnation: asking again for one that is there (or starting) returns the
-        same facts. Raises what the actor's ``start`` raised, or `ActorLostError`.
+        Idempotent by name and incarnation: a second call for an actor that runs or starts returns the same
+        facts. Raises the error of the actor's ``start``, or `ActorLostError`.
         """
 
     async def destroy(self, address: ActorAddress, grace_s: float) -> None:
-        """Stop an actor and forget it; one that is gone already is no error."""
+        """Stop and remove an actor; do nothing if it is already gone."""
 
     async def call(self, address: ActorAddress, verb: str, **message: Any) -> Any:
         """Call one of an actor's verbs with plain values and return a plain value."""
@@ -198,49 +198,49 @@ class Cluster(Protocol):
     def request(
         self, address: ActorAddress, envelope: Envelope, receive: Receive, send: Send
     ) -> Coroutine[Any, Any, Load]:
-        """Carry one request stream to an actor, directly if it lives in this process."""
+        """Send one request stream to an actor; with a direct call if the actor is in this process."""
 
     def ask(
         self, address: ActorAddress, envelope: Envelope, on_answer: OnAnswer
     ) -> Callable[[], None] | None:
-        """Carry a request that has one answer and no deadline to an actor, without a task.
+        """Send a request that has one answer and no deadline to an actor, without a task.
 
-        Returns what gives it up; None, and nothing has happened, if that cannot be done: nothing connects
-        this process to the actor yet, or it lives here and has to wait for something.
+        Returns a function that cancels the request. Returns None, without having done anything, if this is
+        not possible: there is no connection to the actor yet, or the actor is local and has to wait.
         """
 
     async def inspect(
         self, worker: WorkerAddress, *, figures_of: Collection[str] = ()
     ) -> Sequence[Mapping[str, Any]]:
-        """Return the instance's actors on a worker, as they are there now.
+        """Return the current actors of the instance on a worker.
 
-        Each as ``{"name", "kind", "incarnation", "is_ready", "is_healthy", "detail", "worker", "pid"}``, and,
-        for those named in ``figures_of`` that have any, ``"figures"``.
+        Each is ``{"name", "kind", "incarnation", "is_ready", "is_healthy", "detail", "worker", "pid"}``, with
+        ``"figures"`` if the actor has any and is named in ``figures_of``.
         Raises `ActorLostError` if the worker is gone, and never returns if its process is stopped.
         """
 
     async def report(self, epoch: int, report: UseReport) -> bool:
-        """Tell the scheduler what the instance uses; one of an older controller is ignored.
+        """Report what the instance uses to the scheduler, which ignores reports of older controllers.
 
-        Returns whether the cluster is adaptive: it grows for what waits, and takes back what is empty.
+        Returns whether the cluster is adaptive: it adds workers for waiting replicas and removes empty ones.
         """
 
     async def restart_worker(self, worker: WorkerAddress) -> None:
-        """Have a worker that does not answer killed and started anew; returns before that is done."""
+        """Request that a worker that does not answer is killed and restarted; return before that is done."""
 
     async def controller(self) -> ActorAddress:
-        """Return where the instance's controller lives now; raise `NotRunningError` if there is none."""
+        """Return the address of the instance's controller; raise `NotRunningError` if there is none."""
 
     def forget_controller(self) -> None:
-        """Look the controller up anew at the next call of `controller`, because a call to it failed."""
+        """Look up the controller again at the next call of `controller`, because a call to it failed."""
 
     def publish(self, message: Any) -> None:
         """Send plain values to every listener of the instance's topic."""
 
     async def subscribe(self, handler: TopicHandler) -> Callable[[], Awaitable[None]]:
-        """Hear the instance's topic; returns what ends it.
+        """Subscribe to the instance's topic and return a function that unsubscribes.
 
-        When this returns, no message published afterwards is missed.
+        The handler gets every message that is published after this returns.
         """
 
     @property
@@ -248,37 +248,37 @@ class Cluster(Protocol):
         """Whether this process knows that the instance was shut down."""
 
     def is_local(self, address: ActorAddress) -> bool:
-        """Whether the actor lives in this process."""
+        """Return whether the actor is in this process."""
 
 
 class Listener(Protocol):
-    """How a process learns of changes of an instance; see `daskserve.cluster.long_poll.LongPollClient`."""
+    """A process's subscription to an instance; see `daskserve.cluster.long_poll.LongPollClient`."""
 
     @property
     def is_started(self) -> bool:
-        """Whether `start` has returned already."""
+        """Whether `start` has completed."""
 
     async def start(self) -> None:
-        """Subscribe; idempotent. When it returns, no later change is missed."""
+        """Subscribe; idempotent. No change after it returns is missed."""
 
     async def stop(self) -> None:
-        """Unsubscribe and forget everything; idempotent."""
+        """Unsubscribe and clear all state; idempotent."""
 
     def watch(self, key: str, watcher: Callable[[Any], None]) -> Callable[[], None]:
-        """Call ``watcher(value)`` now if it is known, and whenever it changes; returns what ends it."""
+        """Call ``watcher(value)`` now, if known, and on every change; return a function that stops this."""
 
     def on_worker_left(self, callback: Callable[[WorkerAddress], None]) -> None:
-        """Call ``callback(worker)`` when the scheduler sees a worker go."""
+        """Call ``callback(worker)`` when a worker leaves the scheduler."""
 
     def on_ended(self, callback: Callable[[], None]) -> None:
         """Call ``callback()`` when the instance has been shut down."""
 
     async def wait_for_snapshot(self, snapshot_id: SnapshotId, timeout_s: float) -> None:
-        """Return when this process has applied that change or a newer one; `TimeoutError` if it does not."""
+        """Return when this process has applied that change or a newer one; raise `TimeoutError` if late."""
 
 
 class Process(Cluster, Protocol):
-    """A process's view of the cluster, with what the process keeps for those who call actors from it."""
+    """A process's view of the cluster, with the state that callers in the process share."""
 
     @property
     def clock(self) -> Clock: ...
@@ -288,20 +288,20 @@ class Process(Cluster, Protocol):
 
     @property
     def listener(self) -> Listener:
-        """The process's listener for the instance; made on first use, not yet started."""
+        """The process's listener for the instance; created on first use, not yet started."""
 
     @property
     def shared(self) -> dict[str, Any]:
-        """What the layers above keep once per process and instance, by name."""
+        """Objects that the layers above keep once per process and instance, by name."""
 
 
-#: What an actor's factory gets.
+#: The argument of an actor's factory.
 ActorContext: TypeAlias = ContextWith[Process]
 ActorFactory: TypeAlias = Callable[[ActorContext], Hosted]
 
 
 class Link(Protocol):
-    """The event loop of a process's connections, and how callers on any thread get onto it.
+    """The event loop of a process's connections, and the hops onto it from other threads.
 
     See `daskserve.cluster.link.Link`.
     """
@@ -320,28 +320,28 @@ class Link(Protocol):
 
     @property
     def hops(self) -> Hops:
-        """Ways onto event loops: this link's own, and those of its callers."""
+        """Hops onto event loops: this link's own, and those of its callers."""
 
     @property
     def hop(self) -> Hop:
-        """The way onto the link's loop from other threads."""
+        """The hop onto the link's loop from other threads."""
 
     @property
     def is_closed(self) -> bool:
-        """Whether nothing can be carried out any more."""
+        """Whether the connection is closed, so that all calls fail."""
 
     def closed_error(self) -> ClusterUnreachableError:
-        """Return what to raise if `is_closed`."""
+        """Return the error to raise if `is_closed`."""
 
     def runs_here(self) -> bool:
-        """Whether the caller is on the link's own loop."""
+        """Return whether the caller is on the link's own loop."""
 
     def cluster(self, instance: InstanceName) -> Process:
         """Return this process's view of an instance."""
 
 
 class ClientLink(Link, Protocol):
-    """What a `daskserve.client.client.Client` asks of its process besides."""
+    """The additional methods that a `daskserve.client.client.Client` needs."""
 
     #: The client that `daskserve.run` uses in this process, if there is one.
     default_instance: Any
@@ -355,7 +355,7 @@ class ClientLink(Link, Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Whether blocking calls can still be carried out."""
+        """Whether blocking calls are possible."""
 
     def sync(self, coroutine: Coroutine[Any, Any, T], *, timeout_s: float | None = None) -> T:
         """Run a coroutine on the link's loop and return its result to this thread."""
@@ -370,7 +370,7 @@ class ClientLink(Link, Protocol):
         """Forget an instance."""
 
     def release_default(self, instance: InstanceName) -> None:
-        """Let go of the default instance if it is this one."""
+        """Clear the default instance if it is this one."""
 
     def instance_ended(self, instance: InstanceName) -> None:
-        """Close the Dask cluster that was made for this link with its last instance."""
+        """Close the Dask cluster that was created for this link, if this was its last instance."""

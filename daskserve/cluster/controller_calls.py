@@ -1,4 +1,4 @@
-"""Calls to an instance's controller, which may be lost, hang or be replaced at any moment."""
+"""Calls to an instance's controller, which may be lost, hang or be replaced at any time."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from daskserve.types import ActorAddress
 
 T = TypeVar("T")
 
-#: Pause between two tries to call a controller.
+#: Delay between two attempts to call a controller.
 CONTROLLER_RETRY_S = 0.05
 
 
 class FindsController(Protocol):
-    """What knows where the controller lives, such as a `daskserve.cluster.base.Cluster`."""
+    """An object that finds the controller, such as a `daskserve.cluster.base.Cluster`."""
 
     async def controller(self) -> ActorAddress: ...
 
@@ -33,27 +33,27 @@ async def call_controller(
     check_s: float,
     patience_s: float = float("inf"),
 ) -> T:
-    """Call the controller, and its successor if it is replaced meanwhile.
+    """Call the controller, or its successor if it is replaced during the call.
 
-    Trying again is safe because every verb is idempotent.
+    Retries are safe because every verb is idempotent.
 
     Parameters
     ----------
     call : callable
-        Makes the call to the controller at an address.
+        Calls the controller at an address.
     check_s : float
-        Interval at which a call that takes longer checks whether its controller was replaced.
+        Interval at which a running call checks whether its controller was replaced.
     patience_s : float
-        How long after its start a call is tried again.
+        Time after the first attempt during which a call is retried.
 
     Raises
     ------
     StoreUnavailableError
-        The controller is there, its store is not.
+        The controller answers, but its store is not available.
     UnavailableError
         No controller could be reached in time.
     Exception
-        What the finder or the call raised.
+        Any other error of the finder or the call.
     """
     deadline = clock.now() + patience_s
     while True:

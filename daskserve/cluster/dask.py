@@ -1,7 +1,7 @@
-"""The `Cluster` protocol on a real Dask cluster, as one process sees it for one instance.
+"""The `Cluster` protocol on a real Dask cluster: one process's view of one instance.
 
-The same class serves the Hosts inside workers and user programs outside: both hold a Dask client (for the
-scheduler and its topics) and a pool of channels (for everything that goes to an actor).
+Hosts inside workers and user programs outside use the same class. Both have a Dask client (for the
+scheduler and its topics) and a pool of channels (for requests to actors).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ async def ask_supervisor(client: Client, verb: str, **message: Any) -> Any:
     NotRunningError
         There is no supervisor: no instance runs on this cluster.
     ServeError
-        What the verb raised.
+        The error of the verb.
     OSError
         The scheduler cannot be reached.
     """
@@ -87,16 +87,16 @@ class RemoteStore:
 
 
 class DaskCluster(ActorCalls):
-    """See `daskserve.cluster.base.Cluster`, which this implements.
+    """The implementation of `daskserve.cluster.base.Cluster` on Dask.
 
     Parameters
     ----------
     client : distributed.Client
-        Asynchronous use only: every method runs on the client's own loop.
+        The process's Dask client; every method runs on the client's own loop.
     link
-        The `daskserve.cluster.link.Link` this view belongs to.
+        The `daskserve.cluster.link.Link` to which this view belongs.
     local_worker, book
-        The worker this process is, and its actors; None outside workers.
+        The worker of this process, and its actors; None outside workers.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class DaskCluster(ActorCalls):
         self.clock = clock
         self.store = RemoteStore(client, instance)
         self.link = link
-        #: What the layers above keep once per process and instance, by name.
+        #: Objects that the layers above keep once per process and instance, by name.
         self.shared: dict[str, Any] = {}
         self._client = client
         self._worker = local_worker
@@ -126,7 +126,7 @@ class DaskCluster(ActorCalls):
 
     @property
     def listener(self) -> LongPollClient:
-        """This process's long-poll client for the instance; made on first use, not yet started."""
+        """This process's long-poll client for the instance; created on first use, not yet started."""
         if self._listener is None:
             self._listener = LongPollClient(self, self.clock)
             self._listener.on_worker_left(self._forget_worker)
@@ -135,7 +135,7 @@ class DaskCluster(ActorCalls):
 
     @property
     def is_ended(self) -> bool:
-        """Whether this process has heard that the instance was shut down."""
+        """Whether this process knows that the instance was shut down."""
         return self._is_ended
 
     def _forget_worker(self, worker: WorkerAddress) -> None:
@@ -148,7 +148,7 @@ class DaskCluster(ActorCalls):
         self._controller = None
 
     async def close(self) -> None:
-        """Stop listening. The Dask client and the channels belong to whoever made this object."""
+        """Stop listening. The Dask client and the channels stay open: the link owns them."""
         has_ended = self._is_ended
         self._mark_ended()
         if self._listener is not None:
@@ -191,7 +191,7 @@ class DaskCluster(ActorCalls):
         return self._controller
 
     def forget_controller(self) -> None:
-        """Look the controller up again at the next call, because the last one found it gone."""
+        """Look up the controller again at the next call, because the last call did not reach it."""
         self._controller = None
 
     def publish(self, message: Any) -> None:
@@ -200,7 +200,7 @@ class DaskCluster(ActorCalls):
         self._worker.log_event(topic_of(self.instance), message)
 
     async def subscribe(self, handler: TopicHandler) -> Callable[[], Awaitable[None]]:
-        # Dask keeps one handler per client and topic, so the process subscribes once, for all its listeners.
+        # Dask has one handler per client and topic, so the process subscribes once for all its listeners.
         self._handlers.append(handler)
         try:
             if self._subscribing is None or self._subscribing.cancelled():
@@ -236,7 +236,7 @@ class DaskCluster(ActorCalls):
             for each in list(self._handlers):
                 each(message)
 
-        # Subscribing is not acknowledged: only one's own event coming back proves that it has happened.
+        # Dask does not acknowledge a subscription; receiving our own marker event proves that it is active.
         patience_s = MARKER_RETRY_S
         while not seen.is_set():
             self._client.subscribe_topic(topic, hear)

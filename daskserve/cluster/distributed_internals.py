@@ -44,21 +44,21 @@ with needs("distributed", ">=2025.1,<2026.9") as check:
 with needs("dask", ">=2025.1,<2026.9") as check:
     import dask.config
 
-    #: The variable from which a new process reads the configuration that its parent hands on.
+    #: The variable from which a new process reads the configuration of its parent.
     _INHERITED_CONFIG = "DASK_INTERNAL_INHERIT_CONFIG"
     check.constants(dask.config.collect_env, _INHERITED_CONFIG)
 
 #: For the other modules of the cluster room.
 __all__ = ["Serialize", "get_ip", "to_serialize"]
 
-#: What both ends of a connection must know of each other to choose an encoding.
+#: Fields of the handshake from which both ends of a connection choose an encoding.
 _HANDSHAKE_FIELDS = ("compression", "python", "pickle-protocol")
 
 # ---- clients and workers
 
 
 def configured_security(address: str) -> Security:
-    """Return the security that `distributed.Client` uses for an address, unless it is passed another one."""
+    """Return the security that `distributed.Client` uses by default for an address."""
     return _maybe_call_security_loader(address) or Security()
 
 
@@ -131,12 +131,12 @@ def config_variables(sections: Mapping[str, Any]) -> dict[str, str]:
 
 # ---- servers: workers and the scheduler
 
-#: What a handler returns that has taken over the connection of its caller.
+#: The return value of a handler that has taken over its caller's connection.
 NO_REPLY = Status.dont_reply
 
 
 def add_handler(server: Server, operation: str, handler: Callable[..., Any]) -> None:
-    """Have a function answer an operation that other processes call."""
+    """Register a function as the handler of an operation that other processes call."""
     server.handlers[operation] = handler
 
 
@@ -146,7 +146,7 @@ def remove_handler(server: Server, operation: str) -> None:
 
 
 def is_running(server: Server | WorkerState) -> bool:
-    """Return whether a server, or a worker as the scheduler sees it, runs and is not paused or closing."""
+    """Return whether a server, or the scheduler's state of a worker, is running: not paused or closing."""
     return bool(server.status is Status.running)
 
 
@@ -154,7 +154,7 @@ def is_running(server: Server | WorkerState) -> bool:
 
 
 def replace_idle_timeout(scheduler: Scheduler, timeout_s: float | None) -> float | None:
-    """Set the time after which an idle scheduler closes, None for never; return what it was."""
+    """Set the time after which an idle scheduler closes, None for never; return the previous value."""
     previous: float | None = scheduler.idle_timeout
     scheduler.idle_timeout = timeout_s
     return previous
@@ -168,7 +168,7 @@ def replace_method(
     Parameters
     ----------
     handler
-        What answers remote calls; by default ``method`` too.
+        The handler of remote calls; by default ``method``.
     """
     original: Callable[..., Any] = scheduler.handlers[name]
     setattr(scheduler, name, method)
@@ -183,7 +183,7 @@ def restore_method(scheduler: Scheduler, name: str, original: Callable[..., Any]
 
 
 def drop_topic(scheduler: Scheduler, topic: str) -> None:
-    """Forget all events of a topic, which the scheduler otherwise keeps until it closes."""
+    """Delete all events of a topic, which the scheduler otherwise keeps until it closes."""
     scheduler._broker._topics.pop(topic, None)
 
 
@@ -214,17 +214,17 @@ async def connect_comm(
 
 
 def peer_handshake(comm: Comm) -> dict[str, Any]:
-    """Return what the peer said about itself in the handshake."""
+    """Return the fields of the peer's handshake."""
     return {name: comm.remote_info[name] for name in _HANDSHAKE_FIELDS if name in comm.remote_info}
 
 
 def agree(comm: Comm, handshake: dict[str, Any]) -> None:
-    """Encode messages on a connection so that the process with that handshake can decode them."""
+    """Choose an encoding for a connection that the process with the given handshake can decode."""
     comm.handshake_options = comm.handshake_configuration(comm.local_info, handshake)
 
 
 def is_plain_tcp(comm: Any) -> bool:
-    """Return whether a connection is TCP and nothing else, so that its socket can be taken over."""
+    """Return whether a connection is plain TCP, so that its socket can be taken over."""
     return type(comm) is TCP
 
 

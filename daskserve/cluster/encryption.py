@@ -1,4 +1,4 @@
-"""The certificates that a scheduler or a worker uses where it is somebody's client."""
+"""The certificates that a scheduler or a worker uses when it connects as a client."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Any, Literal
 
 
 def as_client(security: Any, role: Literal["scheduler", "worker"]) -> Any:
-    """Return the security of a server for a Dask client of its own.
+    """Return the security for a Dask client inside a server.
 
-    ``dask scheduler --tls-cert`` and ``dask worker --tls-cert`` set the certificate of their own role and no
-    other. It serves for the client's as well, which Dask itself never needs there.
+    ``dask scheduler --tls-cert`` and ``dask worker --tls-cert`` set only the certificate of the server's
+    role. This function also uses it as the client certificate, which Dask itself never needs there.
 
     Parameters
     ----------
     security : distributed.Security
-        The server's.
+        The server's security.
     role : str
-        What the server is.
+        The server's role.
     """
-    # Those of other packages have ways of their own to certificates.
+    # Security classes of other packages may provide certificates in another way.
     if getattr(security, "tls_client_cert", "") is not None:
         return security
     own = copy.copy(security)

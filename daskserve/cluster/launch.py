@@ -1,13 +1,13 @@
-"""The Dask clusters that daskserve starts for those who have none.
+"""The Dask clusters that daskserve starts if the user has none.
 
 A `distributed.LocalCluster` spawns its workers through multiprocessing, which runs the caller's main
-module again and so needs an ``if __name__ == "__main__"`` guard. Processes started as plain subprocesses
-need none, so pasted scripts, REPLs and notebooks work. Each gets a process session of its own, so that
-Ctrl-C reaches the caller alone.
+module again and so needs an ``if __name__ == "__main__"`` guard. Plain subprocesses need no guard, so
+pasted scripts, REPLs and notebooks work. Each process gets its own session, so that Ctrl-C reaches only the
+caller.
 
-An instance that ends with its program gets a cluster that does too: the scheduler runs in the caller's
-process, and a worker whose caller was killed loses its scheduler and ends by itself. A detached instance
-gets a scheduler of its own and workers with nannies, which go on without the caller.
+The cluster of an instance that ends with its program also ends with it: the scheduler runs in the caller's
+process, and a worker exits when the caller is killed. A detached instance gets a separate scheduler process
+and workers with nannies, which outlive the caller.
 """
 
 from __future__ import annotations
@@ -40,24 +40,25 @@ logger = logging.getLogger("daskserve.launch")
 
 T = TypeVar("T")
 
-#: What a process of the cluster runs. It takes over the caller's import path, as a multiprocessing child
-#: would; ``-c`` programs have no main module that a nanny's child could run again.
+#: Program of each process of the cluster. It uses the caller's import path, as a multiprocessing child does.
+#: A ``-c`` program has no main module that a nanny's child would run again.
 _MAIN = (
     "import json, sys; options = json.loads(sys.argv.pop()); sys.path[:] = options['path']; "
     "import dask.config; dask.config.set(options['config']); "
     "from distributed.cli.dask_spec import main; main(options['arguments'])"
 )
-#: What it runs before that if it must not outlive its caller, even one killed before there was a scheduler:
-#: only the caller holds the other end of the pipe that is its standard input.
+#: Prelude for a process that must not outlive its caller, even if the caller is killed before there is a
+#: scheduler: only the caller holds the other end of the pipe that is the process's standard input.
 _END_WITH_CALLER = (
     "import os, threading, time; lifeline = os.dup(0); os.dup2(os.open(os.devnull, os.O_RDONLY), 0); "
     "threading.Thread(target=lambda: (os.read(lifeline, 1), time.sleep({grace_s}), os._exit(1)), "
     "daemon=True).start(); "
 )
-#: A worker told to end gets this long before it is killed.
+#: Time between SIGTERM and SIGKILL for a worker.
 END_TIMEOUT_S = 3.0
-#: A new cluster must be complete by then; whether it still can be is looked at this often.
+#: Time within which a new cluster must be complete.
 START_TIMEOUT_S = 30.0
+#: Interval of the checks whether a process of a new cluster has exited.
 CHECK_S = 0.5
 _LOCALHOST = "127.0.0.1"
 
@@ -75,22 +76,22 @@ def command(cls: str, options: dict[str, Any], *addresses: str, prelude: str = "
 
 def _event_loop() -> str:
     configured = str(dask.config.get("distributed.admin.event-loop"))
-    # "tornado" is Dask's default, and another word for "asyncio".
+    # "tornado" is Dask's default, and an alias of "asyncio".
     return "uvloop" if configured == "tornado" and uses_uvloop() else configured
 
 
 def _environment() -> dict[str, str]:
-    """Return the variables of a process of the cluster, with what `dask.config.set` changed in this one.
+    """Return the variables of a process of the cluster, with the changes of `dask.config.set` in this one.
 
-    So a cluster can be given certificates, and its processes agree on all else too. Other sections than
-    these may hold objects, a pool of threads for instance, that stay where they are.
+    This passes certificates and all other settings of these sections to the cluster. Other sections may hold
+    objects such as thread pools, which must stay in this process.
     """
     sections = {name: dask.config.get(name, default={}) for name in ("distributed", "daskserve")}
     return {**process_variables(), **config_variables(sections)}
 
 
 class WorkerProcess(ProcessInterface):
-    """One Dask worker in a plain subprocess, in the shape that `distributed.SpecCluster` asks for."""
+    """One Dask worker in a plain subprocess, with the interface that `distributed.SpecCluster` requires."""
 
     def __init__(self, scheduler: str, name: str | int, worker_options: dict[str, Any]) -> None:
         self._command = command(
@@ -115,7 +116,7 @@ class WorkerProcess(ProcessInterface):
 
     @property
     def exit_status(self) -> int | None:
-        """What the process ended with; None while it runs."""
+        """The exit status of the process; None while it runs."""
         return None if self._process is None else self._process.returncode
 
     async def close(self) -> None:
@@ -145,9 +146,9 @@ def _worker_options(size: LocalClusterSize, has_dashboard: bool) -> dict[str, An
         "nthreads": size.threads_per_worker,
         "host": _LOCALHOST,
         "silence_logs": logging.WARNING,
-        "memory_limit": 1 / size.n_workers,  # of the memory of this machine
+        "memory_limit": 1 / size.n_workers,  # as a fraction of this machine's memory
         **_dashboard(has_dashboard),
-        # The scheduler's pages show every worker; a second set in each of them takes 0.4 s to load.
+        # The scheduler's dashboard shows every worker; one in each worker takes 0.4 s to load.
         "dashboard": False,
     }
 
@@ -155,7 +156,7 @@ def _worker_options(size: LocalClusterSize, has_dashboard: bool) -> dict[str, An
 def start_local_cluster(size: LocalClusterSize, *, has_dashboard: bool) -> tuple[SpecCluster, Client]:
     """Start a scheduler in this process and workers as subprocesses; return them with a default client.
 
-    Nothing of it is left if it fails or is interrupted.
+    On failure or interruption, everything that was started ends.
     """
 
     def undo(made: tuple[SpecCluster, Client]) -> None:
@@ -167,9 +168,9 @@ def start_local_cluster(size: LocalClusterSize, *, has_dashboard: bool) -> tuple
 
 
 def _start_whole(start: Callable[[threading.Event], T], undo: Callable[[T], None]) -> T:
-    """Start something in a thread, where Ctrl-C cannot leave it half made; if it comes, undo the whole.
+    """Start something in a thread, where Ctrl-C cannot interrupt it halfway; on Ctrl-C, undo all of it.
 
-    ``start`` gets an event that tells it to give up; it leaves nothing then.
+    ``start`` gets an event that is set when it should give up and clean up.
     """
     given_up = threading.Event()
     with ThreadPoolExecutor(1, "daskserve-launch") as threads:
@@ -186,7 +187,7 @@ def _start_whole(start: Callable[[threading.Event], T], undo: Callable[[T], None
 def _wait_for_workers(
     client: Client, count: int, given_up: threading.Event, statuses: Callable[[], Iterable[int | None]]
 ) -> None:
-    """Return when the workers have joined; raise as soon as they cannot, or need not, any more."""
+    """Return when the workers have joined; raise if one has exited, on timeout, or if ``given_up`` is set."""
     for _ in range(int(START_TIMEOUT_S / CHECK_S)):
         try:
             client.wait_for_workers(count, timeout=CHECK_S)
@@ -197,10 +198,13 @@ def _wait_for_workers(
         ended = [status for status in statuses() if status is not None]
         if ended:
             raise InstanceError(
-                f"A Dask worker could not be started (exit status {ended[0]}); run `dask worker` by hand to "
+                f"A Dask worker could not be started (exit status {ended[0]}); run `dask worker` manually to "
                 "see why."
             )
-    raise InstanceError(f"{count} Dask workers could not be started within {START_TIMEOUT_S:g} s.")
+    raise InstanceError(
+        f"{count} Dask workers could not be started within {START_TIMEOUT_S:g} s; run `dask worker` manually "
+        "to see why."
+    )
 
 
 def _start_local(
@@ -237,12 +241,12 @@ def _start_local(
 
 
 def start_detached_cluster(size: LocalClusterSize, *, has_dashboard: bool) -> Client:
-    """Start a scheduler and workers with nannies that outlive this process; return a default client of them.
+    """Start a scheduler and workers with nannies that outlive this process; return a default client.
 
     Raises
     ------
     InstanceError
-        They did not come up; none of them is left then.
+        A process did not start; the others have been killed.
     """
     return _start_whole(
         lambda given_up: _start_detached(size, has_dashboard, given_up), lambda client: client.shutdown()
@@ -288,11 +292,11 @@ def _start_detached(size: LocalClusterSize, has_dashboard: bool, given_up: threa
             raise
     except BaseException:
         for process in processes:
-            # Not terminate: a worker that loses its scheduler while it ends may never be done.
+            # Not terminate: a worker that loses its scheduler while it shuts down may hang.
             process.kill()
         raise
     for process in processes:
-        # Whoever starts a process must take note of its end, or it stays in the table as a zombie.
+        # Reap each process when it exits, or it stays a zombie.
         threading.Thread(target=process.wait, name="daskserve-reaper", daemon=True).start()
     return client
 
@@ -306,6 +310,6 @@ def _read_address(file: Path, process: subprocess.Popen[bytes]) -> str:
             break
         waited.wait(0.05)
     raise InstanceError(
-        f"A Dask scheduler could not be started (exit status {process.poll()}); run `dask scheduler` by hand "
+        f"A Dask scheduler could not be started (exit status {process.poll()}); run `dask scheduler` manually "
         "to see why."
     )

@@ -1,8 +1,8 @@
-"""The link: one process's connection to a Dask cluster, shared by all instances it talks to.
+"""The link: one process's connection to a Dask cluster, shared by all instances it uses.
 
-A link lives on one event loop, that of its Dask client. User code calls it from other threads through
-`Link.sync`. A worker's Host owns the link of its process; a user program's hangs on its
-`distributed.Client`, so that it ends with it.
+A link runs on one event loop, that of its Dask client. User code calls it from other threads through
+`Link.sync`. In a worker, the Host owns the link. In a user program, the link is an attribute of its
+`distributed.Client`, so that it ends with the client.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ T = TypeVar("T")
 logger = logging.getLogger("daskserve.link")
 
 _ATTRIBUTE = "_daskserve_link"
-#: So that Dask's own error, which says more, comes first where there is nothing to connect to.
-KNOCK_MARGIN_S = 0.2
+#: Added to the timeout, so that Dask's own error, which is more specific, comes first if nothing listens.
+CONNECT_MARGIN_S = 0.2
 
 
 async def _refuse(name: str, incarnation: int, envelope: Envelope, receive: Receive, send: Send) -> Load:
@@ -54,9 +54,9 @@ async def _refuse(name: str, incarnation: int, envelope: Envelope, receive: Rece
 
 
 class _Call(Generic[T]):
-    """A coroutine that another thread waits for, and may give up at any moment.
+    """A coroutine that another thread waits for and may cancel at any moment.
 
-    Ctrl-C may come when the loop has been told of the coroutine, and its caller has no future yet to cancel.
+    Ctrl-C may arrive after the coroutine was scheduled and before the caller has a future to cancel.
     """
 
     def __init__(self, coroutine: Coroutine[Any, Any, T]) -> None:
@@ -72,7 +72,7 @@ class _Call(Generic[T]):
         return await self._coroutine
 
     def cancel(self) -> None:
-        """Call on the loop only."""
+        """Cancel the coroutine if it runs; call on the loop only."""
         if self._task is not None:
             self._task.cancel()
 
@@ -96,18 +96,18 @@ class Link:
         book: ActorBook | None = None,
     ) -> None:
         self.client = client
-        # Tornado's IOLoop class does not tell that every IOLoop there is wraps an asyncio loop.
+        # Tornado's IOLoop type does not declare that every IOLoop wraps an asyncio loop.
         io_loop: Any = client.loop
-        #: The event loop that everything of this link runs on.
+        #: The event loop that this link runs on.
         self.loop: asyncio.AbstractEventLoop = io_loop.asyncio_loop
         self.clock = OneLoopClock(self.loop)
-        #: Ways onto event loops: this link's own, and those of its callers.
+        #: Hops onto event loops: this link's own, and those of its callers.
         self.hops = Hops()
         self.landing = Landing(self.loop)
         self.hop = self.hops.onto(self.loop, self.landing)
         self.rng = system_rng()
         self.request_ids = RequestIds(self.rng)
-        # Workers of one cluster reach each other, or Dask itself would not work.
+        # Workers always reach each other directly, because Dask requires it.
         channel = settings.channel() if worker is None else replace(settings.channel(), route="direct")
         connection_args = client.security.get_connection_args(role)
         dialler = Dialler(connection_args, lambda: scheduler_address(client), channel, self.clock)
@@ -124,9 +124,9 @@ class Link:
         self._clusters: dict[InstanceName, DaskCluster] = {}
         self._started: dict[InstanceName, None] = {}
         self._tasks = TaskSet(logger)
-        #: Detached instances whose whole Dask cluster was made for them and ends with them.
+        #: Detached instances whose Dask cluster was created for them and ends with them.
         self.owning_instances: set[InstanceName] = set()
-        #: The Dask cluster that was started for this link, to be closed with its last instance.
+        #: The Dask cluster that was started for this link; it closes with its last instance.
         self.own_cluster: Any = None
         #: The `daskserve.client.client.Client` that `serve.run` reuses, if there is one.
         self.default_instance: Any = None
@@ -134,7 +134,7 @@ class Link:
 
     @property
     def owner_id(self) -> str:
-        """How the scheduler knows this process: its Dask client's id."""
+        """The id of this process's Dask client, by which the scheduler identifies the process."""
         return str(self.client.id)
 
     @property
@@ -149,11 +149,11 @@ class Link:
         return str(self.client.dashboard_link) if services.get("dashboard") else None
 
     def cluster(self, instance: InstanceName) -> DaskCluster:
-        """Return this process's view of an instance, made on first use, and anew once that one has ended."""
+        """Return this process's view of an instance: created on first use, and again if that one has ended."""
         known = self._clusters.get(instance)
         if known is not None and known.is_ended:
-            # Another instance of that name may run by now. The old view, which handles may hold, must have
-            # let go of the topic before the new one takes hold of it.
+            # Another instance of that name may run by now. The old view, which handles may hold, must
+            # unsubscribe from the topic before the new one subscribes.
             self.loop.call_soon_threadsafe(self.spawn, known.close())
         if known is None or known.is_ended:
             self._clusters[instance] = DaskCluster(
@@ -179,14 +179,14 @@ class Link:
         Raises
         ------
         RuntimeError
-            Called on the loop that would have to run it.
+            The caller is on the loop that would have to run the coroutine.
         ClusterUnreachableError
             The Dask client was closed.
         """
         if self.runs_here():
             coroutine.close()
             raise RuntimeError(
-                "A blocking daskserve call was made on the event loop that would have to carry it out; call "
+                "A blocking daskserve call was made on the event loop that would have to run it; call "
                 "it from another thread (asyncio.to_thread), or use the default event_loop='own'."
             )
         if self.is_closed:
@@ -196,9 +196,9 @@ class Link:
         try:
             return asyncio.run_coroutine_threadsafe(call.run(), self.loop).result(timeout_s)
         except BaseException:
-            # Also on Ctrl-C: nothing half-done goes on behind the caller's back.
+            # Cancel also on Ctrl-C, so that the call does not continue in the background.
             call.is_given_up = True
-            with suppress(RuntimeError):  # the loop was closed meanwhile, and the call with it
+            with suppress(RuntimeError):  # the loop was closed in the meantime, which ended the call
                 self.loop.call_soon_threadsafe(call.cancel)
             raise
 
@@ -208,14 +208,14 @@ class Link:
         return self.client.status in ("closing", "closed")
 
     def closed_error(self) -> ClusterUnreachableError:
-        """Return what to raise if `is_closed`."""
+        """Return the error to raise if `is_closed`."""
         return ClusterUnreachableError(
-            f"The Dask client of {self.scheduler_address} is closed, and with it the connection that "
-            "daskserve used; make a new distributed.Client and start or connect with that."
+            f"The Dask client of {self.scheduler_address} is closed, which closed daskserve's connection; "
+            "create a new distributed.Client, and start or connect with it."
         )
 
     def runs_here(self) -> bool:
-        """Whether the caller is on the link's own loop."""
+        """Return whether the caller is on the link's own loop."""
         return running_loop() is self.loop
 
     async def ask(self, verb: str, **message: Any) -> Any:
@@ -231,7 +231,7 @@ class Link:
             The scheduler has no daskserve, or another version.
         """
         try:
-            # Not by wait_for: up to Python 3.11 that swallows a cancellation now and then.
+            # Not with wait_for, which sometimes swallows a cancellation up to Python 3.11.
             async with asyncio.timeout(timeout_s):
                 found: Mapping[str, Any] = await self.client.run_on_scheduler(version_probe())
         except (OSError, TimeoutError) as error:
@@ -245,7 +245,7 @@ class Link:
 
     @property
     def is_open(self) -> bool:
-        """Whether the Dask client still has its scheduler."""
+        """Whether the Dask client is connected to its scheduler."""
         return bool(self.client.status == "running" and self.client.loop is not None)
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
@@ -253,18 +253,18 @@ class Link:
         self._tasks.spawn(coroutine)
 
     def instance_started(self, instance: InstanceName) -> None:
-        """Keep the Dask cluster that was made for this link as long as this instance runs."""
+        """Keep the Dask cluster that was created for this link until this instance ends."""
         self._started[instance] = None
 
     def latest_started(self) -> InstanceName | None:
-        """Return the last instance that this process started and that has not ended, if there is one."""
+        """Return the latest running instance that this process started; None without one."""
         return next(reversed(self._started), None)
 
     def instance_ended(self, instance: InstanceName) -> None:
-        """Close the Dask cluster that was made for this link with its last instance."""
+        """Close the Dask cluster that was created for this link, if this was its last instance."""
         self._started.pop(instance, None)
         if instance in self.owning_instances:
-            # The cluster was made for this instance alone; whoever ends the one ends the other.
+            # The cluster was created for this instance alone and ends with it.
             self.owning_instances.discard(instance)
             if self.is_open:
                 self.sync(self.close())
@@ -277,26 +277,26 @@ class Link:
             cluster.close()
 
     def release_default(self, instance: InstanceName) -> None:
-        """Let go of the default instance if it is this one."""
+        """Clear the default instance if it is this one."""
         if self.default_instance is not None and self.default_instance.instance_name == instance:
             self.default_instance = None
 
-    def hang_up(self) -> None:
-        """Close everything, the Dask client too; for one that daskserve made in vain."""
+    def disconnect(self) -> None:
+        """Close everything, including the Dask client; for a client that daskserve created."""
         if self.is_open:
             self.sync(self.close())
             self.client.close()
 
     def follow_client(self) -> None:
-        """Close the channels with the Dask client, whose loop others may go on using."""
-        call_when_closed(self.client, self._let_go)
+        """Close the channels when the Dask client closes; its loop may keep running for others."""
+        call_when_closed(self.client, self._release)
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         self.channels.abort()
         PROCESS.remove(self.channels)
 
     async def close(self) -> None:
-        """Close the channels and views; the Dask client stays."""
+        """Close the channels and views, but not the Dask client."""
         for instance in list(self._clusters):
             await self.drop_cluster(instance)
         await self.channels.close()
@@ -304,23 +304,23 @@ class Link:
 
 
 def link_of(client: Client) -> Link:
-    """Return the link that hangs on a Dask client, made on first use.
+    """Return the link of a Dask client, created on first use.
 
     Raises
     ------
     InstanceError
-        The client is an asynchronous one, which cannot carry blocking calls.
+        The client is asynchronous, so blocking calls cannot use it.
     """
     link: Link | None = getattr(client, _ATTRIBUTE, None)
     if link is None:
         if client.asynchronous:
             raise InstanceError(
-                "daskserve needs a Dask client made with asynchronous=False (the default); this one runs on "
-                "the caller's own event loop."
+                "The Dask client runs on the caller's event loop; create it with asynchronous=False (the "
+                "default)."
             )
         link = Link(client)
         link.follow_client()
-        logger.debug("Dask client %s of %s is used by daskserve", client.id, link.scheduler_address)
+        logger.debug("daskserve uses Dask client %s of %s", client.id, link.scheduler_address)
         setattr(client, _ATTRIBUTE, link)
     return link
 
@@ -331,14 +331,14 @@ def dial(address: str, timeout_s: float) -> Client:
     Raises
     ------
     ClusterUnreachableError
-        Nothing that speaks Dask's protocol answers there.
+        No Dask scheduler answers at the address.
     """
-    # As Dask's own client would find it.
+    # The same security that Dask's own client would find.
     security: Any = configured_security(address)
     try:
-        # In a thread of its own, because the caller may be on an event loop.
+        # In a separate thread, because the caller may be on an event loop.
         with ThreadPoolExecutor(1, "daskserve-dial") as threads:
-            threads.submit(asyncio.run, _knock(address, timeout_s, security)).result()
+            threads.submit(asyncio.run, _check_is_scheduler(address, timeout_s, security)).result()
         return Client(address, timeout=timeout_s, security=security)
     except (OSError, ValueError, TypeError) as error:
         needs_tls = address.startswith("tls:") and security.tls_client_cert is None
@@ -347,16 +347,16 @@ def dial(address: str, timeout_s: float) -> Client:
             "security=...)."
         )
         raise ClusterUnreachableError(
-            f"No Dask scheduler answers at {address!r} ({error}); pass the address of a running one, such as "
-            f"tcp://host:8786, or none to start a local cluster.{hint if needs_tls else ''}"
+            f"No Dask scheduler answers at {address!r} ({error}); pass the address of a running scheduler, "
+            f"such as tcp://host:8786, or none to start a local cluster.{hint if needs_tls else ''}"
         ) from error
 
 
-async def _knock(address: str, timeout_s: float, security: Security) -> None:
-    # Dask's own client waits for ever for a server that accepts the connection and then says nothing, and
-    # stays behind, half made, when the one that answers is no scheduler.
+async def _check_is_scheduler(address: str, timeout_s: float, security: Security) -> None:
+    # Dask's own client waits forever for a server that accepts the connection and never answers. It also
+    # leaks a half-open client if the server is not a scheduler.
     try:
-        async with asyncio.timeout(timeout_s + KNOCK_MARGIN_S):
+        async with asyncio.timeout(timeout_s + CONNECT_MARGIN_S):
             comm = await connect(address, timeout=timeout_s, **security.get_connection_args("client"))
             try:
                 await comm.write({"op": "identity", "n_workers": 0, "reply": True})
@@ -364,13 +364,13 @@ async def _knock(address: str, timeout_s: float, security: Security) -> None:
             finally:
                 comm.abort()
     except TimeoutError as error:
-        raise OSError(f"what listens there did not speak Dask's protocol within {timeout_s:g} s") from error
+        raise OSError(f"the server there did not answer in Dask's protocol within {timeout_s:g} s") from error
     if answer.get("type") != "Scheduler":
-        raise OSError("what listens there is no Dask scheduler")
+        raise OSError("the server there is not a Dask scheduler")
 
 
 def default_client() -> Client | None:
-    """Return Dask's default client of this process, if there is a running one."""
+    """Return Dask's default client of this process if it is running; otherwise None."""
     try:
         client = Client.current()
     except ValueError:
@@ -379,7 +379,7 @@ def default_client() -> Client | None:
 
 
 def present_link() -> Link | None:
-    """Return the link of the code that calls: of its replica, its Dask task's worker, or its Dask client."""
+    """Return the caller's link: that of its replica, its Dask task's worker, or its Dask client."""
     replica = current_replica.get()
     if replica is not None and replica.cluster is not None:
         link: Link = replica.cluster.link

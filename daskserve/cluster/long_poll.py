@@ -37,7 +37,7 @@ FETCH_S = 2.0
 #: How long a blocking `LongPollHost.listen_for_change` may take; the caller asks again.
 LISTEN_S = 30.0
 
-NEWS, WORKERS, CONTROLLER, ENDED = "news", "workers", "controller", "ended"
+UPDATE, WORKERS, CONTROLLER, ENDED = "update", "workers", "controller", "ended"
 
 Watcher = Callable[[Any], None]
 
@@ -77,7 +77,7 @@ class LongPollHost:
             changes.append((key, is_inline, value if is_inline else None))
         self._publish(
             {
-                "kind": NEWS,
+                "kind": UPDATE,
                 "epoch": self._epoch,
                 "counter": self._counter,
                 "changes": changes,
@@ -177,7 +177,7 @@ class LongPollClient:
 
     async def _start(self) -> None:
         self._is_stopped = False
-        self._unsubscribe = await self._cluster.subscribe(self._hear)
+        self._unsubscribe = await self._cluster.subscribe(self._on_message)
         self._tasks.append(asyncio.create_task(self._keep_fetching(), name="daskserve-long-poll"))
         PROCESS.add(self)
 
@@ -228,10 +228,10 @@ class LongPollClient:
         while self._seen < tuple(snapshot_id):
             await self._clock.wait_for(self._advanced.wait(), max(0.0, deadline - self._clock.now()))
 
-    def _hear(self, message: Any) -> None:
+    def _on_message(self, message: Any) -> None:
         kind = message.get("kind")
-        if kind == NEWS:
-            self._hear_news(message)
+        if kind == UPDATE:
+            self._on_update(message)
         elif kind == CONTROLLER:
             # Its news may have come before we knew it; whatever it has is to be fetched from it.
             self._cluster.forget_controller()
@@ -244,7 +244,7 @@ class LongPollClient:
             for ended in list(self._ended):
                 ended()
 
-    def _hear_news(self, message: Any) -> None:
+    def _on_update(self, message: Any) -> None:
         epoch, counter = message["epoch"], message["counter"]
         if epoch < self._epoch or (epoch, counter) <= self._seen:
             return

@@ -1,4 +1,4 @@
-"""Where the HTTP server of a Dask process serves its metrics."""
+"""The path at which the HTTP server of a Dask process serves its metrics."""
 
 from __future__ import annotations
 

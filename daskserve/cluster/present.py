@@ -1,4 +1,4 @@
-"""Where code finds the cluster that it runs in or is connected to."""
+"""How code finds the cluster that it runs in or is connected to."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from daskserve.errors import InstanceError
 
 
 def find_link() -> Link:
-    """Return the link of the code that calls: of its replica, its Dask task's worker, or its Dask client.
+    """Return the caller's link: that of its replica, its Dask task's worker, or its Dask client.
 
     Raises
     ------
@@ -18,7 +18,7 @@ def find_link() -> Link:
     link = present_link()
     if link is None:
         raise InstanceError(
-            "This process is not connected to a Dask cluster; make a distributed.Client, or call "
+            "This process is not connected to a Dask cluster; create a distributed.Client, or call "
             "serve.connect()."
         )
     return link

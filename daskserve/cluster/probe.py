@@ -1,7 +1,7 @@
-"""Which daskserve another process has, asked by a function that does not need daskserve there.
+"""A probe of the daskserve version in another process, which works even if daskserve is missing there.
 
-A function that lives in a module is pickled by name, and unpickling the name fails where the module is
-missing. A function made inside another one is pickled by value, so it runs anywhere.
+A module's function is pickled by name, and unpickling fails where the module is missing. A nested function
+is pickled by value, so it runs anywhere.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def version_probe() -> Callable[..., dict[str, Any]]:
-    """Return a function that tells this installation's daskserve version wherever it runs."""
+    """Return a function that reports the daskserve version of the process in which it runs."""
 
     def probe(dask_scheduler: Any = None) -> dict[str, Any]:
         import sys
@@ -35,7 +35,7 @@ def version_probe() -> Callable[..., dict[str, Any]]:
 
 
 def mismatch(place: str, installed: dict[str, Any], wanted: str) -> str | None:
-    """Return what is wrong with the daskserve of ``place`` and what to do, or None if it fits."""
+    """Return an error text about the daskserve of ``place``; None if the version matches."""
     if installed["version"] is None:
         return (
             f"{place} cannot import daskserve ({installed['detail']}); install daskserve {wanted} there "
@@ -43,13 +43,13 @@ def mismatch(place: str, installed: dict[str, Any], wanted: str) -> str | None:
         )
     if installed["version"] != wanted:
         return (
-            f"{place} has daskserve {installed['version']}, this program has {wanted}; install the same "
+            f"{place} has daskserve {installed['version']} but this program has {wanted}; install the same "
             f"version on both (pip install daskserve=={wanted}) and restart it."
         )
     here = f"{sys.version_info.major}.{sys.version_info.minor}"
     if installed["python"] != here:
         return (
-            f"{place} runs Python {installed['python']}, this program runs {here}; user code cannot travel "
-            "between different Python versions. Use the same one on both."
+            f"{place} runs Python {installed['python']} but this program runs {here}; user code cannot travel "
+            "between different Python versions. Use the same version on both."
         )
     return None

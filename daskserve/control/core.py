@@ -96,7 +96,7 @@ class ControllerCore:
             epoch=self.epoch,
         )
         self.scaler = Scaler(self.state, self.observed, self.clock, poke=self._reconciler.poke)
-        self._unsubscribe = await self.cluster.subscribe(self._hear)
+        self._unsubscribe = await self.cluster.subscribe(self._on_message)
         await self._refresh_workers()
         self._notify(self._all_keys())
         self._watch = WorkerWatch(
@@ -167,7 +167,7 @@ class ControllerCore:
 
     # Workers
 
-    def _hear(self, message: Any) -> None:
+    def _on_message(self, message: Any) -> None:
         if message.get("kind") != WORKERS:
             return
         self._events += 1

@@ -18,8 +18,8 @@ from daskserve.cluster.long_poll import (
     ENDED,
     INLINE_BYTES,
     LISTEN_S,
-    NEWS,
     SILENCE_S,
+    UPDATE,
     WORKERS,
     LongPollClient,
     LongPollHost,
@@ -140,7 +140,7 @@ def test_a_change_has_a_number_and_is_told_once() -> None:
         assert wire.host.notify({"a": 1, "b": [2]}) == (1, 1)
         assert [each.pop("at") > 0 for each in wire.news] == [True]
         assert wire.news == [
-            {"kind": NEWS, "epoch": 1, "counter": 1, "changes": (("a", True, 1), ("b", True, (2,)))}
+            {"kind": UPDATE, "epoch": 1, "counter": 1, "changes": (("a", True, 1), ("b", True, (2,)))}
         ]
 
     run(scenario)

@@ -440,7 +440,7 @@ class Simulation:
 
     def _intercept(self, publish: Callable[[Any], None], message: Any) -> None:
         """Check every published update."""
-        if message.get("kind") == "news" and message["epoch"] == self.cluster.epoch:
+        if message.get("kind") == "update" and message["epoch"] == self.cluster.epoch:
             for key, is_inline, value in message["changes"]:
                 if key.startswith("backend/") and is_inline and value is not None:
                     self._check_published(message, key.removeprefix("backend/"), value)

@@ -79,7 +79,7 @@ class LocalHost:
         self.book = ActorBook(info.address, info.pid, state.clock, make)
         self.process = LocalProcess(world, state, self.book)
 
-    async def bury(self) -> None:
+    async def stop(self) -> None:
         """Stop all actors and listen no more."""
         await self.book.end_instance(self.process.instance)
         await self.process.stop_listening()
@@ -212,7 +212,7 @@ class LocalCluster:
         self._is_ended = True
         self._controller = None
         self.topic.publish({"kind": ENDED})
-        await asyncio.gather(*(host.bury() for host in self._hosts.values()))
+        await asyncio.gather(*(host.stop() for host in self._hosts.values()))
 
     async def close(self) -> None:
         """End the instance and whatever this object has running. Idempotent."""
@@ -301,7 +301,7 @@ class LocalCluster:
         """
         host = self._hosts.pop(worker)
         host.process.kill()
-        self.spawn(host.bury())
+        self.spawn(host.stop())
         self.topic.publish({"kind": WORKERS, "joined": [], "left": [worker]})
         if self._controller is not None and self._controller.worker == worker:
             self._controller = None
