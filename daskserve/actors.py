@@ -1,4 +1,4 @@
-"""The actors as a Host makes them: shells around the layers' own objects, wiring and nothing else."""
+"""The factories of a Host's actors: thin wrappers that only connect the layers' own objects."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ from daskserve.types import Envelope, Load, Receive, Send
 logger = logging.getLogger("daskserve.actors")
 
 
-#: How long a new proxy waits to learn the routes before it listens without them.
+#: How long a new proxy waits for the routes before it listens without them.
 ROUTES_S = 10.0
 
 
 def make_controller(context: ActorContext) -> Any:
     """Return the instance's controller."""
-    # Imported here because one process of the cluster needs the control layer and pydantic, the others not.
+    # Imported here because only one process of the cluster needs the control layer and pydantic.
     from daskserve.control.controller import Controller
 
     return Controller(context)
 
 
 def make_replica(context: ActorContext) -> Any:
-    """Return a replica whose user code runs where its backend wants it: in this process or one of its own."""
+    """Return a replica whose user code runs in this process or a child process, as the backend specifies."""
     start = ReplicaStart.decode(context.spec.payload)
     return Replica(context, ChildCode if start.config.isolation == "process" else LocalCode)
 
 
 class ProxyActor:
-    """One HTTP listener with its ingress; the routers are the process's."""
+    """One HTTP listener with its ingress; the process's routers are shared."""
 
     def __init__(self, context: ActorContext) -> None:
         self._context = context
@@ -60,7 +60,7 @@ class ProxyActor:
         self._stop_watching: Any = None
 
     async def start(self) -> dict[str, Any]:
-        """Listen, with the route table known, and say where."""
+        """Listen once the route table is known; return the port and the URLs."""
         self._routers = await routers_of(self._cluster)
         self._stop_watching = self._cluster.listener.watch("routes", self._update_routes)
         options = self._start.options
@@ -93,7 +93,7 @@ class ProxyActor:
         return {"port": self._server.port, "urls": list(self._server.urls)}
 
     async def stop(self, grace_s: float) -> None:
-        """Finish what runs for up to ``grace_s``, then close the port."""
+        """Let running requests finish for up to ``grace_s``, then close the port."""
         if self._stop_watching is not None:
             self._stop_watching()
         if self._server is not None:
@@ -109,12 +109,12 @@ class ProxyActor:
 
     @verb
     async def wait_for_snapshot(self, epoch: int, counter: int, timeout_s: float) -> None:
-        """Return once this proxy acts on that change of the instance."""
+        """Return once this proxy has applied that change of the instance."""
         await self._cluster.listener.wait_for_snapshot((epoch, counter), timeout_s)
 
     @verb
     async def statistics(self) -> dict[str, Any]:
-        """Return the ingress's counts."""
+        """Return the ingress's request counts and latencies."""
         if self._ingress is None:
             raise ServeError("The proxy is still starting.")
         counts = self._ingress.statistics()
@@ -128,7 +128,7 @@ class ProxyActor:
         }
 
     def samples(self) -> list[MetricSample]:
-        """Return the figures as metrics; see `daskserve.figures.collector.Source`."""
+        """Return the metrics; see `daskserve.figures.collector.Source`."""
         if self._ingress is None:
             return []
         instance = self._context.spec.instance
@@ -146,7 +146,7 @@ class ProxyActor:
         self._routes = RouteTable(value)
         if self._ingress is not None:
             self._ingress.figures.keep(self._routes.endpoints())
-        # Known before their first request: a new route's first request then waits for nothing.
+        # Create the routers now, so that the first request of a new route does not wait for its router.
         for fields in value.values():
             self._routers.router(fields["endpoint"])
         self._routes_known.set()

@@ -1,7 +1,7 @@
-"""The start messages of actors: what the control layer and the client write and the actors' own layers read.
+"""The start messages of actors, which the control layer and the client write and the actors' layers read.
 
-Plain values in msgpack; user code inside them is opaque ``bytes``. They are the ``payload`` of an
-`daskserve.cluster.base.ActorSpec`. No field has a default: options have theirs in their models.
+Messages are plain values in msgpack, with user code as opaque ``bytes``. They are the ``payload`` of a
+`daskserve.cluster.base.ActorSpec`. Fields have no defaults: the option models define the defaults.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import msgpack
 if TYPE_CHECKING:
     from daskserve.options.config import BackendConfig, HTTPOptions
 
-#: Options of a backend that its replicas do not read: code and credentials stay with the controller.
+#: Options of a backend that its replicas do not get: their code and credentials stay in the controller.
 NOT_FOR_REPLICAS = frozenset({"autoscaling_config", "internal_metadata", "user_config"})
 
 
 class OptionValues:
-    """Options as their model dumped them, the defaults included, by attribute.
+    """The values that an option model dumped, including defaults, as attributes.
 
-    Their writer has checked them. Workers read them without pydantic, which takes 0.1 s to import.
+    The writer has validated them. Workers read them without pydantic, which takes 0.1 s to import.
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
@@ -42,20 +42,20 @@ def dump_config(config: BackendConfig) -> dict[str, Any]:
 
 
 def dump_http(options: HTTPOptions) -> dict[str, Any]:
-    """Return all HTTP options but the middlewares, as plain values."""
+    """Return all HTTP options except the middlewares, as plain values."""
     return options.model_dump(mode="json", exclude={"middlewares"})
 
 
 def read_config(values: Mapping[str, Any]) -> BackendConfig:
-    """Return what `dump_config` gave, with the attributes of the model and without its methods."""
+    """Return the values of `dump_config` with the attributes of the model, but without its methods."""
     return cast("BackendConfig", OptionValues(values))
 
 
 @dataclass(frozen=True, slots=True)
 class StartMessage:
-    """Base: encode to and decode from bytes. Fields hold msgpack values, or options by name of their dump."""
+    """Base class: encodes to and decodes from bytes. Fields hold msgpack values or options."""
 
-    #: How the fields that hold options are written.
+    #: The function that dumps the options in a field, by the field's name.
     OPTIONS: ClassVar[Mapping[str, Any]] = {}
 
     def encode(self) -> bytes:
@@ -72,7 +72,7 @@ class StartMessage:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStart(StartMessage):
-    """How to make one replica.
+    """The start message of a replica.
 
     Attributes
     ----------
@@ -80,16 +80,16 @@ class ReplicaStart(StartMessage):
         `daskserve.payload.dump_bytes` of ``(definition, init_args, init_kwargs)``; the definition is a
         function, a class, an ASGI application or an import path such as ``"pkg.mod.Name"``.
     config : BackendConfig
-        Decoded: its options by attribute, without those `NOT_FOR_REPLICAS`.
+        After decoding, the options as attributes, without those in `NOT_FOR_REPLICAS`.
     concurrency : int
-        How many requests may run at a time: ``config.concurrency()``.
+        Maximum number of concurrent requests: ``config.concurrency()``.
     user_config : bytes or None
-        ``dump_bytes`` of what ``reconfigure`` gets; None: do not call it.
+        ``dump_bytes`` of the argument of ``reconfigure``; None means that it is not called.
     environment : str or None
-        The Python environment of a process, as `daskserve.options.environment.parse_environment` returns it;
-        None is the worker's own.
+        The Python environment of a child process, as `daskserve.options.environment.parse_environment`
+        returns it; None means the worker's environment.
     debug : bool
-        Whether HTTP answers to failed requests show the user's traceback.
+        Whether HTTP responses to failed requests contain the user's traceback.
     """
 
     OPTIONS: ClassVar[Mapping[str, Any]] = {"config": dump_config}
@@ -106,18 +106,18 @@ class ReplicaStart(StartMessage):
 
 @dataclass(frozen=True, slots=True)
 class ProxyStart(StartMessage):
-    """How to make one HTTP proxy.
+    """The start message of an HTTP proxy.
 
     Attributes
     ----------
     options : HTTPOptions
-        Decoded: its options by attribute, without the middlewares.
+        After decoding, the options as attributes, without the middlewares.
     middlewares : bytes or None
         ``dump_bytes`` of the list of Starlette ``Middleware`` objects.
     claims_port : bool
         Whether the port must be free of every other listener; False if others of the instance share it.
     public_host : str
-        How clients reach the proxy's host, where ``options.host`` means every address.
+        The host name in the proxy's URLs if ``options.host`` means every address.
     """
 
     OPTIONS: ClassVar[Mapping[str, Any]] = {"options": dump_http}
@@ -131,16 +131,16 @@ class ProxyStart(StartMessage):
 
 @dataclass(frozen=True, slots=True)
 class ControllerStart(StartMessage):
-    """How to make an instance's controller.
+    """The start message of an instance's controller.
 
     Attributes
     ----------
     http : HTTPOptions
-        Decoded: its options by attribute, without the middlewares.
+        After decoding, the options as attributes, without the middlewares.
     middlewares : bytes or None
-        As in `ProxyStart`; the controller passes them on unread.
+        As in `ProxyStart`; the controller passes them on without decoding them.
     start_timeout_s : float
-        How long a replica's start or reconfiguration may take.
+        Timeout of a replica's start or reconfiguration.
     """
 
     OPTIONS: ClassVar[Mapping[str, Any]] = {"http": dump_http}

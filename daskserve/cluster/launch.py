@@ -310,6 +310,6 @@ def _read_address(file: Path, process: subprocess.Popen[bytes]) -> str:
             break
         waited.wait(0.05)
     raise InstanceError(
-        f"A Dask scheduler could not be started (exit status {process.poll()}); run `dask scheduler` manually "
-        "to see why."
+        f"A Dask scheduler could not be started (exit status {process.poll()}); run `dask scheduler` "
+        "manually to see why."
     )

@@ -149,7 +149,7 @@ class Link:
         return str(self.client.dashboard_link) if services.get("dashboard") else None
 
     def cluster(self, instance: InstanceName) -> DaskCluster:
-        """Return this process's view of an instance: created on first use, and again if that one has ended."""
+        """Return this process's view of an instance, created on first use and again once it has ended."""
         known = self._clusters.get(instance)
         if known is not None and known.is_ended:
             # Another instance of that name may run by now. The old view, which handles may hold, must

@@ -1,12 +1,12 @@
-"""Long poll: how routers and proxies learn of changes.
+"""Long poll: notifies routers and proxies of changes.
 
-The controller publishes values by key. A `LongPollHost` numbers every change, tells it on the instance's
-topic, and answers fetches; a `LongPollClient`, one per process and instance, listens and keeps the newest
-value of each key that somebody in the process watches.
+The controller publishes values by key. A `LongPollHost` numbers every change, publishes it on the instance's
+topic, and answers fetches. A `LongPollClient`, one per process and instance, listens and keeps the newest
+value of each key that has a watcher in the process.
 
-Topics may lose messages (a reconnect is not replayed), so every message carries the epoch of its
-controller and a counter without holes: a hole, a newer epoch, or a long silence makes the client fetch. An
-older epoch is ignored: a controller that was replaced can no longer be heard.
+Topics may lose messages (a reconnect does not replay them), so every message carries the epoch of its
+controller and a counter without gaps. On a gap, a newer epoch or a long silence, the client fetches. It
+ignores messages of older epochs, which come from controllers that were replaced.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from daskserve.types import SnapshotId
 
 logger = logging.getLogger("daskserve.long_poll")
 
-#: Values up to this size travel with the news; of larger ones only the change is told.
+#: Maximum size of a value that is part of its update message; listeners fetch larger values.
 INLINE_BYTES = 4096
-#: A listener that heard nothing for this long asks whether it missed something.
+#: Time without messages after which a listener checks whether it missed one.
 SILENCE_S = 10.0
-#: A fetch that takes longer may have gone to a controller that hangs, and is tried anew.
+#: Timeout of a fetch, because the controller may hang; then the listener retries.
 FETCH_S = 2.0
-#: How long a blocking `LongPollHost.listen_for_change` may take; the caller asks again.
+#: Maximum duration of a blocking `LongPollHost.listen_for_change`; the caller then calls again.
 LISTEN_S = 30.0
 
 UPDATE, WORKERS, CONTROLLER, ENDED = "update", "workers", "controller", "ended"
@@ -59,9 +59,9 @@ class LongPollHost:
         return (self._epoch, self._counter)
 
     def notify(self, values: Mapping[str, Any]) -> SnapshotId:
-        """Publish new values, as one change; None removes a key.
+        """Publish new values as one change and return its number; None removes a key.
 
-        Keys whose value is the published one already are left out; a change without any is none.
+        Keys whose value did not change are left out. If no key is left, nothing is published.
         """
         fresh = {key: value for key, value in values.items() if not self._is_published(key, value)}
         if not fresh:
@@ -89,14 +89,14 @@ class LongPollHost:
         return self.snapshot_id
 
     def fetch(self, keys: Sequence[str]) -> dict[str, Any]:
-        """Return the newest values of some keys; keys that were never published are None."""
+        """Return the newest values of the given keys; None for keys that were never published."""
         values = {key: self._values.get(key, (0, None))[1] for key in keys}
         return {"epoch": self._epoch, "counter": self._counter, "values": values}
 
     async def listen_for_change(self, snapshot_ids: Mapping[str, SnapshotId | None]) -> dict[str, Any]:
-        """Return the keys whose value is newer than the snapshot given for them, with their values.
+        """Return the keys whose value is newer than their given snapshot, with their values.
 
-        Returns at once if there are any, else when one changes, else empty after 30 s.
+        Returns immediately if there are any; otherwise when one changes, or empty after 30 s.
         """
 
         def is_stale(key: str, seen: SnapshotId | None) -> bool:
@@ -134,7 +134,7 @@ class LongPollClient:
         self._watchers: dict[str, list[Watcher]] = {}
         self._values: dict[str, Any] = {}
         self._seen: SnapshotId = (0, 0)
-        #: The newest controller heard of, even if nothing of it has been applied yet.
+        #: The epoch of the newest known controller, even if none of its changes has been applied yet.
         self._epoch = 0
         self._wanted: set[str] = set()
         self._fetch_wanted = asyncio.Event()
@@ -145,13 +145,13 @@ class LongPollClient:
         self._is_stopped = False
         self._starting: asyncio.Task[None] | None = None
         self._unsubscribe: Callable[[], Awaitable[None]] | None = None
-        # Figures.
+        # Metrics.
         self._published_at: float | None = None
         self._delays = LatencyHistogram()
         self._fetches = self._fetch_failures = 0
 
     def samples(self) -> list[MetricSample]:
-        """Return the figures as metrics; see `daskserve.figures.collector.Source`."""
+        """Return the metrics; see `daskserve.figures.collector.Source`."""
         labels = (self._cluster.instance,)
         return [
             ("long_poll_delay_seconds", labels, self._delays),
@@ -166,11 +166,11 @@ class LongPollClient:
 
     @property
     def is_started(self) -> bool:
-        """Whether `start` has returned already."""
+        """Whether `start` has completed."""
         return self._unsubscribe is not None
 
     async def start(self) -> None:
-        """Subscribe; idempotent. When it returns, no later change is missed."""
+        """Subscribe; idempotent. No change after it returns is missed."""
         if self._starting is None or _has_failed(self._starting):
             self._starting = asyncio.create_task(self._start(), name="daskserve-long-poll-start")
         await asyncio.shield(self._starting)
@@ -182,7 +182,7 @@ class LongPollClient:
         PROCESS.add(self)
 
     async def stop(self) -> None:
-        """Unsubscribe and forget everything; idempotent."""
+        """Unsubscribe and clear all state; idempotent."""
         PROCESS.remove(self)
         self._is_stopped = True
         if self._starting is not None and not self._starting.done():
@@ -196,7 +196,7 @@ class LongPollClient:
             await unsubscribe()
 
     def watch(self, key: str, watcher: Watcher) -> Callable[[], None]:
-        """Call ``watcher(value)`` now if it is known, and whenever it changes; returns what ends it."""
+        """Call ``watcher(value)`` now, if known, and on every change; return a function that stops this."""
         self._watchers.setdefault(key, []).append(watcher)
         if key in self._values:
             watcher(self._values[key])
@@ -215,7 +215,7 @@ class LongPollClient:
         return stop_watching
 
     def on_worker_left(self, callback: Callable[[str], None]) -> None:
-        """Call ``callback(worker address)`` when the scheduler sees a worker go."""
+        """Call ``callback(worker address)`` when a worker leaves the scheduler."""
         self._left.append(callback)
 
     def on_ended(self, callback: Callable[[], None]) -> None:
@@ -223,7 +223,7 @@ class LongPollClient:
         self._ended.append(callback)
 
     async def wait_for_snapshot(self, snapshot_id: SnapshotId, timeout_s: float) -> None:
-        """Return when this process has applied that change or a newer one; `TimeoutError` if it does not."""
+        """Return when this process has applied that change or a newer one; raise `TimeoutError` if late."""
         deadline = self._clock.now() + timeout_s
         while self._seen < tuple(snapshot_id):
             await self._clock.wait_for(self._advanced.wait(), max(0.0, deadline - self._clock.now()))
@@ -233,7 +233,7 @@ class LongPollClient:
         if kind == UPDATE:
             self._on_update(message)
         elif kind == CONTROLLER:
-            # Its news may have come before we knew it; whatever it has is to be fetched from it.
+            # Updates of the new controller may have arrived before this message, so fetch everything.
             self._cluster.forget_controller()
             self._fetch_wanted.set()
         elif kind == WORKERS:
@@ -251,7 +251,7 @@ class LongPollClient:
         self._epoch = epoch
         self._published_at = message.get("at")
         if (epoch, counter) != (self._seen[0], self._seen[1] + 1):
-            # A hole, or a controller we have not heard of: what we hold may be old.
+            # A gap, or a new controller: the known values may be outdated.
             if epoch != self._seen[0]:
                 self._cluster.forget_controller()
             self._wanted.update(self._watchers)
@@ -265,14 +265,14 @@ class LongPollClient:
             else:
                 self._wanted.add(key)
         if self._wanted:
-            self._fetch_wanted.set()  # `_seen` advances when the values are here
+            self._fetch_wanted.set()  # `_seen` advances when the values have arrived
         else:
             self._advance((epoch, counter))
 
     def _advance(self, snapshot_id: SnapshotId) -> None:
         self._seen = snapshot_id
         if self._published_at is not None:
-            # By two hosts' clocks, which may differ a little.
+            # Measured with the clocks of two hosts, which may differ slightly.
             self._delays.observe(max(0.0, self._clock.wall() - self._published_at))
             self._published_at = None
         waiters, self._advanced = self._advanced, asyncio.Event()
@@ -281,18 +281,18 @@ class LongPollClient:
     def _apply(self, key: str, value: Any) -> None:
         watchers = self._watchers.get(key)
         if watchers is None:
-            return  # they left meanwhile, and nobody would keep the value up to date
+            return  # the watchers have left, so the value would become outdated
         self._values[key] = value
         for watcher in list(watchers):
             try:
                 watcher(value)
             except Exception:
-                # Neither the other watchers nor the listening itself may suffer from it.
+                # The error must not affect the other watchers or the listener.
                 logger.exception("A watcher of %s failed", key)
 
     async def _keep_fetching(self) -> None:
         delay_s = 0.01
-        # Asked as well, should something that ends along with us turn our cancellation into an error.
+        # Checked in addition, in case a call in progress turns the cancellation into another error.
         while not self._is_stopped:
             try:
                 await self._clock.wait_for(self._fetch_wanted.wait(), SILENCE_S)
@@ -304,11 +304,11 @@ class LongPollClient:
                 await self._fetch()
                 delay_s = 0.01
             except (ServeError, OSError, TimeoutError) as error:
-                # The controller is being replaced, or busy: what we hold stays good meanwhile.
+                # The controller is busy or being replaced; the known values remain in use.
                 level = logging.DEBUG if isinstance(error, NotRunningError) else logging.INFO
                 self._fetch_failures += 1
                 self._cluster.forget_controller()
-                logger.log(level, "Fetching from the controller failed, trying again: %s", error)
+                logger.log(level, "A fetch from the controller failed and is retried: %s", error)
                 self._fetch_wanted.set()
                 await self._clock.sleep(delay_s)
                 delay_s = min(1.0, delay_s * 2)
@@ -319,9 +319,7 @@ class LongPollClient:
         answer = await self._clock.wait_for(self._cluster.call(controller, "fetch", keys=keys), FETCH_S)
         snapshot_id = (answer["epoch"], answer["counter"])
         if snapshot_id[0] < self._epoch:
-            raise UnavailableError(
-                f"Controller {snapshot_id[0]} was replaced by {self._epoch} and still answers."
-            )
+            raise UnavailableError(f"Controller {snapshot_id[0]} answered but was replaced by {self._epoch}.")
         self._epoch = snapshot_id[0]
         if snapshot_id < self._seen:
             self._fetch_wanted.set()
@@ -329,7 +327,7 @@ class LongPollClient:
         missed = snapshot_id[0] != self._seen[0] or snapshot_id[1] > self._seen[1]
         unfetched = set(self._watchers) - set(keys)
         if missed and unfetched:
-            # The answer is newer than what we hold of the other keys: get all of one snapshot.
+            # The answer is newer than the known values of the other keys: fetch all from one snapshot.
             self._wanted.update(self._watchers)
             self._fetch_wanted.set()
             return

@@ -49,7 +49,7 @@ def mismatch(place: str, installed: dict[str, Any], wanted: str) -> str | None:
     here = f"{sys.version_info.major}.{sys.version_info.minor}"
     if installed["python"] != here:
         return (
-            f"{place} runs Python {installed['python']} but this program runs {here}; user code cannot travel "
-            "between different Python versions. Use the same version on both."
+            f"{place} runs Python {installed['python']} but this program runs {here}; user code cannot "
+            "travel between different Python versions. Use the same version on both."
         )
     return None

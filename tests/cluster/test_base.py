@@ -1,4 +1,4 @@
-"""Verbs: declared where they are defined, found in an actor and in its parts."""
+"""Verbs: marked with a decorator, and found in an actor and its parts."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ class Special(Part):
         return "told"
 
 
-def test_verbs_are_the_methods_that_say_so() -> None:
+def test_marked_methods_are_verbs() -> None:
     assert set(verbs_of(Part())) == {"ask"}
 
 
-def test_an_inherited_verb_is_the_method_of_the_subclass() -> None:
+def test_an_overridden_verb_is_the_method_of_the_subclass() -> None:
     verbs = verbs_of(Special())
     assert set(verbs) == {"ask", "tell"}
     assert asyncio.run(verbs["ask"]()) == "asked of the special one"
 
 
-def test_the_verbs_of_parts_are_the_verbs_of_the_whole() -> None:
+def test_an_actor_has_the_verbs_of_its_parts() -> None:
     class Other:
         @verb
         async def look(self) -> str:

@@ -1,4 +1,4 @@
-"""A call to the controller outlives its controller, and ends when that cannot be."""
+"""A call to the controller is retried on its successor, and fails if there is none in time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from daskserve.types import ActorAddress
 
 
 class Controllers:
-    """Knows controller number ``present``; does with calls to each number what ``answers`` says."""
+    """Finds controller number ``present`` and answers calls to each number as ``answers`` says."""
 
     def __init__(self, present: int = 1, **answers: Any) -> None:
         self.present: int | None = present
@@ -54,7 +54,7 @@ class Controllers:
         return asyncio.create_task(call_controller(self, self.call, **given))
 
 
-def test_a_lost_controllers_successor_is_asked() -> None:
+def test_a_call_to_a_lost_controller_is_retried_on_its_successor() -> None:
     async def scenario() -> None:
         controllers = Controllers(from_1=ActorLostError("gone"))
         calling = controllers.start()
@@ -66,7 +66,7 @@ def test_a_lost_controllers_successor_is_asked() -> None:
     run_virtual(scenario)
 
 
-def test_a_controller_that_hangs_is_given_up_once_it_is_replaced() -> None:
+def test_a_call_to_a_hanging_controller_ends_once_it_is_replaced() -> None:
     async def scenario() -> None:
         controllers = Controllers(from_1="hang")
         calling = controllers.start()
@@ -80,7 +80,7 @@ def test_a_controller_that_hangs_is_given_up_once_it_is_replaced() -> None:
     run_virtual(scenario)
 
 
-def test_without_a_controller_the_call_fails_when_patience_ends() -> None:
+def test_without_a_controller_the_call_fails_after_the_timeout() -> None:
     async def scenario() -> None:
         controllers = Controllers()
         controllers.present = None
@@ -94,7 +94,7 @@ def test_without_a_controller_the_call_fails_when_patience_ends() -> None:
 @pytest.mark.parametrize(
     "error", [StoreUnavailableError("no"), BadRequestError("no"), NotRunningError("no"), OSError("no")]
 )
-def test_what_the_controller_says_is_final(error: Exception) -> None:
+def test_errors_of_the_controller_are_not_retried(error: Exception) -> None:
     async def scenario() -> None:
         controllers = Controllers(from_1=error)
         with pytest.raises(type(error)):

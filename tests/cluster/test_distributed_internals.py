@@ -1,4 +1,4 @@
-"""What daskserve uses of distributed beyond its public API does what its names say."""
+"""The undocumented parts of distributed that daskserve uses behave as expected."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.smoke
 SECURITY_LOADER = "distributed.client.security-loader"
 
 
-def test_a_new_process_reads_the_configuration_it_is_handed() -> None:
+def test_a_new_process_reads_the_configuration_from_its_variables() -> None:
     sections: dict[str, Any] = {"daskserve": {"a": [1, 2]}, "distributed": {"b": None}}
     assert sections.items() <= dask.config.collect_env(config_variables(sections)).items()
 
@@ -42,7 +42,7 @@ def load_security(info: dict[str, Any]) -> str:
     return f"security of {info['address']}"
 
 
-def test_the_security_of_an_address_is_what_dask_is_configured_to_use() -> None:
+def test_the_security_of_an_address_comes_from_dasks_configuration() -> None:
     assert configured_security("tcp://a:1").get_connection_args("client").get("require_encryption") is False
     with dask.config.set({SECURITY_LOADER: f"{__name__}.load_security"}):
         assert configured_security("tls://a:1") == "security of tls://a:1"  # type: ignore[comparison-overlap]
@@ -81,7 +81,7 @@ def test_a_replaced_method_answers_local_and_remote_calls_until_it_is_restored()
     assert (scheduler.b(), scheduler.handlers["b"]()) == ("b", "b")
 
 
-def test_the_end_of_a_client_is_the_end_of_its_listening_task() -> None:
+def test_a_clients_listening_task_ends_with_the_client() -> None:
     async def main() -> None:
         closed = asyncio.Event()
         client: Any = Mock(_handle_report_task=asyncio.ensure_future(asyncio.sleep(0)))
@@ -103,7 +103,7 @@ async def _connected_pair(scheme: str, **options: Any) -> tuple[Comm, Comm]:
         listener.stop()
 
 
-def test_a_connection_presents_the_handshake_it_is_given() -> None:
+def test_a_connection_presents_the_given_handshake() -> None:
     async def main() -> None:
         near, far = await _connected_pair("tcp", handshake={"python": (3, 99, 0), "pickle-protocol": 4})
         assert peer_handshake(far)["python"] == (3, 99, 0)
@@ -119,7 +119,7 @@ def test_a_connection_presents_the_handshake_it_is_given() -> None:
     asyncio.run(main())
 
 
-def test_a_refused_connection_is_an_error_at_once() -> None:
+def test_a_refused_connection_fails_immediately() -> None:
     async def main() -> None:
         near, far = await _connected_pair("tcp")
         address = near.peer_address

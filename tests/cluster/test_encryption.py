@@ -1,4 +1,4 @@
-"""Which certificate a server shows where it is a client."""
+"""The certificate that a server presents when it connects as a client."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from daskserve.cluster.encryption import as_client
 
 
 @pytest.mark.parametrize("role", ["scheduler", "worker"])
-def test_a_server_without_a_clients_certificate_shows_its_own(role: Any) -> None:
+def test_a_server_without_a_client_certificate_presents_its_own(role: Any) -> None:
     files = {f"tls_{role}_cert": "own.pem", f"tls_{role}_key": "own.key", "tls_ca_file": "ca.pem"}
     security = Security(**files, require_encryption=True)
     changed = as_client(security, role)
@@ -21,7 +21,7 @@ def test_a_server_without_a_clients_certificate_shows_its_own(role: Any) -> None
     assert security.tls_client_cert is None  # it is the server's, and others use it too
 
 
-def test_all_others_are_left_as_they_are() -> None:
+def test_other_security_objects_do_not_change() -> None:
     with_one = Security.temporary()
     foreign = types.SimpleNamespace(get_connection_args=None)
     for each in (with_one, foreign):

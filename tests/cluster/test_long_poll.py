@@ -1,4 +1,4 @@
-"""Long poll: whatever the topic does to the news, listeners end up with what was published."""
+"""Long poll: listeners converge to the published values, even if the topic loses or reorders updates."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LARGE = "x" * (INLINE_BYTES + 1)
 
 
 class Wire:
-    """A cluster of one host and one client, with everything between them in the test's hand."""
+    """A cluster of one host and one client, in which the test controls all messages between them."""
 
     instance = "i"
 
@@ -42,7 +42,7 @@ class Wire:
         self.epoch = 0
         self.handlers: list[TopicHandler] = []
         #: What was published and not yet delivered.
-        self.news: list[Any] = []
+        self.updates: list[Any] = []
         self.fetches: list[list[str]] = []
         self.fetch_errors: list[Exception] = []
         self.forgotten = 0
@@ -63,12 +63,12 @@ class Wire:
         return LongPollClient(cast(Cluster, self), CLOCK)
 
     def publish(self, message: Any) -> None:
-        self.news.append(plain_copy(message))
+        self.updates.append(plain_copy(message))
 
     def deliver(self, *numbers: int) -> None:
-        """Deliver these of the waiting messages, in this order; all if none is named."""
-        chosen = [self.news[number] for number in numbers] if numbers else list(self.news)
-        self.news.clear()
+        """Deliver the pending messages with these numbers, in this order; all if none is given."""
+        chosen = [self.updates[number] for number in numbers] if numbers else list(self.updates)
+        self.updates.clear()
         self.hear(*chosen)
 
     def hear(self, *messages: Any) -> None:
@@ -115,12 +115,12 @@ def run(scenario: Callable[[Wire], Coroutine[Any, Any, None]]) -> None:
 
 
 async def quiet() -> None:
-    """Let everything happen that takes no time."""
+    """Wait until everything that takes no time has run."""
     await asyncio.sleep(0.001)
 
 
 async def started(wire: Wire, *keys: str) -> tuple[LongPollClient, dict[str, list[Any]]]:
-    """Return a client that watches keys and holds their values, and a list of all it is told of each."""
+    """Return a client that watches keys and knows their values, and the values reported for each key."""
     client = wire.client()
     await client.start()
     told: dict[str, list[Any]] = {key: [] for key in keys}
@@ -134,41 +134,41 @@ async def started(wire: Wire, *keys: str) -> tuple[LongPollClient, dict[str, lis
 # ---- the host
 
 
-def test_a_change_has_a_number_and_is_told_once() -> None:
+def test_a_change_has_a_number_and_is_published_once() -> None:
     async def scenario(wire: Wire) -> None:
         assert wire.host.snapshot_id == (1, 0)
         assert wire.host.notify({"a": 1, "b": [2]}) == (1, 1)
-        assert [each.pop("at") > 0 for each in wire.news] == [True]
-        assert wire.news == [
+        assert [each.pop("at") > 0 for each in wire.updates] == [True]
+        assert wire.updates == [
             {"kind": UPDATE, "epoch": 1, "counter": 1, "changes": (("a", True, 1), ("b", True, (2,)))}
         ]
 
     run(scenario)
 
 
-def test_what_is_published_already_is_no_news() -> None:
+def test_an_unchanged_value_is_not_published_again() -> None:
     async def scenario(wire: Wire) -> None:
         wire.host.notify({"a": {"x": [1]}})
         assert wire.host.notify({"a": {"x": [1]}, "never": None}) == (1, 1)
         assert wire.host.notify({"a": {"x": [1]}, "b": 1}) == (1, 2)
         assert wire.host.notify({"a": None}) == (1, 3)
         assert wire.host.notify({"a": None}) == (1, 3)
-        assert [len(each["changes"]) for each in wire.news] == [1, 1, 1]
+        assert [len(each["changes"]) for each in wire.updates] == [1, 1, 1]
 
     run(scenario)
 
 
 @pytest.mark.parametrize(("value", "is_inline"), [("x" * (INLINE_BYTES - 10), True), (LARGE, False)])
-def test_large_values_do_not_travel_with_the_news(value: str, is_inline: bool) -> None:
+def test_large_values_are_not_part_of_the_update(value: str, is_inline: bool) -> None:
     async def scenario(wire: Wire) -> None:
         wire.host.notify({"a": value})
-        assert wire.news[0]["changes"] == (("a", is_inline, value if is_inline else None),)
+        assert wire.updates[0]["changes"] == (("a", is_inline, value if is_inline else None),)
         assert wire.host.fetch(["a"])["values"] == {"a": value}
 
     run(scenario)
 
 
-def test_fetching_tells_the_newest_of_what_was_asked_for() -> None:
+def test_fetch_returns_the_newest_values_of_the_given_keys() -> None:
     async def scenario(wire: Wire) -> None:
         wire.host.notify({"a": 1, "b": 2})
         wire.host.notify({"a": None})
@@ -181,7 +181,7 @@ def test_fetching_tells_the_newest_of_what_was_asked_for() -> None:
     run(scenario)
 
 
-def test_listening_answers_at_once_for_what_is_stale() -> None:
+def test_listening_returns_stale_keys_immediately() -> None:
     async def scenario(wire: Wire) -> None:
         wire.host.notify({"a": 1})
         wire.host.notify({"b": 2})
@@ -214,7 +214,7 @@ def test_listening_wakes_for_its_own_keys_only() -> None:
     run(scenario)
 
 
-def test_listening_ends_empty_after_half_a_minute_in_all() -> None:
+def test_listening_returns_empty_after_30_seconds() -> None:
     async def scenario(wire: Wire) -> None:
         wire.host.notify({"a": 1})
         waiting = asyncio.create_task(wire.host.listen_for_change({"a": (1, 1)}))
@@ -229,7 +229,7 @@ def test_listening_ends_empty_after_half_a_minute_in_all() -> None:
 # ---- the client, in good weather
 
 
-def test_a_watcher_gets_the_value_there_is_and_every_change() -> None:
+def test_a_watcher_gets_the_current_value_and_every_change() -> None:
     async def scenario(wire: Wire) -> None:
         wire.host.notify({"a": 1})
         client, told = await started(wire, "a")
@@ -244,7 +244,7 @@ def test_a_watcher_gets_the_value_there_is_and_every_change() -> None:
     run(scenario)
 
 
-def test_a_second_watcher_gets_the_known_value_at_once() -> None:
+def test_a_second_watcher_gets_the_known_value_immediately() -> None:
     async def scenario(wire: Wire) -> None:
         wire.host.notify({"a": 1})
         client, _ = await started(wire, "a")
@@ -256,7 +256,7 @@ def test_a_second_watcher_gets_the_known_value_at_once() -> None:
     run(scenario)
 
 
-def test_an_unknown_key_is_told_to_be_nothing() -> None:
+def test_a_watcher_of_an_unknown_key_gets_none() -> None:
     async def scenario(wire: Wire) -> None:
         _, told = await started(wire, "never")
         assert told["never"] == [None]
@@ -264,7 +264,7 @@ def test_an_unknown_key_is_told_to_be_nothing() -> None:
     run(scenario)
 
 
-def test_news_of_what_nobody_watches_only_advances() -> None:
+def test_an_update_without_watchers_only_advances_the_snapshot() -> None:
     async def scenario(wire: Wire) -> None:
         client, told = await started(wire, "a")
         wire.host.notify({"b": LARGE})
@@ -277,7 +277,7 @@ def test_news_of_what_nobody_watches_only_advances() -> None:
     run(scenario)
 
 
-def test_a_large_value_is_fetched_and_only_it() -> None:
+def test_only_a_large_value_is_fetched() -> None:
     async def scenario(wire: Wire) -> None:
         client, told = await started(wire, "a")
         wire.host.notify({"a": LARGE})
@@ -291,7 +291,7 @@ def test_a_large_value_is_fetched_and_only_it() -> None:
     run(scenario)
 
 
-def test_who_stops_watching_hears_no_more_and_may_begin_anew() -> None:
+def test_a_stopped_watcher_gets_no_more_values_and_can_watch_again() -> None:
     async def scenario(wire: Wire) -> None:
         client, told = await started(wire, "a")
         more: list[Any] = []
@@ -311,7 +311,7 @@ def test_who_stops_watching_hears_no_more_and_may_begin_anew() -> None:
 
 
 def test_a_value_that_arrives_after_its_watcher_left_is_not_kept() -> None:
-    """Nobody keeps it up to date any more, so the next watcher must not be handed it."""
+    """The value is no longer updated, so the next watcher must not get it."""
 
     async def scenario(wire: Wire) -> None:
         wire.host.notify({"a": "old"})
@@ -356,7 +356,7 @@ def test_waiting_for_a_snapshot() -> None:
     run(scenario)
 
 
-def test_workers_and_the_end_are_told() -> None:
+def test_callbacks_run_when_workers_leave_and_when_the_instance_ends() -> None:
     async def scenario(wire: Wire) -> None:
         client, _ = await started(wire)
         heard: list[Any] = []
@@ -375,7 +375,7 @@ def test_workers_and_the_end_are_told() -> None:
 # ---- the client, in bad weather
 
 
-def test_a_hole_makes_it_fetch_everything_it_watches() -> None:
+def test_a_gap_makes_the_client_fetch_all_watched_keys() -> None:
     async def scenario(wire: Wire) -> None:
         client, told = await started(wire, "a", "b")
         for number in (1, 2, 3):
@@ -390,14 +390,14 @@ def test_a_hole_makes_it_fetch_everything_it_watches() -> None:
     run(scenario)
 
 
-def test_old_news_is_ignored() -> None:
+def test_old_updates_are_ignored() -> None:
     async def scenario(wire: Wire) -> None:
         client, told = await started(wire, "a")
         for number in (1, 2, 3):
             wire.host.notify({"a": number})
-        news = list(wire.news)
+        updates = list(wire.updates)
         wire.deliver()
-        wire.hear(*news, *reversed(news))
+        wire.hear(*updates, *reversed(updates))
         await quiet()
         assert told["a"] == [None, 1, 2, 3]
         assert client.snapshot_id == (1, 3)
@@ -406,7 +406,7 @@ def test_old_news_is_ignored() -> None:
     run(scenario)
 
 
-def test_a_new_controller_makes_it_fetch_everything() -> None:
+def test_a_new_controller_makes_the_client_fetch_everything() -> None:
     async def scenario(wire: Wire) -> None:
         wire.host.notify({"a": "old", "b": "old"})
         client, told = await started(wire, "a", "b")
@@ -420,7 +420,7 @@ def test_a_new_controller_makes_it_fetch_everything() -> None:
     run(scenario)
 
 
-def test_the_old_controller_is_not_heard_any_more() -> None:
+def test_updates_of_the_old_controller_are_ignored() -> None:
     async def scenario(wire: Wire) -> None:
         client, told = await started(wire, "a")
         old = wire.host
@@ -436,8 +436,8 @@ def test_the_old_controller_is_not_heard_any_more() -> None:
     run(scenario)
 
 
-def test_the_old_controller_is_not_believed_when_it_answers_a_fetch() -> None:
-    """It was replaced but lives, and this process still has its address."""
+def test_a_fetch_answered_by_the_old_controller_is_ignored() -> None:
+    """The old controller was replaced but is alive, and this process still has its address."""
 
     async def scenario(wire: Wire) -> None:
         wire.host.notify({"a": "old"})
@@ -454,11 +454,11 @@ def test_the_old_controller_is_not_believed_when_it_answers_a_fetch() -> None:
     run(scenario)
 
 
-def test_silence_makes_it_ask_whether_it_missed_something() -> None:
+def test_silence_makes_the_client_check_for_missed_updates() -> None:
     async def scenario(wire: Wire) -> None:
         client, told = await started(wire, "a", "b")
         wire.host.notify({"a": 1})
-        wire.news.clear()
+        wire.updates.clear()
         await asyncio.sleep(SILENCE_S + 1)
         assert client.snapshot_id == (1, 1)
         assert told["a"][-1] == 1
@@ -469,13 +469,13 @@ def test_silence_makes_it_ask_whether_it_missed_something() -> None:
     run(scenario)
 
 
-def test_it_asks_a_controller_that_has_just_begun() -> None:
-    """What that one told while nobody knew where it lives may have been missed."""
+def test_the_client_fetches_from_a_new_controller() -> None:
+    """The client may have missed updates that the controller published before its address was known."""
 
     async def scenario(wire: Wire) -> None:
         _, told = await started(wire, "a")
         wire.new_host().notify({"a": "new"})
-        wire.news.clear()
+        wire.updates.clear()
         wire.hear({"kind": CONTROLLER, "name": "c", "worker": "w", "incarnation": 2})
         await quiet()
         assert told["a"][-1] == "new"
@@ -488,7 +488,7 @@ def test_it_asks_a_controller_that_has_just_begun() -> None:
     "error",
     [ActorLostError("gone"), UnavailableError("starting"), NotRunningError("not yet"), OSError("net")],
 )
-def test_a_fetch_that_fails_is_tried_again_with_growing_pauses(error: Exception) -> None:
+def test_a_failed_fetch_is_retried_with_growing_delays(error: Exception) -> None:
     async def scenario(wire: Wire) -> None:
         wire.host.notify({"a": 1})
         wire.fetch_errors = [error] * 12
@@ -505,7 +505,7 @@ def test_a_fetch_that_fails_is_tried_again_with_growing_pauses(error: Exception)
     run(scenario)
 
 
-def test_a_watcher_that_raises_does_not_end_the_listening() -> None:
+def test_a_watcher_that_raises_does_not_stop_the_listener() -> None:
     async def scenario(wire: Wire) -> None:
         client = wire.client()
         await client.start()
@@ -518,14 +518,14 @@ def test_a_watcher_that_raises_does_not_end_the_listening() -> None:
         told: list[Any] = []
         client.watch("b", told.append)
         wire.host.notify({"b": LARGE})
-        wire.news.clear()
+        wire.updates.clear()
         await asyncio.sleep(2 * SILENCE_S)
         assert told[-1] == LARGE
 
     run(scenario)
 
 
-def test_a_watcher_that_comes_during_a_fetch_is_served_too() -> None:
+def test_a_watcher_added_during_a_fetch_gets_its_value() -> None:
     async def scenario(wire: Wire) -> None:
         wire.host.notify({"a": 1, "b": 1})
         client = wire.client()
@@ -544,8 +544,8 @@ def test_a_watcher_that_comes_during_a_fetch_is_served_too() -> None:
     run(scenario)
 
 
-def test_news_that_overtakes_a_fetch_is_not_lost() -> None:
-    """The answer was made before the change and arrives after its news."""
+def test_an_update_that_overtakes_a_fetch_is_not_lost() -> None:
+    """The answer was created before the change and arrives after its update."""
 
     async def scenario(wire: Wire) -> None:
         wire.host.notify({"a": 1, "b": 1})
@@ -557,7 +557,7 @@ def test_news_that_overtakes_a_fetch_is_not_lost() -> None:
 
         async def overtake() -> None:
             wire.before_answer = None
-            wire.news.clear()
+            wire.updates.clear()
             wire.host.notify({"a": 2})
             wire.host.notify({"b": 2})
             wire.deliver()
@@ -589,7 +589,7 @@ def test_starting_twice_subscribes_once_and_stopping_unsubscribes() -> None:
     run(scenario)
 
 
-def test_a_start_that_failed_can_be_tried_again() -> None:
+def test_a_failed_start_can_be_retried() -> None:
     async def scenario(wire: Wire) -> None:
         client = wire.client()
         subscribe = wire.subscribe
@@ -610,7 +610,7 @@ def test_a_start_that_failed_can_be_tried_again() -> None:
     run(scenario)
 
 
-def test_a_caller_that_gives_up_starting_does_not_end_it_for_others() -> None:
+def test_a_cancelled_start_does_not_cancel_it_for_other_callers() -> None:
     async def scenario(wire: Wire) -> None:
         client = wire.client()
         gate = asyncio.Event()
@@ -643,10 +643,10 @@ fates = st.lists(st.floats(0, 2), max_size=3)  # of one message: how often and w
     history=st.lists(st.tuples(changes, fates, st.booleans(), st.floats(0, 1)), max_size=12),
     watched=st.sets(st.sampled_from(["a", "b", "c"]), min_size=1),
 )
-def test_whatever_happens_to_the_news_the_listener_ends_up_right(
+def test_the_listener_converges_whatever_happens_to_the_updates(
     history: list[tuple[Mapping[str, Any], list[float], bool, float]], watched: set[str]
 ) -> None:
-    """News is lost, comes twice, late and out of order, and controllers are replaced in between."""
+    """Updates are lost, duplicated, delayed and reordered, and controllers are replaced in between."""
 
     async def main() -> None:
         wire = Wire()
@@ -662,10 +662,10 @@ def test_whatever_happens_to_the_news_the_listener_ends_up_right(
                 published = wire.host.fetch(["a", "b", "c"])["values"]
                 wire.new_host().notify(published)
             wire.host.notify(change)
-            for message in wire.news:
+            for message in wire.updates:
                 for delay_s in arrivals:
                     loop.call_later(delay_s, wire.hear, message)
-            wire.news.clear()
+            wire.updates.clear()
             await asyncio.sleep(pause_s)
             snapshots.append(client.snapshot_id)
         await asyncio.sleep(2 * SILENCE_S)
@@ -679,17 +679,17 @@ def test_whatever_happens_to_the_news_the_listener_ends_up_right(
 # ---- metrics
 
 
-def test_the_time_until_a_change_is_used_is_counted_fetched_or_not() -> None:
+def test_the_delay_of_a_change_is_measured_with_and_without_a_fetch() -> None:
     async def scenario(wire: Wire) -> None:
         client, _ = await started(wire, "a")
         before = counts(client)
         wire.host.notify({"a": 1})
-        wire.news[0]["at"] -= 20.0
+        wire.updates[0]["at"] -= 20.0
         wire.deliver()
         await quiet()
         assert (delays(client)[-3], sum(delays(client))) == (1, 1)  # from 10 to 30 s
         wire.host.notify({"a": LARGE})
-        wire.news[0]["at"] += 1000.0  # of a host whose clock is ahead
+        wire.updates[0]["at"] += 1000.0  # of a host whose clock is ahead
         wire.deliver()
         await quiet()
         assert (delays(client)[0], sum(delays(client))) == (1, 2)

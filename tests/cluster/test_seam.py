@@ -32,7 +32,7 @@ def listeners(client: LongPollClient) -> Listener:
     return client
 
 
-def test_the_real_and_the_local_cluster_have_all_that_the_protocols_name() -> None:
+def test_the_real_and_the_local_cluster_implement_the_protocols() -> None:
     for protocol, kinds in {Process: (DaskCluster, LocalProcess), ClientLink: (Link, LocalLink)}.items():
         names = {name for each in protocol.__mro__ for name in vars(each) if not name.startswith("_")}
         for kind in kinds:

@@ -1,16 +1,16 @@
-"""A cluster in one process and on one event loop, for tests, simulations and trying things out.
+"""A cluster in one process and on one event loop, for tests, simulations and experiments.
 
-`LocalCluster` keeps some pretend workers and does for one instance what the supervisor does on a real Dask
-cluster: it holds the store and the topic, starts the controller, and starts a new one with a newer epoch when
-the worker of the last one is lost. Every pretend worker is a `LocalProcess`: its own view of the cluster,
-with its own listener, routers and actors, behind the `daskserve.cluster.base.Cluster` protocol that
-`daskserve.cluster.dask` answers too. The layers above cannot tell the difference.
+`LocalCluster` has simulated workers and does for one instance what the supervisor does on a real Dask
+cluster. It holds the store and the topic, starts the controller, and starts a new one with a newer epoch when
+the controller's worker is lost. Every simulated worker is a `LocalProcess`: its own view of the cluster, with
+its own listener, routers and actors. It implements the `daskserve.cluster.base.Cluster` protocol, like
+`daskserve.cluster.dask`, so the layers above work with both.
 
-Requests between processes run over real channels with a transport in memory; those within one take the same
-paths as in a real worker. The topic loses, delays and reorders messages if told to. Time is the loop's, so
-everything also runs on `daskserve.testing.VirtualTimeLoop`. A worker that is removed is dead at once: whoever
-waits for one of its actors gets `ActorLostError`, and what still runs of its code can neither write nor
-publish nor call; it waits until it is cancelled.
+Requests between processes use real channels over a transport in memory. Requests within a process take the
+same path as in a real worker. The topic can lose, delay and reorder messages. Time is the loop's time, so
+everything also runs on `daskserve.testing.VirtualTimeLoop`. A removed worker is dead immediately: callers
+that wait for its actors get `ActorLostError`. Code that still runs on it cannot write, publish or call; it
+waits until it is cancelled.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ logger = logging.getLogger("daskserve.local")
 T = TypeVar("T")
 
 
-#: Who asks for the controller while it is being replaced waits this long, as at the supervisor.
+#: How long a lookup of the controller waits while it is being replaced, as at the supervisor.
 CONTROLLER_PATIENCE_S = 0.5
-#: Pause after the controller could not be started on any worker.
+#: Delay after the controller could not be started on any worker.
 START_RETRY_S = 0.5
 
 
 class LocalHost:
-    """One pretend worker: its view of the cluster and its actors."""
+    """One simulated worker: its view of the cluster and its actors."""
 
     def __init__(
         self, world: LocalWorld, info: WorkerInfo, factories: Mapping[ActorKind, ActorFactory]
@@ -80,45 +80,46 @@ class LocalHost:
         self.process = LocalProcess(world, state, self.book)
 
     async def stop(self) -> None:
-        """Stop all actors and listen no more."""
+        """Stop all actors and the listener."""
         await self.book.end_instance(self.process.instance)
         await self.process.stop_listening()
 
 
 class LocalCluster:
-    """Some pretend workers, and one instance on them.
+    """Simulated workers, and one instance on them.
 
     Parameters
     ----------
     factories : mapping
-        What makes the actors of each kind; the real ones are in `daskserve.actors`.
+        The factory for actors of each kind; the real ones are in `daskserve.actors`.
     workers : int or sequence of WorkerInfo
-        The workers to begin with; a number makes that many of 4 threads each.
+        The initial workers; an int creates that number of workers with 4 threads each.
     store : InstanceStore, optional
-        Where the instance's records are; default: a `MemoryStore`. It is opened by `start`, closed by nobody.
+        The store of the instance's records; default: a `MemoryStore`. `start` opens it; `close` does not
+        close it.
     deliver : callable, optional
-        How the topic delivers, see `Deliver`.
+        How the topic delivers messages, see `Deliver`.
     latency_s : float or callable
-        How long anything takes to get from one process to another; a callable is asked each time.
+        Latency between two processes; a callable is called for each message.
 
     Attributes
     ----------
     program : LocalProcess
         The view of a program outside the workers, such as a test.
     topic : LocalTopic
-        What the listeners hear; set ``topic.deliver`` to change how from then on.
+        The instance's topic; set ``topic.deliver`` to change its delivery.
     reported : UseReport
-        What the controller told the scheduler last.
+        The controller's last report to the scheduler.
     is_adaptive : bool
-        What the controller is told about the cluster when it reports.
+        The result of the controller's reports: whether the cluster is adaptive.
     epoch : int
-        That of the newest controller, running or being started.
+        The epoch of the newest controller, running or starting.
     refused : dict
-        What `Cluster.refused_workers` answers.
+        The result of `Cluster.refused_workers`.
 
     Examples
     --------
-    A controller with its state, on two workers, and a call to it::
+    Start a controller on two workers and call it::
 
         async with LocalCluster(factories) as cluster:
             controller = await cluster.start(payload)
@@ -176,7 +177,7 @@ class LocalCluster:
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The event loop that all of this runs on."""
+        """The event loop of the cluster."""
         if self._loop is None:
             raise InstanceError("The local cluster has not been started.")
         return self._loop
@@ -184,16 +185,16 @@ class LocalCluster:
     # Lifecycle
 
     async def start(self, payload: bytes) -> ActorAddress:
-        """Start the instance's controller with this start message and return where it lives.
+        """Start the instance's controller with this start message and return its address.
 
         Raises
         ------
         AlreadyRunningError
-            It has been started before.
+            The instance has been started before.
         InstanceError
-            There is no worker for it.
+            There is no worker for the controller.
         Exception
-            What the controller's ``start`` raised.
+            The error of the controller's ``start``.
         """
         if self._payload is not None:
             raise AlreadyRunningError(f"Instance {self.instance!r} has been started before.")
@@ -206,7 +207,7 @@ class LocalCluster:
         return self._controller
 
     async def end(self) -> None:
-        """End the instance: all listeners are told, all actors stopped, the controller first. Idempotent."""
+        """End the instance: notify all listeners and stop all actors, the controller first. Idempotent."""
         if self._is_ended:
             return
         self._is_ended = True
@@ -215,7 +216,7 @@ class LocalCluster:
         await asyncio.gather(*(host.stop() for host in self._hosts.values()))
 
     async def close(self) -> None:
-        """End the instance and whatever this object has running. Idempotent."""
+        """End the instance, all connections and all tasks of this object. Idempotent."""
         await self.end()
         await self.program.stop_listening()
         processes = [self.program, *(host.process for host in self._hosts.values())]
@@ -225,7 +226,7 @@ class LocalCluster:
     # Workers
 
     def workers(self) -> list[WorkerInfo]:
-        """Return the workers that are there now."""
+        """Return the current workers."""
         return [host.info for host in self._hosts.values()]
 
     def process(self, worker: WorkerAddress) -> LocalProcess:
@@ -233,14 +234,14 @@ class LocalCluster:
         return self._hosts[worker].process
 
     def add_worker(self, info: WorkerInfo | None = None, **changes: Any) -> WorkerInfo:
-        """Let a worker join and tell the listeners.
+        """Add a worker and notify the listeners.
 
         Parameters
         ----------
         info : WorkerInfo, optional
             Default: the next free address, on 127.0.0.1, with 4 threads and 4 GiB.
         **changes
-            Fields in which the worker differs from that.
+            Fields of ``info`` to change.
         """
         joined = self._join(info, **changes)
         self.topic.publish({"kind": WORKERS, "joined": [_plain_info(joined)], "left": []})
@@ -257,28 +258,28 @@ class LocalCluster:
             )
         info = replace(info, **changes)
         if info.address in self._hosts:
-            raise ValueError(f"a worker {info.address} is there already")
+            raise ValueError(f"There is already a worker {info.address}; choose another address.")
         self._hosts[info.address] = LocalHost(self, info, self._factories)
         return info
 
     def change_worker(self, worker: WorkerAddress, **changes: Any) -> None:
-        """Change fields of a worker, such as ``is_available``; nobody is told, as on a real cluster."""
+        """Change worker fields such as ``is_available``; sends no notification, as on a real cluster."""
         host = self._hosts[worker]
         host.info = replace(host.info, **changes)
 
     def suspend_worker(self, worker: WorkerAddress, *, is_suspended: bool = True) -> None:
-        """Stop a worker's process in the middle of whatever it does, as SIGSTOP does, or let it go on.
+        """Suspend a worker's process at any point, as SIGSTOP does, or resume it.
 
-        It answers nobody, hears and says nothing, and nothing falls due in it until it goes on. Only code
-        that waits for time by itself, not by the clock of its `ActorContext`, cannot be held up.
+        While suspended, it neither sends nor receives messages, and its timers do not fire. Code that does
+        not use the clock of its `ActorContext` for delays is not suspended.
         """
         state = self._hosts[worker].process.state
         state.suspend() if is_suspended else state.resume()
 
     def retire_worker(self, worker: WorkerAddress) -> None:
-        """Announce that a worker is to leave, so that what it holds moves; then `remove_worker` it.
+        """Announce that a worker will leave, so that its replicas move; call `remove_worker` afterwards.
 
-        A controller that lives there is replaced elsewhere and then ended.
+        A controller on this worker is replaced on another worker and then stopped.
         """
 
         async def end(old: ActorAddress) -> None:
@@ -295,9 +296,9 @@ class LocalCluster:
             self.spawn(end(old))
 
     def remove_worker(self, worker: WorkerAddress) -> None:
-        """Kill a worker with all its actors, tell the listeners, and replace the controller if it was there.
+        """Kill a worker with its actors, notify the listeners, and replace the controller if it was there.
 
-        The actors get a ``stop(0)`` to free what they hold in this process; nobody sees what they do.
+        The actors' ``stop(0)`` runs to free their resources in this process; it has no visible effect.
         """
         host = self._hosts.pop(worker)
         host.process.kill()
@@ -311,7 +312,7 @@ class LocalCluster:
     # Actors
 
     def actors(self) -> list[ActorAddress]:
-        """Return where the actors are that have been made, ready or not."""
+        """Return the addresses of all actors, ready or not."""
         return [
             ActorAddress(entry.spec.name, host.info.address, entry.spec.incarnation)
             for host in self._hosts.values()
@@ -324,7 +325,7 @@ class LocalCluster:
         Raises
         ------
         ActorLostError, UnavailableError
-            It is not there; it is still starting.
+            There is no such actor, or it is still starting.
         """
         host = self._hosts.get(address.worker)
         if host is None:
@@ -332,7 +333,7 @@ class LocalCluster:
         return host.book.ready_actor(address.name, address.incarnation)
 
     async def find_controller(self) -> ActorAddress:
-        """Return where the controller lives; wait a moment if it is being replaced."""
+        """Return the controller's address; wait briefly if it is being replaced."""
         if self._payload is None or self._is_ended:
             raise NotRunningError(f"Instance {self.instance!r} does not run on this cluster.")
         if self._controller is None:
@@ -353,7 +354,7 @@ class LocalCluster:
             try:
                 await self._start_controller()
             except Exception as error:
-                # Whatever keeps it from starting, such as a store that cannot be reached, may pass.
+                # The cause, such as a store that cannot be reached, may pass.
                 logger.warning("The controller did not start: %r", error)
             if self._controller is None:
                 await self.clock.sleep(START_RETRY_S)
@@ -368,7 +369,7 @@ class LocalCluster:
                 return
             worker = max(candidates, key=lambda info: (info.is_available, info.is_head, info.address)).address
             tried.add(worker)
-            self.epoch += 1  # at once, so that an older controller is fenced whatever the store does
+            self.epoch += 1  # first, so that the older controller is fenced even if the store fails
             self.epoch = await self.store.claim_epoch()
             assert self._payload is not None
             spec = ActorSpec(
@@ -384,10 +385,10 @@ class LocalCluster:
                 self._controller_up.set()
                 self.topic.publish({"kind": CONTROLLER, **asdict(self._controller)})
 
-    # What the processes use
+    # Called by the processes
 
     def connect(self, caller: str, when_awake: WhenAwake, worker: WorkerAddress) -> Transport:
-        """Return one end of a new connection to a worker; `OSError` if it is not there."""
+        """Return one end of a new connection to a worker; raise `OSError` if there is no such worker."""
         host = self._hosts.get(worker)
         if host is None:
             raise OSError("there is no such worker")
@@ -397,7 +398,7 @@ class LocalCluster:
         return ours
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run a coroutine without waiting for it; `close` ends it."""
+        """Run a coroutine without waiting for it; `close` cancels it."""
         return self._tasks.spawn(coroutine)
 
 

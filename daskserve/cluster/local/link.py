@@ -1,4 +1,4 @@
-"""What handles and clients find in a process of a `daskserve.cluster.local.cluster.LocalCluster`."""
+"""The link of handles and clients in a process of a `daskserve.cluster.local.cluster.LocalCluster`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class LocalLink:
-    """As much of `daskserve.cluster.link.Link` as handles and clients use of their process."""
+    """The part of `daskserve.cluster.link.Link` that handles and clients use."""
 
     scheduler_address = "local"
     dashboard_link = None
@@ -34,44 +34,44 @@ class LocalLink:
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The event loop that the whole cluster runs on."""
+        """The event loop of the whole cluster."""
         return self._world.loop
 
     @property
     def landing(self) -> Landing:
-        """Where calls from other threads arrive; made on first use, once there is a loop."""
+        """The point at which calls from other threads arrive; created on first use, once there is a loop."""
         if self._landing is None:
             self._landing = Landing(self.loop)
         return self._landing
 
     @property
     def hop(self) -> Hop:
-        """The way onto that loop from other threads."""
+        """The hop onto that loop from other threads."""
         return self.hops.onto(self.loop, self.landing)
 
     @property
     def is_open(self) -> bool:
-        """Whether blocking calls can still be carried out."""
+        """Whether blocking calls are possible."""
         return self.loop.is_running()
 
     @property
     def is_closed(self) -> bool:
-        """Whether nothing can be carried out any more."""
+        """Whether the loop is closed, so that all calls fail."""
         return self.loop.is_closed()
 
     def closed_error(self) -> ClusterUnreachableError:
-        """Return what to raise if `is_closed`."""
+        """Return the error to raise if `is_closed`."""
         return ClusterUnreachableError("The local cluster has been closed.")
 
     def runs_here(self) -> bool:
-        """Whether the caller is on the cluster's own loop."""
+        """Return whether the caller is on the cluster's own loop."""
         try:
             return asyncio.get_running_loop() is self.loop
         except RuntimeError:
             return False
 
     def cluster(self, instance: InstanceName) -> Process:
-        """Return this process's view of the only instance there is; `NotRunningError` for any other."""
+        """Return this process's view of the cluster's only instance; raise `NotRunningError` for others."""
         if instance != self._world.instance:
             raise NotRunningError(f"Instance {instance!r} does not run on this cluster.")
         return self._process
@@ -81,7 +81,7 @@ class LocalLink:
         await self._process.listener.stop()
 
     async def ask(self, verb: str, **message: Any) -> Any:
-        """Answer those verbs of the supervisor that a client needs."""
+        """Call one of the supervisor's verbs that a client needs."""
         if verb == "end_instance":
             await self._world.end()
             return None
@@ -93,7 +93,10 @@ class LocalLink:
         """Run a coroutine on the cluster's loop and return its result to this thread."""
         if self.runs_here():
             coroutine.close()
-            raise RuntimeError("A blocking call was made on the event loop that would have to carry it out.")
+            raise RuntimeError(
+                "A blocking call was made on the event loop that would have to run it; call it from another "
+                "thread."
+            )
         future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         try:
             return future.result(timeout_s)
@@ -106,7 +109,7 @@ class LocalLink:
         self._world.spawn(coroutine)
 
     def release_default(self, instance: InstanceName) -> None:
-        """Nothing: a local instance is nobody's default."""
+        """Do nothing: a local instance is never the default."""
 
     def instance_ended(self, instance: InstanceName) -> None:
-        """Nothing: a local cluster is closed by whoever made it."""
+        """Do nothing: the creator of a local cluster closes it."""

@@ -1,7 +1,7 @@
-"""What a `daskserve.cluster.local.cluster.LocalCluster` puts in the place of a process.
+"""A simulated process of a `daskserve.cluster.local.cluster.LocalCluster`.
 
-A `LocalProcess` is to the layers above what `daskserve.cluster.dask.DaskCluster` is. It reaches actors by the
-same `daskserve.cluster.actor_calls.ActorCalls`, over channels whose transport is in memory.
+The layers above use a `LocalProcess` as they use a `daskserve.cluster.dask.DaskCluster`. It calls actors
+through the same `daskserve.cluster.actor_calls.ActorCalls`, over channels whose transport is in memory.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ async def _refuse(name: str, incarnation: int, envelope: Envelope, receive: Rece
 
 
 class LocalProcess(ActorCalls):
-    """One pretend process's view of a `LocalCluster`: a `daskserve.cluster.base.Process`.
+    """One simulated process's view of a `LocalCluster`: a `daskserve.cluster.base.Process`.
 
     Parameters
     ----------
     state : RunState
-        Whether it runs.
+        Whether the process runs.
     book : ActorBook, optional
-        The actors of the pretend worker this is; None for the user's program.
+        The actors of a simulated worker; None for the user's program.
 
     Attributes
     ----------
     clock : Clock
-        The cluster's, except that nothing is due while the process is suspended.
+        The cluster's clock, except that no timer fires while the process is suspended.
     shared : dict
-        What the layers above keep once per process.
+        Objects that the layers above keep once per process.
     link : LocalLink
-        What handles and clients need of a process.
+        The link for handles and clients.
     channels : ChannelPool
-        Its connections to other processes.
+        The connections to other processes.
     """
 
     def __init__(self, world: LocalWorld, state: RunState, book: ActorBook | None = None) -> None:
@@ -70,7 +70,7 @@ class LocalProcess(ActorCalls):
 
     @property
     def listener(self) -> LongPollClient:
-        """This process's long-poll client; made on first use, not yet started."""
+        """This process's long-poll client; created on first use, not yet started."""
         if self._listener is None:
             self._listener = LongPollClient(self, self.clock)
             self._listener.on_worker_left(self.channels.drop)
@@ -81,7 +81,7 @@ class LocalProcess(ActorCalls):
         self.is_ended = True
 
     def kill(self) -> None:
-        """Take no more part in anything."""
+        """Kill the process: end its subscriptions and connections."""
         self.state.kill()
         for unsubscribe in self._subscriptions:
             unsubscribe()
@@ -137,7 +137,7 @@ class LocalProcess(ActorCalls):
         return await self._world.find_controller()
 
     def forget_controller(self) -> None:
-        """Nothing: the controller is looked up at every call."""
+        """Do nothing: every call looks up the controller."""
 
     def publish(self, message: Any) -> None:
         if self._here is None:
@@ -157,7 +157,7 @@ class LocalProcess(ActorCalls):
 
 
 class _ProcessStore:
-    """The instance's store as one process reaches it: fenced by epoch, and by that process's death."""
+    """One process's access to the instance's store, fenced by epoch and by the death of the process."""
 
     def __init__(self, world: LocalWorld, state: RunState) -> None:
         self._world = world
@@ -175,7 +175,7 @@ class _ProcessStore:
     async def commit(self, epoch: int, change: StoreChange) -> None:
         await self._state.wait_until_running()
         if epoch < self._world.epoch:
-            # The store would refuse it only after the new controller's first write.
+            # The store would reject it only after the new controller's first write.
             raise StaleEpochError(f"Controller epoch {epoch} was replaced by {self._world.epoch}.")
         await self._world.store.commit(epoch, change)
         await self._state.wait_until_running()

@@ -1,4 +1,4 @@
-"""Whether a pretend process runs, is suspended as by SIGSTOP, or is dead."""
+"""The state of a simulated process: running, suspended as by SIGSTOP, or dead."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ T = TypeVar("T")
 
 
 class RunState:
-    """The state of one process, and what it holds back while it is suspended.
+    """The state of one process, and the messages held back while it is suspended.
 
     Attributes
     ----------
     clock : Clock
-        The given one, except that nothing is due while the process is suspended.
+        The given clock, except that no timer fires while the process is suspended.
     is_alive : bool
         False once the process was killed.
     """
@@ -27,7 +27,7 @@ class RunState:
         self._awake = asyncio.Event()
         self._awake.set()
         self.clock: Clock = _ProcessClock(clock, self._awake)
-        #: What came in, or was to go out, while the process was suspended.
+        #: Incoming and outgoing messages from the time when the process was suspended.
         self._held_back: list[tuple[Callable[[Any], None], Any]] = []
 
     def __repr__(self) -> str:
@@ -39,7 +39,7 @@ class RunState:
         return self.is_alive and self._awake.is_set()
 
     async def wait_until_running(self) -> None:
-        """Return when the process runs: at once, when it resumes, or never if it is dead."""
+        """Return when the process runs: immediately, when it resumes, or never if it is dead."""
         await self._awake.wait()
         if not self.is_alive:
             await asyncio.get_running_loop().create_future()
@@ -52,25 +52,25 @@ class RunState:
             self._held_back.append((handler, message))
 
     def suspend(self) -> None:
-        """Stop in the middle of whatever it does."""
+        """Suspend the process."""
         self._awake.clear()
 
     def resume(self) -> None:
-        """Go on, with all that has come in meanwhile."""
+        """Resume the process and handle the messages that were held back."""
         self._awake.set()
         held_back, self._held_back = self._held_back, []
         for handler, message in held_back:
             handler(message)
 
     def kill(self) -> None:
-        """Be dead from now on."""
+        """Mark the process as dead and drop the messages that were held back."""
         self.is_alive = False
         self._held_back.clear()
-        self._awake.set()  # what is to be cleaned up in this process must not wait
+        self._awake.set()  # cleanup in this process must not wait
 
 
 class _ProcessClock:
-    """A clock as a process sees it that may be suspended: what is due waits for it to resume."""
+    """The clock of a process that may be suspended: timers that are due fire when it resumes."""
 
     def __init__(self, clock: Clock, awake: asyncio.Event) -> None:
         self._clock = clock

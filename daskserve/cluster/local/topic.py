@@ -1,4 +1,4 @@
-"""The topic of a local cluster, which loses, delays and reorders messages if told to."""
+"""The topic of a local cluster, which can lose, delay and reorder messages."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from daskserve.cluster.base import TopicHandler
 
 
 def plain_copy(value: Any) -> Any:
-    """Return plain values as they come out of a channel or a topic; `TypeError` for what cannot go in."""
+    """Return plain values as a channel or topic delivers them; raise `TypeError` for other values."""
     return msgpack.unpackb(msgpack.packb(value), use_list=False, strict_map_key=False)
 
 
-#: Says after how many seconds a message of the topic reaches one listener. No number: it is lost; several: it
-#: comes that often.
+#: Returns the delays, in seconds, after which a message reaches one listener: none if the message is lost,
+#: several if it is duplicated.
 Deliver = Callable[[Any], Iterable[float]]
 
 
 def deliver_at_once(message: Any) -> Iterable[float]:
-    """Deliver every message once, in order, as soon as the loop turns."""
+    """Deliver every message once, in order, in the loop's next iteration."""
     return (0.0,)
 
 
 class LocalTopic:
-    """Publish and subscribe. Messages due at the same time arrive in the order they were published in.
+    """Publish and subscribe. Messages that are due at the same time arrive in the order of publication.
 
     Attributes
     ----------
     deliver : callable
-        How messages published from now on are delivered, see `Deliver`.
+        How later messages are delivered, see `Deliver`.
     """
 
     def __init__(self, deliver: Deliver) -> None:
@@ -44,7 +44,7 @@ class LocalTopic:
         self._due: list[tuple[float, int, int, Any]] = []
 
     def subscribe(self, handler: TopicHandler) -> Callable[[], None]:
-        """Hear every message from now on; returns what ends it."""
+        """Call the handler for every later message; return a function that unsubscribes."""
         number = next(self._numbers)
         self._handlers[number] = handler
 
@@ -54,12 +54,12 @@ class LocalTopic:
         return unsubscribe
 
     def publish(self, message: Any) -> None:
-        """Send plain values to every listener there is now."""
+        """Send plain values to every current listener."""
         message = plain_copy(message)
         loop = asyncio.get_running_loop()
         for number in self._handlers:
             for delay_s in self.deliver(message):
-                # Timers due at one time fire in no order, so each takes whatever is first by our own.
+                # Timers that are due together fire in any order, so each delivers the first due message.
                 heapq.heappush(self._due, (loop.time() + delay_s, next(self._numbers), number, message))
                 if delay_s > 0:
                     loop.call_later(delay_s, self._deliver_next)

@@ -1,8 +1,8 @@
-"""Connections between the pretend processes of a local cluster: two ends in one event loop, without a socket.
+"""Connections between simulated processes of a local cluster: two ends in one event loop, without a socket.
 
-A `daskserve.cluster.channel.channel.Channel` runs over each end, so requests between pretend processes take
-the same code as between real ones. Messages are packed and unpacked, arrive in order, and take as long as the
-cluster's latency says. A suspended process neither sends nor receives.
+A `daskserve.cluster.channel.channel.Channel` runs over each end, so requests between simulated processes use
+the same code as between real ones. Messages are packed and unpacked, arrive in order, and are delayed by the
+cluster's latency. A suspended process neither sends nor receives.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from daskserve.cluster.channel.transport import FRAME_WORK, MAX_WORK, Frames, Re
 
 logger = logging.getLogger("daskserve.local")
 
-#: Calls a function with a value: at once if its process runs, when it resumes if it is suspended.
+#: Calls a function with a value: immediately if its process runs, on resumption if it is suspended.
 WhenAwake: TypeAlias = Callable[[Callable[[Any], None], Any], None]
 
 
@@ -38,10 +38,10 @@ class MemoryTransport:
         self._outbox: list[Any] = []
         self._work = 0
         self._is_flushing = self._is_aborted = False
-        #: What is on its way to the other end, and when the last of it arrives. None is the end of it all.
+        #: Messages on their way to the other end; None marks the end of the connection.
         self._underway: deque[Sequence[Buffer] | None] = deque()
         self._last_due = 0.0
-        #: What arrived before this end ran.
+        #: Messages that arrived before `run`.
         self._early: list[Sequence[Buffer] | None] = []
         self._lost: asyncio.Future[None] | None = None
         self._receive: Receiver | None = None
@@ -75,7 +75,7 @@ class MemoryTransport:
             asyncio.get_running_loop().call_soon(self._flush_turn)
 
     def flush(self) -> None:
-        # What is posted to an end that has gone stays unsent, so it has not begun.
+        # Frames posted after the other end has closed stay unsent, so their requests have not begun.
         if self._lost is None or self._is_aborted or self._peer._is_aborted or not self._outbox:
             return
         frames, self._outbox = self._outbox, []
@@ -101,7 +101,7 @@ class MemoryTransport:
         self.flush()
 
     def _send_one_by_one(self, frames: list[Any]) -> None:
-        # One frame that cannot be packed must not take its neighbours along.
+        # One frame that cannot be packed must not affect the others.
         assert self._refuse is not None
         for frame in frames:
             try:
@@ -125,7 +125,7 @@ class MemoryTransport:
             loop.call_soon(self._arrive)
 
     def _arrive(self) -> None:
-        # Whichever timer fires first, messages arrive in the order they departed in.
+        # Messages arrive in the order in which they were sent, whichever timer fires first.
         self._peer._when_awake(self._peer._take, self._underway.popleft())
 
     def _take(self, message: Sequence[Buffer] | None) -> None:
@@ -140,14 +140,14 @@ class MemoryTransport:
             try:
                 self._receive(unpack(message))
             except Exception:
-                logger.exception("%s sent what is no frame; the connection is given up", self.peer_address)
+                logger.exception("%s sent an invalid frame; the connection is closed", self.peer_address)
                 self.abort()
 
 
 def connect(
     here: tuple[str, WhenAwake], there: tuple[str, WhenAwake], delay_s: Callable[[], float]
 ) -> tuple[MemoryTransport, MemoryTransport]:
-    """Return both ends of a connection between two processes, each given by its address and its gate."""
+    """Return both ends of a connection between two processes, each given by address and `WhenAwake`."""
     ours = MemoryTransport(there[0], delay_s, here[1])
     theirs = MemoryTransport(here[0], delay_s, there[1])
     ours._peer, theirs._peer = theirs, ours

@@ -1,4 +1,4 @@
-"""What a pretend process asks of the local cluster it belongs to."""
+"""The part of a local cluster that its simulated processes use."""
 
 from __future__ import annotations
 
@@ -44,4 +44,4 @@ class LocalWorld(Protocol):
     async def end(self) -> None: ...
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> object: ...
     def connect(self, caller: str, when_awake: WhenAwake, worker: WorkerAddress) -> Transport:
-        """Return one end of a new connection to a worker; `OSError` if it is not there."""
+        """Return one end of a new connection to a worker; raise `OSError` if there is no such worker."""

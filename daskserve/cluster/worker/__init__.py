@@ -1,1 +1,1 @@
-"""What runs in a worker process: the Host, and child processes of other interpreters."""
+"""The parts that run in a worker process: the Host, and child processes with other interpreters."""

@@ -1,22 +1,23 @@
-"""Child processes: another Python interpreter that does a part of this process's work, joined by one channel.
+"""Child processes: another Python interpreter that does a part of this process's work, over one channel.
 
-Problem: code that must not share this process's memory, interpreter lock or packages. Choice: a plain
-subprocess of whatever interpreter is wanted. It inherits one end of a socket pair, over which a
-`daskserve.cluster.channel.channel.Channel` runs as it does between workers, so nothing listens on a port and
-nobody else can send to it. What the child does is named by an import path, because this layer may not import
-those above it. A start goes like this::
+Problem: some code must not share this process's memory, interpreter lock or packages. Choice: a plain
+subprocess of the given interpreter. It inherits one end of a socket pair. A
+`daskserve.cluster.channel.channel.Channel` runs over the pair, as between workers, so no port is open and no
+other process can connect. An import path names the code that the child runs, because this layer may not
+import the layers above it. A start works as follows::
 
     parent                                   child
       spawn, one line of options  ------->     first statements of `_BOOT`
                                   <-------     one line of facts: Python, daskserve, what went wrong
       channel                     <------>     `Channel` over the same socket
 
-`_BOOT` runs under any Python 3 and needs no package, so that an interpreter that does not fit can say why.
+`_BOOT` runs under any Python 3 and needs no package, so that an unsuitable interpreter can report why.
 
-A child leads a process group of its own, and all of the group end with it: what user code started there must
-not outlive it, nor keep its end of the socket open. It ends with its parent by the *lifeline*, a pipe that
-nobody writes to: when the parent is gone it is at its end. A thread waits for that, and on Linux the kernel
-is asked for a signal besides, as a thread gets no turn while native code holds the interpreter's lock.
+A child leads its own process group, and the whole group ends with it: processes that user code started must
+not outlive it, or keep its end of the socket open. A child ends with its parent through the *lifeline*, a
+pipe to which no process writes: it reaches end-of-file when the parent is gone. A thread waits for that. On
+Linux the kernel also sends a signal, because a thread cannot run while native code holds the interpreter's
+lock.
 """
 
 from __future__ import annotations
@@ -66,11 +67,11 @@ from daskserve.types import (
 
 logger = logging.getLogger("daskserve.child")
 
-#: A child that was told to end, or whose connection broke, gets this long before it is killed.
+#: Time before a child is killed after its connection was closed or lost.
 EXIT_GRACE_S = 0.5
-#: Once a child is dead, what it had sent before is read for up to so long.
+#: Maximum time for reading what a dead child had sent before.
 FLUSH_S = 0.5
-#: How often a child looks whether its parent has changed, which only matters if a fork holds its lifeline.
+#: Interval at which a child checks for a new parent process; needed only if a fork holds its lifeline open.
 PARENT_CHECK_S = 1.0
 
 _BOOT = """\
@@ -102,7 +103,7 @@ if main is not None: main(pair, int(sys.argv[2]))
 
 
 class ChildProcess:
-    """A running child. Make it with `start`; it is over when `ended` is set, whatever ended it."""
+    """A running child, created with `start`. `ended` is set when the process has exited for any reason."""
 
     def __init__(
         self, name: str, process: asyncio.subprocess.Process, transport: Transport, lifeline: int
@@ -122,22 +123,22 @@ class ChildProcess:
 
     @classmethod
     async def start(cls, name: str, interpreter: Interpreter, factory: str) -> ChildProcess:
-        """Start an interpreter that serves what the factory at an import path makes.
+        """Start an interpreter that runs the `Served` object of a factory, and return the child.
 
         Parameters
         ----------
         name : str
-            Shown in the process list.
+            Name in the process list.
         factory : str
-            ``"package.module:name"``, a callable without arguments that makes a `Served`; looked up in the
-            child.
+            ``"package.module:name"`` of a callable without arguments that returns a `Served`; imported in
+            the child.
 
         Raises
         ------
         VersionMismatchError
-            The interpreter has no daskserve, or another version of it or of Python.
+            The interpreter has no daskserve, or another version of daskserve or Python.
         InstanceError
-            The interpreter cannot be run, or ended before it could say so much.
+            The interpreter cannot be run, or exited before it reported its versions.
         """
         ours, theirs = socket.socketpair()
         lifeline_end, lifeline = os.pipe()
@@ -153,8 +154,8 @@ class ChildProcess:
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(process.wait(), EXIT_GRACE_S)
                     raise InstanceError(
-                        f"The interpreter {interpreter.python} loaded nothing: it "
-                        f"{fate_of(process.returncode)}. Its worker's log has what it wrote."
+                        f"The interpreter {interpreter.python} did not start: it "
+                        f"{fate_of(process.returncode)}. The log of its worker has its output."
                     )
                 problem = _mismatch(interpreter, facts)
                 if problem is not None:
@@ -176,41 +177,41 @@ class ChildProcess:
 
     @property
     def is_open(self) -> bool:
-        """Whether it can still be reached."""
+        """Whether the connection to the child is open."""
         return not self._channel.is_closed
 
     @property
     def fate(self) -> str:
-        """How the process ended, to be put after its name; only once it has `ended`."""
+        """A verb phrase that says how the process ended; valid once `ended` is set."""
         return fate_of(self._process.returncode)
 
     async def request(self, number: int, envelope: Envelope, receive: Receive, send: Send) -> Load:
-        """Carry one request stream to the child; see `daskserve.cluster.channel.channel.Channel.request`.
+        """Send one request stream to the child; see `daskserve.cluster.channel.channel.Channel.request`.
 
-        The number reaches `Served.dispatch` unchanged: it tells requests apart beyond their end.
+        The number reaches `Served.dispatch` unchanged: it identifies the request even after its end.
         """
         address = ActorAddress(self.name, f"process {self.pid}", number)
         return await self._channel.request(address, envelope, receive, send)
 
     async def call(self, verb: str, payload: bytes | None = None, **message: Any) -> Any:
-        """Call a verb of the child with plain values, and bytes of any size besides."""
+        """Call a verb of the child with plain values and, optionally, bytes of any size."""
         wrapped = None if payload is None else Payload(payload)
         return await control_call(partial(self.request, 0), verb, message, wrapped)
 
     async def end(self) -> None:
-        """Let the process end by itself, kill it if it does not, and return when it has ended."""
+        """Close the connection so that the process exits, kill it if it does not, and wait for its end."""
         self._channel.close()
         await self.ended.wait()
 
     def kill(self) -> None:
-        """Kill the process and all that it started; soon after it has `ended`."""
+        """Kill the process and its process group; `ended` is set soon afterwards."""
         _kill_group(self.pid)
 
     async def _watch(self) -> None:
         exiting = asyncio.create_task(self._process.wait())
         await asyncio.wait({exiting, self._serving}, return_when=asyncio.FIRST_COMPLETED)
         if not exiting.done():
-            # Without its channel it is of no use: on its way out, or to be put out of it.
+            # A child without its channel is useless: it is exiting, or will be killed.
             await asyncio.wait({exiting}, timeout=EXIT_GRACE_S)
         self.kill()
         await exiting
@@ -237,10 +238,10 @@ async def _spawn(interpreter: Interpreter, name: str, pair: int, lifeline: int) 
 
 
 async def _greet(pair: socket.socket, interpreter: Interpreter, factory: str) -> dict[str, Any] | None:
-    """Tell the child what to do and return what it says of itself; None if it says nothing."""
+    """Send the child its options and return its facts; None if it sends none."""
     loop = asyncio.get_running_loop()
     pair.setblocking(False)
-    # Another interpreter has its own packages; with our path it would get half of ours.
+    # Another interpreter has its own packages; this process's path would mix in ours.
     path = [entry or os.getcwd() for entry in sys.path] if interpreter.is_own else None
     line = b""
     try:
@@ -257,29 +258,29 @@ async def _greet(pair: socket.socket, interpreter: Interpreter, factory: str) ->
 
 
 def _mismatch(interpreter: Interpreter, facts: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with an interpreter, and the remedy; None if it fits."""
+    """Return an error text about an unsuitable interpreter, with the remedy; None if it is suitable."""
     who = f"The interpreter {interpreter.python} (Python {facts['python']})"
     remedy = f"{interpreter.python} -m pip install daskserve=={__version__}"
     here = f"{sys.version_info.major}.{sys.version_info.minor}"
     if facts["python"] != here:
         return (
             f"{who} cannot run a replica of this worker, which runs Python {here}: user code cannot travel "
-            f"between different Python versions. Make the environment with Python {here}."
+            f"between different Python versions. Create the environment with Python {here}."
         )
     if facts["version"] is None:
         return f"{who} has no daskserve ({facts['detail']}); install it there: {remedy}"
     if facts["version"] != __version__:
         return (
-            f"{who} has daskserve {facts['version']}, its worker has {__version__}; install the same "
+            f"{who} has daskserve {facts['version']} but its worker has {__version__}; install the same "
             f"version there: {remedy}"
         )
     if facts["detail"]:
-        return f"{who} cannot load daskserve {__version__} ({facts['detail']}); install it anew: {remedy}"
+        return f"{who} cannot load daskserve {__version__} ({facts['detail']}); reinstall it: {remedy}"
     return None
 
 
 def fate_of(status: int | None) -> str:
-    """Return how a process ended, to be put after its name."""
+    """Return a verb phrase that says how a process ended."""
     if status is None:
         return "does not answer"
     if status >= 0:
@@ -296,14 +297,14 @@ def _kill_group(leader: int) -> None:
 
 
 async def _refuse(name: str, number: int, envelope: Envelope, receive: Receive, send: Send) -> Load:
-    raise InstanceError("A child process has nothing to ask of its parent.")
+    raise InstanceError("A child process cannot send requests to its parent.")
 
 
 # ---- how the child reaches the Dask cluster
 
 
 def dump_access(cluster: Process) -> bytes:
-    """Return what a child needs to make its own way to the Dask cluster of a view of it."""
+    """Return the pickled address and security with which a child connects to the same Dask cluster."""
     client = cluster.link.client if isinstance(cluster.link, Link) else None
     address = None if client is None else scheduler_address(client)
     if client is None or address is None or address.startswith("inproc"):
@@ -312,9 +313,9 @@ def dump_access(cluster: Process) -> bytes:
 
 
 class ChildView:
-    """What code in a child has of the cluster: a way to make handles and clients work there.
+    """The view of the cluster for code in a child, so that handles and clients work there.
 
-    The connection is made when first needed, by a Dask client of the child's own.
+    The child's own Dask client connects on first use.
     """
 
     def __init__(self, instance: InstanceName, access: bytes, connect_timeout_s: float) -> None:
@@ -331,7 +332,7 @@ class ChildView:
         Raises
         ------
         InstanceError
-            The cluster lives in a single process, which others cannot reach.
+            The cluster runs in a single process, to which others cannot connect.
         ClusterUnreachableError
             The scheduler does not answer.
         """
@@ -344,10 +345,10 @@ class ChildView:
         address, security = load_bytes(self._access)
         if not address:
             raise InstanceError(
-                "Code in a process of its own cannot reach this cluster, which lives within a single "
+                "Code in a child process cannot connect to this cluster, which runs within a single "
                 "process; use isolation='thread', or a cluster of processes."
             )
-        dask.config.set({"scheduler-address": address})  # for a `Client()` of the user's own
+        dask.config.set({"scheduler-address": address})  # for a `Client()` in user code
         try:
             return Client(
                 address,
@@ -362,7 +363,7 @@ class ChildView:
             ) from error
 
     def close(self) -> None:
-        """End the connection, if there is one."""
+        """Close the connection, if there is one."""
         with self._lock:
             client, self._client = self._client, None
         if client is not None:
@@ -375,7 +376,7 @@ class ChildView:
 
 
 class Served(Protocol):
-    """What a child does."""
+    """The object that answers requests in a child."""
 
     async def dispatch(
         self, name: str, number: int, envelope: Envelope, receive: Receive, send: Send
@@ -384,21 +385,23 @@ class Served(Protocol):
 
 
 def prepare(options: Mapping[str, Any]) -> Callable[[socket.socket, int], None]:
-    """Import what the child is to do; return what does it, given the socket and the lifeline."""
+    """Import the child's factory; return the main function, which takes the socket and the lifeline."""
     module, _, name = options["factory"].partition(":")
     return partial(_run, getattr(importlib.import_module(module), name))
 
 
 def _run(factory: Callable[[], Served], pair: socket.socket, lifeline: int) -> None:
     _end_with_parent(lifeline)
-    with contextlib.suppress(Exception):  # what it raises if there is no stderr
-        faulthandler.enable()  # after a crash in native code, the worker's log then says where it was
+    with contextlib.suppress(Exception):  # raised if there is no stderr
+        faulthandler.enable()  # writes the location of a crash in native code to the worker's log
     switch_interval_s = settings.process().switch_interval_s
     if switch_interval_s is not None:
-        sys.setswitchinterval(switch_interval_s)  # as its worker does, lest user code hold up the channel
+        sys.setswitchinterval(
+            switch_interval_s
+        )  # as in the worker, so that user code delays the channel less
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(_serve(factory, pair))
-    # Taking the interpreter down would take a tenth of a second more, and wait for threads of user code.
+    # A regular interpreter shutdown takes 0.1 s longer and waits for threads of user code.
     run_exit_functions()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # one that is missing, closed or full
@@ -415,7 +418,7 @@ def _end_with_parent(lifeline: int) -> None:
     group, parent = os.getpgrp(), os.getppid()
     if sys.platform == "linux":
         fcntl.fcntl(lifeline, fcntl.F_SETOWN, -group)
-        # Nobody handles the signal that comes of it, SIGIO, so it ends the process, whatever that is doing.
+        # The resulting signal, SIGIO, has no handler, so it ends the process whatever it is doing.
         fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
 
     poll = select.poll()

@@ -1,12 +1,12 @@
-"""The Host: the one Dask actor of a worker, in which daskserve's own actors live.
+"""The Host: the one Dask actor of a worker, which contains daskserve's own actors.
 
-Problem: an actor made by ``submit`` waits for a free task thread, which takes as long as the batch work
-there. Choice: submit one Host per worker, once, and make controller, proxies and replicas inside it by an
+Problem: creating an actor with ``submit`` waits for a free task thread, possibly behind long batch work.
+Choice: submit one Host per worker, once, and create controller, proxies and replicas inside it with an
 asynchronous call, which takes milliseconds on a worker whose threads are all busy.
 
-The Host is what Dask needs; its actors are in an `ActorBook`. It owns what a process needs once: the Dask
-client, the channels, and one `DaskCluster` per instance. All of it hangs on this object, nothing on a module:
-test clusters run several workers in one process.
+The Host is the interface to Dask; an `ActorBook` holds its actors. It owns what a process needs once: the
+Dask client, the channels, and one `DaskCluster` per instance. All state is in this object and none in a
+module, because test clusters run several workers in one process.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ logger = logging.getLogger("daskserve.host")
 
 
 def load_factory(kind: ActorKind) -> ActorFactory:
-    """Import the class that makes actors of a kind."""
+    """Import and return the factory for actors of a kind."""
     module, _, name = ACTOR_FACTORIES[kind].partition(":")
     factory: ActorFactory = getattr(importlib.import_module(module), name)
     return factory
@@ -56,11 +56,11 @@ class Host:
             os.getpid(),
             LoopClock(),
             self._make,
-            # User code in an actor finds this worker by Dask's own get_worker() and get_client().
+            # User code in an actor finds this worker with Dask's own get_worker() and get_client().
             surroundings=lambda: as_current_worker(self._worker),
             on_change=self._tuning.objects_changed,
         )
-        # Here, in a task thread, imports do not hold up the event loop; a deploy then finds them done.
+        # In this task thread, imports do not block the event loop, and later deploys do not wait for them.
         self._factories = {kind: load_factory(kind) for kind in ActorKind}
 
     async def open(self) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class Host:
                 name="daskserve-host",
             )
             self.link = Link(client, role="worker", worker=self._worker, book=self.book)
-            # All that `close` takes back is done before the first wait, during which it may be called.
+            # `close` may be called during the first await, so everything that it undoes is done before.
             add_handler(self._worker, CHANNEL_OP, self._accept)
             self._tuning.open()
             await client
@@ -92,18 +92,18 @@ class Host:
         return self.link
 
     async def run(self, verb: str, message: dict[str, Any]) -> dict[str, Any]:
-        """Answer a verb for the supervisor, errors packed as bytes because foreign ones may not unpickle."""
+        """Run a verb for the supervisor; return errors as bytes, because foreign ones may not unpickle."""
         try:
             if verb == "end_instance":
                 await self._end_instance(**message)
                 return {"value": None}
             return {"value": await self.book.run(verb, message)}
         except Exception as error:
-            # Every error goes back to the caller, who raises it.
+            # Every error goes back to the caller, which raises it.
             return {"error": dump_error(error)}
 
     async def close(self) -> None:
-        """Stop all actors and leave nothing of daskserve in the worker."""
+        """Stop all actors and remove everything of daskserve from the worker."""
         for instance in {entry.spec.instance for entry in self.book.entries.values()}:
             await self._end_instance(instance=instance)
         remove_handler(self._worker, CHANNEL_OP)

@@ -1,13 +1,13 @@
-"""What daskserve changes in the Python interpreter of a process that serves; `close` takes it back.
+"""Interpreter settings of a process that serves requests; `close` restores the previous ones.
 
-Two things in CPython hold up requests for tens of milliseconds, whatever the code that answers them:
+Two things in CPython delay requests by tens of milliseconds, regardless of the code that answers them:
 
-- A thread that computes keeps the interpreter lock for the switch interval (5 ms) whenever another one wants
-  it, and a request wants it several times.
-- A full garbage collection walks over every object there is, 20 ms with nothing but a Dask worker in the
-  process, and much more once a model's libraries are loaded; under load one is due several times a second.
-  So what is there once things have settled is set aside (`gc.freeze`). When actors start or stop, everything
-  is looked through again, so that what a stopped replica leaves behind is freed.
+- A thread that computes keeps the interpreter lock for the switch interval (5 ms) when another one waits for
+  it, and a request waits for it several times.
+- A full garbage collection visits every object: 20 ms with only a Dask worker in the process, and much more
+  once a model's libraries are loaded. Under load, one is due several times a second. So `gc.freeze` excludes
+  the objects that exist once no actor has started or stopped for a while. When actors start or stop, a full
+  collection runs again, which frees what a stopped replica leaves behind.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 
 from daskserve import settings
 
-#: Garbage is collected, and the rest set aside, when no actor has started or stopped for so long.
+#: Time without starts and stops of actors after which a collection and `gc.freeze` run.
 SETTLE_S = 0.5
 
 
@@ -32,14 +32,14 @@ class InterpreterTuning:
         self._is_open = False
 
     def open(self) -> None:
-        """Begin; `close` undoes it."""
+        """Apply the settings; `close` undoes this."""
         self._is_open = True
         if self._settings.switch_interval_s is not None:
             sys.setswitchinterval(self._settings.switch_interval_s)
         self.objects_changed()
 
     def objects_changed(self) -> None:
-        """Note that much has been made or dropped: look through all objects again when that is over."""
+        """Schedule a new collection and freeze, because an actor has started or stopped."""
         if not self._is_open or not self._settings.gc_freeze:
             return
         if self._timer is not None:
@@ -47,7 +47,7 @@ class InterpreterTuning:
         self._timer = asyncio.get_running_loop().call_later(SETTLE_S, self._settle)
 
     def close(self) -> None:
-        """Leave the interpreter as it was found; idempotent."""
+        """Restore the interpreter's previous settings; idempotent."""
         if not self._is_open:
             return
         self._is_open = False

@@ -1,4 +1,4 @@
-"""The in-process cluster keeps the promises of the `Cluster` protocol, also when its workers die."""
+"""The in-process cluster fulfils the `Cluster` protocol, also when its workers die."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ W1, W2 = "local://worker-1", "local://worker-2"
 
 
 class Echo:
-    """An actor whose start does what its payload says: fails, hangs, is slow, or nothing special."""
+    """An actor whose payload selects how it starts: it fails, hangs, is slow, or starts normally."""
 
     def __init__(self, context: ActorContext) -> None:
         self.context = context
@@ -182,7 +182,7 @@ async def ask(cluster: Cluster, address: ActorAddress, **head: Any) -> tuple[Loa
 # ---- making and ending actors
 
 
-def test_an_actor_is_made_once_whoever_asks_and_tells_its_facts() -> None:
+def test_an_actor_is_created_once_and_returns_its_facts_to_every_caller() -> None:
     async def scenario(cluster: LocalCluster) -> None:
         slow = spec(payload=b"slow")
         facts = await asyncio.gather(
@@ -200,7 +200,7 @@ def test_an_actor_is_made_once_whoever_asks_and_tells_its_facts() -> None:
     run(scenario)
 
 
-def test_a_newer_incarnation_takes_the_name_and_an_older_one_is_refused() -> None:
+def test_a_newer_incarnation_replaces_the_actor_and_an_older_one_is_rejected() -> None:
     async def scenario(cluster: LocalCluster) -> None:
         first = actor(cluster, await make(cluster, incarnation=1))
         second = await make(cluster, incarnation=2)
@@ -228,7 +228,7 @@ def test_two_callers_of_a_newer_incarnation_get_the_same_one() -> None:
     run(scenario)
 
 
-def test_an_actor_that_fails_to_start_is_removed_and_its_error_arrives_whole() -> None:
+def test_an_actor_that_fails_to_start_is_removed_and_its_error_is_raised() -> None:
     async def scenario(cluster: LocalCluster) -> None:
         for creator in (cluster.program, cluster.process(W1)):
             with pytest.raises(ReplicaStartError, match=r"^no$") as info:
@@ -239,7 +239,7 @@ def test_an_actor_that_fails_to_start_is_removed_and_its_error_arrives_whole() -
     run(scenario)
 
 
-def test_an_actor_that_still_starts_takes_no_calls() -> None:
+def test_a_starting_actor_rejects_calls() -> None:
     async def scenario(cluster: LocalCluster) -> None:
         creating = asyncio.create_task(make(cluster, payload=b"slow"))
         await wait_until(cluster.actors)
@@ -252,7 +252,7 @@ def test_an_actor_that_still_starts_takes_no_calls() -> None:
     run(scenario)
 
 
-def test_a_creator_that_gives_up_does_not_end_the_start() -> None:
+def test_a_cancelled_create_does_not_cancel_the_start() -> None:
     async def scenario(cluster: LocalCluster) -> None:
         slow = spec(payload=b"slow")
         with pytest.raises(TimeoutError):
@@ -263,7 +263,7 @@ def test_a_creator_that_gives_up_does_not_end_the_start() -> None:
     run(scenario)
 
 
-def test_destroying_stops_and_forgets_and_what_is_gone_is_no_error() -> None:
+def test_destroy_stops_and_removes_an_actor_and_is_idempotent() -> None:
     async def scenario(cluster: LocalCluster) -> None:
         address = await make(cluster)
         made = actor(cluster, address)
@@ -278,8 +278,8 @@ def test_destroying_stops_and_forgets_and_what_is_gone_is_no_error() -> None:
     run(scenario)
 
 
-def test_who_asks_for_an_end_and_goes_does_not_leave_it_half_done() -> None:
-    """As a controller does that is killed: its successor finds the actor as long as it is there."""
+def test_a_cancelled_destroy_still_completes() -> None:
+    """A killed controller is such a caller: its successor finds the actor until the stop is complete."""
 
     async def scenario(cluster: LocalCluster) -> None:
         address = await make(cluster)
@@ -293,7 +293,7 @@ def test_who_asks_for_an_end_and_goes_does_not_leave_it_half_done() -> None:
     run(scenario)
 
 
-def test_an_end_that_is_asked_for_again_may_be_quicker() -> None:
+def test_a_second_destroy_may_shorten_the_grace_period() -> None:
     async def scenario(cluster: LocalCluster) -> None:
         address = await make(cluster)
         made = actor(cluster, address)
@@ -306,7 +306,7 @@ def test_an_end_that_is_asked_for_again_may_be_quicker() -> None:
     run(scenario)
 
 
-def test_destroying_an_actor_that_starts_tells_its_creator() -> None:
+def test_destroying_a_starting_actor_fails_its_create_call() -> None:
     async def scenario(cluster: LocalCluster) -> None:
         for creator in (cluster.program, cluster.process(W1)):
             creating = asyncio.create_task(creator.create(spec(payload=b"hangs"), W1))
@@ -322,7 +322,7 @@ def test_destroying_an_actor_that_starts_tells_its_creator() -> None:
 # ---- calls and requests
 
 
-def test_calls_carry_plain_values_as_a_channel_would() -> None:
+def test_calls_carry_plain_values_like_a_channel() -> None:
     async def scenario(cluster: LocalCluster) -> None:
         address = await make(cluster)
         for caller in (cluster.program, cluster.process(W1), cluster.process(W2)):
@@ -384,7 +384,7 @@ def test_a_control_envelope_is_a_call() -> None:
     run(scenario)
 
 
-def test_a_caller_that_goes_away_cancels_its_request() -> None:
+def test_cancelling_the_caller_cancels_its_request() -> None:
     async def scenario(cluster: LocalCluster) -> None:
         address = await make(cluster)
         for caller in (cluster.program, cluster.process(W1)):
@@ -410,7 +410,7 @@ async def straight(cluster: LocalCluster, process: LocalProcess, address: ActorA
     return answers[0] if answers else "given up"
 
 
-def test_an_actor_answers_without_a_task_from_near_and_far() -> None:
+def test_local_and_remote_actors_answer_without_a_task() -> None:
     async def scenario(cluster: LocalCluster) -> None:
         address = await make(cluster)
         assert await straight(cluster, cluster.process(W2), address) is None  # nothing connects them yet
@@ -423,7 +423,7 @@ def test_an_actor_answers_without_a_task_from_near_and_far() -> None:
     run(scenario)
 
 
-def test_a_request_that_cannot_be_answered_without_a_task_is_answered_by_one() -> None:
+def test_a_request_that_needs_a_task_is_not_answered_without_one() -> None:
     async def scenario(cluster: LocalCluster) -> None:
         address = await make(cluster)
         await cluster.process(W2).call(address, "echo")
@@ -436,7 +436,7 @@ def test_a_request_that_cannot_be_answered_without_a_task_is_answered_by_one() -
     run(scenario)
 
 
-def test_a_process_that_is_lost_or_does_not_run_answers_nothing() -> None:
+def test_a_lost_or_suspended_process_does_not_answer() -> None:
     async def scenario(cluster: LocalCluster) -> None:
         address = await make(cluster)
         process = cluster.process(W2)
@@ -469,7 +469,7 @@ def test_views_know_what_is_local() -> None:
     run(scenario)
 
 
-def test_distance_takes_time_and_one_process_is_no_distance() -> None:
+def test_latency_applies_between_processes_only() -> None:
     async def scenario(cluster: LocalCluster) -> None:
         address = await make(cluster)
         began = cluster.clock.now()
@@ -484,7 +484,7 @@ def test_distance_takes_time_and_one_process_is_no_distance() -> None:
 # ---- workers
 
 
-def test_workers_join_and_leave_and_everybody_hears_of_it() -> None:
+def test_listeners_are_notified_when_workers_join_and_leave() -> None:
     async def scenario(cluster: LocalCluster) -> None:
         heard: list[Any] = []
         await cluster.program.subscribe(heard.append)
@@ -497,13 +497,13 @@ def test_workers_join_and_leave_and_everybody_hears_of_it() -> None:
         assert [each.address for each in cluster.workers()] == [W2, joined.address]
         cluster.change_worker(W2, is_available=False)
         assert not cluster.workers()[0].is_available
-        with pytest.raises(ValueError, match="is there already"):
+        with pytest.raises(ValueError, match="already a worker"):
             cluster.add_worker(joined)
 
     run(scenario)
 
 
-def test_an_address_may_come_back_with_nothing_on_it() -> None:
+def test_a_worker_that_rejoins_has_no_actors() -> None:
     async def scenario(cluster: LocalCluster) -> None:
         address = await make(cluster)
         (info,) = [each for each in cluster.workers() if each.address == W1]
@@ -516,7 +516,7 @@ def test_an_address_may_come_back_with_nothing_on_it() -> None:
     run(scenario)
 
 
-def test_a_lost_worker_fails_what_runs_on_it_at_once() -> None:
+def test_requests_on_a_lost_worker_fail_immediately() -> None:
     async def scenario(cluster: LocalCluster) -> None:
         address = await make(cluster)
         waiting = [
@@ -542,7 +542,7 @@ def test_a_lost_worker_fails_what_runs_on_it_at_once() -> None:
     run(scenario)
 
 
-def test_a_dead_process_neither_writes_nor_publishes_nor_calls_nor_hears() -> None:
+def test_a_dead_process_cannot_write_publish_call_or_receive() -> None:
     async def scenario(cluster: LocalCluster) -> None:
         address = await make(cluster, W2)
         heard_by_dead: list[Any] = []
@@ -579,7 +579,7 @@ def test_a_dead_process_neither_writes_nor_publishes_nor_calls_nor_hears() -> No
     run(scenario)
 
 
-def test_a_dead_caller_cancels_what_it_asked_for_elsewhere() -> None:
+def test_the_death_of_a_caller_cancels_its_requests_elsewhere() -> None:
     async def scenario(cluster: LocalCluster) -> None:
         address = await make(cluster, W2)
         asking = asyncio.create_task(ask(cluster.process(W1), address, hangs=True))
@@ -611,7 +611,7 @@ def test_messages_arrive_in_order_and_as_copies() -> None:
     run(scenario)
 
 
-def test_unsubscribing_ends_it_even_for_what_is_on_its_way() -> None:
+def test_unsubscribing_drops_messages_on_their_way() -> None:
     async def scenario(cluster: LocalCluster) -> None:
         heard: list[Any] = []
         unsubscribe = await cluster.program.subscribe(heard.append)
@@ -633,7 +633,7 @@ def test_unsubscribing_ends_it_even_for_what_is_on_its_way() -> None:
         ({0: [0.0, 5.0], 1: [1.0]}, [0, 1, 0]),
     ],
 )
-def test_the_topic_loses_duplicates_delays_and_reorders_as_told(
+def test_the_topic_loses_duplicates_delays_and_reorders_messages(
     delays: Mapping[int, list[float]], expected: list[int]
 ) -> None:
     async def scenario(cluster: LocalCluster) -> None:
@@ -676,7 +676,7 @@ def test_without_a_controller_there_is_no_instance() -> None:
     run(scenario)
 
 
-def test_a_controller_that_cannot_start_is_an_error() -> None:
+def test_a_controller_that_fails_to_start_raises() -> None:
     async def scenario(cluster: LocalCluster) -> None:
         with pytest.raises(ReplicaStartError):
             await cluster.start(b"fails")
@@ -718,7 +718,7 @@ def test_without_workers_the_controller_waits_for_one() -> None:
     run(scenario)
 
 
-def test_a_worker_that_dies_while_the_controller_starts_on_it_is_passed_over() -> None:
+def test_the_controller_starts_elsewhere_if_its_worker_dies_during_the_start() -> None:
     async def scenario(cluster: LocalCluster) -> None:
         starting = asyncio.create_task(cluster.start(b"slow"))
         await wait_until(cluster.actors)
@@ -729,7 +729,7 @@ def test_a_worker_that_dies_while_the_controller_starts_on_it_is_passed_over() -
     run(scenario)
 
 
-def test_a_controller_whose_start_fails_for_a_while_is_tried_again() -> None:
+def test_a_failed_controller_start_is_retried() -> None:
     async def scenario(cluster: LocalCluster) -> None:
         first = await cluster.start(b"")
         store = cluster.store
@@ -755,7 +755,7 @@ class FailsTwice:
         return Pilot(context)
 
 
-def test_an_older_controller_cannot_write_as_soon_as_a_newer_one_is_made() -> None:
+def test_an_older_controller_cannot_write_once_a_newer_one_is_created() -> None:
     async def scenario(cluster: LocalCluster) -> None:
         first = await cluster.start(b"")
         await cluster.program.call(first, "write", key="one")
@@ -768,7 +768,7 @@ def test_an_older_controller_cannot_write_as_soon_as_a_newer_one_is_made() -> No
     run(scenario)
 
 
-def test_ending_tells_everybody_stops_everything_and_is_final() -> None:
+def test_end_notifies_listeners_and_stops_all_actors_for_good() -> None:
     async def scenario(cluster: LocalCluster) -> None:
         heard: list[Any] = []
         controller = await cluster.start(b"")
@@ -786,7 +786,7 @@ def test_ending_tells_everybody_stops_everything_and_is_final() -> None:
     run(scenario)
 
 
-def test_a_store_of_ones_own_outlives_the_cluster() -> None:
+def test_a_given_store_outlives_the_cluster() -> None:
     store = MemoryStore()
 
     async def scenario(cluster: LocalCluster) -> None:
@@ -797,7 +797,7 @@ def test_a_store_of_ones_own_outlives_the_cluster() -> None:
     assert asyncio.run(store.load()) == {"kept": b"x"}
 
 
-def test_chance_and_names_are_the_users() -> None:
+def test_the_rng_and_the_instance_name_can_be_given() -> None:
     async def scenario(cluster: LocalCluster) -> None:
         address = await make(cluster)
         context = actor(cluster, address).context
@@ -809,7 +809,7 @@ def test_chance_and_names_are_the_users() -> None:
     run(scenario, rng=random.Random(5), instance="mine", deliver=deliver_at_once)
 
 
-def test_a_suspended_worker_answers_nobody_until_it_goes_on() -> None:
+def test_a_suspended_worker_answers_only_after_it_resumes() -> None:
     async def scenario(cluster: LocalCluster) -> None:
         address = await make(cluster)
         cluster.suspend_worker(W1)
@@ -829,7 +829,7 @@ def test_a_suspended_worker_answers_nobody_until_it_goes_on() -> None:
     run(scenario)
 
 
-def test_a_worker_that_retires_is_announced_and_gives_up_the_controller() -> None:
+def test_retiring_a_worker_is_announced_and_moves_the_controller() -> None:
     async def scenario(cluster: LocalCluster) -> None:
         first = await cluster.start(b"")
         heard: list[Any] = []
@@ -851,7 +851,7 @@ def test_a_worker_that_retires_is_announced_and_gives_up_the_controller() -> Non
 # ---- what a controller asks and tells of workers
 
 
-def test_the_actors_of_a_worker_can_be_looked_at() -> None:
+def test_inspect_returns_the_actors_of_a_worker() -> None:
     async def scenario(cluster: LocalCluster) -> None:
         await make(cluster)
         sick = await make(cluster, name="local/replica/b#2")
@@ -876,7 +876,7 @@ def test_the_actors_of_a_worker_can_be_looked_at() -> None:
     run(scenario)
 
 
-def test_only_the_newest_controller_is_listened_to() -> None:
+def test_only_reports_of_the_newest_controller_count() -> None:
     async def scenario(cluster: LocalCluster) -> None:
         await cluster.start(b"")
         await cluster.process(W1).report(1, UseReport(frozenset({W1}), waiting_workers=2))
@@ -886,7 +886,7 @@ def test_only_the_newest_controller_is_listened_to() -> None:
     run(scenario)
 
 
-def test_a_worker_that_is_restarted_is_lost_first() -> None:
+def test_a_restarted_worker_is_lost_first() -> None:
     async def scenario(cluster: LocalCluster) -> None:
         await cluster.process(W2).restart_worker(W1)
         assert [each.address for each in cluster.workers()] == [W2]
@@ -907,7 +907,7 @@ def test_a_link_knows_its_loop_its_instance_and_its_thread() -> None:
         with pytest.raises(NotRunningError):
             link.cluster("other")
         coroutine = cluster.program.workers()
-        with pytest.raises(RuntimeError, match="event loop that would have to carry it out"):
+        with pytest.raises(RuntimeError, match="event loop that would have to run it"):
             link.sync(coroutine)
         assert await asyncio.to_thread(lambda: link.sync(cluster.program.workers())) == cluster.workers()
         assert await link.ask("instances") == ["local"]
@@ -920,7 +920,7 @@ def test_a_link_knows_its_loop_its_instance_and_its_thread() -> None:
     run(scenario)
 
 
-def test_before_it_is_started_it_has_no_loop() -> None:
+def test_a_cluster_has_no_loop_before_it_starts() -> None:
     with pytest.raises(InstanceError, match="has not been started"):
         _ = LocalCluster(FACTORIES).loop
 

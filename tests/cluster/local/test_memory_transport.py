@@ -1,4 +1,4 @@
-"""Connections between pretend processes behave as sockets do: in order, by value, and ended at both ends."""
+"""Connections between simulated processes behave like sockets: ordered, by value, and closed at both ends."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_frames_arrive_in_order_however_long_each_takes() -> None:
     run_virtual(scenario)
 
 
-def test_frames_are_copies_and_large_bytes_arrive_as_what_they_were() -> None:
+def test_frames_are_copies_and_large_bytes_arrive_unchanged() -> None:
     async def scenario() -> None:
         ours, theirs, *_ = pair()
         large, buffer = b"x" * OUT_OF_BAND_BYTES, bytearray(OUT_OF_BAND_BYTES)
@@ -63,7 +63,7 @@ def test_frames_are_copies_and_large_bytes_arrive_as_what_they_were() -> None:
     run_virtual(scenario)
 
 
-def test_a_frame_that_cannot_be_packed_is_refused_alone() -> None:
+def test_only_a_frame_that_cannot_be_packed_is_refused() -> None:
     async def scenario() -> None:
         ours, theirs, *_ = pair()
         odd = [object()]
@@ -76,7 +76,7 @@ def test_a_frame_that_cannot_be_packed_is_refused_alone() -> None:
     run_virtual(scenario)
 
 
-def test_an_end_that_is_closed_ends_the_other_after_what_was_sent_before() -> None:
+def test_closing_one_end_closes_the_other_after_all_sent_frames() -> None:
     async def scenario() -> None:
         ours, theirs, *_ = pair(lambda: 1.0)
         ours.transport.post(["last"])
@@ -90,7 +90,7 @@ def test_an_end_that_is_closed_ends_the_other_after_what_was_sent_before() -> No
     run_virtual(scenario)
 
 
-def test_what_is_posted_to_an_end_that_has_gone_stays_unsent() -> None:
+def test_frames_posted_to_a_closed_end_stay_unsent() -> None:
     async def scenario() -> None:
         ours, theirs, *_ = pair(lambda: 1.0)
         await asyncio.sleep(0.5)
@@ -102,7 +102,7 @@ def test_what_is_posted_to_an_end_that_has_gone_stays_unsent() -> None:
     run_virtual(scenario)
 
 
-def test_what_is_no_frame_ends_the_connection() -> None:
+def test_an_invalid_frame_closes_the_connection() -> None:
     async def scenario() -> None:
         here, there = RunState(LoopClock()), RunState(LoopClock())
         ours, theirs = connect(("here", here.when_awake), ("there", there.when_awake), lambda: 0.0)

@@ -1,4 +1,4 @@
-"""What serving changes in the interpreter, and that it is taken back."""
+"""Interpreter settings of a serving process, and their restoration."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def _settled() -> None:
     await asyncio.sleep(SETTLE_S * 1.01)
 
 
-def test_what_is_there_is_set_aside_when_things_have_settled_and_given_back_at_the_end() -> None:
+def test_objects_are_frozen_after_a_quiet_period_and_unfrozen_at_the_end() -> None:
     async def main() -> None:
         tuning = InterpreterTuning()
         tuning.open()
@@ -56,7 +56,7 @@ def test_what_is_there_is_set_aside_when_things_have_settled_and_given_back_at_t
     run_virtual(main)
 
 
-def test_what_was_set_aside_and_dropped_is_freed_at_the_next_change() -> None:
+def test_frozen_garbage_is_freed_at_the_next_change() -> None:
     async def main() -> None:
         tuning = InterpreterTuning()
         node = Node()
@@ -76,7 +76,7 @@ def test_what_was_set_aside_and_dropped_is_freed_at_the_next_change() -> None:
     run_virtual(main)
 
 
-def test_it_can_be_ruled_out() -> None:
+def test_freezing_can_be_disabled() -> None:
     async def main() -> None:
         with dask.config.set({"daskserve.process": {"gc_freeze": False, "switch_interval_s": None}}):
             tuning = InterpreterTuning()

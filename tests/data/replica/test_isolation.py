@@ -655,7 +655,7 @@ def test_it_is_another_process(model: Bench) -> None:
 
 @pytest.mark.parametrize("model", ["process"], indirect=True)
 def test_it_says_why_handles_do_not_work_in_a_cluster_within_one_process(model: Bench) -> None:
-    with pytest.raises(InstanceError, match="lives within a single process; use isolation='thread'"):
+    with pytest.raises(InstanceError, match="runs within a single process; use isolation='thread'"):
         model.run(call(model.replica, "connect"))
 
 
@@ -899,7 +899,7 @@ def test_another_python_is_named(tmp_path: Path) -> None:
 
 def test_an_interpreter_that_does_not_run_is_named(tmp_path: Path) -> None:
     error = start_error(script(tmp_path / "ends", "exit 3"))
-    assert f"The interpreter {tmp_path}/ends/bin/python loaded nothing: it exited with status 3" in str(error)
+    assert f"The interpreter {tmp_path}/ends/bin/python did not start: it exited with status 3" in str(error)
     folder = script(tmp_path / "broken", "")
     (folder / "bin" / "python").write_bytes(b"\x7fELF nonsense")
     assert "cannot be run" in str(start_error(folder))
