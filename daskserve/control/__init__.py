@@ -1,1 +1,1 @@
-"""The control plane: what should run, and what to do about it. Pure but for reconcile and controller."""
+"""The control plane: decides what runs and starts it. Only the controller and the loop have side effects."""

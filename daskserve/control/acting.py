@@ -1,7 +1,7 @@
-"""Acting: making, ending and reconfiguring actors, as tasks that only report what they saw.
+"""Acting: tasks that start, stop and reconfigure actors, and only report what they observe.
 
-One task per actor and kind of action, so asking for what is under way already does nothing. A task writes
-levels into `Observed` and wakes the loop; what they mean, the pure parts decide.
+There is one task per actor and kind of action, so repeating a request for a running action does nothing. A
+task writes levels into `Observed` and wakes the loop; the pure parts decide what they mean.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from daskserve.types import ActorKind
 
 logger = logging.getLogger("daskserve.controller")
 
-#: Pause before an actor that could not be reached is asked again.
+#: Delay before a call to an unreachable actor is retried.
 ACTION_RETRY_S = 0.2
-#: What a proxy that has to go may take to finish its requests.
+#: Time that a stopping proxy has to finish its requests.
 PROXY_GRACE_S = 5.0
 
-#: A proxy listens within milliseconds; one that does not by then is tried anew.
+#: Timeout of a proxy's start, which takes milliseconds; after it, the start is retried.
 PROXY_START_S = 30.0
 
 Commit: TypeAlias = Callable[..., Awaitable[None]]
@@ -43,7 +43,7 @@ class Acting:
     Parameters
     ----------
     commit, lock
-        As the loop has them: a proxy's port is written once it is known.
+        The same as those of the loop; needed to record a proxy's port once it is known.
     proxy_start
         Returns the start message of a proxy.
     poke
@@ -78,7 +78,7 @@ class Acting:
         self._told: UseReport | None = None
 
     def tell_scheduler(self, epoch: int, report: UseReport) -> None:
-        """Report what the instance uses, unless that is known already; what fails is tried again."""
+        """Report what the instance uses if it has changed; retry on failure."""
         if report != self._told:
             self._spawn("report", "", self._tell_scheduler(epoch, report), "")
 
@@ -86,7 +86,7 @@ class Acting:
         try:
             self._observed.is_adaptive = await self._cluster.report(epoch, report)
         except (ServeError, OSError) as error:
-            logger.warning("The scheduler could not be told what is in use, trying again: %s", error)
+            logger.warning("The report to the scheduler failed and is retried: %s", error)
             await self._clock.sleep(ACTION_RETRY_S)
         else:
             self._told = report
@@ -100,7 +100,7 @@ class Acting:
             starting = self._tasks.get(("start", replica.tag))
             if starting is not None:
                 starting.cancel()
-            # Two kinds, so that one that is forced need not wait for an earlier one's patience.
+            # Two kinds, so that a forced stop need not wait for the grace period of an earlier stop.
             kind = "stop" if action.grace_s > 0 else "kill"
             self._spawn(kind, replica.tag, self._stop_replica(replica, action.grace_s), replica.backend)
         else:
@@ -132,7 +132,7 @@ class Acting:
         task.add_done_callback(done)
 
     def _begin_start(self, replica: ReplicaRecord) -> None:
-        # It may have started while the decision to start it was written: it must not be made a second time.
+        # It may have started while the decision to start it was written, and must not start twice.
         if ("start", replica.tag) in self._tasks or replica.tag in self._observed.ready:
             return
         try:
@@ -156,11 +156,11 @@ class Acting:
             )
             await self._cluster.destroy(address, 0)
         except UnavailableError as error:
-            # Nobody knows whether the replica is there: ask until the worker answers or is known to be lost.
-            logger.warning("Replica %s cannot be reached, trying again: %s", replica.tag, error)
+            # The replica may exist: retry until the worker answers or is lost.
+            logger.warning("Replica %s cannot be reached; the call is retried: %s", replica.tag, error)
             await self._clock.sleep(ACTION_RETRY_S)
         except Exception as error:
-            # Whatever user code raised; the pure part decides what it means.
+            # User code may raise anything; the pure part decides what it means.
             self._observed.failed[replica.tag] = error
         else:
             # The config it runs with is the one in its record: it may have been there before this call.
@@ -195,9 +195,9 @@ class Acting:
         try:
             await self._clock.wait_for(self._cluster.destroy(address, grace_s), grace_s + STOP_MARGIN_S)
         except TimeoutError:
-            logger.warning("Replica %s did not stop within its grace and is given up", replica.tag)
+            logger.warning("Replica %s did not stop within its grace period and is abandoned", replica.tag)
         except (ServeError, OSError) as error:
-            logger.warning("Replica %s could not be told to stop, trying again: %s", replica.tag, error)
+            logger.warning("Stopping replica %s failed and is retried: %s", replica.tag, error)
             await self._clock.sleep(ACTION_RETRY_S)
             return
         if replica.tag in self._state.replicas:
@@ -238,7 +238,8 @@ class Acting:
         try:
             facts = await self._clock.wait_for(self._cluster.create(spec, proxy.worker), PROXY_START_S)
         except Exception as error:
-            # A taken port, a lost worker, a middleware that raises: told to whoever waits for readiness.
+            # A port in use, a lost worker, or a middleware that raises: reported to callers that wait for
+            # HTTP.
             self._observed.proxies_failed[proxy.name] = error
             logger.warning("Proxy %s did not start on %s: %s", proxy.name, proxy.worker, error)
             await self._clock.sleep(ACTION_RETRY_S)
@@ -257,13 +258,13 @@ class Acting:
                 self._cluster.destroy(address, PROXY_GRACE_S), PROXY_GRACE_S + STOP_MARGIN_S
             )
         except TimeoutError:
-            logger.warning("Proxy %s did not stop within its grace and is given up", proxy.name)
+            logger.warning("Proxy %s did not stop within its grace period and is abandoned", proxy.name)
         facts = self._observed.proxies_ready.get(proxy.name)
         if facts is not None and facts["incarnation"] == proxy.incarnation:
             del self._observed.proxies_ready[proxy.name]
 
     async def stop(self) -> None:
-        """End all actions that are under way."""
+        """Cancel all running actions."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()

@@ -1,9 +1,9 @@
-"""One backend: from what is wanted and what is seen to the next changes and actions. Pure.
+"""One backend: computes the next changes and actions from the target and the observed state. Pure.
 
-`step` is called whenever something about a backend may have changed. It reads levels, never events, so it
-may be called at any time, any number of times, and after any loss of memory: a new controller that has seen
-nothing yet gets the actions that let it see. It changes none of its arguments: what it learns is part of its
-answer, as `Notes`, and holds once the change is in the store.
+The loop calls `step` whenever something about a backend may have changed. It reads levels, never events, so
+it can run at any time and any number of times. A new controller that has observed nothing yet gets the
+actions with which it observes the cluster. `step` does not change its arguments: it returns what it learnt as
+`Notes`, which apply once the change is in the store.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from daskserve.control.state import State
 from daskserve.errors import DeployError, NoCapacityError, RequestTimeoutError, ServeError
 from daskserve.types import ReplicaState, WorkerAddress, WorkerInfo
 
-#: The config of a replica that was told of another one and has not answered: it may run with either.
+#: The config id of a replica that has not yet answered a reconfiguration: it may run with either config.
 UNKNOWN_CONFIG = ""
-#: Constructors that may fail in a row before a goal fails.
+#: Number of consecutive constructor failures after which a goal fails.
 MAX_FAILURES = 3
-#: Pause before the next try of a backend whose replicas fail outside any goal; doubles up to the maximum.
+#: Delay before the next replica of a backend whose replicas fail without a goal; doubles up to the maximum.
 START_RETRY_S, MAX_START_RETRY_S = 0.5, 30.0
-#: A worker that holds a proxy or the controller is as hard to empty as one with so many replicas.
+#: Number of replicas that a proxy or the controller counts for when workers are compared for emptying.
 KEPT_WORKER = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class StartReplica:
-    """Make the replica's actor, or find it if an older controller made it: it is the same call."""
+    """Create the replica's actor, or find it if an older controller created it."""
 
     replica: ReplicaRecord
 
 
 @dataclass(frozen=True, slots=True)
 class StopReplica:
-    """Let the replica finish its requests for so long, then end it."""
+    """Let the replica finish its requests within the grace period, then stop it."""
 
     replica: ReplicaRecord
     grace_s: float
@@ -60,7 +60,7 @@ class StopReplica:
 
 @dataclass(frozen=True, slots=True)
 class ReconfigureReplica:
-    """Hand the replica its backend's present config."""
+    """Send the backend's current config to the replica."""
 
     replica: ReplicaRecord
 
@@ -70,14 +70,14 @@ Action: TypeAlias = StartReplica | StopReplica | ReconfigureReplica
 
 @dataclass(slots=True)
 class Step:
-    """What to write, what to note once it is written, and what to do then.
+    """The change to write, the notes to apply once it is written, and the actions that follow.
 
     Attributes
     ----------
     wake_at : float or None
-        When the next step is due although nothing happens.
+        When the next step is due even if nothing happens.
     incarnation : int
-        The last incarnation number in use, those of this step included.
+        The last incarnation number in use, including those of this step.
     """
 
     change: Change = field(default_factory=dict)
@@ -87,18 +87,18 @@ class Step:
     incarnation: int = 0
 
     def wake(self, at: float) -> None:
-        """Ask for another step by that time."""
+        """Schedule another step at that time at the latest."""
         self.wake_at = at if self.wake_at is None else min(self.wake_at, at)
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """What a step reads besides the backend.
+    """The inputs of a step other than the backend.
 
     Attributes
     ----------
     seed : int
-        Decides the names of new replicas.
+        Seed for the names of new replicas.
     incarnation : int
         The last incarnation number in use.
     wall : float
@@ -158,7 +158,7 @@ class _Stepper:
         self.backend = backend
         self.step.change[backend.key] = backend
 
-    # 1. take in what has been seen
+    # 1. process observations
 
     def take_in(self) -> None:
         observed = self.world.observed
@@ -175,13 +175,13 @@ class _Stepper:
                 self.note_failure(replica, observed.failed[replica.tag])
 
     def take_in_config(self, replica: ReplicaRecord) -> None:
-        """Take in the answer to a reconfiguration."""
+        """Process the answer to a reconfiguration."""
         observed, tag = self.world.observed, replica.tag
         error = observed.reconfigure_failed.get(tag)
         if error is not None and replica.state is ReplicaState.RUNNING:
             self.notes.reconfigure_failed[tag] = error
             if not self.fail_goal(_start_error(self.backend.tag, error)):
-                # No caller waits for the error, and asking again would never end: make another replica.
+                # No caller waits for the error, and retries would never end: replace the replica.
                 self.give_up(replica)
         elif tag in observed.configured:
             config_id = self.notes.configured[tag] = observed.configured[tag]
@@ -196,7 +196,7 @@ class _Stepper:
 
     def note_failure(self, replica: ReplicaRecord, error: BaseException) -> None:
         if self.backend.is_deleting or replica.version != self.backend.version:
-            return  # what failed is not what is wanted
+            return  # the failed config is not the current one
         goal, notes = self.goal, self.notes
         if goal is not None and goal.state is GoalState.PENDING:
             goal = replace(goal, failures=goal.failures + 1)
@@ -210,7 +210,7 @@ class _Stepper:
         notes.waiting = f"a replica failed to start, trying again in {pause_s:g} s: {error}"
 
     def scale(self) -> None:
-        """Make the number that the autoscaler decided on the wanted one, within the bounds of now."""
+        """Set the target number to the autoscaler's decision, within the current bounds."""
         decided = self.world.observed.scalings.get(self.backend.tag)
         config = autoscaling_of(self.backend)
         if decided is None or config is None or not decided.is_for(self.backend):
@@ -219,16 +219,16 @@ class _Stepper:
         if replicas != self.backend.scaled_to:
             self.set_backend(scaled(self.backend, replicas, decided.reason, self.world.wall))
 
-    # 2. give up a goal that failed or ran out of time
+    # 2. fail a goal after too many failures or its timeout
 
     def fail_goal(self, error: ServeError) -> bool:
-        """Take the pending spec back; False if there is none, or it is to be deleted, which cannot fail."""
+        """Roll back the pending spec; return False without one, or during a deletion, which cannot fail."""
         goal = self.goal
         if goal is None or goal.state is not GoalState.PENDING or self.backend.is_deleting:
             return False
         self.step.change[goal.key] = goals.finish(goal, error)
         if goal.previous is None:
-            # The change made the backend: nothing of it stays.
+            # The change created the backend, so remove all of it.
             endpoint = self.world.state.endpoints.get(self.backend.tag)
             if self.backend.is_deployment and endpoint is not None and not endpoint.is_legacy:
                 self.step.change[endpoint.key] = None
@@ -252,7 +252,7 @@ class _Stepper:
         deadline = self.world.observed.deadlines.get(goal.goal_id)
         if deadline is None:
             deadline = self.notes.deadlines[goal.goal_id] = self.world.now + goal.timeout_s
-            # A new goal is tried at once, however often the one before it failed.
+            # A new goal starts immediately, even if the previous one failed often.
             self.notes.failures, self.notes.retry_at = 0, None
         if self.world.now < deadline:
             self.step.wake(deadline)
@@ -262,7 +262,7 @@ class _Stepper:
             self.fail_goal(
                 NoCapacityError(
                     f"Cannot scale backend '{tag}' to {wanted} replicas within {goal.timeout_s:g} s: {why}. "
-                    "Add workers, ask for less in actor_options, or free some by deleting backends."
+                    "Add workers, reduce the resources in actor_options, or delete other backends."
                 )
             )
         else:
@@ -295,7 +295,7 @@ class _Stepper:
         state, observed = self.world.state, self.world.observed
 
         def others(worker: WorkerAddress) -> int:
-            # What cannot move, or not without being noticed, keeps its worker in any case.
+            # Actors that cannot move, or not without a visible effect, keep their worker in any case.
             fixed = KEPT_WORKER if worker in self.world.avoid else 0
             return fixed + state.count_on(worker) - state.count_on(worker, self.backend.tag)
 
@@ -359,7 +359,7 @@ class _Stepper:
         return True
 
     def is_pausing(self) -> bool:
-        """Whether it is too early to start another replica after one that failed."""
+        """Return whether it is too early to start another replica after a failure."""
         return self.notes.retry_at is not None and self.notes.retry_at > self.world.now
 
     # 4. finish
@@ -394,23 +394,23 @@ class _Stepper:
                     self.step.actions.append(StopReplica(replica, grace_of(self.backend, replica)))
             elif replica.state is ReplicaState.STARTING:
                 if replica.tag not in observed.ready:
-                    # It gets the present config if it is made now, and keeps its own if it is there.
+                    # It gets the current config if it is created now, and keeps its own if it exists.
                     self.step.actions.append(StartReplica(self.in_doubt(replica)))
             elif (
-                # One that runs and has not been seen is looked for by the watch, and never made again.
+                # The watch looks for a running replica that has not been observed; it is never created again.
                 replica.tag in observed.ready and replica.tag not in unread and self.is_outdated(replica)
             ):
                 self.step.actions.append(ReconfigureReplica(self.in_doubt(replica)))
 
     def in_doubt(self, replica: ReplicaRecord) -> ReplicaRecord:
-        """Return a replica that is to be told another config: until it answers, either may be in force."""
+        """Return the record of a replica during a reconfiguration: either config may be in force."""
         if replica.config_id not in (self.backend.config_id, UNKNOWN_CONFIG):
             replica = replace(replica, config_id=UNKNOWN_CONFIG)
             self.set_replica(replica.tag, replica)
         return replica
 
     def is_outdated(self, replica: ReplicaRecord) -> bool:
-        """Whether a replica of the right version runs with an old config."""
+        """Return whether a replica of the right version runs with an old config."""
         return replica.version == self.backend.version and replica.config_id != self.backend.config_id
 
     def finish_goal(self) -> None:
@@ -445,11 +445,13 @@ class _Stepper:
 def _start_error(backend: str, error: BaseException) -> ServeError:
     if isinstance(error, ServeError):
         return error
-    return DeployError(f"A replica of backend '{backend}' could not be made: {type(error).__name__}: {error}")
+    return DeployError(
+        f"A replica of backend '{backend}' could not be created: {type(error).__name__}: {error}"
+    )
 
 
 def step(world: World, backend: BackendRecord) -> Step:
-    """Return what to write and what to do next for one backend."""
+    """Return the next change and actions for one backend."""
     stepper = _Stepper(world, backend)
     stepper.take_in()
     stepper.scale()
@@ -460,7 +462,7 @@ def step(world: World, backend: BackendRecord) -> Step:
 
 
 def published(state: State, tag: str) -> Any:
-    """Return what routers learn of a backend; None if it is gone."""
+    """Return the published value of a backend for routers; None if it is gone."""
     backend = state.backends.get(tag)
     if backend is None:
         return None

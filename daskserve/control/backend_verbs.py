@@ -1,4 +1,4 @@
-"""What the verbs about backends do to the state. Pure: each returns the change it makes, or raises."""
+"""The verbs for backends. Pure: each returns the change to the state, or raises."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from daskserve.options.backend_spec import BackendSpec
 from daskserve.options.config import BackendConfig
 from daskserve.types import BackendTag, EndpointTag, GoalId
 
-#: Config fields that running replicas need not hear of.
+#: Config fields that do not concern running replicas.
 _CONTROLLER_ONLY = frozenset(
     {
         "autoscaling_config",
@@ -32,7 +32,7 @@ _CONTROLLER_ONLY = frozenset(
         "num_replicas",
     }
 )
-#: Versions that the classic system keeps to itself.
+#: Versions that the classic system reserves.
 RESERVED_VERSIONS = frozenset({"__v1__", "Unversioned"})
 
 
@@ -45,7 +45,7 @@ class Outcome:
 
 
 def get(state: State, tag: BackendTag) -> BackendRecord:
-    """Return a registered backend; `NotRegisteredError` for one that is not, or is being deleted."""
+    """Return a registered backend; raise `NotRegisteredError` if it is unknown or being deleted."""
     backend = state.backends.get(tag)
     if backend is None or backend.is_deleting:
         known = sorted(each.tag for each in state.backends.values() if not each.is_deleting)
@@ -102,10 +102,10 @@ def create_backend(state: State, spec: BackendSpec, *, goal_id: GoalId, now: flo
 
 
 def deploy(state: State, spec: BackendSpec, *, goal_id: GoalId, now: float) -> Outcome:
-    """Register a deployment's backend, or bring an existing one to this code and config.
+    """Register a deployment's backend, or update an existing one to this code and config.
 
-    The same version and config change nothing; the same version with another config is reconfigured in
-    place; another version replaces the replicas, new before old.
+    The same version and config change nothing. The same version with another config reconfigures replicas in
+    place. Another version replaces the replicas, new before old.
     """
     record, code = _new_record(state, spec, now, is_deployment=True)
     existing = state.backends.get(spec.tag)
@@ -130,7 +130,7 @@ def deploy(state: State, spec: BackendSpec, *, goal_id: GoalId, now: float) -> O
 
 
 def _check_version(spec: BackendSpec, existing: BackendRecord | None) -> None:
-    """Raise `BadRequestError` for a reserved version, or a ``prev_version`` that is not the present one."""
+    """Raise `BadRequestError` for a reserved version, or a ``prev_version`` that is not the current one."""
     if spec.user_version is not None and spec.user_version in RESERVED_VERSIONS:
         raise BadRequestError(f"Version {spec.user_version!r} is reserved; name another one.")
     if spec.prev_version is None:
@@ -151,9 +151,9 @@ def _check_version(spec: BackendSpec, existing: BackendRecord | None) -> None:
 
 
 def _told_apart(record: BackendRecord, existing: BackendRecord) -> str:
-    """Return the version of a deployment: its own, marked if an existing one differs in nothing but options.
+    """Return the version of a deployment, marked if an existing one differs only in its actor options.
 
-    Options decide where replicas may be, so those with other options must be replaced.
+    These options restrict placement, so replicas with other options must be replaced.
     """
 
     def marked(options: Mapping[str, Any]) -> str:
@@ -179,18 +179,18 @@ def update_backend_config(
     timeout_s: float | None,
     now: float,
 ) -> Outcome:
-    """Merge the given options into a backend's; the others stay."""
+    """Merge the given options into a backend's options."""
     backend = get(state, tag)
     current = backend.config
     try:
         merged = current.merged(config)
     except ValidationError as error:
-        # Each option by itself was right, or the client would have said so.
-        raise BadRequestError(f"The options of backend '{tag}' do not go together: {error}") from error
+        # The client has validated each option separately.
+        raise BadRequestError(f"The options of backend '{tag}' are incompatible: {error}") from error
     if merged.isolation != current.isolation:
         raise BadRequestError(
             f"The isolation of backend '{tag}' is {current.isolation!r} and cannot be changed in place; "
-            "delete it and create it anew, or deploy a deployment again, which replaces its replicas."
+            "delete and recreate it, or deploy the deployment again, which replaces its replicas."
         )
     wanted = configured(backend, merged, user_config if sets_user_config else backend.user_config)
     wanted = scaling.carried_over(wanted, backend, now)
@@ -204,9 +204,9 @@ def update_backend_config(
 def delete_backend(
     state: State, tag: BackendTag, *, is_forced: bool, goal_id: GoalId, leaving: EndpointTag | None = None
 ) -> Outcome:
-    """Let a backend's replicas finish (or not, if forced) and forget it; an unknown tag changes nothing.
+    """Stop a backend's replicas, after draining unless forced, and remove it; ignore an unknown tag.
 
-    The endpoint ``leaving`` may still use it: it goes in the same change.
+    The endpoint ``leaving`` may still use it, because the same change removes that endpoint.
     """
     backend = state.backends.get(tag)
     if backend is None:
@@ -233,7 +233,7 @@ def describe(state: State, tag: BackendTag) -> dict[str, Any]:
 
 
 def get_endpoint(state: State, name: str) -> dict[str, Any]:
-    """Return what `list_endpoints` tells of one endpoint; `NotFoundError` if there is none."""
+    """Return the entry of one endpoint in `list_endpoints`; raise `NotFoundError` if there is none."""
     endpoint = state.endpoints.get(name)
     if endpoint is None:
         raise NotFoundError(f"Endpoint '{name}' does not exist.")

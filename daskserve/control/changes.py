@@ -17,18 +17,17 @@ from daskserve.types import GoalId
 
 
 class ChangingVerbs:
-    """Each takes the lock, lets a pure function make the change, and commits it."""
+    """The verbs that change an instance: each takes the lock, calls a pure function and commits."""
 
     def __init__(self, core: ControllerCore) -> None:
         self._core = core
 
     @asynccontextmanager
     async def _deciding(self) -> AsyncIterator[None]:
-        """Hold the lock for one decision, and answer for it.
+        """Hold the lock for one decision, and check that it was made by the newest controller.
 
-        The store refuses the change of a controller that was replaced. An answer without a change, that it is
-        so already or that it cannot be, would come from what such a controller remembers: so it is only given
-        by one that asks and hears that it is the newest.
+        The store rejects a change from a controller that was replaced. An answer without a change would come
+        from such a controller's outdated state, so the controller first checks that it is the newest.
         """
         try:
             async with self._core.writer:
@@ -94,7 +93,7 @@ class ChangingVerbs:
 
     @verb
     async def scale(self, name: str, number: int) -> int:
-        """Record what a scaler outside of the cluster asks for; replicas follow."""
+        """Record the number that an external scaler requests; replicas start or stop afterwards."""
         async with self._deciding():
             await self._core.writer.commit(
                 scale_verb.scale(self._core.state, name, number, self._core.clock.wall())
@@ -124,7 +123,7 @@ class ChangingVerbs:
         methods: Sequence[str],
         python_methods: Sequence[str],
     ) -> dict[str, Any]:
-        """Bring a deployment (a backend and an endpoint of one name) about, in one transaction."""
+        """Create or update a deployment (a backend and an endpoint of one name) in one transaction."""
         async with self._deciding():
             wanted = BackendSpec.from_plain(spec)
             outcome = backend_verbs.deploy(
@@ -196,7 +195,7 @@ class ChangingVerbs:
 
     @verb
     async def set_target_capacity(self, percent: float | None) -> dict[str, Any]:
-        """Scale all that is wanted to a share; answered when routers act on it, before replicas do."""
+        """Set the target capacity; return when routers have applied it, before replicas start or stop."""
         async with self._deciding():
             change = target_capacity.set_target_capacity(self._core.state, percent, self._core.clock.wall())
             await self._core.writer.commit(change)

@@ -1,4 +1,4 @@
-"""Between the store and the state: what a controller reads at its start and writes before every act."""
+"""Reads the state from the store when a controller starts, and writes changes before it acts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ logger = logging.getLogger("daskserve.controller")
 
 
 def read(records: Mapping[str, bytes]) -> tuple[Change, dict[str, CorruptRecordError]]:
-    """Return stored records, and why some of them cannot be read."""
+    """Return the stored records, and the reasons why some cannot be read."""
     change: Change = {}
     corrupt: dict[str, CorruptRecordError] = {}
     for key, data in records.items():
@@ -25,7 +25,7 @@ def read(records: Mapping[str, bytes]) -> tuple[Change, dict[str, CorruptRecordE
 
 
 def restore(records: Mapping[str, bytes]) -> tuple[State, dict[str, CorruptRecordError]]:
-    """Return the state that some stored records describe, and why some of them cannot be read."""
+    """Return the state from stored records, and the reasons why some records cannot be read."""
     change, corrupt = read(records)
     state = State()
     state.apply(change)

@@ -1,7 +1,7 @@
-"""What a controller counts, and what it knows of its instance, as metrics.
+"""The metrics of a controller and its instance.
 
-Only the state that holds is exported, not a zero for each of the others: an instance may have thousands of
-deployments.
+Only the current state of a deployment is exported, without zeros for the other states: an instance may have
+thousands of deployments.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from daskserve.figures.histogram import LatencyHistogram
 from daskserve.figures.table import MetricSample
 from daskserve.types import ReplicaState
 
-#: Reasons of the autoscaler are for people: their numbers would make a new series each time.
+#: Numbers in the autoscaler's reasons; as part of a label, each would create a new series.
 _NUMBER = re.compile(r"\d+(\.\d+)?")
 MAX_REASON = 80
 
@@ -28,12 +28,12 @@ class ControlFigures:
     def __init__(self) -> None:
         self.rounds = LatencyHistogram()
         self.failures = 0
-        #: Goals that have ended, by how.
+        #: Number of ended goals, by outcome.
         self.goals: Counter[GoalState] = Counter()
         self.started_at = 0.0
 
     def counts(self, instance: str) -> list[MetricSample]:
-        """Return what only grows."""
+        """Return the counters."""
         me = (instance,)
         return [
             ("control_loop_duration_seconds", me, self.rounds),
@@ -43,7 +43,7 @@ class ControlFigures:
         ]
 
     def states(self, instance: str, epoch: int, state: State, observed: Observed) -> list[MetricSample]:
-        """Return how this controller, its deployments and its proxies are."""
+        """Return the gauges of this controller, its deployments and its proxies."""
         me = (instance,)
         pending = sum(goal.state is GoalState.PENDING for goal in list(state.goals.values()))
         found: list[MetricSample] = [
@@ -61,7 +61,7 @@ class ControlFigures:
 
 
 def bounded(reason: str) -> str:
-    """Return a reason without what differs from one decision to the next."""
+    """Return a reason without the numbers that differ between decisions."""
     return _NUMBER.sub("N", reason)[:MAX_REASON]
 
 

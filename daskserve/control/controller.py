@@ -1,8 +1,8 @@
-"""The controller: the verbs of an instance. Wiring only; what a verb does is in the pure modules.
+"""The controller: the verbs of an instance. It only connects the parts; the pure modules decide.
 
-Every verb that changes something takes the lock, lets a pure function make the change, writes it to the
-store as one transaction, applies it, tells the listeners, and wakes the loop. A verb that succeeded
-therefore holds whatever dies next; one that failed may be repeated, because every verb is idempotent.
+Every verb that changes something takes the lock, calls a pure function for the change, writes it to the store
+as one transaction, applies it, notifies the listeners, and wakes the loop. The effect of a successful verb
+therefore survives any crash. A failed verb can be retried, because every verb is idempotent.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from daskserve.payload import load_error
 from daskserve.starts import dump_http
 from daskserve.types import GoalId
 
-#: How often `Controller.wait_for_http` looks; it runs once, at the start of an instance.
+#: Interval of the checks in `Controller.wait_for_http`, which runs once, at the start of an instance.
 HTTP_POLL_S = 0.005
 
 
@@ -34,11 +34,11 @@ class Controller:
         self.verbs = verbs_of(ChangingVerbs(self._core), ReadingVerbs(self._core))
 
     async def start(self) -> dict[str, Any]:
-        """Take over whatever the store holds and begin to reconcile it with what runs."""
+        """Load the state from the store and start to reconcile it with what runs."""
         return await self._core.start()
 
     async def stop(self, grace_s: float) -> None:
-        """End the loop. What it started goes on: actors are ended by their Hosts."""
+        """Stop the loop. The actors keep running; their Hosts stop them."""
         await self._core.stop(grace_s)
 
     def samples(self) -> list[MetricSample]:
@@ -56,12 +56,12 @@ class ReadingVerbs:
 
     @verb
     async def wait_for_goal(self, goal_id: GoalId, timeout_s: float) -> dict[str, Any]:
-        """Answer when a goal ended, or after ``timeout_s`` (at most 30 s) with ``is_done`` False.
+        """Return when a goal has ended, or after ``timeout_s`` (at most 30 s) with ``is_done`` False.
 
         Raises
         ------
         ServeError
-            Why the goal failed.
+            The reason why the goal failed.
         """
         deadline = self._core.clock.now() + min(timeout_s, MAX_WAIT_S)
         while True:
@@ -81,7 +81,7 @@ class ReadingVerbs:
 
     @verb
     async def wait_for_http(self, timeout_s: float) -> dict[str, Any]:
-        """Answer when every wanted proxy listens; raise what keeps one from it."""
+        """Return when every target proxy listens; raise the error of a proxy that cannot."""
         deadline = self._core.clock.now() + timeout_s
         while True:
             proxies = list(self._core.state.proxies.values())
@@ -107,7 +107,7 @@ class ReadingVerbs:
 
     @verb
     async def status(self) -> dict[str, Any]:
-        """Return the instance in plain values; `daskserve.client.status.Status` is what users see of it."""
+        """Return the instance's status as plain values for `daskserve.client.status.Status`."""
         state, observed = self._core.state, self._core.observed
         controller = {"worker": self._core.worker, "pid": os.getpid()}
         return {
@@ -145,12 +145,12 @@ class ReadingVerbs:
 
     @verb
     async def report_queue_lengths(self, router: str, lengths: Mapping[str, int]) -> None:
-        """Take note of what waits in a router, by backend; the view ``queue_lengths`` tells all of them."""
+        """Record a router's queue lengths by backend; the view ``queue_lengths`` shows them."""
         await self.report_load(router, {tag: (waiting, 0) for tag, waiting in lengths.items()})
 
     @verb
     async def report_load(self, router: str, loads: Mapping[str, Sequence[int]]) -> None:
-        """Take note of how many requests wait in a router and how many are in flight, by backend."""
+        """Record a router's queued requests and requests in flight, by backend."""
         self._core.observed.loads.report(router, loads, self._core.clock.now())
         self._core.scaler.notify_load(tag for tag, load in loads.items() if any(load))
 
@@ -164,7 +164,7 @@ class ReadingVerbs:
 
     @verb
     async def ping(self) -> int:
-        """Answer with the epoch, which shows that this process and its loop run."""
+        """Return the epoch, which shows that this process and its loop run."""
         return self._core.epoch
 
     @verb

@@ -32,9 +32,9 @@ from daskserve.types import Location, SnapshotId, WorkerInfo
 
 logger = logging.getLogger("daskserve.controller")
 
-#: A proxy gets this long to say that it acts on a change.
+#: Time within which a proxy must confirm a change.
 MAX_WAIT_S = 30.0
-#: The worker list is fetched whole this often, in case an event was lost.
+#: Interval at which the full list of workers is fetched, in case an event was lost.
 REFRESH_S = 30.0
 
 
@@ -62,12 +62,12 @@ class ControllerCore:
     # Lifecycle
 
     async def start(self) -> dict[str, Any]:
-        """Take over whatever the store holds and begin to reconcile it with what runs."""
+        """Load the state from the store and start to reconcile it with what runs."""
         records = await self.cluster.store.load()
         self.state, corrupt = checkpoint.restore(records)
         self.corrupt = corrupt
         for key, error in corrupt.items():
-            logger.error("Stored record %s is left aside: %s", key, error)
+            logger.error("Stored record %s is skipped: %s", key, error)
         self.writer = Writer(self.cluster.store, self.epoch, self.state, self._apply)
         location = self.http.location if self.http.has_proxies else Location.NO_SERVER
         self._acting = Acting(
@@ -122,13 +122,13 @@ class ControllerCore:
             return []
         figures = self._reconciler.figures
         counts = figures.counts(self.cluster.instance)
-        # One that has ended, or has been replaced, knows nothing of the present.
+        # A controller that has ended or was replaced has outdated values.
         if not self._tasks or any(task.done() for task in self._tasks):
             return counts
         return counts + figures.states(self.cluster.instance, self.epoch, self.state, self.observed)
 
     async def stop(self, grace_s: float) -> None:
-        """End the loop. What it started goes on: actors are ended by their Hosts."""
+        """Stop the loop. The actors keep running; their Hosts stop them."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -188,7 +188,7 @@ class ControllerCore:
     async def _refresh_workers(self) -> None:
         events = -1
         while events != self._events:
-            # An event heard meanwhile may be newer than the answer, which would undo it.
+            # An event that arrived during the call may be newer than the answer, which must not undo it.
             events = self._events
             infos = await self.cluster.workers()
         self.observed.workers = {info.address: info for info in infos}
@@ -204,7 +204,7 @@ class ControllerCore:
             except (ServeError, OSError) as error:
                 logger.warning("The list of workers could not be refreshed: %s", error)
             if self.observed.workers != known or self.observed.lost_workers:
-                self.loop.poke()  # what no event told
+                self.loop.poke()  # changes without an event
 
     # Write, apply, notify
 
@@ -265,7 +265,7 @@ class ControllerCore:
     async def barrier(self) -> list[int]:
         """Return the newest snapshot once every proxy that answers has applied it."""
         epoch, counter = self.news.snapshot_id
-        # All that may listen, also those that this controller has not heard of yet.
+        # All proxies that may listen, including those that this controller has not observed yet.
         proxies = [
             proxy
             for proxy in self.state.proxies.values()
@@ -282,5 +282,5 @@ class ControllerCore:
         call = self.cluster.call(
             address, "wait_for_snapshot", epoch=epoch, counter=counter, timeout_s=MAX_WAIT_S
         )
-        # A process that is stopped does not even say that it did not hear in time.
+        # A stopped process does not report its own timeout.
         await self.clock.wait_for(call, MAX_WAIT_S)

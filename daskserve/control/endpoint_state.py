@@ -1,4 +1,4 @@
-"""Endpoints: routes, methods, traffic and shadows. Pure: each verb returns the change it makes, or raises."""
+"""The verbs for endpoints: routes, methods, traffic and shadows. Pure: each returns its change, or raises."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def deploy_endpoint(
     methods: Sequence[str],
     python_methods: Sequence[str],
 ) -> Change:
-    """Give a deployment its endpoint, or bring an existing one to this route. The backend has its name."""
+    """Create a deployment's endpoint, or change its route. Its backend has the same name."""
     route = None if route is None else normalise_route(route)
     holder = None if route is None else state.endpoint_at(route)
     if holder is not None and holder.name != name:
@@ -112,9 +112,9 @@ def deploy_endpoint(
 
 
 def routed_as_before(state: State, before: EndpointRecord) -> Change:
-    """Bring a deployment's endpoint back to the route and methods that it had, its traffic as it is now.
+    """Restore a deployment's endpoint to its previous route and methods, and keep its current traffic.
 
-    If another endpoint has taken the route meanwhile, or this one is gone, nothing changes.
+    Nothing changes if another endpoint now has the route, or this one is gone.
     """
     existing = state.endpoints.get(before.name)
     holder = None if before.route is None else state.endpoint_at(before.route)
@@ -127,12 +127,12 @@ def routed_as_before(state: State, before: EndpointRecord) -> Change:
 
 
 def delete_endpoint(state: State, name: EndpointTag) -> Change:
-    """Remove an endpoint; its backends stay. An unknown name changes nothing."""
+    """Remove an endpoint but not its backends; ignore an unknown name."""
     return {state.endpoints[name].key: None} if name in state.endpoints else {}
 
 
 def set_traffic(state: State, name: EndpointTag, traffic: Mapping[BackendTag, float]) -> Change:
-    """Replace an endpoint's traffic policy as a whole."""
+    """Replace an endpoint's traffic policy."""
     endpoint = _require_endpoint(state, name)
     check_weights(traffic)
     _require_backends(state, list(traffic))
@@ -151,7 +151,7 @@ def check_weights(traffic: Mapping[BackendTag, float]) -> None:
 
 
 def shadow_traffic(state: State, name: EndpointTag, backend: BackendTag, proportion: float) -> Change:
-    """Copy a proportion of an endpoint's requests to a backend whose answers are dropped; 0 stops it."""
+    """Copy a proportion of an endpoint's requests to a backend and drop its responses; 0 stops this."""
     endpoint = _require_endpoint(state, name)
     _require_backends(state, [backend])
     shadows = {tag: share for tag, share in endpoint.shadows.items() if tag != backend}
@@ -162,7 +162,7 @@ def shadow_traffic(state: State, name: EndpointTag, backend: BackendTag, proport
 
 
 def published(endpoint: EndpointRecord | None) -> Any:
-    """Return what routers learn of an endpoint; None if it is gone."""
+    """Return the published value of an endpoint for routers; None if it is gone."""
     if endpoint is None:
         return None
     return {
@@ -175,7 +175,7 @@ def published(endpoint: EndpointRecord | None) -> Any:
 
 
 def published_routes(state: State) -> dict[str, Any]:
-    """Return the route table that proxies learn."""
+    """Return the route table for proxies."""
     return {
         route: {"endpoint": endpoint.name, "methods": list(endpoint.methods)}
         for route, endpoint in state.routes().items()

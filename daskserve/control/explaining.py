@@ -1,4 +1,4 @@
-"""Why a backend has as many replicas as it has, in plain values; users see `daskserve.client.explanation`."""
+"""The reasons for a backend's number of replicas, as plain values for `daskserve.client.explanation`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from daskserve.types import BackendTag, ReplicaState
 
 
 def explain(state: State, observed: Observed, tag: BackendTag, now: float) -> dict[str, Any]:
-    """Return all that decides about the number of a backend's replicas.
+    """Return everything that determines the number of a backend's replicas.
 
     Raises
     ------

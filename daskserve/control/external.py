@@ -1,7 +1,7 @@
-"""The number of replicas that a scaler outside of the cluster asked for. Pure.
+"""The number of replicas that an external scaler has set. Pure.
 
-It is recorded in the place of an autoscaler's, so that it outlives the controller, and is the user's to
-take back: a ``num_replicas`` that says something new holds, one that says the same as before does not.
+The number is recorded like that of an autoscaler, so that it outlives the controller. A new value of
+``num_replicas`` overrides it; an unchanged one does not.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from daskserve.control.records import BackendRecord
 
 
 def carried_over(backend: BackendRecord, before: BackendRecord | None) -> BackendRecord:
-    """Return the record of a backend that is scaled from outside, with the number from before it.
+    """Return the record of an externally scaled backend, with the previous number.
 
-    A ``num_replicas`` that was changed or newly set is the user's own word and holds. Otherwise it is the
-    number there was, and one at least.
+    A ``num_replicas`` that was changed or newly set overrides it. The previous number counts as at least 1.
     """
     fixed = replace(backend, scaled_to=None, scalings=())
     if before is None or before.is_deleting or before.scaled_to is None:
@@ -30,7 +29,7 @@ def carried_over(backend: BackendRecord, before: BackendRecord | None) -> Backen
 
 
 def taken_back(previous: BackendRecord, failed: BackendRecord) -> BackendRecord:
-    """Return the record to go back to when a change failed, with what was asked for while it was tried."""
+    """Return the record to restore after a failed change, with the number that was set during the change."""
     if failed.scaled_to is None or not failed.is_scaled_externally:
         return previous
     return replace(previous, scaled_to=failed.scaled_to, scalings=failed.scalings)

@@ -1,8 +1,7 @@
-"""Goals: changes that were asked for and are still coming about.
+"""Goals: requested changes that are still in progress.
 
-A backend has at most one pending goal. A newer one supersedes it, which completes it: whoever waited for
-the older spec learns that it was replaced. Finished goals are kept for a while, so that a caller
-that lost its connection still learns the outcome.
+A backend has at most one pending goal. A newer goal supersedes it, which completes it for its callers.
+Finished goals are kept for a while, so that a caller that lost its connection can still read the outcome.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def open_goal(
 ) -> BackendRecord:
     """Add a pending goal for a backend to ``change``; return the backend's record with it.
 
-    The goal before it is superseded. What to go back to on failure is the last state that came about.
+    The previous goal is superseded. On failure, the backend returns to the last completed state.
     """
     current = state.backends.get(backend.tag)
     previous = None if current is None else to_plain(current)
@@ -44,7 +43,7 @@ def open_goal(
         previous = dict(old.previous) if old.previous is not None else None
         previous_endpoint = dict(old.previous_endpoint) if old.previous_endpoint is not None else None
     if current is not None and current.is_deleting:
-        previous = previous_endpoint = None  # what was to be deleted must not come back
+        previous = previous_endpoint = None  # a backend that was being deleted must not return
     if previous is not None:
         previous["goal"] = None
     goal = GoalRecord(

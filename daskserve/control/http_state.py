@@ -1,7 +1,7 @@
-"""Which HTTP proxy runs on which worker. Pure.
+"""Decides which HTTP proxies run on which workers. Pure.
 
-HeadOnly: one, on the scheduler's host if a worker lives there, else anywhere. EveryNode: one per host.
-EveryWorker: one per worker. A proxy stays where it is as long as its worker does; its replacement on the
+HeadOnly: one proxy, on the scheduler's host if it has a worker, otherwise anywhere. EveryNode: one per host.
+EveryWorker: one per worker. A proxy stays on its worker as long as the worker lives; its replacement on the
 same host keeps the port.
 """
 
@@ -18,28 +18,28 @@ from daskserve.types import Location, WorkerAddress, WorkerInfo
 
 @dataclass(frozen=True, slots=True)
 class StartProxy:
-    """Make the proxy's actor, or find it."""
+    """Create the proxy's actor, or find it."""
 
     proxy: ProxyRecord
 
 
 @dataclass(frozen=True, slots=True)
 class StopProxy:
-    """End the proxy's actor."""
+    """Stop the proxy's actor."""
 
     proxy: ProxyRecord
 
 
 @dataclass(slots=True)
 class HttpStep:
-    """What to write, then what to do.
+    """The change to write, and the actions that follow.
 
     Attributes
     ----------
     lost : list
-        The proxies whose workers are gone: what was seen of them holds no longer.
+        The proxies whose workers are gone; observations of them are outdated.
     incarnation : int
-        The last incarnation number in use, those of this step included.
+        The last incarnation number in use, including those of this step.
     """
 
     change: Change = field(default_factory=dict)
@@ -51,7 +51,7 @@ class HttpStep:
 def wanted_slots(
     location: Location | None, workers: Sequence[WorkerInfo], state: State, avoid: WorkerAddress | None
 ) -> dict[str, list[WorkerInfo]]:
-    """Return the proxies wanted, by name, each with the workers it may run on, best first."""
+    """Return the target proxies by name, each with the workers on which it may run, best first."""
     if location in (None, Location.NO_SERVER):
         return {}
 
@@ -79,12 +79,12 @@ def step(
     incarnation: int,
     avoid: WorkerAddress | None,
 ) -> HttpStep:
-    """Return what to write and what to do next about the proxies.
+    """Return the next change and actions for the proxies.
 
     Parameters
     ----------
     port : int
-        The port that the options name; 0 for any.
+        The port in the options; 0 means any free port.
     incarnation : int
         The last incarnation number in use.
     """
@@ -92,7 +92,7 @@ def step(
     # A worker that joined again under its old address is of use once what was lost with it is seen to.
     usable = [each for each in observed.usable_workers() if each.address not in observed.lost_workers]
     slots = wanted_slots(location, usable, state, avoid)
-    # A port that was found free is kept by whatever replaces its proxy; a port that was named is named.
+    # The replacement of a proxy keeps a port that was chosen automatically.
     ports = {proxy.host: port or proxy.port for proxy in state.proxies.values() if port or proxy.port}
     kept = _keep(state, observed, slots, {each.address for each in usable}, result)
     wanted = {
@@ -117,12 +117,12 @@ def _keep(
     usable: Collection[WorkerAddress],
     result: HttpStep,
 ) -> dict[str, ProxyRecord]:
-    """Return the proxies that stay where they are; take the others back."""
+    """Return the proxies that stay on their workers; remove the others."""
     kept: dict[str, ProxyRecord] = {}
     for proxy in state.proxies.values():
         if proxy.worker in observed.lost_workers or proxy.worker not in observed.workers:
             result.lost.append(proxy.name)
-            # While there is no worker at all, as in a restart of the cluster, the record keeps the port.
+            # While there are no workers, as during a restart of the cluster, the record keeps the port.
             if observed.usable_workers():
                 result.change[proxy.key] = None
         elif proxy.name not in slots or proxy.worker not in usable:
@@ -141,7 +141,7 @@ def _settle(
     ports: Mapping[str, int],
     result: HttpStep,
 ) -> ProxyRecord:
-    """Return a wanted proxy's record, a new one if none is kept, with the port of its host."""
+    """Return a target proxy's record with the port of its host; a new record if none is kept."""
     proxy = kept
     if proxy is None:
         result.incarnation += 1

@@ -1,8 +1,8 @@
-"""What is known of the load on each backend: levels that go stale, and the samples that are drawn from them.
+"""The load on each backend: levels that expire, and samples of them.
 
-Routers tell what waits in them and what they have in flight, once a second while that is not nothing.
-Replicas are asked by the watch of the workers, in the same rhythm. What was not told anew for `STALE_S`
-counts no more: a process that died or hangs neither pins load nor hides it. Pure; time is an argument.
+Routers report their queued requests and requests in flight once a second, unless there are none. The watch of
+the workers queries replicas at the same interval. A report expires after `STALE_S`, so a process that died or
+hangs neither adds load nor hides it. Pure; time is an argument.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from daskserve.autoscaling.context import Sample
 from daskserve.types import BackendTag, ReplicaTag
 
-#: Longer than three reports that did not come.
+#: Lifetime of a report; longer than three missed reports.
 STALE_S = 3.5
 
 
@@ -31,13 +31,13 @@ class _ReplicaLoad:
     ongoing: int
     ended: int
     latency_counts: Sequence[int]
-    #: What the user's code measures for autoscaling.
+    #: Metrics of user code for autoscaling.
     custom: Mapping[str, float]
 
 
 @dataclass(slots=True)
 class _Ended:
-    """What has ended at a backend since its last sample."""
+    """Requests that ended at a backend since its last sample."""
 
     since: float
     count: int = 0
@@ -63,7 +63,7 @@ class Loads:
     # taking in
 
     def report(self, router: str, loads: Mapping[BackendTag, Sequence[int]], now: float) -> None:
-        """Take note of what a router has: by backend, how many requests wait and how many are in flight."""
+        """Record a router's queued requests and requests in flight, by backend."""
         self._forget_router(router)
         for name in [name for name, each in self._routers.items() if now - each.at > STALE_S]:
             self._forget_router(name)
@@ -84,7 +84,7 @@ class Loads:
     def answered(
         self, backend: BackendTag, replica: ReplicaTag, figures: Mapping[str, Any], now: float
     ) -> None:
-        """Take note of what a replica says of itself."""
+        """Record a replica's report."""
         latency_counts = tuple(figures.get("latency_counts", ()))
         custom = figures.get("custom", {})
         current = _ReplicaLoad(now, int(figures["ongoing"]), int(figures["ended"]), latency_counts, custom)
@@ -92,8 +92,8 @@ class Loads:
         self._replicas[replica] = current
         total = self._ended.get(backend)
         if before is None or total is None:
-            # All that it has done since it started, be it for an older controller, is not of this second; and
-            # of backends that are not autoscaled nobody draws samples.
+            # The first report counts all requests since the replica's start, which are not of this second.
+            # Backends without autoscaling have no samples.
             return
         old_counts = before.latency_counts or (0,) * len(latency_counts)
         total.add(
@@ -106,13 +106,13 @@ class Loads:
         self._replicas.pop(replica, None)
 
     def forget_backend(self, backend: BackendTag) -> None:
-        """Drop what ended at a backend that is gone, or not autoscaled any more."""
+        """Drop the ended requests of a backend that is gone or no longer autoscaled."""
         self._ended.pop(backend, None)
 
     # drawing
 
     def queued(self, backend: BackendTag, now: float) -> int:
-        """Return how many requests wait in routers for a backend."""
+        """Return the number of requests queued in routers for a backend."""
         return sum(load[0] for load in self._fresh(backend, now))
 
     def _fresh(self, backend: BackendTag, now: float) -> list[tuple[int, int]]:
@@ -120,11 +120,11 @@ class Loads:
         return [each.loads[backend] for each in routers.values() if now - each.at <= STALE_S]
 
     def ongoing(self, replicas: Iterable[ReplicaTag], now: float) -> dict[ReplicaTag, float]:
-        """Return what each of these replicas was running when it last said so, not too long ago."""
+        """Return the number of running requests in each replica's last report, unless it has expired."""
         return {tag: float(known.ongoing) for tag, known in self._fresh_replicas(replicas, now)}
 
     def custom(self, replicas: Iterable[ReplicaTag], now: float) -> dict[str, dict[ReplicaTag, float]]:
-        """Return what the user's code in these replicas measures: by name, what each said last of itself."""
+        """Return the metrics of user code by name: the last value of each of these replicas."""
         found: dict[str, dict[ReplicaTag, float]] = {}
         for tag, known in self._fresh_replicas(replicas, now):
             for name, value in known.custom.items():
@@ -140,9 +140,9 @@ class Loads:
                 yield tag, known
 
     def sample(self, backend: BackendTag, replicas: Iterable[ReplicaTag], now: float) -> Sample:
-        """Return a backend's load now, and begin to count anew what ends."""
+        """Return a backend's current load, and reset the count of ended requests."""
         fresh = self._fresh(backend, now)
-        # A request may be on its way to a replica that was asked a moment before.
+        # A request may be on its way to a replica that has just reported.
         in_flight = sum(load[1] for load in fresh)
         ended = self._ended.get(backend)
         self._ended[backend] = _Ended(now)
@@ -156,7 +156,7 @@ class Loads:
         )
 
     def queue_lengths(self) -> dict[str, dict[BackendTag, int]]:
-        """Return what each router told of its queues."""
+        """Return each router's reported queue lengths."""
         return {
             name: {tag: load[0] for tag, load in each.loads.items()} for name, each in self._routers.items()
         }

@@ -216,7 +216,7 @@ def test_an_error_of_the_cluster_is_told_as_a_deploy_error() -> None:
     bench.step()
     error = error_of(bench, goal)
     assert type(error) is DeployError
-    assert "A replica of backend 'b' could not be made: KeyError: 'oops'" in str(error)
+    assert "A replica of backend 'b' could not be created: KeyError: 'oops'" in str(error)
 
 
 def test_failing_of_one_stops_the_others() -> None:

@@ -75,7 +75,7 @@ def test_a_backend_made_anew_while_its_namesake_is_deleted_does_not_bring_that_o
 
 
 def test_a_goal_whose_record_was_lost_is_no_obstacle() -> None:
-    """A corrupt record is left aside at the start of a controller; its backend must still be changeable."""
+    """A controller skips a corrupt record when it starts; its backend must still be changeable."""
     change, found = opened(state_of(backend(goal="lost")))
     assert set(change) == {"goal/new", "backend/b"}
     assert found.state is GoalState.PENDING
