@@ -24,7 +24,7 @@ from daskserve.control.control_figures import ControlFigures
 from daskserve.control.observed import Observed
 from daskserve.control.records import BackendRecord, Change, ReplicaRecord
 from daskserve.control.state import State
-from daskserve.data.caller.router_figures import SetFigures
+from daskserve.data.caller.router_metrics import ReplicaSetMetrics
 from daskserve.figures.collector import ProcessMetrics
 from daskserve.figures.histogram import LATENCY_BUCKETS_S
 from daskserve.figures.replica import ReplicaFigures
@@ -40,7 +40,7 @@ DEPLOYMENTS, REPLICAS = 1000, 10
 
 
 def a_request() -> Callable[[], object]:
-    ingress, router, replica, traffic = IngressFigures(), SetFigures(), ReplicaFigures(), Traffic()
+    ingress, router, replica, traffic = IngressFigures(), ReplicaSetMetrics(), ReplicaFigures(), Traffic()
     route = Route("/a", "e", frozenset(("GET",)))
 
     def count() -> None:

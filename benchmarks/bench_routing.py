@@ -39,7 +39,7 @@ def fill(roster: Roster) -> list[ReplicaEntry]:
 
 def all_full_but_one(size: int) -> Roster:
     roster = idle(size, 1)
-    roster.give_back(fill(roster)[size // 2])
+    roster.release(fill(roster)[size // 2])
     return roster
 
 
@@ -47,9 +47,9 @@ def half_set_aside(size: int) -> Roster:
     roster = idle(size, 1)
     taken = fill(roster)
     for entry in taken[: size // 2]:
-        roster.set_aside(entry, NOW + 1)
+        roster.suspend(entry, NOW + 1)
     for entry in taken:
-        roster.give_back(entry)
+        roster.release(entry)
     return roster
 
 
@@ -59,7 +59,7 @@ def seconds(roster: Roster) -> float:
     for _ in range(REQUESTS):
         entry = roster.take(NOW, rng)
         assert entry is not None
-        roster.give_back(entry)
+        roster.release(entry)
     return time.process_time() - began
 
 

@@ -1,1 +1,1 @@
-"""The request path: routers and handles on the caller's side, replicas on the other."""
+"""The request path: handles and routers on the caller's side, replicas on the other side."""

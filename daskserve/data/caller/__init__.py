@@ -1,1 +1,1 @@
-"""The caller's side of the request path: handles, routers and what they know of replicas."""
+"""The caller's side of the request path: handles, routers and their view of the replicas."""

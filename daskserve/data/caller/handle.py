@@ -1,8 +1,8 @@
-"""Handles: what Python callers hold of an endpoint, and the responses its calls give.
+"""Handles, with which Python code calls an endpoint, and the responses that the calls return.
 
-A handle works in any process that can reach the cluster: a user program, a replica, a Dask task. It is
-pickled as a name and finds its way anew where it is unpickled. The router it uses runs on the event loop
-of that process's link; callers may be on any thread or loop.
+A handle works in any process that can reach the cluster: a user program, a replica, a Dask task. A handle is
+pickled by name and connects to the cluster of the process that unpickles it. Its router runs on the event
+loop of that process's link. Callers may be on any thread or loop.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from daskserve.clock import stopwatch
 from daskserve.cluster.base import Link, Process
 from daskserve.cluster.present import find_link
 from daskserve.context import current_request
+from daskserve.data.caller.direct_call import DirectCall, no_answer_error
 from daskserve.data.caller.pending import begin_call, pause, start_call, waiter_for
 from daskserve.data.caller.response_stream import Pipe, ResponseGenerator
 from daskserve.data.caller.router import Router, Routers
-from daskserve.data.caller.straight_call import StraightCall, no_answer
 from daskserve.errors import (
     ActorLostError,
     BadRequestError,
@@ -35,7 +35,7 @@ from daskserve.types import DONE, Envelope, EnvelopeKind, Message, Payload, Send
 
 
 async def routers_of(cluster: Process) -> Routers:
-    """Return the routers of a process for an instance, listening; made on first use."""
+    """Return the routers of a process for an instance; the first call creates and starts them."""
     routers: Routers | None = cluster.shared.get("routers")
     if routers is None:
         routers = Routers(cluster, cluster.listener, cluster.clock, cluster.link.rng)
@@ -48,7 +48,7 @@ async def routers_of(cluster: Process) -> Routers:
 
 @dataclass(frozen=True, slots=True)
 class CallOptions:
-    """How a handle calls.
+    """The options of a handle's calls.
 
     Attributes
     ----------
@@ -57,12 +57,12 @@ class CallOptions:
     shard_key : str
         Calls with the same key go to the same backend until the traffic policy changes.
     http_method, http_headers
-        What a classic backend finds in its request object.
+        The method and headers of the request object that a classic backend receives.
     timeout_s : float or None
-        Give the call up after so many seconds, wherever it is then, with a `RequestTimeoutError`. A call made
-        for a request ends with the time of that request in any case.
+        Timeout of the call in seconds; after it the call raises `RequestTimeoutError`. A call made while a
+        request is handled also ends at the deadline of that request.
     stream : bool
-        The method is a generator: calls give a `ResponseGenerator` of what it yields.
+        Whether the method is a generator; its calls then return a `ResponseGenerator`.
     """
 
     method_name: str = "__call__"
@@ -74,11 +74,11 @@ class CallOptions:
 
     def __post_init__(self) -> None:
         if self.timeout_s is not None and not self.timeout_s > 0:
-            raise BadRequestError(f"timeout_s must be more than 0, or None, not {self.timeout_s!r}.")
+            raise BadRequestError(f"timeout_s must be more than 0, or None; got {self.timeout_s!r}.")
 
 
 class Response:
-    """The answer to one call, when it comes. Await it, or ask for `result` from a thread that may block."""
+    """The pending answer to one call. Await it, or call `result` from a thread that may block."""
 
     def __init__(self, future: PendingCall[Payload], link: Link, request_id: str) -> None:
         self._future = future
@@ -92,7 +92,7 @@ class Response:
         return f"<Response {self.request_id} {state}>"
 
     def __await__(self) -> Generator[Any, None, Any]:
-        # All of it here: each generator in between would be passed through with every step.
+        # Inlined for speed: every step passes through each generator in between.
         future = self._future
         if not future.done():
             try:
@@ -103,27 +103,27 @@ class Response:
         return self._value()
 
     def _value(self) -> Any:
-        # Unpickled on the caller's side, once: it is the caller's code that may run here.
+        # Unpickling may run user code, so it happens once and on the caller's side.
         if not self._is_loaded:
             self._loaded = load(self._future.result())
             self._is_loaded = True
         return self._loaded
 
     def result(self, timeout_s: float | None = None) -> Any:
-        """Return the answer, waiting for it for up to ``timeout_s`` seconds (None: for ever).
+        """Return the answer; wait for it up to ``timeout_s`` seconds, or without limit if None.
 
         Raises
         ------
         RequestTimeoutError
-            It took longer; the request goes on.
+            The answer took longer. The request continues.
         RuntimeError
-            Called on the event loop that would have to produce the answer.
+            Called on the event loop that has to produce the answer.
         Exception
-            What the backend raised, with its own type.
+            The error that the backend raised, with its own type.
         """
         if not self._future.done() and self._link.runs_here():
             raise RuntimeError(
-                "result() would block the event loop that has to produce the answer; await the response."
+                "result() would block the event loop that has to produce the answer; await the response instead."
             )
         try:
             self._future.result(timeout_s)
@@ -136,16 +136,16 @@ class Response:
         return self._value()
 
     def done(self) -> bool:
-        """Whether there is an answer, or an error, already."""
+        """Return whether the call has ended, with an answer or an error."""
         return self._future.done()
 
     def cancel(self) -> bool:
-        """Give the request up; best effort. Returns whether it was still pending."""
+        """Cancel the request, on a best-effort basis; return whether it was still pending."""
         return self._future.cancel()
 
 
 class Handle:
-    """Calls an endpoint from Python. Immutable: `options` returns a changed copy that shares the router.
+    """Calls an endpoint from Python. A handle is immutable; `options` returns a copy that shares the router.
 
     ``handle.remote(...)`` starts a call and returns its `Response` at once; ``handle.method.remote(...)``
     calls another method of a deployment.
@@ -180,7 +180,7 @@ class Handle:
             return self.options(method_name=name)
         if self.__dict__.get("_is_legacy", True):
             raise AttributeError(
-                f"A handle has no attribute {name!r}; to call another method of the backend use "
+                f"A handle has no attribute {name!r}; to call another method of the backend, use "
                 f"handle.options(method_name={name!r}).remote(...)."
             )
         known = ", ".join(self.__dict__.get("_python_methods", ())) or "none"
@@ -193,7 +193,7 @@ class Handle:
     def options(self, **changes: Any) -> Handle: ...
 
     def options(self, **changes: Any) -> Handle:
-        """Return a copy that calls with other `CallOptions`; those not named stay."""
+        """Return a copy with changed `CallOptions`; options that are not named keep their values."""
         try:
             options = replace(self._options, **changes)
         except TypeError:
@@ -211,7 +211,7 @@ class Handle:
 
     @property
     def _process(self) -> Process:
-        """This process's view of the instance; found on first use."""
+        """This process's view of the instance, resolved on first use."""
         if self._cluster is None:
             self._cluster = find_link().cluster(self._instance)
         return self._cluster
@@ -219,14 +219,14 @@ class Handle:
     def remote(self, *args: Any, **kwargs: Any) -> Response:
         """Start a call and return its `Response`.
 
-        The arguments are pickled before this returns, so later changes to them are not seen.
+        The arguments are pickled before this returns, so later changes to them have no effect.
         """
         return Response(*self._start(args, kwargs))
 
     def _start(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], pipe: Pipe | None = None
     ) -> tuple[PendingCall[Any], Link, str]:
-        """Start a call, whose items go into the pipe if there is one; return its future, link and id."""
+        """Start a call and return its future, link and id; the items of a stream go into ``pipe``."""
         link = self._process.link
         current = current_request.get()
         request_id = (current.request_id if current is not None else "") or link.request_ids.next()
@@ -236,28 +236,30 @@ class Handle:
             deadline = earliest(deadline, link.loop.time() + own_s)
         payload = dump((args, kwargs))
         if deadline is None and pipe is None:
-            future = self._start_straight(link, payload, request_id)
+            future = self._start_direct(link, payload, request_id)
         else:
             call = self._call(payload, request_id, deadline, None if pipe is None else pipe.put)
             if deadline is not None:
-                call = until(deadline, call, f"Request {request_id} was not answered in time.")
+                call = until(deadline, call, f"Request {request_id} was not answered before its deadline.")
             future = start_call(link, call)
         if current is not None:
             current.add_call(future)
         return future, link, request_id
 
-    def _start_straight(self, link: Link, payload: Payload, request_id: str) -> PendingCall[Any]:
+    def _start_direct(self, link: Link, payload: Payload, request_id: str) -> PendingCall[Any]:
         if link.is_closed:
             raise link.closed_error()
         future: PendingCall[Payload] = PendingCall()
         if link.runs_here():
-            self._go(link, payload, request_id, future)
+            self._send_direct(link, payload, request_id, future)
         else:
-            link.hop.post(self._go, link, payload, request_id, future)
+            link.hop.post(self._send_direct, link, payload, request_id, future)
         return future
 
-    def _go(self, link: Link, payload: Payload, request_id: str, future: PendingCall[Payload]) -> None:
-        """Send a call straight to a replica, on the link's loop; if it has to wait, by a task."""
+    def _send_direct(
+        self, link: Link, payload: Payload, request_id: str, future: PendingCall[Payload]
+    ) -> None:
+        """Send a call directly to a replica, or start a task if the call has to wait; runs on the link's loop."""
         if future.cancelled():
             return
         cluster = self._process
@@ -265,26 +267,28 @@ class Handle:
         try:
             if routers is not None:
                 router = routers.router(self._endpoint)
-                replicas = router.only  # known, and neither deleted nor of an instance that has ended
+                replicas = router.only  # set only if the endpoint is known and exists, and the instance runs
                 if replicas is not None:
                     envelope = Envelope(EnvelopeKind.CALL, self._head(router, request_id, None), payload)
-                    if StraightCall(link, router, replicas, envelope, future, self._go_on).start(cluster):
+                    if DirectCall(link, router, replicas, envelope, future, self._continue_call).start(
+                        cluster
+                    ):
                         return
-        except Exception as error:  # it is the caller's
+        except Exception as error:  # the caller gets it
             future.set_error(error)
             return
         begin_call(link, self._call(payload, request_id, None, None), future)
 
-    def _go_on(self, call: StraightCall, refused: ReplicaBusyError | ActorLostError) -> None:
-        """Go on in a task with a call that a replica has refused."""
+    def _continue_call(self, call: DirectCall, refused: ReplicaBusyError | ActorLostError) -> None:
+        """Continue a call that a replica has refused, in a task."""
 
         async def send(keep: Send) -> None:
             await pause()
             await call.replicas.send(call.envelope, nothing_to_receive, keep, refused=refused)
 
-        # It counts as begun already, so it has to be entered, whatever happens, to count how it ends.
-        answer = self._answer(call.router, call.envelope, send, call.began)
-        begin_call(call.link, answer, call.call, pauses_itself=True)
+        # The call is already counted as begun, so this coroutine must start in any case to count its end.
+        sending = self._send_and_record(call.router, call.envelope, send, call.began)
+        begin_call(call.link, sending, call.call, pauses_itself=True)
 
     def _head(self, router: Router, request_id: str, put: Send | None) -> dict[str, Any]:
         options = self._options
@@ -302,7 +306,9 @@ class Handle:
     async def _call(self, payload: Payload, request_id: str, deadline: float | None, put: Send | None) -> Any:
         cluster = self._process
         if cluster.is_ended:
-            raise ClosedError(f"Instance {self._instance!r} has been shut down; its handles are of no use.")
+            raise ClosedError(
+                f"Instance {self._instance!r} was shut down; get a new handle from a running instance."
+            )
         router = (await routers_of(cluster)).router(self._endpoint)
         if not router.is_known:
             await router.wait_until_known()
@@ -312,9 +318,9 @@ class Handle:
         def send(keep: Send) -> Coroutine[Any, Any, None]:
             return router.send(envelope, nothing_to_receive, put or keep, shard_key=self._options.shard_key)
 
-        return await self._answer(router, envelope, send, stopwatch())
+        return await self._send_and_record(router, envelope, send, stopwatch())
 
-    async def _answer(
+    async def _send_and_record(
         self,
         router: Router,
         envelope: Envelope,
@@ -327,30 +333,30 @@ class Handle:
             answers.append(message["payload"])
             return DONE
 
-        figures = router.calls
+        metrics = router.calls
         try:
             await send(keep)
         except PackedError as packed:
             error = load_error(packed.data)
-            figures.fail(error)
+            metrics.fail(error)
             raise error from error.__cause__  # the remote traceback
         except BaseException as error:
-            figures.fail(error, is_late=is_over(envelope.deadline, self._process.clock.now()))
+            metrics.fail(error, is_late=is_over(envelope.deadline, self._process.clock.now()))
             raise
         finally:
-            figures.latency.observe(stopwatch() - began)
+            metrics.latency.observe(stopwatch() - began)
         if "stream" in envelope.head:
             return None
         if not answers:
-            raise no_answer(envelope)
+            raise no_answer_error(envelope)
         return answers[0]
 
 
 class StreamHandle(Handle):
-    """A handle that calls generators: what ``handle.options(stream=True)`` returns."""
+    """A handle that calls generators; ``handle.options(stream=True)`` returns one."""
 
     def remote(self, *args: Any, **kwargs: Any) -> ResponseGenerator:  # type: ignore[override]
-        """Start a call and return a `ResponseGenerator` of what it yields; otherwise as `Handle.remote`."""
+        """Start a call and return a `ResponseGenerator` of its items; otherwise like `Handle.remote`."""
         pipe = Pipe()
         return ResponseGenerator(pipe, *self._start(args, kwargs, pipe))
 

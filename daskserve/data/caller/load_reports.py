@@ -1,8 +1,8 @@
-"""What the routers of a process tell the controller of the backends that are autoscaled.
+"""Reports of queued and in-flight requests to the controller, for the backends that are autoscaled.
 
-One message a second for all of them, while anything waits or is in flight, and one more when that is over;
-from a process with nothing to do comes nothing. A request that finds no replica at all is told at once, so
-that a backend at zero starts before the second is over.
+While requests wait or are in flight, a process sends one message a second for all backends, and one more
+when they have ended. An idle process sends nothing. A request that finds no replica is reported at once, so a
+backend with zero replicas starts within the second.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from daskserve.types import BackendTag
 logger = logging.getLogger("daskserve.router")
 
 PERIOD_S = 1.0
-#: While requests wait and there is no replica, how many they are decides how many are started.
-STARVING_S = 0.25
-#: After a report that did not get through, because the controller is being replaced for example.
+#: Period while requests wait without replicas: their number decides how many replicas start.
+STARVING_PERIOD_S = 0.25
+#: Delay before the next report after one failed, for example because the controller is being replaced.
 REPORT_RETRY_S = 0.1
-#: Longer than a controller takes that is well.
-ANSWER_S = 2.0
+#: Timeout of a report; a healthy controller answers sooner.
+REPORT_TIMEOUT_S = 2.0
 
 
 class BackendQueue(Protocol):
-    """What is asked of the replicas of one backend, as one process sees them."""
+    """The queue of one backend in one process; a `ReplicaSet`."""
 
     is_autoscaled: bool
 
@@ -42,7 +42,7 @@ class BackendQueue(Protocol):
 
     @property
     def is_starving(self) -> bool:
-        """Whether requests wait and there is no replica."""
+        """Whether requests wait although there are no replicas."""
 
 
 class LoadReports:
@@ -50,8 +50,8 @@ class LoadReports:
 
     Parameters
     ----------
-    queues
-        By backend; it may grow.
+    queues : mapping
+        The queue of each backend; backends may be added later.
     """
 
     def __init__(self, cluster: Cluster, clock: Clock, queues: Mapping[BackendTag, BackendQueue]) -> None:
@@ -62,11 +62,11 @@ class LoadReports:
         self._is_urgent = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._is_closed = False
-        #: Whether the controller may believe that there is something to do here.
-        self._is_told = False
+        #: Whether the last report may have shown load, so that its end must be reported.
+        self._has_reported_load = False
 
     def poke(self, *, is_urgent: bool) -> None:
-        """See to it that the queues are reported, and if it is urgent at once."""
+        """Make sure that the queues are reported, at once if urgent."""
         if is_urgent:
             self._is_urgent.set()
         if self._task is None and not self._is_closed:
@@ -77,11 +77,11 @@ class LoadReports:
         self._task = None
         if not task.cancelled() and task.exception() is not None:
             logger.error(
-                "Reporting the load failed; the next request begins it anew", exc_info=task.exception()
+                "Reporting the load failed; the next request starts it again", exc_info=task.exception()
             )
 
     def close(self) -> None:
-        """Report nothing any more."""
+        """Stop reporting."""
         self._is_closed = True
         if self._task is not None:
             self._task.cancel()
@@ -98,28 +98,28 @@ class LoadReports:
                 for tag, each in queues.items()
                 if each.waiting or each.in_flight
             }
-            if (loads or self._is_told) and not await self._tell(loads):
+            if (loads or self._has_reported_load) and not await self._send_report(loads):
                 pause_s = REPORT_RETRY_S
             elif any(each.is_starving for each in queues.values()):
-                pause_s = STARVING_S
+                pause_s = STARVING_PERIOD_S
             try:
                 await self._clock.wait_for(self._is_urgent.wait(), pause_s)
             except TimeoutError:
                 pass
 
-    async def _tell(self, loads: Mapping[BackendTag, list[int]]) -> bool:
-        """Return whether the controller has heard it."""
-        self._is_told = True
+    async def _send_report(self, loads: Mapping[BackendTag, list[int]]) -> bool:
+        """Report the loads; return whether no retry is needed."""
+        self._has_reported_load = True
         try:
             controller = await self._cluster.controller()
             call = self._cluster.call(controller, "report_load", router=self._name, loads=loads)
-            await self._clock.wait_for(call, ANSWER_S)
+            await self._clock.wait_for(call, REPORT_TIMEOUT_S)
         except NotRunningError:
-            self._is_told = False
+            self._has_reported_load = False
             return True
         except (ServeError, OSError, TimeoutError) as error:
-            logger.debug("The controller could not be told of the load, trying again: %r", error)
+            logger.debug("Reporting the load to the controller failed; retrying: %r", error)
             self._cluster.forget_controller()
             return False
-        self._is_told = bool(loads)
+        self._has_reported_load = bool(loads)
         return True

@@ -1,8 +1,8 @@
-"""Calls under way on the loop of a process's link, for callers on any thread or loop.
+"""Calls in progress on the loop of a process's link, for callers on any thread or loop.
 
-What `asyncio.run_coroutine_threadsafe` and `asyncio.wrap_future` do, at less than half the price for 64 calls
-at a time, and a third of it where both loops are the same: loops wake each other once for all the calls that
-have come meanwhile, or not at all.
+These functions do the same as `asyncio.run_coroutine_threadsafe` and `asyncio.wrap_future`. For 64 calls at a
+time they cost less than half, and a third if both loops are the same. One wake-up of a loop serves all calls
+that have arrived in the meantime; calls on the same loop need none.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ T = TypeVar("T")
 
 
 def start_call(link: Link, coroutine: Coroutine[Any, Any, T]) -> PendingCall[T]:
-    """Run a coroutine on the link's loop; cancelling what this returns cancels it.
+    """Run a coroutine on the link's loop and return its call; cancelling the call cancels the coroutine.
 
-    It does not see the caller's context variables.
+    The coroutine does not see the caller's context variables.
 
     Raises
     ------
@@ -43,9 +43,9 @@ def start_call(link: Link, coroutine: Coroutine[Any, Any, T]) -> PendingCall[T]:
 
 
 def waiter_for(link: Link, call: PendingCall[Any]) -> asyncio.Future[None]:
-    """Return a future of the present loop that ends when a call does, with or without success.
+    """Return a future of the running loop that completes when a call ends, with or without success.
 
-    Whoever is cancelled while awaiting it should cancel the call.
+    If the task that awaits it is cancelled, that task should cancel the call.
     """
     loop = asyncio.get_running_loop()
     waiter: asyncio.Future[None] = loop.create_future()
@@ -67,21 +67,21 @@ def waiter_for(link: Link, call: PendingCall[Any]) -> asyncio.Future[None]:
 def begin_call(
     link: Link, coroutine: Coroutine[Any, Any, T], call: PendingCall[T], *, pauses_itself: bool = False
 ) -> None:
-    """Have a coroutine end a call; on the link's loop.
+    """Run a coroutine whose result ends a call; must run on the link's loop.
 
-    A coroutine that has to learn of its end, whenever that comes, begins with `pause` and says so.
+    A coroutine that must run its cleanup in any case begins with `pause` and sets ``pauses_itself``.
     """
     if call.cancelled() and not pauses_itself:
         coroutine.close()
         return
-    carrying = _carry(coroutine, call, pauses_itself)
-    # Begun by hand: it is to learn of its end even if its loop cancels the task before the first step of it.
-    carrying.send(None)
-    task = link.loop.create_task(carrying, context=Context())
+    running = _run(coroutine, call, pauses_itself)
+    # Start it here: its cleanup must run even if the loop cancels the task before its first step.
+    running.send(None)
+    task = link.loop.create_task(running, context=Context())
     call.on_cancel(partial(_cancel, link, task))
 
 
-async def _carry(coroutine: Coroutine[Any, Any, T], call: PendingCall[T], pauses_itself: bool) -> None:
+async def _run(coroutine: Coroutine[Any, Any, T], call: PendingCall[T], pauses_itself: bool) -> None:
     try:
         if not pauses_itself:
             await pause()
@@ -96,7 +96,7 @@ async def _carry(coroutine: Coroutine[Any, Any, T], call: PendingCall[T], pauses
 
 @types.coroutine
 def pause() -> Generator[None, None, None]:
-    """Let everything else have a turn; the first step of a coroutine that is begun by hand ends here."""
+    """Yield to the event loop once; the first step of a coroutine started by `begin_call` ends here."""
     yield
 
 

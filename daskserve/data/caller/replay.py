@@ -1,11 +1,11 @@
-"""Sending a request once more after its replica was lost.
+"""Retries of a request whose replica was lost.
 
-A request that had begun may have had effects, so it is repeated only if repeating is harmless: an HTTP
-method that is idempotent by its definition (RFC 9110, 9.2.2), a body small enough to have been kept, and
-not a byte of response sent yet. Never two answers.
+A request that had begun may have had side effects. It is retried only if three conditions hold: its HTTP
+method is idempotent (RFC 9110, 9.2.2), its body was small enough to keep, and no byte of the response has
+been sent. The caller never gets two responses.
 
-One that had not begun is sent on whatever its method; but a channel may have read its body's first message
-ahead, so that has to be given again too.
+A request that had not begun is retried whatever its method. A channel may already have read the first message
+of its body, so the retry sends that message again.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from collections.abc import Awaitable
 from daskserve.types import Envelope, Message, Receive, Send
 
 IDEMPOTENT_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "PUT", "DELETE"})
-#: Bodies up to this size are kept for a repetition.
+#: Bodies up to this size are kept for a retry.
 KEPT_BYTES = 64 * 1024
-#: A request that loses this many replicas may well be what kills them.
+#: Maximum number of retries after a loss; a request that loses more replicas may be what kills them.
 MAX_REPEATS = 3
 
 
 class Replay:
-    """Stands between the caller of an HTTP request and the replicas that it is sent to, one by one."""
+    """Relays messages between an HTTP caller and the replicas that its request is sent to in turn."""
 
     def __init__(self, envelope: Envelope, receive: Receive, send: Send) -> None:
         self._envelope = envelope
         self._receive = receive
         self._send = send
 
-    # Most requests never change any of these, and one is made for each.
-    #: Whether the caller has got something of the response.
+    # Class attributes, because most requests never change them and each request creates a `Replay`.
+    #: Whether the caller has received a part of the response.
     is_started = False
     _kept: list[Message] | None = None
     _kept_bytes = 0
@@ -39,7 +39,7 @@ class Replay:
     _repeats = 0
 
     async def receive(self) -> Message:
-        """Return the caller's next message, or what the replica before was given already."""
+        """Return the next message to replay, or the caller's next message if none is left to replay."""
         if self._ahead:
             return self._ahead.popleft()
         message = await self._receive()
@@ -53,19 +53,19 @@ class Replay:
         return message
 
     def send(self, message: Message) -> Awaitable[None]:
-        """Hand a message on to the caller."""
+        """Send a message to the caller."""
         if not self.is_started:
             self.is_started = True
-            self._kept = None  # of no use any more, and a WebSocket may go on for days
+            self._kept = None  # a retry is no longer possible, and a WebSocket may last for days
         return self._send(message)
 
     def rewind(self, *, begun: bool) -> bool:
-        """Get ready for another replica; False if the request must not, or cannot, be sent again.
+        """Prepare the request for another replica; return False if it must not, or cannot, be sent again.
 
         Parameters
         ----------
         begun : bool
-            Whether user code may have seen the request. If not, only what was read ahead must be given again.
+            Whether user code may have seen the request. If not, only messages that were read ahead are replayed.
         """
         if self.is_started or self._kept_bytes > KEPT_BYTES:
             return False

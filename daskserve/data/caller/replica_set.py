@@ -1,4 +1,4 @@
-"""The replicas of one backend, as one process sends requests to them, with a bounded queue in between."""
+"""The replicas of one backend for the requests of one process, behind a bounded queue."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 from daskserve.clock import Clock, stopwatch
 from daskserve.cluster.base import Cluster
 from daskserve.data.caller.load_reports import LoadReports
-from daskserve.data.caller.place import Place
+from daskserve.data.caller.queued_request import QueuedRequest
 from daskserve.data.caller.replay import Replay
 from daskserve.data.caller.roster import ReplicaEntry, Roster
-from daskserve.data.caller.router_figures import SetFigures
+from daskserve.data.caller.router_metrics import ReplicaSetMetrics
 from daskserve.errors import ActorLostError, BackPressureError, ReplicaBusyError, UnavailableError
 from daskserve.figures.table import MetricSample
 from daskserve.types import BackendTag, Envelope, EnvelopeKind, Load, Receive, Send
 
-#: A replica that could not be reached is left alone for this long, unless it is published anew.
-EJECTED_S = 1.0
-#: One whose connection broke is left alone until the scheduler has told of its end, if that is why.
-BROKEN_S = 0.05
+#: How long an unreachable replica is suspended, unless the controller publishes it again.
+UNREACHABLE_BACKOFF_S = 1.0
+#: How long a replica is suspended after its connection broke: time for the scheduler to report its end.
+DISCONNECTED_BACKOFF_S = 0.05
 
 
 class ReplicaSet:
@@ -38,51 +38,51 @@ class ReplicaSet:
         reports: LoadReports | None = None,
     ) -> None:
         self.tag = tag
-        #: Whether the controller wants to know what waits here.
+        #: Whether the controller needs reports of this queue.
         self.is_autoscaled = False
         self._reports = reports
         self._cluster = cluster
         self._clock = clock
         self._rng = rng
         self._roster = Roster(cluster.is_local)
-        # Ordered, because whoever gives up leaves from anywhere in the line.
+        # Ordered, because a cancelled request leaves from any position.
         self._waiting: OrderedDict[asyncio.Future[ReplicaEntry], None] = OrderedDict()
         self._max_queued = 1000
         self._is_known = False
         self._is_deleted = False
-        #: Whether the instance is to have none of its replicas, so that there is nothing to wait for.
+        #: Whether the target capacity is 0 %, so that no replica will start.
         self._is_off = False
         self._timer: asyncio.TimerHandle | None = None
-        self._figures = SetFigures()
+        self._metrics = ReplicaSetMetrics()
 
     def __repr__(self) -> str:
         return f"<ReplicaSet {self.tag} waiting={self.waiting} {self._roster!r}>"
 
     @property
     def waiting(self) -> int:
-        """How many requests wait for a replica with room: here, or in line at one that is full."""
-        return len(self._waiting) + self._roster.in_line
+        """The number of requests that wait for a slot, here or in the queue of a full replica."""
+        return len(self._waiting) + self._roster.queued
 
     @property
     def in_flight(self) -> int:
-        """How many requests of this process its replicas have, but for those that wait in line."""
-        return self._roster.in_flight - self._roster.in_line
+        """The number of this process's requests at the replicas, without those queued there."""
+        return self._roster.in_flight - self._roster.queued
 
     def samples(self) -> list[MetricSample]:
-        """Return the figures as metrics; nothing once the backend is deleted."""
+        """Return the metric samples; none once the backend is deleted."""
         if self._is_deleted and not (self.waiting or self.in_flight):
             return []
-        return self._figures.samples(
+        return self._metrics.samples(
             self._cluster.instance, self.tag, waiting=self.waiting, in_flight=self.in_flight
         )
 
     @property
     def is_starving(self) -> bool:
-        """Whether requests wait, and there is no replica that they could wait for."""
+        """Whether requests wait although there are no replicas."""
         return bool(self._waiting) and self._roster.is_empty
 
     def update(self, value: Any) -> None:
-        """Take over what the controller published of the backend."""
+        """Apply the state of the backend that the controller published."""
         self._is_known = True
         self._is_deleted = value is None
         if value is None:
@@ -111,41 +111,43 @@ class ReplicaSet:
         self._roster.forget_worker(worker)
 
     def take_now(self) -> ReplicaEntry | None:
-        """Return a replica that has room, with one more request in flight; None if there is none yet."""
+        """Return a replica with room, counting one more request in flight; None if no replica has room."""
         if self._waiting:
             return None
         replica = self._roster.take(self._clock.now(), self._rng)
-        if replica is None or replica.is_in_line:
+        if replica is None or replica.has_queued_request:
             if replica is not None:
-                self._return(replica)
+                self._release_unused(replica)
             return None
-        self._figures.sent += 1
+        self._metrics.sent += 1
         return replica
 
     def put_back(self, replica: ReplicaEntry) -> None:
-        """Have the next request sent to a replica that was taken, as this one was not."""
-        self._figures.sent -= 1
+        """Undo `take_now`; the replica gets the next request."""
+        self._metrics.sent -= 1
         self._roster.put_first(replica)
-        self.give_back(replica, None)
+        self.release(replica, None)
 
-    def give_back(self, replica: ReplicaEntry, outcome: Load | Exception | None) -> None:
-        """Note that a request has ended that was sent there, and how, as far as that tells of the replica."""
+    def release(self, replica: ReplicaEntry, outcome: Load | Exception | None) -> None:
+        """Record that a request to a replica has ended, and what the outcome says about the replica."""
         if type(outcome) is Load:
             self._roster.report(replica, outcome, self._clock.now())
         elif isinstance(outcome, (ReplicaBusyError, ActorLostError)):
-            self._note_refusal(replica, outcome, was_in_line=False)
-        self._roster.give_back(replica)
+            self._note_refusal(replica, outcome, was_queued=False)
+        self._roster.release(replica)
         if self._waiting:
             self._serve_waiting()
 
     def _note_refusal(
-        self, replica: ReplicaEntry, error: ReplicaBusyError | ActorLostError, *, was_in_line: bool
+        self, replica: ReplicaEntry, error: ReplicaBusyError | ActorLostError, *, was_queued: bool
     ) -> None:
         now = self._clock.now()
         if isinstance(error, ReplicaBusyError):
-            self._roster.note_busy(replica, error.ongoing, now, was_in_line=was_in_line)
+            self._roster.note_busy(replica, error.ongoing, now, was_queued=was_queued)
         else:
-            self._roster.set_aside(replica, now + (BROKEN_S if error.is_disconnected else EJECTED_S))
+            self._roster.suspend(
+                replica, now + (DISCONNECTED_BACKOFF_S if error.is_disconnected else UNREACHABLE_BACKOFF_S)
+            )
 
     async def send(
         self,
@@ -155,78 +157,80 @@ class ReplicaSet:
         *,
         refused: ReplicaBusyError | ActorLostError | None = None,
     ) -> None:
-        """Carry a request to a replica, waiting for one with room if need be.
+        """Send a request to a replica; wait until one has room.
 
-        One that a replica has ``refused`` already has had its turn among those that wait.
+        A request that a replica has already ``refused`` goes to the front of the queue.
 
         Raises
         ------
         BackPressureError
-            More requests than ``max_queued_requests`` wait already.
+            The queue already holds ``max_queued_requests`` requests.
         UnavailableError
-            The backend was deleted, or is to have no replica, as the target capacity is 0.
+            The backend was deleted, or has no replicas because the target capacity is 0 %.
         ActorLostError
-            The replica was lost after the request had begun, and it may not be repeated.
+            The replica was lost after the request had begun, and the request must not be retried.
         """
         replay = None
         if envelope.kind is EnvelopeKind.HTTP:  # calls have no messages to repeat
             replay = Replay(envelope, receive, send)
             receive, send = replay.receive, replay.send
         roster = self._roster
-        figures = self._figures
+        metrics = self._metrics
         is_rejected = refused is not None
         if refused is None:
-            figures.sent += 1
+            metrics.sent += 1
         else:
-            figures.note_retry(refused)
-        in_line_since: float | None = None
+            metrics.note_retry(refused)
+        queued_since: float | None = None
         while True:
             replica = None
-            if is_rejected or not self._waiting:  # else those that wait already go first
+            if is_rejected or not self._waiting:  # else the requests that already wait go first
                 replica = roster.take(self._clock.now(), self._rng)
             if replica is None:
                 replica = await self._wait(is_rejected)
-            is_in_line = replica.is_in_line
+            has_queued_request = replica.has_queued_request
             try:
-                if is_in_line:
-                    if in_line_since is None:
-                        in_line_since = self._clock.now()
-                    load = await self._stand_in_line(replica, in_line_since, envelope, receive, send)
+                if has_queued_request:
+                    if queued_since is None:
+                        queued_since = self._clock.now()
+                    load = await self._send_queued(replica, queued_since, envelope, receive, send)
                 else:
                     load = await self._cluster.request(replica.address, envelope, receive, send)
             except (ReplicaBusyError, ActorLostError) as error:
-                self._note_refusal(replica, error, was_in_line=is_in_line)
+                self._note_refusal(replica, error, was_queued=has_queued_request)
                 _rewind(replay, error)
-                figures.note_retry(error)
+                metrics.note_retry(error)
                 is_rejected = True
             else:
                 roster.report(replica, load, self._clock.now())
                 return
             finally:
-                roster.give_back(replica)
+                roster.release(replica)
                 if self._waiting:
                     self._serve_waiting()
 
-    async def _stand_in_line(
+    async def _send_queued(
         self, replica: ReplicaEntry, since: float, envelope: Envelope, receive: Receive, send: Send
     ) -> Load:
-        """Carry a request to a replica that is full; the next may go there as soon as this one has a slot."""
-        place = Place(self._roster, replica, self._clock, send, self._figures.waits, self._serve_waiting)
-        envelope = replace(envelope, patience=place.patience(since))
+        """Send a request to the queue of a full replica; the next may follow once this one has a slot."""
+        queued = QueuedRequest(
+            self._roster, replica, self._clock, send, self._metrics.waits, self._serve_waiting
+        )
+        envelope = replace(envelope, patience=queued.patience(since))
         try:
-            return await self._cluster.request(replica.address, envelope, receive, place.send)
+            return await self._cluster.request(replica.address, envelope, receive, queued.send)
         finally:
-            place.leave()
+            queued.leave()
 
     async def _wait(self, is_rejected: bool) -> ReplicaEntry:
-        """Return a replica with one more request in flight, when it is this one's turn."""
+        """Wait for this request's turn; return a replica, counting one more request in flight."""
         if self._is_deleted or (self._is_off and self._roster.is_empty):
             raise self._gone()
-        # One that a replica has just refused has had its turn in the queue already.
+        # A request that a replica refused has already passed the queue, so the limit does not apply to it.
         if not is_rejected and 0 <= self._max_queued <= self.waiting and self._is_known:
-            self._figures.rejected += 1
+            self._metrics.rejected += 1
             raise BackPressureError(
-                f"{self.waiting} requests wait for backend '{self.tag}' already, as many as "
+                f"{self.waiting} requests already wait for backend '{self.tag}', as many as "
                 "max_queued_requests allows; try again later.",
                 num_queued_requests=self.waiting,
                 max_queued_requests=self._max_queued,
@@ -245,14 +249,14 @@ class ReplicaSet:
             if waiter in self._waiting:
                 del self._waiting[waiter]
             elif waiter.done() and not waiter.cancelled() and waiter.exception() is None:
-                self._return(waiter.result())
-                self._serve_waiting()  # the turn that came to us goes to the next
+                self._release_unused(waiter.result())
+                self._serve_waiting()  # the next request gets this turn
             raise
         finally:
-            self._figures.waits.observe(stopwatch() - began)
+            self._metrics.waits.observe(stopwatch() - began)
 
     def _serve_waiting(self) -> None:
-        """Give those that wait whatever is free, in their order."""
+        """Give free replicas to the waiting requests, in order."""
         now = self._clock.now()
         while self._waiting:
             replica = self._roster.take(now, self._rng)
@@ -261,14 +265,14 @@ class ReplicaSet:
                 return
             waiter, _ = self._waiting.popitem(last=False)
             if waiter.done():
-                self._return(replica)
+                self._release_unused(replica)
             else:
                 waiter.set_result(replica)
 
-    def _return(self, replica: ReplicaEntry) -> None:
-        """Let others have a replica to which nothing was sent after all."""
-        self._roster.leave_line(replica)
-        self._roster.give_back(replica)
+    def _release_unused(self, replica: ReplicaEntry) -> None:
+        """Release a replica that was taken but got no request."""
+        self._roster.leave_queue(replica)
+        self._roster.release(replica)
 
     def _fail_waiting(self) -> None:
         while self._waiting:
@@ -280,12 +284,12 @@ class ReplicaSet:
         if self._is_deleted:
             return UnavailableError(f"Backend '{self.tag}' was deleted.")
         return UnavailableError(
-            f"Backend '{self.tag}' has no replicas, as the target capacity of its instance is 0 %."
+            f"Backend '{self.tag}' has no replicas because the target capacity of its instance is 0 %."
         )
 
     def _arm_timer(self) -> None:
-        """Look again when the first replica that is only set aside may be used again."""
-        at = self._roster.next_return()
+        """Set a timer for when the first suspended replica may be used again."""
+        at = self._roster.next_resume_at()
         if at is None:
             return
         if self._timer is not None:
@@ -299,7 +303,7 @@ class ReplicaSet:
         self._serve_waiting()
 
     def close(self) -> None:
-        """Fail whatever still waits."""
+        """Fail the requests that still wait."""
         self._is_deleted = True
         self._roster.update({}, 1, self._name_of)
         if self._timer is not None:
@@ -309,7 +313,7 @@ class ReplicaSet:
 
 
 def _rewind(replay: Replay | None, error: ReplicaBusyError | ActorLostError) -> None:
-    """Let the request be sent to another replica, or raise what became of it at this one."""
+    """Prepare the request for another replica, or raise the error if it must not be retried."""
     begun = isinstance(error, ActorLostError) and error.begun
     may_go_on = not begun if replay is None else replay.rewind(begun=begun)
     if not may_go_on:

@@ -1,8 +1,8 @@
 """The caller's end of a streaming call: items from the loop of the process's link to any thread or loop.
 
-The link's loop puts items into a `Pipe`, as they arrive and ahead of need, but no more than `AHEAD_BYTES` of
-them: then it waits, and with it, over the channel's flow control, the generator. Whoever iterates takes them
-out. There is one thread switch for all the items that have come meanwhile, not one for each.
+The link's loop puts items into a `Pipe` as they arrive, up to `MAX_BUFFERED_BYTES`. Then it waits, and the
+channel's flow control makes the generator wait too. The reader takes the items out. One thread switch serves
+all items that have arrived in the meantime.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from daskserve.loops.pending_call import PendingCall
 from daskserve.payload import load, message_bytes
 from daskserve.types import Message, Payload
 
-#: How much may wait for whoever iterates; one item may, however large.
-AHEAD_BYTES = 64 * 1024
+#: Maximum size of the items that wait for the reader; one item may wait whatever its size.
+MAX_BUFFERED_BYTES = 64 * 1024
 
 
 class _Cancelled(concurrent.futures.CancelledError):
-    """The stream itself was cancelled, not something that user code met."""
+    """The stream itself was cancelled, as opposed to a cancellation inside user code."""
 
 
 class Pipe:
-    """Items on their way out of an event loop. Each method says where it may be called."""
+    """A buffer of items from an event loop to a reader. The comments say where each method may be called."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -51,9 +51,9 @@ class Pipe:
             if not self._is_closed:
                 self._items.append((message["payload"], size_bytes))
                 self._held_bytes += size_bytes
-            # The reader of a closed one has left: wait for the cancellation that is on its way. A generator
-            # on this very loop that never waits for anything would not let it come through otherwise.
-            if self._is_closed or self._held_bytes >= AHEAD_BYTES:
+            # If the pipe is closed, its reader has left: wait here for the cancellation that follows. Otherwise
+            # a generator on this loop that never waits would block the cancellation.
+            if self._is_closed or self._held_bytes >= MAX_BUFFERED_BYTES:
                 room = self._room = asyncio.get_running_loop().create_future()
             wake = self._take_reader()
         wake()
@@ -63,14 +63,14 @@ class Pipe:
     # ---- anywhere
 
     def close_after(self, call: PendingCall[None]) -> None:
-        """Close as a call has ended: with its error, if it has one."""
+        """Close the pipe with the outcome of a call that has ended."""
         if call.cancelled():
             self.close(_Cancelled("The call was cancelled."), at_once=True)
         else:
             self.close(call.exception())
 
     def close(self, error: BaseException | None = None, *, at_once: bool = False) -> None:
-        """Take no more items, and say why if it is an error; with ``at_once`` forget those there are."""
+        """Accept no more items; raise ``error`` after the last one. ``at_once`` drops the items that wait."""
         with self._lock:
             if at_once:
                 self._items.clear()
@@ -80,22 +80,22 @@ class Pipe:
             room, self._room = self._room, None
             wake = self._take_reader()
         wake()
-        _let_on(room)
+        _resume(room)
 
     def take(self, wake: Callable[[], None]) -> Payload | None:
-        """Return the next item; None if there is none yet, and then ``wake`` is called when there is news.
+        """Return the next item; if there is none yet, return None and call ``wake`` on the next change.
 
         Raises
         ------
         StopIteration
-            There are no more.
+            There are no more items.
         Exception
-            What the stream was closed with, once.
+            The error that the stream was closed with; raised once.
         """
         with self._lock:
             if self._wake_reader is not None:
                 raise RuntimeError(
-                    "Two iterate over the same stream at the same time; let one of them do it."
+                    "Two readers iterate over the same stream at the same time; use one reader."
                 )
             if not self._items:
                 if self._is_closed:
@@ -106,26 +106,26 @@ class Pipe:
             payload, size_bytes = self._items.popleft()
             self._held_bytes -= size_bytes
             room = None
-            if self._room is not None and self._held_bytes < AHEAD_BYTES:
+            if self._room is not None and self._held_bytes < MAX_BUFFERED_BYTES:
                 room, self._room = self._room, None
-        _let_on(room)
+        _resume(room)
         return payload
 
     def forget_reader(self) -> None:
-        """Wake nobody."""
+        """Remove the waiting reader, so that no change wakes it."""
         with self._lock:
             self._wake_reader = None
 
     def _take_reader(self) -> Callable[[], None]:
         wake, self._wake_reader = self._wake_reader, None
-        return wake or _nobody
+        return wake or _do_nothing
 
 
-def _nobody() -> None:
+def _do_nothing() -> None:
     pass
 
 
-def _let_on(room: asyncio.Future[None] | None) -> None:
+def _resume(room: asyncio.Future[None] | None) -> None:
     if room is not None:
         with suppress(RuntimeError):  # what a closed loop raises
             room.get_loop().call_soon_threadsafe(_settle, room)
@@ -144,8 +144,8 @@ def _wake_on(loop: asyncio.AbstractEventLoop, future: asyncio.Future[None]) -> N
 class ResponseGenerator:
     """The items of a streaming call: iterate over it, with ``async for`` or, outside of event loops, ``for``.
 
-    The call begins at once. It ends with its last item, with an error, by `cancel` or `close`, or when
-    nobody holds this any more; in all but the first case the generator in the replica is closed.
+    The call begins at once. It ends with its last item, with an error, by `cancel` or `close`, or when this
+    object is garbage collected. In all but the first case the generator in the replica is closed.
     """
 
     def __init__(self, pipe: Pipe, future: PendingCall[None], link: Link, request_id: str) -> None:
@@ -153,7 +153,7 @@ class ResponseGenerator:
         self._pipe = pipe
         self._link = link
         self.request_id = request_id
-        # Nothing that runs holds this object, only its pipe: so it is seen when nobody wants items any more.
+        # Only the pipe is referenced here, so this object is collected when its reader drops it.
         future.add_done_callback(pipe.close_after)
 
     def __repr__(self) -> str:
@@ -161,7 +161,7 @@ class ResponseGenerator:
         return f"<ResponseGenerator {self.request_id} {state}>"
 
     def __del__(self) -> None:
-        # By way of the loop, because this may be called anywhere, in the middle of anything.
+        # Through the loop, because the garbage collector may call this on any thread at any time.
         if not self._future.done():
             with suppress(RuntimeError):  # what a closed loop raises
                 self._link.loop.call_soon_threadsafe(self._future.cancel)
@@ -176,7 +176,7 @@ class ResponseGenerator:
         raise TypeError("A stream has many results: use `async for` on it, or call without stream=True.")
 
     def result(self, timeout_s: float | None = None) -> NoReturn:
-        """There is no single result: raises `TypeError`."""
+        """Raise `TypeError`: a stream has no single result."""
         raise TypeError("A stream has many results: iterate over it, or call without stream=True.")
 
     # ---- iteration
@@ -225,20 +225,20 @@ class ResponseGenerator:
     # ---- the end
 
     def done(self) -> bool:
-        """Whether the call has ended; there may be items left to take."""
+        """Return whether the call has ended; items may still wait for the reader."""
         return self._future.done()
 
     def cancel(self) -> bool:
-        """Give the call up; whoever iterates gets a ``CancelledError``. Returns whether it still went on."""
+        """Cancel the call; its reader gets a ``CancelledError``. Return whether the call was still running."""
         if self._future.done() or self._link.loop.is_closed():
             return False
         return self._future.cancel()
 
     def close(self) -> None:
-        """Give the call up, if it still goes on; there are no more items."""
+        """Cancel the call if it still runs; there are no more items."""
         self._pipe.close(at_once=True)
         self.cancel()
 
     async def aclose(self) -> None:
-        """Do as `close` does; for `contextlib.aclosing`."""
+        """Close the stream like `close`; for `contextlib.aclosing`."""
         self.close()

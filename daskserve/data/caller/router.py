@@ -1,8 +1,8 @@
-"""Routers: from an endpoint's name to a running replica, with a bounded queue in between.
+"""Routers, which send an endpoint's requests to running replicas through a bounded queue.
 
-One `Routers` per process and instance holds a `Router` per endpoint and a `ReplicaSet` per backend; what a
-process has in flight is thus counted once, whoever sends it. What they know comes by long poll and stays
-good while the controller is away.
+One `Routers` per process and instance holds a `Router` per endpoint and a `ReplicaSet` per backend. The
+requests of a process to a backend are thus counted in one place. Updates arrive by long poll; the last known
+state stays in use while the controller is down.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from daskserve.clock import Clock
 from daskserve.cluster.base import Cluster, Listener
 from daskserve.data.caller.load_reports import LoadReports
 from daskserve.data.caller.replica_set import ReplicaSet
-from daskserve.data.caller.router_figures import CallFigures
+from daskserve.data.caller.router_metrics import CallMetrics
 from daskserve.data.caller.routing import TrafficPolicy, shard_draw
 from daskserve.data.caller.shadow import Shadow
 from daskserve.errors import NotFoundError, RequestTimeoutError, UnavailableError
@@ -25,8 +25,8 @@ from daskserve.figures.table import MetricSample
 from daskserve.loops.tasks import TaskSet
 from daskserve.types import BackendTag, EndpointTag, Envelope, Message, Receive, Send
 
-#: How long a process waits to learn of an endpoint that somebody uses.
-KNOWN_S = 10.0
+#: How long a request waits for the first update of its endpoint.
+ENDPOINT_TIMEOUT_S = 10.0
 
 logger = logging.getLogger("daskserve.router")
 
@@ -38,14 +38,14 @@ class Router:
         self.endpoint = endpoint
         self._routers = routers
         self._policy: TrafficPolicy | None = None
-        #: Where all requests go, if that is always the same place and no copies are sent elsewhere.
+        #: The replica set of all requests, if there is only one and the endpoint has no shadows.
         self.only: ReplicaSet | None = None
         #: Whether the endpoint's backends get one ``ServeRequest`` instead of the caller's arguments.
         self.is_legacy = True
         self._changed = asyncio.Event()
         self._is_deleted = False
-        #: What is counted of the calls by handle.
-        self.calls = CallFigures()
+        #: The metrics of handle calls.
+        self.calls = CallMetrics()
 
     @property
     def is_known(self) -> bool:
@@ -58,7 +58,7 @@ class Router:
         return self._is_deleted
 
     def update(self, value: Any) -> None:
-        """Take over what the controller published of the endpoint."""
+        """Apply the state of the endpoint that the controller published."""
         self._is_deleted = value is None
         self.only = None
         if value is not None:
@@ -72,14 +72,14 @@ class Router:
         changed.set()
 
     async def wait_until_known(self) -> None:
-        """Return once the endpoint's traffic is known here; `NotFoundError` if there is no such endpoint."""
+        """Wait until the endpoint's traffic is known; raise `NotFoundError` if the endpoint does not exist."""
         while self._policy is None and not self._is_deleted:
             try:
-                await self._routers.clock.wait_for(self._changed.wait(), KNOWN_S)
+                await self._routers.clock.wait_for(self._changed.wait(), ENDPOINT_TIMEOUT_S)
             except TimeoutError:
                 raise RequestTimeoutError(
-                    f"Nothing was heard of endpoint '{self.endpoint}' for {KNOWN_S:g} s; the controller may "
-                    "be starting anew, try again."
+                    f"The controller sent no update of endpoint '{self.endpoint}' for {ENDPOINT_TIMEOUT_S:g} s; it may "
+                    "be restarting, try again."
                 ) from None
         if self._is_deleted:
             raise NotFoundError(f"Endpoint '{self.endpoint}' does not exist.")
@@ -87,7 +87,7 @@ class Router:
     def send(
         self, envelope: Envelope, receive: Receive, send: Send, *, shard_key: str = ""
     ) -> Coroutine[Any, Any, None]:
-        """Carry a request to a replica of one of the endpoint's backends."""
+        """Send a request to a replica of one of the endpoint's backends."""
         if self.only is not None:
             return self.only.send(envelope, receive, send)
         policy = self._policy
@@ -128,7 +128,7 @@ class Router:
         try:
             await self._routers.replica_set(backend).send(envelope, receive_and_copy, send)
         except asyncio.CancelledError:
-            # Nobody wants it any more; and a copy of a stream without an end would never end.
+            # The copies have no use any more, and the copy of an endless stream would never end.
             for copy in copies:
                 copy.task.cancel()
             raise
@@ -154,11 +154,11 @@ class Routers:
         listener.on_ended(self.close)
 
     async def start(self) -> None:
-        """Begin to listen; idempotent."""
+        """Start to listen for updates; idempotent."""
         await self._listener.start()
 
     def router(self, endpoint: EndpointTag) -> Router:
-        """Return the router of an endpoint, made on first use."""
+        """Return the router of an endpoint; the first call creates it."""
         router = self._routers.get(endpoint)
         if router is None:
             router = self._routers[endpoint] = Router(endpoint, self)
@@ -166,7 +166,7 @@ class Routers:
         return router
 
     def replica_set(self, backend: BackendTag) -> ReplicaSet:
-        """Return the replicas of a backend, watched from the first use on."""
+        """Return the replica set of a backend; the first call creates it and watches the backend."""
         found = self._sets.get(backend)
         if found is None:
             found = self._sets[backend] = ReplicaSet(
@@ -176,7 +176,7 @@ class Routers:
         return found
 
     def samples(self) -> list[MetricSample]:
-        """Return the figures of all routers as metrics; see `daskserve.figures.collector.Source`."""
+        """Return the metric samples of all routers; see `daskserve.figures.collector.Source`."""
         instance = self._cluster.instance
         found = [sample for each in list(self._sets.values()) for sample in each.samples()]
         for router in list(self._routers.values()):
@@ -185,7 +185,7 @@ class Routers:
         return found
 
     def send_shadow(self, backend: BackendTag, envelope: Envelope) -> Shadow:
-        """Send a copy of a request whose answer is dropped; its messages are to be put into it."""
+        """Send a copy of a request; put the request's messages into the returned shadow."""
         return Shadow(backend, envelope, self.replica_set(backend).send, self._shadows)
 
     def _forget_worker(self, worker: str) -> None:
@@ -193,7 +193,7 @@ class Routers:
             each.forget_worker(worker)
 
     def close(self) -> None:
-        """Stop watching and fail what waits."""
+        """Stop watching, and fail the requests that wait."""
         for stop in self._stop_watching:
             stop()
         self._stop_watching.clear()

@@ -1,4 +1,4 @@
-"""Choosing: which backend gets a request, and which of its replicas. Pure; chance is an argument."""
+"""The choice of the backend and the replica for a request. Pure: randomness is an argument."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 
 from daskserve.types import BackendTag
 
-#: A hash of this many bits as a fraction of 1 keeps all of a float's precision.
+#: The number of hash bits that a float in [0, 1) can hold exactly.
 _HASH_BITS = 53
 
 
@@ -24,8 +24,8 @@ def shard_draw(shard_key: str) -> float:
 class TrafficPolicy:
     """The weighted draw over an endpoint's backends, and its shadows.
 
-    The order of backends is that of their names, so that a shard key draws the same backend in every
-    process until the policy changes.
+    Backends are ordered by name. A shard key thus draws the same backend in every process until the policy
+    changes.
     """
 
     def __init__(self, traffic: Mapping[BackendTag, float], shadows: Mapping[BackendTag, float]) -> None:
@@ -34,7 +34,7 @@ class TrafficPolicy:
         self._bounds = list(itertools.accumulate(weight for _, weight in weighted))
         self._shadows = sorted(shadows.items())
         self.backends = frozenset({*traffic, *shadows})
-        #: The backend that every draw gives; None if there are several, or none.
+        #: The only backend with traffic; None if there are several, or none.
         self.only = self._backends[0] if len(self._backends) == 1 else None
         self.has_shadows = bool(self._shadows)
 
@@ -46,24 +46,24 @@ class TrafficPolicy:
         return self._backends[min(index, len(self._backends) - 1)]
 
     def shadows(self, rng: random.Random) -> list[BackendTag]:
-        """Return the backends that get a copy. Each draws for itself, apart from the traffic draw."""
+        """Return the backends that get a copy; each draw is independent of the others and of `draw`."""
         return [tag for tag, proportion in self._shadows if rng.random() < proportion]
 
 
 class Candidate(Protocol):
-    """A replica as the choice sees it."""
+    """A replica that `choose` can choose."""
 
     def score(self, now: float) -> float:
-        """Return how much it has to do; less is better."""
+        """Return the replica's load; less is better."""
 
 
 C = TypeVar("C", bound=Candidate)
 
 
 def choose(candidates: Sequence[C], now: float, rng: random.Random) -> C:
-    """Return the less loaded of two random candidates, of which there must be one at least.
+    """Return the less loaded of two random candidates; ``candidates`` must not be empty.
 
-    Power of two choices: close to the best of all, at a cost that does not grow with their number.
+    Power of two choices: the result is close to the best, at a cost that does not grow with their number.
     """
     count = len(candidates)
     if count == 1:

@@ -1,7 +1,7 @@
-"""Shadows: copies of requests whose answers nobody waits for.
+"""Shadows: copies of requests whose responses are discarded.
 
-Whatever becomes of a shadow, the caller must not feel it. So a shadow is fed as the original reads, and
-never waited for: one that falls too far behind is dropped, and what it has not read with it.
+A shadow must never affect the caller of the original. It gets each message that the original reads, and the
+original never waits for it. A shadow that falls too far behind is cancelled.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from daskserve.types import BackendTag, Envelope, Message, Receive, Send
 
 logger = logging.getLogger("daskserve.router")
 
-#: A shadow may be so many bytes behind its original.
-BEHIND_BYTES = 1024 * 1024
+#: Maximum number of bytes that a shadow may be behind its original.
+MAX_BEHIND_BYTES = 1024 * 1024
 
 SendTo = Callable[[Envelope, Receive, Send], Coroutine[Any, Any, None]]
 
 
 class Shadow:
-    """One copy of a request, on its way to a backend.
+    """One copy of a request, sent to a backend.
 
     Parameters
     ----------
     send_to : callable
-        Carries the copy to a replica of the backend.
+        Sends the copy to a replica of the backend.
     tasks : TaskSet
-        Where its task belongs.
+        The set that owns the task of the copy.
     """
 
     def __init__(self, backend: BackendTag, envelope: Envelope, send_to: SendTo, tasks: TaskSet) -> None:
@@ -43,18 +43,18 @@ class Shadow:
         self.task = tasks.spawn(self._run(envelope, send_to), f"shadow-{backend}")
 
     def put(self, message: Message) -> None:
-        """Give the copy what the original has read."""
+        """Give the copy a message that the original has read."""
         if self.task.done():
             return
         self._behind_bytes += message_bytes(message)
-        if self._behind_bytes > BEHIND_BYTES:
-            logger.debug("A shadow request to %s is too slow and is dropped", self._backend)
+        if self._behind_bytes > MAX_BEHIND_BYTES:
+            logger.debug("Cancelled a shadow request to %s that was too slow", self._backend)
             self.task.cancel()
             return
         self._messages.put_nowait(message)
 
     def end(self) -> None:
-        """Tell the copy that the original has ended; it may have done so without having read its body."""
+        """End the copy, because the original has ended; the original may not have read all of its body."""
         self.put({"type": f"{self._kind}.disconnect"})
 
     async def _receive(self) -> Message:
@@ -66,10 +66,10 @@ class Shadow:
         try:
             sending = send_to(envelope, self._receive, _drop)
             if envelope.deadline is not None:
-                sending = until(envelope.deadline, sending, "The time for the request is over.")
+                sending = until(envelope.deadline, sending, "The deadline of the request has passed.")
             await sending
         except Exception as error:
-            # A shadow must never be felt by the caller.
+            # A shadow must never affect the caller.
             logger.debug("A shadow request to %s failed: %r", self._backend, error)
 
 

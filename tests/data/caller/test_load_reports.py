@@ -12,7 +12,7 @@ import pytest
 from daskserve.clock import LoopClock
 from daskserve.cluster.base import Cluster
 from daskserve.cluster.long_poll import LongPollClient
-from daskserve.data.caller.load_reports import PERIOD_S, STARVING_S, LoadReports
+from daskserve.data.caller.load_reports import PERIOD_S, STARVING_PERIOD_S, LoadReports
 from daskserve.data.caller.router import Routers
 from daskserve.errors import NotRunningError, ReplicaBusyError, UnavailableError
 from daskserve.testing import run_virtual
@@ -109,11 +109,11 @@ def test_who_finds_no_replica_is_told_of_at_once_and_again_soon() -> None:
         await asyncio.sleep(0.5 * PERIOD_S)
         queue.waiting, queue.has_replicas = 1, False
         reports.poke(is_urgent=True)
-        await asyncio.sleep(0.6 * STARVING_S)
+        await asyncio.sleep(0.6 * STARVING_PERIOD_S)
         queue.waiting = 50
-        await asyncio.sleep(0.6 * STARVING_S)
+        await asyncio.sleep(0.6 * STARVING_PERIOD_S)
         first = 0.5 * PERIOD_S
-        assert controller.reports == [(first, {"b": [1, 0]}), (first + STARVING_S, {"b": [50, 0]})]
+        assert controller.reports == [(first, {"b": [1, 0]}), (first + STARVING_PERIOD_S, {"b": [50, 0]})]
         reports.close()
 
     run_virtual(main)

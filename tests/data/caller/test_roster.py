@@ -13,7 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daskserve.data.caller.roster import AGAIN_S, NEAR_FACTOR, NEAR_LEAD, REPORT_S, ReplicaEntry, Roster
+from daskserve.data.caller.roster import (
+    BUSY_BACKOFF_S,
+    LOCAL_FACTOR,
+    LOCAL_LEAD,
+    REPORT_S,
+    ReplicaEntry,
+    Roster,
+)
 from daskserve.types import ActorAddress, Load
 
 HERE = "here"
@@ -46,7 +53,7 @@ def test_each_replica_is_given_as_many_as_it_may_run() -> None:
     roster = roster_of("a", "b", "c", concurrency=3)
     taken = take_all(roster)
     assert Counter(each.tag for each in taken) == {"a": 3, "b": 3, "c": 3}
-    roster.give_back(taken[4])
+    roster.release(taken[4])
     assert [each.tag for each in take_all(roster)] == [taken[4].tag]
     assert roster.in_flight == 9
 
@@ -54,23 +61,23 @@ def test_each_replica_is_given_as_many_as_it_may_run() -> None:
 def test_one_that_is_set_aside_comes_back_in_its_time_and_no_sooner() -> None:
     roster = roster_of("a", "b")
     (a, b) = sorted(take_all(roster), key=lambda each: each.tag)
-    roster.set_aside(a, 2.0)
-    roster.set_aside(b, 1.0)
-    roster.give_back(a)
-    roster.give_back(b)
-    assert roster.next_return() == 1.0
+    roster.suspend(a, 2.0)
+    roster.suspend(b, 1.0)
+    roster.release(a)
+    roster.release(b)
+    assert roster.next_resume_at() == 1.0
     assert take_all(roster, now=0.99) == []
     assert take_all(roster, now=1.0) == [b]
     assert take_all(roster, now=2.0) == [a]
-    assert roster.next_return() is None
+    assert roster.next_resume_at() is None
 
 
 def test_one_that_is_set_aside_twice_stays_away_for_the_longer_time() -> None:
     roster = roster_of("a", concurrency=2)
     a, _ = take_all(roster)
     for until in (2.0, 1.0):
-        roster.set_aside(a, until)
-        roster.give_back(a)
+        roster.suspend(a, until)
+        roster.release(a)
     assert take_all(roster, now=1.5) == []
     assert take_all(roster, now=2.0) == [a, a]
 
@@ -78,17 +85,17 @@ def test_one_that_is_set_aside_twice_stays_away_for_the_longer_time() -> None:
 def test_one_that_is_full_gets_one_request_at_a_time_to_wait_in_line() -> None:
     roster = roster_of("a", concurrency=3)
     (entry, *_) = take_all(roster)
-    roster.note_busy(entry, 3, 0.0, was_in_line=False)
+    roster.note_busy(entry, 3, 0.0, was_queued=False)
     for _ in range(3):
-        roster.give_back(entry)
-    assert not entry.is_in_line
+        roster.release(entry)
+    assert not entry.has_queued_request
     for _ in range(3):
         assert take_all(roster) == [entry]
-        assert (entry.is_in_line, roster.in_line) == (True, 1)
-        roster.leave_line(entry)
-        assert (entry.is_in_line, roster.in_line) == (False, 0)
-        roster.leave_line(entry)
-        assert roster.in_line == 0
+        assert (entry.has_queued_request, roster.queued) == (True, 1)
+        roster.leave_queue(entry)
+        assert (entry.has_queued_request, roster.queued) == (False, 0)
+        roster.leave_queue(entry)
+        assert roster.queued == 0
     assert take_all(roster) == [], "it has as many as it may run"
     assert roster.in_flight == 3
 
@@ -96,11 +103,11 @@ def test_one_that_is_full_gets_one_request_at_a_time_to_wait_in_line() -> None:
 def test_only_what_finds_no_room_elsewhere_waits_in_line_and_where_less_waits() -> None:
     roster = roster_of("a", "b", "c", concurrency=2)
     taken = {entry.tag: entry for entry in take_all(roster)}
-    roster.note_busy(taken["a"], 2, 0.0, was_in_line=False)
+    roster.note_busy(taken["a"], 2, 0.0, was_queued=False)
     roster.report(taken["b"], Load(2, 5), 0.0)
     for entry in taken.values():
-        roster.give_back(entry)
-        roster.give_back(entry)
+        roster.release(entry)
+        roster.release(entry)
     assert [each.tag for each in take_all(roster)] == ["c", "c", "a", "b"]
 
 
@@ -108,8 +115,8 @@ def test_only_what_finds_no_room_elsewhere_waits_in_line_and_where_less_waits() 
 def test_one_that_may_have_room_again_gets_as_many_as_it_may_run(what: str) -> None:
     roster = roster_of("a", concurrency=2)
     (a, _) = take_all(roster)
-    roster.note_busy(a, 2, 0.0, was_in_line=False)
-    roster.give_back(a)
+    roster.note_busy(a, 2, 0.0, was_queued=False)
+    roster.release(a)
     now = 0.001
     if what == "an answer":
         roster.report(a, Load(1, 9), now)
@@ -117,78 +124,78 @@ def test_one_that_may_have_room_again_gets_as_many_as_it_may_run(what: str) -> N
         now = REPORT_S
     else:
         publish(roster, "a", concurrency=2, incarnation=2)
-    roster.give_back(a)
+    roster.release(a)
     taken = take_all(roster, now)
     assert len(taken) == 2
-    assert not any(each.is_in_line for each in taken)
+    assert not any(each.has_queued_request for each in taken)
 
 
 def test_those_that_are_full_are_tried_again_one_after_the_other() -> None:
     roster = roster_of(*"abcdef", concurrency=2)
     for entry in take_all(roster):
         roster.report(entry, Load(2), 0.0)
-        roster.give_back(entry)
-    taken = [entry for entry in take_all(roster, REPORT_S) if not entry.is_in_line]
+        roster.release(entry)
+    taken = [entry for entry in take_all(roster, REPORT_S) if not entry.has_queued_request]
     assert len(taken) > 2
 
 
 def test_one_in_whose_line_it_came_to_nothing_is_left_alone_for_a_moment() -> None:
     roster = roster_of("a")
     (a,) = take_all(roster)
-    roster.note_busy(a, 1, 0.0, was_in_line=False)
-    roster.give_back(a)
+    roster.note_busy(a, 1, 0.0, was_queued=False)
+    roster.release(a)
     assert take_all(roster) == [a]
-    roster.leave_line(a)
-    roster.note_busy(a, 1, 0.5, was_in_line=True)
-    roster.give_back(a)
-    assert roster.next_return() == 0.5 + AGAIN_S
+    roster.leave_queue(a)
+    roster.note_busy(a, 1, 0.5, was_queued=True)
+    roster.release(a)
+    assert roster.next_resume_at() == 0.5 + BUSY_BACKOFF_S
     assert take_all(roster, 0.5) == []
-    assert take_all(roster, 0.5 + AGAIN_S) == [a]
-    assert a.is_in_line
+    assert take_all(roster, 0.5 + BUSY_BACKOFF_S) == [a]
+    assert a.has_queued_request
 
 
 def test_one_that_has_fewer_slots_than_is_known_here_is_full_as_well() -> None:
     roster = roster_of("a", concurrency=4)
     (entry, *_) = take_all(roster)
-    roster.note_busy(entry, 1, 0.0, was_in_line=False)
-    roster.give_back(entry)
+    roster.note_busy(entry, 1, 0.0, was_queued=False)
+    roster.release(entry)
     assert take_all(roster) == [entry]
-    assert entry.is_in_line
+    assert entry.has_queued_request
 
 
 def test_one_that_is_gone_or_lost_has_no_line_to_join() -> None:
     roster = roster_of("a", "b", concurrency=2)
     taken = {entry.tag: entry for entry in take_all(roster)}
     for entry in taken.values():
-        roster.note_busy(entry, 2, 0.0, was_in_line=False)
-        roster.give_back(entry)
+        roster.note_busy(entry, 2, 0.0, was_queued=False)
+        roster.release(entry)
     assert len(take_all(roster)) == 2
     publish(roster, "b", concurrency=2)
-    roster.set_aside(taken["b"], 1.0)
+    roster.suspend(taken["b"], 1.0)
     for entry in taken.values():
-        roster.leave_line(entry)
+        roster.leave_queue(entry)
         roster.report(entry, Load(0), 0.001)
-        roster.give_back(entry)
-    assert (take_all(roster, 0.001), roster.in_line) == ([], 0)
+        roster.release(entry)
+    assert (take_all(roster, 0.001), roster.queued) == ([], 0)
     assert take_all(roster, 1.0) == [taken["b"]]
 
 
 def test_one_that_comes_back_full_waits_for_an_answer() -> None:
     roster = roster_of("a")
     (a,) = take_all(roster)
-    roster.set_aside(a, 1.0)
+    roster.suspend(a, 1.0)
     assert take_all(roster, now=1.0) == []
-    roster.give_back(a)
+    roster.release(a)
     assert take_all(roster, now=1.0) == [a]
 
 
 def test_one_that_is_gone_gets_nothing_whatever_comes_back_from_it() -> None:
     roster = roster_of("a", "b")
     a = next(each for each in take_all(roster) if each.tag == "a")
-    roster.set_aside(a, 1.0)
+    roster.suspend(a, 1.0)
     publish(roster, "b")
-    roster.give_back(a)
-    assert roster.next_return() is None
+    roster.release(a)
+    assert roster.next_resume_at() is None
     assert take_all(roster, now=1.0) == []
     assert roster.in_flight == 1
     roster.forget_worker("worker-of-b")
@@ -204,7 +211,7 @@ def test_whatever_happens_one_with_room_is_found_and_none_is_overfilled(
     tags = {"a", "b", "c", "d"}
     roster = roster_of(*tags, concurrency=2, near="ab")
     flying: list[ReplicaEntry] = []
-    in_line: list[ReplicaEntry] = []
+    queued: list[ReplicaEntry] = []
     aside: dict[int, float] = {}
     now = 0.0
     for what, number in steps:
@@ -213,39 +220,39 @@ def test_whatever_happens_one_with_room_is_found_and_none_is_overfilled(
             counts = Counter(id(each) for each in flying)
             entries = list(roster._entries.values())
             open_ = [each for each in entries if counts[id(each)] < 2 and aside.get(id(each), 0.0) <= now]
-            fit = [each for each in open_ if each not in in_line]
+            fit = [each for each in open_ if each not in queued]
             has_room = any(not each.is_full for each in fit)
             entry = roster.take(now, rng)
             assert (entry in fit) if fit else (entry is None)
             if entry is not None:
-                assert not (has_room and entry.is_in_line)
+                assert not (has_room and entry.has_queued_request)
                 flying.append(entry)
-                in_line += [entry] * entry.is_in_line
-        elif what == "l" and in_line:
-            roster.leave_line(in_line.pop(number % len(in_line)))
-        elif what == "g" and (ending := [each for each in flying if each not in in_line]):
+                queued += [entry] * entry.has_queued_request
+        elif what == "l" and queued:
+            roster.leave_queue(queued.pop(number % len(queued)))
+        elif what == "g" and (ending := [each for each in flying if each not in queued]):
             entry = ending[number % len(ending)]
             flying.remove(entry)
             roster.report(entry, Load(number % 3), now)
-            roster.give_back(entry)
+            roster.release(entry)
         elif what == "a" and flying:
             entry = flying[number % len(flying)]
-            roster.set_aside(entry, now + number / 10)
+            roster.suspend(entry, now + number / 10)
             aside[id(entry)] = max(aside.get(id(entry), 0.0), now + number / 10)
         elif what == "b" and flying:
             # One that was in line is left alone for less than a step of this test.
             entry = flying[number % len(flying)]
-            roster.note_busy(entry, number % 3, now, was_in_line=number > 4)
+            roster.note_busy(entry, number % 3, now, was_queued=number > 4)
         elif what == "u":
             tags ^= {"abcdef"[number % 6]}
             publish(roster, *tags, concurrency=2, near="ab")
         elif what == "f":
             roster.forget_worker(f"worker-of-{'cdef'[number % 4]}")
-        assert roster.in_line == len(in_line)
+        assert roster.queued == len(queued)
     for entry in flying:
-        roster.leave_line(entry)
-        roster.give_back(entry)
-    assert (roster.in_flight, roster.in_line) == (0, 0)
+        roster.leave_queue(entry)
+        roster.release(entry)
+    assert (roster.in_flight, roster.queued) == (0, 0)
     assert sum(each.in_flight for each in roster._entries.values()) == 0
 
 
@@ -255,7 +262,7 @@ def test_whatever_happens_one_with_room_is_found_and_none_is_overfilled(
 def test_a_replica_of_this_process_is_preferred_but_not_at_any_price() -> None:
     roster = roster_of("n", "f", concurrency=100, near="n")
     taken = Counter(roster.take(0.0, random.Random(1)).tag for _ in range(60))  # type: ignore[union-attr]
-    assert taken["n"] == pytest.approx(NEAR_FACTOR * taken["f"] + NEAR_LEAD, abs=1)
+    assert taken["n"] == pytest.approx(LOCAL_FACTOR * taken["f"] + LOCAL_LEAD, abs=1)
     assert taken["f"] > 10
 
 
@@ -320,21 +327,21 @@ def idle(size: int) -> Roster:
 
 def all_but_one_full(size: int) -> Roster:
     roster = roster_of(*map(str, range(size)), concurrency=1)
-    roster.give_back(take_all(roster)[size // 2])
+    roster.release(take_all(roster)[size // 2])
     return roster
 
 
 def half_set_aside(size: int) -> Roster:
     roster = idle(size)
     for number in range(0, size, 2):
-        roster.set_aside(roster._entries[str(number)], 1.0)
+        roster.suspend(roster._entries[str(number)], 1.0)
     return roster
 
 
 def all_set_aside_but_one(size: int) -> Roster:
     roster = idle(size)
     for number in range(1, size):
-        roster.set_aside(roster._entries[str(number)], 1.0)
+        roster.suspend(roster._entries[str(number)], 1.0)
     return roster
 
 
@@ -347,7 +354,7 @@ def test_assigning_costs_the_same_among_a_thousand(make: Callable[[int], Roster]
             for _ in range(20):
                 entry = roster.take(0.5, rng)
                 assert entry is not None
-                roster.give_back(entry)
+                roster.release(entry)
 
         return operations(work)
 
@@ -358,11 +365,11 @@ def test_finding_none_costs_the_same_among_a_thousand() -> None:
     def cost(size: int) -> int:
         roster, rng = roster_of(*map(str, range(size))), random.Random(1)
         for entry in take_all(roster):
-            roster.set_aside(entry, 1.0)
+            roster.suspend(entry, 1.0)
 
         def work() -> None:
             assert roster.take(0.5, rng) is None
-            assert roster.next_return() == 1.0
+            assert roster.next_resume_at() == 1.0
 
         return operations(work)
 

@@ -15,11 +15,11 @@ import pytest
 from daskserve.clock import LoopClock
 from daskserve.cluster.base import Cluster
 from daskserve.cluster.long_poll import LongPollClient
-from daskserve.data.caller.place import LEAST_PATIENCE_S, PATIENCE_S
+from daskserve.data.caller.queued_request import MIN_PATIENCE_S, PATIENCE_S
 from daskserve.data.caller.replay import KEPT_BYTES
-from daskserve.data.caller.replica_set import BROKEN_S, EJECTED_S, ReplicaSet
-from daskserve.data.caller.roster import AGAIN_S, REPORT_S
-from daskserve.data.caller.router import KNOWN_S, Router, Routers
+from daskserve.data.caller.replica_set import DISCONNECTED_BACKOFF_S, UNREACHABLE_BACKOFF_S, ReplicaSet
+from daskserve.data.caller.roster import BUSY_BACKOFF_S, REPORT_S
+from daskserve.data.caller.router import ENDPOINT_TIMEOUT_S, Router, Routers
 from daskserve.data.replica.slots import Slots
 from daskserve.errors import (
     ActorLostError,
@@ -221,7 +221,7 @@ def test_past_the_limit_of_the_queue_requests_are_refused_with_the_figures() -> 
         backend = stage.backend("r1", max_queued=2)
         sent = [stage.send(backend) for _ in range(3)]
         await quiet()
-        with pytest.raises(BackPressureError, match="2 requests wait for backend 'b' already") as info:
+        with pytest.raises(BackPressureError, match="2 requests already wait for backend 'b'") as info:
             await stage.send(backend)
         assert (info.value.num_queued_requests, info.value.max_queued_requests) == (2, 2)
         assert info.value.http_status == 503
@@ -541,7 +541,7 @@ def test_one_request_waits_in_line_and_those_behind_it_in_the_router_until_it_ha
         await quiet()
         assert stage.replicas.asked == ["r1"] * 2
         assert (backend.waiting, backend.in_flight) == (3, 0)
-        with pytest.raises(BackPressureError, match="3 requests wait"):
+        with pytest.raises(BackPressureError, match="3 requests already wait"):
             await stage.send(backend)
         await took[0]({"type": SLOT_TAKEN, "ongoing": 3, "queued": 4})
         await took[0]({"type": "call.result"})
@@ -624,13 +624,13 @@ def test_a_line_that_is_too_long_is_asked_again_after_a_moment() -> None:
 
         stage.replicas.handler = answer
         stage.send(backend)
-        await asyncio.sleep(10.5 * AGAIN_S)
+        await asyncio.sleep(10.5 * BUSY_BACKOFF_S)
         assert len(stage.replicas.asked) == 2 + 10
 
     run(scenario)
 
 
-@pytest.mark.parametrize(("replicas", "left_s"), [(1, PATIENCE_S), (1000, LEAST_PATIENCE_S)])
+@pytest.mark.parametrize(("replicas", "left_s"), [(1, PATIENCE_S), (1000, MIN_PATIENCE_S)])
 def test_among_many_replicas_a_request_waits_less_at_each(replicas: int, left_s: float) -> None:
     async def scenario(stage: Stage) -> None:
         backend = stage.backend(*map(str, range(replicas)))
@@ -743,7 +743,7 @@ def test_what_had_not_begun_goes_to_another_replica_unnoticed(envelope: Envelope
         assert now() == began
         assert stage.replicas.asked.count("r1") <= 1
         assert stage.replicas.asked.count("r2") == 10
-        await asyncio.sleep(EJECTED_S)
+        await asyncio.sleep(UNREACHABLE_BACKOFF_S)
         for _ in range(10):
             await stage.send(backend, envelope)
         assert stage.replicas.asked.count("r1") >= 1
@@ -858,7 +858,7 @@ def test_a_broken_connection_does_not_keep_a_living_replica_out(begun: bool) -> 
         stage.replicas.handler = answer
         await stage.send(backend, GET)
         assert stage.replicas.asked == ["r1", "r1"]
-        assert now() == pytest.approx(BROKEN_S)
+        assert now() == pytest.approx(DISCONNECTED_BACKOFF_S)
 
     run(scenario)
 
@@ -1050,7 +1050,7 @@ def test_an_endpoint_that_nobody_has_heard_of_is_waited_for() -> None:
     async def scenario(stage: Stage) -> None:
         router = stage.routers.router("e")
         sent = stage.send(router)
-        await asyncio.sleep(KNOWN_S - 1)
+        await asyncio.sleep(ENDPOINT_TIMEOUT_S - 1)
         stage.endpoint({"b": 1.0})
         stage.publish("r1")
         await quiet()
@@ -1065,7 +1065,7 @@ def test_an_endpoint_that_nobody_has_heard_of_is_waited_for() -> None:
 def test_an_endpoint_that_nobody_hears_of_is_a_timeout_and_one_that_is_gone_is_not_found() -> None:
     async def scenario(stage: Stage) -> None:
         router = stage.routers.router("e")
-        with pytest.raises(RequestTimeoutError, match="Nothing was heard of endpoint 'e' for 10 s"):
+        with pytest.raises(RequestTimeoutError, match="The controller sent no update of endpoint 'e' for 10 s"):
             await stage.send(router)
         waiting = stage.send(router)
         await quiet()
@@ -1314,7 +1314,7 @@ def test_all_replicas_that_come_back_at_once_are_used() -> None:
         sent = [stage.send(backend), stage.send(backend)]
         await quiet()
         lost = False
-        await asyncio.sleep(EJECTED_S + 1)
+        await asyncio.sleep(UNREACHABLE_BACKOFF_S + 1)
         assert sum(stage.replicas.running.values()) == 2
         await asyncio.gather(*sent)
 
@@ -1362,7 +1362,7 @@ def test_what_becomes_of_requests_is_counted() -> None:
         stage.replicas.finish("r1", ReplicaBusyError("busy", ongoing=1))
         await quiet()
         stage.replicas.finish("r1", ActorLostError("lost", begun=False))
-        await asyncio.sleep(2 * EJECTED_S)
+        await asyncio.sleep(2 * UNREACHABLE_BACKOFF_S)
         while not all(each.done() for each in sent):
             stage.replicas.finish("r1")
             await quiet()

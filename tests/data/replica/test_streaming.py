@@ -595,7 +595,7 @@ def test_two_cannot_iterate_at_the_same_time(deployed: Deployed) -> None:
     async def scenario() -> None:
         first = asyncio.ensure_future(anext(stream))
         await asyncio.sleep(0)
-        with pytest.raises(RuntimeError, match="Two iterate"):
+        with pytest.raises(RuntimeError, match="Two readers iterate"):
             await anext(stream)
         deployed.ask("let_go")
         assert await first == "second"

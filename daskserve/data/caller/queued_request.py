@@ -1,5 +1,6 @@
-"""A request's place in line at a replica that is full, as its router sees it; see
-`daskserve.data.replica.slots`.
+"""A request that is queued at a full replica, as its router sees it.
+
+`daskserve.data.replica.slots` is the replica's side.
 """
 
 from __future__ import annotations
@@ -11,21 +12,21 @@ from daskserve.data.caller.roster import ReplicaEntry, Roster
 from daskserve.figures.histogram import LatencyHistogram
 from daskserve.types import DONE, SLOT_TAKEN, Load, Message, Patience, Send
 
-#: How long a request waits in line at a replica before it looks for another one: within the longer time it
-#: has been at all of them, unless they are so many that it would wait nowhere any more.
+#: How long a request waits in the queues of all replicas together. Each replica gets an equal share, but at
+#: least `MIN_PATIENCE_S`. Then the request moves to another replica.
 PATIENCE_S = 0.5
-LEAST_PATIENCE_S = 0.025
+MIN_PATIENCE_S = 0.025
 
 
-class Place:
-    """One request in line, from when it is sent until it has its slot or is sent back.
+class QueuedRequest:
+    """One request in a replica's queue, from when it is sent until it has its slot or is refused.
 
     Parameters
     ----------
-    waits
-        Takes how long that was.
+    waits : LatencyHistogram
+        Records the time in the queue.
     on_slot : callable
-        Called when the request has its slot, and the next one may be sent.
+        Called when the request has its slot, so that the router may send the next one.
     """
 
     def __init__(
@@ -44,15 +45,15 @@ class Place:
         self._waits = waits
         self._on_slot = on_slot
         self._began = stopwatch()
-        self._is_left = False
+        self._has_left = False
 
     def patience(self, since: float) -> Patience:
-        """Return for how long a request may wait here that has been in lines since then."""
-        left_s = max(PATIENCE_S / max(self._roster.size, 1), LEAST_PATIENCE_S)
+        """Return how long a request may wait here if it has been in queues since the given time."""
+        left_s = max(PATIENCE_S / max(self._roster.size, 1), MIN_PATIENCE_S)
         return Patience(left_s, self._clock.now() - since)
 
     def send(self, message: Message) -> Awaitable[None]:
-        """Hand a message on to the caller, unless it is for the router: that the request has its slot."""
+        """Send a message to the caller; ``SLOT_TAKEN`` is for the router and stays here."""
         if message["type"] != SLOT_TAKEN:
             return self._send(message)
         self._roster.report(self._replica, Load(message["ongoing"], message["queued"]), self._clock.now())
@@ -61,8 +62,8 @@ class Place:
         return DONE
 
     def leave(self) -> None:
-        """Let the next one have the place, if that has not happened yet."""
-        if not self._is_left:
-            self._is_left = True
-            self._roster.leave_line(self._replica)
+        """Let the next request queue at the replica; idempotent."""
+        if not self._has_left:
+            self._has_left = True
+            self._roster.leave_queue(self._replica)
             self._waits.observe(stopwatch() - self._began)

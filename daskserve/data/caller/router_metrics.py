@@ -1,4 +1,4 @@
-"""What the routers of a process count, and what the samples of that are called."""
+"""The metrics that the routers of a process count, and their samples."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from daskserve.figures.table import MetricSample
 BUSY, LOST = "busy", "lost"
 
 
-class SetFigures:
-    """What is counted of the requests to one backend."""
+class ReplicaSetMetrics:
+    """Metrics of the requests to one backend."""
 
     __slots__ = ("rejected", "retries", "sent", "waits")
 
     def __init__(self) -> None:
         self.sent = self.rejected = 0
         self.retries = {BUSY: 0, LOST: 0}
-        #: Of those requests that had to wait for a replica.
+        #: Waiting times of the requests that had to wait for a replica.
         self.waits = LatencyHistogram()
 
     def note_retry(self, error: Exception) -> None:
-        """Count a request that is sent once more, because a replica was full or lost."""
+        """Count a retry after a replica was full or lost."""
         self.retries[BUSY if isinstance(error, ReplicaBusyError) else LOST] += 1
 
     def samples(self, instance: str, backend: str, *, waiting: int, in_flight: int) -> list[MetricSample]:
-        """Return it as metrics."""
+        """Return the metric samples."""
         labels = (instance, backend)
         return [
             ("router_requests", labels, self.sent),
@@ -40,19 +40,19 @@ class SetFigures:
         ]
 
 
-class CallFigures:
-    """What is counted of the calls by handle to one endpoint."""
+class CallMetrics:
+    """Metrics of the handle calls to one endpoint."""
 
     __slots__ = ("begun", "errors", "latency")
 
     def __init__(self) -> None:
         self.begun = 0
-        #: By the words of `daskserve.figures.histogram.cause_of`.
+        #: Number of errors by cause; see `daskserve.figures.histogram.cause_of`.
         self.errors: dict[str, int] = {}
         self.latency = LatencyHistogram()
 
     def fail(self, error: BaseException, *, is_late: bool = False) -> None:
-        """Count a call that raised, or was cancelled: ``is_late`` if its time was over."""
+        """Count a call that raised or was cancelled; ``is_late`` if its deadline had passed."""
         if isinstance(error, asyncio.CancelledError):
             cause = TIMEOUT if is_late else "cancelled"
         else:
@@ -60,7 +60,7 @@ class CallFigures:
         self.errors[cause] = self.errors.get(cause, 0) + 1
 
     def samples(self, instance: str, endpoint: str) -> list[MetricSample]:
-        """Return it as metrics; nothing if there were no calls."""
+        """Return the metric samples; none if there were no calls."""
         if not self.begun:
             return []
         labels = (instance, endpoint)

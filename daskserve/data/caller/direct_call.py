@@ -1,9 +1,9 @@
-"""Calls by handle that go straight to a replica and back, without a task.
+"""Handle calls that go to a replica and back without a task.
 
-Problem: for a call that meets no obstacle the coroutine that carries it, its task and what wakes it cost more
-than the connection does. Choice: where a replica has room, and lives here or has a channel open to it, the
-request is sent at once, and the answer ends the call from where it arrives. As soon as anything has to be
-waited for, because the replica is full after all, or was lost before it began, a coroutine goes on with it.
+Problem: if a call never waits, its coroutine, its task and their wake-ups cost more than the connection.
+Choice: the request is sent at once if a replica has room and is in this process or has an open channel. The
+code that receives the answer then ends the call. A coroutine continues the call if it has to wait, because the
+replica is full after all, or was lost before the request began.
 """
 
 from __future__ import annotations
@@ -23,16 +23,26 @@ from daskserve.payload import PackedError, load_error
 from daskserve.types import Envelope, Load, Message, Payload, Rest
 
 
-class StraightCall:
-    """One call under way. Lives on the loop of the process's link.
+class DirectCall:
+    """One call in progress, on the loop of the process's link.
 
     Parameters
     ----------
-    go_on : callable
-        Takes a call over that the replica has refused, with the reason; it also counts how that ends.
+    continue_call : callable
+        ``continue_call(call, error)`` continues a call that the replica has refused, and counts its end.
     """
 
-    __slots__ = ("_give_up", "_go_on", "_replica", "began", "call", "envelope", "link", "replicas", "router")
+    __slots__ = (
+        "_cancel_request",
+        "_continue_call",
+        "_replica",
+        "began",
+        "call",
+        "envelope",
+        "link",
+        "replicas",
+        "router",
+    )
 
     def __init__(
         self,
@@ -41,31 +51,31 @@ class StraightCall:
         replicas: ReplicaSet,
         envelope: Envelope,
         call: PendingCall[Payload],
-        go_on: Callable[[StraightCall, ReplicaBusyError | ActorLostError], None],
+        continue_call: Callable[[DirectCall, ReplicaBusyError | ActorLostError], None],
     ) -> None:
         self.link = link
         self.router = router
         self.replicas = replicas
         self.envelope = envelope
         self.call = call
-        self._go_on = go_on
-        self._replica: ReplicaEntry | None = None  # while it has the request
-        self._give_up: Callable[[], None] | None = None
+        self._continue_call = continue_call
+        self._replica: ReplicaEntry | None = None  # set while it has the request
+        self._cancel_request: Callable[[], None] | None = None
 
     def start(self, cluster: Cluster) -> bool:
-        """Send the request; False, and nothing has happened, if that cannot be done at once."""
+        """Send the request; return False, without any effect, if it cannot be sent at once."""
         replica = self.replicas.take_now()
         if replica is None:
             return False
         self._replica = replica
         self.began = stopwatch()
         try:
-            self._give_up = cluster.ask(replica.address, self.envelope, self._on_answer)
+            self._cancel_request = cluster.ask(replica.address, self.envelope, self._on_answer)
         except BaseException:
-            if self._replica is not None:  # else that has been done
+            if self._replica is not None:  # else `_on_answer` has released it
                 self.replicas.put_back(replica)
             raise
-        if self._give_up is None:
+        if self._cancel_request is None:
             self.replicas.put_back(replica)
             return False
         self.router.calls.begun += 1
@@ -77,20 +87,20 @@ class StraightCall:
 
     def _cancel(self) -> None:
         replica, self._replica = self._replica, None
-        if replica is not None and self._give_up is not None:
-            self._give_up()
-            self.replicas.give_back(replica, None)
+        if replica is not None and self._cancel_request is not None:
+            self._cancel_request()
+            self.replicas.release(replica, None)
             self._fail(asyncio.CancelledError())
 
     def _on_answer(self, message: Message | None, outcome: Load | Exception | Rest) -> None:
-        # What cannot be sent is answered before `start` knows how to give it up.
+        # If sending fails, this is called before `start` has set `_cancel_request`.
         replica, self._replica = self._replica, None
         assert replica is not None
-        assert isinstance(outcome, (Load, BaseException))  # calls are answered whole
-        self.replicas.give_back(replica, outcome)
+        assert isinstance(outcome, (Load, BaseException))  # a call has one answer message
+        self.replicas.release(replica, outcome)
         if type(outcome) is Load:
             if message is None:
-                self._fail(no_answer(self.envelope))
+                self._fail(no_answer_error(self.envelope))
             else:
                 self.router.calls.latency.observe(stopwatch() - self.began)
                 self.call.set_result(message["payload"])
@@ -98,26 +108,26 @@ class StraightCall:
             if self.call.cancelled():
                 self._fail(asyncio.CancelledError())
             else:
-                self._go_on(self, outcome)
+                self._continue_call(self, outcome)
         else:
             self._fail(outcome)
 
     def _fail(self, error: Any) -> None:
         error = _unpacked(error)
-        figures = self.router.calls
-        figures.fail(error)
-        figures.latency.observe(stopwatch() - self.began)
+        metrics = self.router.calls
+        metrics.fail(error)
+        metrics.latency.observe(stopwatch() - self.began)
         if isinstance(error, asyncio.CancelledError):
             self.call.cancel()
         else:
             self.call.set_error(error)
 
 
-def no_answer(envelope: Envelope) -> ServeError:
-    """Return the error of a call that a replica ended well, but without a result."""
+def no_answer_error(envelope: Envelope) -> ServeError:
+    """Return the error for a call that a replica ended without an error and without a result."""
     return ServeError(f"The replica ended request {envelope.head['request_id']} without an answer.")
 
 
 def _unpacked(error: BaseException) -> BaseException:
-    """Return what a caller is to get for an error that came back: caused by its remote traceback."""
+    """Return the error that the caller gets, with the remote traceback as its cause."""
     return load_error(error.data) if isinstance(error, PackedError) else error

@@ -15,7 +15,7 @@ from daskserve.clock import LoopClock
 from daskserve.cluster.base import Cluster
 from daskserve.cluster.long_poll import LongPollClient
 from daskserve.data.caller.handle import Handle, Response
-from daskserve.data.caller.replica_set import EJECTED_S
+from daskserve.data.caller.replica_set import UNREACHABLE_BACKOFF_S
 from daskserve.data.caller.router import Routers
 from daskserve.errors import ActorLostError, ReplicaBusyError, ServeError, UnavailableError
 from daskserve.figures.histogram import HistogramCounts
@@ -340,7 +340,7 @@ def test_no_straight_call_overtakes_those_that_wait() -> None:
         process.asked[0].end(None, ActorLostError("gone", begun=False))
         await quiet()
         # The replica may be used again, and who waits for it has not heard of that yet.
-        process.clock.ahead_s = 2 * EJECTED_S
+        process.clock.ahead_s = 2 * UNREACHABLE_BACKOFF_S
         second = handle.remote()
         assert len(process.asked) == 1
         process.outcome.set_result(Load())
