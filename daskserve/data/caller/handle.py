@@ -110,7 +110,7 @@ class Response:
         return self._loaded
 
     def result(self, timeout_s: float | None = None) -> Any:
-        """Return the answer; wait for it up to ``timeout_s`` seconds, or without limit if None.
+        """Return the answer; wait up to ``timeout_s`` seconds, or without limit if None.
 
         Raises
         ------
@@ -259,7 +259,7 @@ class Handle:
     def _send_direct(
         self, link: Link, payload: Payload, request_id: str, future: PendingCall[Payload]
     ) -> None:
-        """Send a call directly to a replica, or start a task if the call has to wait; runs on the link's loop."""
+        """Send a call directly, or start a task if it has to wait; runs on the link's loop."""
         if future.cancelled():
             return
         cluster = self._process

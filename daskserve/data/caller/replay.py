@@ -65,7 +65,7 @@ class Replay:
         Parameters
         ----------
         begun : bool
-            Whether user code may have seen the request. If not, only messages that were read ahead are replayed.
+            Whether user code may have seen the request. If not, only messages read ahead are replayed.
         """
         if self.is_started or self._kept_bytes > KEPT_BYTES:
             return False

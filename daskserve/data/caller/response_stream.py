@@ -30,7 +30,7 @@ class _Cancelled(concurrent.futures.CancelledError):
 
 
 class Pipe:
-    """A buffer of items from an event loop to a reader. The comments say where each method may be called."""
+    """A buffer of items from an event loop to a reader; comments say where each method may run."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -229,7 +229,7 @@ class ResponseGenerator:
         return self._future.done()
 
     def cancel(self) -> bool:
-        """Cancel the call; its reader gets a ``CancelledError``. Return whether the call was still running."""
+        """Cancel the call; its reader gets a ``CancelledError``. Return whether it was still running."""
         if self._future.done() or self._link.loop.is_closed():
             return False
         return self._future.cancel()

@@ -64,7 +64,7 @@ class ReplicaEntry:
         self.reported_at = -REPORT_S
         self.is_suspended = False
         self.not_before = 0.0
-        #: Whether its last report said that it is full, and whether a request of this process is queued there.
+        #: Whether its last report said that it is full, and whether this process has a request queued there.
         self.is_full = False
         self.has_queued_request = False
         #: The list that holds it while it has room, local or remote; None once the replica is no longer used.
@@ -156,7 +156,7 @@ class Roster:
     def take(self, now: float, rng: random.Random) -> ReplicaEntry | None:
         """Return the replica for a request, or None; the request counts as in flight from now on.
 
-        If no replica has room, this returns a full one with ``has_queued_request`` set: the request queues there.
+        If no replica has room, this returns a full one and sets ``has_queued_request``.
         """
         if self._suspended and self._suspended[0][0] <= now:
             self._resume_due(now)

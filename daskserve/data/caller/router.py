@@ -72,14 +72,15 @@ class Router:
         changed.set()
 
     async def wait_until_known(self) -> None:
-        """Wait until the endpoint's traffic is known; raise `NotFoundError` if the endpoint does not exist."""
+        """Wait until the endpoint is known; raise `NotFoundError` if it does not exist."""
         while self._policy is None and not self._is_deleted:
             try:
                 await self._routers.clock.wait_for(self._changed.wait(), ENDPOINT_TIMEOUT_S)
             except TimeoutError:
                 raise RequestTimeoutError(
-                    f"The controller sent no update of endpoint '{self.endpoint}' for {ENDPOINT_TIMEOUT_S:g} s; it may "
-                    "be restarting, try again."
+                    f"The controller sent no update of endpoint '{self.endpoint}' for "
+                    f"{ENDPOINT_TIMEOUT_S:g} s; "
+                    "it may be restarting, try again."
                 ) from None
         if self._is_deleted:
             raise NotFoundError(f"Endpoint '{self.endpoint}' does not exist.")

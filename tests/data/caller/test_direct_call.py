@@ -1,4 +1,4 @@
-"""Calls by handle that go straight to a replica elsewhere: every end they can come to, and what it leaves."""
+"""Direct handle calls to a remote replica: all outcomes, and the state that each leaves."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from daskserve.types import ActorAddress, Envelope, Load, Message, OnAnswer, Rec
 
 
 class Asked:
-    """A request on its way to a replica, whose end is in the hand of the test."""
+    """A request sent to a replica; the test decides its outcome."""
 
     def __init__(self, tag: str, envelope: Envelope, on_answer: OnAnswer) -> None:
         self.tag = tag
@@ -38,7 +38,7 @@ class Asked:
         self.end({"type": "call.result", "payload": dump(value)}, load or Load())
 
     def end(self, message: Message | None, outcome: Any) -> None:
-        # As a stream of a channel: nothing comes of one that was given up.
+        # Like a channel stream, which ignores outcomes of a cancelled request.
         if not self.given_up:
             self._on_answer(message, outcome)
 
@@ -47,7 +47,7 @@ class Asked:
 
 
 class Clock(LoopClock):
-    """The loop's clock, which the test may put forward."""
+    """The loop's clock, which the test may advance."""
 
     ahead_s = 0.0
 
@@ -56,7 +56,7 @@ class Clock(LoopClock):
 
 
 class Process:
-    """A process whose replicas all live elsewhere; both its link and its cluster."""
+    """A process with remote replicas only; both its link and its cluster."""
 
     instance = "i"
     is_ended = is_closed = False
@@ -102,7 +102,7 @@ class Process:
         self.requested.append(address.name.rpartition("/")[2])
         self.envelopes.append(envelope)
         load = await self.outcome
-        await send({"type": "call.result", "payload": dump("the long way")})
+        await send({"type": "call.result", "payload": dump("by task")})
         return load
 
     # ---- what the test does
@@ -234,7 +234,7 @@ def test_an_end_without_an_answer_is_an_error() -> None:
         (ActorLostError("gone", begun=False, is_disconnected=True), "lost"),
     ],
 )
-def test_a_call_that_had_not_begun_goes_on_with_another_replica(refusal: Exception, cause: str) -> None:
+def test_a_call_that_had_not_begun_is_retried_on_another_replica(refusal: Exception, cause: str) -> None:
     async def scenario(process: Process) -> None:
         response = process.handle("r1", "r2").remote()
         await asyncio.sleep(3)
@@ -244,19 +244,19 @@ def test_a_call_that_had_not_begun_goes_on_with_another_replica(refusal: Excepti
         assert process.requested == [{"r1": "r2", "r2": "r1"}[asked.tag]]
         assert process.routers.replica_set("b").in_flight == 1
         process.outcome.set_result(Load())
-        assert await response == "the long way"
+        assert await response == "by task"
         assert process.figures() == {**ONE, f"router_retries {cause}": 1}
         assert process.idle_replicas() == {"r1": 0, "r2": 0}
 
     play(scenario)
 
 
-def test_the_time_of_a_call_counts_from_its_first_replica_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_duration_of_a_call_starts_at_its_first_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     # The stopwatch shows the virtual time here.
     def shown() -> float:
         return asyncio.get_running_loop().time()
 
-    for module in ("handle", "straight_call"):
+    for module in ("handle", "direct_call"):
         monkeypatch.setattr(f"daskserve.data.caller.{module}.stopwatch", shown)
 
     async def scenario(process: Process) -> None:
@@ -275,7 +275,7 @@ def test_the_time_of_a_call_counts_from_its_first_replica_on(monkeypatch: pytest
     play(scenario)
 
 
-def test_a_call_whose_loop_cancels_everything_just_when_it_was_refused_counts_as_ended() -> None:
+def test_a_refused_call_counts_as_ended_if_its_loop_cancels_all_tasks() -> None:
     async def scenario(process: Process) -> None:
         response = process.handle("r1", "r2").remote()
         process.asked[0].end(None, ReplicaBusyError("full", ongoing=2))
@@ -296,7 +296,7 @@ def test_a_call_whose_loop_cancels_everything_just_when_it_was_refused_counts_as
     play(scenario)
 
 
-def test_a_refused_call_goes_before_those_that_wait() -> None:
+def test_a_refused_call_goes_to_the_front_of_the_queue() -> None:
     async def scenario(process: Process) -> None:
         handle = process.handle("r1", concurrency=1)
         first = handle.remote("first")
@@ -310,13 +310,13 @@ def test_a_refused_call_goes_before_those_that_wait() -> None:
         assert process.requested == ["r2"]
         assert process.envelopes[0].payload == dump((("first",), {}))
         process.outcome.set_result(Load())
-        assert [await first, await second] == ["the long way"] * 2
+        assert [await first, await second] == ["by task"] * 2
         assert process.idle_replicas() == {"r1": 0, "r2": 0}
 
     play(scenario)
 
 
-def test_who_waits_gets_the_replica_that_an_answer_leaves() -> None:
+def test_a_waiting_call_gets_the_replica_that_an_answer_frees() -> None:
     async def scenario(process: Process) -> None:
         handle = process.handle("r1", concurrency=1)
         handle.remote()
@@ -327,13 +327,13 @@ def test_who_waits_gets_the_replica_that_an_answer_leaves() -> None:
         await quiet()
         assert process.requested == ["r1"]
         process.outcome.set_result(Load())
-        assert [await second, await third] == ["the long way"] * 2
+        assert [await second, await third] == ["by task"] * 2
         assert process.idle_replicas() == {"r1": 0}
 
     play(scenario)
 
 
-def test_no_straight_call_overtakes_those_that_wait() -> None:
+def test_a_direct_call_does_not_overtake_queued_requests() -> None:
     async def scenario(process: Process) -> None:
         handle = process.handle("r1")
         first = handle.remote()
@@ -344,12 +344,12 @@ def test_no_straight_call_overtakes_those_that_wait() -> None:
         second = handle.remote()
         assert len(process.asked) == 1
         process.outcome.set_result(Load())
-        assert [await first, await second] == ["the long way"] * 2
+        assert [await first, await second] == ["by task"] * 2
 
     play(scenario)
 
 
-def test_a_call_that_had_begun_is_not_repeated() -> None:
+def test_a_call_that_had_begun_is_not_retried() -> None:
     async def scenario(process: Process) -> None:
         response = process.handle("r1", "r2").remote()
         process.asked[0].end(None, ActorLostError("gone", begun=True))
@@ -367,7 +367,7 @@ def test_a_call_that_had_begun_is_not_repeated() -> None:
     play(scenario)
 
 
-def test_a_call_that_is_given_up_is_cancelled_there_once() -> None:
+def test_a_cancelled_call_is_cancelled_once_at_its_replica() -> None:
     async def scenario(process: Process) -> None:
         response = process.handle("r1").remote()
         assert response.cancel()
@@ -385,7 +385,7 @@ def test_a_call_that_is_given_up_is_cancelled_there_once() -> None:
     play(scenario)
 
 
-def test_a_call_cannot_be_given_up_once_it_is_answered() -> None:
+def test_an_answered_call_cannot_be_cancelled() -> None:
     async def scenario(process: Process) -> None:
         response = process.handle("r1").remote()
         process.asked[0].answer(1)
@@ -408,7 +408,7 @@ def test_a_call_cannot_be_given_up_once_it_is_answered() -> None:
         ActorLostError("gone", begun=True),
     ],
 )
-def test_an_end_that_crosses_with_giving_up_counts_once(outcome: Any) -> None:
+def test_an_outcome_that_crosses_a_cancellation_counts_once(outcome: Any) -> None:
     async def scenario(process: Process) -> None:
         response = process.handle("r1", "r2").remote()
         assert response.cancel()
@@ -429,7 +429,7 @@ def test_an_end_that_crosses_with_giving_up_counts_once(outcome: Any) -> None:
     play(scenario)
 
 
-def test_a_call_that_has_gone_on_is_given_up_where_it_is() -> None:
+def test_a_retried_call_is_cancelled_at_its_current_replica() -> None:
     async def scenario(process: Process) -> None:
         response = process.handle("r1", "r2").remote()
         process.asked[0].end(None, ReplicaBusyError("full", ongoing=2))
@@ -443,7 +443,7 @@ def test_a_call_that_has_gone_on_is_given_up_where_it_is() -> None:
     play(scenario)
 
 
-def test_a_cancellation_from_the_other_side_ends_the_call_too() -> None:
+def test_a_cancellation_by_the_replica_ends_the_call() -> None:
     async def scenario(process: Process) -> None:
         response = process.handle("r1").remote()
         process.asked[0].end(None, asyncio.CancelledError())
@@ -454,7 +454,7 @@ def test_a_cancellation_from_the_other_side_ends_the_call_too() -> None:
     play(scenario)
 
 
-def test_a_call_ends_well_though_its_backend_is_deleted_meanwhile() -> None:
+def test_a_call_in_flight_succeeds_after_its_backend_is_deleted() -> None:
     async def scenario(process: Process) -> None:
         handle = process.handle("r1")
         responses = [handle.remote(1), handle.remote(2)]
@@ -471,7 +471,7 @@ def test_a_call_ends_well_though_its_backend_is_deleted_meanwhile() -> None:
     play(scenario)
 
 
-def test_a_request_that_cannot_be_sent_fails_at_once_and_leaves_nothing() -> None:
+def test_a_request_that_cannot_be_sent_fails_at_once_and_frees_its_slot() -> None:
     async def scenario(process: Process) -> None:
         handle = process.handle("r1")
 
@@ -512,7 +512,7 @@ def test_a_request_that_cannot_be_sent_fails_at_once_and_leaves_nothing() -> Non
     play(scenario)
 
 
-def test_options_that_are_none_are_an_error_of_the_call() -> None:
+def test_invalid_options_are_an_error_of_the_call() -> None:
     async def scenario(process: Process) -> None:
         response = process.handle("r1").options(http_headers=None).remote()
         with pytest.raises(TypeError):
@@ -521,27 +521,27 @@ def test_options_that_are_none_are_an_error_of_the_call() -> None:
     play(scenario)
 
 
-def test_a_call_takes_the_long_way_where_a_straight_one_is_not_to_be_had() -> None:
+def test_a_call_falls_back_to_a_task_if_it_cannot_be_sent_directly() -> None:
     async def scenario(process: Process) -> None:
         process.outcome.set_result(Load())
         handle = process.handle("r1")
         # 1. No connection yet.
         process.apart = {"r1"}
-        assert await handle.remote() == "the long way"
+        assert await handle.remote() == "by task"
         process.apart.clear()
         # 2. A deadline.
-        assert await handle.options(timeout_s=5).remote() == "the long way"
-        # 3. A replica in this process that answers no calls straight.
+        assert await handle.options(timeout_s=5).remote() == "by task"
+        # 3. A replica in this process that accepts no direct calls.
         process.here = "worker-of-r2"
         process.publish("r1", "r2")
-        assert await handle.remote() == "the long way"
+        assert await handle.remote() == "by task"
         process.publish("r1")
         # 4. Copies go elsewhere.
         process.listener.tell("endpoint/e", {"traffic": {"b": 1.0}, "shadows": {"c": 1.0}, "legacy": True})
-        assert await handle.remote() == "the long way"
+        assert await handle.remote() == "by task"
         # 5. More than one backend.
         process.listener.tell("endpoint/e", {"traffic": {"b": 1.0, "c": 1e-9}, "shadows": {}, "legacy": True})
-        assert await handle.remote() == "the long way"
+        assert await handle.remote() == "by task"
         assert process.asked == []
         assert process.figures()["router_requests"] == process.figures()["handle_requests"] == 5
         assert process.idle_replicas() == {"r1": 0}
@@ -550,7 +550,7 @@ def test_a_call_takes_the_long_way_where_a_straight_one_is_not_to_be_had() -> No
     play(scenario)
 
 
-def test_a_replica_that_joins_is_asked_next_though_nothing_connects_to_it_yet() -> None:
+def test_a_replica_that_joins_gets_the_next_call_before_a_channel_is_open() -> None:
     async def scenario(process: Process) -> None:
         process.outcome.set_result(Load())
         tags = [f"r{number}" for number in range(10)]

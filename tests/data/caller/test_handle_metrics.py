@@ -1,4 +1,4 @@
-"""What is counted of calls by handle, in the process that makes them."""
+"""Metrics of handle calls in the process that makes them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def series(client: serve.Client) -> dict[tuple[str, ...], float]:
     }
 
 
-def test_calls_their_errors_and_their_time_are_counted_by_endpoint() -> None:
+def test_calls_errors_and_durations_are_counted_by_endpoint() -> None:
     with local_instance() as client:
         client.create_backend("b", answer)
         client.create_endpoint("e", backend="b")
@@ -56,7 +56,7 @@ def never(request: Any) -> Any:
 held = threading.Event()
 
 
-def test_calls_that_are_given_up_are_told_from_late_ones() -> None:
+def test_cancelled_calls_are_counted_apart_from_timeouts() -> None:
     held.clear()
     with local_instance() as client:
         client.create_backend("b", never)

@@ -1,4 +1,4 @@
-"""What routers tell the controller of their queues, when, and when not."""
+"""Load reports of routers to the controller."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def make(**queues: Queue) -> tuple[Controller, LoadReports]:
     return controller, LoadReports(cast(Cluster, controller), LoopClock(), queues)
 
 
-def test_a_queue_is_told_every_second_and_its_end_once() -> None:
+def test_load_is_reported_every_second_and_its_end_once() -> None:
     async def main() -> None:
         queue = Queue(waiting=1, in_flight=2)
         controller, reports = make(b=queue, idle=Queue(), other=Queue(waiting=5, is_autoscaled=False))
@@ -80,7 +80,7 @@ def test_a_queue_is_told_every_second_and_its_end_once() -> None:
     run_virtual(main)
 
 
-def test_nothing_is_told_nor_done_where_nothing_is_autoscaled() -> None:
+def test_nothing_is_reported_if_no_backend_is_autoscaled() -> None:
     async def main() -> None:
         queue = Queue(waiting=1, is_autoscaled=False)
         controller, reports = make(b=queue)
@@ -101,7 +101,7 @@ def test_nothing_is_told_nor_done_where_nothing_is_autoscaled() -> None:
     run_virtual(main)
 
 
-def test_who_finds_no_replica_is_told_of_at_once_and_again_soon() -> None:
+def test_a_request_without_replicas_is_reported_at_once_and_more_often() -> None:
     async def main() -> None:
         queue = Queue()
         controller, reports = make(b=queue)
@@ -119,7 +119,7 @@ def test_who_finds_no_replica_is_told_of_at_once_and_again_soon() -> None:
     run_virtual(main)
 
 
-def test_a_report_that_is_not_heard_is_tried_again_with_the_newest_figures() -> None:
+def test_a_failed_report_is_retried_with_the_newest_load() -> None:
     async def main() -> None:
         queue = Queue(waiting=1)
         controller, reports = make(b=queue)
@@ -152,7 +152,7 @@ NOTHING = {"replicas": [], "concurrency": 1, "max_queued": 5, "autoscaled": True
 
 
 @pytest.mark.parametrize("is_known", [True, False])
-def test_requests_at_a_backend_without_replicas_are_told_together_and_at_once(is_known: bool) -> None:
+def test_requests_to_a_backend_without_replicas_are_reported_together_at_once(is_known: bool) -> None:
     async def main() -> None:
         controller = Controller()
         routers = Routers(
@@ -191,7 +191,7 @@ class FullReplica(Controller):
         raise AssertionError
 
 
-def test_a_request_in_line_at_a_replica_is_told_once_and_as_one_that_waits() -> None:
+def test_a_request_queued_at_a_replica_is_reported_once_as_waiting() -> None:
     """The replica does not count it as running, so it is no second request to the controller."""
 
     async def main() -> None:
@@ -224,7 +224,7 @@ async def keep(message: Message) -> None:
     pass
 
 
-def test_an_instance_that_is_gone_is_left_alone() -> None:
+def test_reports_stop_when_the_instance_has_ended() -> None:
     async def main() -> None:
         controller, reports = make(b=Queue(waiting=1))
         controller.errors = [NotRunningError("it has been shut down")]

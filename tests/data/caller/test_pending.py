@@ -1,4 +1,4 @@
-"""Calls that end as they should, wherever they are cancelled."""
+"""Calls across loops: results, errors and cancellation."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ async def answer(value: Any) -> Any:
     return value
 
 
-def test_values_and_errors_come_across(link: Link) -> None:
+def test_results_and_errors_cross_threads(link: Link) -> None:
     assert start_call(link, answer(7)).result(DEADLINE_S) == 7
     with pytest.raises(KeyError):
         start_call(link, answer(KeyError("k"))).result(DEADLINE_S)
 
 
-def test_who_waits_on_another_loop_is_woken_and_cancels_the_call_by_leaving(link: Link) -> None:
+def test_a_waiter_on_another_loop_is_woken_and_its_cancellation_cancels_the_call(link: Link) -> None:
     cancelled = threading.Event()
 
     async def hang() -> None:

@@ -1,4 +1,4 @@
-"""Repeating a request whose replica was lost: only where that is harmless."""
+"""Retries of a request whose replica was lost."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def replay_over(messages: Sequence[Message], *, is_idempotent: bool = True) -> t
     return Replay(envelope, receive, send), sent
 
 
-def test_the_next_replica_gets_what_the_lost_one_got_and_then_the_rest() -> None:
+def test_the_next_replica_gets_the_replayed_messages_and_then_the_rest() -> None:
     async def main() -> None:
         replay, _ = replay_over([body(b"a", True), body(b"b", True), body(b"c")])
         assert [await replay.receive(), await replay.receive()] == [body(b"a", True), body(b"b", True)]
@@ -42,7 +42,7 @@ def test_the_next_replica_gets_what_the_lost_one_got_and_then_the_rest() -> None
     asyncio.run(main())
 
 
-def test_a_response_that_has_begun_is_never_repeated() -> None:
+def test_a_request_is_not_retried_after_its_response_has_begun() -> None:
     async def main() -> None:
         replay, sent = replay_over([])
         await replay.send({"type": "http.response.start"})
@@ -53,7 +53,7 @@ def test_a_response_that_has_begun_is_never_repeated() -> None:
 
 
 @pytest.mark.parametrize(("size", "may_repeat"), [(KEPT_BYTES, True), (KEPT_BYTES + 1, False)])
-def test_a_body_is_kept_up_to_a_bound(size: int, may_repeat: bool) -> None:
+def test_a_body_is_kept_up_to_a_size_limit(size: int, may_repeat: bool) -> None:
     async def main() -> None:
         replay, _ = replay_over([body(b"x" * size)])
         await replay.receive()
@@ -63,7 +63,7 @@ def test_a_body_is_kept_up_to_a_bound(size: int, may_repeat: bool) -> None:
 
 
 @pytest.mark.parametrize("is_idempotent", [True, False])
-def test_what_had_not_begun_is_sent_on_whatever_its_method(is_idempotent: bool) -> None:
+def test_a_request_that_had_not_begun_is_retried_whatever_its_method(is_idempotent: bool) -> None:
     async def main() -> None:
         replay, _ = replay_over([body(b"read ahead", True), body(b"rest")], is_idempotent=is_idempotent)
         await replay.receive()
@@ -76,7 +76,7 @@ def test_what_had_not_begun_is_sent_on_whatever_its_method(is_idempotent: bool) 
     asyncio.run(main())
 
 
-def test_a_request_that_loses_replica_after_replica_is_given_up() -> None:
+def test_a_request_fails_after_it_has_lost_too_many_replicas() -> None:
     replay, _ = replay_over([])
     assert [replay.rewind(begun=True) for _ in range(MAX_REPEATS + 1)] == [True] * MAX_REPEATS + [False]
 
@@ -84,7 +84,7 @@ def test_a_request_that_loses_replica_after_replica_is_given_up() -> None:
 @pytest.mark.parametrize(
     ("method", "is_repeatable"), [("GET", True), ("PUT", True), ("POST", False), ("PATCH", False)]
 )
-def test_only_idempotent_http_requests_are_repeated(method: str, is_repeatable: bool) -> None:
+def test_only_idempotent_http_requests_are_retried(method: str, is_repeatable: bool) -> None:
     async def nothing(*_: Any) -> Any:
         return None
 

@@ -1,4 +1,4 @@
-"""The roster: which replica gets the next request, and that it costs the same among ten and a thousand."""
+"""The roster: the choice of the next replica, at a cost that does not grow with their number."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from daskserve.types import ActorAddress, Load
 HERE = "here"
 
 
-def roster_of(*tags: str, concurrency: int = 1, near: str = "") -> Roster:
-    """Return a roster of replicas, of which those named by a letter of ``near`` live in this process."""
+def roster_of(*tags: str, concurrency: int = 1, local: str = "") -> Roster:
+    """Return a roster of replicas, of which those named by a letter of ``local`` are in this process."""
     roster = Roster(lambda address: address.worker == HERE)
-    publish(roster, *tags, concurrency=concurrency, near=near)
+    publish(roster, *tags, concurrency=concurrency, local=local)
     return roster
 
 
-def publish(roster: Roster, *tags: str, concurrency: int = 1, near: str = "", incarnation: int = 1) -> None:
-    published = {tag: (HERE if tag in near else f"worker-of-{tag}", incarnation) for tag in tags}
+def publish(roster: Roster, *tags: str, concurrency: int = 1, local: str = "", incarnation: int = 1) -> None:
+    published = {tag: (HERE if tag in local else f"worker-of-{tag}", incarnation) for tag in tags}
     roster.update(published, concurrency, lambda tag: f"i/replica/{tag}")
 
 
@@ -49,7 +49,7 @@ def take_all(roster: Roster, now: float = 0.0, seed: int = 1) -> list[ReplicaEnt
 # ---- room
 
 
-def test_each_replica_is_given_as_many_as_it_may_run() -> None:
+def test_each_replica_gets_as_many_requests_as_its_concurrency() -> None:
     roster = roster_of("a", "b", "c", concurrency=3)
     taken = take_all(roster)
     assert Counter(each.tag for each in taken) == {"a": 3, "b": 3, "c": 3}
@@ -58,7 +58,7 @@ def test_each_replica_is_given_as_many_as_it_may_run() -> None:
     assert roster.in_flight == 9
 
 
-def test_one_that_is_set_aside_comes_back_in_its_time_and_no_sooner() -> None:
+def test_a_suspended_replica_returns_exactly_when_its_suspension_ends() -> None:
     roster = roster_of("a", "b")
     (a, b) = sorted(take_all(roster), key=lambda each: each.tag)
     roster.suspend(a, 2.0)
@@ -72,7 +72,7 @@ def test_one_that_is_set_aside_comes_back_in_its_time_and_no_sooner() -> None:
     assert roster.next_resume_at() is None
 
 
-def test_one_that_is_set_aside_twice_stays_away_for_the_longer_time() -> None:
+def test_a_replica_suspended_twice_returns_after_the_longer_time() -> None:
     roster = roster_of("a", concurrency=2)
     a, _ = take_all(roster)
     for until in (2.0, 1.0):
@@ -82,7 +82,7 @@ def test_one_that_is_set_aside_twice_stays_away_for_the_longer_time() -> None:
     assert take_all(roster, now=2.0) == [a, a]
 
 
-def test_one_that_is_full_gets_one_request_at_a_time_to_wait_in_line() -> None:
+def test_a_full_replica_gets_one_queued_request_at_a_time() -> None:
     roster = roster_of("a", concurrency=3)
     (entry, *_) = take_all(roster)
     roster.note_busy(entry, 3, 0.0, was_queued=False)
@@ -100,7 +100,7 @@ def test_one_that_is_full_gets_one_request_at_a_time_to_wait_in_line() -> None:
     assert roster.in_flight == 3
 
 
-def test_only_what_finds_no_room_elsewhere_waits_in_line_and_where_less_waits() -> None:
+def test_a_request_queues_only_if_no_replica_has_room_and_at_the_less_loaded_one() -> None:
     roster = roster_of("a", "b", "c", concurrency=2)
     taken = {entry.tag: entry for entry in take_all(roster)}
     roster.note_busy(taken["a"], 2, 0.0, was_queued=False)
@@ -112,7 +112,7 @@ def test_only_what_finds_no_room_elsewhere_waits_in_line_and_where_less_waits() 
 
 
 @pytest.mark.parametrize("what", ["an answer", "a long time", "a new one"])
-def test_one_that_may_have_room_again_gets_as_many_as_it_may_run(what: str) -> None:
+def test_a_replica_with_room_again_gets_as_many_requests_as_its_concurrency(what: str) -> None:
     roster = roster_of("a", concurrency=2)
     (a, _) = take_all(roster)
     roster.note_busy(a, 2, 0.0, was_queued=False)
@@ -130,7 +130,7 @@ def test_one_that_may_have_room_again_gets_as_many_as_it_may_run(what: str) -> N
     assert not any(each.has_queued_request for each in taken)
 
 
-def test_those_that_are_full_are_tried_again_one_after_the_other() -> None:
+def test_full_replicas_are_tried_again_one_after_the_other() -> None:
     roster = roster_of(*"abcdef", concurrency=2)
     for entry in take_all(roster):
         roster.report(entry, Load(2), 0.0)
@@ -139,7 +139,7 @@ def test_those_that_are_full_are_tried_again_one_after_the_other() -> None:
     assert len(taken) > 2
 
 
-def test_one_in_whose_line_it_came_to_nothing_is_left_alone_for_a_moment() -> None:
+def test_a_replica_that_refused_a_queued_request_is_suspended_briefly() -> None:
     roster = roster_of("a")
     (a,) = take_all(roster)
     roster.note_busy(a, 1, 0.0, was_queued=False)
@@ -154,7 +154,7 @@ def test_one_in_whose_line_it_came_to_nothing_is_left_alone_for_a_moment() -> No
     assert a.has_queued_request
 
 
-def test_one_that_has_fewer_slots_than_is_known_here_is_full_as_well() -> None:
+def test_a_replica_with_fewer_slots_than_published_counts_as_full() -> None:
     roster = roster_of("a", concurrency=4)
     (entry, *_) = take_all(roster)
     roster.note_busy(entry, 1, 0.0, was_queued=False)
@@ -163,7 +163,7 @@ def test_one_that_has_fewer_slots_than_is_known_here_is_full_as_well() -> None:
     assert entry.has_queued_request
 
 
-def test_one_that_is_gone_or_lost_has_no_line_to_join() -> None:
+def test_no_request_queues_at_a_removed_or_lost_replica() -> None:
     roster = roster_of("a", "b", concurrency=2)
     taken = {entry.tag: entry for entry in take_all(roster)}
     for entry in taken.values():
@@ -180,7 +180,7 @@ def test_one_that_is_gone_or_lost_has_no_line_to_join() -> None:
     assert take_all(roster, 1.0) == [taken["b"]]
 
 
-def test_one_that_comes_back_full_waits_for_an_answer() -> None:
+def test_a_replica_that_returns_full_gets_no_request_before_an_answer() -> None:
     roster = roster_of("a")
     (a,) = take_all(roster)
     roster.suspend(a, 1.0)
@@ -189,7 +189,7 @@ def test_one_that_comes_back_full_waits_for_an_answer() -> None:
     assert take_all(roster, now=1.0) == [a]
 
 
-def test_one_that_is_gone_gets_nothing_whatever_comes_back_from_it() -> None:
+def test_a_removed_replica_gets_no_requests_after_late_answers() -> None:
     roster = roster_of("a", "b")
     a = next(each for each in take_all(roster) if each.tag == "a")
     roster.suspend(a, 1.0)
@@ -203,13 +203,13 @@ def test_one_that_is_gone_gets_nothing_whatever_comes_back_from_it() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("tglabuf"), st.integers(0, 9)), max_size=60), st.integers(0, 2**32))
-def test_whatever_happens_one_with_room_is_found_and_none_is_overfilled(
+def test_random_events_never_hide_a_free_replica_or_overfill_one(
     steps: list[tuple[str, int]], seed: int
 ) -> None:
     """Against a model that looks at all replicas each time."""
     rng = random.Random(seed)
     tags = {"a", "b", "c", "d"}
-    roster = roster_of(*tags, concurrency=2, near="ab")
+    roster = roster_of(*tags, concurrency=2, local="ab")
     flying: list[ReplicaEntry] = []
     queued: list[ReplicaEntry] = []
     aside: dict[int, float] = {}
@@ -245,7 +245,7 @@ def test_whatever_happens_one_with_room_is_found_and_none_is_overfilled(
             roster.note_busy(entry, number % 3, now, was_queued=number > 4)
         elif what == "u":
             tags ^= {"abcdef"[number % 6]}
-            publish(roster, *tags, concurrency=2, near="ab")
+            publish(roster, *tags, concurrency=2, local="ab")
         elif what == "f":
             roster.forget_worker(f"worker-of-{'cdef'[number % 4]}")
         assert roster.queued == len(queued)
@@ -259,27 +259,27 @@ def test_whatever_happens_one_with_room_is_found_and_none_is_overfilled(
 # ---- which one
 
 
-def test_a_replica_of_this_process_is_preferred_but_not_at_any_price() -> None:
-    roster = roster_of("n", "f", concurrency=100, near="n")
+def test_a_local_replica_is_preferred_within_limits() -> None:
+    roster = roster_of("n", "f", concurrency=100, local="n")
     taken = Counter(roster.take(0.0, random.Random(1)).tag for _ in range(60))  # type: ignore[union-attr]
     assert taken["n"] == pytest.approx(LOCAL_FACTOR * taken["f"] + LOCAL_LEAD, abs=1)
     assert taken["f"] > 10
 
 
-def test_what_is_known_of_far_replicas_counts_for_the_near_one() -> None:
-    roster = roster_of("n", "f", concurrency=100, near="n")
+def test_reported_load_of_a_remote_replica_counts_against_the_local_one() -> None:
+    roster = roster_of("n", "f", concurrency=100, local="n")
     roster.report(roster._entries["f"], Load(40, 0), 0.0)
     rng = random.Random(1)
     assert {roster.take(0.0, rng).tag for _ in range(50)} == {"n"}  # type: ignore[union-attr]
     assert roster.take(REPORT_S, rng).tag == "f"  # type: ignore[union-attr]  # by then it says nothing
 
 
-def test_a_near_replica_that_is_full_does_not_hold_up_anybody() -> None:
-    roster = roster_of("n", "f", near="n")
+def test_a_full_local_replica_does_not_delay_requests() -> None:
+    roster = roster_of("n", "f", local="n")
     assert [each.tag for each in take_all(roster)] == ["n", "f"]
 
 
-def test_one_that_joins_a_backend_in_service_is_the_next_to_be_asked() -> None:
+def test_a_replica_that_joins_gets_the_next_request() -> None:
     many = [f"r{number}" for number in range(100)]
     roster = roster_of(*many, concurrency=10)
     rng = random.Random(1)
@@ -291,7 +291,7 @@ def test_one_that_joins_a_backend_in_service_is_the_next_to_be_asked() -> None:
     assert "x" not in {roster.take(0.0, rng).tag for _ in range(20)}  # type: ignore[union-attr]
 
 
-def test_a_newcomer_that_has_gone_again_is_nobodys_next() -> None:
+def test_a_newcomer_that_was_removed_gets_no_request() -> None:
     roster = roster_of("a", concurrency=9)
     publish(roster, "a", "b", concurrency=9)
     publish(roster, "a", concurrency=9)
@@ -346,7 +346,7 @@ def all_set_aside_but_one(size: int) -> Roster:
 
 
 @pytest.mark.parametrize("make", [idle, all_but_one_full, half_set_aside, all_set_aside_but_one])
-def test_assigning_costs_the_same_among_a_thousand(make: Callable[[int], Roster]) -> None:
+def test_choosing_costs_the_same_among_a_thousand_replicas(make: Callable[[int], Roster]) -> None:
     def cost(size: int) -> int:
         roster, rng = make(size), random.Random(1)
 
@@ -361,7 +361,7 @@ def test_assigning_costs_the_same_among_a_thousand(make: Callable[[int], Roster]
     assert cost(1000) <= 1.3 * cost(10)
 
 
-def test_finding_none_costs_the_same_among_a_thousand() -> None:
+def test_finding_no_replica_costs_the_same_among_a_thousand() -> None:
     def cost(size: int) -> int:
         roster, rng = roster_of(*map(str, range(size))), random.Random(1)
         for entry in take_all(roster):

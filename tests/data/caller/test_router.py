@@ -200,7 +200,7 @@ def now() -> float:
 # ---- room and the queue
 
 
-def test_a_replica_gets_as_many_as_it_may_run_and_the_rest_waits_in_order() -> None:
+def test_a_replica_gets_as_many_requests_as_its_concurrency_and_the_rest_queue_in_order() -> None:
     async def scenario(stage: Stage) -> None:
         backend = stage.backend("r1", concurrency=2)
         sent = [stage.send(backend) for _ in range(5)]
@@ -216,7 +216,7 @@ def test_a_replica_gets_as_many_as_it_may_run_and_the_rest_waits_in_order() -> N
     run(scenario)
 
 
-def test_past_the_limit_of_the_queue_requests_are_refused_with_the_figures() -> None:
+def test_a_full_queue_rejects_with_its_size_and_limit() -> None:
     async def scenario(stage: Stage) -> None:
         backend = stage.backend("r1", max_queued=2)
         sent = [stage.send(backend) for _ in range(3)]
@@ -246,7 +246,7 @@ def test_no_queue_and_a_queue_without_limit(max_queued: int, waiting: int) -> No
     run(scenario)
 
 
-def test_who_gives_up_waiting_leaves_the_queue() -> None:
+def test_a_cancelled_request_leaves_the_queue() -> None:
     async def scenario(stage: Stage) -> None:
         backend = stage.backend("r1", max_queued=1)
         first, second = stage.send(backend), stage.send(backend)
@@ -265,7 +265,7 @@ def test_who_gives_up_waiting_leaves_the_queue() -> None:
     run(scenario)
 
 
-def test_a_turn_that_came_to_one_who_gives_up_goes_to_the_next() -> None:
+def test_the_turn_of_a_cancelled_request_goes_to_the_next() -> None:
     async def scenario(stage: Stage) -> None:
         backend = stage.backend("r1")
         stage.send(backend)
@@ -283,7 +283,7 @@ def test_a_turn_that_came_to_one_who_gives_up_goes_to_the_next() -> None:
     run(scenario)
 
 
-def test_a_caller_that_goes_away_cancels_its_request_and_frees_its_place() -> None:
+def test_a_caller_that_disconnects_cancels_its_request_and_frees_its_slot() -> None:
     async def scenario(stage: Stage) -> None:
         backend = stage.backend("r1")
         first, second = stage.send(backend), stage.send(backend)
@@ -301,7 +301,7 @@ def test_a_caller_that_goes_away_cancels_its_request_and_frees_its_place() -> No
 # ---- which replica
 
 
-def test_requests_spread_by_what_is_in_flight() -> None:
+def test_requests_spread_by_requests_in_flight() -> None:
     async def scenario(stage: Stage) -> None:
         backend = stage.backend("r1", "r2", "r3", concurrency=10)
         for _ in range(15):
@@ -312,7 +312,7 @@ def test_requests_spread_by_what_is_in_flight() -> None:
     run(scenario)
 
 
-def test_a_fresh_report_of_load_from_elsewhere_counts_and_an_old_one_does_not() -> None:
+def test_a_fresh_load_report_counts_and_an_old_one_does_not() -> None:
     async def scenario(stage: Stage) -> None:
         backend = stage.backend("r1", "r2", concurrency=100)
 
@@ -334,7 +334,7 @@ def test_a_fresh_report_of_load_from_elsewhere_counts_and_an_old_one_does_not() 
     run(scenario)
 
 
-def test_a_busy_replica_is_passed_over_for_a_moment() -> None:
+def test_a_busy_replica_is_skipped_for_a_moment() -> None:
     """It is full with other processes' requests, which this one cannot know before."""
 
     async def scenario(stage: Stage) -> None:
@@ -360,7 +360,7 @@ def test_a_busy_replica_is_passed_over_for_a_moment() -> None:
     run(scenario)
 
 
-def test_if_all_are_full_a_request_waits_in_line_at_each_in_turn() -> None:
+def test_if_all_replicas_are_full_a_request_queues_at_each_in_turn() -> None:
     async def scenario(stage: Stage) -> None:
         backend = stage.backend("r1", "r2")
         patience: list[Patience | None] = []
@@ -463,7 +463,7 @@ def test_routers_take_turns_at_a_replica_hardly_disturb_it_and_leave_it_no_time_
 
 
 @pytest.mark.parametrize("took_s", [1.0, 0.02])
-def test_where_there_are_many_slots_all_of_them_are_used_and_shared(took_s: float) -> None:
+def test_routers_use_and_share_all_of_many_slots(took_s: float) -> None:
     async def main() -> None:
         slots = OnlyReplica(took_s, routers=3, slots=8, jitter=0.4)
         for router, count in enumerate((10, 20, 40)):
@@ -477,7 +477,7 @@ def test_where_there_are_many_slots_all_of_them_are_used_and_shared(took_s: floa
     run_virtual(main)
 
 
-def test_who_comes_to_a_busy_replica_now_and_then_has_its_turn_soon() -> None:
+def test_an_occasional_request_to_a_busy_replica_soon_gets_a_slot() -> None:
     async def main() -> None:
         slots = OnlyReplica(0.01)
         slots.keep_asking(0, 3)
@@ -516,7 +516,7 @@ def test_a_replica_that_has_room_again_is_used_without_waiting() -> None:
     run_virtual(main)
 
 
-def test_one_request_waits_in_line_and_those_behind_it_in_the_router_until_it_has_its_slot() -> None:
+def test_one_request_queues_at_the_replica_and_the_others_in_the_router() -> None:
     async def scenario(stage: Stage) -> None:
         backend = stage.backend("r1", concurrency=3, max_queued=3)
         took: list[Callable[[Message], Awaitable[None]]] = []
@@ -560,7 +560,7 @@ def test_one_request_waits_in_line_and_those_behind_it_in_the_router_until_it_ha
     run(scenario)
 
 
-def test_a_slot_among_others_that_are_free_ends_the_line_and_the_wait_is_counted() -> None:
+def test_a_slot_with_others_free_lets_waiting_requests_go_and_the_wait_is_recorded() -> None:
     async def scenario(stage: Stage) -> None:
         backend = stage.backend("r1", concurrency=9)
         patient: list[Send] = []
@@ -586,7 +586,7 @@ def test_a_slot_among_others_that_are_free_ends_the_line_and_the_wait_is_counted
     run(scenario)
 
 
-def test_a_place_in_line_that_came_to_one_who_gives_up_goes_to_the_next() -> None:
+def test_the_replica_queue_place_of_a_cancelled_request_goes_to_the_next() -> None:
     async def scenario(stage: Stage) -> None:
         backend = stage.backend("r1", "r2", concurrency=2)
         patient: list[Send] = []
@@ -615,7 +615,7 @@ def test_a_place_in_line_that_came_to_one_who_gives_up_goes_to_the_next() -> Non
     run(scenario)
 
 
-def test_a_line_that_is_too_long_is_asked_again_after_a_moment() -> None:
+def test_a_full_replica_queue_is_tried_again_after_a_moment() -> None:
     async def scenario(stage: Stage) -> None:
         backend = stage.backend("r1")
 
@@ -649,7 +649,7 @@ def test_among_many_replicas_a_request_waits_less_at_each(replicas: int, left_s:
     run(scenario)
 
 
-def test_who_has_waited_in_line_for_long_goes_where_there_is_room_meanwhile() -> None:
+def test_a_request_that_ran_out_of_patience_moves_to_a_replica_with_room() -> None:
     async def main() -> None:
         slots = OnlyReplica(1000.0)
         slots.stages[0].send(slots.backends[0])
@@ -671,7 +671,7 @@ def test_who_has_waited_in_line_for_long_goes_where_there_is_room_meanwhile() ->
     run_virtual(main)
 
 
-def test_requests_that_are_refused_together_are_one_refusal() -> None:
+def test_simultaneous_refusals_suspend_a_replica_once() -> None:
     async def scenario(stage: Stage) -> None:
         backend = stage.backend("r1", concurrency=10)
         for _ in range(10):
@@ -686,7 +686,7 @@ def test_requests_that_are_refused_together_are_one_refusal() -> None:
     run(scenario)
 
 
-def test_a_replica_of_this_process_is_asked_first() -> None:
+def test_a_local_replica_is_chosen_first() -> None:
     async def scenario(stage: Stage) -> None:
         stage.replicas.here = "worker-of-r2"
         backend = stage.backend("r1", "r2", "r3", concurrency=3)
@@ -701,7 +701,7 @@ def test_a_replica_of_this_process_is_asked_first() -> None:
     run(scenario)
 
 
-def test_new_replicas_get_what_waits_at_once_and_what_comes_next() -> None:
+def test_new_replicas_get_the_queued_requests_and_the_next_ones() -> None:
     async def scenario(stage: Stage) -> None:
         old = [f"r{number}" for number in range(50)]
         backend = stage.backend(*old, concurrency=2)
@@ -727,7 +727,7 @@ def test_new_replicas_get_what_waits_at_once_and_what_comes_next() -> None:
 
 
 @pytest.mark.parametrize("envelope", [CALL, GET, POST], ids=["call", "get", "post"])
-def test_what_had_not_begun_goes_to_another_replica_unnoticed(envelope: Envelope) -> None:
+def test_a_request_that_had_not_begun_is_retried_transparently(envelope: Envelope) -> None:
     async def scenario(stage: Stage) -> None:
         backend = stage.backend("r1", "r2")
         began = now()
@@ -752,7 +752,7 @@ def test_what_had_not_begun_goes_to_another_replica_unnoticed(envelope: Envelope
 
 
 @pytest.mark.parametrize("envelope", [CALL, POST], ids=["call", "post"])
-def test_what_had_begun_and_may_not_be_repeated_fails(envelope: Envelope) -> None:
+def test_a_begun_request_that_must_not_be_retried_fails(envelope: Envelope) -> None:
     async def scenario(stage: Stage) -> None:
         backend = stage.backend("r1", "r2")
 
@@ -794,7 +794,7 @@ async def body_of(receive: Receive) -> bytes:
             return body
 
 
-def test_what_had_begun_and_may_be_repeated_is_answered_once_by_another_replica() -> None:
+def test_a_begun_idempotent_request_is_answered_once_by_another_replica() -> None:
     async def scenario(stage: Stage) -> None:
         backend = stage.backend("r1", "r2")
         bodies: list[bytes] = []
@@ -822,7 +822,9 @@ def test_what_had_begun_and_may_be_repeated_is_answered_once_by_another_replica(
 @pytest.mark.parametrize(
     ("body", "is_answered"), [(b"", True), (b"x" * (KEPT_BYTES + 1), False)], ids=["answered", "large body"]
 )
-def test_what_was_answered_or_cannot_be_given_again_is_never_repeated(body: bytes, is_answered: bool) -> None:
+def test_a_request_with_a_begun_response_or_a_large_body_is_not_retried(
+    body: bytes, is_answered: bool
+) -> None:
     async def scenario(stage: Stage) -> None:
         backend = stage.backend("r1", "r2")
 
@@ -844,7 +846,7 @@ def test_what_was_answered_or_cannot_be_given_again_is_never_repeated(body: byte
 
 
 @pytest.mark.parametrize("begun", [True, False])
-def test_a_broken_connection_does_not_keep_a_living_replica_out(begun: bool) -> None:
+def test_a_broken_connection_suspends_a_running_replica_only_briefly(begun: bool) -> None:
     """Its worker may well be there, and the next connection work."""
 
     async def scenario(stage: Stage) -> None:
@@ -863,7 +865,7 @@ def test_a_broken_connection_does_not_keep_a_living_replica_out(begun: bool) -> 
     run(scenario)
 
 
-def test_errors_of_user_code_are_the_callers_and_free_the_place() -> None:
+def test_errors_of_user_code_reach_the_caller_and_free_the_slot() -> None:
     async def scenario(stage: Stage) -> None:
         backend = stage.backend("r1")
 
@@ -879,7 +881,7 @@ def test_errors_of_user_code_are_the_callers_and_free_the_place() -> None:
     run(scenario)
 
 
-def test_replicas_of_a_worker_that_left_are_not_asked_any_more() -> None:
+def test_replicas_of_a_worker_that_left_get_no_requests() -> None:
     async def scenario(stage: Stage) -> None:
         backend = stage.backend("r1", "r2", concurrency=100)
         for left in stage.listener.left:
@@ -895,7 +897,7 @@ def test_replicas_of_a_worker_that_left_are_not_asked_any_more() -> None:
 # ---- news of the backend
 
 
-def test_what_is_in_flight_stays_counted_when_the_replicas_change() -> None:
+def test_requests_in_flight_stay_counted_when_the_replicas_change() -> None:
     async def scenario(stage: Stage) -> None:
         backend = stage.backend("r1")
         sent = [stage.send(backend), stage.send(backend)]
@@ -917,7 +919,7 @@ def test_what_is_in_flight_stays_counted_when_the_replicas_change() -> None:
     run(scenario)
 
 
-def test_a_replica_of_the_same_tag_and_another_incarnation_is_another_one() -> None:
+def test_a_replica_with_the_same_tag_and_a_new_incarnation_is_a_new_replica() -> None:
     async def scenario(stage: Stage) -> None:
         backend = stage.backend("r1")
         stage.send(backend)
@@ -932,7 +934,7 @@ def test_a_replica_of_the_same_tag_and_another_incarnation_is_another_one() -> N
     run(scenario)
 
 
-def test_more_room_lets_those_in_who_wait() -> None:
+def test_higher_concurrency_lets_queued_requests_go() -> None:
     async def scenario(stage: Stage) -> None:
         backend = stage.backend("r1")
         for _ in range(4):
@@ -946,7 +948,7 @@ def test_more_room_lets_those_in_who_wait() -> None:
     run(scenario)
 
 
-def test_requests_wait_for_a_backend_that_is_not_known_yet_or_has_no_replica() -> None:
+def test_requests_wait_for_an_unknown_backend_and_for_one_without_replicas() -> None:
     async def scenario(stage: Stage) -> None:
         backend = stage.backend()
         sent = stage.send(backend)
@@ -962,7 +964,7 @@ def test_requests_wait_for_a_backend_that_is_not_known_yet_or_has_no_replica() -
     run(scenario)
 
 
-def test_the_end_of_a_backend_fails_those_who_wait_and_leaves_those_who_run() -> None:
+def test_deleting_a_backend_fails_queued_requests_but_not_those_in_flight() -> None:
     async def scenario(stage: Stage) -> None:
         backend = stage.backend("r1")
         running, waiting = stage.send(backend), stage.send(backend)
@@ -982,7 +984,7 @@ def test_the_end_of_a_backend_fails_those_who_wait_and_leaves_those_who_run() ->
     run(scenario)
 
 
-def test_where_there_are_to_be_no_replicas_nobody_waits_for_one() -> None:
+def test_requests_fail_at_once_if_the_target_capacity_is_zero() -> None:
     async def scenario(stage: Stage) -> None:
         backend = stage.backend("r1")
         running, waiting = stage.send(backend), stage.send(backend)
@@ -1046,7 +1048,7 @@ def test_a_shard_key_stays_with_its_backend_until_the_traffic_changes() -> None:
     run(scenario)
 
 
-def test_an_endpoint_that_nobody_has_heard_of_is_waited_for() -> None:
+def test_requests_wait_for_an_endpoint_that_is_not_known_yet() -> None:
     async def scenario(stage: Stage) -> None:
         router = stage.routers.router("e")
         sent = stage.send(router)
@@ -1062,10 +1064,12 @@ def test_an_endpoint_that_nobody_has_heard_of_is_waited_for() -> None:
     run(scenario)
 
 
-def test_an_endpoint_that_nobody_hears_of_is_a_timeout_and_one_that_is_gone_is_not_found() -> None:
+def test_an_unknown_endpoint_is_a_timeout_and_a_deleted_one_is_not_found() -> None:
     async def scenario(stage: Stage) -> None:
         router = stage.routers.router("e")
-        with pytest.raises(RequestTimeoutError, match="The controller sent no update of endpoint 'e' for 10 s"):
+        with pytest.raises(
+            RequestTimeoutError, match="The controller sent no update of endpoint 'e' for 10 s"
+        ):
             await stage.send(router)
         waiting = stage.send(router)
         await quiet()
@@ -1082,7 +1086,7 @@ def test_an_endpoint_that_nobody_hears_of_is_a_timeout_and_one_that_is_gone_is_n
 # ---- shadows
 
 
-def test_a_shadow_gets_a_copy_and_its_answer_is_dropped() -> None:
+def test_a_shadow_gets_a_copy_and_its_response_is_discarded() -> None:
     async def scenario(stage: Stage) -> None:
         router = stage.endpoint({"b": 1.0}, {"s": 1.0})
         stage.publish("r1")
@@ -1149,7 +1153,7 @@ def test_a_shadow_of_a_request_without_a_body_reads_an_empty_one(reads: bool) ->
 
 
 @pytest.mark.parametrize("trouble", ["raises", "is lost", "is gone", "is full", "hangs"])
-def test_the_caller_feels_nothing_of_a_shadows_trouble(trouble: str) -> None:
+def test_a_failing_shadow_does_not_affect_the_caller(trouble: str) -> None:
     async def scenario(stage: Stage) -> None:
         router = stage.endpoint({"b": 1.0}, {"s": 1.0})
         stage.publish("r1", concurrency=100)
@@ -1176,7 +1180,7 @@ def test_the_caller_feels_nothing_of_a_shadows_trouble(trouble: str) -> None:
 
 
 @pytest.mark.parametrize("is_stuck", [False, True])
-def test_a_shadow_that_falls_behind_is_dropped(is_stuck: bool) -> None:
+def test_a_shadow_that_falls_behind_is_cancelled(is_stuck: bool) -> None:
     """One that keeps up gets it all, however large."""
     read = {"r1": 0, "shadow": 0}
     part = bytes(100_000)
@@ -1238,7 +1242,7 @@ def test_endpoints_of_one_backend_share_its_replicas_and_its_queue() -> None:
     run(scenario)
 
 
-def test_closing_fails_what_waits_and_watches_no_more() -> None:
+def test_closing_fails_queued_requests_and_stops_watching() -> None:
     async def scenario(stage: Stage) -> None:
         router = stage.endpoint({"b": 1.0}, {"s": 1.0})
         stage.publish("r1")
@@ -1260,10 +1264,10 @@ def test_closing_fails_what_waits_and_watches_no_more() -> None:
     run(scenario)
 
 
-# ---- known faults of the router; each test must lose its mark when the fault is mended
+# ---- regressions
 
 
-def test_a_request_that_was_queued_is_not_refused_later() -> None:
+def test_a_queued_request_is_not_rejected_later() -> None:
     async def scenario(stage: Stage) -> None:
         backend = stage.backend("r1", max_queued=1)
         stage.send(backend)
@@ -1278,7 +1282,7 @@ def test_a_request_that_was_queued_is_not_refused_later() -> None:
     run(scenario)
 
 
-def test_a_busy_replica_is_asked_again_soon_though_another_is_ejected_for_longer() -> None:
+def test_a_busy_replica_is_tried_again_soon_although_another_is_suspended_for_longer() -> None:
     async def scenario(stage: Stage) -> None:
         backend = stage.backend("r1", "r2")
         began = now()
@@ -1299,7 +1303,7 @@ def test_a_busy_replica_is_asked_again_soon_though_another_is_ejected_for_longer
     run(scenario)
 
 
-def test_all_replicas_that_come_back_at_once_are_used() -> None:
+def test_all_replicas_that_return_at_the_same_time_are_used() -> None:
     async def scenario(stage: Stage) -> None:
         backend = stage.backend("r1", "r2")
         lost = True
@@ -1351,7 +1355,7 @@ def series(stage: Stage) -> dict[tuple[str, ...], float]:
     }
 
 
-def test_what_becomes_of_requests_is_counted() -> None:
+def test_outcomes_of_requests_are_counted() -> None:
     async def scenario(stage: Stage) -> None:
         backend = stage.backend("r1", max_queued=1)
         sent = [stage.send(backend), stage.send(backend), stage.send(backend)]
@@ -1375,7 +1379,7 @@ def test_what_becomes_of_requests_is_counted() -> None:
     run(scenario)
 
 
-def test_series_of_a_deleted_backend_vanish_and_come_back_with_their_totals() -> None:
+def test_series_of_a_deleted_backend_disappear_and_return_with_their_totals() -> None:
     async def scenario(stage: Stage) -> None:
         backend = stage.backend("r1")
         stage.send(backend)

@@ -45,7 +45,7 @@ def test_a_backend_without_weight_gets_nothing() -> None:
     assert policy.backends == {"a", "b", "c"}
 
 
-def test_without_any_weight_there_is_nothing_to_draw() -> None:
+def test_without_any_weight_no_backend_is_drawn() -> None:
     assert TrafficPolicy({}, {}).draw(0.5) is None
     assert TrafficPolicy({"a": 0}, {}).draw(0.5) is None
 
@@ -104,7 +104,7 @@ def test_shadows_get_their_proportion(proportion: float) -> None:
     assert abs(copies - 1000 * proportion) <= three_sigma(1000, proportion)
 
 
-def test_every_shadow_draws_for_itself() -> None:
+def test_shadow_draws_are_independent() -> None:
     policy = TrafficPolicy({"a": 1.0}, {"s": 0.5, "t": 0.5})
     rng = random.Random(3)
     drawn = Counter(tuple(policy.shadows(rng)) for _ in range(1000))
@@ -116,13 +116,13 @@ def test_every_shadow_draws_for_itself() -> None:
 # ---- replicas
 
 
-def test_of_two_the_idle_one_is_chosen() -> None:
+def test_the_idle_one_of_two_replicas_is_chosen() -> None:
     busy, idle = Replica("busy", load=2), Replica("idle", load=1)
     rng = random.Random(1)
     assert {choose([busy, idle], 0, rng) is idle for _ in range(50)} == {True}
 
 
-def test_equals_share() -> None:
+def test_equally_loaded_replicas_share_requests() -> None:
     replicas = [Replica(str(number)) for number in range(4)]
     rng = random.Random(1)
     chosen = Counter(str(choose(replicas, 0, rng)) for _ in range(1000))
@@ -139,7 +139,7 @@ def test_the_busiest_of_many_is_never_chosen() -> None:
     assert [name for name, _ in chosen.most_common()] == ["0", "1", "2", "3"]
 
 
-def test_the_only_one_costs_no_draw() -> None:
+def test_a_single_replica_needs_no_random_draw() -> None:
     class NoChance(random.Random):
         def random(self) -> float:
             raise AssertionError("nothing to draw")
