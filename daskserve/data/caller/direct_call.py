@@ -2,8 +2,8 @@
 
 Problem: if a call never waits, its coroutine, its task and their wake-ups cost more than the connection.
 Choice: the request is sent at once if a replica has room and is in this process or has an open channel.
-The code that receives the answer then ends the call. A coroutine continues the call if it has to wait, because the
-replica is full after all, or was lost before the request began.
+The code that receives the answer then ends the call. A coroutine continues the call if it has to
+wait, because the replica is full after all, or was lost before the request began.
 """
 
 from __future__ import annotations

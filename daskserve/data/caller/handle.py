@@ -123,7 +123,7 @@ class Response:
         """
         if not self._future.done() and self._link.runs_here():
             raise RuntimeError(
-                "result() would block the event loop that has to produce the answer; await the response instead."
+                "result() would block the event loop that has to produce the answer; await the response."
             )
         try:
             self._future.result(timeout_s)

@@ -51,8 +51,8 @@ class Pipe:
             if not self._is_closed:
                 self._items.append((message["payload"], size_bytes))
                 self._held_bytes += size_bytes
-            # If the pipe is closed, its reader has left: wait here for the cancellation that follows. Otherwise
-            # a generator on this loop that never waits would block the cancellation.
+            # If the pipe is closed, its reader has left: wait here for the cancellation that follows.
+            # Otherwise a generator on this loop that never waits would block the cancellation.
             if self._is_closed or self._held_bytes >= MAX_BUFFERED_BYTES:
                 room = self._room = asyncio.get_running_loop().create_future()
             wake = self._take_reader()
