@@ -1,1 +1,1 @@
-"""The queue behind `batch` and `accept_batch`."""
+"""Request batching: `batch`, and the queue that it shares with `accept_batch`."""

@@ -1,8 +1,8 @@
-"""``batch``: calls of an async method, or of an async function, collected into one call of it.
+"""``batch``, which collects calls of an async method or function into one call of it.
 
-Unlike `daskserve.data.replica.accept_batch.accept_batch`, which works on the requests of a replica, this
-works where user code runs: whoever calls the method, by HTTP, by a handle or as ``self.method(x)``, waits for
-its item alone.
+`daskserve.data.replica.accept_batch.accept_batch` batches the requests of a replica. ``batch`` works where
+user code runs, for calls by HTTP, by a handle or as ``self.method(x)``. Each caller waits for its own item
+only.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def _check_function(function: Any) -> None:
     is_async = inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
     if not is_async or not inspect.isfunction(function):
         raise TypeError(
-            f"Only an `async def` function or method can be batched, got {function!r}; make it one, and run "
-            "what blocks in it with asyncio.to_thread."
+            f"Only an `async def` function or method can be batched, got {function!r}; make it async, and "
+            "run blocking code with asyncio.to_thread."
         )
 
 
@@ -54,36 +54,36 @@ def batch(
     max_concurrent_batches: int = 1,
     batch_size_fn: Callable[[list[Any]], float] | None = None,
 ) -> Any:
-    """Have calls of an async method or function collected, and answered by one call of it.
+    """Collect calls of an async method or function, and answer them with one call of it.
 
     Each caller calls it with its own arguments and gets its own result. The function itself gets a list for
-    each argument, and returns a list of as many results, in order; a result that is an exception is raised
-    for its caller alone, an exception that the function raises for all. A call that is cancelled leaves its
-    batch; a batch that nobody waits for any more is cancelled.
+    each argument, and returns one result per item, in order. A result that is an exception is raised for its
+    caller only; an exception that the function raises is raised for all callers. A cancelled call leaves its
+    batch. A batch that no call waits for is cancelled too.
 
-    An async generator function yields such a list at each step; callers get an async generator each, which
-    ends where the list holds ``StopIteration`` (or ``StopAsyncIteration``) for it.
+    An async generator function yields a list of results at each step. Each caller gets an async generator,
+    which ends when its result is ``StopIteration`` (or ``StopAsyncIteration``).
 
-    Each instance of the class batches for itself. Calls with different numbers of arguments, or different
+    Each instance of the class has its own batches. Calls with different numbers of arguments, or different
     keywords, do not share a batch. ``method.set_max_batch_size(n)`` and
     ``method.set_batch_wait_timeout_s(s)`` change an instance's limits, as in ``reconfigure``.
 
     Parameters
     ----------
     max_batch_size : int
-        A batch this large runs at once.
+        Maximum number of calls in a batch; a full batch runs at once.
     batch_wait_timeout_s : float
-        How long the first call of a batch waits for others.
+        Maximum time that the first call of a batch waits for others, in seconds.
     max_concurrent_batches : int
-        How many batches of one instance may run at a time; while so many do, calls gather.
+        Maximum number of batches of one instance that run at a time; further calls wait.
     batch_size_fn : callable, optional
-        Takes a list of first arguments and returns how large a batch of them would be, such as the number of
-        tokens, held against ``max_batch_size``. A call that is too large alone gets a `RuntimeError`.
+        Takes a list of first arguments and returns the size of their batch, such as the number of tokens. The
+        size is limited by ``max_batch_size``. A call that exceeds the limit alone raises `RuntimeError`.
 
     Raises
     ------
     TypeError, ValueError
-        The function is not ``async def``, or an option is wrong.
+        The function is not ``async def``, or an option is invalid.
 
     Examples
     --------

@@ -1,8 +1,8 @@
-"""What ``batch`` makes of an async method or function: one whose calls are collected into calls of it.
+"""The object that ``batch`` returns for an async method or function.
 
-Each instance has queues of its own, one for each event loop it is used on, made when first needed. Nothing
-but the instance's life keeps them, and they hold the instance only while calls of it wait or run. Replicas
-may share a class, or a function, within one process: so what is changed at run time is the instance's, too.
+Each instance has its own queues, one per event loop, created on first use. The queues live as long as the
+instance, and reference it only while its calls wait or run. Replicas may share a class or a function within
+one process, so limits that change at run time belong to the instance too.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import Any
 from daskserve.context import current_replica, current_request
 from daskserve.data.batching.queue import BatchLimits, BatchQueue, reconsider_on
 from daskserve.data.batching.results import as_results
-from daskserve.data.batching.stream import END, BatchStream, pass_on
+from daskserve.data.batching.stream import END, BatchStream, distribute
 
 logger = logging.getLogger("daskserve.replica")
 
 
 class _Item:
-    """One call: of which instance, and with which arguments."""
+    """One call: its instance, arguments and stream."""
 
     __slots__ = ("args", "instance", "kwargs", "stream")
 
@@ -41,30 +41,30 @@ class _Item:
 
 Queue = BatchQueue[_Item, Any]
 
-#: What coroutines, async generators and generators call their frame, and what they wait for.
+#: The attributes of coroutines, async generators and generators for their frame, and for what they await.
 _FRAMES = ("cr_frame", "ag_frame", "gi_frame")
 _AWAITED = ("cr_await", "ag_await", "gi_yieldfrom")
 
 
-class _Owner:
-    """What one instance (or a function, which is no instance's) has of a batched function."""
+class _InstanceState:
+    """The limits and queues of a batched function for one instance, or for the plain function."""
 
     def __init__(self, limits: BatchLimits, ref: weakref.ref[Any] | None = None) -> None:
         self.limits = limits
         self.ref = ref
-        #: Whether the limits are yet to be held against what its replica may run.
+        #: Whether the limits have not been checked against the replica's concurrency yet.
         self.is_unchecked = True
         # One loop may serve several replicas of a function.
         self._queues: dict[tuple[asyncio.AbstractEventLoop, str], Queue] = {}
 
     def queue(self, make: Callable[[BatchLimits], Queue]) -> Queue:
-        """Return the queue for the running loop and the current replica, made on first use."""
+        """Return the queue for the running loop and the current replica; the first call creates it."""
         loop = asyncio.get_running_loop()
         replica = current_replica.get()
         key = (loop, replica.replica_tag if replica is not None else "")
         queue = self._queues.get(key)
         if queue is None:
-            self._sweep(loop)
+            self._drop_unused(loop)
             queue = self._queues[key] = make(self.limits)
         return queue
 
@@ -72,7 +72,7 @@ class _Owner:
         return [queue for _, queue in list(self._queues.items())]
 
     def change(self, *, max_batch_size: int | None = None, wait_s: float | None = None) -> None:
-        """Change the limits, for what waits already, too; from any thread."""
+        """Change the limits, also for waiting calls; may be called from any thread."""
         if max_batch_size is not None:
             self.limits.max_batch_size = max_batch_size
         if wait_s is not None:
@@ -81,47 +81,47 @@ class _Owner:
         for (loop, _), queue in list(self._queues.items()):
             reconsider_on(loop, queue)
 
-    def _sweep(self, present: asyncio.AbstractEventLoop) -> None:
-        # Other loops' queues are for their own threads to judge.
+    def _drop_unused(self, present: asyncio.AbstractEventLoop) -> None:
+        # Only the thread of another loop can tell whether its queues are idle.
         for key, queue in list(self._queues.items()):
             if key[0].is_closed() or (key[0] is present and queue.is_idle):
                 del self._queues[key]
 
 
 class _Settings:
-    """What callers may ask of, and change in, a batched function; of the instance it was taken from."""
+    """The settings of a batched function that callers may read and change, per instance."""
 
     __slots__ = ()
 
-    def _owner(self) -> _Owner:
+    def _state(self) -> _InstanceState:
         raise NotImplementedError
 
     def set_max_batch_size(self, max_batch_size: int) -> None:
-        """Change how large a batch may be, from now on; from any thread, such as in ``reconfigure``."""
-        self._owner().change(max_batch_size=check_max_batch_size(max_batch_size))
+        """Change the maximum batch size; may be called from any thread, such as in ``reconfigure``."""
+        self._state().change(max_batch_size=check_max_batch_size(max_batch_size))
 
     def set_batch_wait_timeout_s(self, batch_wait_timeout_s: float) -> None:
-        """Change how long the first call of a batch waits for others, from now on; from any thread."""
-        self._owner().change(wait_s=check_wait_s(batch_wait_timeout_s))
+        """Change how long the first call of a batch waits for others; may be called from any thread."""
+        self._state().change(wait_s=check_wait_s(batch_wait_timeout_s))
 
     def _get_max_batch_size(self) -> int:
-        return self._owner().limits.max_batch_size
+        return self._state().limits.max_batch_size
 
     def _get_batch_wait_timeout_s(self) -> float:
-        return self._owner().limits.wait_s
+        return self._state().limits.wait_s
 
     def _get_curr_iteration_start_times(self) -> tuple[float, ...]:
-        """Return when the batches that run now began, in seconds since the epoch."""
-        return tuple(sorted(at for queue in self._owner().queues() for at in queue.running.values()))
+        """Return the start times of the running batches, in seconds since the epoch."""
+        return tuple(sorted(at for queue in self._state().queues() for at in queue.running.values()))
 
     async def _is_batching_task_alive(self) -> bool:
-        """Return whether calls are still collected. Nothing between batches could end, so they are."""
+        """Return True: no background task collects the calls, so none can end."""
         return True
 
     async def _get_handling_task_stack(self) -> str:
-        """Return where the batches that run on this loop are, as text."""
+        """Return the stacks of the batches that run on this loop, as text."""
         loop = asyncio.get_running_loop()
-        tasks = [task for queue in self._owner().queues() for task in queue.running]
+        tasks = [task for queue in self._state().queues() for task in queue.running]
         return "\n".join(_describe_stack(task) for task in tasks if task.get_loop() is loop)
 
 
@@ -155,10 +155,10 @@ class _BatchRunner:
         return queue
 
     def warn_if_unreachable(self, limits: BatchLimits) -> None:
-        """Warn about batches that are larger than what the current replica runs at a time."""
+        """Warn if batches are larger than the concurrency of the current replica."""
         replica = current_replica.get()
         wanted = limits.max_batch_size * self.max_running
-        # With a measure of the user's own, max_batch_size is no number of calls.
+        # With batch_size_fn, max_batch_size is not a number of calls.
         if replica is None or self.size_fn is not None or not replica.max_concurrent_queries:
             return
         if replica.max_concurrent_queries < wanted:
@@ -177,7 +177,7 @@ class _BatchRunner:
         return self.size_fn(first)
 
     def _begin(self, items: Sequence[_Item]) -> Any:
-        # The batch is nobody's request: deadline and id of any one of them would be wrong for the others.
+        # A batch belongs to no single request: the deadline and id of one would be wrong for the others.
         current_request.set(None)
         first = items[0]
         own = () if first.instance is None else (first.instance,)
@@ -190,14 +190,14 @@ class _BatchRunner:
 
     async def _run_streams(self, items: list[_Item]) -> list[Any]:
         streams = [item.stream for item in items if item.stream is not None]
-        await pass_on(self.function.__qualname__, self._begin(items), streams)
+        await distribute(self.function.__qualname__, self._begin(items), streams)
         return [END] * len(items)
 
 
 class BatchedFunction(_Settings):
-    """What `batch` makes of a function; in a class, a method.
+    """A batched function or method.
 
-    It passes for a coroutine function, or an async generator function, wherever that is asked.
+    `inspect` and asyncio treat it as a coroutine function or an async generator function.
     """
 
     __name__: str
@@ -214,16 +214,16 @@ class BatchedFunction(_Settings):
     ) -> None:
         functools.update_wrapper(self, function)
         self._function = function
-        self._own = _Owner(BatchLimits(max_batch_size, wait_s))
+        self._function_state = _InstanceState(BatchLimits(max_batch_size, wait_s))
         self._runner = _BatchRunner(function, max_concurrent_batches, batch_size_fn)
         self._is_method = is_method
         self._signature = inspect.signature(function)
-        self._owners: dict[int, _Owner] = {}
-        #: Numbers of arguments that the function is known to take, if none has a name.
-        self._fitting_counts: frozenset[int] = frozenset()
+        self._states: dict[int, _InstanceState] = {}
+        #: Counts of positional arguments that the function is known to accept.
+        self._accepted_counts: frozenset[int] = frozenset()
 
     def __repr__(self) -> str:
-        limits = self._own.limits
+        limits = self._function_state.limits
         return (
             f"<batched {self.__qualname__} max_batch_size={limits.max_batch_size} wait={limits.wait_s:g} s>"
         )
@@ -231,7 +231,7 @@ class BatchedFunction(_Settings):
     def __reduce__(self) -> str | tuple[Any, ...]:
         if _is_importable(self):
             return self.__qualname__
-        limits = self._own.limits
+        limits = self._function_state.limits
         return BatchedFunction, (
             self._function,
             limits.max_batch_size,
@@ -241,7 +241,7 @@ class BatchedFunction(_Settings):
             self._is_method,
         )
 
-    # ---- what passes it for a function, see `inspect.isfunction` and its like
+    # ---- attributes that `inspect.isfunction` and similar functions read
 
     @property
     def __code__(self) -> types.CodeType:
@@ -256,7 +256,7 @@ class BatchedFunction(_Settings):
         return self._function.__kwdefaults__
 
     def __set_name__(self, owner: type, name: str) -> None:
-        # Not for a function that was only put into a class as well: that may be called by itself.
+        # A function that was assigned to a class attribute later is not a method: it may be called alone.
         parent = self.__qualname__.rpartition(".")[0]
         self._is_method = bool(parent) and not parent.endswith("<locals>")
 
@@ -265,48 +265,48 @@ class BatchedFunction(_Settings):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any] | AsyncIterator[Any]:
         if self._is_method and args:  # Class.method(instance, ...)
-            return self.call(args[0], self.owner_of(args[0]), args[1:], kwargs)
-        return self.call(None, self._own, args, kwargs)
+            return self.call(args[0], self.state_of(args[0]), args[1:], kwargs)
+        return self.call(None, self._function_state, args, kwargs)
 
-    def _owner(self) -> _Owner:
-        return self._own
+    def _state(self) -> _InstanceState:
+        return self._function_state
 
     # ---- calls
 
-    def owner_of(self, instance: Any) -> _Owner:
-        """Return what an instance has of this function; made on first use, gone with the instance."""
+    def state_of(self, instance: Any) -> _InstanceState:
+        """Return the state of an instance; created on first use, dropped with the instance."""
         number = id(instance)
-        owner = self._owners.get(number)
-        if owner is None:
-            limits = self._own.limits
+        state = self._states.get(number)
+        if state is None:
+            limits = self._function_state.limits
             try:
-                ref = weakref.ref(instance, functools.partial(_forget, self._owners, number))
+                ref = weakref.ref(instance, functools.partial(_forget, self._states, number))
             except TypeError:
                 raise TypeError(
                     f"{self.__qualname__} cannot be batched: {type(instance).__name__} has __slots__ without "
                     "'__weakref__'; add that to them."
                 ) from None
-            made = _Owner(BatchLimits(limits.max_batch_size, limits.wait_s), ref)
-            owner = self._owners.setdefault(number, made)  # another thread may have been faster
-        return owner
+            made = _InstanceState(BatchLimits(limits.max_batch_size, limits.wait_s), ref)
+            state = self._states.setdefault(number, made)  # another thread may have created it first
+        return state
 
     def call(
-        self, instance: Any, owner: _Owner, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, instance: Any, state: _InstanceState, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Coroutine[Any, Any, Any] | AsyncIterator[Any]:
         """Start a call of an instance."""
-        key, args, kwargs = self._arrange(instance, args, kwargs)
+        key, args, kwargs = self._bind(instance, args, kwargs)
         if self._runner.is_generator:
-            return self._stream(owner, _Item(instance, args, kwargs, BatchStream()), key)
-        return self._submit(owner, _Item(instance, args, kwargs, None), key)
+            return self._stream(state, _Item(instance, args, kwargs, BatchStream()), key)
+        return self._submit(state, _Item(instance, args, kwargs, None), key)
 
-    async def _submit(self, owner: _Owner, item: _Item, key: Hashable) -> Any:
-        return await self._queue(owner).submit(item, key)
+    async def _submit(self, state: _InstanceState, item: _Item, key: Hashable) -> Any:
+        return await self._queue(state).submit(item, key)
 
-    async def _stream(self, owner: _Owner, item: _Item, key: Hashable) -> AsyncIterator[Any]:
-        queue = self._queue(owner)
+    async def _stream(self, state: _InstanceState, item: _Item, key: Hashable) -> AsyncIterator[Any]:
+        queue = self._queue(state)
         stream = item.stream
         assert stream is not None
-        entry = queue.enter(item, key)
+        entry = queue.add(item, key)
         stream.follow(entry.result)
         del item
         try:
@@ -317,30 +317,30 @@ class BatchedFunction(_Settings):
                 yield result
         finally:
             stream.leave()
-            queue.leave(entry)
+            queue.remove(entry)
             del entry, stream
 
-    def _queue(self, owner: _Owner) -> Queue:
-        if owner.is_unchecked:
-            owner.is_unchecked = False
-            self._runner.warn_if_unreachable(owner.limits)
-        return owner.queue(self._runner.make_queue)
+    def _queue(self, state: _InstanceState) -> Queue:
+        if state.is_unchecked:
+            state.is_unchecked = False
+            self._runner.warn_if_unreachable(state.limits)
+        return state.queue(self._runner.make_queue)
 
-    def _arrange(
+    def _bind(
         self, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Hashable, tuple[Any, ...], dict[str, Any]]:
-        """Return which calls this one may go with, and its arguments, those that can without their names."""
-        if kwargs or len(args) not in self._fitting_counts:
+        """Return the key of calls that share batches, and the arguments, positional where possible."""
+        if kwargs or len(args) not in self._accepted_counts:
             own = () if instance is None else (instance,)
             bound = self._signature.bind(*own, *args, **kwargs)
             args, kwargs = bound.args[len(own) :], bound.kwargs
             if not args and not kwargs:
                 raise TypeError(
-                    f"{self.__qualname__} is batched and was called without arguments; it gets a list for "
-                    "each argument, so it needs one at least."
+                    f"{self.__qualname__} is batched and was called without arguments; pass at least one, "
+                    "because it gets a list for each argument."
                 )
             if not kwargs:
-                self._fitting_counts |= {len(args)}
+                self._accepted_counts |= {len(args)}
         return (len(args), tuple(sorted(kwargs))), args, kwargs
 
 
@@ -382,20 +382,20 @@ class BoundBatch(_Settings):
         return signature.replace(parameters=list(signature.parameters.values())[1:])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any] | AsyncIterator[Any]:
-        return self._batched.call(self.__self__, self._owner(), args, kwargs)
+        return self._batched.call(self.__self__, self._state(), args, kwargs)
 
-    def _owner(self) -> _Owner:
-        return self._batched.owner_of(self.__self__)
+    def _state(self) -> _InstanceState:
+        return self._batched.state_of(self.__self__)
 
 
-def _forget(owners: dict[int, _Owner], number: int, ref: weakref.ref[Any]) -> None:
-    owner = owners.get(number)
-    if owner is not None and owner.ref is ref:
-        del owners[number]
+def _forget(states: dict[int, _InstanceState], number: int, ref: weakref.ref[Any]) -> None:
+    state = states.get(number)
+    if state is not None and state.ref is ref:
+        del states[number]
 
 
 def _is_importable(function: BatchedFunction) -> bool:
-    """Whether another process finds the very same under its name; pickle then says no more than that."""
+    """Return whether another process can import the function by name, so that pickle needs only that."""
     cloudpickle = sys.modules.get("cloudpickle")
     by_value = cloudpickle.list_registry_pickle_by_value() if cloudpickle is not None else ()
     module, name = function.__module__, function.__qualname__
@@ -408,7 +408,7 @@ def _is_importable(function: BatchedFunction) -> bool:
 
 
 def _describe_stack(task: asyncio.Task[Any]) -> str:
-    """Return where a waiting task is, from the inside out; its own `get_stack` knows the outside only."""
+    """Return the stack of a waiting task, innermost first; its `get_stack` shows only the outermost frame."""
     places: list[str] = []
     waiting: Any = task.get_coro()
     while waiting is not None:

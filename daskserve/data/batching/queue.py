@@ -1,9 +1,9 @@
-"""The queue behind both kinds of batching: who goes together, when, and what becomes of each.
+"""The queue of both kinds of batching.
 
-`daskserve.data.replica.accept_batch` (the classic ``accept_batch``) puts the requests of a replica into one,
-on the worker's loop; `daskserve.data.batching.decorator` (``batch`` on methods) puts calls into one, on
-whatever loop they are made. There is no loop that could die: a queue acts when something is entered, when a
-wait is over and when a batch has ended. Whatever user code does, each item gets its result or an error.
+`daskserve.data.replica.accept_batch` (the classic ``accept_batch``) queues the requests of a replica, on the
+worker's loop. `daskserve.data.batching.decorator` (``batch``) queues calls, on the loop where they are made.
+A queue has no background task that could fail. It acts when an item is added, when a wait is over and when a
+batch has ended. Each item gets a result or an error, whatever user code does.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ ResultT = TypeVar("ResultT")
 
 
 class BatchLimits:
-    """When a batch runs. May be changed at any time, and shared by several queues."""
+    """The limits of a batch. They may change at any time, and several queues may share them."""
 
     __slots__ = ("max_batch_size", "wait_s")
 
     def __init__(self, max_batch_size: int, wait_s: float) -> None:
-        #: A batch this large runs at once.
+        #: Maximum batch size; a full batch runs at once.
         self.max_batch_size = max_batch_size
-        #: How long the first item of a batch waits for others.
+        #: Maximum time that the first item of a batch waits for others, in seconds.
         self.wait_s = wait_s
 
 
 class BatchEntry(Generic[ItemT, ResultT]):
     """An item in a queue or in a batch, and its result."""
 
-    __slots__ = ("entered_at", "item", "key", "number", "result")
+    __slots__ = ("added_at", "item", "key", "number", "result")
 
     def __init__(
-        self, item: ItemT, key: Hashable, entered_at: float, number: int, result: asyncio.Future[ResultT]
+        self, item: ItemT, key: Hashable, added_at: float, number: int, result: asyncio.Future[ResultT]
     ) -> None:
         self.item = item
         self.key = key
-        self.entered_at = entered_at
+        self.added_at = added_at
         self.number = number
         self.result = result
 
 
-class _Line(Generic[ItemT, ResultT]):
-    """Entries that may go together, in order. With a measure, also how many of the first ones fit."""
+class _KeyQueue(Generic[ItemT, ResultT]):
+    """Entries of one key, in order; with ``size_of``, also how many of the first entries fit a batch."""
 
     __slots__ = ("entries", "fitting", "is_full", "measured_for")
 
@@ -61,29 +61,28 @@ class _Line(Generic[ItemT, ResultT]):
         self.forget(0)
 
     def forget(self, limit: float) -> None:
-        """Measure anew."""
+        """Discard the measured sizes."""
         self.fitting = 0
         self.is_full = False
         self.measured_for = limit
 
 
 class BatchQueue(Generic[ItemT, ResultT]):
-    """Collects items into batches and hands each item's result to whoever entered it.
+    """Collects items into batches and returns each item's result to its submitter.
 
-    It belongs to the event loop that it is used on, and holds neither that nor anything of its user while it
-    is idle.
+    A queue belongs to the event loop that uses it. While idle, it references neither that loop nor its user.
 
     Parameters
     ----------
     run : coroutine function
-        Takes a list of items and returns as many results; an exception among them is raised for that item.
+        Takes a list of items and returns one result per item; an exception is raised for its item.
     limits : BatchLimits
     max_running : int, optional
-        How many batches may run at a time; while so many do, items gather.
+        Maximum number of batches that run at a time; further items wait.
     size_of : callable, optional
-        Takes a list of items and returns how large they are together; default: as large as they are many.
+        Takes a list of items and returns the size of their batch; default: the number of items.
     on_batch : callable, optional
-        Gets of each batch that starts how many seconds each of its items has waited.
+        Called when a batch starts, with the waiting time of each of its items in seconds.
     """
 
     def __init__(
@@ -100,11 +99,11 @@ class BatchQueue(Generic[ItemT, ResultT]):
         self._max_running = max_running
         self._size_of = size_of
         self._on_batch = on_batch
-        self._lines: dict[Hashable, _Line[ItemT, ResultT]] = {}
+        self._key_queues: dict[Hashable, _KeyQueue[ItemT, ResultT]] = {}
         self._numbers = itertools.count()
         self._timer: asyncio.TimerHandle | None = None
         self._is_starting = False
-        #: The batches that run, each with the time of day at which it began.
+        #: The tasks of running batches, with their start times in seconds since the epoch.
         self._tasks: dict[asyncio.Task[None], float] = {}
 
     def __repr__(self) -> str:
@@ -112,38 +111,38 @@ class BatchQueue(Generic[ItemT, ResultT]):
 
     @property
     def queued(self) -> int:
-        """How many items wait for their batch to run."""
-        return sum(len(line.entries) for line in list(self._lines.values()))
+        """The number of items that wait for their batch to run."""
+        return sum(len(key_queue.entries) for key_queue in list(self._key_queues.values()))
 
     @property
     def is_idle(self) -> bool:
-        return not self._lines and not self._tasks
+        return not self._key_queues and not self._tasks
 
     @property
     def running(self) -> dict[asyncio.Task[None], float]:
-        """The tasks of the batches that run, each with the time of day at which it began."""
+        """The tasks of running batches, with their start times in seconds since the epoch."""
         return dict(self._tasks)
 
     async def submit(self, item: ItemT, key: Hashable = None) -> ResultT:
-        """Return the item's result once its batch has run; cancelling this takes the item out."""
-        entry = self.enter(item, key)
+        """Return the item's result once its batch has run; cancellation removes the item."""
+        entry = self.add(item, key)
         try:
             return await entry.result
         except asyncio.CancelledError:
-            self.leave(entry)
+            self.remove(entry)
             raise
         finally:
             del entry  # else an error's traceback holds this frame, and this frame the error
 
-    def enter(self, item: ItemT, key: Hashable = None) -> BatchEntry[ItemT, ResultT]:
-        """Put an item into line; its result is the entry's. Only items of equal keys share a batch.
+    def add(self, item: ItemT, key: Hashable = None) -> BatchEntry[ItemT, ResultT]:
+        """Add an item and return its entry, which holds its result; only items of equal keys share a batch.
 
         Raises
         ------
         RuntimeError
-            The item alone is larger than a batch may be.
+            The item alone exceeds the maximum batch size.
         Exception
-            What ``size_of`` raised for it.
+            The error that ``size_of`` raised for the item.
         """
         if self._size_of is not None:
             self._measure([item], self._limits.max_batch_size)
@@ -151,76 +150,78 @@ class BatchQueue(Generic[ItemT, ResultT]):
         entry: BatchEntry[ItemT, ResultT] = BatchEntry(
             item, key, loop.time(), next(self._numbers), loop.create_future()
         )
-        line = self._lines.get(key)
-        if line is None:
-            line = self._lines[key] = _Line()
-        line.entries.append(entry)
+        key_queue = self._key_queues.get(key)
+        if key_queue is None:
+            key_queue = self._key_queues[key] = _KeyQueue()
+        key_queue.entries.append(entry)
         self.reconsider()
         return entry
 
-    def leave(self, entry: BatchEntry[ItemT, ResultT]) -> None:
-        """Take an item out of line, or out of its batch, which is cancelled once it has no items left."""
+    def remove(self, entry: BatchEntry[ItemT, ResultT]) -> None:
+        """Remove an item from the queue or its batch; a batch without items is cancelled."""
         if not entry.result.cancel() and not entry.result.cancelled():
-            entry.result.exception()  # looked at, so that nobody complains that it was not
-        line = self._lines.get(entry.key)
-        if line is not None and entry in line.entries:
-            line.entries.remove(entry)
-            line.forget(self._limits.max_batch_size)
-            self._drop_if_empty(entry.key, line)
+            entry.result.exception()  # retrieved, so that asyncio does not log it as never retrieved
+        key_queue = self._key_queues.get(entry.key)
+        if key_queue is not None and entry in key_queue.entries:
+            key_queue.entries.remove(entry)
+            key_queue.forget(self._limits.max_batch_size)
+            self._drop_if_empty(entry.key, key_queue)
 
     def reconsider(self) -> None:
-        """Start what may start; to be called when the limits have changed."""
-        if not self._lines and self._timer is not None:
+        """Start the batches that are due; call this after the limits have changed."""
+        if not self._key_queues and self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._is_starting or not self._lines or self._is_busy():
+        if self._is_starting or not self._key_queues or self._is_busy():
             return
-        if self._next_line() is not None:
-            # Not at once: what is entered in the same turn of the loop goes along.
+        if self._next_key_queue() is not None:
+            # Not at once: items added in the same iteration of the loop join the batch.
             self._is_starting = True
             asyncio.get_running_loop().call_soon(self._start_batch)
-        elif self._lines:
+        elif self._key_queues:
             self._arm_timer()
 
     def _is_busy(self) -> bool:
         return self._max_running is not None and len(self._tasks) >= self._max_running
 
-    def _next_line(self) -> tuple[Hashable, int] | None:
-        """Return the line whose batch may start, and how many go; of several the one that waited longest."""
+    def _next_key_queue(self) -> tuple[Hashable, int] | None:
+        """Return the key and size of the batch that is due and has waited longest; None if none is due."""
         found: tuple[int, Hashable, int] | None = None
         now, wait_s = asyncio.get_running_loop().time(), self._limits.wait_s
-        for key, line in list(self._lines.items()):
-            count, is_full = self._count(line)
-            if not line.entries:
-                del self._lines[key]  # none of it fits any more
+        for key, key_queue in list(self._key_queues.items()):
+            count, is_full = self._count(key_queue)
+            if not key_queue.entries:
+                del self._key_queues[key]  # none of its items fits any more
                 continue
-            first = line.entries[0]
-            # The timer's own sum, lest it be rounded to just not yet, again and again.
-            is_due = is_full or first.entered_at + wait_s <= now
+            first = key_queue.entries[0]
+            # Same sum as in `_arm_timer`: a rounding difference would make the timer fire too early forever.
+            is_due = is_full or first.added_at + wait_s <= now
             if is_due and (found is None or first.number < found[0]):
                 found = (first.number, key, count)
         return None if found is None else found[1:]
 
-    def _count(self, line: _Line[ItemT, ResultT]) -> tuple[int, bool]:
-        """Return how many of a line go together, and whether there is no use in waiting for more."""
+    def _count(self, key_queue: _KeyQueue[ItemT, ResultT]) -> tuple[int, bool]:
+        """Return how many entries fit into the next batch, and whether that batch is full."""
         limit = self._limits.max_batch_size
-        entries = line.entries
+        entries = key_queue.entries
         if self._size_of is None:
             return min(len(entries), limit), len(entries) >= limit
-        if line.measured_for != limit:
-            line.forget(limit)
-        while line.fitting < len(entries) and not line.is_full:
+        if key_queue.measured_for != limit:
+            key_queue.forget(limit)
+        while key_queue.fitting < len(entries) and not key_queue.is_full:
             try:
-                size = self._measure([entry.item for entry in entries[: line.fitting + 1]], limit)
-            except BaseException as error:  # of user code; there is nobody here whom it could end
-                if line.fitting:
-                    line.is_full = True  # each is well alone, so the next one goes by itself
+                size = self._measure([entry.item for entry in entries[: key_queue.fitting + 1]], limit)
+            except BaseException as error:  # of user code; it must not end the loop
+                if key_queue.fitting:
+                    key_queue.is_full = (
+                        True  # each item is valid alone, so the next one goes into another batch
+                    )
                 else:
                     _settle(entries.pop(0).result, error)  # the limit was lowered meanwhile
             else:
-                line.fitting += 1
-                line.is_full = size >= limit
-        return line.fitting, line.is_full
+                key_queue.fitting += 1
+                key_queue.is_full = size >= limit
+        return key_queue.fitting, key_queue.is_full
 
     def _measure(self, items: list[ItemT], limit: float) -> float:
         assert self._size_of is not None
@@ -232,13 +233,13 @@ class BatchQueue(Generic[ItemT, ResultT]):
             )
         return size
 
-    def _drop_if_empty(self, key: Hashable, line: _Line[ItemT, ResultT]) -> None:
-        if not line.entries and self._lines.get(key) is line:
-            del self._lines[key]
+    def _drop_if_empty(self, key: Hashable, key_queue: _KeyQueue[ItemT, ResultT]) -> None:
+        if not key_queue.entries and self._key_queues.get(key) is key_queue:
+            del self._key_queues[key]
 
     def _arm_timer(self) -> None:
         loop = asyncio.get_running_loop()
-        first_at = min(line.entries[0].entered_at for line in self._lines.values())
+        first_at = min(key_queue.entries[0].added_at for key_queue in self._key_queues.values())
         due_at = first_at + self._limits.wait_s
         if self._timer is not None:
             if self._timer.when() <= due_at:
@@ -253,17 +254,17 @@ class BatchQueue(Generic[ItemT, ResultT]):
     def _start_batch(self) -> None:
         self._is_starting = False
         self._forget_cancelled()
-        found = None if self._is_busy() else self._next_line()
+        found = None if self._is_busy() else self._next_key_queue()
         if found is not None:
             key, count = found
-            line = self._lines[key]
-            batch, line.entries = line.entries[:count], line.entries[count:]
-            line.forget(self._limits.max_batch_size)
-            self._drop_if_empty(key, line)
+            key_queue = self._key_queues[key]
+            batch, key_queue.entries = key_queue.entries[:count], key_queue.entries[count:]
+            key_queue.forget(self._limits.max_batch_size)
+            self._drop_if_empty(key, key_queue)
             loop = asyncio.get_running_loop()
             if self._on_batch is not None:
                 now = loop.time()
-                self._on_batch([now - entry.entered_at for entry in batch])
+                self._on_batch([now - entry.added_at for entry in batch])
             task = loop.create_task(self._run_batch(batch))
             self._tasks[task] = LoopClock().wall()
             task.add_done_callback(self._note_end)
@@ -271,12 +272,12 @@ class BatchQueue(Generic[ItemT, ResultT]):
         self.reconsider()
 
     def _forget_cancelled(self) -> None:
-        # Whoever is cancelled takes its item out itself, but gets to it a turn of the loop later.
-        for key, line in list(self._lines.items()):
-            if any(entry.result.done() for entry in line.entries):
-                line.entries = [entry for entry in line.entries if not entry.result.done()]
-                line.forget(self._limits.max_batch_size)
-                self._drop_if_empty(key, line)
+        # A cancelled caller removes its item itself, but only in the next iteration of the loop.
+        for key, key_queue in list(self._key_queues.items()):
+            if any(entry.result.done() for entry in key_queue.entries):
+                key_queue.entries = [entry for entry in key_queue.entries if not entry.result.done()]
+                key_queue.forget(self._limits.max_batch_size)
+                self._drop_if_empty(key, key_queue)
 
     def _note_end(self, task: asyncio.Task[None]) -> None:
         del self._tasks[task]
@@ -287,27 +288,29 @@ class BatchQueue(Generic[ItemT, ResultT]):
         try:
             results = await self._run([entry.item for entry in batch])
             if len(results) != len(batch):
-                raise ServeError(f"A batch of {len(batch)} was answered by {len(results)} results.")
+                raise ServeError(
+                    f"A batch of {len(batch)} items got {len(results)} results; return one result per item."
+                )
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 for entry in batch:
                     entry.result.cancel()
                 raise
-            results = [error] * len(batch)  # nobody cancelled the batch: it is an error like any other
-        except BaseException as error:  # the error of each of them; nothing of it may end the loop
+            results = [error] * len(batch)  # the batch was not cancelled, so this is an error of user code
+        except BaseException as error:  # an error of every item; it must not end the loop
             if all(entry.result.done() for entry in batch):
-                logger.warning("A batch failed after its callers had gone", exc_info=error)
+                logger.warning("A batch failed after all of its callers had left", exc_info=error)
             results = [error] * len(batch)
         _settle_all(batch, results)
         del batch, results  # as in submit()
 
 
 def raisable(error: BaseException) -> Exception:
-    """Return the error, or a stand-in for one that would end more than the call it is raised in."""
+    """Return the error, or a `UserCodeError` for an error that would end more than its call."""
     if isinstance(error, Exception) and not isinstance(error, (StopIteration, StopAsyncIteration)):
         return error
-    stand_in = UserCodeError(f"The user's code gave {type(error).__name__}: {error}")
+    stand_in = UserCodeError(f"User code raised or returned {type(error).__name__}: {error}")
     stand_in.__cause__ = error
     return stand_in
 
@@ -327,15 +330,15 @@ def _settle(future: asyncio.Future[ResultT], result: ResultT | BaseException) ->
 
 
 def _cancel_when_unwanted(task: asyncio.Task[None], batch: list[BatchEntry[Any, Any]]) -> None:
-    """Cancel a running batch once nobody waits for any of its results."""
+    """Cancel a running batch once all of its results are done and some were cancelled."""
     waiting = len(batch)
-    has_lost_some = False
+    has_cancelled = False
 
     def note(future: asyncio.Future[Any]) -> None:
-        nonlocal waiting, has_lost_some
+        nonlocal waiting, has_cancelled
         waiting -= 1
-        has_lost_some = has_lost_some or future.cancelled()
-        if not waiting and has_lost_some:
+        has_cancelled = has_cancelled or future.cancelled()
+        if not waiting and has_cancelled:
             task.cancel()
 
     for entry in batch:
@@ -343,6 +346,6 @@ def _cancel_when_unwanted(task: asyncio.Task[None], batch: list[BatchEntry[Any, 
 
 
 def reconsider_on(loop: asyncio.AbstractEventLoop, queue: BatchQueue[Any, Any]) -> None:
-    """Have a queue act on changed limits, from any thread."""
-    with suppress(RuntimeError):  # what a closed loop raises; nothing waits there any more
+    """Apply changed limits to a queue; may be called from any thread."""
+    with suppress(RuntimeError):  # the loop is closed, so no item waits there
         loop.call_soon_threadsafe(queue.reconsider)

@@ -1,4 +1,4 @@
-"""Check what user code returns for a batch."""
+"""Check of the results that user code returns for a batch."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from daskserve.errors import ServeError
 
 
 def as_results(name: str, results: Any, expected: int) -> list[Any]:
-    """Return what the user's code gave for a batch of ``expected`` items as a list.
+    """Return the results of user code for a batch of ``expected`` items as a list.
 
     Raises
     ------
     ServeError
-        It is no sequence of as many results. Errors of the user's own iterators are raised as they are.
+        The results are not an iterable of ``expected`` items. Errors of user iterators are raised unchanged.
     """
     if isinstance(results, (str, bytes, Mapping, set, frozenset)) or not isinstance(results, Iterable):
         raise ServeError(
             f"{name} must return a list of results, one per request of the batch; "
             f"it returned a {type(results).__name__}."
         )
-    # One more than wanted will do to see that they are too many: they may have no end.
+    # Read at most one more than expected, because the iterable may be endless.
     count = len(results) if isinstance(results, Sized) else expected
     found = list(islice(results, expected + 1)) if count == expected else []
     if len(found) != expected:

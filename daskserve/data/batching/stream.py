@@ -1,7 +1,7 @@
-"""Streams out of a batch: an async generator that yields a list at each step, and a reader for each place.
+"""Streams of a batch: an async generator yields a list at each step, and each position has a reader.
 
-All of it is on one event loop. A reader that falls `AHEAD` results behind holds up its batch until it has
-caught up, or has left: results would otherwise pile up without bound.
+All of them run on one event loop. A reader that falls `MAX_BUFFERED_RESULTS` behind blocks its batch until it
+has caught up or left. This bounds the number of buffered results.
 """
 
 from __future__ import annotations
@@ -15,53 +15,53 @@ from daskserve.clock import LoopClock
 from daskserve.data.batching.queue import raisable
 from daskserve.data.batching.results import as_results
 
-#: How many results may wait for a reader. Plenty, so that a slow reader seldom holds up the others.
-AHEAD = 1000
+#: Maximum number of results that wait for a reader; large, so that a slow reader rarely blocks the others.
+MAX_BUFFERED_RESULTS = 1000
 
 
-#: What a stream gives after its last result.
+#: Returned by `BatchStream.get` after the last result.
 END: Final = object()
 
 
 def is_end(result: Any) -> bool:
-    """Whether a result says that there are no more for its reader."""
+    """Return whether a result ends the stream of its reader."""
     if isinstance(result, type):
         return result is StopIteration or result is StopAsyncIteration
     return isinstance(result, (StopIteration, StopAsyncIteration))
 
 
 class BatchStream:
-    """The results of one call, on their way from its batch to its reader."""
+    """The results of one call, from its batch to its reader."""
 
     def __init__(self) -> None:
         self._results: deque[Any] = deque()
         self._changed = asyncio.Event()
-        #: Settled with the batch, and earlier for a reader whose results have ended.
+        #: Done when the batch ends, or earlier if the results of this reader end.
         self._outcome: asyncio.Future[Any] | None = None
-        self.is_left = False
+        self.has_left = False
 
     # ---- the batch's side
 
     def follow(self, outcome: asyncio.Future[Any]) -> None:
-        """End when the future does, with its error if it has one."""
+        """End the stream with the future's outcome once the future is done."""
         self._outcome = outcome
         outcome.add_done_callback(lambda _: self._changed.set())
 
     @property
-    def is_wanted(self) -> bool:
-        """Whether its reader waits for more."""
-        return not self.is_left and self._outcome is not None and not self._outcome.done()
+    def is_read(self) -> bool:
+        """Whether its reader still reads results."""
+        return not self.has_left and self._outcome is not None and not self._outcome.done()
 
     async def put(self, result: Any) -> None:
-        """Hand on a result, waiting while too many wait already."""
+        """Add a result; wait until the buffer has room."""
         self._results.append(result)
         self._changed.set()
-        while len(self._results) >= AHEAD and self.is_wanted:
+        while len(self._results) >= MAX_BUFFERED_RESULTS and self.is_read:
             self._changed.clear()
             await self._changed.wait()
 
     def end(self, error: Exception | None = None) -> None:
-        """There are no more results."""
+        """End the stream, with an error if one is given."""
         if self._outcome is not None and not self._outcome.done():
             if error is None:
                 self._outcome.set_result(END)
@@ -71,7 +71,7 @@ class BatchStream:
     # ---- the reader's side
 
     async def get(self) -> Any:
-        """Return the next result, `END` after the last one; raise what ended the stream before its time."""
+        """Return the next result, or `END` after the last one; raise the error that ended the stream."""
         while not self._results:
             if self._outcome is not None and self._outcome.done():
                 outcome, self._outcome = self._outcome, None
@@ -86,23 +86,23 @@ class BatchStream:
         return result
 
     def leave(self) -> None:
-        """Nobody reads any more."""
-        self.is_left = True
+        """Stop reading; drop the results that wait."""
+        self.has_left = True
         self._outcome = None
         self._results.clear()
         self._changed.set()
 
 
-async def pass_on(name: str, generator: AsyncGenerator[Any, Any], streams: Sequence[BatchStream]) -> None:
-    """Hand the lists of a batch's generator on to its readers, each in its place.
+async def distribute(name: str, generator: AsyncGenerator[Any, Any], streams: Sequence[BatchStream]) -> None:
+    """Distribute the lists that a batch's generator yields to the readers, by position.
 
-    Once nobody wants more the generator gets one step to end by itself, then it is closed.
+    Once no reader is left, the generator gets one more step to end, and is then closed.
     """
-    is_over = False
+    has_last_step = False
     try:
         async for results in generator:
             for stream, result in zip(streams, as_results(name, results, len(streams)), strict=True):
-                if not stream.is_wanted:
+                if not stream.is_read:
                     continue
                 if is_end(result):
                     stream.end()
@@ -110,11 +110,11 @@ async def pass_on(name: str, generator: AsyncGenerator[Any, Any], streams: Seque
                     stream.end(raisable(result))
                 else:
                     await stream.put(result)
-            if not any(stream.is_wanted for stream in streams):
-                if is_over:
+            if not any(stream.is_read for stream in streams):
+                if has_last_step:
                     break
-                is_over = True
-            # Readers come first, also where the generator itself never waits for anything.
+                has_last_step = True
+            # Let readers run, even if the generator never waits.
             await LoopClock().sleep(0)
     finally:
         await generator.aclose()

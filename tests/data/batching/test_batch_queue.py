@@ -1,4 +1,4 @@
-"""The queue behind both kinds of batching: who goes together, and what becomes of each."""
+"""The queue of both kinds of batching."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_full_batch_runs_at_once() -> None:
     run(scenario)
 
 
-def test_a_batch_that_does_not_fill_runs_when_its_first_item_has_waited_long_enough() -> None:
+def test_a_partial_batch_runs_when_its_first_item_has_waited_long_enough() -> None:
     async def scenario(queue: BatchQueue[Any, Any], runner: Runner) -> None:
         loop = asyncio.get_running_loop()
         began = loop.time()
@@ -91,7 +91,7 @@ def test_a_batch_that_does_not_fill_runs_when_its_first_item_has_waited_long_eno
     run(scenario, wait_s=0.02)
 
 
-def test_without_a_wait_what_comes_in_one_turn_goes_together() -> None:
+def test_without_a_wait_items_of_one_loop_iteration_share_a_batch() -> None:
     async def scenario(queue: BatchQueue[Any, Any], runner: Runner) -> None:
         await asyncio.gather(*submit(queue, 1, 2))
         assert await queue.submit(3) == 30
@@ -100,7 +100,7 @@ def test_without_a_wait_what_comes_in_one_turn_goes_together() -> None:
     run(scenario, wait_s=0)
 
 
-def test_what_comes_during_a_serial_batch_gathers_for_the_next() -> None:
+def test_items_added_during_a_serial_batch_form_the_next() -> None:
     async def scenario(queue: BatchQueue[Any, Any], runner: Runner) -> None:
         runner.go.clear()
         tasks = submit(queue, 1)
@@ -127,7 +127,7 @@ def test_batches_that_are_not_serial_overlap() -> None:
     run(scenario, max_running=None)
 
 
-def test_a_cancelled_item_is_taken_out_before_its_batch_runs() -> None:
+def test_a_cancelled_item_is_removed_before_its_batch_runs() -> None:
     async def scenario(queue: BatchQueue[Any, Any], runner: Runner) -> None:
         tasks = submit(queue, 1, 2)
         await turns()
@@ -141,7 +141,7 @@ def test_a_cancelled_item_is_taken_out_before_its_batch_runs() -> None:
     run(scenario)
 
 
-def test_a_running_batch_goes_on_for_the_items_that_are_still_wanted() -> None:
+def test_a_running_batch_continues_for_its_remaining_items() -> None:
     async def scenario(queue: BatchQueue[Any, Any], runner: Runner) -> None:
         runner.go.clear()
         tasks = submit(queue, 1, 2, 3)
@@ -155,7 +155,7 @@ def test_a_running_batch_goes_on_for_the_items_that_are_still_wanted() -> None:
     run(scenario)
 
 
-def test_a_batch_that_nobody_wants_any_more_is_cancelled_and_the_next_one_runs() -> None:
+def test_a_batch_without_callers_is_cancelled_and_the_next_one_runs() -> None:
     async def scenario(queue: BatchQueue[Any, Any], runner: Runner) -> None:
         runner.go.clear()
         tasks = submit(queue, 1, 2, 3)
@@ -170,7 +170,7 @@ def test_a_batch_that_nobody_wants_any_more_is_cancelled_and_the_next_one_runs()
     run(scenario)
 
 
-def test_an_exception_goes_to_all_items_of_that_batch_and_to_no_other() -> None:
+def test_an_exception_fails_all_items_of_its_batch_and_no_others() -> None:
     async def scenario(queue: BatchQueue[Any, Any], runner: Runner) -> None:
         def fail(items: list[Any]) -> Sequence[Any]:
             raise ValueError("broken")
@@ -184,7 +184,7 @@ def test_an_exception_goes_to_all_items_of_that_batch_and_to_no_other() -> None:
     run(scenario)
 
 
-def test_an_exception_among_the_results_is_raised_for_its_item_alone() -> None:
+def test_an_exception_among_the_results_is_raised_for_its_item_only() -> None:
     async def scenario(queue: BatchQueue[Any, Any], runner: Runner) -> None:
         runner.answer = lambda items: [1, ValueError("second"), 3]
         results = await asyncio.gather(*submit(queue, 1, 2, 3), return_exceptions=True)
@@ -202,7 +202,7 @@ def test_a_runner_that_loses_results_fails_the_batch() -> None:
     run(scenario)
 
 
-def test_changed_limits_hold_for_what_is_submitted_next() -> None:
+def test_changed_limits_apply_to_the_next_items() -> None:
     async def scenario(queue: BatchQueue[Any, Any], runner: Runner) -> None:
         runner.limits.max_batch_size = 2
         await asyncio.gather(*submit(queue, 1, 2))
@@ -213,7 +213,7 @@ def test_changed_limits_hold_for_what_is_submitted_next() -> None:
     run(scenario)
 
 
-def test_a_queue_survives_a_storm_of_cancellations_and_errors() -> None:
+def test_a_queue_survives_many_cancellations_and_errors() -> None:
     async def scenario(queue: BatchQueue[Any, Any], runner: Runner) -> None:
         def sometimes(items: list[Any]) -> Sequence[Any]:
             if items[0] % 4 == 0:
@@ -233,7 +233,7 @@ def test_a_queue_survives_a_storm_of_cancellations_and_errors() -> None:
     run(scenario, wait_s=0)
 
 
-def test_lowered_limits_hold_for_what_waits_already() -> None:
+def test_lowered_limits_apply_to_waiting_items() -> None:
     async def scenario(queue: BatchQueue[Any, Any], runner: Runner) -> None:
         for size, wait_s in ((2, LONG_S), (9, 0.0)):
             runner.limits.max_batch_size, runner.limits.wait_s = 3, LONG_S
@@ -248,7 +248,7 @@ def test_lowered_limits_hold_for_what_waits_already() -> None:
     run(scenario)
 
 
-def test_no_more_batches_run_at_a_time_than_may() -> None:
+def test_at_most_max_running_batches_run_at_a_time() -> None:
     async def scenario(queue: BatchQueue[Any, Any], runner: Runner) -> None:
         runner.go.clear()
         tasks = submit(queue, 1, 2, 3, 4, 5, 6, 7, 8, 9)
@@ -273,7 +273,7 @@ def test_items_of_different_keys_never_share_a_batch() -> None:
     run(scenario)
 
 
-def test_of_two_kinds_the_one_that_waits_longer_goes_first() -> None:
+def test_of_two_keys_the_one_that_waits_longer_goes_first() -> None:
     async def scenario(queue: BatchQueue[Any, Any], runner: Runner) -> None:
         runner.go.clear()
         tasks = submit(queue, 0)
@@ -288,7 +288,7 @@ def test_of_two_kinds_the_one_that_waits_longer_goes_first() -> None:
     run(scenario, wait_s=0)
 
 
-def test_an_item_that_is_cancelled_in_the_turn_its_batch_starts_is_not_in_it() -> None:
+def test_an_item_cancelled_just_before_its_batch_starts_is_not_in_it() -> None:
     async def scenario(queue: BatchQueue[Any, Any], runner: Runner) -> None:
         tasks = submit(queue, 1, 2, 3)
         await asyncio.sleep(0)
@@ -304,7 +304,7 @@ def test_an_item_that_is_cancelled_in_the_turn_its_batch_starts_is_not_in_it() -
 @pytest.mark.parametrize(
     "error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit(), asyncio.CancelledError("own")]
 )
-def test_nothing_that_user_code_raises_ends_the_loop_or_passes_for_a_cancellation(
+def test_errors_of_user_code_never_end_the_loop_or_look_like_a_cancellation(
     error: BaseException,
 ) -> None:
     async def scenario(queue: BatchQueue[Any, Any], runner: Runner) -> None:
@@ -327,7 +327,7 @@ def test_nothing_that_user_code_raises_ends_the_loop_or_passes_for_a_cancellatio
 @pytest.mark.parametrize(
     "result", [StopIteration(1), StopAsyncIteration(), SystemExit(1), asyncio.CancelledError()]
 )
-def test_a_result_that_cannot_be_raised_as_it_is_fails_its_item_alone(result: BaseException) -> None:
+def test_a_result_that_cannot_be_raised_fails_only_its_item(result: BaseException) -> None:
     async def scenario(queue: BatchQueue[Any, Any], runner: Runner) -> None:
         runner.answer = lambda items: [1, result, 3]
         results = await asyncio.gather(*submit(queue, 1, 2, 3), return_exceptions=True)
@@ -336,7 +336,7 @@ def test_a_result_that_cannot_be_raised_as_it_is_fails_its_item_alone(result: Ba
     run(scenario)
 
 
-def test_a_failure_after_all_callers_have_gone_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_after_all_callers_have_left_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario(queue: BatchQueue[Any, Any], runner: Runner) -> None:
         async def stubborn(items: list[Any]) -> Sequence[Any]:
             try:
@@ -356,7 +356,7 @@ def test_a_failure_after_all_callers_have_gone_is_logged(caplog: pytest.LogCaptu
     run(scenario)
 
 
-def test_an_error_keeps_nothing_of_its_batch_alive() -> None:
+def test_an_error_holds_no_reference_to_its_batch() -> None:
     class Item:
         pass
 
@@ -385,7 +385,7 @@ def test_an_error_keeps_nothing_of_its_batch_alive() -> None:
 # ---- with a measure of one's own
 
 
-def test_a_batch_is_as_large_as_the_measure_says() -> None:
+def test_size_of_decides_the_size_of_a_batch() -> None:
     async def scenario(queue: BatchQueue[Any, Any], runner: Runner) -> None:
         tasks = submit(queue, 4, 5, 2, 8, 1, 1)
         await asyncio.gather(*tasks)
@@ -394,7 +394,7 @@ def test_a_batch_is_as_large_as_the_measure_says() -> None:
     run(scenario, max_batch_size=10, wait_s=0.02, size_of=sum)
 
 
-def test_a_batch_that_nothing_more_fits_into_runs_at_once() -> None:
+def test_a_batch_into_which_no_item_fits_runs_at_once() -> None:
     async def scenario(queue: BatchQueue[Any, Any], runner: Runner) -> None:
         first = submit(queue, 4, 6)
         await asyncio.gather(*first)
@@ -406,7 +406,7 @@ def test_a_batch_that_nothing_more_fits_into_runs_at_once() -> None:
     run(scenario, max_batch_size=10, size_of=sum)
 
 
-def test_an_item_that_is_too_large_alone_is_refused_and_hurts_no_other() -> None:
+def test_an_item_that_is_too_large_alone_is_refused_without_affecting_others() -> None:
     async def scenario(queue: BatchQueue[Any, Any], runner: Runner) -> None:
         tasks = submit(queue, 4, 11, 6)
         results = await asyncio.gather(*tasks, return_exceptions=True)
@@ -433,7 +433,7 @@ def test_a_waiting_item_that_a_lowered_limit_makes_too_large_is_refused() -> Non
 
 
 @pytest.mark.parametrize("error", [ValueError("measure"), SystemExit(1)])
-def test_a_measure_that_fails_fails_its_item_and_the_queue_goes_on(error: BaseException) -> None:
+def test_an_error_of_size_of_fails_its_item_and_the_queue_continues(error: BaseException) -> None:
     """Alone: that item; together with others: it goes by itself."""
 
     def measure(items: list[Any]) -> float:
@@ -443,7 +443,7 @@ def test_a_measure_that_fails_fails_its_item_and_the_queue_goes_on(error: BaseEx
 
     async def scenario(queue: BatchQueue[Any, Any], runner: Runner) -> None:
         with pytest.raises(type(error)):
-            queue.enter("bad")
+            queue.add("bad")
         tasks = submit(queue, 1, 2, 3, 4)
         assert await asyncio.gather(*tasks) == [10, 20, 30, 40]
         assert runner.batches == [[1, 2], [3, 4]]
@@ -452,9 +452,9 @@ def test_a_measure_that_fails_fails_its_item_and_the_queue_goes_on(error: BaseEx
 
 
 @pytest.mark.parametrize("size", [None, "many", float("nan")])
-def test_a_measure_that_gives_no_number_is_an_error(size: Any) -> None:
+def test_a_size_that_is_no_number_is_an_error(size: Any) -> None:
     async def scenario(queue: BatchQueue[Any, Any], runner: Runner) -> None:
         with pytest.raises((TypeError, RuntimeError)):
-            queue.enter(1)
+            queue.add(1)
 
     run(scenario, size_of=lambda items: size)

@@ -1,4 +1,4 @@
-"""``batch`` on methods and functions (features BA01-BA06, BA08-BA10, BA12), without a replica around it."""
+"""``batch`` on methods and functions (features BA01-BA06, BA08-BA10, BA12), without a replica."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from daskserve import context as serve_context
 from daskserve.context import ReplicaContext, RequestContext, current_replica, current_request
 from daskserve.data.batching.decorator import batch
 from daskserve.data.batching.function import BatchedFunction
-from daskserve.data.batching.stream import AHEAD
+from daskserve.data.batching.stream import MAX_BUFFERED_RESULTS
 from daskserve.errors import ServeError, UserCodeError
 from daskserve.testing import run_virtual
 
@@ -105,7 +105,7 @@ async def collect(stream: AsyncIterator[Any]) -> list[Any]:
 # ---- BA01: what goes together
 
 
-def test_ten_calls_at_once_are_one_by_default() -> None:
+def test_ten_simultaneous_calls_are_one_batch_by_default() -> None:
     async def scenario() -> None:
         model = Model()
         assert await asyncio.gather(*(model.double(n) for n in range(10))) == [2 * n for n in range(10)]
@@ -114,7 +114,7 @@ def test_ten_calls_at_once_are_one_by_default() -> None:
     run(scenario)
 
 
-def test_a_lone_call_waits_for_others_for_ten_milliseconds_by_default() -> None:
+def test_a_single_call_waits_ten_milliseconds_for_others_by_default() -> None:
     async def scenario() -> None:
         assert await Model().double(4) == 8
         assert asyncio.get_running_loop().time() == pytest.approx(0.01)
@@ -122,7 +122,7 @@ def test_a_lone_call_waits_for_others_for_ten_milliseconds_by_default() -> None:
     run(scenario)
 
 
-def test_batches_run_one_at_a_time_unless_told_otherwise() -> None:
+def test_batches_run_one_at_a_time_by_default() -> None:
     async def scenario() -> None:
         for name, expected in (("by_three", [[0, 1, 2]]), ("two_at_a_time", [[0, 1], [2, 3]])):
             model = Model()
@@ -157,7 +157,7 @@ def test_batches_run_one_at_a_time_unless_told_otherwise() -> None:
         ({"batch_size_fn": square}, TypeError),
     ],
 )
-def test_a_wrong_option_is_named_with_its_value(options: dict[str, Any], error: type[Exception]) -> None:
+def test_an_invalid_option_is_named_with_its_value(options: dict[str, Any], error: type[Exception]) -> None:
     ((name, value),) = options.items()
     with pytest.raises(error, match=name) as caught:
         batch(**options)
@@ -173,7 +173,7 @@ def plain_generator(items: list[int]) -> Any:
 
 
 @pytest.mark.parametrize("function", [plain, plain_generator, Model, 3, "name"])
-def test_what_is_not_async_def_cannot_be_batched(function: Any) -> None:
+def test_only_async_def_functions_can_be_batched(function: Any) -> None:
     for decorate in (batch, batch(max_batch_size=2)):
         with pytest.raises(TypeError, match="async def"):
             decorate(function)
@@ -210,7 +210,7 @@ def test_the_function_gets_a_list_for_each_argument() -> None:
     run(scenario)
 
 
-def test_calls_of_different_shapes_go_apart() -> None:
+def test_calls_with_different_arguments_do_not_share_a_batch() -> None:
     async def scenario() -> None:
         model = Model()
         calls = (
@@ -258,7 +258,7 @@ async def square_of_nothing(*numbers: list[int]) -> list[int]:
         lambda items: iter(items[1:]),
     ],
 )
-def test_anything_but_a_result_for_each_fails_all_of_them_and_nothing_after(answer: Any) -> None:
+def test_invalid_results_fail_the_batch_and_no_later_one(answer: Any) -> None:
     async def scenario() -> None:
         model = Model()
         right, model.answer = model.answer, answer
@@ -271,7 +271,7 @@ def test_anything_but_a_result_for_each_fails_all_of_them_and_nothing_after(answ
     run(scenario)
 
 
-def test_a_wrong_number_of_results_is_told_with_both_numbers() -> None:
+def test_a_wrong_number_of_results_is_reported_with_both_numbers() -> None:
     async def scenario() -> None:
         model = Model()
         model.answer = lambda items: [1]
@@ -291,7 +291,7 @@ def test_a_wrong_number_of_results_is_told_with_both_numbers() -> None:
         (StopAsyncIteration(), UserCodeError),
     ],
 )
-def test_what_the_function_raises_goes_to_all_of_its_batch_and_no_other(
+def test_an_error_of_the_function_fails_its_batch_and_no_other(
     error: BaseException, seen: type[Exception]
 ) -> None:
     async def scenario() -> None:
@@ -322,7 +322,7 @@ def test_an_error_has_the_traceback_of_the_function() -> None:
 # ---- BA12: single failures
 
 
-def test_an_exception_among_the_results_is_raised_for_its_caller_alone() -> None:
+def test_an_exception_among_the_results_is_raised_for_its_caller_only() -> None:
     async def scenario() -> None:
         model = Model()
         model.answer = lambda items: [1, ValueError("second"), 3]
@@ -335,7 +335,7 @@ def test_an_exception_among_the_results_is_raised_for_its_caller_alone() -> None
 # ---- BA04: generators
 
 
-def test_each_caller_of_a_generator_gets_a_stream_of_its_own() -> None:
+def test_each_caller_of_a_generator_gets_its_own_stream() -> None:
     async def scenario() -> None:
         model = Model()
         streams = await asyncio.gather(*(collect(model.count_to(n)) for n in (3, 1, 2)))
@@ -346,7 +346,7 @@ def test_each_caller_of_a_generator_gets_a_stream_of_its_own() -> None:
     run(scenario)
 
 
-def test_results_flow_as_they_are_made_even_by_code_that_never_waits() -> None:
+def test_results_are_delivered_immediately_even_by_code_that_never_waits() -> None:
     order: list[Any] = []
 
     @batch(max_batch_size=1)
@@ -405,7 +405,7 @@ async def tell(stream: AsyncIterator[Any]) -> list[Any]:
         ([[1, 2], asyncio.CancelledError()], [1, UserCodeError], [2, UserCodeError]),
     ],
 )
-def test_streams_end_each_in_its_own_way(steps: list[Any], first: list[Any], second: list[Any]) -> None:
+def test_each_stream_ends_with_its_own_results(steps: list[Any], first: list[Any], second: list[Any]) -> None:
     async def scenario() -> None:
         stepping = in_steps(*steps)
         async with asyncio.timeout(10):
@@ -446,7 +446,7 @@ def test_a_reader_that_is_cancelled_while_it_waits_leaves_its_batch() -> None:
     run(scenario)
 
 
-def test_a_generator_whose_readers_all_have_ended_may_end_by_itself_but_not_go_on() -> None:
+def test_a_generator_without_readers_gets_one_more_step_to_end() -> None:
     notes: list[str] = []
 
     @batch(max_batch_size=1)
@@ -474,7 +474,9 @@ def test_a_generator_whose_readers_all_have_ended_may_end_by_itself_but_not_go_o
     run(scenario)
 
 
-def test_a_generator_that_refuses_to_be_closed_hurts_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_generator_that_refuses_to_close_does_not_affect_later_calls(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     class Stubborn:
         @batch(max_batch_size=1)
         async def count(self, items: list[Any]) -> AsyncIterator[Any]:
@@ -496,7 +498,7 @@ def test_a_generator_that_refuses_to_be_closed_hurts_nobody(caplog: pytest.LogCa
     assert "ignored GeneratorExit" in caplog.text
 
 
-def test_a_slow_reader_holds_its_batch_up_in_the_end_until_it_leaves() -> None:
+def test_a_slow_reader_blocks_its_batch_at_the_buffer_limit_until_it_leaves() -> None:
     made: list[int] = []
 
     @batch(max_batch_size=2)
@@ -514,7 +516,7 @@ def test_a_slow_reader_holds_its_batch_up_in_the_end_until_it_leaves() -> None:
                     await anext(quick)
             except TimeoutError:
                 break
-        assert len(made) == AHEAD + 1
+        assert len(made) == MAX_BUFFERED_RESULTS + 1
         other = endless(3)
         await slow.aclose()  # type: ignore[attr-defined]
         await other.aclose()  # type: ignore[attr-defined]
@@ -525,7 +527,7 @@ def test_a_slow_reader_holds_its_batch_up_in_the_end_until_it_leaves() -> None:
 # ---- BA05: at run time
 
 
-def test_limits_are_changed_for_one_instance_and_for_what_waits_already() -> None:
+def test_changed_limits_apply_to_one_instance_and_to_its_waiting_calls() -> None:
     async def scenario() -> None:
         model, other = Model(), Model()
         tasks = [asyncio.create_task(model.by_three(n)) for n in range(2)]
@@ -554,7 +556,7 @@ def test_limits_may_be_changed_from_a_thread_as_in_reconfigure() -> None:
     asyncio.run(scenario())
 
 
-def test_running_batches_can_be_looked_at() -> None:
+def test_running_batches_can_be_inspected() -> None:
     async def scenario() -> None:
         model = Model()
         assert await model.double._is_batching_task_alive()
@@ -580,7 +582,7 @@ def test_running_batches_can_be_looked_at() -> None:
 # ---- BA06: cancellation
 
 
-def test_a_cancelled_call_is_taken_out_before_its_batch_runs() -> None:
+def test_a_cancelled_call_is_removed_before_its_batch_runs() -> None:
     async def scenario() -> None:
         model = Model()
         tasks = [asyncio.create_task(model.double(n)) for n in range(4)]
@@ -592,7 +594,7 @@ def test_a_cancelled_call_is_taken_out_before_its_batch_runs() -> None:
     run(scenario)
 
 
-def test_a_running_batch_outlives_some_of_its_callers_but_not_all() -> None:
+def test_a_running_batch_is_cancelled_only_when_all_callers_have_left() -> None:
     async def scenario() -> None:
         model = Model()
         model.go.clear()
@@ -614,7 +616,7 @@ def test_a_running_batch_outlives_some_of_its_callers_but_not_all() -> None:
     run(scenario)
 
 
-def test_storms_of_cancellations_leave_nothing_behind() -> None:
+def test_many_cancellations_leave_no_state_behind() -> None:
     async def scenario() -> None:
         model = Model()
 
@@ -645,7 +647,7 @@ def test_storms_of_cancellations_leave_nothing_behind() -> None:
 # ---- BA08: sizes of one's own
 
 
-def test_batches_are_measured_by_the_users_function() -> None:
+def test_batch_size_fn_decides_the_size_of_batches() -> None:
     async def scenario() -> None:
         model = Model()
         assert await asyncio.gather(*(model.weighed(n) for n in (4, 5, 2, 8))) == [4, 5, 2, 8]
@@ -660,7 +662,7 @@ def test_batches_are_measured_by_the_users_function() -> None:
 # ---- BA09: whose queue
 
 
-def test_instances_do_not_mix_and_functions_are_batched_too() -> None:
+def test_instances_do_not_share_batches_and_functions_can_be_batched() -> None:
     async def scenario() -> None:
         first, second = Model(), Model()
         await asyncio.gather(first.double(1), second.double(2), first.double(3), Model.double(second, 4))
@@ -670,9 +672,9 @@ def test_instances_do_not_mix_and_functions_are_batched_too() -> None:
     run(scenario)
 
 
-def test_an_instance_lives_no_longer_for_having_been_batched() -> None:
+def test_batching_does_not_keep_an_instance_alive() -> None:
     async def scenario() -> None:
-        known = len(Model.double._owners)
+        known = len(Model.double._states)
         model = Model()
         await model.double(1)
         assert await collect(model.count_to(1)) == [0]
@@ -683,7 +685,7 @@ def test_an_instance_lives_no_longer_for_having_been_batched() -> None:
         gone = weakref.ref(model)
         del model
         assert gone() is None
-        assert len(Model.double._owners) == known
+        assert len(Model.double._states) == known
 
     gc.collect()
     gc.disable()
@@ -723,11 +725,11 @@ def test_equality_hashes_and_slots_of_instances_do_not_matter() -> None:
     run(scenario)
 
 
-def test_each_event_loop_has_a_queue_and_loops_that_are_gone_leave_none() -> None:
+def test_each_event_loop_has_a_queue_which_is_dropped_with_the_loop() -> None:
     model = Model()
     for _ in range(3):
         assert asyncio.run(model.double(2)) == 4
-    owner = Model.double.owner_of(model)
+    owner = Model.double.state_of(model)
     assert len(owner.queues()) == 1
 
     results: list[Any] = []
@@ -767,7 +769,7 @@ def test_replicas_that_share_a_function_and_a_loop_do_not_share_batches() -> Non
     run(scenario)
 
 
-def test_inheritance_and_super() -> None:
+def test_batched_methods_support_inheritance_and_super() -> None:
     class Child(Model):
         @batch
         async def double(self, items: list[Any]) -> list[Any]:
@@ -776,7 +778,7 @@ def test_inheritance_and_super() -> None:
     async def scenario() -> None:
         child = Child()
         assert await asyncio.gather(child.double(1), child.double(2)) == [3, 5]
-        assert await child.by_three.__func__.call(child, Model.by_three.owner_of(child), (1,), {}) == 2
+        assert await child.by_three.__func__.call(child, Model.by_three.state_of(child), (1,), {}) == 2
 
     run(scenario)
 
@@ -784,7 +786,7 @@ def test_inheritance_and_super() -> None:
 # ---- the context of a batch
 
 
-def test_a_batch_is_nobodys_request() -> None:
+def test_a_batch_has_no_current_request() -> None:
     seen: list[Any] = []
 
     @batch(max_batch_size=2)
@@ -807,7 +809,7 @@ def test_a_batch_is_nobodys_request() -> None:
 # ---- BA10: batches that can never fill
 
 
-def test_a_batch_that_can_never_fill_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_batch_that_can_never_fill_causes_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         model = Model()
         current_replica.set(ReplicaContext("i", "a-backend", "b#A", max_concurrent_queries=5))
@@ -833,7 +835,7 @@ def test_a_batch_that_can_never_fill_is_warned_of_once(caplog: pytest.LogCapture
 # ---- what it passes for
 
 
-def test_it_passes_for_the_function_it_was_made_of() -> None:
+def test_a_batched_function_looks_like_its_function() -> None:
     model = Model()
     for found in (Model.double, model.double, square):
         assert inspect.iscoroutinefunction(found)
@@ -853,7 +855,7 @@ def test_it_passes_for_the_function_it_was_made_of() -> None:
 # ---- pickling
 
 
-def test_what_can_be_imported_is_pickled_by_name() -> None:
+def test_an_importable_function_is_pickled_by_name() -> None:
     for value in (square, Model.double):
         assert pickle.loads(pickle.dumps(value)) is value
         assert cloudpickle.loads(cloudpickle.dumps(value)) is value
@@ -881,7 +883,7 @@ async def triple(items):
 """
 
 
-def test_what_cannot_be_imported_is_pickled_by_value_even_after_use() -> None:
+def test_a_function_that_cannot_be_imported_is_pickled_by_value_even_after_use() -> None:
     module = types.ModuleType("__main__")
     exec(SOURCE, module.__dict__)
 
@@ -905,7 +907,7 @@ def test_what_cannot_be_imported_is_pickled_by_value_even_after_use() -> None:
     asyncio.run(again())
 
 
-def test_a_module_that_is_registered_to_be_pickled_by_value_is() -> None:
+def test_functions_of_a_module_registered_for_pickling_by_value_are_pickled_by_value() -> None:
     module = types.ModuleType("by_value_module")
     module.__dict__["__name__"] = "by_value_module"
     exec(SOURCE, module.__dict__)
