@@ -1,6 +1,6 @@
-"""What the acting layer has seen of the cluster: levels that stay until they are no longer true.
+"""What the acting layer has observed of the cluster: levels that stay until they are no longer true.
 
-Nothing here is stored: a new controller sees it all again by asking.
+Observations are not stored: a new controller queries the cluster again.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from daskserve.control.replica_lifecycle import ReplicaEvent
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.types import BackendTag, GoalId, ReplicaState, ReplicaTag, WorkerAddress, WorkerInfo
 
-#: Samples of each autoscaled backend that people may look at.
+#: Number of samples that are kept for each autoscaled backend, for `explain`.
 KEPT_SAMPLES = 10
 
 
 @dataclass(slots=True)
 class Scaling:
-    """What the autoscaler of a backend decided last, and on what it was based.
+    """The last decision of a backend's autoscaler, and the state on which it was based.
 
     Attributes
     ----------
@@ -43,7 +43,7 @@ class Scaling:
     samples: tuple[Sample, ...] = ()
 
     def is_for(self, backend: BackendRecord) -> bool:
-        """Whether this changes the number of a backend that is still as it was."""
+        """Return whether this decision changes the number of a backend that has not changed since."""
         return (
             backend.scaled_to == self.based_on != self.replicas
             and backend.autoscaling == self.options
@@ -57,20 +57,20 @@ class Scaling:
 
 @dataclass(slots=True)
 class Notes:
-    """What a step about one backend knows of it afterwards; `Observed.learn` takes it over.
+    """What a step of one backend has learnt; `Observed.learn` applies it.
 
     Attributes
     ----------
     failures : int
-        Constructors that failed in a row outside any goal.
+        Number of consecutive constructor failures without a goal.
     retry_at : float or None
         The earliest time to start another replica after that.
     waiting : str or None
-        Why replicas wait, for people to read.
+        A text with the reason why replicas wait.
     deadlines : dict
-        Until when a goal may take that this step saw first.
+        Deadlines of the goals that this step observed first.
     configured, reconfigure_failed : dict
-        Answers to reconfigurations that this step took in.
+        Answers to reconfigurations that this step processed.
     """
 
     failures: int = 0
@@ -86,40 +86,40 @@ class Observed:
     """Levels by replica, proxy and worker."""
 
     workers: dict[WorkerAddress, WorkerInfo] = field(default_factory=dict)
-    #: Workers that the scheduler told us are gone, until their last record is removed.
+    #: Workers that have left the scheduler, until their last record is removed.
     lost_workers: set[WorkerAddress] = field(default_factory=set)
-    #: Replicas that answered to this controller, with the facts they gave.
+    #: Replicas that have answered this controller, with their facts.
     ready: dict[ReplicaTag, dict[str, Any]] = field(default_factory=dict)
-    #: Replicas whose own probes failed, with what they found.
+    #: Replicas whose own probes failed, with the details.
     unhealthy: dict[ReplicaTag, str] = field(default_factory=dict)
-    #: Workers whose process does not answer though the scheduler still has them.
+    #: Workers that the scheduler still lists, but whose process does not answer.
     unresponsive: set[WorkerAddress] = field(default_factory=set)
     failed: dict[ReplicaTag, BaseException] = field(default_factory=dict)
     gone: set[ReplicaTag] = field(default_factory=set)
     #: The config each replica runs with, as far as it differs from its record.
     configured: dict[ReplicaTag, str] = field(default_factory=dict)
     reconfigure_failed: dict[ReplicaTag, BaseException] = field(default_factory=dict)
-    #: Not before this time may a backend whose replicas keep failing start another.
+    #: The earliest time at which a backend whose replicas keep failing may start another one.
     retry_at: dict[BackendTag, float] = field(default_factory=dict)
     failures: dict[BackendTag, int] = field(default_factory=dict)
-    #: Why a backend's replicas wait, for people to read.
+    #: Texts with the reason why a backend's replicas wait.
     waiting: dict[BackendTag, str] = field(default_factory=dict)
-    #: Whether workers that hold nothing are given back, as under ``cluster.adapt()``.
+    #: Whether the cluster removes empty workers, as under ``cluster.adapt()``.
     is_adaptive: bool = False
-    #: What routers and replicas told of their load.
+    #: The load that routers and replicas have reported.
     loads: Loads = field(default_factory=Loads)
-    #: What the autoscalers decided last.
+    #: The last decisions of the autoscalers.
     scalings: dict[BackendTag, Scaling] = field(default_factory=dict)
     deadlines: dict[GoalId, float] = field(default_factory=dict)
     proxies_ready: dict[str, dict[str, Any]] = field(default_factory=dict)
     proxies_failed: dict[str, BaseException] = field(default_factory=dict)
 
     def retiring(self) -> set[WorkerAddress]:
-        """Return the workers that are to leave the cluster in order."""
+        """Return the workers that are retiring from the cluster."""
         return {address for address, info in self.workers.items() if info.is_retiring}
 
     def usable_workers(self) -> list[WorkerInfo]:
-        """Return the workers that may get something new, as far as is known."""
+        """Return the workers that may get new actors, as far as is known."""
         return [
             info
             for address, info in self.workers.items()
@@ -127,14 +127,14 @@ class Observed:
         ]
 
     def event_of(self, replica: ReplicaRecord) -> ReplicaEvent | None:
-        """Return what has happened to a replica since its record was written; None if nothing has.
+        """Return the event that has happened to a replica since its record was written; None without one.
 
         1. Its worker is gone.
-        2. It should serve and cannot: its probes fail, or its process does not answer.
+        2. It should serve but cannot: its probes fail, or its process does not answer.
         3. It failed, in its constructor or later.
         4. It has started.
-        5. It has stopped. One on a worker that does not answer counts as stopped: if the worker wakes up,
-           the replica is ended as an orphan.
+        5. It has stopped. A replica on a worker that does not answer counts as stopped: if the worker
+           resumes, the replica is stopped as an orphan.
         """
         tag, state, worker = replica.tag, replica.state, replica.worker
         is_wanted = state in (ReplicaState.STARTING, ReplicaState.RUNNING)
@@ -152,16 +152,16 @@ class Observed:
         return None
 
     def notes(self, tag: BackendTag) -> Notes:
-        """Return what is known of a backend, for a step to go on from."""
+        """Return what is known of a backend, as the input of a step."""
         return Notes(self.failures.get(tag, 0), self.retry_at.get(tag), self.waiting.get(tag))
 
     def learn(self, tag: BackendTag, notes: Notes) -> None:
-        """Take over what a step about a backend has learnt."""
+        """Apply what a step of a backend has learnt."""
         _put(self.failures, tag, notes.failures or None)
         _put(self.retry_at, tag, notes.retry_at)
         _put(self.waiting, tag, notes.waiting)
         self.deadlines.update(notes.deadlines)
-        # A replica may have answered again meanwhile: that answer stays, for the next step.
+        # A replica may have answered again in the meantime; that answer stays for the next step.
         for replica, config_id in notes.configured.items():
             if self.configured.get(replica) == config_id:
                 del self.configured[replica]
@@ -170,13 +170,13 @@ class Observed:
                 del self.reconfigure_failed[replica]
 
     def forget_proxies(self, names: Iterable[str]) -> None:
-        """Drop what was seen of proxies whose workers are gone."""
+        """Drop the observations of proxies whose workers are gone."""
         for name in names:
             self.proxies_ready.pop(name, None)
             self.proxies_failed.pop(name, None)
 
     def forget_replica(self, tag: ReplicaTag) -> None:
-        """Drop what was seen of a replica whose record is gone."""
+        """Drop the observations of a replica whose record is gone."""
         for levels in (self.ready, self.failed, self.unhealthy, self.configured, self.reconfigure_failed):
             levels.pop(tag, None)
         self.gone.discard(tag)

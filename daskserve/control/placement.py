@@ -1,9 +1,9 @@
 """Placement: which worker gets a replica.
 
-Dask holds no resources for actors, so this keeps the ledger: what a worker declares against what the
-replicas placed on it asked for. Rules, in order: the worker must be available and allowed, must have room,
-and among those the one with the fewest replicas of the same backend, then apart from the proxies and the
-controller, then with the fewest replicas at all, wins. Ties go by address, so the answer is repeatable.
+Dask reserves no resources for actors, so this module compares the resources that a worker declares with the
+requests of the replicas placed on it. A worker must be available and allowed, and must have room. Among
+these, the worker with the fewest replicas of the same backend wins; then one without a proxy or the
+controller; then the one with the fewest replicas. Ties are resolved by address, so the result is repeatable.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from daskserve.control.records import BackendRecord, Change, ReplicaRecord
 from daskserve.control.state import State
 from daskserve.types import BackendTag, WorkerAddress, WorkerInfo
 
-#: Sums of fractions of a CPU must not refuse a tenth tenth.
+#: Tolerance for rounding errors, so that ten replicas with 0.1 CPU fit on 1 CPU.
 TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What one replica needs."""
+    """The resources and workers that one replica needs."""
 
     backend: BackendTag
     amounts: Mapping[str, float]
@@ -32,7 +32,7 @@ class Demand:
 
 
 class Ledger(Protocol):
-    """What replicas occupy; `daskserve.control.state.State` is one."""
+    """The resources that replicas occupy; `daskserve.control.state.State` implements it."""
 
     def used(self, worker: WorkerAddress) -> Mapping[str, float]: ...
 
@@ -40,7 +40,7 @@ class Ledger(Protocol):
 
 
 class Trial:
-    """The ledger of a state with a change that is not applied yet."""
+    """The ledger of a state plus a change that has not been applied yet."""
 
     def __init__(self, state: State, change: Change) -> None:
         self._state = state
@@ -59,7 +59,7 @@ class Trial:
     def occupy(
         self, backend: BackendTag, worker: WorkerAddress, amounts: Mapping[str, float], count: int = 1
     ) -> None:
-        """Add a replica on a worker; a ``count`` of -1 takes one away."""
+        """Add a replica on a worker; a ``count`` of -1 removes one."""
         used = self._used.setdefault(worker, dict(self._state.used(worker)))
         for name, amount in amounts.items():
             used[name] = used.get(name, 0) + count * amount
@@ -67,23 +67,23 @@ class Trial:
         self._counts[worker, None] += count
 
     def used(self, worker: WorkerAddress) -> Mapping[str, float]:
-        """Return what the replicas on a worker occupy, by resource."""
+        """Return the amounts that the replicas on a worker occupy, by resource."""
         return self._used[worker] if worker in self._used else self._state.used(worker)
 
     def count_on(self, worker: WorkerAddress, backend: BackendTag | None = None) -> int:
-        """Return how many replicas, of one backend or of all, are placed on a worker."""
+        """Return the number of replicas on a worker, of one backend or of all."""
         return self._state.count_on(worker, backend) + self._counts[worker, backend]
 
 
 def capacity(worker: WorkerInfo) -> dict[str, float]:
-    """Return what a worker offers by resource: its threads as CPU, its memory, what it declares."""
-    # Dask says 0 of a worker that has no memory limit.
+    """Return a worker's amounts by resource: its threads as CPU, its memory, and its declared resources."""
+    # Dask reports 0 for a worker without a memory limit.
     memory = float(worker.memory_bytes) or math.inf
     return {"CPU": float(worker.threads), "memory": memory, **worker.resources}
 
 
 def has_room(ledger: Ledger, worker: WorkerInfo, amounts: Mapping[str, float]) -> bool:
-    """Whether the ledger leaves that much on a worker."""
+    """Return whether a worker has these amounts left."""
     offered, used = capacity(worker), ledger.used(worker.address)
     return all(
         used.get(name, 0) + amount <= offered.get(name, 0) + TOLERANCE for name, amount in amounts.items()
@@ -91,7 +91,7 @@ def has_room(ledger: Ledger, worker: WorkerInfo, amounts: Mapping[str, float]) -
 
 
 def is_allowed(worker: WorkerInfo, allowed: tuple[str, ...] | None) -> bool:
-    """Whether a backend limited to some workers (by address, name or host) may use this one."""
+    """Return whether a backend limited to some workers (by address, name or host) may use this one."""
     return allowed is None or bool({worker.address, worker.name, worker.host} & set(allowed))
 
 
@@ -103,7 +103,7 @@ def place(
     Parameters
     ----------
     avoid
-        Workers to take only if no other will do: those of the controller and the proxies.
+        Workers to use only if no other fits: those of the controller and the proxies.
     """
     avoided = set(avoid)
     candidates = [
@@ -125,21 +125,21 @@ def place(
 
 
 def demand_of(backend: BackendRecord, replica: ReplicaRecord) -> Demand:
-    """Return what a replica needs."""
+    """Return the demand of a replica."""
     allowed = backend.actor_options.workers
     return Demand(backend.tag, replica.demand, None if allowed is None else tuple(allowed))
 
 
 def workers_needed(waiting: Iterable[Demand], workers: Iterable[WorkerInfo]) -> int:
-    """Return how many more workers, of the kinds there are, the replicas that found no room would fill.
+    """Return the number of additional workers, like the existing ones, that the waiting replicas would fill.
 
-    For what none of these could hold, were it empty, nothing is asked: more of them would not help.
+    Replicas that do not fit on any of these workers, even if it is empty, do not count.
     """
     kinds = [(worker, capacity(worker)) for worker in workers]
     filled: list[tuple[WorkerInfo, dict[str, float]]] = []
     demands: dict[tuple[Any, ...], Demand] = {}
     counts: Counter[tuple[Any, ...]] = Counter()
-    for demand in waiting:  # replicas of one backend are all alike
+    for demand in waiting:  # all replicas of a backend need the same
         key = (tuple(sorted(demand.amounts.items())), demand.allowed_workers)
         demands[key] = demand
         counts[key] += 1
@@ -164,7 +164,7 @@ def workers_needed(waiting: Iterable[Demand], workers: Iterable[WorkerInfo]) -> 
 
 
 def _fill(free: dict[str, float], amounts: Mapping[str, float], count: int) -> int:
-    """Take as many times these amounts as there are, at most ``count`` times, and return how often."""
+    """Subtract these amounts as often as they fit, at most ``count`` times; return the number of times."""
     times = count
     for name, amount in amounts.items():
         if amount > 0:
@@ -176,12 +176,12 @@ def _fill(free: dict[str, float], amounts: Mapping[str, float], count: int) -> i
 
 
 def _may_join(kind: WorkerInfo, demand: Demand) -> bool:
-    # A new worker has another address and another name, but may well be on the same host.
+    # A new worker has another address and name, but may be on the same host.
     return demand.allowed_workers is None or kind.host in demand.allowed_workers
 
 
 def explain(ledger: Ledger, workers: Iterable[WorkerInfo], demand: Demand) -> str:
-    """Say why no worker has room, with the figures that decide it."""
+    """Return the reason why no worker has room, with the numbers."""
     known = list(workers)
     if not known:
         return "the cluster has no workers that can hold replicas"

@@ -1,8 +1,7 @@
 """The loop: observe, ask the pure parts, write, act, notify.
 
-Woken by whatever changes (a verb, a worker that came or went, an action that ended), with a slow tick as a
-backstop. The tick looks at a slice of the backends each time, so that its cost does not grow with their
-number.
+Changes wake the loop (a verb, a worker that joined or left, an action that ended), with a slow tick as a
+fallback. Each tick checks a part of the backends, so that its cost does not grow with their number.
 """
 
 from __future__ import annotations
@@ -31,23 +30,23 @@ from daskserve.types import Location, ReplicaState, WorkerAddress
 
 logger = logging.getLogger("daskserve.controller")
 
-#: With nothing happening, everything is looked at again this often.
+#: Interval of the ticks.
 TICK_S = 5.0
-#: How many backends a tick looks at.
+#: Number of backends that a tick checks.
 TICK_SLICE = 50
 
-#: Stands for the proxies among the tags of backends, none of which is empty.
+#: Represents the proxies among the tags of backends, which are never empty.
 PROXIES = ""
 
 
 class Reconciler:
-    """Keeps what runs equal to what is wanted.
+    """Reconciles what runs with the target state.
 
     Parameters
     ----------
     commit
         `daskserve.control.writing.Writer.commit`: writes a change to the store, applies it to the state and
-        notifies, or raises and does none of it.
+        notifies, or raises and does none of these.
     lock
         Held while a change is decided and committed, by this loop and by the controller's verbs alike.
     """
@@ -77,7 +76,7 @@ class Reconciler:
         self._worker = worker
         self._location = location
         self._port = port
-        # Incarnations grow over all epochs: 2**32 actors per controller are enough.
+        # Incarnations grow across epochs; 2**32 actors per controller are enough.
         self._incarnation = epoch << 32
         self._epoch = epoch
         self._dirty: set[str] = set()
@@ -90,11 +89,11 @@ class Reconciler:
 
     @property
     def steps(self) -> int:
-        """How many times the loop has gone round."""
+        """The number of completed iterations of the loop."""
         return self._steps
 
     def poke(self, backends: Iterable[str] | None = None) -> None:
-        """Look at these backends (None: at everything) as soon as possible."""
+        """Check these backends (None: everything) as soon as possible."""
         if backends is None:
             self._dirty_all = True
         else:
@@ -102,7 +101,7 @@ class Reconciler:
         self._wake.set()
 
     async def run(self) -> None:
-        """Go round until cancelled; a step that fails is logged and tried again."""
+        """Run until cancelled; a step that fails is logged and retried."""
         while True:
             began = stopwatch()
             try:
@@ -113,8 +112,8 @@ class Reconciler:
                 logger.warning("A newer controller has taken over; this one ends")
                 return
             except Exception:
-                # The named top loop: one poisoned backend or an unreachable store must not end it.
-                logger.exception("A control step failed; trying again in %s s", ACTION_RETRY_S)
+                # This is the top-level loop: a faulty backend or an unreachable store must not end it.
+                logger.exception("A control step failed; it is retried in %s s", ACTION_RETRY_S)
                 self.figures.failures += 1
                 self._dirty_all = True
                 self._wake.set()
@@ -138,7 +137,7 @@ class Reconciler:
         return min([TICK_S, *(max(0.0, at - now) for at in self._wake_at.values())])
 
     async def step(self) -> None:
-        """Look once at what is marked and do what is due."""
+        """Check everything that is marked once, and do what is due."""
         self._wake.clear()
         self._steps += 1
         now = self._clock.now()
@@ -154,7 +153,7 @@ class Reconciler:
             except StaleEpochError:
                 raise
             except Exception as error:
-                # Each has its turn, whatever is wrong with one of them or with the store.
+                # Process each of them, even if another one or the store fails.
                 self._failed_step(tag, error)
         self._forget_lost_workers()
         self._report()
@@ -168,7 +167,7 @@ class Reconciler:
         self._wake_at[tag] = self._clock.now() + ACTION_RETRY_S
 
     def _report(self) -> None:
-        """Tell the scheduler what the instance uses, if that has changed."""
+        """Report what the instance uses to the scheduler, if that has changed."""
         waiting = [
             demand_of(backend, replica)
             for tag in self._observed.waiting
@@ -195,7 +194,7 @@ class Reconciler:
                 wall=self._clock.wall(),
             )
             step = backend_state.step(world, backend)
-            # Kept though the commit may fail: then nobody knows whether the store has these numbers.
+            # Keep them even if the commit fails, because the store may still have these numbers.
             self._incarnation = step.incarnation
             await self._commit(step.change, partial(self._observed.learn, tag, step.notes))
         if step.wake_at is not None:
@@ -231,4 +230,4 @@ class Reconciler:
             seen_to = lost - set(self._state.workers_in_use())
             lost -= seen_to
             if not seen_to.isdisjoint(self._observed.workers):
-                self.poke()  # one that has joined again under its old address is of use from now on
+                self.poke()  # a worker that has rejoined under its old address is usable from now on

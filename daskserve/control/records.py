@@ -1,7 +1,7 @@
-"""The records of an instance: all that its controller knows that must outlive it.
+"""The records of an instance: the part of its controller's state that must outlive it.
 
-Each is one row of the store, keyed by kind and name, so that a change writes what changed and nothing
-else. Records are immutable; the pure parts of the control plane return new ones in a `Change`.
+Each record is one row of the store, keyed by kind and name, so that a change writes only what has changed.
+Records are immutable; the pure parts of the control plane return new ones in a `Change`.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from daskserve.types import (
 
 @dataclass(frozen=True, slots=True)
 class BackendRecord:
-    """A backend as it is wanted.
+    """The target state of a backend.
 
     Attributes
     ----------
     version : str
-        Names the code; replicas of another version are replaced.
+        Version of the code; replicas of another version are replaced.
     code_key : str
         The `CodeRecord` that holds the callable.
     config, user_config, actor_options, env
         As in `daskserve.options.backend_spec.BackendSpec`.
     config_id : str
-        Names the config; running replicas of another one are reconfigured in place.
+        Id of the config; running replicas with another one are reconfigured in place.
     request_id : str
-        The client's call that made this backend, so that its retry is told from a second call.
+        Id of the client's call that created this backend, which distinguishes a retry from a second call.
     goal : str or None
-        The goal that waits for this backend to come about.
+        The pending goal of this backend.
     scaled_to : int or None
-        How many replicas the autoscaler, or an external scaler, wants; None if the number is the config's.
+        Target number of the autoscaler or an external scaler; None if the config's number applies.
     scalings : tuple
-        The last changes of that number, oldest first: seconds since the epoch, from, to, why.
+        The last changes of that number, oldest first: seconds since the epoch, from, to, reason.
     capacity, capacity_direction
-        What the instance's `CapacityRecord` says, so that one record tells how many replicas are wanted.
+        A copy of the instance's `CapacityRecord`, so that one record determines the number of replicas.
     """
 
     KIND: ClassVar[str] = "backend"
@@ -66,9 +66,9 @@ class BackendRecord:
     user_config: bytes | None = None
     env: str | None = None
     request_id: str = ""
-    #: The version the user named; None for one that was made up from the code.
+    #: The version that the user named; None if it was derived from the code.
     user_version: str | None = None
-    #: When the present spec was accepted, in seconds since the epoch, for people to read.
+    #: When the current spec was accepted, in seconds since the epoch; for information only.
     deployed_at: float = 0.0
     #: Why the last goal failed, until another one is opened.
     last_error: str = ""
@@ -86,20 +86,20 @@ class BackendRecord:
         return f"{self.KIND}/{self.tag}"
 
     def __eq__(self, other: object) -> bool:
-        # Models are equal though an option is a default in one and was set to the same in the other, and
-        # what was set decides what a later change means.
+        # Models are also equal if an option is set in one and a default of the same value in the other, but
+        # later changes depend on which options were set.
         return isinstance(other, BackendRecord) and to_plain(self) == to_plain(other)
 
     __hash__ = None  # type: ignore[assignment]
 
     @property
     def autoscaling(self) -> AutoscalingConfig | None:
-        """The autoscaler's options; None: it is not autoscaled."""
+        """The autoscaler's options; None without autoscaling."""
         return self.config.autoscaling_config
 
     @property
     def place_options(self) -> dict[str, Any]:
-        """What decides where replicas run: those with other such options must be replaced."""
+        """The options that determine placement; replicas with other ones must be replaced."""
         found = {**self.actor_options.to_plain(), "demand": self.actor_options.demand()}
         if self.config.isolation != "thread":
             found |= {"isolation": self.config.isolation, "env": self.env}
@@ -107,12 +107,12 @@ class BackendRecord:
 
     @property
     def is_scaled_externally(self) -> bool:
-        """Whether a scaler outside of the cluster may say how many replicas there are."""
+        """Whether an external scaler may set the number of replicas."""
         return self.config.external_scaler_enabled
 
     @property
     def num_replicas(self) -> int:
-        """How many replicas are wanted now."""
+        """The current target number of replicas."""
         if self.is_deleting:
             return 0
         if self.scaled_to is None:
@@ -121,7 +121,7 @@ class BackendRecord:
 
     @property
     def full_replicas(self) -> int:
-        """The number of which the backend has a share now."""
+        """The number of replicas to which the target capacity applies."""
         if self.scaled_to is None:
             return self.configured_replicas
         if self.is_held or not self.capacity:
@@ -130,7 +130,7 @@ class BackendRecord:
 
     @property
     def configured_replicas(self) -> int:
-        """The number that the config names, at full capacity."""
+        """The number of replicas from the config, at full capacity."""
         return self.config.num_replicas
 
     @property
@@ -141,7 +141,7 @@ class BackendRecord:
 
     @property
     def needed_replicas(self) -> int:
-        """How many must run for a change to have come about: not all that the load of the moment wants."""
+        """The number of running replicas that completes a change; the current load may need more."""
         if self.scaled_to is None:
             return self.num_replicas
         options = self.autoscaling
@@ -153,7 +153,7 @@ class BackendRecord:
 
 @dataclass(frozen=True, slots=True)
 class CapacityRecord:
-    """The share of its replicas that an instance is to have, in percent, and where that has gone last."""
+    """The target capacity of an instance in percent, and the direction of its last change."""
 
     KIND: ClassVar[str] = "capacity"
 
@@ -167,7 +167,7 @@ class CapacityRecord:
 
 @dataclass(frozen=True, slots=True)
 class CodeRecord:
-    """A pickled callable. Apart from the backend, so that a config change does not write it again."""
+    """A pickled callable, separate from the backend, so that a config change does not write it again."""
 
     KIND: ClassVar[str] = "code"
 
@@ -182,15 +182,15 @@ class CodeRecord:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaRecord:
-    """One replica and where it is in its life.
+    """One replica and its state.
 
     Attributes
     ----------
     config_id : str
-        The config it runs with; empty while it is told another one.
+        The config with which it runs; empty during a reconfiguration.
     events : tuple
-        What has happened to it, oldest first: the `replica_lifecycle.ReplicaEvent` values. No replica has
-        more than five, as no state comes twice.
+        The replica's `replica_lifecycle.ReplicaEvent` values, oldest first; at most five, because no state
+        repeats.
     """
 
     KIND: ClassVar[str] = "replica"
@@ -211,7 +211,7 @@ class ReplicaRecord:
         return f"{self.KIND}/{self.tag}"
 
     def address(self, instance: str) -> ActorAddress:
-        """Return where the replica's actor lives; only for one that has been placed."""
+        """Return the address of the replica's actor; raise `ValueError` before it is placed."""
         if self.worker is None:
             raise ValueError(f"replica {self.tag} has not been placed")
         return ActorAddress(f"{instance}/replica/{self.tag}", self.worker, self.incarnation)
@@ -219,7 +219,7 @@ class ReplicaRecord:
 
 @dataclass(frozen=True, slots=True)
 class EndpointRecord:
-    """An endpoint: its route and what its traffic goes to."""
+    """An endpoint: its route, and the backends that get its traffic."""
 
     KIND: ClassVar[str] = "endpoint"
 
@@ -239,7 +239,7 @@ class EndpointRecord:
 
 @dataclass(frozen=True, slots=True)
 class ProxyRecord:
-    """One HTTP proxy. ``port`` is the one it got, so that its replacement takes the same."""
+    """One HTTP proxy. ``port`` is its actual port, so that its replacement uses the same."""
 
     KIND: ClassVar[str] = "proxy"
 
@@ -254,12 +254,12 @@ class ProxyRecord:
         return f"{self.KIND}/{self.name}"
 
     def address(self, instance: str) -> ActorAddress:
-        """Return where the proxy's actor lives."""
+        """Return the address of the proxy's actor."""
         return ActorAddress(f"{instance}/proxy/{self.name}", self.worker, self.incarnation)
 
 
 class GoalState(enum.StrEnum):
-    """How far a goal is."""
+    """The state of a goal."""
 
     PENDING = "PENDING"
     DONE = "DONE"
@@ -268,18 +268,18 @@ class GoalState(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GoalRecord:
-    """A change that was asked for, until it has come about or was taken back.
+    """A requested change, until it is complete or rolled back.
 
     Attributes
     ----------
     previous : dict or None
-        The backend's record before the change, to go back to; None if the change made the backend.
+        The backend's record before the change, for a rollback; None if the change created the backend.
     previous_endpoint : dict or None
         The record of a deployment's endpoint at that time.
     failures : int
-        Constructors that failed in a row while this goal was pending.
+        Number of consecutive constructor failures while this goal was pending.
     error : bytes or None
-        Why a FAILED goal failed, as `daskserve.payload.dump_error` packs it.
+        The error of a FAILED goal, packed by `daskserve.payload.dump_error`.
     """
 
     KIND: ClassVar[str] = "goal"
@@ -330,7 +330,7 @@ class CorruptRecordError(InstanceError):
 
 
 def encode(record: Record) -> bytes:
-    """Return a record as bytes that any later version can tell the format of."""
+    """Return a record as bytes that contain the number of their format."""
     return bytes(msgpack.packb({"format": FORMAT, "fields": _fields(record)}))
 
 
@@ -364,7 +364,7 @@ def _fields(record: Record) -> dict[str, Any]:
 
 
 def from_plain(kind: str, values: Mapping[str, Any]) -> Any:
-    """Return a record made of plain values, as `to_plain` gives them."""
+    """Return a record from the plain values that `to_plain` returned."""
     changed = dict(values)
     if kind in _ENUMS:
         changed["state"] = _ENUMS[kind](changed["state"])
@@ -382,7 +382,7 @@ def from_plain(kind: str, values: Mapping[str, Any]) -> Any:
 def to_plain(record: Record) -> dict[str, Any]:
     """Return a record as plain values."""
     values = _fields(record)
-    # As they come back from a store, where they may have been within another record meanwhile.
+    # The same types as after a round trip through the store, possibly inside another record.
     for name in _TUPLES:
         if name in values:
             values[name] = list(values[name])

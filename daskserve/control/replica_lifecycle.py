@@ -24,7 +24,7 @@ from daskserve.types import ReplicaState as S
 
 
 class ReplicaEvent(enum.StrEnum):
-    """What can happen to a replica."""
+    """The events of a replica."""
 
     PLACED = "placed"
     WITHDRAWN = "withdrawn"
@@ -54,14 +54,14 @@ TRANSITIONS: Mapping[tuple[S, ReplicaEvent], S] = {
     (S.STOPPING, E.LOST): S.STOPPED,
 }
 
-#: States in which a replica counts towards what is wanted.
+#: States in which a replica counts towards the target number.
 WANTED_STATES = frozenset({S.SHOULD_START, S.STARTING, S.RUNNING})
-#: The order in which replicas are given up when there are too many.
+#: The order in which replicas are removed when there are too many.
 STOP_ORDER = (S.SHOULD_START, S.STARTING, S.RUNNING)
 
 
 class InvalidTransition(ServeError):
-    """A replica was told something that its state does not allow: a fault in the control plane."""
+    """An event that is not allowed in the replica's state: a bug in the control plane."""
 
 
 def move(replica: ReplicaRecord, event: ReplicaEvent, **changes: Any) -> ReplicaRecord | None:

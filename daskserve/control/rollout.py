@@ -1,8 +1,8 @@
-"""Which replicas to start and which to give up, so that a backend gets to its wanted version and number.
+"""Decides which replicas to start and stop, so that a backend reaches its target version and number.
 
-New before old: a replica of an older version is given up only for one of the wanted version that runs, so
-the number that can answer never falls below what is wanted (``max_unavailable`` is 0). At most ``max_surge``
-replicas more than wanted exist meanwhile.
+New before old: a replica of an older version stops only after one of the target version runs, so the number
+of running replicas never falls below the target (``max_unavailable`` is 0). During a rollout, at most
+``max_surge`` additional replicas exist.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_SURGE = 1
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """What to do now: how many new replicas to begin, which ones to give up."""
+    """The next step: the number of replicas to start, and the replicas to stop."""
 
     start: int
     stop: tuple[ReplicaRecord, ...]
@@ -29,17 +29,16 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class Burdens:
-    """What decides which of several replicas is missed least.
+    """The criteria by which replicas are chosen to stop.
 
     Attributes
     ----------
     ongoing : mapping
-        How many requests each runs, as far as is known.
+        The known number of running requests of each replica.
     others : callable
-        How much a worker holds beside replicas of this backend.
+        Returns what a worker holds besides replicas of this backend, as a number.
     empties_workers : bool
-        Whether it helps to have nothing left on a worker, because the cluster then gives it back. Otherwise
-        replicas are to stay spread.
+        Whether to empty workers, because the cluster then removes them. Otherwise replicas stay spread.
     """
 
     ongoing: Mapping[ReplicaTag, float] = field(default_factory=dict)
@@ -69,7 +68,7 @@ def next_steps(
     excess = _expendable(new, max(0, len(new) - wanted), burdens)
     given_up = {each.tag for each in excess}
     new = [each for each in new if each.tag not in given_up]
-    # Old replicas that do not run yet are of no use to anybody.
+    # Old replicas that do not run yet are useless.
     idle_old = [each for each in old if each.state is not ReplicaState.RUNNING]
     serving_old = [each for each in old if each.state is ReplicaState.RUNNING]
     serving_new = sum(each.state is ReplicaState.RUNNING for each in new)
@@ -80,10 +79,10 @@ def next_steps(
 
 
 def _expendable(replicas: Sequence[ReplicaRecord], count: int, burdens: Burdens) -> tuple[ReplicaRecord, ...]:
-    """Return the replicas to give up first: those that do the least, the youngest among them.
+    """Return the replicas to stop first: those with the least work, and among them the youngest.
 
-    Of those that run, the ones where most of their kind are, so that the rest stays spread; or, where workers
-    can be given back, the ones where least is.
+    Running replicas stop on the workers with the most replicas of the backend, so that the rest stays spread.
+    If the cluster removes empty workers, they stop on the emptiest workers instead.
     """
     if not count:
         return ()
@@ -97,7 +96,7 @@ def _expendable(replicas: Sequence[ReplicaRecord], count: int, burdens: Burdens)
         crowd = others[worker] + same[worker] if burdens.empties_workers else -same[worker]
         return (crowd, burdens.ongoing.get(each.tag, 0.0), others[worker], place)
 
-    # Only the crowd of the worker that loses one changes, so the first of each worker is all to compare.
+    # Only the worker that loses a replica changes, so it is enough to compare the first of each worker.
     for state in STOP_ORDER:
         lines: dict[WorkerAddress | None, list[tuple[int, ReplicaRecord]]] = {}
         for place, each in youngest_first:

@@ -1,4 +1,4 @@
-"""The verb by which others than an autoscaler say how many replicas a backend has. Pure."""
+"""The verb with which an external scaler sets a backend's number of replicas. Pure."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ REASON = "asked for by the external scaler"
 
 
 def scale(state: State, tag: str, number: Any, wall: float) -> Change:
-    """Return the change that makes a number the wanted one; none if it is so already.
+    """Return the change that sets the target number; an empty change if it is already set.
 
     Raises
     ------
     BadRequestError
-        There cannot be so many.
+        The number is invalid.
     NotFoundError
         There is no such backend.
     ExternalScalerDisabledError
-        It does not let others say how many replicas it has.
+        The backend does not allow external scaling.
     """
     backend = state.backends.get(tag)
     if backend is None or backend.is_deleting:
@@ -31,8 +31,8 @@ def scale(state: State, tag: str, number: Any, wall: float) -> Change:
         raise NotFoundError(f"There is no backend or deployment '{tag}'; there are: {known or 'none'}.")
     if not backend.is_scaled_externally:
         raise ExternalScalerDisabledError(
-            f"Backend '{tag}' is not scaled from outside; set external_scaler_enabled=True in its config to "
-            "let others say how many replicas it has."
+            f"Backend '{tag}' does not allow external scaling; set external_scaler_enabled=True in its "
+            "config."
         )
     wanted = checked_number(number)
     if wanted == backend.full_replicas:

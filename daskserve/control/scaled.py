@@ -1,4 +1,4 @@
-"""The number that the autoscaler wants, as it is recorded: within its bounds, and with the reasons. Pure."""
+"""The recorded target number of the autoscaler: within its bounds, and with the reasons. Pure."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from daskserve.control.records import BackendRecord
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.bounds import Bounds
 
-#: Changes of the wanted number that are remembered of each backend.
+#: Number of changes of the target number that are kept for each backend.
 KEPT_SCALINGS = 10
 
 
 def autoscaling_of(backend: BackendRecord) -> AutoscalingConfig | None:
-    """Return the autoscaler's options of a backend; None if nothing scales it."""
+    """Return the autoscaler's options of a backend; None without autoscaling."""
     return None if backend.is_deleting else backend.autoscaling
 
 
 def scaled(backend: BackendRecord, wanted: int, reason: str, wall: float) -> BackendRecord:
-    """Return the backend's record with another wanted number, and the change among those remembered."""
+    """Return the backend's record with another target number, and with this change recorded."""
     before = backend.configured_replicas if backend.scaled_to is None else backend.scaled_to
     event = (wall, before, wanted, reason)
     return replace(backend, scaled_to=wanted, scalings=(*backend.scalings, event)[-KEPT_SCALINGS:])
 
 
 def bounds_of(backend: BackendRecord, config: AutoscalingConfig) -> Bounds:
-    """Return between which numbers the autoscaler may choose, at the target capacity of now."""
+    """Return the bounds of the autoscaler at the current target capacity."""
     return Bounds.of(config, backend.capacity, backend.capacity_direction)
 
 
 def carried_over(backend: BackendRecord, before: BackendRecord | None, wall: float) -> BackendRecord:
-    """Return a backend's record, perhaps with another config, with the number that was wanted before it.
+    """Return a backend's new record with the previous target number.
 
-    That number is what the load asked for, whatever the code and the options are now; but new bounds hold at
-    once. One that was not autoscaled begins with the replicas it has.
+    That number follows from the load, which does not depend on the code and the options; but new bounds apply
+    immediately. A backend that was not autoscaled keeps its current number at first.
     """
     if backend.is_scaled_externally:
         return external.carried_over(backend, before)
@@ -54,7 +54,7 @@ def carried_over(backend: BackendRecord, before: BackendRecord | None, wall: flo
 
 
 def within_bounds(backend: BackendRecord, config: AutoscalingConfig, wall: float) -> BackendRecord:
-    """Return the backend's record with the nearest number that its bounds allow now."""
+    """Return the backend's record with its number limited to the current bounds."""
     bounds = bounds_of(backend, config)
     allowed = bounds.nearest(backend.num_replicas)
     if allowed == backend.scaled_to:
@@ -76,11 +76,11 @@ def _held(backend: BackendRecord, before: BackendRecord) -> BackendRecord:
 
 
 def taken_back(previous: BackendRecord, failed: BackendRecord, wall: float) -> BackendRecord:
-    """Return the record to go back to when a change failed, with the number that the load wants by now.
+    """Return the record to restore after a failed change, with the number that the current load needs.
 
-    Where nothing scaled the backend meanwhile, it is the number from before the change.
+    If nothing has scaled the backend since, that is the number from before the change.
     """
-    # What holds for all of the instance is no part of the change.
+    # Values of the whole instance are not part of the change.
     previous = replace(previous, capacity=failed.capacity, capacity_direction=failed.capacity_direction)
     if previous.is_scaled_externally:
         return external.taken_back(previous, failed)

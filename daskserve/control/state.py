@@ -1,6 +1,6 @@
-"""All records of an instance, with the indexes that keep every question cheap.
+"""All records of an instance, with indexes for fast queries.
 
-The only way to change it is `State.apply`, after the change is in the store. Nothing here decides.
+Only `State.apply` changes it, after the change is in the store. This module makes no decisions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _REPLICA = "replica/"
 
 
 class State:
-    """What is wanted and, as far as it is recorded, what is."""
+    """The target state, and the recorded part of the actual state."""
 
     def __init__(self) -> None:
         self.backends: dict[BackendTag, BackendRecord] = {}
@@ -66,7 +66,7 @@ class State:
         return [self.replicas[tag] for tag in self._replicas_on.get(worker, ())]
 
     def is_at_zero(self, backend: BackendTag) -> bool:
-        """Whether the autoscaler has left a backend without replicas."""
+        """Return whether the autoscaler has scaled a backend to zero."""
         known = self.backends.get(backend)
         return known is not None and known.scaled_to == 0
 
@@ -75,11 +75,11 @@ class State:
         return self._autoscaled
 
     def codes_of(self, backend: BackendTag) -> list[CodeRecord]:
-        """Return the code records of a backend: the current version's, and an older one's during a change."""
+        """Return the code records of a backend: the current one, and during a change an older one too."""
         return [self.codes[name] for name in self._codes_of.get(backend, ())]
 
     def count_on(self, worker: WorkerAddress, backend: BackendTag | None = None) -> int:
-        """Return how many replicas, of one backend or of all, are placed on a worker."""
+        """Return the number of replicas on a worker, of one backend or of all."""
         if backend is None:
             return len(self._replicas_on.get(worker, ()))
         return self._count_on.get(worker, {}).get(backend, 0)
@@ -89,7 +89,7 @@ class State:
         return {*self._replicas_on, *(proxy.worker for proxy in self.proxies.values())}
 
     def used(self, worker: WorkerAddress) -> Mapping[str, float]:
-        """Return what the replicas on a worker occupy, by resource."""
+        """Return the amounts that the replicas on a worker occupy, by resource."""
         return self._used.get(worker, {})
 
     def endpoints_of(self, backend: BackendTag) -> list[EndpointTag]:
@@ -102,11 +102,11 @@ class State:
         return None if name is None else self.endpoints[name]
 
     def routes(self) -> dict[str, EndpointRecord]:
-        """Return the endpoints that have a route, by it."""
+        """Return the endpoints that have a route, by route."""
         return {route: self.endpoints[name] for route, name in self._endpoint_by_route.items()}
 
     def apply(self, change: Change) -> None:
-        """Take over a change that is in the store."""
+        """Apply a change that is in the store."""
         for key, record in change.items():
             if key.startswith(_REPLICA):
                 self._replace_replica(key.removeprefix(_REPLICA), record)
@@ -157,7 +157,7 @@ class State:
                 self._unindex_endpoint(endpoint)
 
     def _unindex_endpoint(self, endpoint: EndpointRecord) -> None:
-        # Another endpoint may have taken the route over earlier in the same change.
+        # Another endpoint may have taken the route earlier in the same change.
         if endpoint.route is not None and self._endpoint_by_route.get(endpoint.route) == endpoint.name:
             del self._endpoint_by_route[endpoint.route]
         for backend in (*endpoint.traffic, *endpoint.shadows):
@@ -201,5 +201,5 @@ class State:
         for name, amount in demand.items():
             used[name] = used.get(name, 0) + sign * amount
         if sign < 0 and worker not in self._replicas_on:
-            # Nothing is left there: drop the sums with their rounding errors.
+            # The worker is empty: drop the sums with their rounding errors.
             self._used.pop(worker, None)

@@ -1,4 +1,4 @@
-"""The share of its replicas that an instance is to have: what the verb makes of the state. Pure."""
+"""The verb that sets an instance's target capacity, the percentage of its replicas. Pure."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from daskserve.options.bounds import DOWN, UP, checked_capacity
 
 
 def set_target_capacity(state: State, percent: float | None, wall: float) -> Change:
-    """Let every backend have this share of its replicas from now on; None: all, and no word of a direction.
+    """Return the change that sets the target capacity of every backend; None: all replicas, no direction.
 
-    The specs in the records stay as they are, so that they hold again with the capacity.
+    The specs in the records do not change, so they apply again when the capacity returns.
     """
     checked = checked_capacity(percent)
     before = state.capacity
     after = CapacityRecord(checked, _direction(state, checked))
     change: Change = {}
     if after != before:
-        # Without one the record goes, and a store that never heard of capacities has none either.
+        # Without a capacity the record is removed; older stores have no such record either.
         change[after.key] = after if checked is not None else None
     for backend in state.backends.values():
         wanted = _at(backend, after, wall)
@@ -30,7 +30,7 @@ def set_target_capacity(state: State, percent: float | None, wall: float) -> Cha
 
 
 def at_capacity(state: State, backend: BackendRecord) -> BackendRecord:
-    """Return the record of a backend that is new with the target capacity of the instance."""
+    """Return the record of a new backend with the instance's target capacity."""
     return replace(backend, capacity=state.capacity.percent, capacity_direction=state.capacity.direction)
 
 
@@ -49,7 +49,7 @@ def _direction(state: State, percent: float | None) -> str | None:
     if before == percent:
         return state.capacity.direction
     if before is None and not any(not each.is_deleting for each in state.backends.values()):
-        return UP  # a new instance is on its way from nothing
+        return UP  # a new instance starts from zero
     former = 100.0 if before is None else before
     if percent == former:
         return None

@@ -1,6 +1,6 @@
-"""What can be read of an instance: pure functions of its records and of what was seen, in plain values.
+"""The readable state of an instance as plain values: pure functions of its records and observations.
 
-`VIEWS` names them; the classic controller's introspection calls are among them, under their own names.
+`VIEWS` lists them, including the classic controller's introspection calls under their own names.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ UNVERSIONED = "Unversioned"
 
 
 def backend_status(state: State, observed: Observed, backend: BackendRecord) -> dict[str, Any]:
-    """Return how far a backend is, with the reason where it is not there yet."""
+    """Return a backend's status, with the reason if it is not healthy."""
     replicas = state.replicas_of(backend.tag)
     running = sum(each.state is ReplicaState.RUNNING for each in replicas)
     message = observed.waiting.get(backend.tag, "") or backend.last_error
@@ -34,18 +34,18 @@ def backend_status(state: State, observed: Observed, backend: BackendRecord) -> 
 
 
 def status_word(observed: Observed, backend: BackendRecord, running: int) -> str:
-    """Return in a word how far a backend is of which so many replicas run."""
+    """Return the status word of a backend with the given number of running replicas."""
     if backend.is_deleting:
         return "DELETING"
     if running >= backend.num_replicas and backend.goal is None:
         return "HEALTHY"
-    # The autoscaler is on its way to another number, unless replicas fail.
+    # The autoscaler is changing the number, unless replicas fail.
     is_scaling = backend.scaled_to is not None and backend.tag not in observed.failures
     return "UPDATING" if backend.goal is not None or is_scaling else "UNHEALTHY"
 
 
 def proxy_state(proxy: ProxyRecord, observed: Observed) -> str:
-    """Return in a word how far a proxy is."""
+    """Return the status word of a proxy."""
     facts = observed.proxies_ready.get(proxy.name)
     return "RUNNING" if facts is not None and facts["incarnation"] == proxy.incarnation else "STARTING"
 
@@ -95,7 +95,7 @@ def actors(state: State, observed: Observed, instance: str, controller: Mapping[
 
 
 def goals(state: State) -> list[dict[str, Any]]:
-    """Return the goals, oldest first: those that are pending, and the latest that ended."""
+    """Return the pending and the latest ended goals, oldest first."""
     ordered = sorted(state.goals.values(), key=lambda goal: goal.number)
     return [
         {
@@ -109,7 +109,7 @@ def goals(state: State) -> list[dict[str, Any]]:
 
 
 def deployment_info(state: State, name: str) -> dict[str, Any]:
-    """Return a deployment's info and route; `NotFoundError` (a `KeyError`) if there is none."""
+    """Return a deployment's info and route; raise `NotFoundError` (a `KeyError`) if there is none."""
     backend = state.backends.get(name)
     if backend is None or backend.is_deleting or not backend.is_deployment:
         raise NotFoundError(f"Deployment {name} does not exist.")
@@ -136,7 +136,7 @@ def list_deployments(state: State) -> dict[str, Any]:
 
 
 def snapshot(state: State, instance: str) -> dict[str, Any]:
-    """Return the classic system's snapshot: what is deployed, for tools that watch from outside."""
+    """Return the classic system's snapshot of the deployments, for external monitoring tools."""
     found = {}
     for tag, backend in state.backends.items():
         if backend.is_deleting:
@@ -157,7 +157,7 @@ def snapshot(state: State, instance: str) -> dict[str, Any]:
     return found
 
 
-#: The classic controller's calls for looking inside.
+#: The classic controller's introspection calls.
 VIEWS: Mapping[str, Callable[[State, Observed], Any]] = {
     "get_all_backends": lambda state, _: {
         tag: masked(backend_verbs.describe(state, tag)["config"])
@@ -191,7 +191,7 @@ VIEWS: Mapping[str, Callable[[State, Observed], Any]] = {
         if not backend.is_deleting
     },
     "queue_lengths": lambda _, observed: observed.loads.queue_lengths(),
-    # Every process keeps its figures in its default Prometheus registry; Dask serves them.
+    # Every process has its metrics in its default Prometheus registry, which Dask serves.
     "get_metric_exporter": lambda _, __: {"kind": "prometheus", "registry": "default", "path": "/metrics"},
     "num_pending_goals": lambda state, _: sum(
         goal.state is GoalState.PENDING for goal in state.goals.values()

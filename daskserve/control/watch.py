@@ -1,9 +1,9 @@
-"""Watching the workers: what a dead process says by itself, a stopped one does not.
+"""Watches the workers, because a stopped process does not close its connections as a dead one does.
 
-Once a second every worker in use is asked which actors of the instance it holds and how they are. The answer
-is a level, so it also mends what no event told: an actor that vanished, or one that nobody knows any more.
-Three answers in a row that do not come mark the worker as unresponsive: its replicas are replaced at once,
-and a worker that holds a proxy, and with it a port, is restarted.
+Once a second, every worker in use is queried for the instance's actors and their health. The answer is a
+level, so it also repairs what events have missed: an actor that vanished, or one without a record. After
+three consecutive missed answers the worker is unresponsive: its replicas are replaced immediately. A worker
+that holds a proxy, and so a port, is restarted.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from daskserve.types import ActorAddress, ActorKind, ReplicaState, WorkerAddress
 logger = logging.getLogger("daskserve.controller")
 
 PERIOD_S = 1.0
-#: An answer takes milliseconds; one that takes longer than this counts as missed.
+#: Timeout of an answer, which takes milliseconds.
 ANSWER_S = 1.0
 MISSES = 3
-#: Workers that hold nothing as far as is known are looked at this often, for actors left behind.
+#: Interval at which workers without known actors are checked for leftover actors.
 SWEEP_S = 30.0
 
 
 class WorkerWatch:
-    """Reports levels into `Observed`, and ends actors that no record knows and older controllers."""
+    """Writes levels into `Observed`, and stops older controllers and actors without a record."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class WorkerWatch:
         self._observed = observed
         self._poke = poke
         self._epoch = epoch
-        # A controller that was replaced must not take its successor's actors for orphans.
+        # A controller that was replaced must not treat its successor's actors as orphans.
         self._newest_incarnation = (epoch + 1) << 32
         self._misses: dict[WorkerAddress, int] = {}
         self._asking: set[WorkerAddress] = set()
@@ -71,14 +71,14 @@ class WorkerWatch:
             await self._clock.sleep(max(0.0, began + PERIOD_S - self._clock.now()))
 
     async def stop(self) -> None:
-        """End the questions that are under way."""
+        """Cancel the queries in progress."""
         await self._tasks.close(timeout_s=2)
 
     async def _look(self, worker: WorkerAddress) -> None:
         if worker in self._asking:
             return
         self._asking.add(worker)
-        # What began to run only after the question need not be in the answer.
+        # An actor that started after the query may be missing in the answer.
         expected = [each for each in self._state.replicas_on(worker) if each.state is ReplicaState.RUNNING]
         scaled, instance = self._state.autoscaled(), self._cluster.instance
         names = [
@@ -136,7 +136,7 @@ class WorkerWatch:
         self._end_orphans(worker, actors)
 
     def _look_for(self, replica: ReplicaRecord, there: Mapping[tuple[str, int], Mapping[str, Any]]) -> None:
-        """Take note of a replica that runs, or of one that should and is not there any more."""
+        """Record that a replica runs, or that it should run but has vanished."""
         actor = there.get((replica.address(self._cluster.instance).name, replica.incarnation))
         if actor is not None and actor["is_ready"]:
             if replica.tag not in self._observed.ready:
@@ -172,14 +172,14 @@ class WorkerWatch:
             else:
                 is_ours = address.incarnation < self._newest_incarnation
             if is_ours and address not in known:
-                logger.warning("Actor %s is known to nobody and is ended", address)
+                logger.warning("Actor %s has no record and is stopped", address)
                 self._tasks.spawn(self._end(address), "watch")
 
     async def _end(self, address: ActorAddress) -> None:
         try:
             await self._cluster.destroy(address, 0)
         except (ServeError, OSError) as error:
-            logger.info("Actor %s could not be ended: %s", address, error)
+            logger.info("Actor %s could not be stopped: %s", address, error)
 
     def _forget_workers(self) -> None:
         known = set(self._observed.workers)

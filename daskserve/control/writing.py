@@ -1,12 +1,11 @@
-"""The one way in which anything changes: decided under a lock, in the store as one transaction, then applied.
+"""The only path for changes: decided under a lock, written as one transaction, then applied in memory.
 
-Two things must not come between a change in the store and the same change in memory, or all that follows is
-decided on what is not true:
+Two failures must not separate the store from the memory, or later decisions use a wrong state:
 
-1. Who asked goes away in the middle of the write, and takes the task with it. So the write is a task of its
-   own, and the lock is kept until it has ended.
-2. The store fails, or the way to it does, after the write or before: nobody knows. So nothing more is decided
-   until all records have been read again.
+1. The caller is cancelled during the write. So the write is a separate task, and the lock is held until it
+   has ended.
+2. The store or the connection fails, and it is unknown whether the write succeeded. So no further decision is
+   made until all records have been read again.
 """
 
 from __future__ import annotations
@@ -24,22 +23,22 @@ from daskserve.errors import StaleEpochError
 
 logger = logging.getLogger("daskserve.controller")
 
-#: What follows a change in memory that no record holds.
+#: The effects of a change on memory that no record contains.
 Then: TypeAlias = Callable[[], None]
 
 
 class Writer:
-    """A lock, and what may be done under it. Use it as ``async with writer:`` around deciding and `commit`.
+    """A lock and the commits under it. Use ``async with writer:`` around a decision and its `commit`.
 
     Parameters
     ----------
     apply
-        Takes over into memory what is in the store, and tells of it.
+        Applies a stored change in memory and notifies the listeners.
 
     Attributes
     ----------
     changes : int
-        How many have been written.
+        Number of written changes.
     """
 
     def __init__(self, store: Store, epoch: int, state: State, apply: Callable[[Change], None]) -> None:
@@ -48,7 +47,7 @@ class Writer:
         self._state = state
         self._apply = apply
         self._lock = asyncio.Lock()
-        #: The change that may or may not be in the store, with what is to follow it.
+        #: The change that may or may not be in the store, with the effects that follow it.
         self._doubtful: tuple[Change, Then | None] | None = None
         self.changes = 0
 
@@ -66,9 +65,9 @@ class Writer:
         self._lock.release()
 
     async def commit(self, change: Change, then: Then | None = None) -> None:
-        """Write a change, apply it and call ``then``, or raise: it may be in the store all the same.
+        """Write a change, apply it and call ``then``, or raise; the change may be in the store even then.
 
-        If it turns out to be in the store, it is applied and ``then`` called when the records are read again.
+        If it is, it is applied and ``then`` is called when the records are read again.
         """
         if not change:
             if then is not None:
@@ -84,7 +83,7 @@ class Writer:
                 except asyncio.CancelledError:
                     pass  # raised below, when the outcome is known
             if not writing.cancelled() and writing.exception() is not None:
-                logger.warning("A change that nobody waits for was not written: %r", writing.exception())
+                logger.warning("A change whose caller was cancelled was not written: %r", writing.exception())
             raise
 
     async def _write(self, change: Change, then: Then | None) -> None:
@@ -107,7 +106,7 @@ class Writer:
         difference.update({key: each for key, each in stored.items() if each != known.get(key)})
         self._doubtful = None
         if difference:
-            logger.info("The store holds what was not known to be written: %s", ", ".join(sorted(difference)))
+            logger.info("The store contains a change whose commit failed: %s", ", ".join(sorted(difference)))
             self._apply(difference)
         if then is not None and all(stored.get(key) == record for key, record in change.items()):
             then()

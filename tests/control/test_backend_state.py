@@ -95,13 +95,13 @@ def test_a_replica_is_placed_started_and_then_runs() -> None:
     assert bench.state.backends["b"].goal is None
 
 
-def test_at_rest_nothing_changes_and_nothing_is_done() -> None:
+def test_a_step_at_rest_has_no_changes_and_no_actions() -> None:
     bench = running(num_replicas=3)
     step = bench.decide()
     assert (step.change, step.actions, step.wake_at) == ({}, [], None)
 
 
-def test_an_intention_is_written_with_the_place_before_anything_is_started() -> None:
+def test_the_placement_is_written_before_a_replica_starts() -> None:
     bench = Bench()
     bench.create(num_replicas=2)
     step = bench.decide()
@@ -123,7 +123,7 @@ def test_a_goal_is_done_only_when_all_replicas_run() -> None:
     assert bench.goal(goal).state is GoalState.DONE
 
 
-def test_a_controller_that_has_seen_nothing_changes_nothing_and_makes_no_running_replica_again() -> None:
+def test_a_new_controller_changes_nothing_and_recreates_no_running_replica() -> None:
     bench = running(num_replicas=2)
     bench.observed.ready.clear()
     step = bench.step()
@@ -131,7 +131,7 @@ def test_a_controller_that_has_seen_nothing_changes_nothing_and_makes_no_running
     assert step.change == {}
 
 
-def test_a_controller_that_has_seen_nothing_asks_again_for_a_replica_that_was_starting() -> None:
+def test_a_new_controller_repeats_the_start_of_a_starting_replica() -> None:
     bench = Bench()
     bench.create(num_replicas=1)
     assert kinds(bench.step().actions) == [StartReplica]
@@ -140,7 +140,7 @@ def test_a_controller_that_has_seen_nothing_asks_again_for_a_replica_that_was_st
     assert step.change == {}
 
 
-def test_deciding_leaves_the_state_as_it_was() -> None:
+def test_a_step_does_not_change_the_state() -> None:
     bench = running(num_replicas=2)
     bench.update(num_replicas=5)
     bench.observed.lost_workers.add("w1")
@@ -151,7 +151,7 @@ def test_deciding_leaves_the_state_as_it_was() -> None:
         assert bench.state.used(where) == {"CPU": pytest.approx(0.1)}
 
 
-def test_a_step_that_raises_leaves_the_state_as_it_was() -> None:
+def test_a_step_that_raises_does_not_change_the_state() -> None:
     """One poisoned worker entry must not leave the ledger with replicas that were never placed."""
     bench = Bench()
     bench.create(num_replicas=2)
@@ -162,7 +162,7 @@ def test_a_step_that_raises_leaves_the_state_as_it_was() -> None:
     assert bench.state.used("w1") == {}
 
 
-def test_tags_are_never_taken_twice() -> None:
+def test_tags_are_unique() -> None:
     class SameSeeds(random.Random):
         def getrandbits(self, k: int) -> int:
             return 7
@@ -181,7 +181,7 @@ def test_tags_are_never_taken_twice() -> None:
 # ---- constructors that fail
 
 
-def test_three_failures_fail_the_goal_and_leave_nothing() -> None:
+def test_three_failures_fail_the_goal_and_remove_the_backend() -> None:
     bench = Bench()
     goal = bench.create()
     tried = set()
@@ -198,7 +198,7 @@ def test_three_failures_fail_the_goal_and_leave_nothing() -> None:
     assert list(state.goals) == [goal]
 
 
-def test_two_failures_are_forgiven() -> None:
+def test_two_failures_are_tolerated() -> None:
     bench = Bench()
     goal = bench.create()
     fail(bench)
@@ -208,7 +208,7 @@ def test_two_failures_are_forgiven() -> None:
     assert len(bench.tags(S.RUNNING)) == 1
 
 
-def test_an_error_of_the_cluster_is_told_as_a_deploy_error() -> None:
+def test_an_error_of_the_cluster_becomes_a_deploy_error() -> None:
     bench = Bench()
     goal = bench.create()
     for _ in range(3):
@@ -219,7 +219,7 @@ def test_an_error_of_the_cluster_is_told_as_a_deploy_error() -> None:
     assert "A replica of backend 'b' could not be created: KeyError: 'oops'" in str(error)
 
 
-def test_failing_of_one_stops_the_others() -> None:
+def test_the_failure_of_one_replica_stops_the_others() -> None:
     bench = Bench()
     goal = bench.create(num_replicas=4)
     starts = bench.step().actions
@@ -235,7 +235,7 @@ def test_failing_of_one_stops_the_others() -> None:
     assert (bench.state.backends, bench.state.replicas) == ({}, {})
 
 
-def test_without_a_goal_tries_are_further_and_further_apart() -> None:
+def test_without_a_goal_retries_back_off() -> None:
     """A backend that ran lost its worker and cannot be constructed any more: nobody waits, so no hurry."""
     bench = running()
     bench.observed.lost_workers.add("w1")
@@ -258,7 +258,7 @@ def test_without_a_goal_tries_are_further_and_further_apart() -> None:
     assert (bench.observed.failures, bench.observed.retry_at, bench.observed.waiting) == ({}, {}, {})
 
 
-def test_a_new_wish_is_tried_at_once_however_often_the_old_one_failed() -> None:
+def test_a_new_spec_is_tried_immediately_even_if_the_old_one_failed_often() -> None:
     bench = deployed(version="1")
     bench.observed.lost_workers.add("w1")
     for _ in range(4):
@@ -287,7 +287,7 @@ def test_failures_of_an_older_version_do_not_count_against_the_newer() -> None:
     assert {each.version for each in bench.state.replicas_of("b")} == {"2"}
 
 
-def test_failures_do_not_bring_back_a_backend_that_is_being_deleted() -> None:
+def test_failures_do_not_restore_a_backend_that_is_being_deleted() -> None:
     bench = Bench()
     bench.create(num_replicas=3)
     starts = bench.step().actions
@@ -299,7 +299,7 @@ def test_failures_do_not_bring_back_a_backend_that_is_being_deleted() -> None:
     assert bench.goal(goal).state is GoalState.DONE
 
 
-def test_a_failed_reconfiguration_does_not_bring_it_back_either() -> None:
+def test_a_failed_reconfiguration_does_not_restore_a_backend_that_is_being_deleted() -> None:
     bench = running()
     bench.update(user_config=b"new")
     (action,) = bench.step().actions
@@ -313,7 +313,7 @@ def test_a_failed_reconfiguration_does_not_bring_it_back_either() -> None:
 # ---- running out of time
 
 
-def test_without_room_it_waits_and_says_what_is_missing() -> None:
+def test_without_capacity_a_backend_waits_and_says_what_is_missing() -> None:
     bench = Bench()
     goal = bench.create(num_replicas=2, actor_options={"num_cpus": 3, "num_gpus": 1})
     step = bench.step()
@@ -324,7 +324,7 @@ def test_without_room_it_waits_and_says_what_is_missing() -> None:
     assert step.wake_at == bench.now + 60
 
 
-def test_room_that_comes_is_taken() -> None:
+def test_new_capacity_is_used() -> None:
     bench = Bench([])
     goal = bench.create()
     bench.step()
@@ -341,7 +341,7 @@ def test_what_fits_runs_while_the_rest_waits() -> None:
     assert len(bench.tags(S.SHOULD_START)) == 1
 
 
-def test_past_the_deadline_without_room_the_goal_fails_and_nothing_is_left() -> None:
+def test_without_capacity_the_goal_fails_at_the_deadline_and_removes_the_backend() -> None:
     bench = Bench()
     goal = bench.create(num_replicas=3, actor_options={"num_cpus": 4}, timeout_s=5.0)
     starts = bench.step().actions
@@ -364,7 +364,7 @@ def test_past_the_deadline_without_room_the_goal_fails_and_nothing_is_left() -> 
     assert bench.observed.waiting == {}
 
 
-def test_past_the_deadline_with_a_slow_constructor_it_says_so() -> None:
+def test_a_slow_constructor_is_the_reason_at_the_deadline() -> None:
     bench = Bench()
     goal = bench.create(timeout_s=5.0)
     bench.step()
@@ -375,7 +375,7 @@ def test_past_the_deadline_with_a_slow_constructor_it_says_so() -> None:
     assert "did not get to 1 running replicas within 5 s; its constructor may need longer" in str(error)
 
 
-def test_a_change_that_finds_no_room_is_taken_back() -> None:
+def test_a_change_without_capacity_is_rolled_back() -> None:
     bench = running(num_replicas=2, actor_options={"num_cpus": 3})
     before = wish_of(bench)
     goal = bench.update(num_replicas=3)
@@ -388,7 +388,7 @@ def test_a_change_that_finds_no_room_is_taken_back() -> None:
     assert len(bench.tags()) == 2
 
 
-def test_the_deadline_of_a_new_controller_begins_when_it_looks() -> None:
+def test_the_deadline_under_a_new_controller_begins_with_its_first_step() -> None:
     """Wall clocks differ between workers, so what is left of a deadline does not move with the controller."""
     bench = Bench([])
     goal = bench.create(timeout_s=5.0)
@@ -417,7 +417,7 @@ def test_replicas_of_a_lost_worker_are_replaced_elsewhere() -> None:
     assert len(bench.tags(S.RUNNING)) == 2
 
 
-def test_a_lost_worker_is_no_failed_constructor() -> None:
+def test_a_lost_worker_does_not_count_as_a_failed_constructor() -> None:
     bench = Bench()
     goal = bench.create()
     for _ in range(5):
@@ -427,7 +427,7 @@ def test_a_lost_worker_is_no_failed_constructor() -> None:
     assert bench.goal(goal).failures == 0
 
 
-def test_a_worker_that_is_known_to_be_lost_gets_nothing() -> None:
+def test_a_lost_worker_gets_no_replicas() -> None:
     """It joined anew under its old address before all that was lost with it has been seen to."""
     bench = running()
     bench.observed.lost_workers.add("w1")
@@ -436,7 +436,7 @@ def test_a_worker_that_is_known_to_be_lost_gets_nothing() -> None:
 
 
 @pytest.mark.parametrize("state", [S.STARTING, S.RUNNING, S.STOPPING])
-def test_whatever_it_was_doing_a_lost_replica_is_forgotten(state: S) -> None:
+def test_a_lost_replica_is_removed_in_every_state(state: S) -> None:
     bench = Bench([worker(2)])
     bench.create()
     bench.state.apply({"replica/b#1": replica("b#1", state, version=bench.state.backends["b"].version)})
@@ -463,14 +463,14 @@ def test_a_config_change_reconfigures_the_same_replicas() -> None:
     assert {each.config_id for each in bench.state.replicas_of("b")} == {bench.state.backends["b"].config_id}
 
 
-def test_a_change_that_replicas_need_not_hear_of_is_done_at_once() -> None:
+def test_a_change_that_does_not_concern_replicas_is_done_immediately() -> None:
     bench = running()
     goal = bench.update(max_queued_requests=7)
     assert bench.step().actions == []
     assert bench.goal(goal).state is GoalState.DONE
 
 
-def test_a_replica_that_refuses_a_config_fails_the_change_and_the_others_go_back() -> None:
+def test_a_replica_that_rejects_a_config_fails_the_change_and_rolls_back_the_others() -> None:
     bench = running(num_replicas=2)
     before = wish_of(bench)
     goal = bench.update(user_config=b"new")
@@ -488,7 +488,7 @@ def test_a_replica_that_refuses_a_config_fails_the_change_and_the_others_go_back
     assert {each.config_id for each in bench.state.replicas_of("b")} == {before.config_id}
 
 
-def test_a_replica_that_refuses_to_go_back_is_replaced() -> None:
+def test_a_replica_that_rejects_the_rollback_is_replaced() -> None:
     """Nobody can be told, and asking it again and again would never end."""
     bench = running(num_replicas=2)
     goal = bench.update(user_config=b"new")
@@ -522,7 +522,7 @@ def test_a_config_that_changes_while_a_replica_starts_reaches_it_when_it_runs() 
 # ---- scaling down and deleting
 
 
-def test_scaling_down_stops_what_does_least_first() -> None:
+def test_scaling_down_stops_the_least_busy_replicas_first() -> None:
     bench = Bench([worker(1, threads=3)])
     bench.create(num_replicas=5, actor_options={"num_cpus": 1})
     starts = bench.step().actions
@@ -564,7 +564,7 @@ def test_scaling_down_is_done_when_the_last_one_is_gone() -> None:
 
 
 @pytest.mark.parametrize(("is_forced", "grace_s"), [(False, 20.0), (True, 0.0)])
-def test_deleting_stops_everything_and_then_forgets_it(is_forced: bool, grace_s: float) -> None:
+def test_deleting_stops_all_replicas_and_then_removes_the_backend(is_forced: bool, grace_s: float) -> None:
     bench = running(num_replicas=2)
     goal = bench.delete(is_forced=is_forced)
     stops = bench.step().actions
@@ -576,7 +576,7 @@ def test_deleting_stops_everything_and_then_forgets_it(is_forced: bool, grace_s:
     assert (bench.state.backends, bench.state.replicas, bench.state.codes) == ({}, {}, {})
 
 
-def test_a_second_delete_can_end_the_patience_of_the_first() -> None:
+def test_a_forced_delete_shortens_the_grace_period_of_an_earlier_one() -> None:
     bench = running()
     bench.delete()
     bench.step()
@@ -595,7 +595,7 @@ def test_deleting_has_no_deadline() -> None:
     assert bench.goal(goal).state is GoalState.PENDING
 
 
-def test_a_backend_can_be_made_anew_while_its_namesake_goes() -> None:
+def test_a_backend_can_be_recreated_while_it_is_being_deleted() -> None:
     bench = running(version="1")
     first = bench.delete()
     bench.step()
@@ -626,7 +626,7 @@ def test_a_new_version_takes_over_one_by_one() -> None:
     assert list(bench.state.codes) == ["b@2"]
 
 
-def test_the_old_code_stays_as_long_as_it_may_be_needed() -> None:
+def test_the_old_code_stays_until_the_rollout_is_complete() -> None:
     bench = deployed(version="1")
     bench.deploy(version="2")
     bench.step()
@@ -648,7 +648,7 @@ def test_a_new_version_that_fails_leaves_the_old_one_running() -> None:
     assert list(bench.state.codes) == ["b@1"]
 
 
-def test_a_failed_version_takes_its_running_replicas_along() -> None:
+def test_the_running_replicas_of_a_failed_version_stop() -> None:
     bench = deployed(version="1", num_replicas=2)
     goal = bench.deploy(version="2", num_replicas=2)
     (start,) = bench.step().actions
@@ -674,7 +674,7 @@ def test_a_newer_version_in_the_middle_of_a_rollout_wins() -> None:
     assert list(bench.state.codes) == ["b@3"]
 
 
-def test_a_deployment_that_never_came_about_takes_its_endpoint_along() -> None:
+def test_a_failed_first_deployment_removes_its_endpoint() -> None:
     """Otherwise its route stays taken by something that cannot answer."""
     bench = Bench()
     bench.state.apply({"endpoint/x": endpoint("x", "/x", traffic={"x": 1.0})})
@@ -713,7 +713,7 @@ def fail_for_good(bench: Bench) -> None:
     assert {each.version for each in bench.state.replicas_of("b")} == {"1"}
 
 
-def test_a_new_version_that_fails_goes_back_to_the_last_route_that_came_about() -> None:
+def test_a_failed_new_version_restores_the_last_completed_route() -> None:
     bench = failing_twice_over()
     shadowed = replace(bench.state.endpoints["b"], shadows={"b": 0.5}, python_methods=("m", "n"))
     bench.state.apply({shadowed.key: shadowed})
@@ -723,14 +723,14 @@ def test_a_new_version_that_fails_goes_back_to_the_last_route_that_came_about() 
     assert bench.state.endpoint_at("/3") is None
 
 
-def test_a_route_that_somebody_else_has_taken_meanwhile_is_not_taken_back() -> None:
+def test_a_rollback_does_not_take_a_route_from_another_endpoint() -> None:
     bench = failing_twice_over()
     bench.state.apply({"endpoint/x": endpoint("x", "/1")})
     fail_for_good(bench)
     assert {tag: each.route for tag, each in bench.state.endpoints.items()} == {"b": "/3", "x": "/1"}
 
 
-def test_an_endpoint_that_was_deleted_meanwhile_is_not_brought_back() -> None:
+def test_a_rollback_does_not_restore_a_deleted_endpoint() -> None:
     bench = failing_twice_over()
     bench.state.apply({"endpoint/b": None})
     fail_for_good(bench)
@@ -750,7 +750,7 @@ def test_a_classic_endpoint_of_the_same_name_stays() -> None:
 # ---- what routers learn
 
 
-def test_routers_learn_of_running_replicas_only() -> None:
+def test_only_running_replicas_are_published_to_routers() -> None:
     state = state_of(
         backend(config={"max_concurrent_queries": 5, "num_replicas": 2, "max_queued_requests": 9}),
         replica("b#1", worker="w1", incarnation=4),
@@ -765,7 +765,7 @@ def test_routers_learn_of_running_replicas_only() -> None:
     assert published(state, "other") is None
 
 
-def test_goals_fail_with_our_own_errors_only() -> None:
+def test_goals_fail_only_with_daskserve_errors() -> None:
     """The supervisor and other programs must be able to load them."""
     bench = Bench()
     goal = bench.create()

@@ -93,7 +93,7 @@ def test_a_retried_call_changes_nothing_and_waits_for_the_same_goal() -> None:
     assert verbs.create_backend(state, spec(), goal_id="g3", now=0.0) == Outcome({}, None)
 
 
-def test_a_taken_tag_is_refused() -> None:
+def test_a_tag_in_use_is_rejected() -> None:
     words = r"^Cannot create backend\. Backend 'b' is already registered\."
     with pytest.raises(AlreadyRegisteredError, match=words):
         verbs.create_backend(created(), spec(request_id="second"), goal_id="g2", now=0.0)
@@ -109,7 +109,7 @@ def test_a_tag_that_is_being_deleted_can_be_taken() -> None:
     assert waiting.previous is None
 
 
-def test_a_bad_option_is_refused_where_the_spec_is_read() -> None:
+def test_an_invalid_option_is_rejected_when_the_spec_is_read() -> None:
     with pytest.raises(ValueError, match="num_replicas"):
         BackendSpec.from_plain({**spec().to_plain(), "config": {"num_replicas": 0}})
 
@@ -128,7 +128,7 @@ def test_the_same_deployment_waits_for_the_goal_that_is_pending() -> None:
     assert deploy(state, spec(version="1"), "g2") == Outcome({}, "g1")
 
 
-def test_a_retried_deploy_changes_nothing_whatever_has_come_of_it() -> None:
+def test_a_retried_deploy_changes_nothing_whatever_its_outcome() -> None:
     state = State()
     wanted = spec(version="2", user_version="2", request_id="mine")
     state.apply(verbs.deploy(state, wanted, goal_id="g1", now=0.0).change)
@@ -184,7 +184,7 @@ def test_deploying_other_actor_options_a_second_time_changes_nothing() -> None:
     assert deploy(state, wider) == Outcome({}, None)
 
 
-def test_the_order_of_resources_is_no_difference() -> None:
+def test_the_order_of_resources_does_not_matter() -> None:
     def wants(*names: str) -> BackendSpec:
         return spec(version="1", actor_options={"resources": dict.fromkeys(names, 1.0)})
 
@@ -224,13 +224,13 @@ def test_only_the_given_options_change() -> None:
     assert record.user_config == b"kept"
 
 
-def test_the_user_config_changes_only_if_it_is_among_the_given() -> None:
+def test_the_user_config_changes_only_if_it_is_given() -> None:
     state = created(spec(user_config=b"old"))
     assert backend_of(update(state, {}, user_config=b"new", sets_user_config=True)).user_config == b"new"
     assert backend_of(update(state, {}, user_config=None, sets_user_config=True)).user_config is None
 
 
-def test_an_update_that_says_nothing_new_changes_nothing() -> None:
+def test_an_update_with_equal_options_changes_nothing() -> None:
     assert update(created(spec(num_replicas=2)), {"num_replicas": 2}) == Outcome({}, None)
 
 
@@ -245,13 +245,13 @@ def test_an_update_that_says_nothing_new_changes_nothing() -> None:
         ({"batch_wait_timeout": 3}, True),
     ],
 )
-def test_replicas_hear_only_of_what_concerns_them(config: dict[str, Any], is_told: bool) -> None:
+def test_only_options_that_concern_replicas_reconfigure_them(config: dict[str, Any], is_told: bool) -> None:
     state = created()
     before = state.backends["b"].config_id
     assert (backend_of(update(state, config)).config_id != before) == is_told
 
 
-def test_a_new_user_config_is_for_the_replicas() -> None:
+def test_a_new_user_config_reconfigures_the_replicas() -> None:
     state = created()
     outcome = update(state, {}, user_config=b"new", sets_user_config=True)
     assert backend_of(outcome).config_id != state.backends["b"].config_id
@@ -288,7 +288,7 @@ def test_a_backend_in_use_cannot_be_deleted(used: dict[str, Any]) -> None:
         delete(state)
 
 
-def test_deleting_what_is_unknown_changes_nothing() -> None:
+def test_deleting_an_unknown_backend_changes_nothing() -> None:
     assert delete(State()) == Outcome({}, None)
 
 
@@ -305,7 +305,7 @@ def test_deleting_twice_waits_for_the_first_unless_the_second_is_forced() -> Non
 # ---- looking
 
 
-def test_what_is_told_of_a_backend_makes_its_config_again() -> None:
+def test_the_plain_values_of_a_backend_restore_its_config() -> None:
     wanted = spec(num_replicas=2, max_batch_size=4, user_config=b"pickled")
     told = verbs.describe(created(wanted), "b")
     assert told["user_config"] == b"pickled"
@@ -313,13 +313,13 @@ def test_what_is_told_of_a_backend_makes_its_config_again() -> None:
     assert (config.num_replicas, config.max_batch_size) == (2, 4)
 
 
-def test_an_unknown_backend_names_those_there_are() -> None:
+def test_the_error_for_an_unknown_backend_lists_the_registered_ones() -> None:
     state = state_of(backend("z"), backend("a"), backend("gone", is_deleting=True))
     with pytest.raises(NotRegisteredError, match="Registered backends: a, z"):
         verbs.get(state, "b")
 
 
-def test_what_is_told_of_an_endpoint() -> None:
+def test_the_plain_values_of_an_endpoint() -> None:
     state = state_of(endpoint(shadows={"s": 0.5}))
     assert verbs.get_endpoint(state, "e") == {
         "route": "/e",

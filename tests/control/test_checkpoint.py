@@ -33,7 +33,7 @@ EVERYTHING: Change = {
 }
 
 
-def test_a_state_comes_back_whole() -> None:
+def test_a_state_survives_a_round_trip_through_the_store() -> None:
     store = CountingStore()
 
     async def scenario() -> Mapping[str, bytes]:
@@ -49,7 +49,7 @@ def test_a_state_comes_back_whole() -> None:
     assert state.goals == {"g": goal()}
 
 
-def test_a_change_is_one_transaction_and_no_change_is_none() -> None:
+def test_a_change_is_one_transaction_and_an_empty_change_is_none() -> None:
     store = CountingStore()
 
     async def scenario() -> None:

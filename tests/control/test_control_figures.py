@@ -24,7 +24,7 @@ async def exported(stage: Stage) -> dict[tuple[str, ...], float]:
     return found
 
 
-def test_deployments_goals_and_workers_are_exported_as_they_are() -> None:
+def test_the_current_deployments_goals_and_workers_are_exported() -> None:
     async def scenario(stage: Stage) -> None:
         await stage.create(num_replicas=2)
         found = await exported(stage)
@@ -42,7 +42,7 @@ def test_deployments_goals_and_workers_are_exported_as_they_are() -> None:
     play(scenario)
 
 
-def test_what_fails_is_counted() -> None:
+def test_failures_are_counted() -> None:
     async def scenario(stage: Stage) -> None:
         stage.start = boom()
         with pytest.raises(ReplicaStartError):

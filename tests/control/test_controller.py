@@ -33,7 +33,7 @@ EVERY_WORKER = HTTPOptions(location=Location.EVERY_WORKER)
 # ---- a whole life
 
 
-def test_a_backend_lives_serves_changes_and_goes() -> None:
+def test_the_life_of_a_backend_from_creation_to_deletion() -> None:
     async def scenario(stage: Stage) -> None:
         await stage.create(num_replicas=2, user_config=b"one")
         assert len(stage.running_of("b")) == 2
@@ -67,7 +67,7 @@ def test_a_backend_lives_serves_changes_and_goes() -> None:
     play(scenario)
 
 
-def test_a_repeated_call_is_no_second_change() -> None:
+def test_a_repeated_call_does_not_repeat_the_change() -> None:
     """The client's connection broke before the answer came, so it asks again with the same request id."""
 
     async def scenario(stage: Stage) -> None:
@@ -91,7 +91,7 @@ def test_a_repeated_call_is_no_second_change() -> None:
     play(scenario)
 
 
-def test_refusals_reach_the_caller_and_change_nothing() -> None:
+def test_errors_reach_the_caller_and_change_nothing() -> None:
     async def scenario(stage: Stage) -> None:
         await stage.create()
         await stage.endpoint()
@@ -117,7 +117,7 @@ def test_refusals_reach_the_caller_and_change_nothing() -> None:
     play(scenario)
 
 
-def test_listing_tells_what_is_registered() -> None:
+def test_lists_contain_what_is_registered() -> None:
     async def scenario(stage: Stage) -> None:
         await stage.create(num_replicas=2, user_config=b"pickled")
         await stage.create("c")
@@ -157,7 +157,7 @@ def test_status_shows_what_waits_and_why() -> None:
 # ---- goals
 
 
-def test_a_failed_goal_raises_what_went_wrong_and_leaves_nothing() -> None:
+def test_a_failed_goal_raises_its_error_and_removes_the_backend() -> None:
     async def scenario(stage: Stage) -> None:
         stage.start = boom()
         with pytest.raises(ReplicaStartError, match="the constructor raised") as info:
@@ -172,7 +172,7 @@ def test_a_failed_goal_raises_what_went_wrong_and_leaves_nothing() -> None:
     play(scenario)
 
 
-def test_without_room_the_call_fails_in_time_and_leaves_nothing() -> None:
+def test_without_capacity_the_call_fails_in_time_and_removes_the_backend() -> None:
     async def scenario(stage: Stage) -> None:
         began = stage.clock.now()
         with pytest.raises(NoCapacityError, match="GPU 1"):
@@ -183,7 +183,7 @@ def test_without_room_the_call_fails_in_time_and_leaves_nothing() -> None:
     play(scenario)
 
 
-def test_room_that_comes_in_time_is_found() -> None:
+def test_capacity_that_arrives_in_time_is_used() -> None:
     async def scenario(stage: Stage) -> None:
         asyncio.get_running_loop().call_later(10, lambda: stage.cluster.add_worker(resources={"GPU": 1.0}))
         began = stage.clock.now()
@@ -193,7 +193,7 @@ def test_room_that_comes_in_time_is_found() -> None:
     play(scenario)
 
 
-def test_a_constructor_that_hangs_is_given_up_three_times() -> None:
+def test_a_hanging_constructor_is_abandoned_three_times() -> None:
     async def scenario(stage: Stage) -> None:
         stage.start = hang
         with pytest.raises(RequestTimeoutError, match="did not start within 5 s"):
@@ -210,7 +210,7 @@ def test_a_constructor_that_hangs_is_given_up_three_times() -> None:
     run_virtual(main)
 
 
-def test_a_newer_wish_ends_the_wait_for_the_older_one() -> None:
+def test_a_newer_spec_ends_the_wait_for_the_older_one() -> None:
     async def scenario(stage: Stage) -> None:
         await stage.create()
         stage.start_s = 5.0
@@ -226,7 +226,7 @@ def test_a_newer_wish_ends_the_wait_for_the_older_one() -> None:
     play(scenario)
 
 
-def test_waiting_for_a_goal_ends_now_and_then_with_the_reason() -> None:
+def test_a_wait_for_a_goal_times_out_with_the_reason() -> None:
     async def scenario(stage: Stage) -> None:
         answer = await stage.call("create_backend", **stage.spec(actor_options={"num_gpus": 1}))
         began = stage.clock.now()
@@ -257,7 +257,7 @@ def test_a_deployment_that_fails_leaves_its_route_free() -> None:
     play(scenario)
 
 
-def test_a_new_version_that_fails_gives_its_new_route_back() -> None:
+def test_a_failed_new_version_releases_its_new_route() -> None:
     async def scenario(stage: Stage) -> None:
         await stage.deploy("d", "/old", version="1")
         before = stage.stored("endpoint")
@@ -344,7 +344,7 @@ def test_a_proxy_that_does_not_answer_delays_a_change_but_does_not_prevent_it() 
     play(scenario, http=HTTPOptions(location=Location.HEAD_ONLY), workers=4)
 
 
-def test_a_taken_port_is_told_to_who_waits_for_http() -> None:
+def test_waiting_for_http_raises_if_the_port_is_in_use() -> None:
     async def main() -> None:
         stage = Stage(http=EVERY_WORKER)
         async with stage.cluster:
@@ -373,7 +373,7 @@ def test_proxies_that_never_listen_are_a_timeout() -> None:
     run_virtual(main)
 
 
-def test_without_proxies_nobody_waits_for_them() -> None:
+def test_waiting_for_http_returns_immediately_without_proxies() -> None:
     async def scenario(stage: Stage) -> None:
         assert await stage.call("wait_for_http", timeout_s=0) == {"urls": ()}
         assert await stage.call("http_urls") == ()
@@ -401,7 +401,7 @@ def test_listeners_block_until_their_key_changes() -> None:
 # ---- workers
 
 
-def test_the_workers_are_asked_for_now_and_then_in_case_an_event_was_lost() -> None:
+def test_the_list_of_workers_is_refreshed_in_case_an_event_was_lost() -> None:
     async def scenario(stage: Stage) -> None:
         await stage.create(num_replicas=2)
         controller = await stage.cluster.program.controller()
@@ -445,7 +445,7 @@ def test_an_event_that_overtakes_the_list_of_workers_is_not_undone() -> None:
 # ---- beginning and ending
 
 
-def test_a_controller_that_cannot_begin_says_why() -> None:
+def test_a_controller_that_fails_to_start_raises_the_reason() -> None:
     """Its Host stops it, and that must not hide the reason."""
 
     async def main() -> None:
@@ -474,7 +474,7 @@ def test_a_controller_that_cannot_begin_says_why() -> None:
     run_virtual(main)
 
 
-def test_a_corrupt_record_is_left_aside_and_the_rest_runs() -> None:
+def test_a_corrupt_record_is_skipped_and_the_rest_runs() -> None:
     async def main() -> None:
         stage = Stage()
         stage.store._records["backend/broken"] = b"?"
@@ -488,7 +488,7 @@ def test_a_corrupt_record_is_left_aside_and_the_rest_runs() -> None:
     run_virtual(main)
 
 
-def test_code_that_was_lost_is_no_reason_to_end_what_runs() -> None:
+def test_lost_code_does_not_stop_running_replicas() -> None:
     async def scenario(stage: Stage) -> None:
         await stage.create(num_replicas=2, version="1")
         before = dict(stage.running)
@@ -506,7 +506,7 @@ def test_code_that_was_lost_is_no_reason_to_end_what_runs() -> None:
     play(scenario, workers=4)
 
 
-def test_a_replica_learns_what_it_is_and_runs() -> None:
+def test_a_replica_gets_its_start_message_and_runs() -> None:
     async def scenario(stage: Stage) -> None:
         await stage.create(
             code=b"the code",

@@ -63,7 +63,7 @@ def test_a_retried_call_changes_nothing() -> None:
     assert create(state, route="/other", methods=["POST"]) == {}
 
 
-def test_the_same_endpoint_again_is_told_how_to_set_traffic() -> None:
+def test_creating_the_same_endpoint_again_points_to_set_traffic() -> None:
     state = state_of(backend(), endpoint())
     with pytest.raises(
         AlreadyRegisteredError, match=r"^Route '/e' is already registered to endpoint 'e'.*"
@@ -74,7 +74,7 @@ def test_the_same_endpoint_again_is_told_how_to_set_traffic() -> None:
         create(state, methods=["get"], route="/e/")
 
 
-def test_a_taken_route_is_refused() -> None:
+def test_a_route_in_use_is_rejected() -> None:
     state = state_of(backend(), endpoint("other", "/e"))
     with pytest.raises(
         AlreadyRegisteredError, match=r"^Cannot create endpoint\. Route '/e' is already registered\."
@@ -83,7 +83,7 @@ def test_a_taken_route_is_refused() -> None:
 
 
 @pytest.mark.parametrize("change", [{"route": "/f"}, {"route": None}, {"methods": ["POST"]}])
-def test_a_taken_name_is_refused(change: dict[str, Any]) -> None:
+def test_a_name_in_use_is_rejected(change: dict[str, Any]) -> None:
     state = state_of(backend(), endpoint())
     with pytest.raises(
         AlreadyRegisteredError, match=r"^Cannot create endpoint\. Endpoint 'e' is already registered\."
@@ -92,13 +92,13 @@ def test_a_taken_name_is_refused(change: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("records", [[], [backend(is_deleting=True)]])
-def test_a_backend_that_is_not_registered_is_refused(records: Sequence[Any]) -> None:
+def test_an_unregistered_backend_is_rejected(records: Sequence[Any]) -> None:
     words = r"^Attempted to assign traffic to a backend 'b' that is not registered\.$"
     with pytest.raises(NotRegisteredError, match=words):
         create(state_of(*records))
 
 
-def test_all_refusals_are_value_errors() -> None:
+def test_all_rejections_are_value_errors() -> None:
     assert issubclass(AlreadyRegisteredError, ValueError)
     assert issubclass(NotRegisteredError, ValueError)
 
@@ -166,7 +166,7 @@ def test_rounded_weights_still_sum_to_1(parts: list[int]) -> None:
     check_weights({str(n): part / sum(parts) for n, part in enumerate(parts)})
 
 
-def test_traffic_of_an_unknown_endpoint_names_those_there_are() -> None:
+def test_traffic_of_an_unknown_endpoint_lists_the_registered_ones() -> None:
     state = state_of(backend(), endpoint())
     with pytest.raises(NotRegisteredError, match="Endpoint 'x' is not registered; registered: e"):
         set_traffic(state, "x", {"b": 1})
@@ -184,7 +184,7 @@ def test_traffic_to_an_unknown_backend_is_refused_even_without_weight() -> None:
 # ---- shadows
 
 
-def test_shadows_come_one_by_one_and_zero_takes_one_away() -> None:
+def test_shadows_are_set_one_by_one_and_zero_removes_one() -> None:
     state = state_of(backend("b"), backend("c"), backend("d"), endpoint())
     state.apply(shadow_traffic(state, "e", "c", 0.25))
     state.apply(shadow_traffic(state, "e", "d", 1))
@@ -200,7 +200,7 @@ def test_the_same_shadow_changes_nothing() -> None:
     assert shadow_traffic(state, "e", "b", 0) == {}
 
 
-def test_shadows_of_the_unknown_are_refused() -> None:
+def test_shadows_of_unknown_endpoints_or_backends_are_rejected() -> None:
     state = state_of(backend(), endpoint())
     with pytest.raises(NotRegisteredError, match="'x' that is not registered"):
         shadow_traffic(state, "e", "x", 0.5)
@@ -244,7 +244,7 @@ def test_a_deployment_cannot_take_anothers_route_or_a_classic_endpoints_name() -
 # ---- what others learn
 
 
-def test_what_routers_and_proxies_learn() -> None:
+def test_the_values_published_to_routers_and_proxies() -> None:
     record = endpoint(methods=("GET", "POST"), shadows={"s": 0.5}, python_methods=("f",), is_legacy=False)
     assert published(record) == {
         "traffic": {"b": 1.0},

@@ -58,7 +58,7 @@ def test_a_number_is_recorded_with_its_reason_and_outlives_the_controller() -> N
     play(scenario, workers=4)
 
 
-def test_who_may_not_say_so_is_refused_and_changes_nothing() -> None:
+def test_a_scaler_without_permission_is_rejected_and_changes_nothing() -> None:
     async def scenario(stage: Stage) -> None:
         await stage.create(num_replicas=2)
         with pytest.raises(ExternalScalerDisabledError, match="set external_scaler_enabled=True"):
@@ -84,7 +84,7 @@ def test_who_may_not_say_so_is_refused_and_changes_nothing() -> None:
     assert http_status_of(ExternalScalerDisabledError()) == 412
 
 
-def test_a_redeploy_keeps_the_number_unless_it_says_another_one() -> None:
+def test_a_redeploy_keeps_the_number_unless_it_sets_another_one() -> None:
     async def scenario(stage: Stage) -> None:
         options: dict[str, Any] = {"num_replicas": 2, **OPEN}
         await stage.deploy(version="1", **options)
@@ -107,7 +107,7 @@ def test_a_redeploy_keeps_the_number_unless_it_says_another_one() -> None:
     play(scenario, workers=4)
 
 
-def test_a_deploy_that_fails_goes_back_to_the_number_asked_for_meanwhile() -> None:
+def test_a_failed_deploy_restores_the_number_set_during_it() -> None:
     async def scenario(stage: Stage) -> None:
         await stage.deploy(version="1", num_replicas=1, **OPEN)
         await scale(stage, 2)

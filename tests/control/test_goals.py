@@ -24,13 +24,13 @@ def opened(state: State, wanted: object = None, *, goal_id: str = "new") -> tupl
     return change, found
 
 
-def test_a_new_backend_has_nothing_to_go_back_to() -> None:
+def test_a_new_backend_has_no_previous_record() -> None:
     change, found = opened(State())
     assert found == GoalRecord("new", "b", GoalState.PENDING, number=1, timeout_s=5.0)
     assert set(change) == {"goal/new", "backend/b"}
 
 
-def test_a_change_goes_back_to_what_was_there() -> None:
+def test_a_failed_change_restores_the_previous_record() -> None:
     before = backend(num_replicas=1)
     _, found = opened(state_of(before), backend(num_replicas=5))
     assert found.previous is not None
@@ -46,7 +46,7 @@ def test_a_newer_goal_completes_the_older_one() -> None:
     assert superseded.state is GoalState.DONE
 
 
-def test_a_chain_of_changes_goes_back_to_the_last_that_came_about() -> None:
+def test_a_chain_of_changes_rolls_back_to_the_last_completed_one() -> None:
     settled = backend(num_replicas=1)
     state = state_of(settled)
     change, _ = opened(state, backend(num_replicas=2), goal_id="first")
@@ -56,7 +56,7 @@ def test_a_chain_of_changes_goes_back_to_the_last_that_came_about() -> None:
     assert from_plain("backend", second.previous) == settled
 
 
-def test_a_change_of_a_backend_that_never_came_about_goes_back_to_nothing() -> None:
+def test_a_failed_change_of_an_uncompleted_backend_removes_it() -> None:
     state = State()
     change, _ = opened(state, goal_id="first")
     state.apply(change)
@@ -64,7 +64,7 @@ def test_a_change_of_a_backend_that_never_came_about_goes_back_to_nothing() -> N
     assert second.previous is None
 
 
-def test_a_backend_made_anew_while_its_namesake_is_deleted_does_not_bring_that_one_back() -> None:
+def test_a_failed_recreation_does_not_restore_the_deleted_backend() -> None:
     state = state_of(backend(num_replicas=2))
     deleting = backend(num_replicas=2, is_deleting=True)
     change, first = opened(state, deleting, goal_id="delete")
@@ -74,7 +74,7 @@ def test_a_backend_made_anew_while_its_namesake_is_deleted_does_not_bring_that_o
     assert second.previous is None
 
 
-def test_a_goal_whose_record_was_lost_is_no_obstacle() -> None:
+def test_a_lost_goal_record_does_not_block_changes() -> None:
     """A controller skips a corrupt record when it starts; its backend must still be changeable."""
     change, found = opened(state_of(backend(goal="lost")))
     assert set(change) == {"goal/new", "backend/b"}
@@ -94,13 +94,13 @@ def finished(count: int) -> State:
     ("finished_count", "swept_count"),
     [(KEPT_GOALS, 0), (SWEEP_AT, 0), (SWEEP_AT + 1, SWEEP_AT + 1 - KEPT_GOALS)],
 )
-def test_the_oldest_finished_goals_are_swept_by_the_hundred(finished_count: int, swept_count: int) -> None:
+def test_the_oldest_finished_goals_are_dropped_by_the_hundred(finished_count: int, swept_count: int) -> None:
     change, _ = opened(finished(finished_count))
     swept = {key for key, record in change.items() if record is None}
     assert swept == {f"goal/g{n}" for n in range(swept_count)}
 
 
-def test_pending_goals_are_never_swept() -> None:
+def test_pending_goals_are_never_dropped() -> None:
     state = finished(SWEEP_AT)
     for number in range(SWEEP_AT + 5):
         pending = goal(f"p{number}", number=-number, backend=f"y{number}")
@@ -108,7 +108,7 @@ def test_pending_goals_are_never_swept() -> None:
     assert None not in opened(state)[0].values()
 
 
-def test_what_finished_needs_no_way_back() -> None:
+def test_a_finished_goal_has_no_previous_record() -> None:
     pending = goal(previous={"tag": "b"}, failures=2)
     assert finish(pending) == replace(pending, state=GoalState.DONE, previous=None)
     failed = finish(pending, NoCapacityError("no room"))

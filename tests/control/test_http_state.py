@@ -127,7 +127,7 @@ def test_the_controllers_worker_and_busy_workers_come_last_and_paused_ones_very_
     assert proxies.workers == ["w1"]
 
 
-def test_it_is_written_before_it_is_started() -> None:
+def test_a_proxy_is_written_before_it_starts() -> None:
     proxies = Proxies(Location.HEAD_ONLY)
     taken = proxies.step()
     record = ProxyRecord("head", "w1", "h1", incarnation=1, port=8000)
@@ -235,7 +235,7 @@ def test_the_workers_of_a_host_share_a_port_after_the_first_has_claimed_it(port:
     assert [(each.worker, each.port) for each in third] == [("w2", port or 40001), ("w4", port or 40002)]
 
 
-def test_a_worker_that_joined_anew_before_its_loss_was_seen_gets_one_new_proxy() -> None:
+def test_a_worker_that_rejoined_before_its_loss_was_observed_gets_one_new_proxy() -> None:
     """Its address is both lost and there; neither may be taken for the other."""
     proxies = Proxies(Location.HEAD_ONLY, [HEAD_1])
     proxies.settle()
@@ -248,7 +248,7 @@ def test_a_worker_that_joined_anew_before_its_loss_was_seen_gets_one_new_proxy()
     assert (record.worker, record.incarnation) == ("w1", 2)
 
 
-def test_proxies_that_are_wanted_no_more_are_stopped() -> None:
+def test_unneeded_proxies_stop() -> None:
     proxies = Proxies(Location.EVERY_WORKER)
     proxies.settle()
     proxies.location = Location.NO_SERVER

@@ -35,7 +35,7 @@ def test_what_a_replica_did_before_it_was_first_asked_is_no_rate() -> None:
     assert loads.sample("b", ["b#1"], 10.5).rate == 0.0
 
 
-def test_of_backends_that_nobody_draws_samples_of_nothing_is_added_up() -> None:
+def test_nothing_is_counted_for_backends_without_samples() -> None:
     loads = Loads()
     for at in range(10):
         loads.answered("b", "b#1", {"ongoing": 0, "ended": 100 * at, "latency_counts": [100 * at]}, float(at))
@@ -55,7 +55,7 @@ def test_latencies_are_counted_between_samples() -> None:
     assert loads.sample("b", ["b#1", "b#2"], 11.0).latency_counts == (1, 1, 2)
 
 
-def test_what_is_not_told_anew_is_forgotten() -> None:
+def test_reports_expire() -> None:
     loads = Loads()
     loads.report("dead", {"b": [5, 5]}, 10.0)
     loads.answered("b", "b#1", {"ongoing": 5, "ended": 0}, 10.0)
@@ -67,7 +67,7 @@ def test_what_is_not_told_anew_is_forgotten() -> None:
     assert loads.queue_lengths() == {"alive": {"c": 1}}
 
 
-def test_a_router_with_nothing_to_do_is_forgotten_at_once() -> None:
+def test_an_idle_router_is_removed_immediately() -> None:
     loads = Loads()
     loads.report("r", {"b": [5, 0]}, 10.0)
     loads.report("r", {}, 10.1)

@@ -112,7 +112,7 @@ def test_it_says_that_all_are_paused() -> None:
     assert text == "all 2 allowed workers are paused or closing"
 
 
-def test_it_names_the_figures_that_decide() -> None:
+def test_the_reason_contains_the_numbers() -> None:
     state = state_of(replica("b#1", demand={"CPU": 1.5}))
     text = explain(
         state, [worker(1), worker(2, threads=2)], Demand("b", {"CPU": 3.0, "GPU": 1.0, "memory": 5.0})
@@ -146,7 +146,7 @@ def test_small_replicas_fill_what_larger_ones_leave() -> None:
     assert workers_needed([large, *[small] * 11, large, *[small] * 10], kinds) == 3
 
 
-def test_nothing_is_asked_for_what_no_such_worker_could_hold() -> None:
+def test_no_workers_are_requested_for_replicas_that_fit_on_none() -> None:
     kinds = [worker(1, threads=2), worker(2, threads=2, resources={"GPU": 1.0})]
     assert workers_needed([Demand("b", {"CPU": 3.0})] * 4, kinds) == 0
     assert workers_needed([Demand("b", {"license": 1.0})], kinds) == 0
@@ -155,5 +155,5 @@ def test_nothing_is_asked_for_what_no_such_worker_could_hold() -> None:
     assert workers_needed([Demand("b", {"CPU": 1.0}, ("h1",))], kinds) == 1
 
 
-def test_without_any_worker_to_go_by_one_is_asked_for() -> None:
+def test_without_any_workers_one_is_requested() -> None:
     assert workers_needed([ONE] * 5, []) == 1

@@ -63,7 +63,7 @@ CRASHES = range(1, 33)
 
 
 @pytest.mark.parametrize("crash_at", CRASHES)
-def test_wherever_the_controller_dies_what_was_asked_for_comes_about(crash_at: int) -> None:
+def test_changes_complete_wherever_the_controller_dies(crash_at: int) -> None:
     """It is killed after each commit in turn, before it can act on it, tell of it or answer."""
 
     async def main() -> None:
@@ -294,7 +294,7 @@ def poisoned_records() -> Mapping[str, bytes]:
     return {each.key: encode(each) for each in records}
 
 
-def test_a_poisoned_backend_does_not_stop_another() -> None:
+def test_a_faulty_backend_does_not_block_another() -> None:
     async def main() -> None:
         stage = Stage()
         stage.store._records.update(poisoned_records())
@@ -328,7 +328,7 @@ def test_a_poisoned_backend_does_not_stop_the_proxies_nor_they_it() -> None:
 # ---- workers and replicas
 
 
-def test_replicas_of_a_lost_worker_are_replaced_at_once_and_nobody_is_sent_there_any_more() -> None:
+def test_replicas_of_a_lost_worker_are_replaced_and_get_no_more_requests() -> None:
     async def scenario(stage: Stage) -> None:
         await stage.create(num_replicas=2)
         lost = next(iter(stage.running.values()))
@@ -611,7 +611,7 @@ def test_a_new_version_that_fails_never_touches_the_old_one() -> None:
 # ---- at rest
 
 
-def test_at_rest_nothing_is_written_started_or_said() -> None:
+def test_an_instance_at_rest_writes_starts_and_publishes_nothing() -> None:
     async def scenario(stage: Stage) -> None:
         await stage.create(num_replicas=2)
         await stage.endpoint()

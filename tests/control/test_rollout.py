@@ -151,7 +151,7 @@ def test_what_does_not_run_yet_goes_before_what_serves_wherever_it_is() -> None:
     st.integers(0, 12),
     st.booleans(),
 )
-def test_whom_to_give_up_is_the_least_missed_one_at_a_time(
+def test_replicas_to_stop_are_chosen_one_at_a_time(
     given_replicas: list[tuple[str, S, int]], wanted: int, empties_workers: bool
 ) -> None:
     held = {"x": 0, "y": 2, "z": 1}

@@ -90,7 +90,7 @@ def test_a_failed_change_that_took_autoscaling_away_brings_the_number_back(chang
 
 
 @pytest.mark.parametrize(("decided", "expected"), [(30, 20), (1, 2), (7, 7)])
-def test_whatever_was_decided_the_bounds_hold(decided: int, expected: int) -> None:
+def test_every_decision_is_limited_to_the_bounds(decided: int, expected: int) -> None:
     bench = Bench()
     at_ten(bench)
     decide(bench, decided)

@@ -103,7 +103,7 @@ def test_an_instance_without_backends_is_on_its_way_up() -> None:
     assert direction(put(state_of(backend(is_deleting=True)), 10)) == "UP"
 
 
-def test_the_same_again_changes_nothing() -> None:
+def test_setting_the_same_capacity_changes_nothing() -> None:
     state = put(state_of(backend(num_replicas=4), autoscaled()), 50)
     assert set_target_capacity(state, 50, 9.0) == {}
     assert set_target_capacity(state, 50.0, 9.0) == {}
@@ -111,7 +111,7 @@ def test_the_same_again_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("percent", [-1, 101, math.nan, "50", True])
-def test_what_is_no_percentage_is_refused(percent: Any) -> None:
+def test_an_invalid_percentage_is_rejected(percent: Any) -> None:
     with pytest.raises(BadRequestError, match="from 0 to 100"):
         set_target_capacity(State(), percent, 0.0)
 

@@ -118,7 +118,7 @@ def test_a_short_silence_is_forgiven() -> None:
     play(scenario)
 
 
-def test_actors_that_nobody_knows_are_ended() -> None:
+def test_actors_without_a_record_are_stopped() -> None:
     async def scenario(stage: Stage) -> None:
         await stage.create()
         known = set(stage.cluster.actors())

@@ -110,7 +110,7 @@ def test_scaling_from_python_behaves_like_http(client: serve.Client) -> None:
             client.scale("b", number)  # type: ignore[arg-type]
     with pytest.raises(NotFoundError, match="no backend or deployment 'none'"):
         client.scale("none", 2)
-    with pytest.raises(ExternalScalerDisabledError, match="'closed' is not scaled from outside"):
+    with pytest.raises(ExternalScalerDisabledError, match="'closed' does not allow external scaling"):
         client.scale("closed", 2)
     with pytest.raises(BadRequestError, match="only one of them"):
         client.update_backend_config("b", {"autoscaling_config": {"max_replicas": 3}})
