@@ -209,17 +209,25 @@ class ChildProcess:
 
     async def _watch(self) -> None:
         exiting = asyncio.create_task(self._process.wait())
-        await asyncio.wait({exiting, self._serving}, return_when=asyncio.FIRST_COMPLETED)
-        if not exiting.done():
-            # A child without its channel is useless: it is exiting, or will be killed.
-            await asyncio.wait({exiting}, timeout=EXIT_GRACE_S)
-        self.kill()
-        await exiting
-        await asyncio.wait({self._serving}, timeout=FLUSH_S)
-        self._channel.close()
-        await asyncio.wait({self._serving})
-        os.close(self._lifeline)
-        self.ended.set()
+        try:
+            await asyncio.wait({exiting, self._serving}, return_when=asyncio.FIRST_COMPLETED)
+            if not exiting.done():
+                # A child without its channel is useless: it is exiting, or will be killed.
+                await asyncio.wait({exiting}, timeout=EXIT_GRACE_S)
+            self.kill()
+            await exiting
+            await asyncio.wait({self._serving}, timeout=FLUSH_S)
+            self._channel.close()
+            await asyncio.wait({self._serving})
+        except asyncio.CancelledError:
+            # The event loop ends, and waits for its tasks; one of them may wait for `ended`.
+            if not exiting.done():
+                self.kill()
+            self._channel.close()
+            raise
+        finally:
+            os.close(self._lifeline)
+            self.ended.set()
         if self.on_end is not None:
             self.on_end()
 

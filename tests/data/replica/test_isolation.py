@@ -51,6 +51,8 @@ from daskserve.payload import PackedError
 from daskserve.types import SLOT_TAKEN, ActorKind, Envelope, EnvelopeKind, Load, Message, Patience
 
 DEADLINE_S = 20.0
+#: The deadline on a replica on which a test has missed one: if it is stuck, the others fail soon, too.
+STUCK_DEADLINE_S = 2.0
 HERE = Path(__file__).parent
 KINDS: dict[str, type[Any]] = {"thread": LocalCode, "process": ChildCode}
 
@@ -65,6 +67,16 @@ def make(kind: str, definition: Any, *args: Any, **options: Any) -> Any:
     return Replica(context, KINDS[kind])
 
 
+async def bounded(work: Coroutine[Any, Any, Any], deadline_s: float = DEADLINE_S) -> Any:
+    async with asyncio.timeout(deadline_s):
+        return await work
+
+
+def run(work: Coroutine[Any, Any, Any]) -> None:
+    """Run a test on an event loop of its own, with a deadline."""
+    asyncio.run(bounded(work))
+
+
 class Bench:
     """A running replica on an event loop that outlives single tests."""
 
@@ -73,13 +85,14 @@ class Bench:
         self.folder = folder
         self.replica = make(kind, definition, *args, **options)
         self._runner = asyncio.Runner()
+        self._deadline_s = DEADLINE_S
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        async def bounded() -> Any:
-            async with asyncio.timeout(DEADLINE_S):
-                return await coroutine
-
-        return self._runner.run(bounded())
+        try:
+            return self._runner.run(bounded(coroutine, self._deadline_s))
+        except TimeoutError:
+            self._deadline_s = STUCK_DEADLINE_S
+            raise
 
     def __enter__(self) -> Bench:
         try:
@@ -90,9 +103,12 @@ class Bench:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self.run(self.replica.stop(0))
-        assert self.replica.load().ongoing == 0
-        self._runner.close()
+        self._deadline_s = DEADLINE_S
+        try:
+            self.run(self.replica.stop(0))
+            assert self.replica.load().ongoing == 0
+        finally:
+            self._runner.close()
         if self.kind == "process":
             wait_until(lambda: processes_of(self.pid) == [], "processes are left")
 
@@ -636,7 +652,7 @@ def test_a_start_that_fails_says_where_and_why(kind: str) -> None:
             await call(replica, "pid")
         await replica.stop(0)
 
-    asyncio.run(main())
+    run(main())
 
 
 # ---- only in a process
@@ -713,7 +729,7 @@ def test_a_process_that_ends_in_the_constructor_is_a_failed_start(how: str, fate
             await replica.start()
         await replica.stop(0)
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_a_start_that_is_given_up_leaves_no_process(tmp_path: Path) -> None:
@@ -728,7 +744,23 @@ def test_a_start_that_is_given_up_leaves_no_process(tmp_path: Path) -> None:
         await asyncio.wait([starting])
         assert starting.cancelled()
 
-    asyncio.run(main())
+    run(main())
+
+
+def test_a_start_ends_with_its_event_loop(tmp_path: Path) -> None:
+    async def main() -> None:
+        replica = make("process", code.NeverMade, str(tmp_path))
+        starting = asyncio.create_task(replica.start())
+        await until((tmp_path / "constructor-began").exists)
+        child = replica._code._child
+        # What `asyncio.run` does in the end, but with a deadline.
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+        await asyncio.wait([starting], timeout=5)
+        assert starting.cancelled()
+        await until(lambda: child._process.returncode == -signal.SIGKILL)
+
+    run(main())
 
 
 def test_a_stuck_process_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
@@ -757,18 +789,19 @@ def test_a_stuck_process_is_killed_with_all_that_it_started(tmp_path: Path) -> N
         async with asyncio.timeout(DEADLINE_S):
             await asyncio.gather(*(scenario(*each) for each in stuck))
 
-    asyncio.run(main())
+    run(main())
 
 
 WORKER = """
 import asyncio, sys, test_isolation as t
 async def main():
+    calls = []
     for method in ("sleep", "hold_the_lock"):
         replica = t.make("process", t.code.Breaker, sys.argv[1])
         print((await replica.start())["child_pid"], await t.call(replica, "spawn"), flush=True)
-        asyncio.create_task(t.call(replica, method, method))
-    await asyncio.sleep(60)
-asyncio.run(main())
+        calls.append(asyncio.create_task(t.call(replica, method, method)))
+    await asyncio.gather(*calls)
+t.run(main())
 """
 
 
@@ -779,10 +812,11 @@ def test_processes_end_with_their_worker_whatever_they_do(tmp_path: Path) -> Non
         assert worker.stdout is not None
         pids = [*worker.stdout.readline().split(), *worker.stdout.readline().split()]
         orphans = [psutil.Process(int(pid)) for pid in pids]
-        assert len(orphans) == 4
-        wait_until((tmp_path / "hold_the_lock-began").exists)
-        worker.send_signal(signal.SIGKILL)
-        worker.wait()
+        try:
+            assert len(orphans) == 4
+            wait_until((tmp_path / "hold_the_lock-began").exists)
+        finally:
+            worker.kill()
     try:
         wait_until(lambda: alive(*orphans) == [], "they live on")
     finally:
@@ -810,7 +844,7 @@ def test_a_cancelled_request_has_ended_when_its_code_has(tmp_path: Path) -> None
         assert replica.load().ongoing == 0
         await replica.stop(0)
 
-    asyncio.run(main())
+    run(main())
 
 
 # ---- Python environments
@@ -844,7 +878,7 @@ def start_error(environment: Path | str) -> Exception:
         errors.append(caught.value)
 
     errors: list[Exception] = []
-    asyncio.run(main())
+    run(main())
     return errors[0]
 
 
@@ -872,7 +906,7 @@ def test_an_interpreter_with_another_daskserve_is_named(tmp_path: Path) -> None:
     (package / "_version.py").write_text('__version__ = "0.0.1"\n')
     error = start_error(make_environment(tmp_path / "env", package.parent))
     assert isinstance(error, VersionMismatchError)
-    assert f"has daskserve 0.0.1, its worker has {__version__}" in str(error)
+    assert f"has daskserve 0.0.1 but its worker has {__version__}" in str(error)
 
 
 def script(folder: Path, text: str) -> Path:
