@@ -1,14 +1,15 @@
-"""One WebSocket under either server, and the ASGI application that it talks to.
+"""A WebSocket session between a client and the ASGI application, for both servers.
 
-The server hands over the connection once a request's headers ask for a WebSocket (RFC 6455); from then on
-wsproto speaks the protocol and this class carries its messages. A session ends in one of these ways:
+The server hands over the connection when a request's headers ask for a WebSocket (RFC 6455). From then on
+wsproto handles the protocol and `WebSocketSession` carries the messages. A session ends in one of these ways:
 
-1. The application closes it: with the code it names, or 403 if it never accepted.
-2. The application answers the handshake with a response of its own (a 404 of the ingress, say).
+1. The application closes it: with its own code, or with 403 if it never accepted the handshake.
+2. The application answers the handshake with a response of its own (for example a 404 of the ingress).
 3. The application returns: 1000. It fails: 500 before the connection was accepted, 1011 after.
-4. The client closes it, or is gone: the application is told, gets `LEAVE_S` to end, and is cancelled then.
+4. The client closes it or disconnects: the application receives the disconnect, and is cancelled after
+   `DISCONNECT_GRACE_S`.
 5. The client breaks the protocol (1002, 1007), or sends a message that is too large (1009): as 4.
-6. Nothing is heard of the client, not even answers to pings: 1011, as 4.
+6. The client sends nothing, not even answers to pings: 1011, as 4.
 7. The server drains: 1001, as 4.
 """
 
@@ -59,26 +60,26 @@ _HANDSHAKE_HEADERS = frozenset(
 )
 _KEY = re.compile(rb"[A-Za-z0-9+/]{22}==")
 
-#: How long an application may take to end once its client is gone, before it is cancelled.
-LEAVE_S = 5.0
-#: How long a client may take to answer the closing of the connection.
-CLOSE_S = 2.0
-#: So much may have come in that the application has not taken yet; then the client has to wait.
-INBOX_BYTES = 1024 * 1024
-#: How often a silent client is asked whether it is there, and how long it may take to say so.
+#: How long an application may run after its client has disconnected; then it is cancelled.
+DISCONNECT_GRACE_S = 5.0
+#: How long a client may take to answer a close.
+CLOSE_TIMEOUT_S = 2.0
+#: Size of received messages that may wait for the application; beyond it, nothing more is read.
+MAX_INBOX_BYTES = 1024 * 1024
+#: Interval of pings to a silent client, and the time it has to answer.
 PING_S = 20.0
-#: So little is read at a time that its parsing holds up nobody else.
+#: Size of a read; small, so that parsing does not block other tasks.
 _READ_BYTES = 16 * 1024
-#: So many answers to pings may wait for a client that does not read.
+#: Maximum number of pongs that wait for a client that does not read.
 MAX_PONGS = 64
-#: What a message, or a part of one, counts for besides its data.
+#: Overhead that each message or part counts in addition to its data.
 _PART_BYTES = 256
-#: A message may come in this many bytes' worth of parts beyond its size.
-_MANY_BYTES = 1024 * 1024
+#: Overhead of parts that a message may have in addition to the size limit.
+_PARTS_ALLOWANCE_BYTES = 1024 * 1024
 
 
 class BadHandshakeError(ValueError):
-    """A request is no proper handshake; it carries the response to it."""
+    """A request is not a valid handshake; the error carries the response to it."""
 
     def __init__(self, message: str, status: int = 400, headers: Headers = ()) -> None:
         super().__init__(message)
@@ -87,7 +88,7 @@ class BadHandshakeError(ValueError):
 
 
 class _WebSocketInbox:
-    """What a client has sent and the application has not taken yet; in the end its farewell, for ever."""
+    """Messages that wait for the application; after the last one, every `take` returns the disconnect."""
 
     def __init__(self) -> None:
         self._messages: deque[tuple[Message, int]] = deque()
@@ -95,11 +96,11 @@ class _WebSocketInbox:
         self._changed = asyncio.Event()
         self._parts: list[Any] = []
         self._parts_bytes = 0
-        self.farewell: Message | None = None
+        self.disconnect: Message | None = None
 
     @property
     def is_full(self) -> bool:
-        return self._held_bytes > INBOX_BYTES and self.farewell is None
+        return self._held_bytes > MAX_INBOX_BYTES and self.disconnect is None
 
     def put(self, message: Message, size_bytes: int) -> None:
         self._messages.append((message, size_bytes))
@@ -107,12 +108,15 @@ class _WebSocketInbox:
         self._changed.set()
 
     def add_part(self, event: TextMessage | BytesMessage, max_bytes: int) -> bool:
-        """Take a message, or a part of one; False if it is too large."""
+        """Add a message or a part of one; return False if the message is too large."""
         self._parts.append(event.data)
         self._parts_bytes += len(event.data)
-        # Many small parts are large too.
+        # Many small parts use memory too.
         overhead_bytes = _PART_BYTES * len(self._parts)
-        if self._parts_bytes > max_bytes or self._parts_bytes + overhead_bytes > max_bytes + _MANY_BYTES:
+        if (
+            self._parts_bytes > max_bytes
+            or self._parts_bytes + overhead_bytes > max_bytes + _PARTS_ALLOWANCE_BYTES
+        ):
             return False
         if event.message_finished:
             message: Message = {"type": "websocket.receive", "text": None, "bytes": None}
@@ -124,14 +128,14 @@ class _WebSocketInbox:
             self._parts, self._parts_bytes = [], 0
         return True
 
-    def end(self, farewell: Message) -> None:
-        self.farewell = farewell
+    def end(self, disconnect: Message) -> None:
+        self.disconnect = disconnect
         self._changed.set()
 
     async def take(self) -> Message:
         while not self._messages:
-            if self.farewell is not None:
-                return self.farewell
+            if self.disconnect is not None:
+                return self.disconnect
             self._changed.clear()
             await self._changed.wait()
         message, size_bytes = self._messages.popleft()
@@ -145,9 +149,9 @@ class _WebSocketInbox:
             await self._changed.wait()
 
 
-def _shake_hands(protocol: WSConnection, headers: Headers) -> list[str]:
-    """Have wsproto look at a handshake; return the subprotocols that the client offers."""
-    # No more than it looks at. It takes paths, hosts and all else for ASCII or IDNA, which they need not be.
+def _read_handshake(protocol: WSConnection, headers: Headers) -> list[str]:
+    """Check a handshake with wsproto; return the subprotocols that the client offers."""
+    # Only the headers it needs: it requires ASCII or IDNA in paths and hosts, where other bytes are valid.
     wanted = [header for header in headers if header[0] in _HANDSHAKE_HEADERS]
     keys = [value for name, value in wanted if name == b"sec-websocket-key"]
     try:
@@ -155,12 +159,14 @@ def _shake_hands(protocol: WSConnection, headers: Headers) -> list[str]:
         request = next(protocol.events())
     except RemoteProtocolError as error:
         hint = error.event_hint
-        told = (hint.status_code, hint.headers) if isinstance(hint, RejectConnection) else (400, ())
-        raise BadHandshakeError(f"This is not a WebSocket handshake: {error}.", *told) from error
+        reply = (hint.status_code, hint.headers) if isinstance(hint, RejectConnection) else (400, ())
+        raise BadHandshakeError(f"This is not a valid WebSocket handshake: {error}.", *reply) from error
     except UnicodeError as error:
-        raise BadHandshakeError("The headers of a WebSocket handshake are ASCII.") from error
+        raise BadHandshakeError("The headers of a WebSocket handshake must be ASCII.") from error
     if len(keys) != 1 or _KEY.fullmatch(keys[0]) is None:
-        raise BadHandshakeError("Sec-WebSocket-Key must be 16 bytes in base64, once.")
+        raise BadHandshakeError(
+            "A WebSocket handshake must have one Sec-WebSocket-Key, of 16 bytes in base64."
+        )
     assert isinstance(request, Request)
     return [offered for offered in request.subprotocols if offered]
 
@@ -176,14 +182,14 @@ class WebSocketSession:
     scope : mapping
         The ASGI scope of type ``websocket``.
     max_message_bytes : int
-        A client that sends a larger message is sent away with code 1009.
+        Maximum size of a message; a larger one closes the connection with code 1009.
     on_end : callable
         ``on_end(session)`` is called once, when the application has ended and the connection is closed.
 
     Raises
     ------
     BadHandshakeError
-        The request is no proper handshake.
+        The request is not a valid handshake.
     """
 
     def __init__(
@@ -208,12 +214,12 @@ class WebSocketSession:
         self._pongs = 0
         self._denial: Message | None = None
         self._is_accepted = self._is_closing = self._is_leaving = self._is_gone = False
-        self._is_heard = True
-        self._waiting_from: int | None = None
+        self._has_received = True
+        self._sent_bytes_at_ping: int | None = None
         self._task: asyncio.Task[None] | None = None
         self._reading: asyncio.Task[None] | None = None
         self._timers: list[asyncio.TimerHandle] = []
-        scope["subprotocols"] = _shake_hands(self._protocol, scope["headers"])
+        scope["subprotocols"] = _read_handshake(self._protocol, scope["headers"])
 
     def __repr__(self) -> str:
         state = "gone" if self._is_gone else "open" if self._is_accepted else "opening"
@@ -221,14 +227,14 @@ class WebSocketSession:
 
     @property
     def unread(self) -> Stream | None:
-        """The connection, if nothing is read from it now: not yet, or not before the application has."""
-        is_deaf = not self._is_gone and (not self._is_accepted or self._inbox.is_full)
-        return self._stream if is_deaf else None
+        """The connection, if the session does not read from it now; otherwise None."""
+        is_not_reading = not self._is_gone and (not self._is_accepted or self._inbox.is_full)
+        return self._stream if is_not_reading else None
 
     def start(self) -> asyncio.Task[None]:
         """Start the application; the session ends with the returned task."""
         self._stream.set_nodelay(True)
-        self._stream.set_close_callback(self._note_lost)
+        self._stream.set_close_callback(self._on_lost)
         self._task = asyncio.get_running_loop().create_task(self._run())
         return self._task
 
@@ -240,22 +246,22 @@ class WebSocketSession:
     # ---- the application's side
 
     async def receive(self) -> Message:
-        """Return the client's next message; once it is gone, that, however often it is asked for."""
+        """Return the client's next message; after a disconnect, every call returns the disconnect."""
         return await self._inbox.take()
 
     async def send(self, message: Message) -> None:
-        """Send one ASGI message, as fast as the client reads.
+        """Send one ASGI message; wait until the client has room for more.
 
         Raises
         ------
         OSError
-            The client is gone.
+            The client has disconnected.
         RuntimeError
-            The message makes no sense at this point.
+            The message is not allowed in the current state.
         """
         kind = message["type"]
         if self._is_gone or (self._is_closing and kind != "websocket.http.response.body"):
-            # An application that sends on and on must not keep the loop from telling it.
+            # Yield, so that an application in a send loop can still receive the disconnect.
             await self._clock.sleep(0)
             raise ConnectionResetError("the WebSocket is closed")
         if kind == "websocket.send" and self._is_accepted:
@@ -310,22 +316,22 @@ class WebSocketSession:
             while True:
                 await self._inbox.wait_for_room()
                 data = await self._stream.read_bytes(_READ_BYTES, partial=True)
-                # Of what has come in already Tornado gives without waiting, and others want their turn.
+                # Tornado returns buffered data without waiting, so yield to other tasks.
                 await self._clock.sleep(0)
-                self._is_heard = True
+                self._has_received = True
                 self._protocol.receive_data(data)
                 for event in self._protocol.events():
                     if not self._take(event):
                         return
         except StreamClosedError:
-            self._note_lost()
+            self._on_lost()
 
     def _take(self, event: Event) -> bool:
-        """Take in what the client sent; False if that was the last."""
+        """Process an event of the client; return False if it was the last."""
         if isinstance(event, (TextMessage, BytesMessage)):
             self._take_part(event)
         elif isinstance(event, Ping):
-            # Before a client that asks and asks and does not read, answers must not pile up.
+            # Pongs must not accumulate for a client that sends pings and does not read.
             self._pongs = self._pongs + 1 if self._stream.writing() else 0
             if self._pongs <= MAX_PONGS:
                 self._post(event.response())
@@ -333,8 +339,8 @@ class WebSocketSession:
             if self._protocol.state is ConnectionState.REMOTE_CLOSING:
                 self._post(event.response())
             elif self._protocol.state is ConnectionState.OPEN:
-                self._post(event)  # what wsproto makes of a broken frame: the code to close with
-            self._say_farewell(int(event.code), event.reason or "")
+                self._post(event)  # for an invalid frame, wsproto sets the close code
+            self._disconnect(int(event.code), event.reason or "")
             self._is_closing = True
             self._end_stream()
             return False
@@ -342,7 +348,7 @@ class WebSocketSession:
 
     def _take_part(self, event: TextMessage | BytesMessage) -> None:
         if self._is_closing:
-            return  # it comes too late, but the client's closing may still follow
+            return  # too late, but the client's close may still follow
         if not self._inbox.add_part(event, self._max_message_bytes):
             self._close(1009, f"a message may have {self._max_message_bytes} bytes")
 
@@ -352,33 +358,33 @@ class WebSocketSession:
     def _ping(self) -> None:
         if self._is_gone or self._is_closing:
             return
-        # A client that takes in what waited for it, however slowly, is there as much as one that sends.
+        # A client that reads, however slowly, is as alive as one that sends.
         written_bytes = self._stream.sent_bytes
-        is_reading = self._waiting_from is not None and written_bytes > self._waiting_from
-        if not self._is_heard and not is_reading and not self._inbox.is_full:
-            self._close(1011, "nothing was heard for too long")
+        is_reading = self._sent_bytes_at_ping is not None and written_bytes > self._sent_bytes_at_ping
+        if not self._has_received and not is_reading and not self._inbox.is_full:
+            self._close(1011, "no data or pong was received in time")
             return
-        self._is_heard = False
-        self._waiting_from = written_bytes if self._stream.writing() else None
+        self._has_received = False
+        self._sent_bytes_at_ping = written_bytes if self._stream.writing() else None
         self._post(Ping())
         self._arm_ping()
 
-    def _note_lost(self) -> None:
-        """Take note that the connection is no more; idempotent."""
+    def _on_lost(self) -> None:
+        """Record that the connection is lost; idempotent."""
         self._is_gone = True
-        self._say_farewell(1006, "")
+        self._disconnect(1006, "")
 
-    def _say_farewell(self, code: int, reason: str) -> None:
-        if self._inbox.farewell is not None:
+    def _disconnect(self, code: int, reason: str) -> None:
+        if self._inbox.disconnect is not None:
             return
         self._inbox.end({"type": "websocket.disconnect", "code": code, "reason": reason})
         if self._task is not None:
-            self._timers.append(asyncio.get_running_loop().call_later(LEAVE_S, self._task.cancel))
+            self._timers.append(asyncio.get_running_loop().call_later(DISCONNECT_GRACE_S, self._task.cancel))
 
     # ---- the rest
 
     async def _run(self) -> None:
-        """Top loop of one session: whatever goes wrong in the application ends here, in the log."""
+        """Top loop of one session: errors of the application end here, in the log."""
         try:
             await self._app(self._scope, self.receive, self.send)
         except asyncio.CancelledError:
@@ -386,7 +392,9 @@ class WebSocketSession:
             raise
         except Exception as error:
             if self._is_gone or self._is_closing:
-                log.debug("A WebSocket's application failed after its client had gone", exc_info=error)
+                log.debug(
+                    "The application of a WebSocket failed after its client had disconnected", exc_info=error
+                )
             else:
                 log.exception("WebSocket %s failed", self._scope["path"])
                 await self._fail()
@@ -394,7 +402,7 @@ class WebSocketSession:
             if self._is_accepted:
                 self._close(1000, "")
             elif not self._is_closing and not self._is_gone:
-                log.error("WebSocket %s was left without an answer", self._scope["path"])
+                log.error("The application of WebSocket %s ended without an answer", self._scope["path"])
                 await self._fail()
         finally:
             self._finish()
@@ -406,7 +414,7 @@ class WebSocketSession:
         try:
             await self._deny({"status": 500, "headers": ()}, b"Internal Server Error", more_body=False)
         except OSError:
-            pass  # whoever was to be told is gone
+            pass  # the client has disconnected
 
     def _finish(self) -> None:
         self._task = None
@@ -415,8 +423,8 @@ class WebSocketSession:
         if self._stream.closed():
             self._on_end(self)
             return
-        # The client gets some time to read what is left for it, and to answer the closing.
-        limit = asyncio.get_running_loop().call_later(CLOSE_S, self._stream.close)
+        # The client gets some time to read the remaining data and to answer the close.
+        limit = asyncio.get_running_loop().call_later(CLOSE_TIMEOUT_S, self._stream.close)
 
         def closed() -> None:
             limit.cancel()
@@ -429,29 +437,29 @@ class WebSocketSession:
     def close(self) -> None:
         """End the connection at once; an open one with 1001, if that can be sent without waiting."""
         self.leave()
-        self._note_lost()
+        self._on_lost()
         self._stream.close()
 
     def _close(self, code: int, reason: str) -> None:
-        """Begin to close an open connection, and tell the application; idempotent."""
+        """Start to close an open connection, and notify the application; idempotent."""
         if self._is_gone or self._is_closing or not self._is_accepted:
             return
         self._is_closing = True
         self._post(CloseConnection(code=code, reason=reason[:120]))
-        self._say_farewell(code, reason)
+        self._disconnect(code, reason)
 
     def _post(self, event: Event) -> None:
         """Send without waiting for the client to read it."""
         try:
             self._stream.write(self._protocol.send(event))
         except (StreamClosedError, LocalProtocolError) as error:
-            log.debug("A WebSocket was closed already: %r", error)
+            log.debug("A WebSocket was already closed: %r", error)
 
     def _packed(self, event: Event) -> bytes:
         try:
             return self._protocol.send(event)
         except LocalProtocolError as error:
-            raise RuntimeError(f"the WebSocket cannot send that: {error}") from error
+            raise RuntimeError(f"the WebSocket cannot send the message: {error}") from error
 
     async def _write(self, data: bytes) -> None:
         try:
@@ -459,8 +467,8 @@ class WebSocketSession:
             if not flushed.done():
                 await asyncio.shield(flushed)
         except StreamClosedError as error:
-            self._note_lost()
-            raise ConnectionResetError("the client has gone away") from error
+            self._on_lost()
+            raise ConnectionResetError("the client has disconnected") from error
 
     def _end_stream(self) -> None:
         if self._stream.closed():
@@ -471,7 +479,7 @@ class WebSocketSession:
 
         def written(done: asyncio.Future[None]) -> None:
             if not done.cancelled():
-                done.exception()  # looked at: whoever was to read it is gone
+                done.exception()  # retrieved; the client has disconnected
             self._stream.close()
 
         self._stream.write(b"").add_done_callback(written)

@@ -27,7 +27,7 @@ from wsproto.events import (
 )
 
 from daskserve.proxies.asgi import Scope
-from daskserve.proxies.exchange.websocket import INBOX_BYTES
+from daskserve.proxies.exchange.websocket import MAX_INBOX_BYTES
 from daskserve.proxies.server.life import HTTPServer
 from daskserve.types import Message, Receive, Send
 
@@ -420,8 +420,8 @@ def test_a_client_that_sends_faster_than_the_application_reads_has_to_wait() -> 
             await poll_for(lambda: session._inbox.is_full)
             for _ in range(200):
                 await asyncio.sleep(0)
-            assert session._inbox._held_bytes < 2 * INBOX_BYTES
-            assert len(getattr(session._stream, "_unread", b"")) < INBOX_BYTES
+            assert session._inbox._held_bytes < 2 * MAX_INBOX_BYTES
+            assert len(getattr(session._stream, "_unread", b"")) < MAX_INBOX_BYTES
             may_read.set()
             await poll_for(lambda: len(seen) == 400)
 
@@ -527,7 +527,7 @@ def test_a_flood_of_empty_messages_is_bounded() -> None:
             client._writer.write(client._protocol.send(DataMessage(data=b"")) * 100_000)
             session = next(iter(server._carrier.sockets))
             await poll_for(lambda: session._inbox.is_full)
-            assert session._inbox._held_bytes < 2 * INBOX_BYTES
+            assert session._inbox._held_bytes < 2 * MAX_INBOX_BYTES
 
     run(test)
 
@@ -620,7 +620,7 @@ def test_a_client_that_closes_and_does_not_read_is_not_waited_for() -> None:
             (session,) = server._carrier.sockets
             await poll_for(session._stream.writing)
             client._writer.write(client._protocol.send(CloseConnection(code=1000)))
-            await poll_for(lambda: session._inbox.farewell is not None)
+            await poll_for(lambda: session._inbox.disconnect is not None)
             advance(5.5)  # the application is cancelled
             await poll_for(lambda: session._task is None)
             advance(2.5)  # and the connection given up

@@ -24,7 +24,7 @@ from http_harness import (
 from daskserve.clock import LoopClock
 from daskserve.errors import BackPressureError, BadRequestError, PortInUseError
 from daskserve.options.config import HTTPOptions
-from daskserve.proxies.exchange.websocket import LEAVE_S
+from daskserve.proxies.exchange.websocket import DISCONNECT_GRACE_S
 from daskserve.proxies.ingress.app import IngressApp
 from daskserve.proxies.ingress.routes import RouteTable
 from daskserve.proxies.server.hangup import PERIOD_S
@@ -217,7 +217,7 @@ def test_a_client_that_leaves_before_its_websocket_was_accepted_is_missed() -> N
                 await poll_for(lambda: app.running)
             advance(2 * PERIOD_S)
             await poll_for(lambda: server._carrier.sockets and "gone" in repr(*server._carrier.sockets))
-            advance(LEAVE_S)
+            advance(DISCONNECT_GRACE_S)
             await poll_for(lambda: app.cancelled)
 
     run(test)
