@@ -21,17 +21,17 @@ from daskserve.types import Location
 #: Concurrency of a replica whose callable is a plain function, and of one that is ``async def``.
 SYNC_CONCURRENCY = 8
 ASYNC_CONCURRENCY = 100
-#: The most replicas that ``num_replicas="auto"`` makes, unless its ``autoscaling_config`` says otherwise.
+#: Default maximum number of replicas with ``num_replicas="auto"``.
 AUTO_MAX_REPLICAS = 100
 
 
 class Options(BaseModel):
-    """Base of all option models: unknown keys are errors, and so are bad assignments."""
+    """Base class of all option models: unknown keys and invalid assignments are errors."""
 
     model_config = ConfigDict(extra="forbid", validate_assignment=True, populate_by_name=True)
 
     def to_plain(self) -> dict[str, Any]:
-        """Return the options that were set, as plain values from which the model can be made again."""
+        """Return the options that were set, as plain values from which the model can be restored."""
         return self.model_dump(exclude_unset=True)
 
 
@@ -39,62 +39,62 @@ ModelT = TypeVar("ModelT", bound=Options)
 
 
 class HTTPOptions(Options):
-    """How an instance listens for HTTP."""
+    """HTTP options of an instance."""
 
     host: str | None = Field(
-        "127.0.0.1", description="Address the proxies listen on. None: no proxies, as with NoServer."
+        "127.0.0.1", description="Address on which the proxies listen. None: no proxies, as with NoServer."
     )
-    port: int = Field(8000, ge=0, le=65535, description="Port of the proxies; 0 picks a free one.")
+    port: int = Field(8000, ge=0, le=65535, description="Port of the proxies; 0 means a free port.")
     middlewares: list[Any] = Field(
         default_factory=list,
         description="Starlette ``Middleware`` objects wrapped around the ingress, first one outermost.",
     )
     server: Literal["tornado", "uvicorn"] = Field(
         "tornado",
-        description="What carries HTTP: Tornado, which is there in any case, or uvicorn, which is faster and "
-        "comes with ``daskserve[uvicorn]``; the workers need it.",
+        description="HTTP server: Tornado, which is always installed, or uvicorn, which is faster and needs "
+        "``daskserve[uvicorn]`` on the workers.",
     )
     location: Location | None = Field(
-        Location.HEAD_ONLY, description="Which workers get a proxy. None: no proxies, as with NoServer."
+        Location.HEAD_ONLY, description="Workers that get a proxy. None: no proxies, as with NoServer."
     )
-    root_path: str = Field(
-        "", description="Path under which a reverse proxy in front of daskserve publishes it."
-    )
+    root_path: str = Field("", description="Path prefix under which a reverse proxy publishes daskserve.")
     request_timeout_s: float | None = Field(
-        None, gt=0, description="Answer 408 after this many seconds; None waits for ever."
+        None, gt=0, description="Time in seconds after which a request gets 408; None means no limit."
     )
     max_body_bytes: int = Field(
-        1 << 30, ge=0, description="A request body larger than this is answered with 413."
+        1 << 30, ge=0, description="Maximum size of a request body, in bytes; a larger one gets 413."
     )
     max_websocket_message_bytes: int = Field(
         16 << 20,
         gt=0,
-        description="A WebSocket whose client sends a larger message is closed with code 1009.",
+        description="Maximum size of a WebSocket message, in bytes; a larger one closes the connection with "
+        "code 1009.",
     )
     keep_alive_timeout_s: float = Field(
         90.0,
         gt=0,
-        description="Close a connection on which nothing came in for this long, between requests or within "
-        "one that is not whole and is not being answered either.",
+        description="Time in seconds without incoming data after which an idle connection is closed, between "
+        "requests or within an incomplete one.",
     )
     trusted_forwarders: list[str] = Field(
         default_factory=list,
         description="Addresses and networks of reverse proxies whose ``X-Forwarded-For`` and "
-        "``X-Forwarded-Proto`` are believed.",
+        "``X-Forwarded-Proto`` are trusted.",
     )
     ssl_certfile: str | None = Field(
         None,
-        description="Certificate in PEM, with those that lead to its authority; the proxies then speak HTTPS "
-        "and nothing else. A path on the hosts of the proxies.",
+        description="Path of the certificate chain in PEM, on the hosts of the proxies. If it is set, the "
+        "proxies accept only HTTPS.",
     )
     ssl_keyfile: str | None = Field(
-        None, description="The certificate's private key in PEM. None: it is in ``ssl_certfile``."
+        None, description="Path of the private key in PEM. None: the key is in ``ssl_certfile``."
     )
     ssl_keyfile_password: str | None = Field(
-        None, repr=False, description="Opens the private key, if it is encrypted."
+        None, repr=False, description="Password of the private key, if it is encrypted."
     )
     debug: bool = Field(
-        False, description="Answer errors of user code with their traceback. Never on an open port."
+        False,
+        description="Whether error responses contain user tracebacks. Never use it on a public port.",
     )
 
     @field_validator("trusted_forwarders")
@@ -112,12 +112,12 @@ class HTTPOptions(Options):
 
     @property
     def has_proxies(self) -> bool:
-        """Whether these options ask for any listener at all."""
+        """Whether these options require any proxies."""
         return self.host is not None and self.location not in (None, Location.NO_SERVER)
 
 
 class BackendMetadata(Options):
-    """What daskserve found out about a backend's callable (the classic ``internal_metadata``)."""
+    """Facts about a backend's callable (the classic ``internal_metadata``)."""
 
     accepts_batches: bool = Field(False, description="The callable is marked with ``accept_batch``.")
     is_blocking: bool = Field(True, description="The callable is a plain function, not ``async def``.")
@@ -138,39 +138,41 @@ class BackendConfig(Options):
     num_replicas: int = Field(
         1,
         ge=1,
-        description='How many replicas run. ``"auto"``: as many as the load wants, from 1 to 100 or as '
-        "``autoscaling_config`` says.",
+        description='Number of replicas. ``"auto"``: depends on the load, from 1 to 100 or within the bounds '
+        "of ``autoscaling_config``.",
     )
     autoscaling_config: AutoscalingConfig | None = Field(
-        None, description="Let the load decide how many replicas run, see [Autoscaling](#autoscaling)."
+        None, description="Options of autoscaling by load, see [Autoscaling](#autoscaling)."
     )
     external_scaler_enabled: bool = Field(
         False,
-        description="Let programs outside say how many replicas run, by a POST to the scheduler's HTTP "
-        "server or ``serve.scale``, see [Scaling from outside](docs/autoscaling.md#scaling-from-outside). "
-        "Not together with ``autoscaling_config``.",
+        description="Whether external programs may set the number of replicas, by a POST to the scheduler's "
+        "HTTP server or ``serve.scale``, see [Scaling from outside](docs/autoscaling.md#scaling-from-outside)"
+        ". Not together with ``autoscaling_config``.",
     )
     max_batch_size: int | None = Field(
-        None, ge=1, description="Largest batch handed to a callable marked with ``accept_batch``."
+        None, ge=1, description="Maximum batch size for a callable marked with ``accept_batch``."
     )
     batch_wait_timeout: float = Field(
-        0, ge=0, description="Seconds to wait for a batch to fill before running it."
+        0, ge=0, description="Maximum time to wait for a batch to fill, in seconds."
     )
     max_concurrent_queries: int | None = Field(
         None,
         ge=1,
-        description="Requests one replica runs at a time. None: 8 for plain functions (or twice the batch "
-        "size), 100 for async ones.",
+        description="Maximum number of requests that one replica runs concurrently. None: 8 for plain "
+        "functions (or twice the batch size), 100 for async ones.",
         validation_alias=AliasChoices("max_concurrent_queries", "max_ongoing_requests"),
     )
     max_queued_requests: int = Field(
-        1000, ge=-1, description="Requests a router may hold for this backend; -1 for no limit."
+        1000,
+        ge=-1,
+        description="Maximum number of requests queued in a router for this backend; -1: no limit.",
     )
-    user_config: Any = Field(None, description="Handed to the callable's ``reconfigure`` method.")
+    user_config: Any = Field(None, description="Argument of the callable's ``reconfigure`` method.")
     experimental_graceful_shutdown_wait_loop_s: float = Field(
         2,
         ge=0,
-        description="Accepted for compatibility and not used: a stopping replica is told when its last "
+        description="Accepted for compatibility and not used: a stopping replica is notified when its last "
         "request ends, so there is no polling interval.",
         validation_alias=AliasChoices(
             "experimental_graceful_shutdown_wait_loop_s", "graceful_shutdown_wait_loop_s"
@@ -179,38 +181,38 @@ class BackendConfig(Options):
     experimental_graceful_shutdown_timeout_s: float = Field(
         20,
         ge=0,
-        description="How long a stopping replica may finish its requests before it is killed.",
+        description="Time in seconds that a stopping replica has to finish its requests before it is killed.",
         validation_alias=AliasChoices(
             "experimental_graceful_shutdown_timeout_s", "graceful_shutdown_timeout_s"
         ),
     )
     liveness: Literal["default"] | None = Field(
         "default",
-        description="Probe whether user code can run where it runs, and replace a replica where it cannot. "
-        "None: only ``check_health`` counts, for handlers that block on purpose.",
+        description="Probe of a replica's thread or event loop; a replica that cannot run user code is "
+        "replaced. None: only ``check_health`` counts, for handlers that block on purpose.",
     )
     health_check_period_s: float = Field(
-        5, gt=0, description="Seconds from the start of one health probe to the start of the next."
+        5, gt=0, description="Interval between the starts of two health probes, in seconds."
     )
-    health_check_timeout_s: float = Field(10, gt=0, description="A probe that takes longer counts as failed.")
+    health_check_timeout_s: float = Field(10, gt=0, description="Timeout of a health probe, in seconds.")
     health_check_threshold: int = Field(
-        3, ge=1, description="So many failed probes in a row take a replica out of service."
+        3, ge=1, description="Number of consecutive failed probes after which a replica is replaced."
     )
     method_header: bool = Field(
         False,
-        description="Let the header ``X-SERVE-CALL-METHOD`` of an HTTP request name the public method of the "
-        "class that answers it; ``reconfigure`` and ``check_health`` are never among them.",
+        description="Whether the header ``X-SERVE-CALL-METHOD`` of an HTTP request selects the public method "
+        "that answers it; ``reconfigure`` and ``check_health`` are excluded.",
     )
     event_loop: Literal["own", "worker"] = Field(
         "own",
-        description="Where async user code runs: on an event loop and thread of its own, or, faster but "
-        "able to hold up everything else in the process, on the worker's.",
+        description="Event loop of async user code: its own loop and thread, or the worker's loop, which is "
+        "faster, but user code can then block everything else in the process.",
     )
     isolation: Literal["thread", "process"] = Field(
         "thread",
-        description="Where user code runs: in threads of its Dask worker, or in a process of its own, apart "
-        "from the worker in crashes, interpreter lock and memory, and killed if it does not end. Fixed for "
-        "the life of a backend.",
+        description="Isolation of user code: in threads of its Dask worker, or in a child process with its "
+        "own interpreter lock and memory, whose crash does not affect the worker and which is killed if it "
+        "does not end. Fixed for the life of a backend.",
     )
     internal_metadata: BackendMetadata = Field(
         default_factory=BackendMetadata, description="Set by daskserve; read-only for users."
@@ -274,7 +276,7 @@ class BackendConfig(Options):
         values = {name: getattr(self, name) for name in self.model_fields_set}
         config = changes.autoscaling_config
         if config is not None and not config.dry_run:
-            values.pop("num_replicas", None)  # it was so many until now
+            values.pop("num_replicas", None)  # the previous number, which autoscaling replaces
         values |= {
             name: getattr(changes, name) for name in changes.model_fields_set if name != "internal_metadata"
         }
@@ -282,7 +284,7 @@ class BackendConfig(Options):
 
 
 class ActorOptions(Options):
-    """What one replica occupies, held against what the workers declare (daskserve keeps the ledger)."""
+    """Resources of one replica; daskserve compares them with what the workers declare."""
 
     num_cpus: float = Field(
         0.1, ge=0, description="Share of a worker's threads. The default lets ten replicas share one."
@@ -305,7 +307,7 @@ class ActorOptions(Options):
         return value
 
     def demand(self) -> dict[str, float]:
-        """Return the amounts by resource name, the built-in ones included."""
+        """Return the amounts by resource name, including CPU, GPU and memory."""
         wanted = dict(self.resources)
         for name, amount in (("CPU", self.num_cpus), ("GPU", self.num_gpus), ("memory", self.memory)):
             if amount:
@@ -319,7 +321,7 @@ def parse_options(model: type[ModelT], value: Any, *, what: str) -> ModelT:
     Parameters
     ----------
     model
-        The model wanted.
+        The class of the option model.
     value : model, mapping or None
         None means all defaults.
     what : str

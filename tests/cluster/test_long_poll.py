@@ -219,7 +219,7 @@ def test_listening_returns_empty_after_30_seconds() -> None:
         wire.host.notify({"a": 1})
         waiting = asyncio.create_task(wire.host.listen_for_change({"a": (1, 1)}))
         await asyncio.sleep(LISTEN_S - 1)
-        wire.host.notify({"other": 1})  # no reason to begin the wait anew
+        wire.host.notify({"other": 1})  # does not restart the wait
         assert await waiting == {}
         assert asyncio.get_running_loop().time() == LISTEN_S
 

@@ -51,7 +51,7 @@ def deployed(**fields: Any) -> Bench:
 
 
 def wish_of(bench: Bench) -> BackendRecord:
-    """Return what is wanted of the backend, without what is told of its past."""
+    """Return the target state of the backend, without its history."""
     return replace(bench.state.backends["b"], last_error="")
 
 
@@ -236,7 +236,7 @@ def test_the_failure_of_one_replica_stops_the_others() -> None:
 
 
 def test_without_a_goal_retries_back_off() -> None:
-    """A backend that ran lost its worker and cannot be constructed any more: nobody waits, so no hurry."""
+    """A running backend lost its worker and its constructor now fails; no caller waits."""
     bench = running()
     bench.observed.lost_workers.add("w1")
     pauses = []
@@ -428,7 +428,7 @@ def test_a_lost_worker_does_not_count_as_a_failed_constructor() -> None:
 
 
 def test_a_lost_worker_gets_no_replicas() -> None:
-    """It joined anew under its old address before all that was lost with it has been seen to."""
+    """It rejoined under its old address before all of its lost replicas were handled."""
     bench = running()
     bench.observed.lost_workers.add("w1")
     step = bench.step()
@@ -480,7 +480,7 @@ def test_a_replica_that_rejects_a_config_fails_the_change_and_rolls_back_the_oth
     step = bench.step()
     assert isinstance(error_of(bench, goal), ReplicaStartError)
     assert wish_of(bench) == before
-    # The one that refused may have been half through, so it is told to go back as well.
+    # The replica that failed may have applied a part, so it is rolled back as well.
     assert {(type(each), each.replica.tag) for each in step.actions} == {
         (ReconfigureReplica, each.replica.tag) for each in (first, second)
     }
@@ -489,7 +489,7 @@ def test_a_replica_that_rejects_a_config_fails_the_change_and_rolls_back_the_oth
 
 
 def test_a_replica_that_rejects_the_rollback_is_replaced() -> None:
-    """Nobody can be told, and asking it again and again would never end."""
+    """No caller waits for the error, and retries would never end."""
     bench = running(num_replicas=2)
     goal = bench.update(user_config=b"new")
     first, second = bench.step().actions

@@ -38,7 +38,7 @@ def test_a_failed_change_restores_the_previous_record() -> None:
 
 
 def test_a_newer_goal_completes_the_older_one() -> None:
-    """Whoever waited for the older wish must not wait for something that will never be."""
+    """A caller that waits for the older spec must not wait forever."""
     state = state_of(backend(goal="old"), goal("old"))
     change, _ = opened(state)
     superseded = change["goal/old"]

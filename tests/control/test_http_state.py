@@ -58,7 +58,7 @@ class Proxies:
         return taken
 
     def listen(self, proxy: ProxyRecord, port: int = 0) -> None:
-        """Let a proxy get ready, on the port it was told or, if that is 0, on this one."""
+        """Mark a proxy as ready, on its given port or, if that is 0, on this one."""
         self.state.apply({proxy.key: replace(proxy, port=proxy.port or port)})
         self.observed.proxies_ready[proxy.name] = {"incarnation": proxy.incarnation, "urls": []}
 
@@ -222,7 +222,7 @@ def test_a_host_or_a_worker_that_joins_gets_its_proxy() -> None:
 
 @pytest.mark.parametrize("port", [8000, 0])
 def test_the_workers_of_a_host_share_a_port_after_the_first_has_claimed_it(port: int) -> None:
-    """The first must find the port free of everybody else, so nobody else may try meanwhile."""
+    """The first proxy must find the port free, so no other proxy may start before."""
     proxies = Proxies(Location.EVERY_WORKER, port=port)
     first = starts(proxies.step())
     assert [each.worker for each in first] == ["w1", "w3"]

@@ -58,7 +58,7 @@ async def live(stage: Stage) -> None:
     await stage.delete("gone")
 
 
-#: A life takes about so many commits; the test below says if it takes more.
+#: Approximate number of commits in a life; the test below fails if there are more.
 CRASHES = range(1, 33)
 
 
@@ -504,7 +504,7 @@ def test_a_reconfiguration_that_fails_is_taken_back_everywhere() -> None:
         await stage.clock.sleep(10)
         assert {each.user_config for each in stage.running_of("b")} == {b"one"}
         assert len(stage.running) == 3
-        # It refuses to go back too, so it is replaced; nobody knows what it would do.
+        # It rejects the rollback too, so it is replaced.
         assert victim not in stage.running
         assert len(stage.started) == 4
 

@@ -1,4 +1,4 @@
-"""Records: what is written comes back, and what cannot be read is named."""
+"""Records: values survive a round trip, and errors name unreadable records."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class Indexes(RuleBasedStateMachine):
         change: Change = {keys[n % len(keys)]: None for n in gone if keys}
         change.update({each.key: each for each in written})
         for each in moved:
-            # A route has one holder: whoever holds it gives it up in the same change.
+            # A route has one holder, which releases it in the same change.
             for key, held in self.records.items():
                 if each.route is not None and getattr(held, "route", None) == each.route and key != each.key:
                     change[key] = None
