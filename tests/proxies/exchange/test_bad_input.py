@@ -31,7 +31,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[FuzzedServer]:
         yield server
 
 
-def test_whatever_comes_in_nobody_but_its_sender_is_hurt(server: FuzzedServer) -> None:
+def test_bad_input_affects_only_its_sender(server: FuzzedServer) -> None:
     @settings(
         max_examples=max(CASES, settings().max_examples),
         suppress_health_check=list(HealthCheck),
@@ -149,13 +149,13 @@ def answers_to(server: FuzzedServer, data: bytes) -> list[Answer]:
         b"Host: b",
     ],
 )
-def test_where_readers_could_disagree_nobody_reads(server: FuzzedServer, line: bytes) -> None:
+def test_ambiguous_framing_is_refused(server: FuzzedServer, line: bytes) -> None:
     outcome = check(server, Delivery(head(b"/echo", line) + b"0\r\n\r\n" + SMUGGLED))
     assert outcome.seen == []
     assert outcome.answer.startswith(b"HTTP/1.1 400 ")
 
 
-def test_http_1_0_knows_no_chunks(server: FuzzedServer) -> None:
+def test_chunked_requests_are_refused_in_http_1_0(server: FuzzedServer) -> None:
     data = head(b"/echo", CHUNKED, b"Connection: keep-alive", version=b"HTTP/1.0")
     outcome = check(server, Delivery(data + b"0\r\n\r\n" + SMUGGLED))
     assert outcome.seen == []
@@ -163,7 +163,7 @@ def test_http_1_0_knows_no_chunks(server: FuzzedServer) -> None:
 
 
 @pytest.mark.parametrize("first", [head(b"/echo", b"Connection: close"), head(b"nowhere"), head(b"/", b"X")])
-def test_behind_the_last_request_nothing_is_served(server: FuzzedServer, first: bytes) -> None:
+def test_nothing_is_served_after_the_last_request(server: FuzzedServer, first: bytes) -> None:
     outcome = check(server, Delivery(first + SMUGGLED))
     assert [seen.scope["path"] for seen in outcome.seen] in ([], ["/echo"])
     assert outcome.answer.count(b"HTTP/1.1 ") == 1
@@ -178,7 +178,7 @@ def test_behind_the_last_request_nothing_is_served(server: FuzzedServer, first: 
         (b"/fixed", 200, True, FIXED[:10]),
     ],
 )
-def test_a_body_that_turns_out_to_be_malformed_brings_no_second_answer(
+def test_a_malformed_body_causes_no_second_answer(
     server: FuzzedServer, target: bytes, status: int, is_cut: bool, body: bytes | None
 ) -> None:
     sent = head(target, CHUNKED) + b"2\r\nhi\r\n"
@@ -188,7 +188,7 @@ def test_a_body_that_turns_out_to_be_malformed_brings_no_second_answer(
     assert body is None or answer.body == body
 
 
-def test_a_length_beyond_all_numbers_is_answered_once(server: FuzzedServer) -> None:
+def test_a_huge_content_length_is_answered_once(server: FuzzedServer) -> None:
     (answer,) = answers_to(server, head(b"/echo", b"Content-Length: 99999999999999999999"))
     assert answer.status in (400, 413)
 
@@ -203,7 +203,7 @@ def test_chunks_may_have_extensions_and_trailers(server: FuzzedServer) -> None:
 @pytest.mark.parametrize(
     "chunks", [b"2 ;x\r\nhi\r\n0\r\n\r\n", b"2\r\nhi\r\n0\r\nContent-Length: 7\r\nHost: b\r\n\r\n"]
 )
-def test_odd_chunks_are_read_in_the_one_way_there_is_or_refused(server: FuzzedServer, chunks: bytes) -> None:
+def test_unusual_chunks_are_read_unambiguously_or_refused(server: FuzzedServer, chunks: bytes) -> None:
     answers = answers_to(server, head(b"/echo", CHUNKED) + chunks + head(b"/echo"))
     assert [(answer.status, answer.body) for answer in answers] == [(200, b"hi"), (200, b"")] or [
         answer.status for answer in answers
@@ -227,14 +227,14 @@ def test_odd_chunks_are_read_in_the_one_way_there_is_or_refused(server: FuzzedSe
         b"0\r\nX: " + b"y" * 400_000 + b"\r\n\r\n",
     ],
 )
-def test_chunks_that_are_none(server: FuzzedServer, chunks: bytes) -> None:
+def test_invalid_chunks_are_refused(server: FuzzedServer, chunks: bytes) -> None:
     outcome = check(server, Delivery(head(b"/echo", CHUNKED) + chunks + SMUGGLED))
     assert outcome.answer == b"" or outcome.answer.startswith(b"HTTP/1.1 400 ")
     assert not any(seen.is_complete or b"smuggled" in seen.scope["raw_path"] for seen in outcome.seen)
 
 
 @pytest.mark.parametrize("value", [b"100-continue", b"100-Continue"])
-def test_only_who_knows_100_is_told_to_go_on(server: FuzzedServer, value: bytes) -> None:
+def test_only_a_client_that_expects_100_gets_100_continue(server: FuzzedServer, value: bytes) -> None:
     lines = (b"Expect: " + value, b"Content-Length: 2")
     assert check(server, Delivery(head(b"/echo", *lines) + b"hi")).answer.startswith(b"HTTP/1.1 100 ")
     outcome = check(server, Delivery(head(b"/echo", *lines, version=b"HTTP/1.0") + b"hi"))
@@ -258,7 +258,7 @@ def test_heads_that_are_none(server: FuzzedServer, data: bytes) -> None:
     assert outcome.answer.startswith(b"HTTP/1.1 400 ")
 
 
-def test_a_length_that_is_said_twice_is_refused_or_passed_on_once(server: FuzzedServer) -> None:
+def test_a_repeated_content_length_is_refused_or_passed_on_once(server: FuzzedServer) -> None:
     twice = b"Content-Length: 2"
     for lines in (
         (twice, twice),
@@ -276,9 +276,7 @@ def test_a_length_that_is_said_twice_is_refused_or_passed_on_once(server: Fuzzed
 
 
 @pytest.mark.parametrize("target", [b"/echo", b"/stream", b"/fixed"])
-def test_an_upload_that_stalls_is_given_up_also_while_it_is_being_answered(
-    server: FuzzedServer, target: bytes
-) -> None:
+def test_a_stalled_upload_is_ended_even_during_its_response(server: FuzzedServer, target: bytes) -> None:
     outcome = check(server, Delivery(head(target, b"Content-Length: 9") + b"hi"))
     (seen,) = outcome.seen
     assert not seen.is_complete

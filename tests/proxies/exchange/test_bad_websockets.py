@@ -34,7 +34,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[FuzzedServer]:
         yield server
 
 
-def test_whatever_comes_in_over_a_websocket_nobody_but_its_sender_is_hurt(server: FuzzedServer) -> None:
+def test_bad_websocket_input_affects_only_its_sender(server: FuzzedServer) -> None:
     @settings(
         max_examples=max(CASES, settings().max_examples),
         suppress_health_check=list(HealthCheck),
@@ -126,7 +126,9 @@ def after_head(data: bytes) -> bytes:
         (frame(2, b"x", is_final=False) + frame(0, is_final=False) * 10_000, 1009),
     ],
 )
-def test_frames_against_the_rules(server: FuzzedServer, frames: bytes, code: int) -> None:
+def test_invalid_frames_close_the_websocket_with_their_code(
+    server: FuzzedServer, frames: bytes, code: int
+) -> None:
     outcome = check(server, Delivery(OPENING + frames + frame(1, b"late")))
     told = read_frames(after_head(outcome.answer), is_masked=False, max_bytes=MAX_MESSAGE_BYTES)
     assert (told.code, told.messages) == (code, [])
@@ -143,7 +145,7 @@ def test_frames_against_the_rules(server: FuzzedServer, frames: bytes, code: int
         (b"Sec-WebSocket-Version: 12", 426),
     ],
 )
-def test_handshakes_that_are_none(server: FuzzedServer, line: bytes, status: int) -> None:
+def test_invalid_handshakes_are_refused(server: FuzzedServer, line: bytes, status: int) -> None:
     outcome = check(server, Delivery(b"\r\n".join([FIRST_LINES[0], *HANDSHAKE, line, b"", b""])))
     assert outcome.seen == []
     assert outcome.answer.startswith(b"HTTP/1.1 %d " % status)
@@ -160,14 +162,14 @@ def test_handshakes_that_are_none(server: FuzzedServer, line: bytes, status: int
         (b"Host: test", b"Host: test\r\nSec-WebSocket-Protocol: a,, ,b"),
     ],
 )
-def test_handshakes_that_are_odd_but_good(server: FuzzedServer, old: bytes, new: bytes) -> None:
+def test_unusual_but_valid_handshakes_are_accepted(server: FuzzedServer, old: bytes, new: bytes) -> None:
     outcome = check(server, Delivery(OPENING.replace(old, new) + frame(8)))
     assert outcome.answer.startswith(b"HTTP/1.1 101 ")
     (seen,) = outcome.seen
     assert "" not in seen.scope["subprotocols"]
 
 
-def test_a_raw_path_is_taken_or_refused(server: FuzzedServer) -> None:
+def test_a_raw_path_is_accepted_or_refused(server: FuzzedServer) -> None:
     outcome = check(server, Delivery(OPENING.replace(b"/socket", b"/socket/\xc3\xa4?\xff") + frame(8)))
     if outcome.seen:
         assert outcome.seen[0].scope["path"] == "/socket/ä"
@@ -176,7 +178,7 @@ def test_a_raw_path_is_taken_or_refused(server: FuzzedServer) -> None:
         assert outcome.answer.startswith(b"HTTP/1.1 400 ")
 
 
-def test_good_frames_are_echoed(server: FuzzedServer) -> None:
+def test_valid_frames_are_echoed(server: FuzzedServer) -> None:
     frames = frame(1, b"a", is_final=False) + frame(9, b"?") + frame(0, b"b") + frame(2, b"\xff")
     outcome = check(server, Delivery(OPENING + frames + frame(8), ((len(OPENING + frames), 0.0),)))
     told = read_frames(after_head(outcome.answer), is_masked=False, max_bytes=MAX_MESSAGE_BYTES)

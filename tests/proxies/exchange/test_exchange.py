@@ -71,7 +71,7 @@ def test_a_request_that_waits_for_its_turn_may_have_a_large_body() -> None:
     run(test)
 
 
-def test_what_is_no_request_is_refused_after_the_answers_before_it() -> None:
+def test_an_invalid_request_is_refused_after_the_answers_before_it() -> None:
     async def test() -> None:
         app = Hanging()
         async with serving(app) as server, connected(server) as client:
@@ -109,7 +109,7 @@ def test_a_client_that_reads_its_last_response_late_gets_all_of_it() -> None:
 )
 @pytest.mark.parametrize("line", [b"POST / HTTP/1.1", b"CONNECT a:1 HTTP/1.1"])
 @pytest.mark.parametrize("first", [b"", request()])
-def test_upgrades_that_are_not_for_us_are_ordinary_requests(first: bytes, line: bytes, body: bytes) -> None:
+def test_unsupported_upgrades_are_ordinary_requests(first: bytes, line: bytes, body: bytes) -> None:
     async def test() -> None:
         async with serving(echo) as server, connected(server) as client:
             head = line + b"\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n"
@@ -211,7 +211,7 @@ def capturing(scopes: list[Scope]) -> Any:
     return app
 
 
-def test_the_scope_is_as_asgi_has_it() -> None:
+def test_the_scope_follows_asgi() -> None:
     async def test() -> None:
         scopes: list[Scope] = []
         async with serving(capturing(scopes)) as server, connected(server) as client:
@@ -291,7 +291,7 @@ def test_request_targets(target: str, path: str) -> None:
         ("GET /ä HTTP/1.1\r\nHost: a\r\n\r\n".encode(), ("GET", "/ä")),
     ],
 )
-def test_what_is_nearly_http_is_read_as_meant_or_refused(data: bytes, expected: tuple[str, str]) -> None:
+def test_almost_valid_http_is_read_or_refused(data: bytes, expected: tuple[str, str]) -> None:
     async def test() -> None:
         scopes: list[Scope] = []
         async with serving(capturing(scopes)) as server, connected(server) as client:
@@ -343,7 +343,7 @@ def test_both_directions_stream_at_once() -> None:
     run(test)
 
 
-def test_a_body_nobody_reads_is_not_taken_from_the_socket() -> None:
+def test_a_body_that_is_not_read_stays_in_the_socket() -> None:
     async def test() -> None:
         app = Hanging()
         async with serving(app) as server, connected(server) as client:
@@ -360,7 +360,7 @@ def test_a_body_nobody_reads_is_not_taken_from_the_socket() -> None:
     run(test)
 
 
-def test_a_large_upload_is_taken_as_fast_as_the_application_reads() -> None:
+def test_a_large_upload_is_read_as_fast_as_the_application_reads() -> None:
     async def test() -> None:
         async def content() -> AsyncIterator[bytes]:
             for _ in range(64):
@@ -413,7 +413,7 @@ def test_a_declared_length_beyond_the_limit_is_a_413_and_the_application_never_r
     run(test)
 
 
-def test_a_refused_upload_that_is_sent_all_the_same_gets_its_answer() -> None:
+def test_a_refused_upload_that_is_sent_anyway_gets_its_answer() -> None:
     async def test() -> None:
         async with serving(hello, max_body_bytes=10) as server, connected(server) as client:
             await client.send(request(method="POST", body=bytes(4 * MIB)))
@@ -423,7 +423,7 @@ def test_a_refused_upload_that_is_sent_all_the_same_gets_its_answer() -> None:
     run(test)
 
 
-def test_a_client_that_asks_first_is_refused_without_a_100(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_client_that_expects_100_is_refused_without_it(caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         async with serving(hello, max_body_bytes=10) as server, connected(server) as client:
             await client.send(
@@ -470,7 +470,7 @@ def test_chunks_beyond_the_limit_within_a_response_cut_it() -> None:
     run(test)
 
 
-def test_a_body_as_large_as_the_limit_is_welcome() -> None:
+def test_a_body_as_large_as_the_limit_is_accepted() -> None:
     async def test() -> None:
         async with serving(echo, max_body_bytes=10) as server, connected(server) as client:
             await client.send(request(method="POST", body=b"0123456789"))
@@ -645,7 +645,7 @@ async def promise_more(scope: Scope, receive: Receive, send: Send) -> None:
         promise_more,
     ],
 )
-def test_a_failure_before_the_first_byte_is_a_500_and_the_connection_goes_on(app: Any) -> None:
+def test_a_failure_before_the_first_byte_is_a_500_and_keeps_the_connection(app: Any) -> None:
     async def test() -> None:
         async with serving(app) as server, connected(server) as client:
             for _ in range(2):
@@ -706,7 +706,7 @@ def test_a_failure_within_the_response_cuts_the_connection(ending: str) -> None:
     run(test)
 
 
-def test_what_fails_after_the_response_is_logged_and_hurts_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_after_the_response_is_only_logged(caplog: pytest.LogCaptureFixture) -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await respond(send, b"whole")
         assert await receive() == {"type": "http.disconnect"}
@@ -754,7 +754,7 @@ def test_a_disconnect_cancels_the_request(data: bytes, how: str, caplog: pytest.
     assert caplog.records == []
 
 
-def test_an_application_that_survives_its_cancellation_hears_of_the_disconnect() -> None:
+def test_an_application_that_survives_its_cancellation_receives_the_disconnect() -> None:
     async def test() -> None:
         heard: list[Message] = []
         errors: list[BaseException] = []
@@ -782,7 +782,7 @@ def test_an_application_that_survives_its_cancellation_hears_of_the_disconnect()
     run(test)
 
 
-def test_an_application_may_take_its_cancellation_as_a_return(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_application_may_return_on_its_cancellation(caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         events: list[str] = []
 
@@ -866,7 +866,9 @@ def test_work_after_the_response_outlives_the_connection() -> None:
         b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: gzip\r\n\r\n",
     ],
 )
-def test_garbage_is_a_400_that_no_application_sees(data: bytes, caplog: pytest.LogCaptureFixture) -> None:
+def test_garbage_is_a_400_and_does_not_reach_the_application(
+    data: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     async def test() -> None:
         scopes: list[Scope] = []
         async with serving(capturing(scopes)) as server, connected(server) as client:
@@ -889,7 +891,7 @@ def test_endless_headers_end_the_connection(caplog: pytest.LogCaptureFixture) ->
     assert tracebacks(caplog) == []
 
 
-def test_a_chunk_that_is_none_ends_request_and_connection(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_invalid_chunk_ends_the_request_and_the_connection(caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         app = Hanging()
         async with serving(app) as server, connected(server) as client:

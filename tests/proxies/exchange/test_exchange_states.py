@@ -150,7 +150,7 @@ async def go_on(receive: Receive, send: Send) -> None:
 
 
 @bench_test
-async def test_only_a_client_that_owes_us_something_is_watched() -> None:
+async def test_a_client_is_watched_only_while_the_server_waits_for_it() -> None:
     bench = Bench(CHUNKED)
     assert bench.is_watched()  # 1. for the body
     bench.exchange.data_received(b"data")
@@ -167,7 +167,7 @@ async def test_only_a_client_that_owes_us_something_is_watched() -> None:
 
 
 @bench_test
-async def test_each_part_of_a_body_buys_new_time() -> None:
+async def test_each_part_of_a_body_restarts_the_timeout() -> None:
     class Counting(IdleWatch[Connection]):
         count = 0
 
@@ -182,7 +182,7 @@ async def test_each_part_of_a_body_buys_new_time() -> None:
 
 
 @bench_test
-async def test_each_part_of_an_answer_buys_the_rest_of_its_request_new_time() -> None:
+async def test_each_part_of_an_answer_restarts_the_timeout_of_its_request() -> None:
     bench = Bench(CHUNKED)
     bench.carrier.watch.unwatch(bench.connection)
     await bench.order(begin)
@@ -201,7 +201,7 @@ async def test_each_part_of_an_answer_buys_the_rest_of_its_request_new_time() ->
 
 
 @bench_test
-async def test_a_client_that_has_gone_is_not_watched() -> None:
+async def test_a_disconnected_client_is_not_watched() -> None:
     bench = Bench(CHUNKED)
     bench.exchange.data_received(bytes(HIGH_WATER_BYTES + 1))
     bench.exchange.on_connection_close()
@@ -213,7 +213,7 @@ async def test_a_client_that_has_gone_is_not_watched() -> None:
 
 
 @bench_test
-async def test_what_has_come_in_of_a_malformed_body_never_passes_for_the_whole() -> None:
+async def test_a_malformed_body_never_looks_complete() -> None:
     cleaned_up: list[str] = []
 
     async def cleaning_up(scope: Scope, receive: Receive, send: Send) -> None:
@@ -252,7 +252,7 @@ async def test_whichever_of_request_and_response_ends_last_ends_the_exchange() -
 
 
 @bench_test
-async def test_a_client_that_goes_on_sending_after_its_answer_is_given_up() -> None:
+async def test_a_client_that_keeps_sending_after_its_answer_is_disconnected() -> None:
     loop = asyncio.get_running_loop()
     delays: list[float] = []
     call_later = loop.call_later
@@ -290,7 +290,7 @@ async def test_a_timer_does_not_outlive_its_exchange() -> None:
 
 
 @bench_test
-async def test_what_comes_after_the_answer_counts_for_nothing() -> None:
+async def test_data_after_the_answer_is_ignored() -> None:
     bench = Bench(CHUNKED)
     await bench.order(answer)
     assert bench.exchange.data_received(bytes(LIMIT + 1)) is None
@@ -299,7 +299,7 @@ async def test_what_comes_after_the_answer_counts_for_nothing() -> None:
 
 
 @bench_test
-async def test_a_body_that_is_too_large_ends_the_application_as_if_the_client_had_gone() -> None:
+async def test_a_body_that_is_too_large_ends_the_application_like_a_disconnect() -> None:
     errors: list[OSError] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -363,7 +363,7 @@ async def test_streams_are_sent_without_delay() -> None:
     assert (whole.stream.is_nodelay, streamed.stream.is_nodelay) == (False, True)
 
 
-def test_a_stream_that_turns_out_closed_is_a_client_that_has_gone(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_closed_stream_is_a_disconnected_client(caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         before = Bench(method="GET")
         before.stream.close()
@@ -387,7 +387,7 @@ def test_a_stream_that_turns_out_closed_is_a_client_that_has_gone(caplog: pytest
     assert caplog.records == []
 
 
-def test_the_date_is_made_once_a_second() -> None:
+def test_the_date_is_formatted_once_a_second() -> None:
     class SetClock(LoopClock):
         seconds = 0.25
 

@@ -78,7 +78,7 @@ DATE = b"date: Thu, 01 Jan 1970 00:01:40 GMT"
         named(headers=tuple((b"x-%d" % number, b"v" * 128) for number in range(8))),
     ],
 )
-def test_the_bytes_are_those_of_the_slow_way(message: Message) -> None:
+def test_cached_heads_have_the_same_bytes_as_uncached_ones(message: Message) -> None:
     cache = make_cache()
     first, second = cache.write(message), cache.write(message)
     assert first == second is not None
@@ -120,7 +120,7 @@ def test_the_bytes_are_those_of_the_slow_way(message: Message) -> None:
         ),
     ],
 )
-def test_all_else_is_written_header_by_header(message: Message) -> None:
+def test_uncacheable_heads_are_written_header_by_header(message: Message) -> None:
     cache = make_cache()
     assert cache.write(message) is None
     assert cache.write(message) is None
@@ -172,7 +172,7 @@ def test_each_second_has_its_own_date() -> None:
     assert date() == b"01:02:42 GMT"
 
 
-def test_no_more_heads_are_kept_than_so_many_and_none_that_are_large() -> None:
+def test_the_cache_is_bounded_and_holds_no_large_heads() -> None:
     clock = Clock()
     cache = HeadCache(DateHeader(clock))
     limit = http1._MAX_HEADS

@@ -79,7 +79,7 @@ def test_a_full_buffer_asks_to_wait_until_half_of_it_was_taken() -> None:
     run(test)
 
 
-def test_closing_lets_a_waiting_socket_go_and_drops_what_comes() -> None:
+def test_closing_resumes_the_socket_and_drops_further_data() -> None:
     async def test() -> None:
         body = RequestBody(is_ended=False)
         room = body.feed(bytes(HIGH_WATER_BYTES + 1))

@@ -28,7 +28,7 @@ def test_the_announced_length(framing: dict[str, str], expected: int | None) -> 
 
 
 @pytest.mark.parametrize("length", ["", "x", "+5", "5, 6", "5,", "٥", "0x5", "5_0", "9" * 5000])
-def test_lengths_that_are_none(length: str) -> None:
+def test_invalid_lengths_are_refused(length: str) -> None:
     with pytest.raises(ValueError):
         body_length({"Content-Length": length}, "HTTP/1.1")
 
@@ -43,7 +43,7 @@ def test_lengths_that_are_none(length: str) -> None:
         ({"Transfer-Encoding": "chunked"}, "HTTP/1.0"),
     ],
 )
-def test_codings_on_which_readers_could_differ(framing: dict[str, str], version: str) -> None:
+def test_ambiguous_transfer_codings_are_refused(framing: dict[str, str], version: str) -> None:
     with pytest.raises(ValueError, match="Transfer-Encoding"):
         body_length(framing, version)
 
@@ -54,7 +54,7 @@ def test_hosts(host: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["a,b", "a b", "u@a", "a/b", "a:b", "[::1", "\xff", "%zz", "http://a"])
-def test_hosts_that_are_none(host: str) -> None:
+def test_invalid_hosts_are_refused(host: str) -> None:
     with pytest.raises(ValueError, match="Host"):
         check_host({"Host": host}, "HTTP/1.1")
 
@@ -81,7 +81,9 @@ def test_only_before_http_1_1_a_request_needs_no_host() -> None:
         ("closed", "HTTP/1.1", True),
     ],
 )
-def test_whether_a_connection_goes_on(connection: str, version: str, expected: bool) -> None:
+def test_the_connection_header_and_version_decide_keep_alive(
+    connection: str, version: str, expected: bool
+) -> None:
     assert keeps_alive(connection, version) == expected
 
 
@@ -116,7 +118,7 @@ def test_targets(method: str, target: str, expected: tuple[str, str]) -> None:
         ("CONNECT", "*"),
     ],
 )
-def test_targets_that_are_none(method: str, target: str) -> None:
+def test_invalid_targets_are_refused(method: str, target: str) -> None:
     with pytest.raises(ValueError, match="target"):
         split_target(method, target)
 

@@ -48,7 +48,7 @@ def test_there_is_room_when_all_was_sent() -> None:
     run(test)
 
 
-def test_what_was_written_just_before_the_close_is_sent_as_far_as_it_fits() -> None:
+def test_data_written_just_before_the_close_is_sent_as_far_as_it_fits() -> None:
     async def test() -> None:
         stream, client = await make_stream()
         with client:
@@ -61,7 +61,7 @@ def test_what_was_written_just_before_the_close_is_sent_as_far_as_it_fits() -> N
     run(test)
 
 
-def test_what_came_in_can_be_read_though_the_client_has_gone() -> None:
+def test_received_data_can_be_read_after_the_client_disconnected() -> None:
     async def test() -> None:
         stream, client = await make_stream()
         ended = asyncio.Event()
@@ -77,7 +77,7 @@ def test_what_came_in_can_be_read_though_the_client_has_gone() -> None:
     run(test)
 
 
-def test_a_reader_that_waits_hears_of_the_end() -> None:
+def test_a_waiting_reader_is_notified_of_the_end() -> None:
     async def test() -> None:
         stream, client = await make_stream()
         reading = stream.read_bytes(4, partial=True)

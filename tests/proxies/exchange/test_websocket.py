@@ -120,7 +120,7 @@ def disconnect(code: int, reason: str = "") -> Message:
     return {"type": "websocket.disconnect", "code": code, "reason": reason}
 
 
-def test_texts_and_bytes_go_both_ways_until_the_client_closes() -> None:
+def test_texts_and_bytes_are_carried_both_ways_until_the_client_closes() -> None:
     async def test() -> None:
         app = Echo()
         async with serving(app) as server, client_of(server) as client:
@@ -221,7 +221,7 @@ def test_the_application_closes_with_its_code() -> None:
     run(test)
 
 
-def test_an_application_that_returns_closes_normally_and_one_that_fails_says_so(
+def test_an_application_that_returns_closes_with_1000_and_one_that_fails_with_1011(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -282,7 +282,7 @@ def test_a_handshake_that_is_refused_is_answered_by_http(
         run(test)
 
 
-def test_a_client_that_vanishes_is_a_disconnect() -> None:
+def test_a_lost_connection_is_a_disconnect() -> None:
     async def test() -> None:
         app = Echo()
         async with serving(app) as server, client_of(server) as client:
@@ -294,7 +294,7 @@ def test_a_client_that_vanishes_is_a_disconnect() -> None:
     run(test)
 
 
-def test_an_application_that_is_sending_hears_at_once_that_the_client_has_gone() -> None:
+def test_an_application_that_sends_receives_the_disconnect_at_once() -> None:
     async def test() -> None:
         ended: list[BaseException] = []
 
@@ -337,7 +337,7 @@ def test_a_refusal_that_is_read_late_arrives_whole() -> None:
     run(test)
 
 
-def test_an_application_that_does_not_care_for_the_disconnect_is_cancelled() -> None:
+def test_an_application_that_ignores_the_disconnect_is_cancelled() -> None:
     async def test() -> None:
         ended: list[BaseException] = []
 
@@ -369,7 +369,7 @@ def test_an_application_that_does_not_care_for_the_disconnect_is_cancelled() -> 
         (b"\x81\x02hi", 1002),  # not masked
     ],
 )
-def test_a_client_that_breaks_the_protocol_is_told_and_sent_away(data: bytes, code: int) -> None:
+def test_a_client_that_breaks_the_protocol_is_closed_with_a_code(data: bytes, code: int) -> None:
     async def test() -> None:
         app = Echo()
         async with serving(app) as server, client_of(server) as client:
@@ -428,7 +428,7 @@ def test_a_client_that_sends_faster_than_the_application_reads_has_to_wait() -> 
     run(test)
 
 
-def test_a_silent_client_is_asked_and_then_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_client_is_pinged_and_then_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("daskserve.proxies.exchange.websocket.PING_S", ping_s := 1.0)
 
     async def test() -> None:
@@ -450,7 +450,7 @@ def test_a_silent_client_is_asked_and_then_given_up(monkeypatch: pytest.MonkeyPa
     run(test)
 
 
-def test_a_server_that_drains_says_that_it_is_going_away() -> None:
+def test_a_draining_server_closes_with_going_away() -> None:
     async def test() -> None:
         app = Echo()
         async with serving(app) as server, client_of(server) as client:
@@ -486,7 +486,7 @@ def test_a_server_that_stops_ends_sessions_at_once() -> None:
         ("Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 8", 426),
     ],
 )
-def test_what_is_no_proper_handshake_is_refused(headers: str, status: int) -> None:
+def test_an_invalid_handshake_is_refused(headers: str, status: int) -> None:
     async def test() -> None:
         async with serving(Echo()) as server, connected(server) as client:
             await client.send(f"GET / HTTP/1.1\r\nHost: test\r\n{headers}\r\n\r\n".encode())
@@ -532,7 +532,7 @@ def test_a_flood_of_empty_messages_is_bounded() -> None:
     run(test)
 
 
-def test_what_has_come_in_already_is_read_in_turn_with_everything_else(
+def test_buffered_messages_do_not_block_other_tasks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Tornado gives it without waiting: a client that sends on and on would have the loop to itself."""
@@ -566,7 +566,7 @@ def test_what_has_come_in_already_is_read_in_turn_with_everything_else(
     run(test)
 
 
-def test_an_answer_that_cannot_be_sent_is_an_error_of_the_application(
+def test_an_invalid_answer_is_an_error_of_the_application(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -583,7 +583,7 @@ def test_an_answer_that_cannot_be_sent_is_an_error_of_the_application(
     assert "not offered" in caplog.text
 
 
-def test_a_handshake_during_draining_is_answered_and_then_sent_away() -> None:
+def test_a_handshake_during_draining_is_answered_and_then_closed() -> None:
     async def test() -> None:
         may_accept = asyncio.Event()
 
@@ -606,7 +606,7 @@ def test_a_handshake_during_draining_is_answered_and_then_sent_away() -> None:
     run(test)
 
 
-def test_a_client_that_closes_and_does_not_read_is_not_waited_for() -> None:
+def test_the_session_ends_without_a_client_that_closes_and_does_not_read() -> None:
     async def test() -> None:
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
             await receive()

@@ -108,7 +108,7 @@ def test_each_result_is_one_response(takes_whole: bool) -> None:
     run(test)
 
 
-def test_a_length_of_its_own_that_is_wrong_is_an_error() -> None:
+def test_a_wrong_content_length_of_the_application_is_an_error() -> None:
     async def test() -> None:
         backend = Backend(Response("ok", headers={"content-length": "3"}))
         async with serving(backend.ingress()) as server, connected(server) as client:

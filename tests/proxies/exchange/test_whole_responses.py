@@ -128,7 +128,7 @@ async def outcome(*messages: Message, **request: Any) -> tuple[Any, ...]:
     )
 
 
-def test_they_end_up_as_the_same_bytes_and_states() -> None:
+def test_whole_responses_and_two_messages_give_the_same_bytes_and_states() -> None:
     async def test() -> None:
         count = usual = 0
         for method, version, status, is_draining, headers, size, extra in itertools.product(
@@ -181,7 +181,9 @@ def test_they_end_up_as_the_same_bytes_and_states() -> None:
         ({"status": 304, "body": b""}, [(b"x-request-id", b"an-id")]),
     ],
 )
-def test_two_messages_are_made_of_one(fields: dict[str, Any], added: list[tuple[bytes, bytes]]) -> None:
+def test_a_whole_response_is_split_into_two_messages(
+    fields: dict[str, Any], added: list[tuple[bytes, bytes]]
+) -> None:
     message = whole(**fields)
     before = list(message["headers"])
     start, body = split_whole(message)
@@ -209,7 +211,7 @@ def test_a_head_that_cannot_be_sent_is_a_500_and_no_second_response() -> None:
 
 
 @pytest.mark.parametrize("second", [whole(b"again"), *split_whole(whole(b"again"))])
-def test_nothing_follows_one(second: Message) -> None:
+def test_nothing_can_follow_a_whole_response(second: Message) -> None:
     async def test() -> None:
         bench = Bench(whole(b"first"), second)
         await settle()
@@ -220,7 +222,7 @@ def test_nothing_follows_one(second: Message) -> None:
     run(test)
 
 
-def test_none_follows_the_start_of_another() -> None:
+def test_a_whole_response_cannot_follow_the_start_of_another() -> None:
     async def test() -> None:
         bench = Bench(split_whole(whole())[0], whole())
         await settle()
@@ -230,7 +232,7 @@ def test_none_follows_the_start_of_another() -> None:
     run(test)
 
 
-def test_one_is_over_when_the_client_has_taken_it() -> None:
+def test_a_whole_response_ends_when_the_client_has_read_it() -> None:
     async def test() -> None:
         bench = Bench(whole(b"first"))
         flushed = bench.wire.held = asyncio.get_running_loop().create_future()
@@ -245,7 +247,7 @@ def test_one_is_over_when_the_client_has_taken_it() -> None:
 
 
 @pytest.mark.parametrize("is_held", [False, True])
-def test_a_client_that_is_gone_is_an_error_of_its_connection(is_held: bool) -> None:
+def test_a_disconnected_client_is_an_error_of_its_connection(is_held: bool) -> None:
     async def test() -> None:
         bench = Bench(whole(b"first"))
         if is_held:

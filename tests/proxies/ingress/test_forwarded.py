@@ -33,7 +33,7 @@ def forwarded(*hops: str) -> list[tuple[bytes, bytes]]:
 PROXY = ("10.1.2.3", 5000)
 
 
-def test_a_client_that_names_itself_is_not_believed() -> None:
+def test_forwarded_headers_of_an_untrusted_client_are_ignored() -> None:
     stranger = ("192.0.2.9", 1)
     assert seen(stranger, *forwarded("1.1.1.1"), (b"x-forwarded-proto", b"https")) == (stranger, "http")
     assert seen(None, *forwarded("1.1.1.1")) == (None, "http")
@@ -78,7 +78,7 @@ def test_addresses_of_both_kinds_are_trusted() -> None:
     assert seen(("unix", 1), *forwarded("192.0.2.9"))[0] == ("unix", 1)
 
 
-def test_what_is_no_address_is_refused_with_the_options() -> None:
+def test_an_invalid_address_in_the_options_is_refused() -> None:
     assert HTTPOptions(trusted_forwarders=["10.0.0.0/8", "::1"]).trusted_forwarders == ["10.0.0.0/8", "::1"]
     with pytest.raises(ValueError, match="no-address"):
         HTTPOptions(trusted_forwarders=["no-address"])

@@ -34,7 +34,7 @@ class UserMistakeError(ValueError):
         (TimeoutError("secret"), ErrorReply(500, "Internal Server Error", is_fault=True)),
     ],
 )
-def test_what_a_caller_is_told(error: Exception, expected: ErrorReply) -> None:
+def test_each_error_has_its_reply(error: Exception, expected: ErrorReply) -> None:
     assert reply_to(error) == expected
 
 
@@ -48,13 +48,13 @@ def test_only_debug_shows_the_traceback_of_a_fault() -> None:
     assert reply.text.rstrip().endswith("UserMistakeError: secret")
 
 
-def test_debug_changes_nothing_about_errors_that_are_explained_anyway() -> None:
+def test_debug_does_not_change_errors_with_an_explanation() -> None:
     error = errors.UnavailableError("none")
     assert reply_to(error, debug=True) == reply_to(error)
 
 
 @pytest.mark.parametrize("kind", errors.subclasses())
-def test_every_error_of_ours_has_an_answer_of_its_own_status_or_a_bare_500(
+def test_every_daskserve_error_has_a_reply_with_its_status_or_a_bare_500(
     kind: type[errors.ServeError],
 ) -> None:
     reply = reply_to(kind("text"))

@@ -177,7 +177,7 @@ def test_the_head_is_the_scope_as_plain_values() -> None:
         ([(b"transfer-encoding", b"chunked")], True),
     ],
 )
-def test_the_headers_tell_whether_there_is_a_body(headers: list[tuple[bytes, bytes]], has_body: bool) -> None:
+def test_the_headers_show_whether_there_is_a_body(headers: list[tuple[bytes, bytes]], has_body: bool) -> None:
     routers = Routers()
     ingress = make_ingress(routers, request_timeout_s=5)
     ask(ingress, "/a", "POST", *headers)
@@ -233,7 +233,7 @@ def test_body_and_response_stream_through() -> None:
     assert [message["type"] for message in reply.messages[1:]] == ["http.response.body"] * 2
 
 
-def test_no_route_is_a_404_that_says_where_to_look() -> None:
+def test_an_unknown_path_is_a_404_that_names_the_route_list() -> None:
     answer = ask(make_ingress(Routers()), "/x")
     assert answer.status == 404
     assert answer.text == "Path '/x' not found. Ping http://example:8000/-/routes for available routes."
@@ -242,7 +242,7 @@ def test_no_route_is_a_404_that_says_where_to_look() -> None:
 
 
 @pytest.mark.parametrize("method", ["PUT", "HEAD", "get"])
-def test_another_method_is_a_405_that_lists_the_right_ones(method: str) -> None:
+def test_a_wrong_method_is_a_405_that_lists_the_allowed_ones(method: str) -> None:
     routers = Routers()
     answer = ask(make_ingress(routers), "/a", method)
     assert answer.status == 405
@@ -263,7 +263,7 @@ def test_system_routes(method: str) -> None:
     assert routes.headers["content-type"] == "application/json"
 
 
-def test_system_routes_take_no_other_method() -> None:
+def test_system_routes_accept_no_other_method() -> None:
     answer = ask(make_ingress(Routers()), "/-/healthz", "POST")
     assert (answer.status, answer.headers["allow"]) == (405, "GET, HEAD")
 
@@ -283,7 +283,7 @@ def test_draining_fails_the_health_check_and_nothing_else() -> None:
     assert ask(ingress, "/a").status == 200
 
 
-def test_other_paths_below_the_dash_belong_to_the_user() -> None:
+def test_other_paths_below_the_dash_are_user_routes() -> None:
     routers = Routers()
     ask(make_ingress(routers, RouteTable({"/": {"endpoint": "all", "methods": ["GET"]}})), "/-/mine")
     assert routers.head["path"] == "/-/mine"
@@ -361,7 +361,7 @@ def test_a_request_past_its_deadline_is_cancelled_and_answered_with_408(
 
 
 @pytest.mark.parametrize("header", [b"0", b"-1", b"inf"])
-def test_a_header_can_lift_the_deadline(header: bytes) -> None:
+def test_a_header_can_remove_the_deadline(header: bytes) -> None:
     async def answer(receive: Receive, send: Send) -> None:
         await asyncio.sleep(0.02)
         await respond(send, b"done")
@@ -504,7 +504,7 @@ def test_cancellation_is_passed_on_and_counted() -> None:
     run(test)
 
 
-def test_a_client_that_is_gone_is_nobodys_error(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_disconnected_client_is_not_logged_as_an_error(caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         async def send(message: Message) -> None:
             raise ConnectionResetError("gone")
@@ -605,7 +605,7 @@ def test_an_open_websocket_that_fails_is_closed_by_the_server() -> None:
         scripted(make_ingress(Routers(fail)), make_socket_scope("/a"))
 
 
-def test_an_application_that_sends_to_a_client_that_has_gone_still_learns_of_the_disconnect() -> None:
+def test_an_application_that_sends_after_a_disconnect_still_receives_the_disconnect() -> None:
     told: list[Message] = []
 
     async def answer(receive: Receive, send: Send) -> None:

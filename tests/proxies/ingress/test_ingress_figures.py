@@ -35,7 +35,7 @@ def test_responses_are_counted_by_route_method_and_status() -> None:
     assert figures.latency.count == 5
 
 
-def test_whatever_clients_make_up_becomes_few_series() -> None:
+def test_invented_paths_and_methods_create_few_series() -> None:
     figures = IngressFigures()
     for number in range(1000):
         figures.observe(NO_ROUTE, f"METHOD{number}", 404, 0.01, "no_route")
@@ -62,7 +62,7 @@ def test_websockets_are_counted_and_how_long_they_were_open_is_not() -> None:
     assert series(figures, "http_request_duration_seconds") == {("i", "/a", "e"): 0}
 
 
-def test_figures_of_deleted_routes_go_once_there_are_many() -> None:
+def test_metrics_of_deleted_routes_are_dropped_beyond_a_limit() -> None:
     figures = IngressFigures()
     figures.observe(NO_ROUTE, "GET", 404, 0.01, "no_route")
     for number in range(MAX_ROUTES - 1):

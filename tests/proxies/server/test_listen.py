@@ -58,7 +58,7 @@ def holder(*, reuse_port: bool) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0", "", "::1", "[::1]", "::"])
-def test_hosts_that_can_be_listened_on(host: str) -> None:
+def test_valid_hosts_are_accepted(host: str) -> None:
     if ":" in host and not has_ipv6():
         pytest.skip("no IPv6 here")
     with bound(host) as sockets:
@@ -98,14 +98,14 @@ def test_a_port_is_free_again_after_its_listener_has_closed() -> None:
         pass
 
 
-def test_a_host_that_does_not_resolve_is_named() -> None:
+def test_an_unresolvable_host_is_named_in_the_error() -> None:
     unknown = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
     with mock.patch("socket.getaddrinfo", side_effect=unknown):
         with pytest.raises(BadRequestError, match=r"'nowhere'.*does not resolve.*Name or service"):
             bind_sockets("nowhere", 0)
 
 
-def test_a_name_server_that_takes_its_time_holds_nobody_else_up() -> None:
+def test_a_slow_name_server_does_not_block_the_event_loop() -> None:
     """Other tasks of the loop go on meanwhile; they decide when the name is known."""
     resolves = threading.Event()
     real = socket.getaddrinfo
@@ -130,12 +130,12 @@ def test_a_name_server_that_takes_its_time_holds_nobody_else_up() -> None:
         asyncio.run(test())
 
 
-def test_a_host_that_is_no_name_at_all_is_named() -> None:
+def test_an_invalid_host_is_named_in_the_error() -> None:
     with pytest.raises(BadRequestError, match=r"'a\.\.b'.*does not resolve"):
         bind_sockets("a..b", 0)
 
 
-def test_a_host_of_another_machine_is_named() -> None:
+def test_a_host_of_another_machine_is_named_in_the_error() -> None:
     with pytest.raises(BadRequestError, match=r"'192\.0\.2\.1'.*no address of this machine"):
         bind_sockets("192.0.2.1", 0)
 
@@ -149,7 +149,7 @@ def test_other_refusals_are_explained(code: int, words: str) -> None:
             bind_sockets("127.0.0.1", 80)
 
 
-def test_an_address_that_is_missing_does_not_matter_beside_one_that_is_there() -> None:
+def test_a_missing_address_is_ignored_if_another_is_available() -> None:
     infos = [
         (family, socket.SOCK_STREAM, 6, "", (address, 0))
         for family, address in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET, "127.0.0.1"))

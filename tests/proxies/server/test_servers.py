@@ -80,12 +80,12 @@ def test_servers_of_one_instance_share_their_port() -> None:
     run(test)
 
 
-def test_a_host_that_is_not_ours_is_refused_when_binding() -> None:
+def test_a_foreign_host_is_refused_when_binding() -> None:
     with pytest.raises(BadRequestError, match="no address of this machine"):
         asyncio.run(make_server(hello, host="192.0.2.1", port=0).bind())
 
 
-def test_a_server_that_was_only_bound_lets_its_port_go() -> None:
+def test_a_server_that_never_started_releases_its_port() -> None:
     async def test() -> None:
         server = make_server(hello)
         await server.bind()
@@ -100,7 +100,7 @@ def test_a_server_that_was_only_bound_lets_its_port_go() -> None:
     run(test)
 
 
-def test_stop_cancels_what_runs_and_closes_what_is_open() -> None:
+def test_stop_cancels_requests_and_closes_connections() -> None:
     async def test() -> None:
         app = Hanging()
         async with serving(app) as server:
@@ -159,7 +159,7 @@ def test_a_connection_that_has_ended_is_not_watched() -> None:
     run(test)
 
 
-def test_what_is_being_accepted_when_the_server_stops_is_closed() -> None:
+def test_a_connection_being_accepted_during_stop_is_closed() -> None:
     async def test() -> None:
         for turns in range(6):
             async with serving(hello) as server:
@@ -182,7 +182,7 @@ def test_what_is_being_accepted_when_the_server_stops_is_closed() -> None:
 
 
 @pytest.mark.parametrize("pieces", [(request() + b"GET /",), (request(), b"GET /"), (request() + request(),)])
-def test_a_client_that_sent_more_before_it_left_is_missed(pieces: tuple[bytes, ...]) -> None:
+def test_a_disconnect_after_unread_data_is_detected(pieces: tuple[bytes, ...]) -> None:
     async def test() -> None:
         app = Hanging()
         async with serving(app) as server:
@@ -201,7 +201,7 @@ def test_a_client_that_sent_more_before_it_left_is_missed(pieces: tuple[bytes, .
     run(test)
 
 
-def test_a_client_that_leaves_before_its_websocket_was_accepted_is_missed() -> None:
+def test_a_disconnect_before_a_websocket_is_accepted_is_detected() -> None:
     async def test() -> None:
         app = Hanging()
         handshake = request(
@@ -226,7 +226,7 @@ def test_a_client_that_leaves_before_its_websocket_was_accepted_is_missed() -> N
 # ---- draining
 
 
-def test_draining_finishes_what_runs_and_says_goodbye() -> None:
+def test_draining_finishes_requests_and_announces_the_close() -> None:
     async def test() -> None:
         app = Hanging()
         async with serving(app) as server, connected(server) as client:
@@ -288,7 +288,7 @@ def test_draining_an_idle_server_takes_no_time() -> None:
     run(test)
 
 
-def test_draining_gives_idle_connections_a_moment_and_no_more() -> None:
+def test_draining_closes_idle_connections_after_a_moment() -> None:
     class Watched(LoopClock):
         slept_s = 0.0
 
@@ -306,7 +306,7 @@ def test_draining_gives_idle_connections_a_moment_and_no_more() -> None:
     run(test)
 
 
-def test_draining_serves_what_was_connected_before() -> None:
+def test_draining_serves_existing_connections() -> None:
     """Connections in the backlog were accepted by the kernel: their clients believe they are served."""
 
     async def test() -> None:

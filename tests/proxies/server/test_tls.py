@@ -68,7 +68,7 @@ def context_of(folder: Path) -> Any:
 
 
 @pytest.mark.usefixtures("carrier")
-def test_requests_pass_over_tls(folder: Path) -> None:
+def test_requests_work_over_tls(folder: Path) -> None:
     """Two on one connection, with bodies larger than any buffer."""
 
     async def test() -> None:
@@ -88,7 +88,7 @@ def test_requests_pass_over_tls(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("carrier")
-def test_websockets_pass_over_tls(folder: Path) -> None:
+def test_websockets_work_over_tls(folder: Path) -> None:
     async def test() -> None:
         async with serving(tell_scheme, tls=context_of(folder)) as server:
             streams = await asyncio.open_connection("127.0.0.1", server.port, ssl=trusting(folder))
@@ -123,7 +123,7 @@ def test_plain_http_is_refused(folder: Path, caplog: pytest.LogCaptureFixture) -
 
 
 @pytest.mark.usefixtures("carrier")
-def test_who_never_shakes_hands_is_sent_away(folder: Path) -> None:
+def test_a_client_without_a_tls_handshake_is_disconnected(folder: Path) -> None:
     async def test() -> None:
         async with serving(tell_scheme, tls=context_of(folder), keep_alive_timeout_s=0.05) as server:
             reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
@@ -133,7 +133,7 @@ def test_who_never_shakes_hands_is_sent_away(folder: Path) -> None:
     run(test)
 
 
-def test_a_locked_key_is_opened_by_its_password(folder: Path) -> None:
+def test_an_encrypted_key_is_opened_with_its_password(folder: Path) -> None:
     files = str(folder / "cert.pem"), str(folder / "locked.pem")
     assert server_context(*files, "sesame") is not None
     for password, hint in (("wrong", "does not open it"), (None, "may need ssl_keyfile_password")):
@@ -142,7 +142,7 @@ def test_a_locked_key_is_opened_by_its_password(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("option", ["ssl_certfile", "ssl_keyfile"])
-def test_a_missing_file_is_named(option: str, folder: Path) -> None:
+def test_a_missing_file_is_named_in_the_error(option: str, folder: Path) -> None:
     files = {"ssl_certfile": str(folder / "cert.pem"), "ssl_keyfile": str(folder / "key.pem")}
     files[option] = str(folder / "nowhere.pem")
     with pytest.raises(BadRequestError, match=rf"{option}='.*nowhere\.pem' cannot be read on .*No such file"):

@@ -61,7 +61,7 @@ def run(scenario: Callable[[Bench], Awaitable[None]]) -> None:
     asyncio.run(main())
 
 
-def test_the_next_head_is_waited_for_as_soon_as_a_response_is_written() -> None:
+def test_the_next_head_is_read_as_soon_as_a_response_is_written() -> None:
     async def scenario(bench: Bench) -> None:
         is_reading: list[bool] = []
 
@@ -78,7 +78,7 @@ def test_the_next_head_is_waited_for_as_soon_as_a_response_is_written() -> None:
     run(scenario)
 
 
-def test_requests_that_have_come_in_already_are_served_in_order() -> None:
+def test_buffered_requests_are_served_in_order() -> None:
     async def scenario(bench: Bench) -> None:
         bench.client.sendall(request("/1") + request("/2") + request("/3"))
         await bench.answers(3)

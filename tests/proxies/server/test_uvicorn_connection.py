@@ -36,7 +36,7 @@ def head_of(size: int) -> bytes:
 
 
 @pytest.mark.parametrize("piece", [1000, 60_000, 1 << 20])
-def test_a_head_may_have_so_many_bytes_and_no_more(piece: int) -> None:
+def test_a_head_beyond_the_size_limit_is_refused(piece: int) -> None:
     async def test() -> None:
         async with serving(hello) as server:
             for size, status in ((MAX_HEADER_BYTES - 100, 200), (MAX_HEADER_BYTES * 2 + 1, 431)):
@@ -67,7 +67,7 @@ def test_a_head_that_begins_in_the_piece_where_a_body_ends_may_be_as_long() -> N
     run(test)
 
 
-def test_a_refused_head_ends_the_connection_though_its_client_goes_on() -> None:
+def test_a_refused_head_ends_the_connection_although_its_client_continues() -> None:
     async def test() -> None:
         async with serving(hello) as server, connected(server) as client:
             await client.send(b"no request\r\n\r\n")
@@ -80,7 +80,7 @@ def test_a_refused_head_ends_the_connection_though_its_client_goes_on() -> None:
     run(test)
 
 
-def test_what_follows_a_refused_head_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_data_after_a_refused_head_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         async with serving(hello) as server, connected(server) as client:
             client.writer.write(head_of(MAX_HEADER_BYTES + 1000) + b"no request\r\n\r\n")
@@ -92,7 +92,7 @@ def test_what_follows_a_refused_head_changes_nothing(caplog: pytest.LogCaptureFi
 
 
 @pytest.mark.parametrize("method", ["POST", "HEAD"])
-def test_a_broken_body_of_a_request_that_waits_is_refused_in_its_turn(method: str) -> None:
+def test_a_broken_body_of_a_queued_request_is_refused_in_order(method: str) -> None:
     async def test() -> None:
         app = Hanging()
         async with serving(app) as server, connected(server) as client:
@@ -109,7 +109,7 @@ def test_a_broken_body_of_a_request_that_waits_is_refused_in_its_turn(method: st
 
 @pytest.mark.parametrize("before", [b"", request()])
 @pytest.mark.parametrize("endless", [b"2;" + b"x" * 100_000, b"0\r\n" + b"X: y\r\n" * 20_000])
-def test_what_is_around_chunks_may_be_so_long_and_no_longer(before: bytes, endless: bytes) -> None:
+def test_chunk_overhead_beyond_the_limit_is_refused(before: bytes, endless: bytes) -> None:
     async def test() -> None:
         async with serving(echo) as server, connected(server) as client:
             upload = b"POST / HTTP/1.1\r\nHost: a\r\nX-A: %b\r\nTransfer-Encoding: chunked\r\n\r\n" % (
@@ -150,7 +150,7 @@ def test_trailers_are_not_headers() -> None:
     run(test)
 
 
-def test_while_requests_wait_no_more_are_read() -> None:
+def test_no_requests_are_read_while_others_wait() -> None:
     async def test() -> None:
         app = Hanging()
         async with serving(app) as server, connected(server) as client:
@@ -170,7 +170,7 @@ def test_while_requests_wait_no_more_are_read() -> None:
     run(test)
 
 
-def test_a_client_that_never_reads_its_last_response_is_given_up() -> None:
+def test_a_client_that_never_reads_its_last_response_is_disconnected() -> None:
     async def test() -> None:
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
             await respond(send, bytes(1 << 20))
@@ -190,7 +190,7 @@ def test_a_client_that_never_reads_its_last_response_is_given_up() -> None:
     run(test)
 
 
-def test_a_mistake_of_ours_ends_the_connection_and_is_told(
+def test_an_internal_error_ends_the_connection_and_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object) -> None:
@@ -208,7 +208,7 @@ def test_a_mistake_of_ours_ends_the_connection_and_is_told(
     assert "Reading a request failed" in record.getMessage()
 
 
-def test_without_file_descriptors_it_is_tried_again_later(caplog: pytest.LogCaptureFixture) -> None:
+def test_accepting_is_retried_later_without_file_descriptors(caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         async with serving(hello) as server:
             listener = cast(Any, server._listener)
@@ -238,7 +238,7 @@ def test_without_file_descriptors_it_is_tried_again_later(caplog: pytest.LogCapt
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_what_is_before_a_target_may_be_so_long_and_no_longer(is_first: bool) -> None:
+def test_data_before_a_target_beyond_the_limit_is_refused(is_first: bool) -> None:
     async def test() -> None:
         async with serving(hello) as server:
             for size, status in ((MAX_HEADER_BYTES // 2, 200), (4 * MAX_HEADER_BYTES, 431)):
@@ -258,7 +258,7 @@ def test_what_is_before_a_target_may_be_so_long_and_no_longer(is_first: bool) ->
     run(test)
 
 
-def test_what_follows_the_last_request_of_a_connection_changes_nothing() -> None:
+def test_data_after_the_last_request_of_a_connection_is_ignored() -> None:
     async def test() -> None:
         may_answer = asyncio.Event()
 
@@ -277,7 +277,7 @@ def test_what_follows_the_last_request_of_a_connection_changes_nothing() -> None
     run(test)
 
 
-def test_a_target_that_comes_in_parts_is_one() -> None:
+def test_a_target_received_in_parts_is_joined() -> None:
     async def test() -> None:
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
             await respond(send, scope["raw_path"] + b"?" + scope["query_string"])
