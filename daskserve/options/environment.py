@@ -1,6 +1,6 @@
-"""Python environments: how a backend names one.
+"""The Python environment of a backend.
 
-A name is a conda environment, a path is the folder of a virtualenv or conda environment. The client checks
+A name is a conda environment; a path is the folder of a virtualenv or conda environment. The client checks
 the form; `daskserve.data.replica.interpreters` finds the environment on the machine of the replica.
 """
 
@@ -16,12 +16,12 @@ from daskserve.errors import BadRequestError
 
 @dataclass(frozen=True, slots=True)
 class CondaEnv:
-    """A conda environment for a backend's replicas, by the name it has on their machines.
+    """A conda environment for a backend's replicas, identified by its name on their machines.
 
     Parameters
     ----------
     name : str
-        As ``conda env list`` shows it; ``base`` is the installation's own environment.
+        Name in ``conda env list``; ``base`` is the installation's own environment.
 
     Raises
     ------
@@ -36,8 +36,8 @@ class CondaEnv:
             raise TypeError(f"The name of a conda environment must be a string, got {self.name!r}")
         if not self.name or self.name != self.name.strip() or "/" in self.name:
             raise BadRequestError(
-                f"{self.name!r} is not the name of a conda environment; to name one by its folder pass the "
-                "path itself, env='/path/to/environment'."
+                f"{self.name!r} is not the name of a conda environment; to use a folder, pass its path: "
+                "env='/path/to/environment'."
             )
 
 
@@ -48,9 +48,9 @@ class Interpreter:
     Attributes
     ----------
     is_own : bool
-        Whether it is the one that runs this process, with the same packages.
+        Whether it is the interpreter of this process, with the same packages.
     variables : mapping or None
-        The environment variables for a process of it; None hands this process's own on.
+        The environment variables of its processes; None means those of this process.
     """
 
     python: str
@@ -60,12 +60,12 @@ class Interpreter:
 
 
 def parse_environment(value: Any) -> str | None:
-    """Return what a user gave as ``env`` in its travelling form: a name, an absolute path, or None for none.
+    """Return the serialized form of a user's ``env``: a name, an absolute path, or None.
 
     Raises
     ------
     TypeError, BadRequestError
-        It is neither a `CondaEnv` nor a name nor an absolute path.
+        The value is neither a `CondaEnv` nor a name nor an absolute path.
     """
     if value is None:
         return None

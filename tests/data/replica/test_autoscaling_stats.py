@@ -148,7 +148,7 @@ class Forwarding(Base):
 
 
 @pytest.mark.parametrize("definition", [Base, plain_function, Forwarding])
-def test_code_without_the_method_is_not_asked(definition: Any) -> None:
+def test_code_without_the_method_is_not_called(definition: Any) -> None:
     async def scenario(replica: Replica) -> None:
         before = GATES.calls
         for _ in range(3):
@@ -170,7 +170,7 @@ def test_nothing_is_called_unless_somebody_asks() -> None:
     run(scenario, Plain)
 
 
-def test_what_nobody_asked_for_in_a_while_is_not_told() -> None:
+def test_expired_values_are_not_reported() -> None:
     async def scenario(replica: Replica) -> None:
         await wait_until(lambda: told(replica) is not None)
         await at_rest(replica)
@@ -319,7 +319,7 @@ def test_every_kind_of_number_is_a_value(value: Any) -> None:
 @pytest.mark.parametrize(
     "value", [float("nan"), float("inf"), 10**400, True, np.True_, "3", None, 1j, [1], np.ones(2)], ids=str
 )
-def test_what_is_no_finite_number_is_left_out_and_the_rest_stays(value: Any) -> None:
+def test_values_that_are_not_finite_are_dropped_and_the_rest_kept(value: Any) -> None:
     values, wrong = checked({"x": value, "y": 1})
     assert values == {"y": 1.0}
     assert "for 'x'; a value has to be a finite number" in wrong
@@ -327,7 +327,7 @@ def test_what_is_no_finite_number_is_left_out_and_the_rest_stays(value: Any) -> 
 
 
 @pytest.mark.parametrize("name", ["", "x" * 101, "a\nb", "\ud800", 7, None])
-def test_what_is_no_name_is_left_out_and_the_rest_stays(name: Any) -> None:
+def test_invalid_names_are_dropped_and_the_rest_kept(name: Any) -> None:
     values, wrong = checked({name: 1, "y": 1})
     assert values == {"y": 1.0}
     assert "printable characters" in wrong
@@ -344,7 +344,7 @@ async def coroutine() -> dict[str, float]:
     return {}
 
 
-def test_what_is_no_dict_is_nothing() -> None:
+def test_a_value_that_is_not_a_dict_counts_as_empty() -> None:
     for answer in (None, 3, [("x", 1)], coroutine()):
         assert checked(answer) == ({}, f"returned {type(answer).__name__}; return a dict of numbers by name")
 
@@ -364,7 +364,7 @@ def test_trouble_with_an_answer_is_logged_once(caplog: pytest.LogCaptureFixture)
     ]
 
 
-def test_a_child_is_asked_while_somebody_wants_to_know_and_its_values_age() -> None:
+def test_a_child_is_queried_while_its_values_are_in_use_and_they_age() -> None:
     async def main() -> None:
         CLOCK.ahead_s = 0.0
         stats = ChildStats(CLOCK)

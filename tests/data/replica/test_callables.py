@@ -201,7 +201,7 @@ def test_of_an_import_path_nothing_is_known_yet() -> None:
 
 
 @pytest.mark.parametrize("definition", [3, None, {}, NotCallable, NotCallable()])
-def test_what_cannot_be_served_is_a_type_error(definition: Any) -> None:
+def test_an_unsupported_definition_is_a_type_error(definition: Any) -> None:
     with pytest.raises(TypeError) as caught:
         inspect_definition(definition)
     text = str(caught.value)
@@ -446,7 +446,7 @@ def test_a_classic_call_hands_over_one_request(function: Any) -> None:
     assert answer(made(function), head, "data", k=2) == ("data", {"k": 2}, "v", "PUT")
 
 
-def test_a_classic_call_of_what_takes_nothing_hands_over_nothing() -> None:
+def test_a_classic_call_of_a_callable_without_parameters_passes_none() -> None:
     assert answer(made(without_parameters), {"legacy": True}, "data") == "nothing"
     assert answer(made(Counter), {"legacy": True, "method": "static"}) == "static"
 

@@ -13,7 +13,7 @@ from daskserve.errors import ActorLostError
 from daskserve.testing import run_virtual
 
 
-def test_what_fails_every_second_is_logged_once_and_again_when_it_changes(
+def test_a_repeated_failure_is_logged_once_and_again_when_it_changes(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     told = ["none"] * 60 + ["sound", "none", "late", "none"] + ["torn"] * 60 + ["gone"]

@@ -220,7 +220,7 @@ async def fails_at_async(index: int) -> AsyncIterator[Any]:
 
 
 @pytest.mark.parametrize("make", [fails_at, fails_at_async])
-def test_a_stream_that_fails_at_once_is_a_500_and_later_is_cut(make: Callable[[int], Any]) -> None:
+def test_a_stream_that_fails_immediately_is_a_500_and_later_is_cut(make: Callable[[int], Any]) -> None:
     answer, sent = finished(make(0))
     assert head_and_body(answer)[0] == 500
     assert sent == []
@@ -257,7 +257,7 @@ def test_an_awaitable_stands_for_its_result() -> None:
 # ---- errors
 
 
-def test_an_error_tells_the_client_nothing_and_the_log_everything(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_is_logged_but_not_shown_to_the_client(caplog: pytest.LogCaptureFixture) -> None:
     def fail() -> ConvertedResponse:
         current_replica.set(ReplicaContext("i", "b", "b#AAAAAA"))
         current_request.set(RequestContext("request-1"))

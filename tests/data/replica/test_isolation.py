@@ -236,12 +236,12 @@ def app(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         yield bench
 
 
-def test_starting_tells_what_the_callable_is(model: Bench) -> None:
+def test_start_returns_facts_about_the_callable(model: Bench) -> None:
     assert (model.facts["is_blocking"], model.facts["is_asgi_app"]) == (True, False)
     assert {"__call__", "echo", "reconfigure"} <= set(model.facts["methods"])
 
 
-def test_starting_tells_what_the_application_is(app: Bench) -> None:
+def test_start_returns_facts_about_the_application(app: Bench) -> None:
     assert (app.facts["is_blocking"], app.facts["is_asgi_app"]) == (False, True)
 
 
@@ -279,7 +279,7 @@ def test_errors_of_user_code_reach_the_caller_unchanged(model: Bench, method: st
         assert "isolated_code.py" in str(caught.value.__cause__)
 
 
-def test_an_unknown_method_is_refused(model: Bench) -> None:
+def test_an_unknown_method_is_rejected(model: Bench) -> None:
     with pytest.raises(BadRequestError, match="has no public method 'missing'"):
         model.run(call(model.replica, "missing"))
     assert model.replica.load().ongoing == 0
@@ -423,7 +423,7 @@ def test_more_slots_are_for_those_in_line(model: Bench) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_who_waits_in_line_when_the_replica_stops_has_not_begun(kind: str, tmp_path: Path) -> None:
+def test_requests_queued_when_the_replica_stops_have_not_begun(kind: str, tmp_path: Path) -> None:
     with Bench(kind, code.Model, tmp_path, str(tmp_path)) as bench:
 
         async def scenario() -> None:
@@ -444,7 +444,7 @@ def test_who_waits_in_line_when_the_replica_stops_has_not_begun(kind: str, tmp_p
         bench.run(scenario())
 
 
-def test_who_waits_in_line_when_the_process_ends_has_not_begun(tmp_path: Path) -> None:
+def test_requests_queued_when_the_process_ends_have_not_begun(tmp_path: Path) -> None:
     with Bench("process", code.Model, tmp_path, str(tmp_path)) as bench:
 
         async def scenario() -> None:
@@ -594,7 +594,7 @@ def test_requests_are_batched(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_stopping_waits_for_what_runs_refuses_more_and_destructs(kind: str, tmp_path: Path) -> None:
+def test_stop_waits_for_running_requests_rejects_new_ones_and_destructs(kind: str, tmp_path: Path) -> None:
     with Bench(kind, code.Model, tmp_path, str(tmp_path)) as bench:
 
         async def scenario() -> None:
@@ -618,7 +618,7 @@ def test_stopping_waits_for_what_runs_refuses_more_and_destructs(kind: str, tmp_
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_runs_on_after_the_grace_period_is_cancelled(kind: str, tmp_path: Path) -> None:
+def test_requests_that_exceed_the_grace_period_are_cancelled(kind: str, tmp_path: Path) -> None:
     with Bench(kind, code.Model, tmp_path, str(tmp_path)) as bench:
 
         async def scenario() -> None:
@@ -640,7 +640,7 @@ def test_what_runs_on_after_the_grace_period_is_cancelled(kind: str, tmp_path: P
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_start_that_fails_says_where_and_why(kind: str) -> None:
+def test_a_failed_start_reports_where_and_why(kind: str) -> None:
     async def main() -> None:
         replica = make(kind, code.DiesInConstructor, "raise")
         with pytest.raises(

@@ -100,7 +100,7 @@ def test_the_header_is_nothing_special_unless_asked_for(client: serve.Client) ->
 @pytest.mark.parametrize(
     "method", ["missing", "_secret", "__init__", "__del__", "reconfigure", "check_health", "app", "", "\xe9"]
 )
-def test_what_is_no_public_method_is_refused_with_those_that_there_are(
+def test_a_method_that_is_not_public_is_rejected_with_a_list_of_the_public_ones(
     client: serve.Client, method: str
 ) -> None:
     status, text = fetch(client, "on", method)

@@ -254,7 +254,7 @@ class AsyncModel:
         (Model, (True, False, False, ["__call__", "reconfigure", "shout"])),
     ],
 )
-def test_starting_tells_what_the_callable_is(definition: Any, facts: tuple[Any, ...]) -> None:
+def test_start_returns_facts_about_the_callable(definition: Any, facts: tuple[Any, ...]) -> None:
     async def main() -> None:
         replica = make(definition)
         found = await replica.start()
@@ -266,7 +266,7 @@ def test_starting_tells_what_the_callable_is(definition: Any, facts: tuple[Any, 
     asyncio.run(main())
 
 
-def test_user_code_is_made_off_the_workers_loop_and_knows_its_replica() -> None:
+def test_user_code_is_constructed_off_the_workers_loop_and_knows_its_replica() -> None:
     async def scenario(replica: Replica) -> None:
         init, reconfigure = GATES.notes
         for name, thread, tag in (init, reconfigure):
@@ -327,7 +327,7 @@ class BrokenAsync(Broken):
         (plain, {"max_batch_size": 2}, ["max_batch_size is 2", "@accept_batch"]),
     ],
 )
-def test_a_start_that_fails_says_where_and_why_and_leaves_nothing(
+def test_a_failed_start_reports_where_and_why_and_cleans_up(
     definition: Any, options: dict[str, Any], texts: list[str]
 ) -> None:
     async def main() -> None:
@@ -518,7 +518,7 @@ async def fails_as_app(scope: Any, receive: Any, send: Any) -> None:
 
 @pytest.mark.parametrize("definition", [fails, fails_async, fails_as_app])
 @pytest.mark.parametrize("debug", [False, True])
-def test_an_error_is_a_500_and_tells_more_only_in_debug(
+def test_an_error_is_a_500_with_details_only_in_debug_mode(
     definition: Any, debug: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario(replica: Replica) -> None:
@@ -681,7 +681,7 @@ def test_web_sockets_reach_the_application(event_loop: str) -> None:
     run(scenario, APP, event_loop=event_loop)
 
 
-def test_a_plain_callable_refuses_web_sockets() -> None:
+def test_a_plain_callable_rejects_web_sockets() -> None:
     async def scenario(replica: Replica) -> None:
         reply = await http(replica, kind="websocket", messages=[{"type": "websocket.connect"}])
         assert [message["type"] for message in reply.sent] == ["websocket.close"]
@@ -756,7 +756,7 @@ def test_arguments_are_unpickled_on_the_users_side(definition: Any) -> None:
     run(scenario, definition)
 
 
-def test_a_control_request_is_refused() -> None:
+def test_a_control_request_is_rejected() -> None:
     async def scenario(replica: Replica) -> None:
         reply = Reply()
         with pytest.raises(BadRequestError):
@@ -1192,7 +1192,7 @@ def test_a_replica_whose_first_health_check_fails_does_not_start() -> None:
 
 
 @pytest.mark.parametrize("definition", [held, held_async])
-def test_stopping_refuses_new_requests_and_waits_for_those_that_run(definition: Any) -> None:
+def test_stop_rejects_new_requests_and_waits_for_running_ones(definition: Any) -> None:
     async def scenario(replica: Replica) -> None:
         request = asyncio.create_task(call(replica))
         await begun()
@@ -1216,7 +1216,7 @@ def test_stopping_refuses_new_requests_and_waits_for_those_that_run(definition: 
 
 
 @pytest.mark.parametrize("event_loop", ["own", "worker"])
-def test_what_runs_on_after_the_grace_period_is_cancelled(event_loop: str) -> None:
+def test_requests_that_exceed_the_grace_period_are_cancelled(event_loop: str) -> None:
     async def scenario(replica: Replica) -> None:
         requests = [asyncio.create_task(call(replica)), asyncio.create_task(http(replica))]
         await begun(2)
@@ -1335,7 +1335,7 @@ def series(replica: Replica) -> dict[tuple[str, ...], float]:
     return found
 
 
-def test_what_a_replica_does_is_counted() -> None:
+def test_a_replica_counts_its_requests() -> None:
     async def scenario(replica: Replica) -> None:
         await http(replica)
         with pytest.raises(KeyError):

@@ -455,7 +455,7 @@ def test_a_form_is_parsed_from_a_preloaded_body() -> None:
     asyncio.run(main())
 
 
-def test_what_one_request_learns_no_other_knows() -> None:
+def test_the_context_of_a_request_is_not_shared_with_others() -> None:
     def make(*messages: Message) -> HTTPRequest:
         left = list(messages)
 

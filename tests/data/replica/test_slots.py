@@ -87,7 +87,7 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def test_a_freed_slot_goes_to_who_has_waited_longest_and_to_nobody_who_comes_later() -> None:
+def test_a_freed_slot_goes_to_the_oldest_queued_request() -> None:
     async def scenario(holder: Holder) -> None:
         async with asyncio.TaskGroup() as group:
             group.create_task(holder.request("first", 1.0))
@@ -109,7 +109,7 @@ def test_a_freed_slot_goes_to_who_has_waited_longest_and_to_nobody_who_comes_lat
     run(1, scenario)
 
 
-def test_a_slot_that_is_free_is_had_at_once() -> None:
+def test_a_free_slot_is_taken_immediately() -> None:
     async def scenario(holder: Holder) -> None:
         await asyncio.gather(holder.request("a", 1.0, 9.0), holder.request("b", 1.0))
         assert now() == 1.0
@@ -117,7 +117,7 @@ def test_a_slot_that_is_free_is_had_at_once() -> None:
     run(2, scenario)
 
 
-def test_who_runs_out_of_patience_is_refused_and_its_place_is_gone() -> None:
+def test_a_request_that_times_out_in_the_queue_is_rejected_and_removed() -> None:
     async def scenario(holder: Holder) -> None:
         running = asyncio.create_task(holder.request("first", 1.0))
         await quiet()
@@ -144,7 +144,7 @@ def test_a_line_has_an_end() -> None:
     run(3, scenario)
 
 
-def test_who_is_cancelled_leaves_the_line_and_a_slot_that_came_just_then_goes_on() -> None:
+def test_a_cancelled_request_leaves_the_queue_and_passes_its_slot_on() -> None:
     async def scenario(holder: Holder) -> None:
         tasks = {"first": asyncio.create_task(holder.request("first", 1.0))}
         await quiet()
@@ -174,7 +174,7 @@ def test_a_slot_is_free_again_if_the_router_cannot_be_told_of_it() -> None:
     run(1, scenario)
 
 
-def test_when_the_replica_stops_who_waits_has_not_begun() -> None:
+def test_requests_queued_at_the_stop_have_not_begun() -> None:
     async def scenario(holder: Holder) -> None:
         running = asyncio.create_task(holder.request("first", 1.0))
         await quiet()
@@ -193,7 +193,7 @@ def test_when_the_replica_stops_who_waits_has_not_begun() -> None:
     run(1, scenario)
 
 
-def test_who_gets_its_slot_as_the_replica_stops_has_not_begun() -> None:
+def test_a_request_that_gets_its_slot_during_the_stop_has_not_begun() -> None:
     async def scenario(holder: Holder) -> None:
         first = asyncio.create_task(holder.request("first", 1.0))
         await quiet()

@@ -376,19 +376,19 @@ def test_an_item_that_cannot_be_pickled_ends_the_stream(deployed: Deployed) -> N
 
 
 @pytest.mark.parametrize("method", ["one", "one_async"])
-def test_a_stream_of_what_is_none_is_refused(everywhere: Deployed, method: str) -> None:
+def test_a_stream_of_a_non_generator_is_rejected(everywhere: Deployed, method: str) -> None:
     with pytest.raises(TypeError, match=f"Method {method} .* stream=True .* no generator") as caught:
         next(everywhere.stream(method))
     assert isinstance(caught.value, StreamOptionError)
 
 
-def test_a_stream_of_batches_is_refused(deployed: Deployed) -> None:
+def test_a_stream_of_batches_is_rejected(deployed: Deployed) -> None:
     with pytest.raises(TypeError, match="takes batches"):
         next(deployed.stream("many"))
 
 
 @pytest.mark.parametrize("method", ["thread", "thread_async", "returns_plain", "returns_async_from_thread"])
-def test_a_generator_without_stream_is_refused(everywhere: Deployed, method: str) -> None:
+def test_a_generator_without_stream_is_rejected(everywhere: Deployed, method: str) -> None:
     with pytest.raises(TypeError, match=r"handle\.options\(stream=True\)"):
         everywhere.ask(method)
 
@@ -495,7 +495,7 @@ def test_a_caller_on_a_loop_that_leaves_has_the_generator_closed(deployed: Deplo
         assert time.monotonic() < deadline
 
 
-def test_cancelling_wakes_whoever_waits(everywhere: Deployed) -> None:
+def test_cancelling_wakes_all_waiters(everywhere: Deployed) -> None:
     stream = everywhere.stream("gated_async")
     assert next(stream) == "first"
     timer = threading.Timer(0.05, stream.cancel)

@@ -186,7 +186,9 @@ def test_errors_of_user_code_arrive_as_they_are(event_loop: str) -> None:
 
 @pytest.mark.parametrize("event_loop", ["own", "worker"])
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError("mine")])
-def test_what_would_end_the_loop_ends_only_the_call(event_loop: str, error: BaseException) -> None:
+def test_an_exception_that_would_end_the_loop_ends_only_the_call(
+    event_loop: str, error: BaseException
+) -> None:
     async def scenario(wall: Wall) -> None:
         async def end_async() -> None:
             raise error
