@@ -434,7 +434,7 @@ def test_a_waiting_item_that_a_lowered_limit_makes_too_large_is_refused() -> Non
 
 @pytest.mark.parametrize("error", [ValueError("measure"), SystemExit(1)])
 def test_an_error_of_size_of_fails_its_item_and_the_queue_continues(error: BaseException) -> None:
-    """Alone: that item; together with others: it goes by itself."""
+    """An item that fails alone fails; one that fails with others gets its own batch."""
 
     def measure(items: list[Any]) -> float:
         if "bad" in items or len(items) > 2:

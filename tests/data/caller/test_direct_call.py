@@ -133,7 +133,7 @@ class Process:
 
 
 class Listener:
-    """A long-poll client whose news is told by the test."""
+    """A long-poll client whose updates the test publishes."""
 
     is_started = True
 

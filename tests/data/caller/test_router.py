@@ -98,7 +98,7 @@ class Replicas:
 
 
 class Listener:
-    """A long-poll client whose news is told by the test."""
+    """A long-poll client whose updates the test publishes."""
 
     def __init__(self) -> None:
         self.watchers: dict[str, list[Callable[[Any], None]]] = {}

@@ -31,7 +31,7 @@ from daskserve.proxies.server.uvicorn import UvicornServer
 from daskserve.types import ALL_HTTP_METHODS, Envelope, Message, Receive, Send
 
 MAX_MESSAGE_BYTES = 64 * 1024
-#: So many turns of the loop without any news mean that the server has done what it can with what it has.
+#: Loop iterations without a change after which the server counts as idle.
 QUIET_TURNS = 25
 #: What `/fixed` answers: a little at once, the rest when the request is whole.
 FIXED = b"x" * 400

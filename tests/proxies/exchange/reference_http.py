@@ -2,7 +2,7 @@
 
 It is slow, knows no server, and decides for each message in turn whether it is whole, unfinished or invalid.
 Where the standard leaves a server the choice to refuse, a message is marked `is_optional`: it may be refused,
-but whoever takes it has to take it in this one way.
+but a reader that accepts it must read it this way.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def read_frames(data: bytes, *, is_masked: bool, max_bytes: int) -> Frames:
             if size > max_bytes:
                 raise _TooLarge
             if kind == TEXT:
-                decoder.decode(payload, is_final)  # a part can be wrong by itself
+                decoder.decode(payload, is_final)  # a part alone can be invalid
             if is_final:
                 whole = b"".join(parts)
                 frames.messages.append(whole.decode() if kind == TEXT else whole)

@@ -1,6 +1,6 @@
-"""Bad input from outside: every case ends with a 4xx or a closed connection, and hurts nobody else.
+"""Bad input from outside: every case ends with a 4xx or a closed connection, and affects no other client.
 
-What the application saw, and what the client was told, is compared with what a strict reader of the same
+What the application saw, and what the client received, is compared with what a strict reader of the same
 bytes makes of them (`reference_http`): no request may be seen that is not there.
 """
 

@@ -168,7 +168,7 @@ class Plant:
         return await self.replicas[name, self.far_address].handle(envelope, receive, send)
 
     async def _nobody(self, *_: Any) -> Load:
-        raise AssertionError("nobody calls the proxy")
+        raise AssertionError("the proxy must not be called")
 
     # What the routers see of a cluster.
 

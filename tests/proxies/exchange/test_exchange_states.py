@@ -24,7 +24,7 @@ LIMIT = 4 * HIGH_WATER_BYTES
 
 
 class FakeStream:
-    """A stream that takes everything at once, unless it is told to hold it."""
+    """A stream that sends everything at once, unless the test holds it back."""
 
     socket = None
 

@@ -1,4 +1,4 @@
-"""WebSockets, seen by a client that speaks the protocol by itself."""
+"""WebSockets, tested with a client of its own."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class SocketClient:
 async def client_of(server: HTTPServer) -> AsyncIterator[SocketClient]:
     async with connected(server) as client:
         yield SocketClient(client.reader, client.writer)
-        client.writer.transport.abort()  # what it has not read is nobody's error
+        client.writer.transport.abort()  # unread data is not an error
 
 
 class Echo:

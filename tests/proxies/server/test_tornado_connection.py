@@ -40,7 +40,7 @@ class Bench:
         await hello(scope, receive, send)
 
     async def answers(self, count: int) -> None:
-        """Return once so many requests have been answered."""
+        """Return once the given number of requests have been answered."""
         received = b""
         while received.count(b"HTTP/1.1 200 ") < count:
             received += await asyncio.get_running_loop().sock_recv(self.client, 65536)
