@@ -89,7 +89,7 @@ def test_cached_heads_have_the_same_bytes_as_uncached_ones(message: Message) -> 
 @pytest.mark.parametrize(
     "message",
     [
-        # 1. No header has been named.
+        # 1. It has no request id.
         whole(),
         # 2. The headers cannot be looked up.
         named(headers=list(TEXT)),
