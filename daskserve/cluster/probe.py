@@ -43,7 +43,7 @@ def mismatch(place: str, installed: dict[str, Any], wanted: str) -> str | None:
         )
     if installed["version"] != wanted:
         return (
-            f"{place} has daskserve {installed['version']} but this program has {wanted}; install the same "
+            f"{place} has daskserve {installed['version']}, this program has {wanted}; install the same "
             f"version on both (pip install daskserve=={wanted}) and restart it."
         )
     here = f"{sys.version_info.major}.{sys.version_info.minor}"

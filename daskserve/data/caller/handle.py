@@ -307,7 +307,7 @@ class Handle:
         cluster = self._process
         if cluster.is_ended:
             raise ClosedError(
-                f"Instance {self._instance!r} was shut down; get a new handle from a running instance."
+                f"Instance {self._instance!r} has been shut down; get a new handle from a running instance."
             )
         router = (await routers_of(cluster)).router(self._endpoint)
         if not router.is_known:

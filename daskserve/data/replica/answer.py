@@ -89,6 +89,8 @@ _NEXT: Mapping[State, Mapping[Event, State]] = {
     state: {event: after for (before, event), after in TRANSITIONS.items() if before == state}
     for state in get_args(State)
 }
+_GRANTED_STATE = TRANSITIONS[WAITING, GRANTED]
+_ANSWERED_STATE = TRANSITIONS[RUNNING, ANSWERED]
 #: States in which somebody waits for the answer.
 OPEN_STATES = frozenset({RUNNING, STREAMING})
 
@@ -189,7 +191,10 @@ class Answer:
 
     def granted(self) -> None:
         """The request has its slot."""
-        self._move(GRANTED)
+        if self.state == WAITING:  # `_move`, without a call for each request
+            self.state, self.history = _GRANTED_STATE, (GRANTED, ())
+        else:
+            self._move(GRANTED)
         self.figures.handled += 1
         self._began = stopwatch()
 
@@ -226,7 +231,10 @@ class Answer:
 
     def answered(self) -> None:
         """The caller has the whole answer."""
-        self._move(ANSWERED)
+        if self.state in OPEN_STATES:  # `_move`, without a call for each request
+            self.state, self.history = _ANSWERED_STATE, (ANSWERED, self.history)
+        else:
+            self._move(ANSWERED)
         self.caller = None  # which refers to this object
         self.figures.latency.observe(stopwatch() - self._began)
         if self.pipe is not None:

@@ -21,7 +21,7 @@ class CallAnswer(LocalAnswer):
     __slots__ = ()
 
     def begin(self, receive: Receive | None = None, send: Send | None = None) -> Awaitable[None] | None:
-        envelope, servable = self.envelope, self._code.servable
+        envelope, servable = self.envelope, self.code.servable
         method = self._method = servable.method(envelope.head.get("method") or CALL)
         if method.accepts_batches:
             return self._submit(method)
@@ -40,7 +40,7 @@ class CallAnswer(LocalAnswer):
 
     def go_on(self, unfinished: Unfinished) -> None:
         # A copy, because the run before may not quite have left its context yet.
-        finish = self._code.servable.finish_call
+        finish = self.code.servable.finish_call
         self.run = self.wall.start(
             True, finish, (self._method, unfinished.result), self._context.copy(), self, self.runs_in_task
         )
@@ -50,7 +50,7 @@ class CallAnswer(LocalAnswer):
 
     async def _submit(self, method: Method) -> None:
         item = BatchItem(self.envelope.head, payload=self.envelope.payload)
-        outcome = await self._code.batches.submit(method, item, self)
+        outcome = await self.code.batches.submit(method, item, self)
         if isinstance(outcome, Exception):
             raise outcome
         self.accept(outcome)
@@ -62,7 +62,7 @@ class StreamAnswer(CallAnswer):
     __slots__ = ()
 
     def begin(self, receive: Receive | None = None, send: Send | None = None) -> Awaitable[None] | None:
-        envelope, code = self.envelope, self._code
+        envelope, code = self.envelope, self.code
         method = self._method = code.servable.method(envelope.head.get("method") or CALL)
         if method.accepts_batches:
             raise StreamOptionError(
@@ -87,7 +87,7 @@ class StreamAnswer(CallAnswer):
         # Async code may return what only a thread should run, and the other way round.
         is_plain = isinstance(unfinished.result, Iterator)
         finish: Any = finish_stream_in_thread if is_plain else finish_stream
-        parts = (self._code.servable.describe(self._method), unfinished.result, self.pipe)
+        parts = (self.code.servable.describe(self._method), unfinished.result, self.pipe)
         self.run = self.wall.start(not is_plain, finish, parts, self._context.copy(), self, self.runs_in_task)
 
     def message(self, value: Any) -> Message | None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Awaitable
 from typing import Any
 
+from daskserve.context import current_request
 from daskserve.data.replica.accept_batch import BatchItem
 from daskserve.data.replica.conversion import ConvertedResponse, Unfinished, finish, finish_in_thread
 from daskserve.data.replica.definitions import CALL, Method
 from daskserve.data.replica.message_pipe import MessagePipe, open_pipe
 from daskserve.data.replica.method_header import named_method
-from daskserve.data.replica.requests import read_body
+from daskserve.data.replica.requests import read_body, request_context
 from daskserve.data.replica.serving import LocalAnswer
 from daskserve.types import Message, Receive, Send
 
@@ -26,7 +27,7 @@ class HTTPAnswer(LocalAnswer):
     needs_task_to_go_on = True
 
     def begin(self, receive: Receive | None = None, send: Send | None = None) -> Awaitable[None] | None:
-        envelope, code = self.envelope, self._code
+        envelope, code = self.envelope, self.code
         servable = code.servable
         method = named_method(servable, envelope.head) if code.has_method_header else servable.methods[CALL]
         self._method = method
@@ -39,14 +40,21 @@ class HTTPAnswer(LocalAnswer):
             assert receive is not None
             assert send is not None
             return self._prepare(method, receive, send)
-        self._begin(b"", None)
+        if method.is_async and not method.is_asgi and self.runs_in_task and self.wall.is_on_worker_loop:
+            # Nothing to read and nothing to cross: user code gets the caller's own `receive`.
+            self._context = context = self.wall.context.copy()
+            context.run(current_request.set, request_context(envelope))
+            parts = (method, scope, receive, b"")
+            self.run = self.wall.start(True, servable.answer_http, parts, context, self, True)
+        else:
+            self._begin(b"", None)
         return None
 
     def go_on(self, unfinished: Unfinished) -> None:
         # A copy, because the run before may not quite have left its context yet.
         context = self._context.copy()
         pipe = self.pipe or self._open_pipe(None)
-        result, is_debug = unfinished.result, self._code.servable.is_debug
+        result, is_debug = unfinished.result, self.code.servable.is_debug
         if unfinished.needs_thread:
             self.run = self.wall.start(
                 False, finish_in_thread, (result, pipe, is_debug), context, self, self.runs_in_task
@@ -62,8 +70,8 @@ class HTTPAnswer(LocalAnswer):
         return value.message
 
     def release(self) -> None:
-        if self.pipe is not None and self._code.sockets:
-            self._code.sockets.discard(self.pipe)
+        if self.pipe is not None and self.code.sockets:
+            self.code.sockets.discard(self.pipe)
         super().release()
 
     async def _prepare(self, method: Method, receive: Receive, send: Send) -> None:
@@ -84,13 +92,13 @@ class HTTPAnswer(LocalAnswer):
             self._new_context()
             self._open_pipe(first)
             item = BatchItem(self._scope, self._scope, body or b"")
-            self.accept(await self._code.batches.submit(method, item, self))
+            self.accept(await self.code.batches.submit(method, item, self))
         else:
             self._begin(body, first)
 
     def _begin(self, body: bytes | None, first: Message | None) -> None:
         """Start user code; a ``body`` is whole, or else begins with ``first``."""
-        code, method, scope = self._code, self._method, self._scope
+        code, method, scope = self.code, self._method, self._scope
         context = self._new_context()
         if method.is_asgi:
             pipe = self._open_pipe(first or _no_body())
@@ -127,7 +135,7 @@ class HTTPAnswer(LocalAnswer):
         pipe.is_body_assumed = first is not None and not self.envelope.has_body
         pipe.owner = self
         if kind == "websocket":
-            self._code.sockets.add(pipe)
+            self.code.sockets.add(pipe)
         return pipe
 
 

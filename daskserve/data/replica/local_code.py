@@ -20,7 +20,7 @@ from daskserve.data.replica.definitions import is_async
 from daskserve.data.replica.health import probe_liveness
 from daskserve.data.replica.http_answer import HTTPAnswer
 from daskserve.data.replica.servable import Servable, load_definition, run_hook, run_hook_in_thread
-from daskserve.data.replica.serving import ServingCode
+from daskserve.data.replica.serving import LocalAnswer, ServingCode
 from daskserve.data.replica.slots import Slots
 from daskserve.data.replica.user_code import CLOSE_GRACE_S
 from daskserve.data.replica.wall import Wall
@@ -136,15 +136,16 @@ class LocalCode:
         serving = self._serving
         if serving is None:
             raise self.slots.not_running()
+        kind: type[LocalAnswer]
         if envelope.kind is EnvelopeKind.HTTP:
-            return HTTPAnswer(serving, envelope)
-        if envelope.kind is EnvelopeKind.CALL:
-            return (
-                StreamAnswer(serving, envelope)
-                if "stream" in envelope.head
-                else CallAnswer(serving, envelope)
-            )
-        raise BadRequestError(f"A replica takes no requests of kind {envelope.kind!r}.")
+            kind = HTTPAnswer
+        elif envelope.kind is EnvelopeKind.CALL:
+            kind = StreamAnswer if "stream" in envelope.head else CallAnswer
+        else:
+            raise BadRequestError(f"A replica takes no requests of kind {envelope.kind!r}.")
+        answer = kind(envelope, serving.slots, serving.figures)
+        answer.code, answer.wall, answer.runs_in_task = serving, serving.wall, False
+        return answer
 
     def needs_task(self, envelope: Envelope) -> bool:
         """Whether a request can only be answered from a task."""

@@ -54,16 +54,17 @@ class ServingCode:
 class LocalAnswer(Answer):
     """The answer to a request whose user code runs in this process."""
 
-    __slots__ = ("_code", "_context", "_method", "runs_in_task", "wall")
+    __slots__ = ("_context", "_method", "code", "runs_in_task", "wall")
 
-    def __init__(self, code: ServingCode, envelope: Envelope) -> None:
-        super().__init__(envelope, code.slots, code.figures)
-        self._code = code
-        self.wall = code.wall
-        #: Whether async code may run in the task that carries the answer: nobody ends it from elsewhere.
-        self.runs_in_task = False
-        self._context: Context
-        self._method: Method  # both known when user code begins
+    # Set by `daskserve.data.replica.local_code.LocalCode.answer`: a constructor would be one more call for
+    # each request.
+    code: ServingCode
+    wall: Wall
+    #: Whether async code may run in the task that carries the answer: nobody ends it from elsewhere.
+    runs_in_task: bool
+    # Known when user code begins.
+    _context: Context
+    _method: Method
 
     def _new_context(self) -> Context:
         """Return the context in which user code answers the request: a copy of the replica's."""
