@@ -44,7 +44,7 @@ from daskserve.figures.replica import ReplicaFigures
 from daskserve.loops.deadlines import is_over
 from daskserve.types import Envelope, Message, Receive, Send
 
-# Plain strings, not members of an enum: several are looked at in each request.
+# Plain strings, not members of an enum: each request compares several of them.
 State: TypeAlias = Literal["waiting", "running", "streaming", "cancelled", "done"]
 WAITING: Final = "waiting"
 RUNNING: Final = "running"
@@ -96,7 +96,7 @@ OPEN_STATES = frozenset({RUNNING, STREAMING})
 
 
 class InvalidAnswerTransition(ServeError):
-    """An answer was told something that its state does not allow: a fault in the replica."""
+    """An event does not fit the state of an answer: a bug in the replica."""
 
 
 class Caller(Protocol):
@@ -249,7 +249,7 @@ class Answer:
             self._close(FAILED if self.run is None and not self.holds else ABORTED)
 
     def leave(self, now: float | None = None) -> None:
-        """The caller has left, or the deadline has passed: cancel user code. Nobody gets an answer.
+        """The caller has left, or the deadline has passed: cancel user code and drop the answer.
 
         This is the only place that decides what a caller's leaving does.
         """

@@ -122,7 +122,7 @@ class TaskCaller:
 
 
 class TasklessCaller:
-    """A caller that is told its answer where user code reports its end, without a task.
+    """Passes the answer to the caller where user code reports its end, without a task.
 
     If the answer takes more than one message, it becomes a `daskserve.types.Rest`, for a task to carry.
     """
@@ -148,12 +148,12 @@ class TasklessCaller:
             raise
 
     def give_up(self) -> None:
-        """Cancel user code, if it has not ended; nobody wants its answer."""
+        """Cancel user code unless it has ended; the caller has left."""
         if not self._is_handed_over:
             self._answer.leave()
 
     def changed(self) -> None:
-        """Tell the caller, if there is something to tell."""
+        """Pass the answer on if it is complete, or start the next step."""
         answer = self._answer
         if answer.unfinished is not None and answer.needs_task_to_go_on:
             answer.caller = None

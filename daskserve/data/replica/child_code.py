@@ -68,7 +68,7 @@ class ForwardedAnswer(Answer):
 class ChildCode:
     """A `daskserve.data.replica.user_code.UserCode` that runs in a child process.
 
-    A child that ends unasked shows in `loss`, which whoever watches the worker reads every second.
+    A child that ends unexpectedly sets `loss`, which the controller reads every second.
     """
 
     abandoned = loop_blocks = 0  # the child counts them
@@ -163,7 +163,7 @@ class ChildCode:
         return self._child, self._runner
 
     async def _explain(self, error: ActorLostError) -> ActorLostError:
-        """Return what to tell whoever waited: what became of the child, if that is why they wait in vain."""
+        """Return the error for a waiting caller: how the child ended, if that is the cause."""
         child = self._child
         if child is None or child.is_open:
             return error

@@ -1,4 +1,4 @@
-"""The figures of a child process, which nobody can scrape: what it tells its actor."""
+"""The metrics of a child process, which has no scrape endpoint: it reports them to its actor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger("daskserve.replica")
 
 #: How often a child is asked for its figures.
 FIGURES_S = 1.0
-#: The metrics that the actor of a child gives by itself.
+#: The metrics that the actor of a child counts.
 ACTORS_OWN = frozenset(
     {
         "deployment_health_check_failures",

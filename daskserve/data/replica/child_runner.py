@@ -75,7 +75,7 @@ class ChildRun(CodeRun):
             self._end(None, lost)
 
     def _stop(self) -> None:
-        pass  # whoever cancels the run has cancelled the task, and with it the request
+        pass  # the task is cancelled together with the run, and with it the request
 
     def settled(self) -> None:
         """Note that the child's code has ended after all."""
@@ -88,7 +88,7 @@ class ChildRunner:
     Parameters
     ----------
     explain : callable
-        ``await explain(error)`` returns what to tell whoever waited for a request that was lost.
+        ``await explain(error)`` returns the error for the caller of a lost request.
     """
 
     def __init__(

@@ -218,7 +218,7 @@ def failure(error: Exception, *, is_debug: bool, is_started: bool = False) -> Co
     if isinstance(error, ClientDisconnect):
         if is_started:
             raise error
-        return _whole(400, _TEXT_HEADERS, b"")  # for nobody to read
+        return _whole(400, _TEXT_HEADERS, b"")  # the client has left
     if isinstance(error, HTTPException) and not is_started:
         body = str(error.detail or "").encode()
         extra = [(k.lower().encode("latin-1"), v.encode("latin-1")) for k, v in (error.headers or {}).items()]

@@ -221,7 +221,7 @@ class LocalCode:
         return own
 
     def user_samples(self) -> list[UserSample]:
-        """Return what user code measures by itself."""
+        """Return the metrics of user code."""
         start = self._start
         return self._figures.user_samples((self._context.spec.instance, start.backend_tag, start.replica_tag))
 

@@ -68,7 +68,7 @@ class MessagePipe:
     owner: PipeOwner | None = None
     # Set while somebody reads before `connect`.
     _connected: asyncio.Event | None = None
-    # Outgoing. The user's side counts `_sent`, the worker's side `_passed`; nobody else writes them.
+    # Outgoing. The user's side counts `_sent`, the worker's side `_passed`; no other code writes them.
     _sent = _passed = 0
     # Incoming. The worker's side counts `_arrived`, the user's side `_taken`.
     _arrived = _taken = 0
@@ -107,7 +107,7 @@ class MessagePipe:
             await room
 
     def send_from_thread(self, message: Message) -> bool:
-        """Send a message from a plain function; return False if nobody wants more."""
+        """Send a message from a plain function; return False if the caller has left."""
         self._post(message)
         if self._sent - self._passed >= WINDOW and not self._is_closed:
             room = threading.Event()

@@ -185,7 +185,7 @@ class Replica:
         return code.samples(own)
 
     def user_samples(self) -> list[UserSample]:
-        """Return what user code measures by itself; see `daskserve.metrics`."""
+        """Return the metrics of user code; see `daskserve.metrics`."""
         return self._code.user_samples()
 
     def figures(self) -> dict[str, Any]:
@@ -214,7 +214,7 @@ class Replica:
         await self._end()
 
     async def _end(self) -> None:
-        # One task whoever asks, so that a stop() that is cancelled leaves nothing behind.
+        # One task for all callers, so that a cancelled stop() leaves nothing behind.
         if self._ending is None:
             self._ending = asyncio.get_running_loop().create_task(self._tear_down())
         await asyncio.shield(self._ending)

@@ -12,7 +12,7 @@ runner                where the code runs                                      h
 ====================  =======================================================  ==========================
 
 `daskserve.data.replica.wall.Wall` chooses among the first three. Whoever starts a run does not know which
-runner it has: it only sees the `CodeRun` and is told of its end as a `RunListener`.
+runner it has: it sees only the `CodeRun`, and is notified of its end as a `RunListener`.
 """
 
 from __future__ import annotations

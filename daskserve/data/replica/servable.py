@@ -164,7 +164,7 @@ class Servable:
             try:
                 await made.__del__()
             finally:
-                # Python would call it again, and nobody could await that.
+                # Python would call it again, and no code could await that.
                 kind = type(made)
                 made.__class__ = type(kind.__name__, (kind,), {"__slots__": (), "__del__": lambda _: None})
 

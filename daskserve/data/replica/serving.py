@@ -60,7 +60,7 @@ class LocalAnswer(Answer):
     # each request.
     code: ServingCode
     wall: Wall
-    #: Whether async code may run in the task that carries the answer: nobody ends it from elsewhere.
+    #: Whether async code may run in the task that carries the answer: nothing else has to end it.
     runs_in_task: bool
     # Known when user code begins.
     _context: Context

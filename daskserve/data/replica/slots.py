@@ -1,14 +1,15 @@
 """The slots of a replica, and the short line of requests that wait at it for one.
 
-Problem: of the requests at a replica each router knows its own. If a router that is refused could only ask
-again, it would do so in vain most of the time, and whoever holds the slot, learning first that it is free,
-would have it again and again. Choice: a request for which its router knows no other replica with room comes
-with `daskserve.types.Patience`, and waits here, where it is known when a slot is free. A slot goes from
-hand to hand: while anybody waits it is never free, so nobody who comes later finds it so.
+Problem: each router knows only its own requests at a replica. If a refused router could only ask again, it
+would mostly be refused again, and the router whose request just ended, which learns first that a slot is
+free, would take it each time. Choice: if a router knows no other replica with room, its request carries
+`daskserve.types.Patience` and waits here, where a free slot is known first. A slot passes directly to the
+first request in line, so a later request never finds it free.
 
-A request whose patience is over is refused, so that its router may choose another replica. If it comes back,
-it says how long it has waited, and stands where it stood. Each router has one request at a time in the line,
-so they take turns, however many more wait in each; it is told when that has its slot (`SLOT_TAKEN`).
+A request whose patience ends is refused, so that its router may choose another replica. If it returns, it
+states how long it has waited and keeps its place. Each router has one request at a time in the line, so
+routers take turns, however many more requests wait in each. The router is notified when its request has its
+slot (`SLOT_TAKEN`).
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class SlotLine:
                 place[-1].set_result(False)
 
     def pass_on(self) -> bool:
-        """Give a slot to the first; False if there is nobody."""
+        """Give a slot to the first request in line; return False if the line is empty."""
         while self.places:
             waiter = self.places.pop(0)[-1]
             if not waiter.done():
@@ -113,7 +114,7 @@ class Slots:
         self._queue = queue
         self._figures = figures
         self._line = SlotLine()
-        self._idle: asyncio.Event | None = None  # made for whoever waits until no request is left
+        self._idle: asyncio.Event | None = None  # created by the first `wait_until_idle`
 
     @property
     def waiting(self) -> int:
@@ -125,7 +126,7 @@ class Slots:
         return Load(self.ongoing, self._queue.queued + len(self._line.places))
 
     def not_running(self) -> ActorLostError:
-        """Return what a request is told while the replica is not open."""
+        """Return the error for a request that arrives while the replica is not open."""
         return ActorLostError(self.closed_because, begun=False)
 
     async def take(self, envelope: Envelope, send: Send) -> None:
@@ -186,7 +187,7 @@ class Slots:
             await self._idle.wait()
 
     def end_wait(self) -> None:
-        """Let go whoever waits for the replica to be idle: what still runs is left behind."""
+        """Release `wait_until_idle`, although requests still run."""
         if self._idle is not None:
             self._idle.set()
 

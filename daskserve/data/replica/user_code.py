@@ -62,7 +62,7 @@ class UserCode(Protocol):
         """Return the replica's figures as metrics, given those that the replica has itself."""
 
     def user_samples(self) -> list[UserSample]:
-        """Return what user code measures by itself; see `daskserve.metrics`."""
+        """Return the metrics of user code; see `daskserve.metrics`."""
 
     async def send_away(self) -> None:
         """Close the WebSockets, which would never end by themselves, with code 1001."""

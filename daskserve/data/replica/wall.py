@@ -63,14 +63,14 @@ class Wall:
         self.is_on_worker_loop = event_loop == "worker"
         #: How many times user code was seen blocking its own loop.
         self.blocked_count = 0
-        #: Off while user code starts: a constructor may take its time, nobody waits behind it.
+        #: Off while user code starts: no request waits behind a slow constructor.
         self.is_watched = True
         #: What has been started and has not ended.
         self.runs: set[CodeRun] = set()
         self.threads = UserThreads(f"daskserve-{name}", threads, self.to_worker, self.runs)
         #: Serves probes only, so that they need not wait for requests.
         self.reserved = UserThreads(f"daskserve-{name}-probe", 1, self.to_worker, self.runs)
-        #: Serves neither requests nor probes: what hangs there holds up nobody.
+        #: Serves neither requests nor probes: code that hangs there blocks no other code.
         self.aside = UserThreads(f"daskserve-{name}-aside", 1, self.to_worker, self.runs)
         self._name = name
         self._user_loop: UserLoop | None = None
@@ -139,14 +139,14 @@ class Wall:
         return await result.wait(run)  # type: ignore[no-any-return]
 
     def abort_runs(self, error: Exception) -> None:
-        """Cancel all user code that runs; whoever waits for it gets ``error``."""
+        """Cancel all running user code; its callers get ``error``."""
         for run in list(self.runs):
             run.abort(error)
 
     async def close(self, grace_s: float) -> bool:
         """End the loop and all threads, and return whether they ended within ``grace_s``.
 
-        What is stuck is left behind on its daemon thread, where it holds up nobody. Idempotent.
+        Code that is stuck stays on its daemon thread, where it blocks nothing else. Idempotent.
         """
         self.is_closed = True
         self.abort_runs(ClosedError("The replica has been stopped."))
