@@ -65,7 +65,7 @@ def _key(key: Any) -> Any:
 def _convert(value: Any) -> Any:
     """Return something closer to JSON.
 
-    numpy and pandas are looked up, never imported: a value of theirs implies that they are there.
+    numpy and pandas are never imported here: if a value is of theirs, they are loaded already.
     """
     for module, convert in _LIBRARIES.items():
         if module in sys.modules:

@@ -11,7 +11,7 @@ runner                where the code runs                                      h
 `ChildRunner`         a whole request, in a child process                      by a frame to the child
 ====================  =======================================================  ==========================
 
-`daskserve.data.replica.wall.Wall` chooses among the first three. Whoever starts a run does not know which
+`daskserve.data.replica.wall.Wall` chooses among the first three. Code that starts a run does not know which
 runner it has: it sees only the `CodeRun`, and is notified of its end as a `RunListener`.
 """
 
@@ -27,7 +27,7 @@ from daskserve.errors import UserCodeError
 
 
 class RunListener(Protocol):
-    """Whoever started a run. Both methods are called on the worker's loop."""
+    """The object that started a run. Both methods are called on the worker's loop."""
 
     def run_ended(self, value: Any, error: Exception | None) -> None:
         """Note that the code has really ended, or will never begin. Called exactly once for each run.

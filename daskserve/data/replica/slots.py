@@ -24,7 +24,7 @@ from daskserve.errors import ActorLostError, ReplicaBusyError
 from daskserve.figures.replica import ReplicaFigures
 from daskserve.types import SLOT_TAKEN, Envelope, Load, Patience, Send
 
-#: So many may wait in line, and twice as many as there are slots.
+#: The line holds this many requests, plus two for each slot.
 SPARE_PLACES = 16
 
 

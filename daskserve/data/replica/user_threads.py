@@ -39,7 +39,7 @@ class ThreadRun(CodeRun):
         self._listener = listener
         self.is_cancelled = self.is_ended = False
         self._threads = threads
-        # Whoever gets it decides: the thread that the function runs, the canceller that it never will.
+        # The first to acquire it decides: the thread runs the function, a canceller prevents that.
         self._claim = threading.Lock()
         self._is_abandoned = False
 

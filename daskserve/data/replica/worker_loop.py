@@ -1,7 +1,7 @@
 """The runner on the worker's own event loop, for backends with ``event_loop="worker"``.
 
 On this loop a task for each piece of user code costs as much as all that the router does for a request. It is
-needed for code that ignores its cancellation, so that whoever asked can go on without it. Where nobody would,
+needed for code that ignores its cancellation, so that the caller can continue without it. If no caller would,
 because the request has no deadline, the code runs within the request's own task (`TaskRun`). Code that never
 waits then needs neither a task nor a run: it has ended when `WorkerLoop.enter` returns.
 """
@@ -23,7 +23,7 @@ class TaskRun(CodeRun):
     """A coroutine on the worker's loop, run by and within the task that awaits it.
 
     A client that leaves cancels that task, and `abort` what the code waits for. Code that ignores this keeps
-    its slot, as it would anywhere else, and whoever awaits it waits on.
+    its slot, as it would anywhere else, and its caller keeps waiting.
     """
 
     __slots__ = ("_code", "_is_aborted", "_must_throw", "_waits_for")
