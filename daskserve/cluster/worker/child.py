@@ -208,7 +208,7 @@ class ChildProcess:
         _kill_group(self.pid)
 
     async def _watch(self) -> None:
-        exiting = asyncio.create_task(self._process.wait())
+        exiting = asyncio.create_task(self._process.wait(), name=f"daskserve-child-exit-{self.name}")
         try:
             await asyncio.wait({exiting, self._serving}, return_when=asyncio.FIRST_COMPLETED)
             if not exiting.done():
@@ -220,8 +220,9 @@ class ChildProcess:
             self._channel.close()
             await asyncio.wait({self._serving})
         except asyncio.CancelledError:
-            # The event loop ends, and waits for its tasks; one of them may wait for `ended`.
-            if not exiting.done():
+            # The event loop ends, and waits for its tasks; one of them may wait for `ended`. Whether
+            # `exiting` is done says nothing here: it may have been cancelled first.
+            if self._process.returncode is None:
                 self.kill()
             self._channel.close()
             raise

@@ -747,14 +747,16 @@ def test_a_start_that_is_given_up_leaves_no_process(tmp_path: Path) -> None:
     run(main())
 
 
-def test_a_start_ends_with_its_event_loop(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_reversed", [False, True], ids=["in-order", "reversed"])
+def test_a_start_ends_with_its_event_loop(tmp_path: Path, is_reversed: bool) -> None:
     async def main() -> None:
         replica = make("process", code.NeverMade, str(tmp_path))
         starting = asyncio.create_task(replica.start())
         await until((tmp_path / "constructor-began").exists)
         child = replica._code._child
-        # What `asyncio.run` does in the end, but with a deadline.
-        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        # What `asyncio.run` does in the end, but with a deadline, and in either order of the tasks.
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in sorted(tasks, key=asyncio.Task.get_name, reverse=is_reversed):
             task.cancel()
         await asyncio.wait([starting], timeout=5)
         assert starting.cancelled()
