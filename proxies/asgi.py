@@ -37,9 +37,7 @@ async def send_whole(
     await send({"type": "http.response.body", "body": body})
 
 
-def begin_response(
-    held: Message | None, message: Message, *, takes_whole: bool = False
-) -> tuple[Message, Message | None]:
+def begin_response(held: Message | None, message: Message) -> tuple[Message, Message | None]:
     """Return the start of a response, and what to send now.
 
     The receiver of a response's messages keeps the start, and passes it on with the first part of the body:
@@ -51,9 +49,7 @@ def begin_response(
         What was returned before as the start of the same response.
     message : Message
         An ``http.response.start``, after which there is nothing to send yet, or a
-        `daskserve.types.WHOLE_RESPONSE`.
-    takes_whole : bool
-        Whether a whole response may be sent as it is. Otherwise it becomes a start and a body.
+        `daskserve.types.WHOLE_RESPONSE`, which becomes a start and a body.
 
     Raises
     ------
@@ -64,8 +60,6 @@ def begin_response(
         raise RuntimeError("a response was started a second time")
     if message["type"] != WHOLE_RESPONSE:
         return message, None
-    if takes_whole:
-        return message, message
     return split_whole(message)
 
 

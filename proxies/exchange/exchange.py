@@ -93,9 +93,12 @@ class Exchange:
         self._method = method.upper()
         self._is_http11 = version != "HTTP/1.0"
         try:
-            self._closes = not keeps_alive(framing.get("Connection", ""), version)
             check_host(framing, version)
-            length = body_length(framing, version)
+            if "Connection" in framing or not self._is_http11:
+                self._closes = not keeps_alive(framing.get("Connection", ""), version)
+            length: int | None = 0
+            if "Content-Length" in framing or "Transfer-Encoding" in framing:
+                length = body_length(framing, version)
             if target[:1] == "/" and method != "CONNECT":
                 path, _, query = target.partition("?")
             else:
@@ -106,13 +109,16 @@ class Exchange:
             self._answer(400, str(error))
             return 0
         self._body = RequestBody(is_ended=length == 0)
-        if length is not None and length > self._carrier.max_body_bytes:
-            self._refuse_body(is_coming="Expect" not in framing)
-            return length
-        if "," in framing.get("Content-Length", ""):
-            # The same number several times becomes one for the application.
-            headers = [header for header in headers if header[0] != b"content-length"]
-            headers.append((b"content-length", framing["Content-Length"].partition(",")[0].strip().encode()))
+        if length is not None and "Content-Length" in framing:
+            if length > self._carrier.max_body_bytes:
+                self._refuse_body(is_coming="Expect" not in framing)
+                return length
+            if "," in framing["Content-Length"]:
+                # The same number several times becomes one for the application.
+                headers = [header for header in headers if header[0] != b"content-length"]
+                headers.append(
+                    (b"content-length", framing["Content-Length"].partition(",")[0].strip().encode())
+                )
         scope = _make_scope(self._connection.scope, self._method, path, query, version, headers)
         if "Upgrade" in framing and self._is_http11 and is_handshake(self._method, framing):
             if length == 0:
@@ -199,9 +205,9 @@ class Exchange:
         kind = message["type"]
         if kind == "http.response.start" or kind == WHOLE_RESPONSE:
             if kind == WHOLE_RESPONSE and self._start is None:
-                data = self._joined(message)
-                if data is not None:
-                    return self._send_joined(message, data)
+                sent = self._send_whole(message)
+                if sent is not None:
+                    return sent
             self._start, body = begin_response(self._start, message)
             if body is None:
                 return DONE
@@ -224,14 +230,15 @@ class Exchange:
 
     # ---- the rest is private
 
-    def _joined(self, message: Message) -> bytes | None:
-        """Return all bytes of a whole response; None if request or response need the general writer."""
-        is_usual = self._is_http11 and self._body.is_ended and self._method != "HEAD" and not self._closes
-        if is_usual and len(message["body"]) <= _JOIN_BYTES and not self._carrier.is_draining:
-            return self._carrier.heads.write(message)
-        return None
-
-    def _send_joined(self, message: Message, data: bytes) -> Awaitable[None]:
+    def _send_whole(self, message: Message) -> Awaitable[None] | None:
+        """Write a whole response in one piece; return None if it needs the general writer."""
+        carrier, body = self._carrier, self._body
+        is_usual = self._is_http11 and body.is_ended and self._method != "HEAD" and not self._closes
+        if not is_usual or len(message["body"]) > _JOIN_BYTES or carrier.is_draining:
+            return None
+        data = carrier.heads.write(message)
+        if data is None:
+            return None
         self._start = message
         self._is_begun = True
         try:
@@ -242,7 +249,7 @@ class Exchange:
         if not flushed.done():
             return self._flush(flushed, False)
         self._is_whole = True
-        self._body.close()
+        body.close()
         self._go_on()
         return DONE
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import TypeAlias
 
 #: The limit of a request line with its headers.
 MAX_HEADER_BYTES = 64 * 1024
@@ -23,24 +23,9 @@ _ABSOLUTE = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*://[^/?#]+(.*)")
 _AUTHORITY = re.compile(r"[^/?#@]+:[0-9]+")
 
 
-class RequestHead(NamedTuple):
-    """The head of a request, not checked yet.
-
-    Attributes
-    ----------
-    method, target, version : str
-        The request line; the version is ``"HTTP/1.1"`` or ``"HTTP/1.0"``.
-    headers : list of pairs
-        All headers, with names in lower case.
-    framing : mapping
-        The headers of `FRAMING_HEADERS`; repeated values are joined by commas.
-    """
-
-    method: str
-    target: str
-    version: str
-    headers: list[tuple[bytes, bytes]]
-    framing: Mapping[str, str]
+#: The head of a request, not checked yet: method, target, version (``"HTTP/1.1"`` or ``"HTTP/1.0"``), all
+#: headers with names in lower case, and those of `FRAMING_HEADERS` again, with repeated values joined by commas.
+RequestHead: TypeAlias = tuple[str, str, str, list[tuple[bytes, bytes]], Mapping[str, str]]
 
 
 def check_host(framing: Mapping[str, str], version: str) -> None:

@@ -84,11 +84,17 @@ class IngressRequest:
             status = message["status"]
             if not isinstance(status, int):
                 raise TypeError(f"the status of a response is a number, not {status!r}")
-            message = self._named(message)
-            self._start, body = begin_response(self._start, message, takes_whole=self._takes_whole)
-            if body is None:
-                return DONE
-            message = body
+            if kind == WHOLE_RESPONSE:
+                message = {**message, "request_id": self.request_id}
+            else:
+                message = self._named(message)
+            if kind == WHOLE_RESPONSE and self._takes_whole and self._start is None:
+                self._start = message
+            else:
+                self._start, body = begin_response(self._start, message)
+                if body is None:
+                    return DONE
+                message = body
         start = self._start
         try:
             if start is not None and not self.status:
@@ -104,8 +110,6 @@ class IngressRequest:
         return DONE if sent is DONE else self._send_after(sent)
 
     def _named(self, message: Message) -> Message:
-        if message["type"] == WHOLE_RESPONSE:
-            return {**message, "request_id": self.request_id}
         headers = message.get("headers", ())
         for name, _ in headers:
             if name == REQUEST_ID or name.lower() == REQUEST_ID:

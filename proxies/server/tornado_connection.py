@@ -250,7 +250,7 @@ def parse_head(data: bytes) -> RequestHead:
         headers.append((name.lower().encode("latin-1"), value.encode("latin-1")))
         if name in FRAMING_HEADERS:
             framing[name] = f"{framing[name]},{value}" if name in framing else value
-    return RequestHead(method, target, version, headers, framing)
+    return method, target, version, headers, framing
 
 
 def chunk_size(line: bytes) -> int:

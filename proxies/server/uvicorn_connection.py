@@ -174,7 +174,7 @@ class UvicornConnection(HTTPProtocol):
         self._part = "body"
         self._dry_bytes = 0
         self._is_upgrade = parser.should_upgrade()
-        head = RequestHead(
+        head = (
             parser.get_method().decode("ascii"),
             self.url.decode("latin-1"),
             "HTTP/" + version,
@@ -283,8 +283,8 @@ class UvicornConnection(HTTPProtocol):
         self._is_busy = True
         self._is_read = False
         self._exchange = exchange = Exchange(self._carrier, self._connection, self)
-        exchange.begin(head)
-        if exchange.wants_body:
+        length = exchange.begin(head)
+        if length != 0 and exchange.wants_body:
             self._carrier.watch.watch(self._connection)
 
     def _begin_next(self) -> None:
@@ -355,7 +355,7 @@ class UvicornConnection(HTTPProtocol):
         if self._waiting or (self._is_busy and self._is_read):
             if self._waiting and not self._waiting[-1].is_read:
                 head = self._waiting.pop().head
-                method = head.method if head is not None else method
+                method = head[0] if head is not None else method
             self._waiting.append(_Waiting(None, (status, text, method)))
             if not self._is_busy:
                 self._begin_next()
