@@ -24,7 +24,7 @@ _AUTHORITY = re.compile(r"[^/?#@]+:[0-9]+")
 
 
 #: The head of a request, not checked yet: method, target, version (``"HTTP/1.1"`` or ``"HTTP/1.0"``), all
-#: headers with names in lower case, and those of `FRAMING_HEADERS` again, with repeated values joined by commas.
+#: headers with names in lower case, and those of `FRAMING_HEADERS` again, repeated values joined by commas.
 RequestHead: TypeAlias = tuple[str, str, str, list[tuple[bytes, bytes]], Mapping[str, str]]
 
 

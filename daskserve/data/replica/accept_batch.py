@@ -57,7 +57,9 @@ class BatchItem:
     def request(self, receive: Receive) -> HTTPRequest | ServeRequest | Any:
         """Return what the user's code gets for it."""
         if self.scope is not None:
-            return HTTPRequest(self.scope, receive, self.body)
+            request = HTTPRequest(self.scope, receive)
+            request.whole_body = self.body
+            return request
         args, kwargs = ((), {}) if self.payload is None else pickled.load(self.payload)
         return legacy_argument(self.head, args, kwargs)
 

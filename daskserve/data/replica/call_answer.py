@@ -28,7 +28,7 @@ class CallAnswer(LocalAnswer):
         self.runs_in_task = self.is_in_task and envelope.deadline is None
         answer: Any = servable.answer_call if method.is_async else servable.answer_call_in_thread
         context = self._new_context()
-        self.run = self.wall.start(
+        self.run = self.code.wall.start(
             method.is_async,
             answer,
             (method, envelope.head, envelope.payload),
@@ -41,7 +41,7 @@ class CallAnswer(LocalAnswer):
     def go_on(self, unfinished: Unfinished) -> None:
         # A copy, because the run before may not quite have left its context yet.
         finish = self.code.servable.finish_call
-        self.run = self.wall.start(
+        self.run = self.code.wall.start(
             True, finish, (self._method, unfinished.result), self._context.copy(), self, self.runs_in_task
         )
 
@@ -69,11 +69,12 @@ class StreamAnswer(CallAnswer):
                 f"{code.servable.describe(method)} takes batches of requests and cannot be called with "
                 "stream=True."
             )
-        self.pipe = open_pipe(self.wall, "call", receive, send)
+        self.runs_in_task = False
+        self.pipe = open_pipe(code.wall, "call", receive, send)
         self.pipe.owner = self
         parts = (code.servable, method, envelope.head, envelope.payload, self.pipe)
         context = self._new_context()
-        self.run = self.wall.start(
+        self.run = self.code.wall.start(
             method.is_async,
             stream if method.is_async else stream_in_thread,
             parts,
@@ -88,7 +89,9 @@ class StreamAnswer(CallAnswer):
         is_plain = isinstance(unfinished.result, Iterator)
         finish: Any = finish_stream_in_thread if is_plain else finish_stream
         parts = (self.code.servable.describe(self._method), unfinished.result, self.pipe)
-        self.run = self.wall.start(not is_plain, finish, parts, self._context.copy(), self, self.runs_in_task)
+        self.run = self.code.wall.start(
+            not is_plain, finish, parts, self._context.copy(), self, self.runs_in_task
+        )
 
     def message(self, value: Any) -> Message | None:
         return None

@@ -24,28 +24,30 @@ class HTTPAnswer(LocalAnswer):
 
     __slots__ = ("_receive", "_scope", "_send")
 
+    _scope: dict[str, Any]
+
     needs_task_to_go_on = True
 
     def begin(self, receive: Receive | None = None, send: Send | None = None) -> Awaitable[None] | None:
         envelope, code = self.envelope, self.code
-        servable = code.servable
+        servable, wall = code.servable, code.wall
         method = named_method(servable, envelope.head) if code.has_method_header else servable.methods[CALL]
         self._method = method
-        self._scope: dict[str, Any] = dict(envelope.head)
-        scope = self._scope
-        self._receive, self._send = receive, send
+        self._scope = scope = dict(envelope.head)
+        self._receive = receive
+        self._send = send
         is_websocket = scope["type"] == "websocket"
         self.runs_in_task = self.is_in_task and envelope.deadline is None and not is_websocket
         if envelope.has_body or is_websocket or (method.accepts_batches and not method.is_asgi):
             assert receive is not None
             assert send is not None
             return self._prepare(method, receive, send)
-        if method.is_async and not method.is_asgi and self.runs_in_task and self.wall.is_on_worker_loop:
+        if method.is_async and not method.is_asgi and self.runs_in_task and wall.is_on_worker_loop:
             # Nothing to read and nothing to cross: user code gets the caller's own `receive`.
-            self._context = context = self.wall.context.copy()
+            self._context = context = wall.context.copy()
             context.run(current_request.set, request_context(envelope))
             parts = (method, scope, receive, b"")
-            self.run = self.wall.start(True, servable.answer_http, parts, context, self, True)
+            self.run = wall.start(True, servable.answer_http, parts, context, self, True)
         else:
             self._begin(b"", None)
         return None
@@ -56,11 +58,11 @@ class HTTPAnswer(LocalAnswer):
         pipe = self.pipe or self._open_pipe(None)
         result, is_debug = unfinished.result, self.code.servable.is_debug
         if unfinished.needs_thread:
-            self.run = self.wall.start(
+            self.run = self.code.wall.start(
                 False, finish_in_thread, (result, pipe, is_debug), context, self, self.runs_in_task
             )
         else:
-            self.run = self.wall.start(
+            self.run = self.code.wall.start(
                 True, finish, (self._scope, pipe, result, is_debug), context, self, self.runs_in_task
             )
 
@@ -102,12 +104,12 @@ class HTTPAnswer(LocalAnswer):
         context = self._new_context()
         if method.is_asgi:
             pipe = self._open_pipe(first or _no_body())
-            self.run = self.wall.start(
+            self.run = self.code.wall.start(
                 True, code.servable.answer_app, (scope, pipe), context, self, self.runs_in_task
             )
         elif not method.is_async:
             pipe = self._open_pipe(first or _no_body())
-            self.run = self.wall.start(
+            self.run = self.code.wall.start(
                 False,
                 code.servable.answer_http_in_thread,
                 (method, scope, pipe.receive, body),
@@ -116,11 +118,11 @@ class HTTPAnswer(LocalAnswer):
                 self.runs_in_task,
             )
         else:
-            if body is not None and self.runs_in_task and self.wall.is_on_worker_loop:
+            if body is not None and self.runs_in_task and self.code.wall.is_on_worker_loop:
                 receive: Receive | None = self._receive
             else:
                 receive = self._open_pipe(first or _no_body()).receive
-            self.run = self.wall.start(
+            self.run = self.code.wall.start(
                 True,
                 code.servable.answer_http,
                 (method, scope, receive, body),
@@ -131,7 +133,7 @@ class HTTPAnswer(LocalAnswer):
 
     def _open_pipe(self, first: Message | None) -> MessagePipe:
         kind = self._scope["type"]
-        pipe = self.pipe = open_pipe(self.wall, kind, self._receive, self._send, first)
+        pipe = self.pipe = open_pipe(self.code.wall, kind, self._receive, self._send, first)
         pipe.is_body_assumed = first is not None and not self.envelope.has_body
         pipe.owner = self
         if kind == "websocket":

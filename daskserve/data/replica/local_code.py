@@ -144,7 +144,7 @@ class LocalCode:
         else:
             raise BadRequestError(f"A replica takes no requests of kind {envelope.kind!r}.")
         answer = kind(envelope, serving.slots, serving.figures)
-        answer.code, answer.wall, answer.runs_in_task = serving, serving.wall, False
+        answer.code = serving
         return answer
 
     def needs_task(self, envelope: Envelope) -> bool:

@@ -12,7 +12,7 @@ side reads up to `WINDOW` ahead.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Mapping, MutableMapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from starlette.datastructures import Headers
@@ -33,19 +33,18 @@ class HTTPRequest(Request):
     the body has been awaited.
     """
 
-    def __init__(self, scope: MutableMapping[str, Any], receive: Receive, body: bytes | None = None) -> None:
-        super().__init__(scope, receive)
-        self._whole_body = body
+    #: The whole body, once it has been read; set before if the request came with it.
+    whole_body: bytes | None = None
 
     async def body(self) -> bytes:
         """Return the whole body."""
-        if self._whole_body is None:
-            self._whole_body = await super().body()
-        return self._whole_body
+        if self.whole_body is None:
+            self.whole_body = await super().body()
+        return self.whole_body
 
     def stream(self) -> AsyncGenerator[bytes, None]:
         """Return an iterator over the chunks of the body, the last of which is empty."""
-        return super().stream() if self._whole_body is None else _chunks(self._whole_body)
+        return super().stream() if self.whole_body is None else _chunks(self.whole_body)
 
     @property
     def body_bytes(self) -> bytes:
@@ -56,11 +55,11 @@ class HTTPRequest(Request):
         ServeError
             In an ``async`` callable that has not yet awaited ``request.body()``.
         """
-        if self._whole_body is None:
+        if self.whole_body is None:
             raise ServeError(
                 "The body has not been read yet; in async code use `await request.body()` first."
             )
-        return self._whole_body
+        return self.whole_body
 
     @property
     def body_json(self) -> Any:

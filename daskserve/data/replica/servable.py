@@ -194,7 +194,9 @@ class Servable:
         """Let an async callable answer; ``body`` is given if it is all there."""
         try:
             if method.takes_argument:
-                result = self._bound[method.name](HTTPRequest(scope, receive, body))
+                request = HTTPRequest(scope, receive)
+                request.whole_body = body
+                result = self._bound[method.name](request)
             else:
                 result = self._bound[method.name]()
             return to_answer(await result if type(result) is CoroutineType else result)
@@ -207,7 +209,9 @@ class Servable:
         """Let a plain callable answer a request whose whole body is there."""
         try:
             if method.takes_argument:
-                return to_answer(self._bound[method.name](HTTPRequest(scope, receive, body)))
+                request = HTTPRequest(scope, receive)
+                request.whole_body = body
+                return to_answer(self._bound[method.name](request))
             return to_answer(self._bound[method.name]())
         except Exception as error:  # the user's, and logged as such
             return failure(error, is_debug=self.is_debug)

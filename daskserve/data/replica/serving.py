@@ -54,20 +54,19 @@ class ServingCode:
 class LocalAnswer(Answer):
     """The answer to a request whose user code runs in this process."""
 
-    __slots__ = ("_context", "_method", "code", "runs_in_task", "wall")
+    __slots__ = ("_context", "_method", "code", "runs_in_task")
 
     # Set by `daskserve.data.replica.local_code.LocalCode.answer`: a constructor would be one more call for
     # each request.
     code: ServingCode
-    wall: Wall
+    # Known when user code begins.
     #: Whether async code may run in the task that carries the answer: nothing else has to end it.
     runs_in_task: bool
-    # Known when user code begins.
     _context: Context
     _method: Method
 
     def _new_context(self) -> Context:
         """Return the context in which user code answers the request: a copy of the replica's."""
-        self._context = context = self.wall.context.copy()
+        self._context = context = self.code.wall.context.copy()
         context.run(current_request.set, request_context(self.envelope))
         return context
