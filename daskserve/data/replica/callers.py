@@ -29,9 +29,7 @@ async def carry(answer: Answer, receive: Receive, send: Send, clock: Clock) -> L
     """
     slots = answer.slots
     if answer.state == WAITING:
-        if slots.ongoing < slots.concurrency and slots.is_open and answer.envelope.patience is None:
-            slots.ongoing += 1
-        else:
+        if answer.envelope.patience is not None or not slots.take_nowait():
             await _wait_for_slot(answer, send, clock)
         answer.granted()
     answer.is_in_task = True
@@ -136,9 +134,8 @@ class TasklessCaller:
         self._is_handed_over = False
 
     def start(self) -> None:
-        """Start user code; there has to be a free slot."""
+        """Start user code; the request has taken its slot."""
         answer = self._answer
-        answer.slots.ongoing += 1
         answer.granted()
         answer.caller = self
         try:

@@ -95,10 +95,11 @@ class Replica:
 
     def answer_straight(self, envelope: Envelope, on_answer: OnAnswer) -> Callable[[], None] | None:
         """Answer a request without a task, and return what gives it up; None if it is one for `handle`."""
-        slots, code = self._slots, self._code
-        if not slots.is_open or slots.ongoing >= slots.concurrency or code.needs_task(envelope):
+        if self._code.needs_task(envelope):
             return None
-        caller = TasklessCaller(code.answer(envelope), self._context.clock, on_answer)
+        caller = TasklessCaller(self._code.answer(envelope), self._context.clock, on_answer)
+        if not self._slots.take_nowait():
+            return None
         caller.start()
         return caller.give_up
 

@@ -129,6 +129,13 @@ class Slots:
         """Return the error for a request that arrives while the replica is not open."""
         return ActorLostError(self.closed_because, begun=False)
 
+    def take_nowait(self) -> bool:
+        """Take a slot if one is free and the replica is open; return whether it did."""
+        if self.ongoing >= self.concurrency or not self.is_open:
+            return False
+        self.ongoing += 1
+        return True
+
     async def take(self, envelope: Envelope, send: Send) -> None:
         """Take a slot for a request that has patience, or refuse it, as any other while all are taken.
 
@@ -144,12 +151,10 @@ class Slots:
             raise self.not_running()
         if patience is None:
             raise self._refusal()
-        if self.ongoing < self.concurrency:
-            self.ongoing += 1
-        elif self.waiting >= 2 * self.concurrency + SPARE_PLACES or not await self._line.wait(
-            patience, self.free
-        ):
-            raise self._refusal()
+        if not self.take_nowait():
+            has_room = self.waiting < 2 * self.concurrency + SPARE_PLACES
+            if not has_room or not await self._line.wait(patience, self.free):
+                raise self._refusal()
         try:
             if not self.is_open:
                 raise self.not_running()

@@ -303,6 +303,7 @@ def test_a_caller_without_a_task_is_told_once(end: str) -> None:
     told: list[Any] = []
     answer = ScriptedAnswer(ends_when_cancelled=True)
     caller = TasklessCaller(answer, CLOCK, lambda *how: told.append(how))
+    assert answer.slots.take_nowait()
     caller.start()
     if end == "abort":
         answer.code.abort(error)
