@@ -145,7 +145,7 @@ class EnvelopeKind(enum.StrEnum):
     - CALL: ``head`` is a `CallHead` as a dict, ``payload`` holds ``(args, kwargs)``; the answer is one
       ``{"type": "call.result", "payload": Payload}``, or, for a head with ``"stream"``, any number of
       ``{"type": "call.item", "payload": Payload}``.
-    - CONTROL: ``head`` is ``{"method", "message"}`` of plain values; the answer is one
+    - CONTROL: ``head`` is ``{"verb", "message"}`` of plain values; the answer is one
       ``{"type": "control.result", "value": ...}``. Nothing in it is ever unpickled.
     """
 

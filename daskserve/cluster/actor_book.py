@@ -115,16 +115,10 @@ class ActorBook:
             "create": self.create,
             "destroy": self.destroy,
             "actors": self.list_actors,
-            "end_instance": self.end_instance,
-            "call": self.call,
         }
 
     def __repr__(self) -> str:
         return f"<ActorBook of {self.worker} actors={len(self.entries)}>"
-
-    async def run(self, verb: str, message: Mapping[str, Any]) -> Any:
-        """Answer one of the book's own verbs."""
-        return await self._verbs[verb](**message)
 
     def dispatch(
         self, name: str, incarnation: int, envelope: Envelope, receive: Receive, send: Send
@@ -147,11 +141,7 @@ class ActorBook:
         return None if entry.answer is None else entry.answer(envelope, on_answer)
 
     async def _control(self, name: str, incarnation: int, envelope: Envelope, send: Send) -> Load:
-        verb, message = envelope.head["verb"], dict(envelope.head["message"])
-        if name == HOST_ACTOR:
-            value = await self.run(verb, message)
-        else:
-            value = await self.call(name, incarnation, verb, message)
+        value = await self.call(name, incarnation, envelope.head["verb"], envelope.head["message"])
         await send({"type": "control.result", "value": value})
         return Load()
 
@@ -247,8 +237,8 @@ class ActorBook:
                 logger.exception("Actor %s failed to stop", entry.spec.name)
 
     async def call(self, name: str, incarnation: int, verb: str, message: Mapping[str, Any]) -> Any:
-        """Call one of an actor's verbs; see `Cluster.call`."""
-        verbs = self.ready_actor(name, incarnation).verbs
+        """Call a verb of an actor, or of the book itself; see `Cluster.call`."""
+        verbs = self._verbs if name == HOST_ACTOR else self.ready_actor(name, incarnation).verbs
         if verb not in verbs:
             raise BadRequestError(f"{name} has no verb {verb!r}; known: {', '.join(sorted(verbs))}")
         return await verbs[verb](**message)

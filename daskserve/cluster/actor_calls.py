@@ -1,13 +1,14 @@
 """How one process calls actors: those in its own `ActorBook` directly, all others over channels.
 
-Shared by `daskserve.cluster.dask.DaskCluster` and `daskserve.cluster.local.process.LocalProcess`, so that the
-in-process cluster takes the same paths as a real one.
+`ActorCalls` is shared by `daskserve.cluster.dask.DaskCluster` and
+`daskserve.cluster.local.process.LocalProcess`, so that the in-process cluster takes the same paths as a real
+one. The scheduler calls Hosts as Dask actors; it shares the functions that form the messages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from daskserve.cluster.actor_book import HOST_ACTOR, ActorBook
 from daskserve.cluster.base import ActorSpec
@@ -28,6 +29,14 @@ from daskserve.types import (
     nothing_to_receive,
 )
 
+#: A way to call a verb of an actor, such as `daskserve.cluster.base.Cluster.call`.
+Call: TypeAlias = Callable[..., Awaitable[Any]]
+
+
+def host_of(worker: WorkerAddress) -> ActorAddress:
+    """Return the address at which a worker's Host answers its own verbs."""
+    return ActorAddress(HOST_ACTOR, worker, 0)
+
 
 async def control_call(
     request: Callable[[Envelope, Receive, Send], Awaitable[Any]],
@@ -46,6 +55,38 @@ async def control_call(
     return answer[0]["value"]
 
 
+async def create_actor(call: Call, spec: ActorSpec, worker: WorkerAddress) -> Mapping[str, Any]:
+    """Create an actor on a worker; see `daskserve.cluster.base.Cluster.create`."""
+    message = {
+        "kind": spec.kind.value,
+        "name": spec.name,
+        "incarnation": spec.incarnation,
+        "instance": spec.instance,
+        "payload": spec.payload,
+    }
+    facts: Mapping[str, Any] = await call(host_of(worker), "create", spec=message)
+    return facts
+
+
+async def destroy_actor(call: Call, address: ActorAddress, grace_s: float) -> None:
+    """Stop and remove an actor; see `daskserve.cluster.base.Cluster.destroy`."""
+    name, incarnation = address.name, address.incarnation
+    try:
+        await call(host_of(address.worker), "destroy", name=name, incarnation=incarnation, grace_s=grace_s)
+    except ActorLostError:
+        pass  # the worker is gone, so the actor is too
+
+
+async def list_actors(
+    call: Call, worker: WorkerAddress, instance: InstanceName, figures_of: Collection[str] = ()
+) -> Sequence[Mapping[str, Any]]:
+    """Return an instance's actors on a worker; see `daskserve.cluster.base.Cluster.inspect`."""
+    actors: Sequence[Mapping[str, Any]] = await call(
+        host_of(worker), "actors", instance=instance, figures_of=list(figures_of)
+    )
+    return actors
+
+
 class ActorCalls:
     """The part of `daskserve.cluster.base.Cluster` that calls actors.
 
@@ -62,37 +103,15 @@ class ActorCalls:
         self._here: WorkerAddress | None = None if book is None else book.worker
 
     async def create(self, spec: ActorSpec, worker: WorkerAddress) -> Mapping[str, Any]:
-        message = {
-            "kind": spec.kind.value,
-            "name": spec.name,
-            "incarnation": spec.incarnation,
-            "instance": spec.instance,
-            "payload": spec.payload,
-        }
-        facts: Mapping[str, Any] = await self.call(
-            ActorAddress(HOST_ACTOR, worker, 0), "create", spec=message
-        )
-        return facts
+        return await create_actor(self.call, spec, worker)
 
     async def destroy(self, address: ActorAddress, grace_s: float) -> None:
-        host = ActorAddress(HOST_ACTOR, address.worker, 0)
-        try:
-            await self.call(
-                host, "destroy", name=address.name, incarnation=address.incarnation, grace_s=grace_s
-            )
-        except ActorLostError:
-            pass  # the worker is gone, so the actor is too
+        await destroy_actor(self.call, address, grace_s)
 
     async def inspect(
         self, worker: WorkerAddress, *, figures_of: Collection[str] = ()
     ) -> Sequence[Mapping[str, Any]]:
-        actors: Sequence[Mapping[str, Any]] = await self.call(
-            ActorAddress(HOST_ACTOR, worker, 0),
-            "actors",
-            instance=self.instance,
-            figures_of=list(figures_of),
-        )
-        return actors
+        return await list_actors(self.call, worker, self.instance, figures_of)
 
     async def call(self, address: ActorAddress, verb: str, **message: Any) -> Any:
         def request(envelope: Envelope, receive: Receive, send: Send) -> Coroutine[Any, Any, Load]:

@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from daskserve.cluster.base import InstanceStore
+from daskserve.cluster.actor_calls import create_actor, destroy_actor, list_actors
+from daskserve.cluster.base import ActorSpec, InstanceStore
 from daskserve.cluster.long_poll import CONTROLLER, WORKERS
 from daskserve.cluster.scheduler.hosts import HostRegistry
 from daskserve.errors import ServeError
@@ -174,44 +175,31 @@ class ControllerKeeper:
             await asyncio.sleep(max(0.0, began + PERIOD_S - loop.time()))
 
     async def _create(self, entry: Instance, address: ActorAddress) -> None:
-        spec = {
-            "kind": ActorKind.CONTROLLER.value,
-            "name": address.name,
-            "incarnation": address.incarnation,
-            "instance": entry.name,
-            "payload": entry.payload,
-        }
-        await self._hosts.run(address.worker, "create", {"spec": spec})
+        spec = ActorSpec(ActorKind.CONTROLLER, address.name, address.incarnation, entry.name, entry.payload)
+        await create_actor(self._hosts.call, spec, address.worker)
 
     async def _start_later(self, entry: Instance) -> None:
         await asyncio.sleep(START_RETRY_S)
         await self.start(entry)
 
     async def _answers(self, address: ActorAddress) -> bool:
-        message = {
-            "name": address.name,
-            "incarnation": address.incarnation,
-            "verb": "ping",
-            "message": {},
-        }
         try:
             async with asyncio.timeout(PERIOD_S):
-                await self._hosts.run(address.worker, "call", message)
+                await self._hosts.call(address, "ping")
         except (OSError, TimeoutError, ServeError):
             return False
         return True
 
     async def _end(self, address: ActorAddress) -> None:
-        message = {"name": address.name, "incarnation": address.incarnation, "grace_s": 0.0}
         try:
-            await self._hosts.run(address.worker, "destroy", message)
+            await destroy_actor(self._hosts.call, address, 0.0)
         except (OSError, ServeError) as error:
             logger.info("Stopping controller %s failed: %s", address, error)
 
     async def _clear_suspect(self, worker: WorkerAddress) -> None:
         """Wait until a worker's Host answers, then use the worker again."""
         try:
-            await self._hosts.run(worker, "actors", {"instance": ""})
+            await list_actors(self._hosts.call, worker, "")
         except (OSError, ServeError) as error:
             logger.info("Worker %s was lost before it answered again: %s", worker, error)
         self._hosts.suspects.discard(worker)

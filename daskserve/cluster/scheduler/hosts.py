@@ -19,7 +19,7 @@ from daskserve.cluster.worker.host import Host
 from daskserve.errors import ActorLostError, InstanceError, VersionMismatchError
 from daskserve.loops.tasks import TaskSet
 from daskserve.payload import load_error
-from daskserve.types import InstanceName, WorkerAddress
+from daskserve.types import ActorAddress, InstanceName, WorkerAddress
 
 logger = logging.getLogger("daskserve.supervisor")
 
@@ -237,17 +237,18 @@ class HostRegistry:
         best = max(candidates, key=lambda info: (info["is_available"], info["is_head"], info["address"]))
         return str(best["address"])
 
-    async def run(self, worker: WorkerAddress, verb: str, message: Mapping[str, Any]) -> Any:
-        """Call a verb of a worker's Host and return its result.
+    async def call(self, address: ActorAddress, verb: str, **message: Any) -> Any:
+        """Call a verb of an actor or of a Host; see `daskserve.cluster.base.Cluster.call`.
 
         Raises
         ------
         ActorLostError
-            The worker is gone.
+            The worker or the actor is gone.
         Exception
             An error that the verb raised.
         """
-        answer = await self._execute(worker, "run", verb, dict(message))
+        name, incarnation = address.name, address.incarnation
+        answer = await self._execute(address.worker, "call", name, incarnation, verb, message)
         if "error" in answer:
             raise load_error(answer["error"])
         return answer["value"]
@@ -259,7 +260,7 @@ class HostRegistry:
 
     async def _end_on(self, worker: WorkerAddress, instance: InstanceName) -> None:
         try:
-            await asyncio.wait_for(self.run(worker, "end_instance", {"instance": instance}), END_TIMEOUT_S)
+            await asyncio.wait_for(self._execute(worker, "end_instance", instance), END_TIMEOUT_S)
         except (OSError, TimeoutError, ActorLostError) as error:
             logger.warning("Ending instance %s on %s failed: %s", instance, worker, error)
 

@@ -87,21 +87,15 @@ class ScaleRoute:
             raise NotFoundError(f"Instance {instance!r} does not run on this cluster; running: {known}.")
         try:
             async with asyncio.timeout(PATIENCE_S):
-                return await self._persist(entry, {"name": backend, "number": number})
+                return await self._persist(entry, backend, number)
         except TimeoutError:
             raise UnavailableError(
                 f"No controller of {instance!r} answered within {PATIENCE_S:g} s; retry later."
             ) from None
 
-    async def _persist(self, entry: Instance, message: Mapping[str, Any]) -> int:
+    async def _persist(self, entry: Instance, backend: str, number: int) -> int:
         def call(controller: ActorAddress) -> Coroutine[Any, Any, Any]:
-            fields = {
-                "name": controller.name,
-                "incarnation": controller.incarnation,
-                "verb": "scale",
-                "message": dict(message),
-            }
-            return self._hosts.run(controller.worker, "call", fields)
+            return self._hosts.call(controller, "scale", name=backend, number=number)
 
         return int(await call_controller(_Finder(entry), call, clock=LoopClock(), check_s=CHECK_S))
 

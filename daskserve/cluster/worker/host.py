@@ -91,32 +91,30 @@ class Host:
             raise UnavailableError(f"The Host on {self._worker.address} is not open.")
         return self.link
 
-    async def run(self, verb: str, message: dict[str, Any]) -> dict[str, Any]:
-        """Run a verb for the supervisor; return errors as bytes, because foreign ones may not unpickle."""
+    async def call(self, name: str, incarnation: int, verb: str, message: dict[str, Any]) -> dict[str, Any]:
+        """Call a verb for the supervisor; return errors as bytes, because foreign ones may not unpickle."""
         try:
-            if verb == "end_instance":
-                await self._end_instance(**message)
-                return {"value": None}
-            return {"value": await self.book.run(verb, message)}
+            return {"value": await self.book.call(name, incarnation, verb, message)}
         except Exception as error:
             # Every error goes back to the caller, which raises it.
             return {"error": dump_error(error)}
 
+    async def end_instance(self, instance: InstanceName) -> None:
+        """Stop an instance's actors and forget the instance."""
+        await self.book.end_instance(instance)
+        await self._open_link.drop_cluster(instance)
+        PROCESS.forget(instance)
+
     async def close(self) -> None:
         """Stop all actors and remove everything of daskserve from the worker."""
         for instance in {entry.spec.instance for entry in self.book.entries.values()}:
-            await self._end_instance(instance=instance)
+            await self.end_instance(instance)
         remove_handler(self._worker, CHANNEL_OP)
         self._tuning.close()
         if self.link is not None:
             link, self.link = self.link, None
             await link.close()
             await link.client.close()
-
-    async def _end_instance(self, instance: InstanceName) -> None:
-        await self.book.end_instance(instance)
-        await self._open_link.drop_cluster(instance)
-        PROCESS.forget(instance)
 
     def _make(self, spec: ActorSpec) -> Hosted:
         link = self._open_link

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from daskserve.cluster.actor_calls import host_of
 from daskserve.cluster.base import ActorContext, ActorSpec, Cluster, StoreChange, UseReport, verb, verbs_of
 from daskserve.cluster.local.cluster import LocalCluster, deliver_at_once
 from daskserve.cluster.local.process import LocalProcess
@@ -343,6 +344,8 @@ def test_only_verbs_can_be_called() -> None:
         address = await make(cluster)
         with pytest.raises(BadRequestError, match="has no verb 'stop'; known: echo, fail, hang, odd, where"):
             await cluster.program.call(address, "stop")
+        with pytest.raises(BadRequestError, match="host has no verb 'end'; known: actors, create, destroy"):
+            await cluster.program.call(host_of(W1), "end")
 
     run(scenario)
 

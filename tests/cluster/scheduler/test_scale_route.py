@@ -38,10 +38,10 @@ class Hosts:
     async def echo_number(self, incarnation: int) -> Any:
         return self.calls[-1][2]["number"]
 
-    async def run(self, worker: str, verb: str, message: Mapping[str, Any]) -> Any:
-        assert (verb, message["verb"]) == ("call", "scale")
-        self.calls.append((message["name"], message["incarnation"], message["message"]))
-        return await self.answer(message["incarnation"])
+    async def call(self, address: ActorAddress, verb: str, **message: Any) -> Any:
+        assert verb == "scale"
+        self.calls.append((address.name, address.incarnation, message))
+        return await self.answer(address.incarnation)
 
 
 def instance(name: str, incarnation: int | None = 1) -> Instance:
