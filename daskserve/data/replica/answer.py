@@ -118,7 +118,6 @@ class Answer:
         "envelope",
         "error",
         "figures",
-        "history",
         "holds",
         "is_in_task",
         "pipe",
@@ -137,8 +136,6 @@ class Answer:
         self.slots = slots
         self.figures = figures
         self.state: State = WAITING
-        #: The events that changed the state: the last one, and those before it.
-        self.history: tuple[Any, ...] = ()
         #: Told of changes; None while a task that carries the answer looks for itself.
         self.caller: Caller | None = None
         #: Crosses the messages between user code and the caller, if there are any.
@@ -157,12 +154,7 @@ class Answer:
         self.holds = 0
 
     def __repr__(self) -> str:
-        events: list[str] = []
-        rest = self.history
-        while rest:
-            event, rest = rest
-            events.insert(0, event)
-        return f"<{type(self).__name__} {self.state} after {', '.join(events) or 'nothing'}>"
+        return f"<{type(self).__name__} {self.state}>"
 
     # ---- what a kind of request defines
 
@@ -192,7 +184,7 @@ class Answer:
     def granted(self) -> None:
         """The request has its slot."""
         if self.state == WAITING:  # `_move`, without a call for each request
-            self.state, self.history = _GRANTED_STATE, (GRANTED, ())
+            self.state = _GRANTED_STATE
         else:
             self._move(GRANTED)
         self.figures.handled += 1
@@ -232,7 +224,7 @@ class Answer:
     def answered(self) -> None:
         """The caller has the whole answer."""
         if self.state in OPEN_STATES:  # `_move`, without a call for each request
-            self.state, self.history = _ANSWERED_STATE, (ANSWERED, self.history)
+            self.state = _ANSWERED_STATE
         else:
             self._move(ANSWERED)
         self.caller = None  # which refers to this object
@@ -283,9 +275,7 @@ class Answer:
         state = _NEXT[self.state].get(event)
         if state is None:
             raise InvalidAnswerTransition(f"{self!r} cannot take the event {event!r}.")
-        if state != self.state:
-            self.state = state
-            self.history = (event, self.history)
+        self.state = state
 
     def _close(self, event: Event) -> None:
         """Take an event by which the caller gets no answer."""

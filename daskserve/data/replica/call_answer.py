@@ -25,25 +25,14 @@ class CallAnswer(LocalAnswer):
         method = self._method = servable.method(envelope.head.get("method") or CALL)
         if method.accepts_batches:
             return self._submit(method)
-        self.runs_in_task = self.is_in_task and envelope.deadline is None
+        self.runs_in_task = self.is_in_task and envelope.deadline is None and self.code.wall.is_on_worker_loop
         answer: Any = servable.answer_call if method.is_async else servable.answer_call_in_thread
-        context = self._new_context()
-        self.run = self.code.wall.start(
-            method.is_async,
-            answer,
-            (method, envelope.head, envelope.payload),
-            context,
-            self,
-            self.runs_in_task,
-        )
+        self._set_context()
+        self._start(method.is_async, answer, method, envelope.head, envelope.payload)
         return None
 
     def go_on(self, unfinished: Unfinished) -> None:
-        # A copy, because the run before may not quite have left its context yet.
-        finish = self.code.servable.finish_call
-        self.run = self.code.wall.start(
-            True, finish, (self._method, unfinished.result), self._context.copy(), self, self.runs_in_task
-        )
+        self._next_step(True, self.code.servable.finish_call, self._method, unfinished.result)
 
     def message(self, value: Any) -> Message | None:
         return {"type": "call.result", "payload": value}
@@ -72,15 +61,10 @@ class StreamAnswer(CallAnswer):
         self.runs_in_task = False
         self.pipe = open_pipe(code.wall, "call", receive, send)
         self.pipe.owner = self
-        parts = (code.servable, method, envelope.head, envelope.payload, self.pipe)
-        context = self._new_context()
-        self.run = self.code.wall.start(
-            method.is_async,
-            stream if method.is_async else stream_in_thread,
-            parts,
-            context,
-            self,
-            self.runs_in_task,
+        produce: Any = stream if method.is_async else stream_in_thread
+        self._set_context()
+        self._start(
+            method.is_async, produce, code.servable, method, envelope.head, envelope.payload, self.pipe
         )
         return None
 
@@ -88,10 +72,8 @@ class StreamAnswer(CallAnswer):
         # Async code may return what only a thread should run, and the other way round.
         is_plain = isinstance(unfinished.result, Iterator)
         finish: Any = finish_stream_in_thread if is_plain else finish_stream
-        parts = (self.code.servable.describe(self._method), unfinished.result, self.pipe)
-        self.run = self.code.wall.start(
-            not is_plain, finish, parts, self._context.copy(), self, self.runs_in_task
-        )
+        description = self.code.servable.describe(self._method)
+        self._next_step(not is_plain, finish, description, unfinished.result, self.pipe)
 
     def message(self, value: Any) -> Message | None:
         return None

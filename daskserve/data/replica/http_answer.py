@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Awaitable
 from typing import Any
 
-from daskserve.context import current_request
 from daskserve.data.replica.accept_batch import BatchItem
 from daskserve.data.replica.conversion import ConvertedResponse, Unfinished, finish, finish_in_thread
 from daskserve.data.replica.definitions import CALL, Method
 from daskserve.data.replica.message_pipe import MessagePipe, open_pipe
 from daskserve.data.replica.method_header import named_method
-from daskserve.data.replica.requests import read_body, request_context
+from daskserve.data.replica.requests import read_body
 from daskserve.data.replica.serving import LocalAnswer
 from daskserve.types import Message, Receive, Send
 
@@ -30,41 +29,36 @@ class HTTPAnswer(LocalAnswer):
 
     def begin(self, receive: Receive | None = None, send: Send | None = None) -> Awaitable[None] | None:
         envelope, code = self.envelope, self.code
-        servable, wall = code.servable, code.wall
-        method = named_method(servable, envelope.head) if code.has_method_header else servable.methods[CALL]
-        self._method = method
         self._scope = scope = dict(envelope.head)
         self._receive = receive
         self._send = send
+        servable = code.servable
+        method = named_method(servable, scope) if code.has_method_header else servable.methods[CALL]
+        self._method = method
         is_websocket = scope["type"] == "websocket"
-        self.runs_in_task = self.is_in_task and envelope.deadline is None and not is_websocket
+        self.runs_in_task = runs_in_task = (
+            code.wall.is_on_worker_loop and self.is_in_task and envelope.deadline is None and not is_websocket
+        )
         if envelope.has_body or is_websocket or (method.accepts_batches and not method.is_asgi):
             assert receive is not None
             assert send is not None
             return self._prepare(method, receive, send)
-        if method.is_async and not method.is_asgi and self.runs_in_task and wall.is_on_worker_loop:
+        self._set_context()
+        if runs_in_task and method.is_async and not method.is_asgi:
             # Nothing to read and nothing to cross: user code gets the caller's own `receive`.
-            self._context = context = wall.context.copy()
-            context.run(current_request.set, request_context(envelope))
             parts = (method, scope, receive, b"")
-            self.run = wall.start(True, servable.answer_http, parts, context, self, True)
+            self.run = code.wall.enter(servable.answer_http, parts, self._context, self)
         else:
             self._begin(b"", None)
         return None
 
     def go_on(self, unfinished: Unfinished) -> None:
-        # A copy, because the run before may not quite have left its context yet.
-        context = self._context.copy()
         pipe = self.pipe or self._open_pipe(None)
         result, is_debug = unfinished.result, self.code.servable.is_debug
         if unfinished.needs_thread:
-            self.run = self.code.wall.start(
-                False, finish_in_thread, (result, pipe, is_debug), context, self, self.runs_in_task
-            )
+            self._next_step(False, finish_in_thread, result, pipe, is_debug)
         else:
-            self.run = self.code.wall.start(
-                True, finish, (self._scope, pipe, result, is_debug), context, self, self.runs_in_task
-            )
+            self._next_step(True, finish, self._scope, pipe, result, is_debug)
 
     def message(self, value: ConvertedResponse) -> Message | None:
         if value.is_failure:
@@ -91,45 +85,27 @@ class HTTPAnswer(LocalAnswer):
                 self.value = ConvertedResponse()
                 return
         if method.accepts_batches and not method.is_asgi:
-            self._new_context()
+            self._set_context()
             self._open_pipe(first)
             item = BatchItem(self._scope, self._scope, body or b"")
             self.accept(await self.code.batches.submit(method, item, self))
         else:
+            self._set_context()
             self._begin(body, first)
 
     def _begin(self, body: bytes | None, first: Message | None) -> None:
         """Start user code; a ``body`` is whole, or else begins with ``first``."""
-        code, method, scope = self.code, self._method, self._scope
-        context = self._new_context()
+        servable, method, scope = self.code.servable, self._method, self._scope
+        if method.is_async and not method.is_asgi and body is not None and self.runs_in_task:
+            self._start(True, servable.answer_http, method, scope, self._receive, body)
+            return
+        pipe = self._open_pipe(first or _no_body())
         if method.is_asgi:
-            pipe = self._open_pipe(first or _no_body())
-            self.run = self.code.wall.start(
-                True, code.servable.answer_app, (scope, pipe), context, self, self.runs_in_task
-            )
-        elif not method.is_async:
-            pipe = self._open_pipe(first or _no_body())
-            self.run = self.code.wall.start(
-                False,
-                code.servable.answer_http_in_thread,
-                (method, scope, pipe.receive, body),
-                context,
-                self,
-                self.runs_in_task,
-            )
+            self._start(True, servable.answer_app, scope, pipe)
+        elif method.is_async:
+            self._start(True, servable.answer_http, method, scope, pipe.receive, body)
         else:
-            if body is not None and self.runs_in_task and self.code.wall.is_on_worker_loop:
-                receive: Receive | None = self._receive
-            else:
-                receive = self._open_pipe(first or _no_body()).receive
-            self.run = self.code.wall.start(
-                True,
-                code.servable.answer_http,
-                (method, scope, receive, body),
-                context,
-                self,
-                self.runs_in_task,
-            )
+            self._start(False, servable.answer_http_in_thread, method, scope, pipe.receive, body)
 
     def _open_pipe(self, first: Message | None) -> MessagePipe:
         kind = self._scope["type"]

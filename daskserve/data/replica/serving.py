@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import Context
+from typing import Any
 
 from daskserve.context import current_request
 from daskserve.data.replica.answer import Answer
@@ -60,13 +62,25 @@ class LocalAnswer(Answer):
     # each request.
     code: ServingCode
     # Known when user code begins.
-    #: Whether async code may run in the task that carries the answer: nothing else has to end it.
+    #: Whether async code runs in the task that carries the answer, on the worker's loop.
     runs_in_task: bool
     _context: Context
     _method: Method
 
-    def _new_context(self) -> Context:
-        """Return the context in which user code answers the request: a copy of the replica's."""
+    def _set_context(self) -> None:
+        """Create the context in which user code answers the request: a copy of the replica's."""
         self._context = context = self.code.wall.context.copy()
         context.run(current_request.set, request_context(self.envelope))
-        return context
+
+    def _start(self, is_async: bool, function: Callable[..., Any], *args: Any) -> None:
+        """Start user code, or the next step of it."""
+        wall = self.code.wall
+        if is_async and self.runs_in_task:
+            self.run = wall.enter(function, args, self._context, self)
+        else:
+            self.run = wall.start(is_async, function, args, self._context, self)
+
+    def _next_step(self, is_async: bool, function: Callable[..., Any], *args: Any) -> None:
+        # A copy, because the run before may not quite have left its context yet.
+        self._context = self._context.copy()
+        self._start(is_async, function, *args)

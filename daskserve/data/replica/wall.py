@@ -20,12 +20,13 @@ from contextvars import Context
 from typing import Any, TypeVar
 
 from daskserve.data.replica.loop_watch import LoopWatch, SharedLoopWatch
-from daskserve.data.replica.runner import CodeRun, RunListener, RunResult
+from daskserve.data.replica.runner import CodeRun, RunListener, RunResult, reportable
 from daskserve.data.replica.user_loop import UserLoop
 from daskserve.data.replica.user_threads import UserThreads
-from daskserve.data.replica.worker_loop import WorkerLoop
+from daskserve.data.replica.worker_loop import TaskRun, WorkerLoop
 from daskserve.errors import ClosedError
 from daskserve.loops.hops import Hop, Landing
+from daskserve.loops.tasks import is_cancelling
 
 T = TypeVar("T")
 
@@ -103,25 +104,45 @@ class Wall:
         args: tuple[Any, ...],
         context: Context,
         on_end: RunListener,
-        in_task: bool = False,
     ) -> CodeRun | None:
-        """Start user code where code of its kind runs; see `daskserve.data.replica.runner.Runner.start`.
-
-        With ``in_task``, async code that is to run on the worker's loop runs within the present task, which
-        has to await `CodeRun.drive` at once.
-        """
+        """Start user code where code of its kind runs; see `daskserve.data.replica.runner.Runner.start`."""
         if self.is_closed:
             raise ClosedError("The replica has been stopped.")
         if not is_async:
             return self.threads.start(function, args, context, on_end)
-        if self.is_on_worker_loop:
-            runner = self._worker_loop.enter if in_task else self._worker_loop.start
-        else:
-            runner = (self._user_loop or self.user_loop).start
+        runner = self._worker_loop if self.is_on_worker_loop else self._user_loop or self.user_loop
         watch = self._watch
         if watch is not None and watch.timer is None and self.is_watched:
             watch.arm()
-        return runner(function, args, context, on_end)
+        return runner.start(function, args, context, on_end)
+
+    def enter(
+        self, function: Callable[..., Any], args: tuple[Any, ...], context: Context, on_end: RunListener
+    ) -> CodeRun | None:
+        """Run async code on the worker's loop within the present task, up to where it first waits.
+
+        As `start`, but the task has to await `CodeRun.drive` at once. Code that never waits has ended when
+        this returns, and needs no run.
+        """
+        if self.is_closed:
+            raise ClosedError("The replica has been stopped.")
+        watch = self._watch
+        if watch is not None and watch.timer is None and self.is_watched:
+            watch.arm()
+        code = function(*args)
+        try:
+            waits_for = context.run(code.send, None)
+        except StopIteration as end:
+            on_end.run_ended(end.value, None)
+            return None
+        except BaseException as error:
+            if isinstance(error, asyncio.CancelledError) and is_cancelling():
+                raise
+            on_end.run_ended(None, reportable(error))
+            return None
+        run = TaskRun(self.runs, code, waits_for, context, on_end)
+        self.runs.add(run)
+        return run
 
     async def run_async(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
         """Return or raise what a coroutine function comes to on the user's side."""

@@ -3,7 +3,7 @@
 On this loop a task for each piece of user code costs as much as all that the router does for a request. It is
 needed for code that ignores its cancellation, so that the caller can continue without it. If no caller would,
 because the request has no deadline, the code runs within the request's own task (`TaskRun`). Code that never
-waits then needs neither a task nor a run: it has ended when `WorkerLoop.enter` returns.
+waits then needs neither a task nor a run: it has ended when `daskserve.data.replica.wall.Wall.enter` returns.
 """
 
 from __future__ import annotations
@@ -106,29 +106,6 @@ class WorkerLoop:
     ) -> CodeRun | None:
         """Run a coroutine function in a task of its own; see `daskserve.data.replica.runner.Runner`."""
         return LoopRun(self, function, args, context, on_end)
-
-    def enter(
-        self, function: Callable[..., Any], args: tuple[Any, ...], context: Context, on_end: RunListener
-    ) -> CodeRun | None:
-        """Run a coroutine function within the present task, up to where it first waits.
-
-        As `start`, but the task has to await `CodeRun.drive` at once. Code that never waits has ended when
-        this returns, and needs no run.
-        """
-        code = function(*args)
-        try:
-            waits_for = context.run(code.send, None)
-        except StopIteration as end:
-            on_end.run_ended(end.value, None)
-            return None
-        except BaseException as error:
-            if isinstance(error, asyncio.CancelledError) and is_cancelling():
-                raise
-            on_end.run_ended(None, reportable(error))
-            return None
-        run = TaskRun(self.runs, code, waits_for, context, on_end)
-        self.runs.add(run)
-        return run
 
 
 def _call_here(function: Callable[..., object], *args: Any) -> None:

@@ -127,18 +127,17 @@ def test_an_event_moves_as_the_table_says_or_raises(state: State, event: Event) 
         answer._move(event)
         assert answer.state == after
         return
-    with pytest.raises(InvalidAnswerTransition, match=f"{state} after nothing.*{event!r}"):
+    with pytest.raises(InvalidAnswerTransition, match=f"{state}.*{event!r}"):
         answer._move(event)
     assert answer.state == state
 
 
-def test_an_invalid_event_names_the_history_of_the_answer() -> None:
+def test_an_invalid_event_names_the_state_of_the_answer() -> None:
     answer = ScriptedAnswer()
     answer.start()
-    for _ in range(3):
-        answer.partial()
+    answer.partial()
     answer.leave()
-    expected = "<ScriptedAnswer cancelled after granted, partial, left> cannot take the event 'granted'"
+    expected = "<ScriptedAnswer cancelled> cannot take the event 'granted'"
     with pytest.raises(InvalidAnswerTransition, match=re.escape(expected)) as caught:
         answer.granted()
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)

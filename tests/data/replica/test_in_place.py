@@ -62,7 +62,7 @@ class Desk:
         context = self.wall.context.copy()
         context.run(current_request.set, self.request)
         entered = Entered(self)
-        entered.run = self.wall.start(True, function, args, context, entered, in_task=True)
+        entered.run = self.wall.enter(function, args, context, entered)
         return entered
 
     def task(self, function: Callable[..., Awaitable[Any]], *args: Any) -> asyncio.Task[Any]:

@@ -494,7 +494,7 @@ def test_code_that_blocks_the_workers_loop_and_never_waits_is_counted() -> None:
 
     async def scenario(wall: Wall) -> None:
         result = RunResult()
-        assert wall.start(True, blocking, (), contextvars.copy_context(), result, in_task=True) is None
+        assert wall.enter(blocking, (), contextvars.copy_context(), result) is None
         assert await result.wait(None) == "done"
         await until(lambda: wall.blocked_count == 1)
 
