@@ -9,6 +9,7 @@ slots.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from contextvars import Context
 from typing import Any
@@ -16,8 +17,11 @@ from typing import Any
 from daskserve.cluster.worker.child import ChildProcess
 from daskserve.data.replica.runner import CodeRun, RunListener
 from daskserve.errors import ActorLostError, RequestTimeoutError, ServeError
+from daskserve.loops.tasks import TaskSet
 from daskserve.payload import PackedError
 from daskserve.types import Message, Send
+
+logger = logging.getLogger("daskserve.replica")
 
 #: The type of the message that carries an error of user code out of the child.
 PACKED = "daskserve.error"
@@ -97,7 +101,7 @@ class ChildRunner:
         self.runs: set[CodeRun] = set()
         self.explain = explain
         self._child = child
-        self._settling: set[asyncio.Task[None]] = set()
+        self._settling = TaskSet(logger)
 
     def start(
         self, function: Callable[..., Any], args: tuple[Any, ...], context: Context, on_end: RunListener
@@ -112,14 +116,11 @@ class ChildRunner:
 
     def settle(self, number: int, run: ChildRun) -> None:
         """End a run that was given up as soon as the child's code has ended."""
-        task = asyncio.create_task(self._settle(number, run), name="daskserve-isolation-settle")
-        self._settling.add(task)
-        task.add_done_callback(self._settling.discard)
+        self._settling.spawn(self._settle(number, run), "isolation-settle")
 
     async def close(self) -> None:
         """Return when all runs that were given up have ended; the child has to be gone."""
-        if self._settling:
-            await asyncio.wait(self._settling)
+        await self._settling.wait()
 
     async def _settle(self, number: int, run: ChildRun) -> None:
         try:
