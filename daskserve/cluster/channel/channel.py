@@ -29,8 +29,9 @@ from daskserve.cluster.channel.frames import (
     wire_message,
     wire_payload,
 )
+from daskserve.cluster.channel.outbox import CALL_WORK, FRAME_WORK, Frames
 from daskserve.cluster.channel.streams import WINDOW_BYTES, Accepted, Asked, Opened
-from daskserve.cluster.channel.transport import CALL_WORK, FRAME_WORK, Frames, Transport
+from daskserve.cluster.channel.transport import Transport
 from daskserve.errors import ActorLostError
 from daskserve.loops.deadlines import until
 from daskserve.loops.hops import Landing

@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from daskserve.cluster.channel.outbox import FRAME_WORK, Frames, Outbox, Refuser
 from daskserve.cluster.channel.packing import pack, unpack
 from daskserve.cluster.channel.parts import HEAD, SIZE, Buffer, PartReader
 from daskserve.cluster.channel.readiness import Readiness
@@ -31,20 +32,13 @@ from daskserve.cluster.distributed_internals import detach_socket, is_plain_tcp,
 
 logger = logging.getLogger("daskserve.channel")
 
-Frames = Sequence[Any]
 #: Called with the frames of each message; an error that it raises ends the connection.
 Receiver = Callable[[Frames], None]
-#: Called with a frame that cannot be sent, and the reason.
-Refuser = Callable[[Any, Exception], None]
 
 MAGIC = b"dsv1"
 
 #: Large parts are written to the socket in pieces of this size.
 PIECE_BYTES = 256 * 1024
-#: Frames with this much work are sent at once, so that the other side can start on them. A call by handle, or
-#: its answer, is half as much work as most other frames.
-MAX_WORK = 32
-CALL_WORK, FRAME_WORK = 1, 2
 #: Maximum number of bytes written to the socket in one iteration of the event loop.
 TURN_BYTES = 1024 * 1024
 
@@ -180,23 +174,20 @@ def _written(found: Any) -> int:
     return found if isinstance(found, int) else 0
 
 
-class SocketTransport:
+class SocketTransport(Outbox):
     """A transport over a connected stream socket, which it owns and closes."""
 
     def __init__(self, sock: socket.socket, peer_address: str) -> None:
+        super().__init__()
         self._socket = sock
         self.traffic = Traffic()
         self._peer_address = peer_address
-        self._outbox: list[Any] = []
-        self._work = 0
         self._pieces: deque[Buffer] = deque()
-        self.turn = 0
-        self._is_flushing = self._is_full = self._is_broken = self._is_aborted = False
+        self._is_full = self._is_broken = self._is_aborted = False
         self._readiness: Readiness | None = None
         self._lost: asyncio.Future[None] | None = None
         self._parts = PartReader(MAGIC, self._unpack)
         self._receive: Receiver | None = None
-        self._refuse: Refuser | None = None
 
     @property
     def peer_address(self) -> str:
@@ -205,10 +196,6 @@ class SocketTransport:
     @property
     def sock(self) -> socket.socket:
         return self._socket
-
-    @property
-    def unsent(self) -> Frames:
-        return self._outbox
 
     async def run(self, receive: Receiver, refuse: Refuser) -> None:
         self._receive, self._refuse = receive, refuse
@@ -224,29 +211,6 @@ class SocketTransport:
             await self._lost
         finally:
             self.abort()
-
-    def post(self, frame: Any, work: int = FRAME_WORK) -> None:
-        self._outbox.append(frame)
-        self._work += work
-        if self._work >= MAX_WORK:
-            self.flush()
-        elif not self._is_flushing:
-            self._is_flushing = True
-            asyncio.get_running_loop().call_soon(self._flush_turn)
-
-    def flush(self) -> None:
-        if self._readiness is None or self._is_broken or self._is_aborted or not self._outbox:
-            return  # before `run`, frames are kept, and `run` sends them together
-        frames, self._outbox = self._outbox, []
-        self._work = 0
-        self.turn += 1
-        try:
-            self._queue(frames)
-        except (TypeError, ValueError, OverflowError):
-            # A frame that cannot be packed must not prevent sending the others.
-            self._queue_one_by_one(frames)
-        if not self._is_full:
-            self._write()
 
     def abort(self) -> None:
         if self._is_aborted:
@@ -292,17 +256,14 @@ class SocketTransport:
         assert self._receive is not None
         self._receive(unpack(parts))
 
-    def _flush_turn(self) -> None:
-        self._is_flushing = False
-        self.flush()
+    def _can_send(self) -> bool:
+        # Before `run`, frames are kept, and `run` sends them together.
+        return self._readiness is not None and not self._is_broken and not self._is_aborted
 
-    def _queue_one_by_one(self, frames: list[Any]) -> None:
-        assert self._refuse is not None
-        for frame in frames:
-            try:
-                self._queue([frame])
-            except (TypeError, ValueError, OverflowError) as error:
-                self._refuse(frame, error)
+    def _send(self, frames: list[Any]) -> None:
+        self._queue(frames)
+        if not self._is_full:
+            self._write()
 
     def _queue(self, frames: list[Any]) -> None:
         body, large = pack(frames)

@@ -13,9 +13,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+from daskserve.cluster.channel.outbox import Outbox, Refuser
 from daskserve.cluster.channel.packing import pack, unpack
 from daskserve.cluster.channel.parts import Buffer
-from daskserve.cluster.channel.transport import FRAME_WORK, MAX_WORK, Frames, Receiver, Refuser, Traffic
+from daskserve.cluster.channel.transport import Receiver, Traffic
 
 logger = logging.getLogger("daskserve.local")
 
@@ -23,21 +24,19 @@ logger = logging.getLogger("daskserve.local")
 WhenAwake: TypeAlias = Callable[[Callable[[Any], None], Any], None]
 
 
-class MemoryTransport:
+class MemoryTransport(Outbox):
     """One end of a connection; see `connect`."""
 
     sock = None
     _peer: MemoryTransport
 
     def __init__(self, peer_address: str, delay_s: Callable[[], float], when_awake: WhenAwake) -> None:
+        super().__init__()
         self.peer_address = peer_address
         self.traffic = Traffic()
-        self.turn = 0
         self._delay_s = delay_s
         self._when_awake = when_awake
-        self._outbox: list[Any] = []
-        self._work = 0
-        self._is_flushing = self._is_aborted = False
+        self._is_aborted = False
         #: Messages on their way to the other end; None marks the end of the connection.
         self._underway: deque[Sequence[Buffer] | None] = deque()
         self._last_due = 0.0
@@ -45,11 +44,6 @@ class MemoryTransport:
         self._early: list[Sequence[Buffer] | None] = []
         self._lost: asyncio.Future[None] | None = None
         self._receive: Receiver | None = None
-        self._refuse: Refuser | None = None
-
-    @property
-    def unsent(self) -> Frames:
-        return self._outbox
 
     async def run(self, receive: Receiver, refuse: Refuser) -> None:
         if self._is_aborted:
@@ -65,27 +59,6 @@ class MemoryTransport:
         finally:
             self.abort()
 
-    def post(self, frame: Any, work: int = FRAME_WORK) -> None:
-        self._outbox.append(frame)
-        self._work += work
-        if self._work >= MAX_WORK:
-            self.flush()
-        elif not self._is_flushing:
-            self._is_flushing = True
-            asyncio.get_running_loop().call_soon(self._flush_turn)
-
-    def flush(self) -> None:
-        # Frames posted after the other end has closed stay unsent, so their requests have not begun.
-        if self._lost is None or self._is_aborted or self._peer._is_aborted or not self._outbox:
-            return
-        frames, self._outbox = self._outbox, []
-        self._work = 0
-        self.turn += 1
-        try:
-            self._send(frames)
-        except (TypeError, ValueError, OverflowError):
-            self._send_one_by_one(frames)
-
     def abort(self) -> None:
         if self._is_aborted:
             return
@@ -96,18 +69,9 @@ class MemoryTransport:
 
     # ---- the rest is private
 
-    def _flush_turn(self) -> None:
-        self._is_flushing = False
-        self.flush()
-
-    def _send_one_by_one(self, frames: list[Any]) -> None:
-        # One frame that cannot be packed must not affect the others.
-        assert self._refuse is not None
-        for frame in frames:
-            try:
-                self._send([frame])
-            except (TypeError, ValueError, OverflowError) as error:
-                self._refuse(frame, error)
+    def _can_send(self) -> bool:
+        # Frames posted after the other end has closed stay unsent, so their requests have not begun.
+        return self._lost is not None and not self._is_aborted and not self._peer._is_aborted
 
     def _send(self, frames: list[Any]) -> None:
         body, large = pack(frames)

@@ -14,9 +14,10 @@ import pytest
 
 from daskserve.cluster.channel import frames
 from daskserve.cluster.channel.channel import Answer, Channel, _open_frame
+from daskserve.cluster.channel.outbox import MAX_WORK
 from daskserve.cluster.channel.pool import ChannelPool
 from daskserve.cluster.channel.streams import WINDOW_BYTES
-from daskserve.cluster.channel.transport import MAX_WORK, SocketTransport
+from daskserve.cluster.channel.transport import SocketTransport
 from daskserve.errors import ActorLostError, BadRequestError, UserCodeError
 from daskserve.loops.hops import Hop, Landing
 from daskserve.types import (

@@ -21,16 +21,9 @@ import pytest
 from distributed.protocol import to_serialize
 
 from daskserve.cluster.channel import readiness
+from daskserve.cluster.channel.outbox import CALL_WORK, FRAME_WORK, MAX_WORK
 from daskserve.cluster.channel.parts import BUFFER_BYTES, HEAD, LARGE_BYTES, SIZE
-from daskserve.cluster.channel.transport import (
-    CALL_WORK,
-    FRAME_WORK,
-    MAGIC,
-    MAX_WORK,
-    PIECE_BYTES,
-    TURN_BYTES,
-    SocketTransport,
-)
+from daskserve.cluster.channel.transport import MAGIC, PIECE_BYTES, TURN_BYTES, SocketTransport
 from daskserve.loops.event_loop import new_event_loop
 
 DEADLINE_S = 10.0
