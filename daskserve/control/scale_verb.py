@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from daskserve.control.records import Change
 from daskserve.control.scaled import scaled
 from daskserve.control.state import State
 from daskserve.errors import ExternalScalerDisabledError, NotFoundError
-from daskserve.options.external_scaling import checked_number
 
 REASON = "asked for by the external scaler"
 
 
-def scale(state: State, tag: str, number: Any, wall: float) -> Change:
+def scale(state: State, tag: str, number: int, wall: float) -> Change:
     """Return the change that sets the target number; an empty change if it is already set.
+
+    The client or the scheduler's HTTP route has checked the number.
 
     Raises
     ------
-    BadRequestError
-        The number is invalid.
     NotFoundError
         There is no such backend.
     ExternalScalerDisabledError
@@ -34,8 +31,7 @@ def scale(state: State, tag: str, number: Any, wall: float) -> Change:
             f"Backend '{tag}' does not allow external scaling; set external_scaler_enabled=True in its "
             "config."
         )
-    wanted = checked_number(number)
-    if wanted == backend.full_replicas:
+    if number == backend.full_replicas:
         return {}
-    changed = scaled(backend, wanted, REASON, wall)
+    changed = scaled(backend, number, REASON, wall)
     return {changed.key: changed}

@@ -7,21 +7,21 @@ from dataclasses import replace
 from daskserve.control.records import BackendRecord, CapacityRecord, Change
 from daskserve.control.scaled import autoscaling_of, within_bounds
 from daskserve.control.state import State
-from daskserve.options.bounds import DOWN, UP, checked_capacity
+from daskserve.options.bounds import DOWN, UP
 
 
 def set_target_capacity(state: State, percent: float | None, wall: float) -> Change:
     """Return the change that sets the target capacity of every backend; None: all replicas, no direction.
 
-    The specs in the records do not change, so they apply again when the capacity returns.
+    The client has checked the percentage. The specs in the records do not change, so they apply again when
+    the capacity returns.
     """
-    checked = checked_capacity(percent)
     before = state.capacity
-    after = CapacityRecord(checked, _direction(state, checked))
+    after = CapacityRecord(percent, _direction(state, percent))
     change: Change = {}
     if after != before:
         # Without a capacity the record is removed; older stores have no such record either.
-        change[after.key] = after if checked is not None else None
+        change[after.key] = after if percent is not None else None
     for backend in state.backends.values():
         wanted = _at(backend, after, wall)
         if wanted != backend:

@@ -53,7 +53,10 @@ class BackendSpec:
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any]) -> Self:
-        """Return the spec that `to_plain` gave."""
+        """Return the spec that `to_plain` gave.
+
+        Its models are formed, and so validated, once more: that is how pydantic restores nested models.
+        """
         models = {
             "config": BackendConfig(**values["config"]),
             "actor_options": ActorOptions(**values["actor_options"]),

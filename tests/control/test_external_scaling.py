@@ -70,9 +70,6 @@ def test_a_scaler_without_permission_is_rejected_and_changes_nothing() -> None:
             await scale(stage, 3, "a")
         await stage.update(**OPEN)
         assert stage.reconfigured == []
-        for wrong in (0, -1, MOST_REPLICAS + 1, 2.0, True, "3", None):
-            with pytest.raises(BadRequestError, match="target_num_replicas is"):
-                await scale(stage, wrong)
         assert recorded(stage).scaled_to is None
         await scale(stage, 3)
         await stage.update(external_scaler_enabled=False)
