@@ -18,7 +18,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from daskserve.clock import stopwatch
-from daskserve.cluster.base import ContextWith, Verb, verb, verbs_of
+from daskserve.cluster.base import ContextWith, verb, verbs_of
 from daskserve.context import HasLink
 from daskserve.data.replica.callers import TasklessCaller, carry
 from daskserve.data.replica.health import HealthWatch
@@ -59,6 +59,7 @@ class Replica:
             timeout_s=start.config.health_check_timeout_s,
             threshold=start.config.health_check_threshold,
         )
+        self.verbs = verbs_of(self)
 
     def __repr__(self) -> str:
         slots = self._slots
@@ -108,11 +109,6 @@ class Replica:
         return self._slots.load()
 
     # ---- verbs
-
-    @property
-    def verbs(self) -> Mapping[str, Verb]:
-        """What the controller may call, see `daskserve.cluster.base.verbs_of`."""
-        return verbs_of(self)
 
     @verb
     async def reconfigure(

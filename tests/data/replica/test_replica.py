@@ -997,7 +997,9 @@ def test_a_cancelled_batch_keeps_its_slots_until_it_returns() -> None:
 
 
 def test_verbs_are_those_that_can_be_called() -> None:
-    verbs = make(len).verbs
+    replica = make(len)
+    verbs = replica.verbs
+    assert replica.verbs is verbs, "every call of a verb reads them"
     assert set(verbs) == {"reconfigure", "statistics", "probe"}
     assert all(asyncio.iscoroutinefunction(verb) for verb in verbs.values())
 
