@@ -119,7 +119,18 @@ class Exchange:
                 headers.append(
                     (b"content-length", framing["Content-Length"].partition(",")[0].strip().encode())
                 )
-        scope = _make_scope(self._connection.scope, self._method, path, query, version, headers)
+        raw_path = path.encode("latin-1")
+        if "%" in path or not path.isascii():
+            path = unquote_to_bytes(raw_path).decode("utf-8", "replace")
+        scope = {
+            **self._connection.scope,
+            "http_version": version[5:],
+            "method": self._method,
+            "path": path,
+            "raw_path": raw_path,
+            "query_string": query.encode("latin-1"),
+            "headers": headers,
+        }
         if "Upgrade" in framing and self._is_http11 and is_handshake(self._method, framing):
             if length == 0:
                 self._open_socket(scope)
@@ -411,23 +422,6 @@ class Exchange:
             self._is_over = True
             self._body.close()
             self._reader.close()
-
-
-def _make_scope(
-    common: Scope, method: str, path: str, query: str, version: str, headers: list[tuple[bytes, bytes]]
-) -> dict[str, Any]:
-    raw = path.encode("latin-1")
-    if "%" in path or not path.isascii():
-        path = unquote_to_bytes(raw).decode("utf-8", "replace")
-    return {
-        **common,
-        "http_version": version[5:],
-        "method": method,
-        "path": path,
-        "raw_path": raw,
-        "query_string": query.encode("latin-1"),
-        "headers": headers,
-    }
 
 
 def _request_line(scope: Scope) -> str:

@@ -90,19 +90,18 @@ class IngressRequest:
                 message = self._named(message)
             if kind == WHOLE_RESPONSE and self._takes_whole and self._start is None:
                 self._start = message
+                self.status = status
             else:
                 self._start, body = begin_response(self._start, message)
                 if body is None:
                     return DONE
                 message = body
-        start = self._start
         try:
-            if start is not None and not self.status:
-                self.status = start["status"]
-                if start is not message:
-                    sent = self._send(start)
-                    if sent is not DONE:
-                        return self._send_after(sent, message)
+            if not self.status and self._start is not None:
+                self.status = self._start["status"]
+                sent = self._send(self._start)
+                if sent is not DONE:
+                    return self._send_after(sent, message)
             sent = self._send(message)
         except OSError:
             self.is_gone = True
