@@ -142,7 +142,8 @@ class EnvelopeKind(enum.StrEnum):
     """Kinds of request streams.
 
     - HTTP: ``head`` is an ASGI scope; both directions carry ASGI messages.
-    - CALL: ``head`` is a `CallHead` as a dict, ``payload`` holds ``(args, kwargs)``; the answer is one
+    - CALL: ``head`` is ``{"method", "request_id"}`` and, for classic backends, what stands in for HTTP;
+      ``payload`` holds ``(args, kwargs)``; the answer is one
       ``{"type": "call.result", "payload": Payload}``, or, for a head with ``"stream"``, any number of
       ``{"type": "call.item", "payload": Payload}``.
     - CONTROL: ``head`` is ``{"verb", "message"}`` of plain values; the answer is one

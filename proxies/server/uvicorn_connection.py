@@ -24,7 +24,7 @@ import httptools
 from daskserve.internals.uvicorn import HTTPProtocol, ProtocolState
 from daskserve.proxies.exchange.carrier import Carrier, Connection
 from daskserve.proxies.exchange.exchange import LINGER_S, Exchange
-from daskserve.proxies.exchange.request_head import MAX_HEADER_BYTES, RequestHead
+from daskserve.proxies.exchange.request_head import FRAMING_HEADERS, MAX_HEADER_BYTES, RequestHead
 from daskserve.proxies.exchange.response_head import ResponseWriter, plain_text
 from daskserve.proxies.exchange.stream import TransportStream
 
@@ -35,14 +35,7 @@ _PIECE_BYTES = 64 * 1024
 #: The limit of what surrounds the parts of a body: chunk extensions and trailers.
 _MAX_OVERHEAD_BYTES = 16 * 1024
 
-_FRAMING_NAMES: Mapping[bytes, str] = {
-    b"host": "Host",
-    b"connection": "Connection",
-    b"content-length": "Content-Length",
-    b"transfer-encoding": "Transfer-Encoding",
-    b"expect": "Expect",
-    b"upgrade": "Upgrade",
-}
+_FRAMING_NAMES: Mapping[bytes, str] = {name.lower().encode(): name for name in FRAMING_HEADERS}
 _TOO_LARGE = (431, "The request's headers are too large.")
 _NO_CHUNKS = (400, "The extensions of a chunk, or the trailers, are too long.")
 _NO_HTTP = (400, "This is not an HTTP request.")

@@ -1,19 +1,14 @@
-"""Requests: what user code sees of them, and how their ASGI messages get across the thread wall.
+"""Requests as user code sees them.
 
 `HTTPRequest` is Starlette's request, readable by plain functions too. `ServeRequest` is what a classic
-backend gets for a call through a handle, so that the same code serves both. An `Exchange` carries the
-messages of one request between the worker's loop, where the connection is, and the user's side.
-
-Messages cross in batches and ahead of need, never one round trip each: sends are only held back while
-`WINDOW` of them are on their way, and once user code asks for a message that is not here yet, the worker's
-side reads up to `WINDOW` ahead.
+backend gets for a call through a handle, so that the same code serves both.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -21,8 +16,6 @@ from starlette.requests import Request
 from daskserve.context import RequestContext
 from daskserve.errors import ServeError
 from daskserve.types import Envelope, EnvelopeKind, Message, Receive
-
-T = TypeVar("T")
 
 
 class HTTPRequest(Request):
