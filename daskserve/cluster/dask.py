@@ -146,6 +146,8 @@ class DaskCluster(ActorCalls):
     def _mark_ended(self) -> None:
         self._is_ended = True
         self._controller = None
+        if self._subscribing is not None and self._subscribing.done():
+            self._unsubscribe()  # the scheduler keeps the topic while this process listens
 
     async def close(self) -> None:
         """Stop listening. The Dask client and the channels stay open: the link owns them."""
@@ -215,12 +217,16 @@ class DaskCluster(ActorCalls):
         async def unsubscribe() -> None:
             if handler in self._handlers:
                 self._handlers.remove(handler)
-            if not self._handlers and self._subscribing is not None:
-                self._subscribing = None
-                if self._client.status == "running":
-                    self._client.unsubscribe_topic(topic_of(self.instance))
+            if not self._handlers:
+                self._unsubscribe()
 
         return unsubscribe
+
+    def _unsubscribe(self) -> None:
+        if self._subscribing is not None:
+            self._subscribing = None
+            if self._client.status == "running":
+                self._client.unsubscribe_topic(topic_of(self.instance))
 
     async def _subscribe(self) -> None:
         topic = topic_of(self.instance)

@@ -15,7 +15,7 @@ from daskserve.internals.checking import needs
 
 with needs("distributed", ">=2025.1,<2026.9") as check:
     from distributed import Client, Scheduler, Security, Worker
-    from distributed.broker import Broker
+    from distributed.broker import Broker, Topic
     from distributed.client import _maybe_call_security_loader
     from distributed.comm import parse_address
     from distributed.comm.core import Comm
@@ -35,6 +35,7 @@ with needs("distributed", ">=2025.1,<2026.9") as check:
     check.attributes(Worker, "actor_execute")
     check.fields(Scheduler, "idle_timeout", "_broker")
     check.fields(Broker, "_topics")
+    check.fields(Topic, "subscribers")
     check.attributes(Scheduler, "adaptive_target", "retire_workers", "workers_to_close")
     check.attributes(Status, "dont_reply", "running")
     check.fields(Comm, "local_info", "remote_info", "handshake_options")
@@ -180,6 +181,16 @@ def restore_method(scheduler: Scheduler, name: str, original: Callable[..., Any]
     """Undo `replace_method`."""
     scheduler.handlers[name] = original
     vars(scheduler).pop(name, None)
+
+
+def topics_of(scheduler: Scheduler) -> list[str]:
+    """Return the names of the topics that the scheduler keeps."""
+    return list(scheduler._broker._topics)
+
+
+def has_listeners(scheduler: Scheduler, topic: str) -> bool:
+    """Return whether a connected client is subscribed to a topic; Dask keeps the ids of closed clients."""
+    return any(client in scheduler.clients for client in scheduler._broker._topics[topic].subscribers)
 
 
 def drop_topic(scheduler: Scheduler, topic: str) -> None:

@@ -361,7 +361,7 @@ class ExternalCluster:
     def assert_clean(self, timeout_s: float = 5.0, *, topics: bool = True) -> None:
         """Fail unless all traces of daskserve disappear within ``timeout_s``.
 
-        A topic may exist for one more second: Dask recreates it when a client unsubscribes late.
+        A topic may exist for one more second: the scheduler removes it once its listeners have unsubscribed.
         """
 
         def left() -> list[str]:

@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 from dask_processes import ExternalCluster, fetch, is_listening, poll_for
+from distributed import Client
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import daskserve as serve
 from daskserve.cluster.dask import topic_of
-from daskserve.cluster.scheduler.supervisor import SECOND_SWEEP_S
+from daskserve.cluster.scheduler.topics import SWEEP_S
 
 
 class AddHeader:
@@ -259,13 +260,48 @@ def test_an_instance_restarted_at_once_keeps_its_topic(external: ExternalCluster
     """CL09: the cleanup of the first instance does not remove the topic of the second of the same name."""
     serve.start(detached=True, http_options={"port": 0}, dask_client=external.client).shutdown()
     with serve.start(detached=True, http_options={"port": 0}, dask_client=external.client) as client:
-        until = time.monotonic() + 1.3 * SECOND_SWEEP_S
+        until = time.monotonic() + 1.3 * SWEEP_S
         serve_text(client, "again")
         assert client.get_handle("text").remote().result(5) == "again"
         known = external.client.run_on_scheduler(partial(listeners_of, client.instance_name))
         assert known > 1
         while time.monotonic() < until:
             assert external.client.run_on_scheduler(partial(listeners_of, client.instance_name)) == known
+
+
+def topics_on(dask_scheduler: Any) -> dict[str, set[str]]:
+    """Return the listeners of each topic of daskserve."""
+    return {
+        name: topic.subscribers
+        for name, topic in dask_scheduler._broker._topics.items()
+        if name.startswith(topic_of(""))
+    }
+
+
+def test_a_program_that_unsubscribes_after_the_end_leaves_no_topic(external: ExternalCluster) -> None:
+    """CL09: the cleanup waits for the last listener, whose unsubscription would create the topic again."""
+    with (
+        Client(external.address, set_as_default=False) as late,
+        serve.start(http_options={"port": 0}, dask_client=external.client) as client,
+    ):
+        topic = topic_of(client.instance_name)
+        late.subscribe_topic(topic, lambda event: None)
+        poll_for(lambda: late.id in late.run_on_scheduler(topics_on)[topic])
+        client.shutdown()
+        poll_for(lambda: late.run_on_scheduler(topics_on) == {topic: {late.id}})
+        late.unsubscribe_topic(topic)
+        poll_for(lambda: not late.run_on_scheduler(topics_on))
+
+
+def test_a_connected_program_unsubscribes_when_the_instance_ends(external: ExternalCluster) -> None:
+    """CL09: a program that stays connected to Dask keeps no topic on the scheduler."""
+    with Client(external.address, set_as_default=False) as other:
+        client = serve.start(detached=True, http_options={"port": 0}, dask_client=external.client)
+        serve_text(client, "text")
+        assert serve.connect(dask_client=other).get_handle("text").remote().result(5) == "text"
+        assert other.id in other.run_on_scheduler(topics_on)[topic_of(client.instance_name)]
+        client.shutdown()
+        poll_for(lambda: not other.run_on_scheduler(topics_on))
 
 
 def test_a_client_reports_a_shutdown_by_another_client(external: ExternalCluster) -> None:

@@ -20,7 +20,7 @@ from daskserve._version import __version__
 from daskserve.cluster.base import StoreChange, UseReport
 from daskserve.cluster.channel.dialling import SPLICE_OP
 from daskserve.cluster.dask import SUPERVISOR_OP, topic_of
-from daskserve.cluster.distributed_internals import add_handler, drop_topic, is_running, remove_handler
+from daskserve.cluster.distributed_internals import add_handler, is_running, remove_handler
 from daskserve.cluster.encryption import as_client
 from daskserve.cluster.long_poll import ENDED, WORKERS
 from daskserve.cluster.scheduler.capacity import Capacity
@@ -30,6 +30,7 @@ from daskserve.cluster.scheduler.figures import SupervisorFigures
 from daskserve.cluster.scheduler.hosts import HostRegistry
 from daskserve.cluster.scheduler.scale_route import ScaleRoute
 from daskserve.cluster.scheduler.splice import Splices
+from daskserve.cluster.scheduler.topics import EndedTopics
 from daskserve.cluster.store.opening import open_store
 from daskserve.errors import (
     AlreadyRunningError,
@@ -48,8 +49,6 @@ from daskserve.types import DEFAULT_INSTANCE, InstanceName, WorkerAddress
 logger = logging.getLogger("daskserve.supervisor")
 
 PLUGIN_NAME = "daskserve-supervisor"
-#: A client that unsubscribes late makes Dask recreate the topic; after this time it is dropped again.
-SECOND_SWEEP_S = 1.0
 #: A supervisor without an instance unregisters after this time; the next start registers a new one.
 UNUSED_S = 2.0
 #: Number of cancelled starts that are remembered; each matters for milliseconds.
@@ -76,6 +75,7 @@ class Supervisor(SchedulerPlugin):
         self._client: Client | None = None
         self._hosts = HostRegistry(scheduler)
         self._splices = Splices(scheduler, self._hosts)
+        self._topics = EndedTopics(scheduler, self._is_anywhere)
         adaptive = {"kind": WORKERS, "joined": [], "left": [], "is_adaptive": True}
         self._capacity = Capacity(scheduler, self._evacuate, lambda: self._publish(None, adaptive))
         self._targets = Targets(scheduler, self._hosts.facts_of)
@@ -198,6 +198,7 @@ class Supervisor(SchedulerPlugin):
             raise
         entry = Instance(instance, owner, owns_cluster, grace_s, payload, opened, start_id)
         self._instances[instance] = entry
+        self._topics.sweep()  # messages may have arrived after the end of an earlier instance
         try:
             try:
                 await entry.store.open()
@@ -251,9 +252,7 @@ class Supervisor(SchedulerPlugin):
             except TimeoutError:
                 logger.warning("Instance %s ended while its store or a worker did not answer", entry.name)
             await self._hosts.end_instance(entry.name)
-        self._drop_topic(entry.name)
-        loop = asyncio.get_running_loop()
-        loop.call_later(SECOND_SWEEP_S, self._drop_topic, entry.name)
+        self._topics.sweep()
         self._capacity.forget(entry.name)
         self._reported.set()
         await entry.store.close()
@@ -389,11 +388,10 @@ class Supervisor(SchedulerPlugin):
         for name in list(self._instances) if instance is None else [instance]:
             self._scheduler.log_event(topic_of(name), dict(message))
 
-    def _drop_topic(self, instance: InstanceName) -> None:
-        # Another instance of this name may run by now, under another supervisor.
+    def _is_anywhere(self, instance: InstanceName) -> bool:
+        # Once this supervisor is closed, another one may run an instance of this name.
         present = self._scheduler.plugins.get(PLUGIN_NAME)
-        if not (isinstance(present, Supervisor) and present.is_running(instance)):
-            drop_topic(self._scheduler, topic_of(instance))
+        return isinstance(present, Supervisor) and present.is_running(instance)
 
     def is_running(self, instance: InstanceName) -> bool:
         """Return whether an instance of this name runs and is not ending."""
