@@ -30,8 +30,10 @@ from daskserve.control.controller import Controller
 from daskserve.control.observed import Observed
 from daskserve.control.records import Change, encode
 from daskserve.control.state import State
+from daskserve.options.actor import ActorOptions
+from daskserve.options.backend import BackendConfig
 from daskserve.options.backend_spec import BackendSpec
-from daskserve.options.config import ActorOptions, BackendConfig, HTTPOptions
+from daskserve.options.http import HTTPOptions
 from daskserve.starts import ControllerStart
 from daskserve.types import ActorKind, Location, WorkerInfo
 

@@ -34,7 +34,8 @@ from daskserve.data.caller.handle import Handle
 from daskserve.data.caller.router import Routers
 from daskserve.data.replica.replica import Replica
 from daskserve.loops.hops import Hops
-from daskserve.options.config import BackendConfig, HTTPOptions
+from daskserve.options.backend import BackendConfig
+from daskserve.options.http import HTTPOptions
 from daskserve.payload import dump, dump_bytes
 from daskserve.proxies.asgi import ASGIApp, Scope
 from daskserve.proxies.exchange.carrier import Carrier

@@ -33,9 +33,11 @@ if TYPE_CHECKING:
     from daskserve.data.replica.accept_batch import accept_batch
     from daskserve.data.replica.requests import ServeRequest
     from daskserve.errors import ServeError
+    from daskserve.options.actor import ActorOptions
     from daskserve.options.autoscaling import AutoscalingConfig
-    from daskserve.options.config import ActorOptions, BackendConfig, HTTPOptions
+    from daskserve.options.backend import BackendConfig
     from daskserve.options.environment import CondaEnv
+    from daskserve.options.http import HTTPOptions
 
 #: Where each public name lives. Loaded on first use: importing daskserve must cost little and start nothing.
 _HOMES: Mapping[str, str] = {
@@ -56,9 +58,9 @@ _HOMES: Mapping[str, str] = {
     "Deployment": "client.deployments",
     "Application": "client.deployments",
     # options
-    "HTTPOptions": "options.config",
-    "BackendConfig": "options.config",
-    "ActorOptions": "options.config",
+    "HTTPOptions": "options.http",
+    "BackendConfig": "options.backend",
+    "ActorOptions": "options.actor",
     "AutoscalingConfig": "options.autoscaling",
     "CondaEnv": "options.environment",
     # policies

@@ -103,7 +103,7 @@ def local_cluster_size() -> LocalClusterSize:
 
 
 def http_defaults() -> dict[str, Any]:
-    """Return defaults for `daskserve.options.config.HTTPOptions`, from ``daskserve.http.*``."""
+    """Return defaults for `daskserve.options.http.HTTPOptions`, from ``daskserve.http.*``."""
     return _section("daskserve.http")
 
 

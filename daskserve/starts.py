@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 import msgpack
 
 if TYPE_CHECKING:
-    from daskserve.options.config import BackendConfig, HTTPOptions
+    from daskserve.options.backend import BackendConfig
+    from daskserve.options.http import HTTPOptions
 
 #: Options of a backend that its replicas do not get: their code and credentials stay in the controller.
 NOT_FOR_REPLICAS = frozenset({"autoscaling_config", "internal_metadata", "user_config"})

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from daskserve.client.client import Client
-    from daskserve.options.config import HTTPOptions
+    from daskserve.options.http import HTTPOptions
 
 T = TypeVar("T")
 
@@ -226,7 +226,8 @@ def _instance_on(
     from daskserve.client.calls import ControllerCalls, wait_for_http
     from daskserve.client.client import Client
     from daskserve.cluster.local.cluster import LocalCluster
-    from daskserve.options.config import HTTPOptions, parse_options
+    from daskserve.options.base import parse_options
+    from daskserve.options.http import HTTPOptions
     from daskserve.payload import dump_bytes
     from daskserve.starts import ControllerStart
     from daskserve.types import ActorKind, Location

@@ -12,8 +12,15 @@ from generated_tables import GeneratedTables
 from pydantic import AliasChoices
 from pydantic.fields import FieldInfo
 
-from daskserve.options import config
+from daskserve.options.actor import ActorOptions
+from daskserve.options.autoscaling import AutoscalingConfig
+from daskserve.options.backend import BackendConfig
+from daskserve.options.base import Options
+from daskserve.options.http import HTTPOptions
+from daskserve.types import Location
 
+#: The models whose options the README lists, by name.
+MODELS = {model.__name__: model for model in (BackendConfig, ActorOptions, AutoscalingConfig, HTTPOptions)}
 #: Set by daskserve itself; not an option.
 INTERNAL = frozenset({"internal_metadata"})
 
@@ -21,7 +28,7 @@ INTERNAL = frozenset({"internal_metadata"})
 def default_of(field: FieldInfo) -> str:
     """Return a field's default in Python syntax."""
     value: Any = field.get_default(call_default_factory=True)
-    return f"`{str(value) if isinstance(value, config.Location) else value!r}`"
+    return f"`{str(value) if isinstance(value, Location) else value!r}`"
 
 
 def row(name: str, field: FieldInfo) -> str:
@@ -33,13 +40,13 @@ def row(name: str, field: FieldInfo) -> str:
     return f"| {spelling} | {default_of(field)} | {(field.description or '').replace('``', '`')} |"
 
 
-def table(model: type[config.Options]) -> str:
+def table(model: type[Options]) -> str:
     """Return a model's options as a Markdown table."""
     rows = [row(name, field) for name, field in model.model_fields.items() if name not in INTERNAL]
     return "\n".join(["| option | default | meaning |", "| --- | --- | --- |", *rows]) + "\n"
 
 
-TABLES = GeneratedTables("README.md", r"options: (\w+)", lambda model: table(getattr(config, model)))
+TABLES = GeneratedTables("README.md", r"options: (\w+)", lambda model: table(MODELS[model]))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ import pytest
 
 from daskserve.dashboards.grafana import DASHBOARDS
 from daskserve.figures.histogram import CAUSES
-from daskserve.options.config import BackendConfig, HTTPOptions
+from daskserve.options.backend import BackendConfig
+from daskserve.options.http import HTTPOptions
 
 ROOT = Path(__file__).parent.parent
 

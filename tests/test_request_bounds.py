@@ -18,7 +18,7 @@ from daskserve.client.client import Client
 from daskserve.cluster.local.cluster import LocalCluster
 from daskserve.context import current_request
 from daskserve.errors import BadRequestError, RequestTimeoutError
-from daskserve.options.config import HTTPOptions
+from daskserve.options.http import HTTPOptions
 from daskserve.testing import local_instance
 
 PATIENCE_S = 10.0

@@ -63,7 +63,11 @@ CLOCKWORK = ("daskserve/clock.py", "daskserve/cluster/", "daskserve/testing.py",
 DOCUMENTED = (
     "daskserve/client/client.py",
     "daskserve/client/api.py",
-    "daskserve/options/config.py",
+    "daskserve/options/actor.py",
+    "daskserve/options/autoscaling.py",
+    "daskserve/options/backend.py",
+    "daskserve/options/base.py",
+    "daskserve/options/http.py",
     "daskserve/errors.py",
 )
 

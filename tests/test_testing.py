@@ -13,7 +13,7 @@ import pytest
 
 from daskserve.clock import LoopClock
 from daskserve.errors import BadRequestError, ReplicaStartError
-from daskserve.options.config import HTTPOptions
+from daskserve.options.http import HTTPOptions
 from daskserve.testing import (
     DeadlockError,
     LivelockError,

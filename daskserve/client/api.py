@@ -27,7 +27,8 @@ from daskserve.cluster.scheduler.install import start_instance
 from daskserve.context import current_replica
 from daskserve.data.caller.handle import Handle
 from daskserve.errors import AlreadyRunningError, ClosedError, NotRunningError
-from daskserve.options.config import HTTPOptions, parse_options
+from daskserve.options.base import parse_options
+from daskserve.options.http import HTTPOptions
 from daskserve.payload import dump_bytes
 from daskserve.starts import ControllerStart
 from daskserve.types import DEFAULT_INSTANCE, InstanceName

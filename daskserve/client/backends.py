@@ -10,8 +10,10 @@ from daskserve import settings
 from daskserve.client.connection import InstanceConnection
 from daskserve.client.specs import join_config, make_spec, split_config
 from daskserve.errors import ServeError
+from daskserve.options.actor import ActorOptions
+from daskserve.options.backend import BackendConfig
 from daskserve.options.backend_spec import BackendSpec
-from daskserve.options.config import ActorOptions, BackendConfig, parse_options
+from daskserve.options.base import parse_options
 from daskserve.options.external_scaling import checked_number
 from daskserve.types import GoalId
 

@@ -10,8 +10,9 @@ from typing import Any
 
 from daskserve.client.connection import InstanceConnection
 from daskserve.client.specs import check_route, make_spec
+from daskserve.options.actor import ActorOptions
+from daskserve.options.backend import BackendConfig
 from daskserve.options.backend_spec import BackendSpec
-from daskserve.options.config import ActorOptions, BackendConfig
 from daskserve.types import ALL_HTTP_METHODS, GoalId
 
 #: Distinguishes an omitted route from None, which means no route.

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
 from daskserve.data.replica.definitions import inspect_definition
-from daskserve.options.config import ActorOptions, BackendConfig, parse_options
+from daskserve.options.actor import ActorOptions
+from daskserve.options.backend import BackendConfig
+from daskserve.options.base import parse_options
 
 #: Distinguishes an omitted argument from None.
 _UNSET: Any = object()

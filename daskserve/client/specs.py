@@ -9,8 +9,10 @@ from typing import Any
 from daskserve import settings
 from daskserve.data.replica.definitions import CallableFacts, inspect_definition
 from daskserve.errors import BadRequestError
+from daskserve.options.actor import ActorOptions
+from daskserve.options.backend import BackendConfig, BackendMetadata
 from daskserve.options.backend_spec import BackendSpec
-from daskserve.options.config import ActorOptions, BackendConfig, BackendMetadata, parse_options
+from daskserve.options.base import parse_options
 from daskserve.options.environment import parse_environment
 from daskserve.payload import dump_bytes, load_bytes
 

@@ -16,8 +16,8 @@ from daskserve.control.records import BackendRecord, Change, CodeRecord
 from daskserve.control.state import State
 from daskserve.control.target_capacity import at_capacity
 from daskserve.errors import AlreadyRegisteredError, BadRequestError, NotFoundError, NotRegisteredError
+from daskserve.options.backend import BackendConfig
 from daskserve.options.backend_spec import BackendSpec
-from daskserve.options.config import BackendConfig
 from daskserve.types import BackendTag, EndpointTag, GoalId
 
 #: Config fields that do not concern running replicas.

@@ -11,8 +11,8 @@ from daskserve.control import backend_verbs, endpoint_state, scale_verb, target_
 from daskserve.control.backend_verbs import Outcome
 from daskserve.control.core import ControllerCore
 from daskserve.errors import ServeError, UnavailableError
+from daskserve.options.backend import BackendConfig
 from daskserve.options.backend_spec import BackendSpec
-from daskserve.options.config import BackendConfig
 from daskserve.types import GoalId
 
 

@@ -26,7 +26,7 @@ from daskserve.control.watch import WorkerWatch
 from daskserve.control.writing import Writer
 from daskserve.errors import InstanceError, ServeError, StaleEpochError
 from daskserve.figures.table import MetricSample
-from daskserve.options.config import HTTPOptions
+from daskserve.options.http import HTTPOptions
 from daskserve.starts import ControllerStart, ProxyStart
 from daskserve.types import Location, SnapshotId, WorkerInfo
 

@@ -15,9 +15,11 @@ from typing import Any, ClassVar, TypeAlias
 import msgpack
 
 from daskserve.errors import InstanceError
+from daskserve.options.actor import ActorOptions
 from daskserve.options.autoscaling import AutoscalingConfig
+from daskserve.options.backend import BackendConfig
+from daskserve.options.base import Options
 from daskserve.options.bounds import share_of
-from daskserve.options.config import ActorOptions, BackendConfig, Options
 from daskserve.types import (
     ActorAddress,
     BackendTag,

@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AliasChoices, ConfigDict, Field, field_validator, model_validator
 
+from daskserve.options.base import Options
 from daskserve.options.bounds import Bounds
 from daskserve.options.credentials import masked, validated
 from daskserve.options.queues import QueueOptions, queue_options_of
@@ -26,17 +27,11 @@ BUILT_IN_POLICIES = (
 BURST_WINDOW_S = 6.0
 
 
-class AutoscalingConfig(BaseModel):
+class AutoscalingConfig(Options):
     """The bounds, the policy and the speed of a backend's autoscaling."""
 
-    model_config = ConfigDict(
-        extra="forbid",
-        validate_assignment=True,
-        populate_by_name=True,
-        arbitrary_types_allowed=True,
-        # Without this, an infinite value would be serialised as null.
-        ser_json_inf_nan="constants",
-    )
+    # Without ser_json_inf_nan, an infinite value would be serialised as null.
+    model_config = ConfigDict(arbitrary_types_allowed=True, ser_json_inf_nan="constants")
 
     min_replicas: int = Field(
         1,

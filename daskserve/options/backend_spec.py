@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
-from daskserve.options.config import ActorOptions, BackendConfig
+from daskserve.options.actor import ActorOptions
+from daskserve.options.backend import BackendConfig
 from daskserve.types import BackendTag
 
 

@@ -60,7 +60,7 @@ _PLAIN_TYPES = (str, bytes, int, float, type(None))
 
 
 class IngressOptions(Protocol):
-    """The part of `daskserve.options.config.HTTPOptions` that the ingress reads, once."""
+    """The part of `daskserve.options.http.HTTPOptions` that the ingress reads, once."""
 
     @property
     def root_path(self) -> str: ...

@@ -21,7 +21,7 @@ from daskserve.proxies.server.hangup import HangupWatch
 from daskserve.proxies.server.listen import bind_sockets
 
 if TYPE_CHECKING:
-    from daskserve.options.config import HTTPOptions
+    from daskserve.options.http import HTTPOptions
 
 log = logging.getLogger("daskserve.proxies")
 

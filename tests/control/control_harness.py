@@ -20,8 +20,9 @@ from daskserve.control.records import (
     ReplicaRecord,
 )
 from daskserve.control.state import State
+from daskserve.options.actor import ActorOptions
+from daskserve.options.backend import BackendConfig
 from daskserve.options.backend_spec import BackendSpec
-from daskserve.options.config import ActorOptions, BackendConfig
 from daskserve.types import ReplicaState, WorkerInfo
 
 #: What a replica occupies unless the test says otherwise.

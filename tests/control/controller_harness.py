@@ -17,7 +17,7 @@ from daskserve.control.controller import Controller
 from daskserve.control.records import CorruptRecordError, Record, ReplicaRecord, decode
 from daskserve.errors import ReplicaStartError
 from daskserve.figures.table import MetricSample
-from daskserve.options.config import HTTPOptions
+from daskserve.options.http import HTTPOptions
 from daskserve.starts import ControllerStart, ProxyStart, ReplicaStart
 from daskserve.testing import run_virtual, wait_until
 from daskserve.types import (

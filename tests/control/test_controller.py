@@ -22,7 +22,8 @@ from daskserve.errors import (
     ReplicaStartError,
     RequestTimeoutError,
 )
-from daskserve.options.config import BackendConfig, HTTPOptions
+from daskserve.options.backend import BackendConfig
+from daskserve.options.http import HTTPOptions
 from daskserve.starts import ControllerStart
 from daskserve.testing import run_virtual
 from daskserve.types import ActorKind, Location

@@ -17,7 +17,7 @@ from daskserve.errors import (
     ReplicaStartError,
     http_status_of,
 )
-from daskserve.options.config import BackendConfig
+from daskserve.options.backend import BackendConfig
 from daskserve.options.external_scaling import MOST_REPLICAS, checked_number, number_in
 
 OPEN = {"external_scaler_enabled": True}

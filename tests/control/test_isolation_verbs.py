@@ -13,8 +13,8 @@ from daskserve.control.backend_verbs import Outcome
 from daskserve.control.records import BackendRecord
 from daskserve.control.state import State
 from daskserve.errors import BadRequestError
+from daskserve.options.backend import BackendConfig
 from daskserve.options.backend_spec import BackendSpec
-from daskserve.options.config import BackendConfig
 
 PROCESS = BackendConfig(isolation="process")
 

@@ -18,7 +18,7 @@ from daskserve.control.reconcile import ACTION_RETRY_S, TICK_S
 from daskserve.control.records import BackendRecord, CodeRecord, ReplicaRecord, encode
 from daskserve.control.watch import MISSES
 from daskserve.errors import ActorLostError, BadRequestError, ReplicaStartError, UnavailableError
-from daskserve.options.config import HTTPOptions
+from daskserve.options.http import HTTPOptions
 from daskserve.testing import run_virtual
 from daskserve.types import Location, ReplicaState
 

@@ -26,8 +26,9 @@ from daskserve.control.records import (
     from_plain,
     to_plain,
 )
+from daskserve.options.actor import ActorOptions
 from daskserve.options.autoscaling import AutoscalingConfig
-from daskserve.options.config import ActorOptions, BackendConfig, BackendMetadata
+from daskserve.options.backend import BackendConfig, BackendMetadata
 from daskserve.types import ActorAddress, ReplicaState
 
 names = st.text(min_size=1, max_size=10)

@@ -13,7 +13,7 @@ from daskserve.control.observed import Scaling
 from daskserve.control.records import BackendRecord
 from daskserve.control.scaled import carried_over
 from daskserve.options.autoscaling import AutoscalingConfig
-from daskserve.options.config import BackendConfig
+from daskserve.options.backend import BackendConfig
 
 OPTIONS: Mapping[str, Any] = {"min_replicas": 2, "max_replicas": 20}
 DRY: Mapping[str, Any] = {**OPTIONS, "dry_run": True}

@@ -9,7 +9,7 @@ from controller_harness import ScriptedReplica, Stage, play
 
 from daskserve.cluster.base import ActorSpec
 from daskserve.control.watch import ANSWER_S, MISSES, PERIOD_S, SWEEP_S
-from daskserve.options.config import HTTPOptions
+from daskserve.options.http import HTTPOptions
 from daskserve.starts import ProxyStart
 from daskserve.testing import run_virtual
 from daskserve.types import ActorKind, Location

@@ -18,7 +18,7 @@ from dask_processes import PATIENCE_S, ExternalCluster, Program, poll_for, wait_
 import daskserve as serve
 from daskserve.cluster.link import Link, link_of
 from daskserve.errors import InstanceError
-from daskserve.options.config import HTTPOptions
+from daskserve.options.http import HTTPOptions
 from daskserve.starts import ControllerStart
 from daskserve.types import Location
 

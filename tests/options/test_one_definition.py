@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from daskserve.options.actor import ActorOptions
+from daskserve.options.backend import BackendConfig
 from daskserve.options.backend_spec import BackendSpec
-from daskserve.options.config import ActorOptions, BackendConfig, HTTPOptions
+from daskserve.options.http import HTTPOptions
 from daskserve.proxies.exchange.carrier import Carrier
 from daskserve.proxies.server.life import HTTPServer
 from daskserve.starts import ControllerStart, ProxyStart, ReplicaStart, dump_config, dump_http, read_config

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from daskserve.autoscaling.loading import load_policy
 from daskserve.options.autoscaling import AutoscalingConfig
-from daskserve.options.config import BackendConfig
+from daskserve.options.backend import BackendConfig
 from daskserve.options.credentials import masked
 from daskserve.options.queues import QueueOptions
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from daskserve.options.config import HTTPOptions
+from daskserve.options.http import HTTPOptions
 from daskserve.proxies.asgi import ASGIApp, Scope
 from daskserve.proxies.exchange.request_head import RequestHead
 from daskserve.proxies.server.choice import server_type

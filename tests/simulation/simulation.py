@@ -31,7 +31,7 @@ from daskserve.control.records import (
 )
 from daskserve.data.caller.load_reports import LoadReports
 from daskserve.errors import ClosedError, ServeError
-from daskserve.options.config import HTTPOptions
+from daskserve.options.http import HTTPOptions
 from daskserve.starts import ControllerStart
 from daskserve.testing import VirtualTimeLoop
 from daskserve.types import ActorAddress, ActorKind, Location, ReplicaState, WorkerInfo

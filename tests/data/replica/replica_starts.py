@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from daskserve import payload
-from daskserve.options.config import BackendConfig
+from daskserve.options.backend import BackendConfig
 from daskserve.starts import ReplicaStart, dump_config
 
 

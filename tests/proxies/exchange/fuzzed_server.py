@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from fuzz_requests import IDLE_S, MAX_BODY_BYTES, Delivery
 from http_harness import read_body, respond, timers
 
-from daskserve.options.config import HTTPOptions
+from daskserve.options.http import HTTPOptions
 from daskserve.proxies.asgi import ASGIApp, Scope
 from daskserve.proxies.ingress.app import IngressApp
 from daskserve.proxies.ingress.routes import RouteTable

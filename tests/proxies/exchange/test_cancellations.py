@@ -26,7 +26,8 @@ from daskserve.cluster.long_poll import LongPollClient
 from daskserve.data.caller.router import Routers
 from daskserve.data.replica.replica import Replica
 from daskserve.errors import RequestTimeoutError
-from daskserve.options.config import BackendConfig, HTTPOptions
+from daskserve.options.backend import BackendConfig
+from daskserve.options.http import HTTPOptions
 from daskserve.payload import dump_bytes
 from daskserve.proxies.ingress.app import IngressApp
 from daskserve.proxies.ingress.routes import RouteTable

@@ -16,7 +16,7 @@ from starlette.middleware.gzip import GZipMiddleware
 from starlette.responses import JSONResponse, Response
 
 from daskserve.data.replica.conversion import ConvertedResponse, to_answer
-from daskserve.options.config import HTTPOptions
+from daskserve.options.http import HTTPOptions
 from daskserve.proxies.asgi import Scope
 from daskserve.proxies.ingress.app import IngressApp, build_app
 from daskserve.proxies.ingress.routes import RouteTable

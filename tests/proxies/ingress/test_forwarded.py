@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from daskserve.options.config import HTTPOptions
+from daskserve.options.http import HTTPOptions
 from daskserve.proxies.asgi import Scope
 from daskserve.proxies.ingress.forwarded import ForwardedHeaders
 from daskserve.types import Receive, Send

@@ -14,7 +14,7 @@ from http_harness import poll_for, read_body, respond, run, tracebacks
 from starlette.middleware import Middleware
 
 from daskserve.errors import ActorLostError, BackPressureError, BadRequestError
-from daskserve.options.config import HTTPOptions
+from daskserve.options.http import HTTPOptions
 from daskserve.proxies.asgi import ASGIApp, Scope
 from daskserve.proxies.ingress.app import IngressApp, build_app, is_plain
 from daskserve.proxies.ingress.request import parse_timeout

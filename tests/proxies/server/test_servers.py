@@ -23,7 +23,7 @@ from http_harness import (
 
 from daskserve.clock import LoopClock
 from daskserve.errors import BackPressureError, BadRequestError, PortInUseError
-from daskserve.options.config import HTTPOptions
+from daskserve.options.http import HTTPOptions
 from daskserve.proxies.exchange.websocket import DISCONNECT_GRACE_S
 from daskserve.proxies.ingress.app import IngressApp
 from daskserve.proxies.ingress.routes import RouteTable

@@ -12,7 +12,7 @@ from distributed import Security
 from http_harness import Client, poll_for, request, run, serving
 
 from daskserve.errors import BadRequestError
-from daskserve.options.config import HTTPOptions
+from daskserve.options.http import HTTPOptions
 from daskserve.proxies.asgi import Scope
 from daskserve.proxies.server.tls import server_context
 from daskserve.types import Receive, Send

@@ -1,119 +1,22 @@
-"""Every option a user can set, each defined once.
-
-A pydantic field and its description are the only definition: the API, the documentation and the errors
-come from it. Defaults that an operator may want to change for a whole site are read from Dask's own
-configuration (`daskserve.settings`). Pydantic stays off the request path.
-"""
+"""The options of a backend, and the facts about its callable."""
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AliasChoices, Field, model_validator
 
 from daskserve.options.autoscaling import AutoscalingConfig
+from daskserve.options.base import Options
 from daskserve.options.credentials import masked, validated
-from daskserve.types import Location
 
 #: Concurrency of a replica whose callable is a plain function, and of one that is ``async def``.
 SYNC_CONCURRENCY = 8
 ASYNC_CONCURRENCY = 100
 #: Default maximum number of replicas with ``num_replicas="auto"``.
 AUTO_MAX_REPLICAS = 100
-
-
-class Options(BaseModel):
-    """Base class of all option models: unknown keys and invalid assignments are errors."""
-
-    model_config = ConfigDict(extra="forbid", validate_assignment=True, populate_by_name=True)
-
-    def to_plain(self) -> dict[str, Any]:
-        """Return the options that were set, as plain values from which the model can be restored."""
-        return self.model_dump(exclude_unset=True)
-
-
-ModelT = TypeVar("ModelT", bound=Options)
-
-
-class HTTPOptions(Options):
-    """HTTP options of an instance."""
-
-    host: str | None = Field(
-        "127.0.0.1", description="Address on which the proxies listen. None: no proxies, as with NoServer."
-    )
-    port: int = Field(8000, ge=0, le=65535, description="Port of the proxies; 0 means a free port.")
-    middlewares: list[Any] = Field(
-        default_factory=list,
-        description="Starlette ``Middleware`` objects wrapped around the ingress, first one outermost.",
-    )
-    server: Literal["tornado", "uvicorn"] = Field(
-        "tornado",
-        description="HTTP server: Tornado, which is always installed, or uvicorn, which is faster and needs "
-        "``daskserve[uvicorn]`` on the workers.",
-    )
-    location: Location | None = Field(
-        Location.HEAD_ONLY, description="Workers that get a proxy. None: no proxies, as with NoServer."
-    )
-    root_path: str = Field("", description="Path prefix under which a reverse proxy publishes daskserve.")
-    request_timeout_s: float | None = Field(
-        None, gt=0, description="Time in seconds after which a request gets 408; None means no limit."
-    )
-    max_body_bytes: int = Field(
-        1 << 30, ge=0, description="Maximum size of a request body, in bytes; a larger one gets 413."
-    )
-    max_websocket_message_bytes: int = Field(
-        16 << 20,
-        gt=0,
-        description="Maximum size of a WebSocket message, in bytes; a larger one closes the connection with "
-        "code 1009.",
-    )
-    keep_alive_timeout_s: float = Field(
-        90.0,
-        gt=0,
-        description="Time in seconds without incoming data after which an idle connection is closed, between "
-        "requests or within an incomplete one.",
-    )
-    trusted_forwarders: list[str] = Field(
-        default_factory=list,
-        description="Addresses and networks of reverse proxies whose ``X-Forwarded-For`` and "
-        "``X-Forwarded-Proto`` are trusted.",
-    )
-    ssl_certfile: str | None = Field(
-        None,
-        description="Path of the certificate chain in PEM, on the hosts of the proxies. If it is set, the "
-        "proxies accept only HTTPS.",
-    )
-    ssl_keyfile: str | None = Field(
-        None, description="Path of the private key in PEM. None: the key is in ``ssl_certfile``."
-    )
-    ssl_keyfile_password: str | None = Field(
-        None, repr=False, description="Password of the private key, if it is encrypted."
-    )
-    debug: bool = Field(
-        False,
-        description="Whether error responses contain user tracebacks. Never use it on a public port.",
-    )
-
-    @field_validator("trusted_forwarders")
-    @classmethod
-    def _are_networks(cls, names: list[str]) -> list[str]:
-        for name in names:
-            ipaddress.ip_network(name, strict=False)
-        return names
-
-    @model_validator(mode="after")
-    def _key_has_a_certificate(self) -> HTTPOptions:
-        if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_keyfile_password):
-            raise ValueError("ssl_keyfile and ssl_keyfile_password need an ssl_certfile")
-        return self
-
-    @property
-    def has_proxies(self) -> bool:
-        """Whether these options require any proxies."""
-        return self.host is not None and self.location not in (None, Location.NO_SERVER)
 
 
 class BackendMetadata(Options):
@@ -281,65 +184,3 @@ class BackendConfig(Options):
             name: getattr(changes, name) for name in changes.model_fields_set if name != "internal_metadata"
         }
         return BackendConfig(**values)
-
-
-class ActorOptions(Options):
-    """Resources of one replica; daskserve compares them with what the workers declare."""
-
-    num_cpus: float = Field(
-        0.1, ge=0, description="Share of a worker's threads. The default lets ten replicas share one."
-    )
-    num_gpus: float = Field(0, ge=0, description="Amount of the worker resource ``GPU``.")
-    memory: int = Field(0, ge=0, description="Bytes of the worker's memory limit.")
-    resources: dict[str, float] = Field(
-        default_factory=dict, description="Amounts of declared Dask worker resources."
-    )
-    workers: list[str] | None = Field(
-        None, description="Addresses, names or hosts of the only workers allowed; None allows all."
-    )
-
-    @field_validator("resources")
-    @classmethod
-    def _amounts_are_positive(cls, value: dict[str, float]) -> dict[str, float]:
-        for name, amount in value.items():
-            if amount < 0:
-                raise ValueError(f"resource {name!r} asks for {amount}; an amount cannot be negative")
-        return value
-
-    def demand(self) -> dict[str, float]:
-        """Return the amounts by resource name, including CPU, GPU and memory."""
-        wanted = dict(self.resources)
-        for name, amount in (("CPU", self.num_cpus), ("GPU", self.num_gpus), ("memory", self.memory)):
-            if amount:
-                wanted[name] = wanted.get(name, 0) + amount
-        return wanted
-
-
-def parse_options(model: type[ModelT], value: Any, *, what: str) -> ModelT:
-    """Return ``value`` as an option model.
-
-    Parameters
-    ----------
-    model
-        The class of the option model.
-    value : model, mapping or None
-        None means all defaults.
-    what : str
-        Names the argument in errors.
-
-    Raises
-    ------
-    TypeError
-        The value is neither the model nor a mapping.
-    pydantic.ValidationError
-        A `ValueError` that names the option and what is wrong with it.
-    """
-    if value is None:
-        return model()
-    if isinstance(value, model):
-        return value
-    if isinstance(value, Mapping):
-        return model(**value)
-    raise TypeError(
-        f"{what} must be a {model.__name__} or a dict of its options, got {type(value).__name__}: {value!r}"
-    )

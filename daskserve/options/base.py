@@ -1,0 +1,56 @@
+"""What all option models share.
+
+A pydantic field and its description are the only definition of an option: the API, the documentation and the
+errors come from it. Defaults that an operator may want to change for a whole site are read from Dask's own
+configuration (`daskserve.settings`). Pydantic stays off the request path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Options(BaseModel):
+    """Base class of all option models: unknown keys and invalid assignments are errors."""
+
+    model_config = ConfigDict(extra="forbid", validate_assignment=True, populate_by_name=True)
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the options that were set, as plain values from which the model can be restored."""
+        return self.model_dump(exclude_unset=True)
+
+
+ModelT = TypeVar("ModelT", bound=Options)
+
+
+def parse_options(model: type[ModelT], value: Any, *, what: str) -> ModelT:
+    """Return ``value`` as an option model.
+
+    Parameters
+    ----------
+    model
+        The class of the option model.
+    value : model, mapping or None
+        None means all defaults.
+    what : str
+        Names the argument in errors.
+
+    Raises
+    ------
+    TypeError
+        The value is neither the model nor a mapping.
+    pydantic.ValidationError
+        A `ValueError` that names the option and what is wrong with it.
+    """
+    if value is None:
+        return model()
+    if isinstance(value, model):
+        return value
+    if isinstance(value, Mapping):
+        return model(**value)
+    raise TypeError(
+        f"{what} must be a {model.__name__} or a dict of its options, got {type(value).__name__}: {value!r}"
+    )

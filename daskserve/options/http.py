@@ -1,0 +1,89 @@
+"""The HTTP options of an instance."""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from daskserve.options.base import Options
+from daskserve.types import Location
+
+
+class HTTPOptions(Options):
+    """HTTP options of an instance."""
+
+    host: str | None = Field(
+        "127.0.0.1", description="Address on which the proxies listen. None: no proxies, as with NoServer."
+    )
+    port: int = Field(8000, ge=0, le=65535, description="Port of the proxies; 0 means a free port.")
+    middlewares: list[Any] = Field(
+        default_factory=list,
+        description="Starlette ``Middleware`` objects wrapped around the ingress, first one outermost.",
+    )
+    server: Literal["tornado", "uvicorn"] = Field(
+        "tornado",
+        description="HTTP server: Tornado, which is always installed, or uvicorn, which is faster and needs "
+        "``daskserve[uvicorn]`` on the workers.",
+    )
+    location: Location | None = Field(
+        Location.HEAD_ONLY, description="Workers that get a proxy. None: no proxies, as with NoServer."
+    )
+    root_path: str = Field("", description="Path prefix under which a reverse proxy publishes daskserve.")
+    request_timeout_s: float | None = Field(
+        None, gt=0, description="Time in seconds after which a request gets 408; None means no limit."
+    )
+    max_body_bytes: int = Field(
+        1 << 30, ge=0, description="Maximum size of a request body, in bytes; a larger one gets 413."
+    )
+    max_websocket_message_bytes: int = Field(
+        16 << 20,
+        gt=0,
+        description="Maximum size of a WebSocket message, in bytes; a larger one closes the connection with "
+        "code 1009.",
+    )
+    keep_alive_timeout_s: float = Field(
+        90.0,
+        gt=0,
+        description="Time in seconds without incoming data after which an idle connection is closed, between "
+        "requests or within an incomplete one.",
+    )
+    trusted_forwarders: list[str] = Field(
+        default_factory=list,
+        description="Addresses and networks of reverse proxies whose ``X-Forwarded-For`` and "
+        "``X-Forwarded-Proto`` are trusted.",
+    )
+    ssl_certfile: str | None = Field(
+        None,
+        description="Path of the certificate chain in PEM, on the hosts of the proxies. If it is set, the "
+        "proxies accept only HTTPS.",
+    )
+    ssl_keyfile: str | None = Field(
+        None, description="Path of the private key in PEM. None: the key is in ``ssl_certfile``."
+    )
+    ssl_keyfile_password: str | None = Field(
+        None, repr=False, description="Password of the private key, if it is encrypted."
+    )
+    debug: bool = Field(
+        False,
+        description="Whether error responses contain user tracebacks. Never use it on a public port.",
+    )
+
+    @field_validator("trusted_forwarders")
+    @classmethod
+    def _are_networks(cls, names: list[str]) -> list[str]:
+        for name in names:
+            ipaddress.ip_network(name, strict=False)
+        return names
+
+    @model_validator(mode="after")
+    def _key_has_a_certificate(self) -> HTTPOptions:
+        if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_keyfile_password):
+            raise ValueError("ssl_keyfile and ssl_keyfile_password need an ssl_certfile")
+        return self
+
+    @property
+    def has_proxies(self) -> bool:
+        """Whether these options require any proxies."""
+        return self.host is not None and self.location not in (None, Location.NO_SERVER)
