@@ -268,7 +268,7 @@ class Bench:
         for number, end in enumerate(ends):
             end.setblocking(False)
             channel = Channel(
-                SocketTransport(end, "the other end"), dispatch, first_stream=number, answer=answer
+                SocketTransport(end, "the other end"), dispatch, first_stream=number, dispatch_nowait=answer
             )
             self.tasks.append(asyncio.create_task(channel.serve()))
             self.channels.append(channel)
@@ -316,7 +316,7 @@ class Bench:
             "+ replica, on the worker's loop": our_protocols(self.app(lambda _, *parts: near.handle(*parts))),
             "+ channel": our_protocols(self.app(self.channel_to(near.handle).request, is_local=False)),
             "+ a loop of the replica's own": our_protocols(
-                self.app(self.channel_to(own.handle, own.answer_straight).request, is_local=False)
+                self.app(self.channel_to(own.handle, own.handle_nowait).request, is_local=False)
             ),
         }
         return {
@@ -345,7 +345,7 @@ class Bench:
 
         near = self.channel_to((await self.replica(answer_call, "worker")).handle)
         own_replica = await self.replica(answer_call, "own")
-        own = self.channel_to(own_replica.handle, own_replica.answer_straight)
+        own = self.channel_to(own_replica.handle, own_replica.handle_nowait)
         calls: dict[str, Callable[[], Awaitable[Any]]] = {
             "a bare channel, 64 calls": by(self.channel_to(echo)),
             "+ replica, on the worker's loop, 64 calls": by(near),

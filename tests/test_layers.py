@@ -402,7 +402,7 @@ TYPES_ONLY = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    "
             imports_past_the_seam,
             {
                 "daskserve/data/caller/router.py": "from daskserve.cluster.base import Link",
-                "daskserve/data/caller/handle.py": TYPES_ONLY + "from daskserve.cluster.link import Link",
+                "daskserve/data/caller/handle.py": TYPES_ONLY + "from daskserve.cluster.link import DaskLink",
             },
             "daskserve/data/caller/handle.py:3",
         ),

@@ -31,10 +31,8 @@ FUNCTION_LINES = 60  # lines of code; docstrings do not count
 SIZE_EXCEPTIONS: Mapping[str, str] = {
     "daskserve/client/client.py:Client": "its methods are the verbs that users call, a mixin for each noun",
 }
-#: ``"Name": "why two classes have it"``
-NAME_EXCEPTIONS: Mapping[str, str] = {
-    "Link": "the protocol of a connection to a cluster, and its implementation for Dask",
-}
+#: ``"Name": "why two classes or type aliases have it"``
+NAME_EXCEPTIONS: Mapping[str, str] = {}
 #: ``"daskserve/x.py:NAME": "why this module-level object may change"``
 STATE_EXCEPTIONS: Mapping[str, str] = {
     "daskserve/figures/collector.py:PROCESS": "it is part of Prometheus' registry, which is per process",
@@ -184,19 +182,31 @@ def _code_lines(node: Function) -> int:
 
 
 def shared_class_names(tree: Tree) -> list[str]:
-    """Find classes that have the name of another one, with or without an underscore before it."""
+    """Find classes and type aliases that share a name, with or without an underscore before it."""
     return [
-        f"{found[1]}: {name} is also the class at {found[0]}; name one of them after what sets it apart"
-        for name, found in _places_of_classes(tree).items()
+        f"{found[1]}: {name} is also the name at {found[0]}; rename one of them to show the difference"
+        for name, found in _places_of_types(tree).items()
         if len(found) > 1 and name not in NAME_EXCEPTIONS
     ]
 
 
-def _places_of_classes(tree: Tree) -> dict[str, list[str]]:
+def _places_of_types(tree: Tree) -> dict[str, list[str]]:
     places: dict[str, list[str]] = {}
     for (path, name), node in Classes(tree).nodes.items():
         places.setdefault(name.lstrip("_"), []).append(f"{path}:{node.lineno}")
+    for path, source in tree.items():
+        for node in ast.parse(source).body:
+            for name in _type_aliases(node):
+                places.setdefault(name.lstrip("_"), []).append(f"{path}:{node.lineno}")
     return places
+
+
+def _type_aliases(node: ast.stmt) -> Iterator[str]:
+    """Yield the type aliases that a statement defines: names in CapWords."""
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    for target in targets:
+        if isinstance(target, ast.Name) and not target.id.isupper() and target.id.lstrip("_")[:1].isupper():
+            yield target.id
 
 
 # ---- time and chance
@@ -624,7 +634,7 @@ def test_every_exception_to_a_rule_is_still_needed(tree: Tree) -> None:
         assert what in tree[path], f"{name} is gone"
     oversized_places = {f"{path}:{name}" for path, _, name, _ in _over_budget(tree)}
     assert set(SIZE_EXCEPTIONS) - oversized_places == set()
-    shared = {name for name, found in _places_of_classes(_library(tree)).items() if len(found) > 1}
+    shared = {name for name, found in _places_of_types(_library(tree)).items() if len(found) > 1}
     assert set(NAME_EXCEPTIONS) - shared == set()
 
 

@@ -22,7 +22,7 @@ from daskserve.client.explanation import Explanation
 from daskserve.client.specs import check_name, check_route, make_spec
 from daskserve.client.status import Status
 from daskserve.cluster.launch import start_detached_cluster, start_local_cluster
-from daskserve.cluster.link import Link, dial, link_of, present_link
+from daskserve.cluster.link import DaskLink, dial, link_of, present_link
 from daskserve.cluster.scheduler.install import start_instance
 from daskserve.context import current_replica
 from daskserve.data.caller.handle import Handle
@@ -130,7 +130,7 @@ def _check_instance_name(name: str | None, detached: bool, store: str) -> None:
         )
 
 
-def _end_failed_start(link: Link, instance: InstanceName, start_id: str) -> None:
+def _end_failed_start(link: DaskLink, instance: InstanceName, start_id: str) -> None:
     try:
         end_instance(link, instance, start_id=start_id)
     except Exception:
@@ -138,7 +138,7 @@ def _end_failed_start(link: Link, instance: InstanceName, start_id: str) -> None
         logger.exception("Instance %s failed to start, and its cleanup failed", instance)
 
 
-def _make_cluster(detached: bool, dashboard: bool) -> Link:
+def _make_cluster(detached: bool, dashboard: bool) -> DaskLink:
     size = settings.local_cluster_size()
     if detached:
         return link_of(start_detached_cluster(size, has_dashboard=dashboard))
@@ -175,7 +175,7 @@ def _http_options(
 
 
 async def _start(
-    link: Link, instance: InstanceName, options: HTTPOptions, message: Mapping[str, Any]
+    link: DaskLink, instance: InstanceName, options: HTTPOptions, message: Mapping[str, Any]
 ) -> None:
     timeouts = settings.timeouts()
     controller = ControllerStart(
@@ -194,11 +194,11 @@ async def _start(
     await wait_for_http(ControllerCalls(link, instance), timeouts.proxy_s)
 
 
-def _new_name(link: Link) -> InstanceName:
+def _new_name(link: DaskLink) -> InstanceName:
     return f"{DEFAULT_INSTANCE}-{''.join(link.rng.choices(string.ascii_letters, k=6))}"
 
 
-def _find_link(dask_client: Any, address: str | None) -> Link | None:
+def _find_link(dask_client: Any, address: str | None) -> DaskLink | None:
     if dask_client is not None and address is not None:
         raise ValueError("Give either dask_client or address, not both.")
     if dask_client is not None:
@@ -242,7 +242,7 @@ def connect(*, dask_client: Any = None, address: str | None = None) -> Client:
         raise
 
 
-def _connect(link: Link) -> Client:
+def _connect(link: DaskLink) -> Client:
     timeouts = settings.timeouts()
     no_instance = NotRunningError(
         f"No detached instance runs on the cluster {link.scheduler_address}; start one with "

@@ -3,7 +3,7 @@
 `daskserve.cluster.worker.host.Host` has one book for its Dask worker, `daskserve.cluster.local` one for each
 simulated worker. The book knows its actors only as `Hosted`, and knows neither Dask nor the local cluster.
 
-Requests reach an actor through `ActorBook.dispatch`, which needs a task, or `ActorBook.answer`, which does
+Requests reach an actor through `ActorBook.dispatch`, which needs a task, or `dispatch_nowait`, which does
 not; see `daskserve.cluster.channel.channel`. The book itself has the name `HOST_ACTOR`.
 """
 
@@ -11,13 +11,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from daskserve.clock import Clock
-from daskserve.cluster.base import STOP_MARGIN_S, ActorSpec, Hosted
+from daskserve.cluster.base import (
+    STOP_MARGIN_S,
+    ActorSpec,
+    HandlesNowait,
+    Hosted,
+    ReportsFigures,
+    ReportsHealth,
+    verb,
+    verbs_of,
+)
 from daskserve.errors import ActorLostError, BadRequestError, UnavailableError
 from daskserve.figures.collector import PROCESS
 from daskserve.loops.tasks import TaskSet, is_cancelling
@@ -50,8 +59,8 @@ class Entry:
     spec: ActorSpec
     actor: Hosted
     starting: asyncio.Task[Mapping[str, Any]]
-    #: The actor's method that answers requests without a task, if it has one, as replicas do.
-    answer: Callable[[Envelope, OnAnswer], Callable[[], None] | None] | None = None
+    #: The actor's method that answers requests without a task, if it has one.
+    handle_nowait: Callable[[Envelope, OnAnswer], Callable[[], None] | None] | None = None
     was_ready: bool = False  # stays True once `is_ready` has been True
 
     @property
@@ -63,14 +72,14 @@ class Entry:
 
     def health(self) -> dict[str, Any]:
         """Return the actor's reported health; an actor without reports is healthy."""
-        ask = getattr(self.actor, "health", None)
-        facts = ask() if ask is not None and self.is_ready else {}
+        actor = self.actor
+        facts = actor.health() if isinstance(actor, ReportsHealth) and self.is_ready else {}
         return {"is_healthy": facts.get("is_healthy", True), "detail": facts.get("detail", "")}
 
     def figures(self) -> dict[str, Any]:
         """Return the actor's metrics for autoscaling, if it has any."""
-        ask = getattr(self.actor, "figures", None)
-        return {"figures": ask()} if ask is not None and self.is_ready else {}
+        actor = self.actor
+        return {"figures": actor.figures()} if isinstance(actor, ReportsFigures) and self.is_ready else {}
 
 
 class ActorBook:
@@ -111,11 +120,7 @@ class ActorBook:
         self._surroundings = surroundings
         self._on_change = on_change
         self._stopping = TaskSet(logger)
-        self._verbs: Mapping[str, Callable[..., Awaitable[Any]]] = {
-            "create": self.create,
-            "destroy": self.destroy,
-            "actors": self.list_actors,
-        }
+        self._verbs = verbs_of(self)
 
     def __repr__(self) -> str:
         return f"<ActorBook of {self.worker} actors={len(self.entries)}>"
@@ -131,20 +136,21 @@ class ActorBook:
             return self.ready_actor(name, incarnation).handle(envelope, receive, send)
         return entry.actor.handle(envelope, receive, send)
 
-    def answer(
+    def dispatch_nowait(
         self, name: str, incarnation: int, envelope: Envelope, on_answer: OnAnswer
     ) -> Callable[[], None] | None:
         """Have an actor answer a request without a task; return None if that is not possible."""
         entry = self.entries.get(name)
         if entry is None or not entry.was_ready or entry.spec.incarnation != incarnation:
             return None
-        return None if entry.answer is None else entry.answer(envelope, on_answer)
+        return None if entry.handle_nowait is None else entry.handle_nowait(envelope, on_answer)
 
     async def _control(self, name: str, incarnation: int, envelope: Envelope, send: Send) -> Load:
         value = await self.call(name, incarnation, envelope.head["verb"], envelope.head["message"])
         await send({"type": "control.result", "value": value})
         return Load()
 
+    @verb
     async def create(self, spec: Mapping[str, Any]) -> dict[str, Any]:
         """Create an actor, wait until it is ready and return its facts; see `Cluster.create`."""
         wanted = ActorSpec(**{**spec, "kind": ActorKind(spec["kind"])})
@@ -173,7 +179,8 @@ class ActorBook:
         with self._surroundings():
             actor = self._make(spec)
             starting = asyncio.create_task(self._start(actor), name=f"daskserve-start-{spec.name}")
-        entry = Entry(spec, actor, starting, answer=getattr(actor, "answer_straight", None))
+        handle_nowait = actor.handle_nowait if isinstance(actor, HandlesNowait) else None
+        entry = Entry(spec, actor, starting, handle_nowait)
         self.entries[spec.name] = entry
         PROCESS.add(actor)
         return entry
@@ -184,6 +191,7 @@ class ActorBook:
         finally:
             self._on_change()
 
+    @verb
     async def destroy(self, name: str, incarnation: int, grace_s: float) -> None:
         """Stop and remove an actor; do nothing if it is gone or a newer one has its name."""
         entry = self.entries.get(name)
@@ -205,9 +213,8 @@ class ActorBook:
             PROCESS.remove(entry.actor)
             self._on_change()
 
-    async def list_actors(
-        self, instance: InstanceName, figures_of: Collection[str] = ()
-    ) -> list[dict[str, Any]]:
+    @verb
+    async def actors(self, instance: InstanceName, figures_of: Collection[str] = ()) -> list[dict[str, Any]]:
         """Return an instance's actors; see `Cluster.inspect`."""
         named = set(figures_of)
         return [

@@ -130,7 +130,7 @@ class ActorCalls:
         self, address: ActorAddress, envelope: Envelope, on_answer: OnAnswer
     ) -> Callable[[], None] | None:
         if self._book is not None and address.worker == self._here:
-            return self._book.answer(address.name, address.incarnation, envelope, on_answer)
+            return self._book.dispatch_nowait(address.name, address.incarnation, envelope, on_answer)
         return self._channels.ask(address, envelope, on_answer)
 
     def is_local(self, address: ActorAddress) -> bool:

@@ -10,7 +10,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from daskserve.clock import Clock, RequestIds
 from daskserve.context import HasLink
@@ -124,6 +124,30 @@ class Hosted(Protocol):
 
     def samples(self) -> Iterable[MetricSample]:
         """Return the actor's metrics; see `daskserve.figures.collector.Source`."""
+
+
+@runtime_checkable
+class HandlesNowait(Protocol):
+    """An actor that can also answer requests without a task, as replicas do."""
+
+    def handle_nowait(self, envelope: Envelope, on_answer: OnAnswer) -> Callable[[], None] | None:
+        """Start to answer a request, and return a function that cancels it; None if it needs `handle`."""
+
+
+@runtime_checkable
+class ReportsHealth(Protocol):
+    """An actor that checks its own health, as replicas do."""
+
+    def health(self) -> Mapping[str, Any]:
+        """Return ``is_healthy`` and ``detail``."""
+
+
+@runtime_checkable
+class ReportsFigures(Protocol):
+    """An actor with metrics for autoscaling, as replicas have."""
+
+    def figures(self) -> dict[str, Any]:
+        """Return the metrics, in plain values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,7 +327,7 @@ ActorFactory: TypeAlias = Callable[[ActorContext], Hosted]
 class Link(Protocol):
     """The event loop of a process's connections, and the hops onto it from other threads.
 
-    See `daskserve.cluster.link.Link`.
+    See `daskserve.cluster.link.DaskLink`.
     """
 
     @property

@@ -94,7 +94,7 @@ class DaskCluster(ActorCalls):
     client : distributed.Client
         The process's Dask client; every method runs on the client's own loop.
     link
-        The `daskserve.cluster.link.Link` to which this view belongs.
+        The `daskserve.cluster.link.DaskLink` to which this view belongs.
     local_worker, book
         The worker of this process, and its actors; None outside workers.
     """

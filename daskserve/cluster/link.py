@@ -1,7 +1,7 @@
 """The link: one process's connection to a Dask cluster, shared by all instances it uses.
 
 A link runs on one event loop, that of its Dask client. User code calls it from other threads through
-`Link.sync`. In a worker, the Host owns the link. In a user program, the link is an attribute of its
+`DaskLink.sync`. In a worker, the Host owns the link. In a user program, the link is an attribute of its
 `distributed.Client`, so that it ends with the client.
 """
 
@@ -53,7 +53,7 @@ async def _refuse(name: str, incarnation: int, envelope: Envelope, receive: Rece
     raise InstanceError("This process is a client and holds no actors.")
 
 
-class _Call(Generic[T]):
+class _InterruptibleCall(Generic[T]):
     """A coroutine that another thread waits for and may cancel at any moment.
 
     Ctrl-C may arrive after the coroutine was scheduled and before the caller has a future to cancel.
@@ -77,7 +77,7 @@ class _Call(Generic[T]):
             self._task.cancel()
 
 
-class Link:
+class DaskLink:
     """See the module.
 
     Parameters
@@ -114,7 +114,7 @@ class Link:
         self.channels = ChannelPool(
             _refuse if book is None else book.dispatch,
             dialler.dial,
-            None if book is None else book.answer,
+            None if book is None else book.dispatch_nowait,
             self.landing,
             lost_after_s=channel.lost_after_s,
         )
@@ -192,7 +192,7 @@ class Link:
         if self.is_closed:
             coroutine.close()
             raise self.closed_error()
-        call = _Call(coroutine)
+        call = _InterruptibleCall(coroutine)
         try:
             return asyncio.run_coroutine_threadsafe(call.run(), self.loop).result(timeout_s)
         except BaseException:
@@ -303,7 +303,7 @@ class Link:
         PROCESS.remove(self.channels)
 
 
-def link_of(client: Client) -> Link:
+def link_of(client: Client) -> DaskLink:
     """Return the link of a Dask client, created on first use.
 
     Raises
@@ -311,14 +311,14 @@ def link_of(client: Client) -> Link:
     InstanceError
         The client is asynchronous, so blocking calls cannot use it.
     """
-    link: Link | None = getattr(client, _ATTRIBUTE, None)
+    link: DaskLink | None = getattr(client, _ATTRIBUTE, None)
     if link is None:
         if client.asynchronous:
             raise InstanceError(
                 "The Dask client runs on the caller's event loop; create it with asynchronous=False (the "
                 "default)."
             )
-        link = Link(client)
+        link = DaskLink(client)
         link.follow_client()
         logger.debug("daskserve uses Dask client %s of %s", client.id, link.scheduler_address)
         setattr(client, _ATTRIBUTE, link)
@@ -378,11 +378,11 @@ def default_client() -> Client | None:
     return client if client.status == "running" else None
 
 
-def present_link() -> Link | None:
+def present_link() -> DaskLink | None:
     """Return the caller's link: that of its replica, its Dask task's worker, or its Dask client."""
     replica = current_replica.get()
     if replica is not None and replica.cluster is not None:
-        link: Link = replica.cluster.link
+        link: DaskLink = replica.cluster.link
         return link
     found = worker_link()
     if found is not None:
@@ -391,7 +391,7 @@ def present_link() -> Link | None:
     return None if client is None else link_of(client)
 
 
-def worker_link() -> Link | None:
+def worker_link() -> DaskLink | None:
     """Return the link of the worker that the current Dask task or actor runs on, if it has a Host."""
     try:
         worker = get_worker()
@@ -399,6 +399,6 @@ def worker_link() -> Link | None:
         return None
     for actor in actors_on(worker):
         link = getattr(actor, "link", None)
-        if isinstance(link, Link):
+        if isinstance(link, DaskLink):
             return link
     return None

@@ -331,7 +331,7 @@ class _Stepper:
                 notes.waiting = None
             return
         demand = demand_of(self.backend, waiting[0])
-        # A worker that joined again under its old address is of use once what was lost with it is seen to.
+        # A worker that joined again under its old address is used once the loss of its actors is handled.
         workers = [each for each in observed.usable_workers() if each.address not in observed.lost_workers]
         trial = Trial(self.world.state, self.step.change)
         for replica in waiting:

@@ -1,6 +1,6 @@
 """The core of a controller: its life, its view of the workers, and the one way in which anything changes.
 
-That way is `daskserve.control.writing.Writer`: write to the store as one transaction, apply, tell.
+That way is `daskserve.control.writing.Writer`: write to the store as one transaction, apply, notify.
 """
 
 from __future__ import annotations

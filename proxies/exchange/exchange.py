@@ -1,8 +1,8 @@
 """One HTTP request under either server, and the ASGI application that answers it.
 
 The server's `ConnectionReader` reads: it passes the parts of the request to the exchange, and waits while the
-future that `data_received` returned is pending. The exchange writes the response straight to the stream, and
-then tells the reader to go on to the next request. A request ends in one of these ways:
+future that `data_received` returned is pending. The exchange writes the response to the stream, and
+then has the reader continue with the next request. A request ends in one of these ways:
 
 1. Request and response are complete: the server keeps or closes the connection.
 2. Only the response is complete: the rest of the request is dropped for up to `LINGER_S`, because closing a
@@ -36,7 +36,7 @@ from daskserve.proxies.exchange.request_head import (
     keeps_alive,
     split_target,
 )
-from daskserve.proxies.exchange.response_head import Buffer, ResponseWriter, as_buffer, plain_text
+from daskserve.proxies.exchange.response_head import BodyPart, ResponseWriter, as_buffer, plain_text
 from daskserve.proxies.exchange.stream import ConnectionReader, Stream
 from daskserve.proxies.exchange.websocket import BadHandshakeError, WebSocketSession
 from daskserve.types import DONE, WHOLE_RESPONSE, Message
@@ -76,7 +76,7 @@ class Exchange:
     _is_begun = False  # a part of the response was written
     _is_whole = False  # the complete response was written
     _is_gone = False  # no further part of the application's response can be sent
-    _is_over = False  # the reader was told to go on, or to close
+    _is_over = False  # the reader continues with the next request, or closes
     _linger: asyncio.TimerHandle | None = None
 
     # ---- called by the server, in this order
@@ -327,7 +327,7 @@ class Exchange:
         carrier.tasks.add(task)
         task.add_done_callback(carrier.tasks.discard)
 
-    def _write(self, body: Buffer, more_body: bool) -> asyncio.Future[None] | None:
+    def _write(self, body: BodyPart, more_body: bool) -> asyncio.Future[None] | None:
         writer = self._writer
         if writer is None:
             assert self._start is not None

@@ -41,7 +41,7 @@ class IdleWatch(Generic[T]):
         return len(self._since)
 
     def stop(self) -> None:
-        """Stop watching for good: a connection may have a last request after its server has stopped."""
+        """Stop watching permanently: a connection may have a last request after its server has stopped."""
         self._is_stopped = True
         self._since.clear()
         if self._timer is not None:

@@ -70,10 +70,10 @@ def keeps_alive(connection: str, version: str) -> bool:
     """Whether a request's ``Connection`` header keeps the connection open after the response."""
     if not connection:
         return version == "HTTP/1.1"
-    wishes = [wish.strip() for wish in connection.lower().split(",")]
+    options = [option.strip() for option in connection.lower().split(",")]
     if version == "HTTP/1.1":
-        return "close" not in wishes
-    return version == "HTTP/1.0" and "keep-alive" in wishes and "close" not in wishes
+        return "close" not in options
+    return version == "HTTP/1.0" and "keep-alive" in options and "close" not in options
 
 
 def is_handshake(method: str, framing: Mapping[str, str]) -> bool:

@@ -15,7 +15,7 @@ from daskserve.clock import Clock
 from daskserve.proxies.asgi import TEXT, Headers
 from daskserve.types import Message
 
-Buffer = bytes | memoryview
+BodyPart = bytes | memoryview
 
 _STATUS_LINES: Mapping[int, bytes] = {
     status.value: f"HTTP/1.1 {status.value} {status.phrase}".encode("ascii") for status in http.HTTPStatus
@@ -76,7 +76,7 @@ class ResponseWriter:
         self._framing = _NOTHING
         self._left = 0
 
-    def first(self, body: Buffer, more_body: bool, date: bytes) -> list[Buffer]:
+    def first(self, body: BodyPart, more_body: bool, date: bytes) -> list[BodyPart]:
         """Return the head and the first part of the body.
 
         Raises
@@ -115,7 +115,7 @@ class ResponseWriter:
             raise ValueError("a response header holds a line break or a null byte")
         return [head, *self.next(body, more_body)]
 
-    def next(self, body: Buffer, more_body: bool) -> list[Buffer]:
+    def next(self, body: BodyPart, more_body: bool) -> list[BodyPart]:
         """Return the bytes of the next part of the body.
 
         Raises
@@ -130,7 +130,7 @@ class ResponseWriter:
                 raise ValueError("the body is longer or shorter than its content-length")
             return [body] if body else []
         if framing == _CHUNKS:
-            parts: list[Buffer] = [b"%x\r\n" % len(body), body, b"\r\n"] if body else []
+            parts: list[BodyPart] = [b"%x\r\n" % len(body), body, b"\r\n"] if body else []
             if not more_body:
                 parts.append(b"0\r\n\r\n")
             return parts
@@ -227,7 +227,7 @@ def has_stray_control(head: bytes, ends: int) -> bool:
     return head.count(b"\n") != ends or head.count(b"\r") != ends or b"\0" in head
 
 
-def as_buffer(body: Any) -> Buffer:
+def as_buffer(body: Any) -> BodyPart:
     """Return a part of a body in a form that can be written without another copy."""
     if isinstance(body, bytes):
         return body

@@ -28,7 +28,7 @@ from daskserve.types import Envelope, EnvelopeKind, Receive, Send
 
 log = logging.getLogger("daskserve.proxies")
 
-Dispatch = Callable[[str, Envelope, Receive, Send], Coroutine[Any, Any, None]]
+CallBackend = Callable[[str, Envelope, Receive, Send], Coroutine[Any, Any, None]]
 
 #: The ASGI extension for HTTP responses to a WebSocket's handshake.
 DENIAL = "websocket.http.response"
@@ -127,7 +127,7 @@ class IngressApp:
         *,
         options: IngressOptions,
         routes: Callable[[], RouteTable | None],
-        dispatch: Dispatch,
+        dispatch: CallBackend,
         rng: random.Random,
         takes_whole: bool = False,
     ) -> None:

@@ -87,7 +87,7 @@ class ForwardedHeaders:
                 break
             address, is_trusted = self._judge(host)
             if not address:
-                break  # what is left of it cannot be trusted either
+                break  # the addresses before it cannot be trusted either
             found = address
             if not is_trusted:
                 break

@@ -62,7 +62,7 @@ class RequestStream(IOStream):
         return sent_bytes
 
     def set_nodelay(self, value: bool) -> None:
-        """Switch delays off, for good: a response is written whole, or in parts that are wanted at once."""
+        """Switch delays off permanently: a response is written whole, or in parts that are wanted at once."""
         if value and not self._has_nodelay:
             self._has_nodelay = True
             super().set_nodelay(True)

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from daskserve.cluster.base import ClientLink, InstanceStore, Listener, Process, Store
 from daskserve.cluster.dask import DaskCluster, RemoteStore
-from daskserve.cluster.link import Link
+from daskserve.cluster.link import DaskLink
 from daskserve.cluster.local.link import LocalLink
 from daskserve.cluster.local.process import LocalProcess
 from daskserve.cluster.long_poll import LongPollClient
@@ -20,7 +20,7 @@ def processes(real: DaskCluster, local: LocalProcess) -> tuple[Process, Process]
     return real, local
 
 
-def links(real: Link, local: LocalLink) -> tuple[ClientLink, ClientLink]:
+def links(real: DaskLink, local: LocalLink) -> tuple[ClientLink, ClientLink]:
     return real, local
 
 
@@ -33,7 +33,7 @@ def listeners(client: LongPollClient) -> Listener:
 
 
 def test_the_real_and_the_local_cluster_implement_the_protocols() -> None:
-    for protocol, kinds in {Process: (DaskCluster, LocalProcess), ClientLink: (Link, LocalLink)}.items():
+    for protocol, kinds in {Process: (DaskCluster, LocalProcess), ClientLink: (DaskLink, LocalLink)}.items():
         names = {name for each in protocol.__mro__ for name in vars(each) if not name.startswith("_")}
         for kind in kinds:
             # What `__init__` sets is no attribute of the class.

@@ -16,7 +16,7 @@ import pytest
 from dask_processes import PATIENCE_S, ExternalCluster, Program, poll_for, wait_until_gone
 
 import daskserve as serve
-from daskserve.cluster.link import Link, link_of
+from daskserve.cluster.link import DaskLink, link_of
 from daskserve.errors import InstanceError
 from daskserve.options.http import HTTPOptions
 from daskserve.starts import ControllerStart
@@ -225,7 +225,7 @@ def actors_of(external: ExternalCluster) -> list[str]:
     return [name for names in found.values() for name in names]
 
 
-async def start_late(link: Link) -> None:
+async def start_late(link: DaskLink) -> None:
     await link.ask(
         "start_instance",
         instance="late",

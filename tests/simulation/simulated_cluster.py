@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any, Protocol
 
-from daskserve.cluster.base import ActorSpec, StoreChange
+from daskserve.cluster.base import StoreChange
 from daskserve.cluster.local.cluster import LocalCluster
 from daskserve.cluster.long_poll import WORKERS
 from daskserve.cluster.scheduler.controllers import ControllerKeeper, Instance
@@ -192,17 +192,8 @@ class SimulatedCluster(LocalCluster):
             return None
         return max(candidates, key=lambda info: (info.is_available, info.is_head, info.address)).address
 
-    async def run(self, worker: WorkerAddress, verb: str, message: Mapping[str, Any]) -> Any:
-        if verb == "create":
-            fields = message["spec"]
-            spec = ActorSpec(**{**fields, "kind": ActorKind(fields["kind"])})
-            return await self.program.create(spec, worker)
-        if verb == "actors":
-            return await self.program.inspect(worker)
-        address = ActorAddress(message["name"], worker, message["incarnation"])
-        if verb == "destroy":
-            return await self.program.destroy(address, message["grace_s"])
-        return await self.program.call(address, message["verb"], **message["message"])
+    async def call(self, address: ActorAddress, verb: str, **message: Any) -> Any:
+        return await self.program.call(address, verb, **message)
 
     # Workers
 

@@ -57,7 +57,7 @@ Dispatch = Callable[[str, int, Envelope, Receive, Send], Coroutine[Any, Any, Loa
 
 #: Answers a single-answer stream without a task: (actor name, incarnation, envelope, on_answer) -> a function
 #: that cancels it, or None if the stream needs `Dispatch`.
-Answer = Callable[[str, int, Envelope, OnAnswer], Callable[[], None] | None]
+DispatchNowait = Callable[[str, int, Envelope, OnAnswer], Callable[[], None] | None]
 
 _KINDS: Mapping[str, EnvelopeKind] = {kind.value: kind for kind in EnvelopeKind}
 
@@ -71,7 +71,7 @@ class Channel:
         dispatch: Dispatch,
         *,
         first_stream: int,
-        answer: Answer | None = None,
+        dispatch_nowait: DispatchNowait | None = None,
         landing: Landing | None = None,
     ) -> None:
         self._transport = transport
@@ -81,8 +81,8 @@ class Channel:
         self._opened: dict[int, Opened | Asked] = {}
         self._accepted: dict[int, Accepted] = {}
         #: Streams that are answered without a task, each with the function that cancels it.
-        self._straight: dict[int, Callable[[], None]] = {}
-        self._answer = answer
+        self._taskless: dict[int, Callable[[], None]] = {}
+        self._dispatch_nowait = dispatch_nowait
         self._landing = landing
         self.is_closed = False
 
@@ -90,7 +90,7 @@ class Channel:
         state = "closed" if self.is_closed else "open"
         return (
             f"<Channel to {self._transport.peer_address} {state} opened={len(self._opened)} "
-            f"handling={len(self._accepted) + len(self._straight)}>"
+            f"handling={len(self._accepted) + len(self._taskless)}>"
         )
 
     async def serve(self) -> None:
@@ -202,7 +202,7 @@ class Channel:
         # The two sides use different numbers, so a stream is in at most one of these; otherwise it has ended.
         stream = self._opened.get(number) or self._accepted.get(number)
         if stream is None:
-            give_up = self._straight.pop(number, None) if kind == CANCEL else None
+            give_up = self._taskless.pop(number, None) if kind == CANCEL else None
             if give_up is not None:
                 give_up()
             return
@@ -246,15 +246,15 @@ class Channel:
             None if patience is None else Patience(*patience),
         )
         is_for_one = kind == EnvelopeKind.CALL or (kind == EnvelopeKind.HTTP and not has_body)
-        if is_for_one and deadline is None and patience is None and self._answer is not None:
+        if is_for_one and deadline is None and patience is None and self._dispatch_nowait is not None:
             on_answer = partial(self._answered, number, name, incarnation, envelope)
             try:
-                give_up = self._answer(name, incarnation, envelope, on_answer)
+                give_up = self._dispatch_nowait(name, incarnation, envelope, on_answer)
             except Exception as error:  # it concerns this request only, not the connection
                 self._post((ERROR, number, dump_error(error)))
                 return
             if give_up is not None:
-                self._straight[number] = give_up
+                self._taskless[number] = give_up
                 return
         self._begin(number, name, incarnation, envelope)
 
@@ -280,7 +280,7 @@ class Channel:
         message: Message | None,
         outcome: Load | Exception | Rest,
     ) -> None:
-        if self._straight.pop(number, None) is None:
+        if self._taskless.pop(number, None) is None:
             return  # cancelled
         if isinstance(outcome, Load):
             messages = [] if message is None else [wire_message(message)]
@@ -337,8 +337,8 @@ class Channel:
             opened.inbox.put(ActorLostError(lost, begun=number not in unsent, is_disconnected=True))
         for number, accepted in list(self._accepted.items()):
             self._cancel(number, accepted)
-        straight, self._straight = self._straight, {}
-        for give_up in straight.values():
+        taskless, self._taskless = self._taskless, {}
+        for give_up in taskless.values():
             give_up()
 
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from daskserve.cluster.channel.channel import Answer, Channel, Dispatch
+from daskserve.cluster.channel.channel import Channel, Dispatch, DispatchNowait
 from daskserve.cluster.channel.dialling import READY
 from daskserve.cluster.channel.transport import Traffic, Transport, take_over
 from daskserve.cluster.channel.vanishing import PeerWatch
@@ -27,13 +27,13 @@ class ChannelPool:
         self,
         dispatch: Dispatch,
         connect: Connect,
-        answer: Answer | None = None,
+        dispatch_nowait: DispatchNowait | None = None,
         landing: Landing | None = None,
         *,
         lost_after_s: float = 0.0,
     ) -> None:
         self._dispatch = dispatch
-        self._answer = answer
+        self._dispatch_nowait = dispatch_nowait
         self._landing = landing
         self._lost_after_s = lost_after_s
         self._connect = connect
@@ -149,7 +149,7 @@ class ChannelPool:
             transport,
             self._dispatch,
             first_stream=first_stream,
-            answer=self._answer,
+            dispatch_nowait=self._dispatch_nowait,
             landing=self._landing,
         )
         if transport.sock is not None:

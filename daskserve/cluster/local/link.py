@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class LocalLink:
-    """The part of `daskserve.cluster.link.Link` that handles and clients use."""
+    """The part of `daskserve.cluster.link.DaskLink` that handles and clients use."""
 
     scheduler_address = "local"
     dashboard_link = None

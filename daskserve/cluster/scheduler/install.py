@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from daskserve.cluster.link import Link
+from daskserve.cluster.link import DaskLink
 from daskserve.cluster.scheduler.supervisor import Supervisor
 from daskserve.errors import NotRunningError
 from daskserve.types import InstanceName
 
 
-async def start_instance(link: Link, instance: InstanceName, *, timeout_s: float, **message: Any) -> None:
+async def start_instance(link: DaskLink, instance: InstanceName, *, timeout_s: float, **message: Any) -> None:
     """Ask the supervisor to start an instance; install the supervisor first if needed.
 
     Parameters

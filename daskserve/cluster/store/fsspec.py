@@ -42,9 +42,9 @@ from daskserve.cluster.store.errors import StoreUnavailableError, check_format, 
 from daskserve.cluster.store.folders import Folder, connect, translated_errors
 from daskserve.cluster.store.journal import (
     FORMAT,
-    Change,
     DamagedError,
     Journal,
+    JournalEntry,
     Position,
     Snapshot,
     decode_snapshot,
@@ -179,7 +179,7 @@ class FsspecStore:
             raise stale(epoch, self._seen_epoch)
         number = journal.numbers.get(epoch, 0) + 1
         journal.numbers[epoch] = number  # used up, even if the write fails
-        change = Change(Position(epoch, number), journal.last, records)
+        change = JournalEntry(Position(epoch, number), journal.last, records)
         data = encode_change(change, self._writer)
         self._folder.create(f"txn/{change.position.name}", data)
         self._refuse_stale(epoch)

@@ -64,7 +64,7 @@ class DamagedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class JournalEntry:
     """One commit."""
 
     position: Position
@@ -95,7 +95,7 @@ class History:
     last: Position = START
 
 
-def encode_change(change: Change, writer: str) -> bytes:
+def encode_change(change: JournalEntry, writer: str) -> bytes:
     """Return a change as an object. ``writer`` makes equal changes of two processes differ."""
     header = {"kind": "change", "position": change.position, "after": change.after, "writer": writer}
     return _encode(header, change.records)
@@ -121,7 +121,7 @@ def _encode(header: Mapping[str, Any], records: Mapping[str, bytes | None]) -> b
     return b"".join(parts)
 
 
-def decode_change(url: str, data: bytes) -> Change:
+def decode_change(url: str, data: bytes) -> JournalEntry:
     """Return the change that an object holds.
 
     Raises
@@ -136,7 +136,7 @@ def decode_change(url: str, data: bytes) -> Change:
     for _ in range(header["count"]):
         key = _undamaged(next(frames, None))
         records[key[1:].decode()] = None if key[:1] == b"-" else _undamaged(next(frames, None))
-    return Change(Position(*header["position"]), Position(*header["after"]), records)
+    return JournalEntry(Position(*header["position"]), Position(*header["after"]), records)
 
 
 def decode_snapshot(url: str, data: bytes) -> Snapshot:
@@ -192,13 +192,13 @@ def _undamaged(frame: bytes | None) -> bytes:
     return frame
 
 
-def replay(base: Snapshot | None, changes: Iterable[Change]) -> History:
+def replay(base: Snapshot | None, changes: Iterable[JournalEntry]) -> History:
     """Return the history that a snapshot and the changes after it form."""
     history = History()
     if base is not None:
         history.records = dict(base.records)
         history.last = base.position
-    chain: list[Change] = []
+    chain: list[JournalEntry] = []
     for change in sorted(changes, key=lambda each: each.position, reverse=True):
         if change.position > history.last and (not chain or change.position <= chain[-1].after):
             chain.append(change)
@@ -245,7 +245,7 @@ class Journal:
             or self.size > COMPACT_BYTES + self.state_size
         )
 
-    def add(self, change: Change, size: int) -> None:
+    def add(self, change: JournalEntry, size: int) -> None:
         """Apply a change that has been written."""
         self.last = change.position
         self.objects += 1

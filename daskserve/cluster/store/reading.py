@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from daskserve.cluster.store.folders import Folder
 from daskserve.cluster.store.journal import (
-    Change,
     DamagedError,
     Journal,
+    JournalEntry,
     Position,
     Snapshot,
     decode_change,
@@ -84,7 +84,7 @@ class JournalReader:
             salvaged = salvaged or snapshot
         return salvaged
 
-    def _read_changes(self, positions: Sequence[Position]) -> tuple[list[Change], int]:
+    def _read_changes(self, positions: Sequence[Position]) -> tuple[list[JournalEntry], int]:
         decoded = []
         size = 0
         contents = self._folder.read([f"txn/{each.name}" for each in positions])

@@ -49,7 +49,7 @@ from daskserve.cluster.base import Process
 from daskserve.cluster.channel.channel import Channel
 from daskserve.cluster.channel.transport import SocketTransport, Transport
 from daskserve.cluster.distributed_internals import scheduler_address
-from daskserve.cluster.link import Link, default_client, link_of
+from daskserve.cluster.link import DaskLink, default_client, link_of
 from daskserve.errors import ClusterUnreachableError, InstanceError, VersionMismatchError
 from daskserve.internals.python import run_exit_functions
 from daskserve.loops.event_loop import new_event_loop
@@ -314,7 +314,7 @@ async def _refuse(name: str, number: int, envelope: Envelope, receive: Receive, 
 
 def dump_access(cluster: Process) -> bytes:
     """Return the pickled address and security with which a child connects to the same Dask cluster."""
-    client = cluster.link.client if isinstance(cluster.link, Link) else None
+    client = cluster.link.client if isinstance(cluster.link, DaskLink) else None
     address = None if client is None else scheduler_address(client)
     if client is None or address is None or address.startswith("inproc"):
         return dump_bytes(("", None))
@@ -335,7 +335,7 @@ class ChildView:
         self._client: Client | None = None
 
     @property
-    def link(self) -> Link:
+    def link(self) -> DaskLink:
         """The child's link to the cluster.
 
         Raises

@@ -25,7 +25,7 @@ from daskserve.cluster.base import ActorContext, ActorFactory, ActorSpec, Hosted
 from daskserve.cluster.channel.dialling import CHANNEL_OP
 from daskserve.cluster.distributed_internals import NO_REPLY, add_handler, as_current_worker, remove_handler
 from daskserve.cluster.encryption import as_client
-from daskserve.cluster.link import Link
+from daskserve.cluster.link import DaskLink
 from daskserve.cluster.metrics_path import facts_of_server
 from daskserve.cluster.worker.interpreter import InterpreterTuning
 from daskserve.errors import UnavailableError
@@ -50,7 +50,7 @@ class Host:
         self._worker = get_worker()
         self._tuning = InterpreterTuning()
         #: The link of this worker's process; None until `open`.
-        self.link: Link | None = None
+        self.link: DaskLink | None = None
         self.book = ActorBook(
             self._worker.address,
             os.getpid(),
@@ -74,7 +74,7 @@ class Host:
                 direct_to_workers=True,
                 name="daskserve-host",
             )
-            self.link = Link(client, role="worker", worker=self._worker, book=self.book)
+            self.link = DaskLink(client, role="worker", worker=self._worker, book=self.book)
             # `close` may be called during the first await, so everything that it undoes is done before.
             add_handler(self._worker, CHANNEL_OP, self._accept)
             self._tuning.open()
@@ -86,7 +86,7 @@ class Host:
         return NO_REPLY
 
     @property
-    def _open_link(self) -> Link:
+    def _open_link(self) -> DaskLink:
         if self.link is None:
             raise UnavailableError(f"The Host on {self._worker.address} is not open.")
         return self.link

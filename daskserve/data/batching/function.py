@@ -39,7 +39,7 @@ class _Item:
         self.stream = stream
 
 
-Queue = BatchQueue[_Item, Any]
+RequestQueue = BatchQueue[_Item, Any]
 
 #: The attributes of coroutines, async generators and generators for their frame, and for what they await.
 _FRAMES = ("cr_frame", "ag_frame", "gi_frame")
@@ -55,9 +55,9 @@ class _InstanceState:
         #: Whether the limits have not been checked against the replica's concurrency yet.
         self.is_unchecked = True
         # One loop may serve several replicas of a function.
-        self._queues: dict[tuple[asyncio.AbstractEventLoop, str], Queue] = {}
+        self._queues: dict[tuple[asyncio.AbstractEventLoop, str], RequestQueue] = {}
 
-    def queue(self, make: Callable[[BatchLimits], Queue]) -> Queue:
+    def queue(self, make: Callable[[BatchLimits], RequestQueue]) -> RequestQueue:
         """Return the queue for the running loop and the current replica; the first call creates it."""
         loop = asyncio.get_running_loop()
         replica = current_replica.get()
@@ -68,7 +68,7 @@ class _InstanceState:
             queue = self._queues[key] = make(self.limits)
         return queue
 
-    def queues(self) -> list[Queue]:
+    def queues(self) -> list[RequestQueue]:
         return [queue for _, queue in list(self._queues.items())]
 
     def change(self, *, max_batch_size: int | None = None, wait_s: float | None = None) -> None:
@@ -139,11 +139,11 @@ class _BatchRunner:
         self.size_fn = size_fn
         self.is_generator = inspect.isasyncgenfunction(function)
 
-    def make_queue(self, limits: BatchLimits) -> Queue:
+    def make_queue(self, limits: BatchLimits) -> RequestQueue:
         """Return a queue for the running loop and the current replica."""
         replica = current_replica.get()
         figures = None if replica is None else replica.figures
-        queue: Queue = BatchQueue(
+        queue: RequestQueue = BatchQueue(
             self._run_streams if self.is_generator else self._run,
             limits,
             max_running=self.max_running,
@@ -320,7 +320,7 @@ class BatchedFunction(_Settings):
             queue.remove(entry)
             del entry, stream
 
-    def _queue(self, state: _InstanceState) -> Queue:
+    def _queue(self, state: _InstanceState) -> RequestQueue:
         if state.is_unchecked:
             state.is_unchecked = False
             self._runner.warn_if_unreachable(state.limits)

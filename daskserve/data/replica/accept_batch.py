@@ -1,7 +1,7 @@
 """Classic batching: many requests in one call of the user's code.
 
-A callable marked with `accept_batch` gets a list of requests and returns a list of as many results. Who goes
-together is decided on the worker's loop (`daskserve.data.replica.batches`); a `Batch` does the user's side.
+A callable marked with `accept_batch` gets a list of requests and returns a list of the same length. The
+worker's loop forms the batches (`daskserve.data.replica.batches`); `Batch` runs one on the user's side.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MARK = "_serve_accept_batch"
 
 
 def accept_batch(callable_: CallableT) -> CallableT:
-    """Mark a function, a method or a class as taking a list of requests.
+    """Mark a function, a method or a class that takes a list of requests.
 
     Its ``max_batch_size`` and ``batch_wait_timeout`` are options of the backend. It must return a list of as
     many results, in order; a result that is an exception fails that request alone.
@@ -47,7 +47,7 @@ def accept_batch(callable_: CallableT) -> CallableT:
 
 @dataclass(frozen=True, slots=True)
 class BatchItem:
-    """One request on its way into a batch: an HTTP scope with its whole body, or the head of a call."""
+    """One request of a batch: an HTTP scope with its whole body, or the head and payload of a call."""
 
     head: Mapping[str, Any]
     scope: MutableMapping[str, Any] | None = None
@@ -55,7 +55,7 @@ class BatchItem:
     payload: Payload | None = None
 
     def request(self, receive: Receive) -> HTTPRequest | ServeRequest | Any:
-        """Return what the user's code gets for it."""
+        """Return the argument that user code gets for it."""
         if self.scope is not None:
             request = HTTPRequest(self.scope, receive)
             request.whole_body = self.body
@@ -64,8 +64,8 @@ class BatchItem:
         return legacy_argument(self.head, args, kwargs)
 
 
-#: What becomes of one item: a response, the pickled result of a call, or the error of a call.
-Outcome = ConvertedResponse | Unfinished | Payload | Exception
+#: The outcome of one item: a response, the pickled result of a call, or the error of a call.
+ItemOutcome = ConvertedResponse | Unfinished | Payload | Exception
 
 
 class Batch:
@@ -75,16 +75,16 @@ class Batch:
         self._name = name
         self._is_debug = is_debug
         self._items = items
-        self._outcomes: list[Outcome | None] = [None] * len(items)
+        self._outcomes: list[ItemOutcome | None] = [None] * len(items)
         self.requests: list[Any] = []
         for index, item in enumerate(items):
             try:
                 self.requests.append(item.request(nothing_to_receive))
-            except Exception as error:  # an unreadable argument is that caller's trouble only
+            except Exception as error:  # an argument that cannot be read fails its own request only
                 self._outcomes[index] = self._failed(item, error)
 
-    def split(self, results: Any) -> list[Outcome]:
-        """Return all outcomes, given what the user's code returned."""
+    def split(self, results: Any) -> list[ItemOutcome]:
+        """Return the outcomes of all items from what user code returned."""
         try:
             results = as_results(self._name, results, len(self.requests))
         except ServeError as error:
@@ -95,10 +95,10 @@ class Batch:
             for item, outcome in zip(self._items, self._outcomes, strict=True)
         ]
 
-    def fail(self, error: Exception) -> list[Outcome]:
-        """Return all outcomes, given what the user's code raised. It is logged once."""
+    def fail(self, error: Exception) -> list[ItemOutcome]:
+        """Log the error of user code once, and return the outcomes of all items."""
         answer: ConvertedResponse | None = None
-        outcomes: list[Outcome] = []
+        outcomes: list[ItemOutcome] = []
         for item, outcome in zip(self._items, self._outcomes, strict=True):
             if outcome is None and item.scope is not None:
                 answer = answer or failure(error, is_debug=self._is_debug)
@@ -106,7 +106,7 @@ class Batch:
             outcomes.append(error if outcome is None else outcome)
         return outcomes
 
-    def _convert(self, item: BatchItem, result: Any) -> Outcome:
+    def _convert(self, item: BatchItem, result: Any) -> ItemOutcome:
         try:
             if isinstance(result, Exception):
                 return self._failed(item, result)
@@ -114,34 +114,34 @@ class Batch:
                 return to_answer(result)
             if isinstance(result, (Generator, AsyncGenerator)):
                 raise UserCodeError(
-                    f"{self._name} gave a generator for a request of its batch; what takes batches "
-                    "gives each call a single result."
+                    f"{self._name} returned a generator for a request of its batch; a callable that takes "
+                    "batches returns a single result for each call."
                 )
             return dump_result(self._name, result)
-        except Exception as error:  # one result that cannot be written is one failure
+        except Exception as error:  # a result that cannot be serialized fails its own request only
             return self._failed(item, error)
 
-    def _failed(self, item: BatchItem, error: Exception) -> Outcome:
+    def _failed(self, item: BatchItem, error: Exception) -> ItemOutcome:
         return error if item.scope is None else failure(error, is_debug=self._is_debug)
 
 
 async def answer_batch(
     function: Callable[[list[Any]], Any], name: str, items: Sequence[BatchItem], is_debug: bool
-) -> list[Outcome]:
+) -> list[ItemOutcome]:
     """Let an async function answer a batch."""
     batch = Batch(name, items, is_debug=is_debug)
     try:
         return batch.split(await function(batch.requests) if batch.requests else [])
-    except Exception as error:  # the user's, and the answer to all of them
+    except Exception as error:  # user code failed: every request of the batch fails
         return batch.fail(error)
 
 
 def answer_batch_in_thread(
     function: Callable[[list[Any]], Any], name: str, items: Sequence[BatchItem], is_debug: bool
-) -> list[Outcome]:
+) -> list[ItemOutcome]:
     """Let a plain function answer a batch."""
     batch = Batch(name, items, is_debug=is_debug)
     try:
         return batch.split(function(batch.requests) if batch.requests else [])
-    except Exception as error:  # the user's, and the answer to all of them
+    except Exception as error:  # user code failed: every request of the batch fails
         return batch.fail(error)

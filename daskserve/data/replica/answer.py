@@ -45,14 +45,14 @@ from daskserve.loops.deadlines import is_over
 from daskserve.types import Envelope, Message, Receive, Send
 
 # Plain strings, not members of an enum: each request compares several of them.
-State: TypeAlias = Literal["waiting", "running", "streaming", "cancelled", "done"]
+AnswerState: TypeAlias = Literal["waiting", "running", "streaming", "cancelled", "done"]
 WAITING: Final = "waiting"
 RUNNING: Final = "running"
 STREAMING: Final = "streaming"
 CANCELLED: Final = "cancelled"
 DONE: Final = "done"
 
-Event: TypeAlias = Literal[
+AnswerEvent: TypeAlias = Literal[
     "granted", "refused", "partial", "answered", "failed", "aborted", "left", "late", "ended"
 ]
 GRANTED: Final = "granted"
@@ -65,7 +65,7 @@ LEFT: Final = "left"
 LATE: Final = "late"
 ENDED: Final = "ended"
 
-TRANSITIONS: Mapping[tuple[State, Event], State] = {
+TRANSITIONS: Mapping[tuple[AnswerState, AnswerEvent], AnswerState] = {
     (WAITING, GRANTED): RUNNING,
     (WAITING, REFUSED): DONE,
     (WAITING, LEFT): DONE,
@@ -85,13 +85,13 @@ TRANSITIONS: Mapping[tuple[State, Event], State] = {
     (CANCELLED, ENDED): DONE,
 }
 # The same by state: each request looks up two of them, and two small keys are found sooner than one pair.
-_NEXT: Mapping[State, Mapping[Event, State]] = {
+_NEXT: Mapping[AnswerState, Mapping[AnswerEvent, AnswerState]] = {
     state: {event: after for (before, event), after in TRANSITIONS.items() if before == state}
-    for state in get_args(State)
+    for state in get_args(AnswerState)
 }
 _GRANTED_STATE = TRANSITIONS[WAITING, GRANTED]
 _ANSWERED_STATE = TRANSITIONS[RUNNING, ANSWERED]
-#: States in which somebody waits for the answer.
+#: States in which the caller waits for the answer.
 OPEN_STATES = frozenset({RUNNING, STREAMING})
 
 
@@ -100,14 +100,14 @@ class InvalidAnswerTransition(ServeError):
 
 
 class Caller(Protocol):
-    """The way to a request's caller: what an answer tells of its changes."""
+    """The path to a request's caller, which an answer notifies of its changes."""
 
     def changed(self) -> None:
-        """Note that there are messages to pass on, or that the answer can be taken, or has failed."""
+        """Note that there are messages to pass on, or that the answer is complete or has failed."""
 
 
 class Answer:
-    """One request on its way through its replica; the kinds of request are its subclasses.
+    """One request at its replica; each kind of request is a subclass.
 
     It is a `daskserve.data.replica.runner.RunListener`, and lives on the worker's loop.
     """
@@ -128,29 +128,29 @@ class Answer:
         "value",
     )
 
-    #: Whether only a task can go on with what is `unfinished`.
+    #: Whether the `unfinished` step needs a task.
     needs_task_to_go_on = False
 
     def __init__(self, envelope: Envelope, slots: Slots, figures: ReplicaFigures) -> None:
         self.envelope = envelope
         self.slots = slots
         self.figures = figures
-        self.state: State = WAITING
-        #: Told of changes; None while a task that carries the answer looks for itself.
+        self.state: AnswerState = WAITING
+        #: Notified of changes; None while the task that carries the answer is not waiting for any.
         self.caller: Caller | None = None
-        #: Crosses the messages between user code and the caller, if there are any.
+        #: Carries the messages between user code and the caller, if there are any.
         self.pipe: MessagePipe | None = None
         #: Whether a task carries the answer; only there can anything be awaited.
         self.is_in_task = False
-        #: What user code has returned that takes another step, until a task carries it.
+        #: The next step of user code, until it is started.
         self.unfinished: Unfinished | None = None
         #: Why the caller gets no answer.
         self.error: Exception | None = None
-        #: Its own run under way, which holds the slot.
+        #: The run of its user code, which holds the slot.
         self.run: CodeRun | None = None
         #: What user code returned.
         self.value: Any = None
-        #: How many runs of others hold the slot: that of its batch.
+        #: How many other runs hold the slot: the run of its batch.
         self.holds = 0
 
     def __repr__(self) -> str:
@@ -159,9 +159,9 @@ class Answer:
     # ---- what a kind of request defines
 
     def begin(self, receive: Receive | None = None, send: Send | None = None) -> Awaitable[None] | None:
-        """Start user code, and return None, or what has to be awaited before it can be started.
+        """Start user code and return None, or return an awaitable that starts it.
 
-        Without a task there is nothing to receive from or send to yet, and nothing is to be awaited.
+        Without a task, ``receive`` and ``send`` are None, and the result must be None.
         """
         raise NotImplementedError
 
@@ -170,12 +170,12 @@ class Answer:
         raise NotImplementedError
 
     def message(self, value: Any) -> Message | None:
-        """Return what is left to be sent to the caller, given what user code returned."""
+        """Return the last message to the caller, made from what user code returned."""
         raise NotImplementedError
 
     def release(self) -> None:
-        """Let go of what the request held; its caller is not served any more."""
-        pipe, self.pipe = self.pipe, None  # which refers to this object
+        """Release what the request holds; its caller gets nothing more."""
+        pipe, self.pipe = self.pipe, None  # it refers to this object
         if pipe is not None:
             pipe.close()
 
@@ -198,7 +198,7 @@ class Answer:
                 self.caller.changed()
 
     def run_ended(self, value: Any, error: Exception | None) -> None:
-        """User code has ended, or one step of it."""
+        """User code, or one step of it, has ended."""
         self.run = None
         if self.state == CANCELLED:
             self._free_if_ended()
@@ -227,14 +227,14 @@ class Answer:
             self.state = _ANSWERED_STATE
         else:
             self._move(ANSWERED)
-        self.caller = None  # which refers to this object
+        self.caller = None  # it refers to this object
         self.figures.latency.observe(stopwatch() - self._began)
         if self.pipe is not None:
             self.release()
         self.slots.free()
 
     def fail(self) -> None:
-        """The caller gets an error, or no slot; user code is cancelled, should it still run."""
+        """The caller gets an error, or the request got no slot; cancel user code if it still runs."""
         if self.state == WAITING:
             self._close(REFUSED)
         elif self.state in OPEN_STATES:
@@ -243,7 +243,7 @@ class Answer:
     def leave(self, now: float | None = None) -> None:
         """The caller has left, or the deadline has passed: cancel user code and drop the answer.
 
-        This is the only place that decides what a caller's leaving does.
+        No other code decides what happens when a caller leaves.
         """
         if self.state in OPEN_STATES or self.state == WAITING:
             is_late = now is not None and is_over(self.envelope.deadline, now)
@@ -252,11 +252,11 @@ class Answer:
     # ---- for the kinds of request
 
     def hold(self) -> None:
-        """Keep the slot until `let_go`, for a run that is not the request's own."""
+        """Keep the slot until `unhold`, for a run that is not the request's own."""
         self.holds += 1
 
-    def let_go(self) -> None:
-        """Take back a `hold`."""
+    def unhold(self) -> None:
+        """End a `hold`."""
         self.holds -= 1
         if self.state == CANCELLED:
             self._free_if_ended()
@@ -271,17 +271,17 @@ class Answer:
 
     # ---- transitions
 
-    def _move(self, event: Event) -> None:
+    def _move(self, event: AnswerEvent) -> None:
         state = _NEXT[self.state].get(event)
         if state is None:
             raise InvalidAnswerTransition(f"{self!r} cannot take the event {event!r}.")
         self.state = state
 
-    def _close(self, event: Event) -> None:
-        """Take an event by which the caller gets no answer."""
+    def _close(self, event: AnswerEvent) -> None:
+        """Apply an event after which the caller gets no answer."""
         was_begun = self.state != WAITING
         self._move(event)
-        self.caller = None  # which refers to this object
+        self.caller = None  # it refers to this object
         if not was_begun:
             return
         if event in (LEFT, LATE):
@@ -294,7 +294,7 @@ class Answer:
             self.slots.free()
             return
         if self.run is not None:
-            self.run.cancel()  # first: code that reads is to be cancelled, not told of a disconnect
+            self.run.cancel()  # first: code that reads must be cancelled, not receive a disconnect
         self.release()
         self._free_if_ended()
 

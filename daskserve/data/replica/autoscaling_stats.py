@@ -1,8 +1,8 @@
-"""What user code tells autoscaling of itself: the outcome of its ``record_autoscaling_stats``.
+"""Custom autoscaling metrics: the values that user code returns from ``record_autoscaling_stats``.
 
-Whoever asks gets the newest values at once, and has the user's method called anew where user code runs. So
-neither requests nor the watch of the workers ever wait for it. It is never called twice at a time. An async
-one that takes too long is cancelled; a plain one occupies a thread that serves nothing else until it returns.
+Each read returns the newest values at once, and starts the next call of the user's method where user code
+runs. So neither requests nor the controller ever wait for it. Calls do not overlap. An async method that
+takes too long is cancelled; a plain one occupies a thread that serves nothing else until it returns.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ logger = logging.getLogger("daskserve.replica")
 
 #: The name is that of today's Ray Serve.
 HOOK = "record_autoscaling_stats"
-#: What takes longer is not gone by.
+#: A call that takes longer is late, and its values are ignored.
 LIMIT_S = 2.0
-#: Older values are no longer told.
+#: Values older than this are not reported.
 KEPT_S = 3.5
 MOST_VALUES = 32
 MOST_CHARACTERS = 100
@@ -38,22 +38,22 @@ Parts = Callable[[], tuple[Wall, Servable]]
 
 
 def checked(answer: Any) -> tuple[dict[str, float], str]:
-    """Return what can be gone by of a hook's answer, and what is wrong with the rest; on the user's side."""
+    """Return the valid values of a hook's result, and what is wrong with the rest; on the user's side."""
     if not isinstance(answer, Mapping):
         if inspect.iscoroutine(answer):
             answer.close()
         return {}, f"returned {type(answer).__name__}; return a dict of numbers by name"
-    answer = dict(answer)  # user code may go on changing it
+    answer = dict(answer)  # a copy, because user code may change it later
     if len(answer) > MOST_VALUES:
-        return {}, f"returned {len(answer)} values; {MOST_VALUES} are allowed, so none is gone by"
+        return {}, f"returned {len(answer)} values; {MOST_VALUES} are allowed, so all are ignored"
     values, wrong = {}, ""
     for name, value in answer.items():
         number = _finite(value)
-        # What is not printable might not be encodable either.
+        # A name that is not printable may not be encodable either.
         if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= MOST_CHARACTERS:
             wrong = f"returned the name {name!r:.120}; a name has 1 to {MOST_CHARACTERS} printable characters"
         elif number is None:
-            wrong = f"returned {value!r:.120} for {name!r}; a value has to be a finite number"
+            wrong = f"returned {value!r:.120} for {name!r}; a value must be a finite number"
         else:
             values[name] = number
     return values, wrong
@@ -71,7 +71,7 @@ def _finite(value: Any) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    """What came of a call: values, None if it failed; what was wrong, of which kind, and where."""
+    """The outcome of a call: the values (None if it failed), and the problem, its kind and its traceback."""
 
     values: dict[str, float] | None
     wrong: str = ""
@@ -88,14 +88,14 @@ class _Recorded:
 async def _record(target: Any) -> _Recorded:
     try:
         return _Recorded(*checked(await getattr(target, HOOK)()))
-    except Exception as error:  # the user's, and logged as such
+    except Exception as error:  # an error of user code, which is logged
         return _Recorded.failure(error)
 
 
 def _record_in_thread(target: Any) -> _Recorded:
     try:
         return _Recorded(*checked(getattr(target, HOOK)()))
-    except Exception as error:  # the user's, and logged as such
+    except Exception as error:  # an error of user code, which is logged
         return _Recorded.failure(error)
 
 
@@ -105,7 +105,7 @@ class StatsRecorder:
     Parameters
     ----------
     parts
-        Returns what runs user code, and the user code; raises `ActorLostError` if it does not run.
+        Returns the wall and the servable; raises `ActorLostError` if the replica has stopped.
     """
 
     def __init__(self, replica_tag: str, parts: Parts, clock: Clock) -> None:
@@ -117,11 +117,11 @@ class StatsRecorder:
         self._run: CodeRun | None = None
         self._began = 0.0
         self._is_async = False
-        #: The kinds of trouble that are in the log already; they would be there every second.
+        #: The kinds of problem that are in the log already; otherwise each would be logged every second.
         self._logged: set[str] = set()
 
     def figures(self) -> dict[str, Any]:
-        """Return the newest values as ``{"custom": ...}``, nothing if there are none; have them renewed."""
+        """Return the newest values as ``{"custom": ...}``, or nothing; start the next call."""
         now = self._clock.now()
         if self._run is None:
             self._begin(now)
@@ -162,12 +162,12 @@ class StatsRecorder:
         """Do nothing: the replica stops, and `run_ended` follows."""
 
     def run_ended(self, value: Any, error: Exception | None) -> None:
-        """Take note of what came of a call."""
+        """Record the outcome of a call."""
         run, self._run = self._run, None
         if run is None or run.is_cancelled:
-            return  # it was late, or the replica stops
+            return  # the call was late, or the replica is stopping
         now = self._clock.now()
-        # An error is that it tried to end its thread.
+        # The only error that gets here is an attempt to end the thread.
         found: _Recorded = value if error is None else _Recorded.failure(error)
         if found.values is None:
             self._complain(found.kind, found.wrong, found.traceback)
@@ -180,7 +180,7 @@ class StatsRecorder:
 
     def _complain(self, kind: str, what: str, traceback: str = "") -> None:
         self._values = {}
-        self._log(kind, f"{what}; its values are left out", traceback)
+        self._log(kind, f"{what}; its values are ignored", traceback)
 
     def _log(self, kind: str, what: str, traceback: str = "") -> None:
         level = logging.DEBUG if kind in self._logged else logging.ERROR
@@ -190,7 +190,7 @@ class StatsRecorder:
 
 
 class ChildStats:
-    """The values of a child process, asked for with its other figures while anybody wants them."""
+    """The values of a child process, read with its other metrics while the controller wants them."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -199,14 +199,14 @@ class ChildStats:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether somebody has asked lately."""
+        """Whether the values were read lately."""
         return self._clock.now() - self._wanted_at <= KEPT_S
 
     def told(self, values: Mapping[str, float]) -> None:
-        """Take note of what the child said."""
+        """Record the values of the child."""
         self._values, self._told_at = values, self._clock.now()
 
     def figures(self) -> dict[str, Any]:
-        """Do what `StatsRecorder.figures` does."""
+        """Return the newest values, as `StatsRecorder.figures` does."""
         now = self._wanted_at = self._clock.now()
         return {"custom": dict(self._values)} if self._values and now - self._told_at <= KEPT_S else {}

@@ -1,4 +1,4 @@
-"""A replica's requests on their way into classic batches, and from there behind the wall."""
+"""Classic batches of a replica: the queues of requests, and the run of each batch behind the wall."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from daskserve.data.batching.queue import BatchLimits, BatchQueue
-from daskserve.data.replica.accept_batch import BatchItem, Outcome, answer_batch, answer_batch_in_thread
+from daskserve.data.replica.accept_batch import BatchItem, ItemOutcome, answer_batch, answer_batch_in_thread
 from daskserve.data.replica.definitions import Method
 from daskserve.data.replica.runner import RunResult
 from daskserve.data.replica.servable import Servable
@@ -16,17 +16,17 @@ from daskserve.figures.replica import ReplicaFigures
 
 
 class SlotHolder(Protocol):
-    """A request in a batch; in `daskserve.data.replica.answer` it is its `Answer`."""
+    """A request of a batch: its `daskserve.data.replica.answer.Answer`."""
 
     def hold(self) -> None:
-        """Keep the slot until `let_go`."""
+        """Keep the slot until `unhold`."""
 
-    def let_go(self) -> None:
+    def unhold(self) -> None:
         """Take back a `hold`."""
 
 
 class BatchResult(RunResult):
-    """What one batch comes to. When it has ended, its requests let go of their slots."""
+    """The result of one batch. Its requests release their slots when the batch has ended."""
 
     __slots__ = ("_requests",)
 
@@ -36,7 +36,7 @@ class BatchResult(RunResult):
 
     def run_ended(self, value: Any, error: Exception | None) -> None:
         for request in self._requests:
-            request.let_go()
+            request.unhold()
         super().run_ended(value, error)
 
     def run_aborted(self, error: Exception) -> None:
@@ -49,7 +49,7 @@ class ReplicaBatches:
     Parameters
     ----------
     running : callable
-        Returns the replica's wall and servable; raises if it does not run any more.
+        Returns the replica's wall and servable; raises if the replica has stopped.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class ReplicaBatches:
         self._running = running
         self._figures = figures
         self._limits = BatchLimits(max(1, max_batch_size), wait_s)
-        #: What waits, by the name of the method that it is for.
-        self.queues: dict[str, BatchQueue[tuple[BatchItem, SlotHolder], Outcome]] = {}
+        #: The queue of each method, by its name.
+        self.queues: dict[str, BatchQueue[tuple[BatchItem, SlotHolder], ItemOutcome]] = {}
 
     @property
     def queued(self) -> int:
@@ -71,17 +71,17 @@ class ReplicaBatches:
         return sum(queue.queued for queue in list(self.queues.values())) if self.queues else 0
 
     def reconfigure(self, max_batch_size: int, wait_s: float) -> None:
-        """Change the limits, for what waits already, too."""
+        """Change the limits, also for the requests that wait already."""
         self._limits.max_batch_size = max(1, max_batch_size)
         self._limits.wait_s = wait_s
         for queue in self.queues.values():
             queue.reconsider()
 
-    async def submit(self, method: Method, item: BatchItem, request: SlotHolder) -> Outcome:
-        """Return what became of a request; it holds its slot until its whole batch has ended."""
+    async def submit(self, method: Method, item: BatchItem, request: SlotHolder) -> ItemOutcome:
+        """Return the outcome of a request; it holds its slot until its whole batch has ended."""
         queue = self.queues.get(method.name)
         if queue is None:
-            # A plain function runs one batch at a time; what comes meanwhile gathers.
+            # A plain function runs one batch at a time; later requests collect meanwhile.
             queue = self.queues[method.name] = BatchQueue(
                 partial(self._run, method),
                 self._limits,
@@ -90,7 +90,7 @@ class ReplicaBatches:
             )
         return await queue.submit((item, request))
 
-    async def _run(self, method: Method, entries: list[tuple[BatchItem, SlotHolder]]) -> list[Outcome]:
+    async def _run(self, method: Method, entries: list[tuple[BatchItem, SlotHolder]]) -> list[ItemOutcome]:
         wall, servable = self._running()
         items = [item for item, _ in entries]
         requests = [request for _, request in entries]

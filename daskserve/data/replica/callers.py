@@ -1,4 +1,4 @@
-"""The two ways to the caller of a request: from a task, and without one.
+"""The two paths to the caller of a request: from a task, and without one.
 
 `daskserve.data.replica.answer.Answer` decides what happens to a request; this module only connects it to the
 outside. A task is needed where something waits: for a slot, for the body of a request, or for a caller
@@ -21,11 +21,11 @@ async def carry(answer: Answer, receive: Receive, send: Send, clock: Clock) -> L
     Raises
     ------
     ReplicaBusyError
-        All slots are taken, for longer than the request has patience; it has not begun.
+        All slots were taken for longer than the patience of the request; it has not begun.
     ActorLostError
-        The replica is stopping: not begun, or begun and cancelled as the grace period ended.
+        The replica stops: the request has not begun, or was cancelled when the grace period ended.
     Exception
-        What user code raised, why it could not be started, or why the caller cannot be reached.
+        The error of user code, of its start, or of the connection to the caller.
     """
     slots = answer.slots
     if answer.state == WAITING:
@@ -69,7 +69,7 @@ async def _wait_for_slot(answer: Answer, send: Send, clock: Clock) -> None:
 
 
 async def _settle(answer: Answer) -> None:
-    """Pass messages on and have user code go on until nothing but the rest of the answer is left."""
+    """Pass messages on and start the steps of user code until only the last message is left."""
     answer.caller = waiting = TaskCaller()
     while True:
         pipe = answer.pipe
@@ -164,7 +164,7 @@ class TasklessCaller:
             if answer.error is not None:
                 _raise_error(answer)
             message = answer.message(answer.value)
-        except Exception as error:  # it is for the caller
+        except Exception as error:  # the caller gets it
             answer.fail()
             self._on_answer(None, error)
         else:

@@ -1,11 +1,11 @@
 """Process isolation: user code in a child process, with an interpreter of its own.
 
-The replica's actor stays in its worker and keeps the one book of requests; the child runs a `Replica` as any
-worker would, wall, batches and all, behind a `daskserve.cluster.worker.child.ChildProcess`. What this adds is
-the way between them: requests and verbs go over, and when the child is gone, so is the replica.
+The replica's actor stays in its worker and counts the requests. The child runs a whole `Replica`, with its
+wall and batches, in a `daskserve.cluster.worker.child.ChildProcess`. This module forwards requests and verbs
+to the child. When the child ends, the replica is lost.
 
-Errors of user code may be of classes that the worker does not have. They cross packed, as a message
-(`daskserve.data.replica.child_runner.PACKED`), and the actor passes them on unread.
+Errors of user code may be of classes that the worker does not have. They cross pickled, as a message
+(`daskserve.data.replica.child_runner.PACKED`), and the actor passes them on without loading them.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from daskserve.types import Envelope, EnvelopeKind, Load, Message, Receive, Send
 
 logger = logging.getLogger("daskserve.replica")
 
-#: What the child serves.
+#: The factory of the object that the child serves.
 FACTORY = "daskserve.data.replica.child_replica:ReplicaServer"
-#: The actor probes its child; the child need not probe itself.
+#: The actor probes its child, so the child does not probe itself.
 NEVER_S = 1e9
 
 
@@ -78,7 +78,7 @@ class ChildCode:
         self._start = start
         self.own_figures = figures
         self.slots = Slots(start.replica_tag, start.concurrency, self, figures)
-        #: Why the replica cannot serve any more, if its child ended unasked.
+        #: Why the replica is lost, if its child ended by itself.
         self.loss = ""
         self._child: ChildProcess | None = None
         self._runner: ChildRunner | None = None
@@ -93,26 +93,26 @@ class ChildCode:
 
     @property
     def queued(self) -> int:
-        """How many requests waited for a batch when the child last answered one."""
+        """How many requests waited for a batch at the last answer of the child."""
         return min(self._queued, self.slots.ongoing)
 
     def note_queued(self, queued: int) -> None:
-        """Take note of what the child said with an answer."""
+        """Record how many requests wait for a batch in the child."""
         self._queued = queued
 
     # ---- start
 
     async def start(self) -> Mapping[str, Any]:
-        """Start the child, have it load and construct the user's code, and return facts about both.
+        """Start the child, load and construct the user's code in it, and return facts about both.
 
         Raises
         ------
         BadRequestError
             The backend's Python environment does not exist on this worker.
         VersionMismatchError, InstanceError
-            Its interpreter has no fitting daskserve, or does not run.
+            Its interpreter has no daskserve of the same version, or does not run.
         ReplicaStartError
-            The user's code failed, with the traceback, or ended its process.
+            The user's code failed (the error has the traceback), or ended its process.
         """
         start = self._start
         interpreter = find_interpreter(start.environment, settings.process_variables())
@@ -157,7 +157,7 @@ class ChildCode:
         return True
 
     def running(self) -> tuple[ChildProcess, ChildRunner]:
-        """Return the child and what runs requests in it; raise if it is gone."""
+        """Return the child and its runner; raise if the child has ended."""
         if self.loss or self._child is None or self._runner is None:
             raise self.slots.not_running()
         return self._child, self._runner
@@ -189,11 +189,11 @@ class ChildCode:
         self.slots.resize(concurrency)
 
     async def probe(self) -> None:
-        """Return if user code can run and does not object; fail at once when the child has ended."""
+        """Return if user code can run and is healthy; fail at once when the child has ended."""
         await self._call("probe")
 
     async def statistics(self) -> dict[str, Any]:
-        """Return what the child counts, and what only this process knows better."""
+        """Return the counts of the child and of this process."""
         found = await self._ask()
         return {
             **found,
@@ -204,7 +204,7 @@ class ChildCode:
         }
 
     async def _ask(self) -> dict[str, Any]:
-        """Return what the child counts, and keep the rest of what it tells."""
+        """Return the counts of the child, and keep its metrics for `samples`."""
         found: dict[str, Any] = await self._call("statistics", has_stats=self._stats.is_wanted)
         self._stats.told(found.pop("custom", {}))
         self._told = ToldFigures(found.pop("samples"), found.pop("user_samples"), found["latency_counts"])
@@ -220,23 +220,25 @@ class ChildCode:
     # ---- figures
 
     def figures(self) -> dict[str, Any]:
-        """Return what autoscaling asks for every second."""
+        """Return what the controller reads every second for autoscaling."""
         return self._told.brief(self.slots.ongoing, self.own_figures.handled) | self._stats.figures()
 
     def samples(self, own: list[MetricSample]) -> list[MetricSample]:
-        """Return the replica's figures as metrics, those of the child as it told them last."""
+        """Return the replica's metrics, those of the child as last read."""
         told = self._told.samples()
         known = {(name, labels) for name, labels, _ in told}
         found = list(told)
         for name, labels, value in own:
             if name == "replica_queued_requests":
-                found.append((name, labels, self.slots.waiting))  # the child tells what waits for batches
+                found.append(
+                    (name, labels, self.slots.waiting)
+                )  # the child's own value has only the requests that wait for batches
             elif name == "deployment_rejections" or (name, labels) not in known:
                 found.append((name, labels, value))
         return found
 
     def user_samples(self) -> list[UserSample]:
-        """Return what user code measures, as the child told it last."""
+        """Return the metrics of user code, as last read from the child."""
         return self._told.user_samples()
 
     # ---- stop
@@ -246,7 +248,7 @@ class ChildCode:
         try:
             await self._context.clock.wait_for(self._call("send_away"), CLOSE_GRACE_S)
         except (ActorLostError, TimeoutError):
-            pass  # it has ended already, or has other troubles
+            pass  # it has ended already, or does not answer
 
     async def drain(self, grace_s: float) -> None:
         """Let the running requests finish for up to ``grace_s``."""
@@ -262,10 +264,10 @@ class ChildCode:
         try:
             await self._context.clock.wait_for(self._ask(), CLOSE_GRACE_S)
         except TimeoutError:
-            pass  # what it counted in its last second is lost with it
+            pass  # the counts of its last second are lost
 
     async def close(self) -> None:
-        """End the child and all that it started."""
+        """End the child and its process group."""
         child, runner = self._child, self._runner
         if child is None or runner is None:
             return

@@ -1,4 +1,4 @@
-"""The metrics of a child process, which has no scrape endpoint: it reports them to its actor."""
+"""The metrics of a child process. It has no scrape endpoint, so its actor reads and publishes them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from daskserve.figures.user import UserSample
 
 logger = logging.getLogger("daskserve.replica")
 
-#: How often a child is asked for its figures.
+#: The interval at which an actor reads the metrics of its child.
 FIGURES_S = 1.0
-#: The metrics that the actor of a child counts.
+#: The metrics that the actor counts itself.
 ACTORS_OWN = frozenset(
     {
         "deployment_health_check_failures",
@@ -33,7 +33,7 @@ ACTORS_OWN = frozenset(
 
 
 def tell(samples: Iterable[MetricSample], user_samples: Iterable[UserSample]) -> dict[str, Any]:
-    """Return the figures of a child's replica, and all else that its process counts, in plain values."""
+    """Return the metrics of a child's replica and of its process, in plain values."""
     return {
         "samples": [plain_sample(each) for each in (*samples, *PROCESS.samples())],
         "user_samples": [each.plain() for each in (*user_samples, *PROCESS.user.samples())],
@@ -43,9 +43,9 @@ def tell(samples: Iterable[MetricSample], user_samples: Iterable[UserSample]) ->
 async def keep_asking_for_figures(
     ask: Callable[[], Awaitable[object]], replica_tag: str, clock: Clock
 ) -> None:
-    """Have a child tell its figures every second until it is gone.
+    """Read the metrics of a child every second until it ends.
 
-    So a scrape, which must not wait for the child, finds figures that are hardly older.
+    A scrape does not wait for the child: it returns the values that were read last.
     """
     error_log = ErrorLog(logger)
     while True:
@@ -55,13 +55,13 @@ async def keep_asking_for_figures(
         except ActorLostError:
             return
         except TimeoutError:
-            pass  # it is busy; its health is somebody else's matter
+            pass  # the child is busy; its health probe decides whether that is a failure
         except Exception as error:
-            error_log.log(error, "The figures of the process of %s could not be had", replica_tag)
+            error_log.log(error, "The metrics of the process of %s could not be read", replica_tag)
 
 
 class ToldFigures:
-    """What a child said of its figures, in plain values."""
+    """The metrics that a child reported, in plain values."""
 
     __slots__ = ("_latency_counts", "_samples", "_user_samples")
 
@@ -76,7 +76,7 @@ class ToldFigures:
         self._latency_counts = latency_counts
 
     def brief(self, ongoing: int, handled: int) -> dict[str, Any]:
-        """Return how many requests run, how many have ended, and how soon the child says that they did."""
+        """Return how many requests run, how many have ended, and their latencies in the child."""
         return {
             "ongoing": ongoing,
             "ended": handled - ongoing,
@@ -84,9 +84,9 @@ class ToldFigures:
         }
 
     def samples(self) -> list[MetricSample]:
-        """Return its metrics but those that its actor knows better."""
+        """Return its metrics without those that its actor counts."""
         return [sample_of(plain) for plain in self._samples if plain[0] not in ACTORS_OWN]
 
     def user_samples(self) -> list[UserSample]:
-        """Return what user code measures there."""
+        """Return the metrics of user code in the child."""
         return [UserSample.from_plain(plain) for plain in self._user_samples]

@@ -1,16 +1,16 @@
-"""The child's end of process isolation: a replica that its actor asks over a channel."""
+"""The child's end of process isolation: a replica that serves its actor over a channel."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from daskserve import settings
 from daskserve.clock import LoopClock, system_rng
-from daskserve.cluster.base import ActorSpec, ContextWith
+from daskserve.cluster.base import ActorSpec, ContextWith, verb, verbs_of
 from daskserve.cluster.worker.child import ChildView
 from daskserve.context import HasLink
 from daskserve.data.replica.child_figures import tell
@@ -22,17 +22,17 @@ from daskserve.types import ActorKind, Envelope, EnvelopeKind, Load, Payload, Re
 
 
 class ChildReplica(Replica):
-    """A replica that can tell when the code of a request that was given up has ended."""
+    """A replica that reports when the code of a cancelled request has ended."""
 
     def __init__(self, context: ContextWith[HasLink]) -> None:
         super().__init__(context)
         self._slots.on_free = self._note_free
-        #: The requests within `handle`, each with what is to be told when it leaves.
+        #: The requests within `handle`, by number, each with a future that is done when it leaves.
         self._inside: dict[int, asyncio.Future[None]] = {}
         self._left: deque[asyncio.Future[None]] = deque()
 
     async def answer(self, number: int, envelope: Envelope, receive: Receive, send: Send) -> Load:
-        """Answer a request, which `ended` knows by its number."""
+        """Answer a request; its number identifies it for `ended`."""
         self._inside[number] = asyncio.get_running_loop().create_future()
         try:
             return await self.handle(envelope, receive, send)
@@ -40,11 +40,17 @@ class ChildReplica(Replica):
             self._inside.pop(number).set_result(None)
             self._release()
 
+    @verb
     async def statistics(self, has_stats: bool = False) -> dict[str, Any]:
-        """Return the replica's figures, all that a scrape of this process would find, and the stats."""
+        """Return the replica's counts, the metrics of this process, and custom autoscaling metrics."""
         stats = {"custom": self.figures().get("custom", {})} if has_stats else {}
         return {**await super().statistics(), **tell(self.samples(), self.user_samples()), **stats}
 
+    @verb
+    async def send_away(self) -> None:
+        await super().send_away()
+
+    @verb
     async def ended(self, number: int) -> None:
         """Return when a cancelled request holds no slot any more, or never held one."""
         if number in self._inside:
@@ -56,12 +62,12 @@ class ChildReplica(Replica):
 
     def _note_free(self) -> None:
         if self._left:
-            # Not at once: a request that is about to leave `handle` lets go of its slot first.
+            # Not at once: a request that is about to leave `handle` releases its slot first.
             asyncio.get_running_loop().call_soon(self._release)
 
     def _release(self) -> None:
         # A request within `handle` holds a slot, so all other slots are held by requests that have left.
-        # Which of them lets go of one does not matter: slots are all alike.
+        # Which of them releases one does not matter: all slots are equal.
         while self._left and len(self._left) > self.load().ongoing - len(self._inside):
             left = self._left.popleft()
             if not left.done():
@@ -74,7 +80,7 @@ class ReplicaServer:
     def __init__(self) -> None:
         self._replica: ChildReplica | None = None
         self._view: ChildView | None = None
-        self._verbs: Mapping[str, Callable[..., Awaitable[Any]]] = {"start": self._start, "stop": self._stop}
+        self._own_verbs = verbs_of(self)
 
     async def dispatch(
         self, name: str, number: int, envelope: Envelope, receive: Receive, send: Send
@@ -91,34 +97,38 @@ class ReplicaServer:
         except Exception as error:
             if type(error).__module__ == ServeError.__module__:
                 raise
-            # Packed here, to be raised where it is wanted.
+            # Pickled here, and raised again in the caller's process.
             await send({"type": PACKED, "error": dump_error(error)})
             return replica.load()
 
     async def _run(self, verb: str, payload: Payload | None, message: Mapping[str, Any]) -> Any:
-        if verb in self._verbs:
+        if verb in self._own_verbs:
             more = {} if payload is None else {"payload": payload.data}
-            return await self._verbs[verb](**message, **more)
-        return await getattr(self._started(), verb)(**message)
+            return await self._own_verbs[verb](**message, **more)
+        return await self._started().verbs[verb](**message)
 
     def _started(self) -> ChildReplica:
         if self._replica is None:
             raise UnavailableError("The replica has not been started.")
         return self._replica
 
-    async def _start(
+    @verb
+    async def start(
         self, payload: bytes, name: str, incarnation: int, instance: str, worker: str, access: bytes
     ) -> Mapping[str, Any]:
+        """Create the replica from its start message, start it, and return its facts."""
         view = self._view = ChildView(instance, access, settings.timeouts().connect_s)
         spec = ActorSpec(ActorKind.REPLICA, name, incarnation, instance, bytes(payload))
-        # User code sees of the view only what handles and clients need of it.
+        # User code sees only those parts of the view that handles and clients need.
         context = ContextWith(spec, view, LoopClock(), system_rng(), worker)
         self._replica = ChildReplica(context)
         return await self._replica.start()
 
-    async def _stop(self) -> None:
+    @verb
+    async def stop(self) -> None:
+        """Stop the replica, and close its view of the cluster."""
         if self._replica is not None:
             await self._replica.stop(0)
-            gc.collect()  # what only a cycle holds has a destructor, too, and this was its last chance
+            gc.collect()  # objects in reference cycles may have destructors, and the process ends next
         if self._view is not None:
             await asyncio.to_thread(self._view.close)

@@ -1,9 +1,8 @@
 """The runner that has a child process answer a whole request.
 
-A slot is taken before a request is sent to the child and free when the child's answer is complete. For a
-request that was given up there is no answer to wait for, so the child is asked when its code has ended
-(verb ``ended``); only then another request may take its place. So the child never has more to do than it has
-slots.
+A request takes a slot before it is sent to the child, and releases it when the child's answer is complete. A
+cancelled request has no answer to wait for, so the actor asks the child when its code has ended (verb
+``ended``), and only then releases the slot. So the child never runs more requests than it has slots.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class ChildRun(CodeRun):
         self._runner = runner
         number, envelope, receive, send = args
         self._number: int = number
-        #: What the child has sent.
+        #: Receives what the child sends.
         self.passage = Passage(send)
         self._args = (number, envelope, receive, self.passage.send)
 
@@ -60,7 +59,7 @@ class ChildRun(CodeRun):
         except ActorLostError as error:
             lost = error
         except BaseException as error:
-            # What the child gave up at its deadline may have left code that runs on, too.
+            # After a deadline, too, code may still run in the child.
             if self.passage.is_broken or isinstance(error, (asyncio.CancelledError, RequestTimeoutError)):
                 self._runner.settle(self._number, self)
                 raise
@@ -82,12 +81,12 @@ class ChildRun(CodeRun):
         pass  # the task is cancelled together with the run, and with it the request
 
     def settled(self) -> None:
-        """Note that the child's code has ended after all."""
+        """Note that the child's code has ended."""
         self._end(None, None)
 
 
 class ChildRunner:
-    """Has a child process answer requests.
+    """Runs requests in a child process.
 
     Parameters
     ----------
@@ -115,31 +114,31 @@ class ChildRunner:
         return run
 
     def settle(self, number: int, run: ChildRun) -> None:
-        """End a run that was given up as soon as the child's code has ended."""
+        """End a cancelled run as soon as the child's code has ended."""
         self._settling.spawn(self._settle(number, run), "isolation-settle")
 
     async def close(self) -> None:
-        """Return when all runs that were given up have ended; the child has to be gone."""
+        """Return when all runs that were given up have ended; the child must have ended before."""
         await self._settling.wait()
 
     async def _settle(self, number: int, run: ChildRun) -> None:
         try:
             await self._child.call("ended", number=number)
         except ServeError:
-            pass  # the child is gone, and the request with it
+            pass  # the child has ended, and its code with it
         finally:
             run.settled()
 
 
 class Passage:
-    """The way out of the child for one request: passes messages on and keeps the error among them."""
+    """Receives the messages of one request from the child; passes them on, and keeps an error among them."""
 
     __slots__ = ("_send", "is_broken", "packed")
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self.packed: bytes | None = None
-        #: Whether the caller failed to take a message; the child has been told to stop then.
+        #: Whether sending to the caller failed; the request in the child is cancelled then.
         self.is_broken = False
 
     async def send(self, message: Message) -> None:

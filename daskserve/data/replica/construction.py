@@ -1,4 +1,4 @@
-"""Where the user's object is made and taken apart."""
+"""Constructs and destructs the user's object, on a loop or in a thread."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from daskserve.data.replica.wall import Wall
 
 
 async def construct(wall: Wall, servable: Servable) -> None:
-    """Make the user's object; raises what its constructor raises."""
+    """Construct the user's object; raises what its constructor raises."""
     # On the loop if it has async code, which may want to make tasks there; on the worker's loop only
     # what cannot run elsewhere.
     if servable.must_be_made_on_loop or (servable.is_async_at_all and not wall.is_on_worker_loop):
@@ -19,7 +19,7 @@ async def construct(wall: Wall, servable: Servable) -> None:
 
 
 async def destruct(wall: Wall, servable: Servable) -> None:
-    """Take the user's object apart; raises what its destructor raises."""
+    """Destruct the user's object; raises what its destructor raises."""
     if servable.must_be_closed_on_loop or (servable.is_async_at_all and not wall.is_on_worker_loop):
         await wall.run_async(servable.close)
     else:

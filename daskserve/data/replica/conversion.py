@@ -210,10 +210,10 @@ def _name(value: Any) -> str:
 
 
 def failure(error: Exception, *, is_debug: bool, is_started: bool = False) -> ConvertedResponse:
-    """Log an error of user code and return the response to it, which tells nothing of it unless ``is_debug``.
+    """Log an error of user code and return its response, which has the traceback if ``is_debug``.
 
-    An ``HTTPException`` is an answer, not a failure, and a client that leaves is nobody's. If a response
-    ``is_started``, it can only be cut off: then the error is raised again.
+    An ``HTTPException`` is a response, not a failure, and neither is a client that disconnects. If the
+    response ``is_started``, it can only be cut off: then the error is raised again.
     """
     if isinstance(error, ClientDisconnect):
         if is_started:

@@ -29,15 +29,15 @@ def _restore_state(state: State, attributes: dict[str, Any]) -> None:
     vars(state).update(attributes)
 
 
-# Pickle asks a new `State` for ``__setstate__``, which it looks for in a dict that it does not have yet: that
-# recurses without end. Every Starlette and FastAPI application has a `State`. What pickles a definition has
-# inspected it, and so has imported this module.
+# Pickle asks a new `State` for ``__setstate__``, and `State` searches for it in a dict that does not exist
+# yet: an endless recursion. Every Starlette and FastAPI application has a `State`. Code that pickles a
+# definition has inspected it before, and so has imported this module.
 copyreg.pickle(State, _reduce_state)
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """One thing that user code can be asked to do."""
+    """A method of user code that requests can call."""
 
     name: str
     is_async: bool
@@ -48,7 +48,7 @@ class Method:
 
 @dataclass(frozen=True, slots=True)
 class CallableFacts:
-    """What a definition says of itself. The defaults hold for an import path, of which nothing is known."""
+    """The facts about a definition. The defaults are those of an import path, not imported here."""
 
     is_blocking: bool = True
     is_asgi_app: bool = False
@@ -59,14 +59,14 @@ class CallableFacts:
 def inspect_definition(
     definition: Any, init_args: Sequence[Any] = (), init_kwargs: Mapping[str, Any] | None = None
 ) -> CallableFacts:
-    """Return what is known of a definition before any of it runs.
+    """Return the facts about a definition without running it.
 
     Raises
     ------
     TypeError
-        It is nothing that can be served.
+        It cannot be served.
     ValueError
-        It takes no init arguments (it is not a class) and there are some.
+        It is not a class, but there are init arguments.
     """
     if isinstance(definition, str):
         return CallableFacts()
@@ -74,9 +74,7 @@ def inspect_definition(
         methods = _methods_of_class(definition)
     elif callable(definition) and not inspect.isclass(definition):
         if init_args or init_kwargs:
-            raise ValueError(
-                f"Only a class takes init arguments; {_describe(definition)} is already made and gets none."
-            )
+            raise ValueError(f"Only a class takes init arguments; pass none for {_describe(definition)}.")
         methods = {CALL: _method(CALL, definition, definition)}
     else:
         raise TypeError(
@@ -131,7 +129,7 @@ def _positional_parameters(function: Any) -> list[str]:
     names = []
     for parameter in parameters:
         if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
-            # Whatever has been skipped by then, there is always one more.
+            # However many parameters are skipped later, one remains.
             names += [f"{parameter.name}{index}" for index in range(2)]
         elif parameter.kind not in kinds:
             names.append(parameter.name)
@@ -147,13 +145,13 @@ def is_async(function: Any) -> bool:
 
 
 def import_definition(path: str) -> Any:
-    """Return what ``"pkg.mod.Name"`` or ``"pkg.mod:Name"`` names.
+    """Import and return the object that ``"pkg.mod.Name"`` or ``"pkg.mod:Name"`` names.
 
     Raises
     ------
     BadRequestError
-        The path has another form, there is no such module, or the module has no such name. Errors inside
-        the module, a missing import of its own included, are raised as they are.
+        The path has another form, there is no such module, or the module has no such name. Errors raised
+        by the module itself, such as a missing import, are not changed.
     """
     module_name, colon, name = path.partition(":")
     if not colon:

@@ -1,10 +1,10 @@
-"""Health: whether a replica's user code can still run where it runs.
+"""Health probes: whether a replica's user code can still run.
 
-A replica whose loop is blocked, or whose every slot is held by a call that nobody waits for any more, looks
-alive from outside: its process answers. So each replica probes itself, where its user code runs, and the
-cluster only reads the outcome. Problem with a single late probe: code that computes for a while is late
-too. Choice: a probe every ``period_s`` from start to start, each with a deadline, and so many misses in a row
-before the replica counts as unhealthy. At the defaults that is at most 35 s.
+A replica whose loop is blocked, or whose slots are all held by abandoned calls, looks alive from outside:
+its process answers. So each replica probes itself where its user code runs, and the controller only reads
+the outcome. A single late probe proves nothing, because code that computes for a while is late too. So there
+is a probe every ``period_s``, from start to start, each with a deadline, and the replica is unhealthy after
+several failures in a row. With the default options that takes at most 35 s.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ logger = logging.getLogger("daskserve.replica")
 
 
 class HealthWatch:
-    """Probes again and again, and remembers how it went.
+    """Probes at an interval, and records the outcomes.
 
     Parameters
     ----------
     probe : callable
-        ``await probe()`` returns if all is well and raises if not; it may take for ever.
+        ``await probe()`` returns if user code is healthy and raises if not; it may never return.
     """
 
     def __init__(
@@ -48,14 +48,14 @@ class HealthWatch:
         self._timeout_s = timeout_s
         self._threshold = threshold
         self._failures = 0
-        #: How many probes have failed at all.
+        #: How many probes have failed since the start.
         self.failures_total = 0
         self._detail = ""
         self._task: asyncio.Task[None] | None = None
 
     @property
     def is_healthy(self) -> bool:
-        """False after ``threshold`` probes in a row that failed."""
+        """False after ``threshold`` failed probes in a row."""
         return self._failures < self._threshold
 
     def facts(self) -> dict[str, Any]:
@@ -63,12 +63,12 @@ class HealthWatch:
         return {"is_healthy": self.is_healthy, "failures": self._failures, "detail": self._detail}
 
     def start(self) -> None:
-        """Begin to probe, first after one period; idempotent."""
+        """Start probing after one period; idempotent."""
         if self._task is None:
             self._task = asyncio.create_task(self._run(), name=f"daskserve-health-{self._name}")
 
     async def stop(self) -> None:
-        """Probe no more; when it returns, nothing of the last probe is left."""
+        """Stop probing; return when the last probe has ended."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -84,9 +84,9 @@ class HealthWatch:
             try:
                 await self.check()
             except TimeoutError:
-                self._fail(f"the probe got no answer within {self._timeout_s:g} s")
+                self._fail(f"the probe did not return within {self._timeout_s:g} s")
             except Exception as error:
-                # Whatever user code or a child process comes up with: it is what the probe is there to find.
+                # Any error of user code or of a child process: finding these is what the probe is for.
                 self._fail(str(error))
             else:
                 self._failures, self._detail = 0, ""
@@ -105,8 +105,7 @@ async def probe_liveness(wall: Wall, servable: Servable, replica_tag: str, concu
     if servable.is_plain_at_all:
         if wall.abandoned >= concurrency:
             raise UnavailableError(
-                f"All {concurrency} slots of replica {replica_tag!r} are held by calls that were given up "
-                "and run on."
+                f"All {concurrency} slots of replica {replica_tag!r} are held by abandoned calls and run on."
             )
         await wall.run_sync(_do_nothing, threads=wall.reserved)
     if servable.is_async_at_all and not wall.is_on_worker_loop:

@@ -1,6 +1,6 @@
 """The interpreter of a Python environment on this machine.
 
-Only the replica's machine knows which environments it has, so this runs there. It looks into conda's
+This runs on the replica's machine, because environments differ between machines. It looks into conda's
 folders itself: running ``conda`` takes a second.
 """
 
@@ -16,13 +16,13 @@ from daskserve.options.environment import Interpreter
 
 #: Names of the root environment of a conda installation.
 _BASE_NAMES = frozenset({"base", "root"})
-#: Variables that would lead another interpreter to this one's modules.
+#: Variables that would make another interpreter import this one's modules.
 _OF_THIS_INTERPRETER = frozenset({"PYTHONPATH", "PYTHONHOME", "PYTHONEXECUTABLE", "__PYVENV_LAUNCHER__"})
 _OF_AN_ENVIRONMENT = frozenset({"VIRTUAL_ENV", "CONDA_PREFIX", "CONDA_DEFAULT_ENV"})
 
 
 def find_interpreter(environment: str | None, variables: Mapping[str, str]) -> Interpreter:
-    """Return the interpreter of an environment on this machine; None is this process's own.
+    """Return the interpreter of an environment on this machine; None stands for this process's own.
 
     Parameters
     ----------
@@ -34,7 +34,7 @@ def find_interpreter(environment: str | None, variables: Mapping[str, str]) -> I
     Raises
     ------
     BadRequestError
-        There is no such environment here; the message lists where it was looked for.
+        There is no such environment here; the message lists the places searched.
     """
     if environment is None:
         return Interpreter(sys.executable, sys.prefix)
@@ -45,7 +45,7 @@ def find_interpreter(environment: str | None, variables: Mapping[str, str]) -> I
         what = "is not the folder of an environment" if prefix.is_dir() else "does not exist"
         raise BadRequestError(
             f"Environment {environment!r} {what} on {os.uname().nodename}: there is no interpreter {python}. "
-            "Make it on every worker that may run the backend, or limit the backend to those that have it "
+            "Create it on every worker that may run the backend, or limit the backend to those that have it "
             "(actor_options={'workers': [...]})."
         )
     if os.path.realpath(prefix) == os.path.realpath(sys.prefix):
@@ -60,13 +60,13 @@ def _find_conda(name: str, variables: Mapping[str, str]) -> Path:
             return candidate
     looked = ", ".join(map(str, candidates)) or "nowhere, as CONDA_EXE and CONDA_PREFIX are not set"
     raise BadRequestError(
-        f"There is no conda environment {name!r} on {os.uname().nodename}; looked for: {looked}. Make it on "
+        f"There is no conda environment {name!r} on {os.uname().nodename}; searched: {looked}. Create it on "
         "every worker that may run the backend (conda create -n ...), or pass env='/path/to/environment'."
     )
 
 
 def _conda_candidates(name: str, variables: Mapping[str, str]) -> Iterator[Path]:
-    """Yield the folders an environment of that name may have, in conda's own order."""
+    """Yield the possible folders of an environment of that name, in conda's order."""
     roots = list(dict.fromkeys(_conda_roots(variables)))
     if name in _BASE_NAMES:
         yield from roots
@@ -90,7 +90,7 @@ def _conda_roots(variables: Mapping[str, str]) -> Iterator[Path]:
         yield Path(variables["CONDA_EXE"]).parent.parent
     if "MAMBA_ROOT_PREFIX" in variables:
         yield Path(variables["MAMBA_ROOT_PREFIX"])
-    # A worker may run in an environment of the installation without its having been activated.
+    # A worker may run in an environment of the installation that was not activated.
     for prefix in filter(None, (variables.get("CONDA_PREFIX"), sys.prefix)):
         folder = Path(prefix)
         if folder.parent.name == "envs":
@@ -100,7 +100,7 @@ def _conda_roots(variables: Mapping[str, str]) -> Iterator[Path]:
 
 
 def _variables_in(prefix: Path, variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables as they would be with that environment activated."""
+    """Return the environment variables of a process with that environment activated."""
     stale = _OF_THIS_INTERPRETER | _OF_AN_ENVIRONMENT
     found = {name: value for name, value in variables.items() if name not in stale}
     found["PATH"] = os.pathsep.join(filter(None, [str(prefix / "bin"), variables.get("PATH", os.defpath)]))

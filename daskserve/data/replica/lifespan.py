@@ -19,10 +19,10 @@ logger = logging.getLogger("daskserve.replica")
 
 
 class Lifespan:
-    """An ASGI application's own start-up and shutdown, on the user's loop; null for those that have none."""
+    """The start-up and shutdown of an ASGI application, on the user's loop; no-ops if it has none."""
 
     def __init__(self) -> None:
-        #: What the application keeps for its requests, as ``scope["state"]``.
+        #: The application's state; requests get a copy as ``scope["state"]``.
         self.state: dict[str, Any] = {}
         self._task: asyncio.Task[None] | None = None
         self._to_app: asyncio.Queue[Message] = asyncio.Queue()
@@ -33,9 +33,9 @@ class Lifespan:
         return self._task is not None and not self._task.done()
 
     async def open(self, app: Callable[..., Awaitable[None]]) -> None:
-        """Return when the application is ready; `ServeError` if it says that it failed.
+        """Return when the application is ready; raise `ServeError` if it reports a failure.
 
-        One that raises knows no lifespan, says the protocol, and is served without.
+        An application that raises does not support the protocol, and is served without it.
         """
         self._task = asyncio.create_task(self._run(app))
         answer = await self._ask("lifespan.startup")
@@ -43,7 +43,7 @@ class Lifespan:
             raise ServeError(f"The ASGI application's start-up failed: {answer.get('message', '')}")
 
     async def close(self) -> None:
-        """Let the application shut down."""
+        """Run the application's shutdown."""
         if self.is_open:
             await self._ask("lifespan.shutdown")
 
@@ -56,6 +56,6 @@ class Lifespan:
         try:
             await app(scope, self._to_app.get, self._from_app.put)
         except Exception as error:
-            logger.debug("The ASGI application takes no part in the lifespan protocol: %r", error)
+            logger.debug("The ASGI application does not support the lifespan protocol: %r", error)
         finally:
             self._from_app.put_nowait({"type": "lifespan.gone"})

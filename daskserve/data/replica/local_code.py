@@ -98,7 +98,7 @@ class LocalCode:
         except Exception as error:
             failure = self._user_error(step, error)
         if failure is not None:
-            # Out here the user's error is gone, and with its traceback the last hold on the user's object.
+            # Raised outside of the handler: the traceback of the user's error refers to the user's object.
             raise failure
         self._serving = ServingCode(wall, servable, self._batches, self.slots, self._figures)
         self._serving.has_method_header = start.config.method_header
@@ -132,7 +132,7 @@ class LocalCode:
     # ---- requests
 
     def answer(self, envelope: Envelope) -> Answer:
-        """Return the answer to a request, not begun."""
+        """Return the answer to a request, in the state WAITING."""
         serving = self._serving
         if serving is None:
             raise self.slots.not_running()
@@ -159,7 +159,7 @@ class LocalCode:
         concurrency: int,
         config: Mapping[str, Any],
     ) -> None:
-        """Take over changed options without a restart; see `daskserve.data.replica.replica.Replica`."""
+        """Apply changed options without a restart; see `daskserve.data.replica.replica.Replica`."""
         wall, servable = self._parts()
         options = read_config(config)
         max_batch_size = options.max_batch_size or 0
@@ -172,7 +172,7 @@ class LocalCode:
             except Exception as error:
                 failure = self._user_error("failed in reconfigure()", error)
         if failure is not None:
-            raise failure  # out here, as in start()
+            raise failure  # outside of the handler, as in start()
         self.slots.resize(concurrency)
         wall.threads.limit = _threads(concurrency)
         self._set_current_replica(servable.target)
@@ -181,14 +181,14 @@ class LocalCode:
             self._serving.has_method_header = options.method_header
 
     async def probe(self) -> None:
-        """Return if user code can run where it runs, and the user's ``check_health`` does not object.
+        """Return if user code can run, and the user's ``check_health`` does not fail.
 
-        It returns late, or never, if that place is blocked: call it with a deadline.
+        It returns late, or never, if the event loop or the threads are blocked: call it with a timeout.
 
         Raises
         ------
         UnavailableError
-            Every slot is held by a call that was given up and runs on.
+            All slots are held by cancelled calls that have not ended.
         UserCodeError
             ``check_health`` raised.
         """
@@ -205,7 +205,7 @@ class LocalCode:
                 ) from error
 
     async def statistics(self) -> dict[str, Any]:
-        """Return what the wall counts."""
+        """Return the counts of the wall."""
         return {
             "abandoned": self.abandoned,
             "threads": len(self._wall.threads) if self._wall else 0,
@@ -213,11 +213,11 @@ class LocalCode:
         }
 
     def figures(self) -> dict[str, Any]:
-        """Return what autoscaling asks for every second."""
+        """Return what the controller reads every second for autoscaling."""
         return self._figures.brief(self.slots.load, self._stats.figures)
 
     def samples(self, own: list[MetricSample]) -> list[MetricSample]:
-        """Return the replica's figures as metrics."""
+        """Return the replica's metrics."""
         return own
 
     def user_samples(self) -> list[UserSample]:
@@ -253,18 +253,18 @@ class LocalCode:
         await self._context.clock.wait_for(self.slots.wait_until_idle(), grace_s)
 
     async def close(self) -> None:
-        """Cancel what still runs, destruct the user's object, and end the threads."""
+        """Cancel the requests that still run, destruct the user's object, and end the threads."""
         wall, servable = self._wall, self._servable
         if wall is not None:
             wall.abort_runs(ActorLostError(f"Replica {self._start.replica_tag!r} was stopped."))
             self._set_current_replica(None)
             wait_for = self._context.clock.wait_for
             try:
-                await wait_for(self.slots.wait_until_idle(), CLOSE_GRACE_S)  # what was cancelled may clean up
+                await wait_for(self.slots.wait_until_idle(), CLOSE_GRACE_S)  # cancelled code may clean up
                 if servable is not None:
                     await wait_for(destruct(wall, servable), CLOSE_GRACE_S)
             except TimeoutError:
-                logger.warning("%r leaves its user code behind: it does not end", self)
+                logger.warning("%r does not end; its threads are abandoned", self)
             except Exception:
                 logger.exception("The destructor of %r failed", self)
             await wall.close(CLOSE_GRACE_S)

@@ -1,4 +1,4 @@
-"""Watching event loops that run user code for being blocked."""
+"""Detects blocked event loops that run user code."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from daskserve.data.replica.user_loop import UserLoop
 
 logger = logging.getLogger("daskserve.replica")
 
-#: How often a loop that runs user code is asked for a sign of life, and what is too long for an answer.
+#: The interval of the checks of a loop that runs user code, and the delay from which it counts as blocked.
 WATCH_INTERVAL_S = 0.03
 BLOCKED_AFTER_S = 0.1
 
 
 class Watched(Protocol):
-    """What is asked of a `daskserve.data.replica.wall.Wall`."""
+    """The parts of a `daskserve.data.replica.wall.Wall` that the watch needs."""
 
     blocked_count: int
 
@@ -32,16 +32,16 @@ class Watched(Protocol):
 
 
 class LoopWatch:
-    """Logs and counts, from the worker's loop and while calls run, that a user's loop does not answer.
+    """Logs and counts blocks of a user's loop; it checks from the worker's loop while calls run.
 
-    One that is blocked for half as long again as `BLOCKED_AFTER_S` was asked early enough to be seen, even if
-    that is over by the time that somebody looks.
+    A block of one and a half times `BLOCKED_AFTER_S` is always detected, even if it is over when the watch
+    looks.
     """
 
     def __init__(self, wall: Watched, user_loop: UserLoop) -> None:
         self._wall = wall
         self._user_loop = user_loop
-        #: When it looks next; None while it is not armed.
+        #: The timer of the next check; None while the watch is not armed.
         self.timer: asyncio.TimerHandle | None = None
         self._asked_at = self._took_s = 0.0
         self._is_answered = self._is_reported = True
@@ -56,7 +56,7 @@ class LoopWatch:
         now = self._wall.loop.time()
         if not self._is_reported:
             is_answered = self._is_answered
-            if not is_answered:  # by the time it is late enough it may be over
+            if not is_answered:  # the block may be over before it counts as one
                 frame = sys._current_frames().get(self._user_loop.thread.ident or 0)
                 self._place = describe_stack(frame)
             if (self._took_s if is_answered else now - self._asked_at) >= BLOCKED_AFTER_S:
@@ -86,15 +86,15 @@ class LoopWatch:
 
 
 class SharedLoopWatch:
-    """Logs and counts, while calls run on the worker's own loop, that this loop was blocked.
+    """Logs and counts blocks of the worker's own loop while calls run on it.
 
-    Nobody can look while that is so; a timer that comes late tells afterwards. It cannot tell the place.
+    Nothing can look while that loop is blocked; a late timer shows it afterwards, without the place.
     """
 
     def __init__(self, wall: Watched, name: str) -> None:
         self._wall = wall
         self._name = name
-        #: When it looks next; None while it is not armed.
+        #: The timer of the next check; None while the watch is not armed.
         self.timer: asyncio.TimerHandle | None = None
 
     def arm(self) -> None:
@@ -109,7 +109,7 @@ class SharedLoopWatch:
             self._wall.blocked_count += 1
             logger.warning(
                 "The worker's event loop was blocked for %d ms while code of %s ran on it; everything in the "
-                "process waited. With event_loop='own' it would hold up its own replica only.",
+                "process waited. With event_loop='own' only this replica would wait.",
                 late_s * 1000,
                 self._name,
             )
@@ -118,7 +118,7 @@ class SharedLoopWatch:
 
 
 def describe_stack(frame: FrameType | None) -> str:
-    """Return the innermost places of a stack as ``file:line function``, up to this module's own frames."""
+    """Return the innermost frames of a stack as ``file:line function``, up to the first of daskserve."""
     places: list[str] = []
     while frame is not None and len(places) < 5 and frame.f_code.co_filename != __file__:
         places.append(f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}")

@@ -1,4 +1,4 @@
-"""The messages of one request, on their way between the worker's loop and user code."""
+"""The pipe that carries the messages of one request between the worker's loop and user code."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from daskserve.clock import LoopClock
 from daskserve.data.replica.wall import Wall
 from daskserve.types import Message, Receive, Send
 
-#: How many messages of one request may be under way in one direction.
+#: How many messages of one request may be in flight in one direction.
 WINDOW = 16
 
 
 class PipeOwner(Protocol):
-    """Passes on what a pipe carries; see `daskserve.data.replica.answer.Answer`."""
+    """Is notified of messages in a pipe; see `daskserve.data.replica.answer.Answer`."""
 
     def partial(self) -> None:
         """Note that user code has sent a message."""
 
 
 class MessagePipe:
-    """The messages of one request, on their way across the wall.
+    """Carries the messages of one request across the wall.
 
-    User code holds `receive`, `send` and `send_from_thread`. On the worker's loop, the pipe tells its owner
-    when there is something to `flush`.
+    User code calls `receive`, `send` and `send_from_thread`. On the worker's loop, the pipe notifies its
+    owner when there are messages to `flush`.
 
     Parameters
     ----------
@@ -37,7 +37,7 @@ class MessagePipe:
     receive, send : callable, optional
         Of the request's caller. A request that is answered without a task has none before `connect`.
     first : Message, optional
-        What the worker's side has received already. A whole small body needs no crossing that way.
+        A message that the worker's side has received already. So a small body needs no crossing of its own.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class MessagePipe:
         self._kind = kind
         self._receive = receive
         self._send = send
-        #: What user code has sent and the caller has not taken yet.
+        #: Messages that user code has sent and the caller has not taken yet.
         self.outbox: deque[Message] = deque()
         self._blocked: deque[Callable[[], None]] = deque()
         self._inbox: deque[Message | Exception] = deque() if first is None else deque((first,))
@@ -61,12 +61,12 @@ class MessagePipe:
     # Most requests never change any of these, and one is made for each.
     #: Whether user code has begun its response.
     is_started = False
-    #: Whether the first message was made up, because there is no body: the client's side has one as well.
+    #: Whether ``first`` stands for a request without a body: the client's side sends an empty one as well.
     is_body_assumed = False
     _is_closed = _is_accepted = _is_leaving = False
-    #: Told on the worker's loop when something is in the `outbox`.
+    #: Notified on the worker's loop when there are messages in the `outbox`.
     owner: PipeOwner | None = None
-    # Set while somebody reads before `connect`.
+    # Exists while user code reads before `connect`.
     _connected: asyncio.Event | None = None
     # Outgoing. The user's side counts `_sent`, the worker's side `_passed`; no other code writes them.
     _sent = _passed = 0
@@ -96,10 +96,10 @@ class MessagePipe:
         return message
 
     async def send(self, message: Message) -> None:
-        """Send a message to the client, waiting only while too many are under way."""
+        """Send a message to the client, waiting only while too many are in flight."""
         self._post(message)
         if self._is_closed:
-            # The cancellation that is on its way would never reach code that waits for nothing else.
+            # Code that waits for nothing else would never receive its cancellation.
             await LoopClock().sleep(0)
         elif self._sent - self._passed >= WINDOW:
             room: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -123,7 +123,7 @@ class MessagePipe:
 
     def _block(self, release: Callable[[], None]) -> None:
         self._blocked.append(release)
-        # Look again after joining the queue: the last message may have been passed on in between.
+        # Check again after joining the queue: the last message may have been passed on in between.
         if self._has_room() or self._is_closed:
             release()
 
@@ -146,7 +146,7 @@ class MessagePipe:
             self._connected.set()
 
     async def flush(self) -> None:
-        """Pass on what user code has sent, as fast as the caller takes it."""
+        """Pass on the messages that user code has sent, as fast as the caller takes them."""
         send, outbox = self._send, self.outbox
         assert send is not None
         while outbox:
@@ -156,14 +156,14 @@ class MessagePipe:
                 self._release()
 
     def leave(self) -> None:
-        """Send away a WebSocket's client as soon as it is open; user code gets its disconnect in return."""
+        """Close a WebSocket with code 1001 as soon as it is open; user code then receives its disconnect."""
         self._is_leaving = True
-        # Not `is_started`: user code may have accepted it, and its message be on its way across.
+        # Not `is_started`: the message by which user code accepts it may still be crossing.
         if self._is_accepted:
             self._arrive(_going_away())
 
     def close(self) -> None:
-        """Let go of the client: user code that still runs sends into the void and receives a disconnect."""
+        """Detach from the client: user code that still runs sends nothing, and receives a disconnect."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -214,7 +214,7 @@ class MessagePipe:
             try:
                 message = await self._receive_next()
                 is_last = not message.get("more_body", message["type"] == "websocket.receive")
-            except Exception as error:  # it is for the user's code to see
+            except Exception as error:  # user code gets it from `receive`
                 message, is_last = error, True
             self._arrived += 1
             to_user.post(self._deliver, message)
@@ -222,7 +222,7 @@ class MessagePipe:
 
 
 class DirectPipe(MessagePipe):
-    """A pipe for user code that runs on the worker's loop: there is nothing to cross."""
+    """A pipe for user code that runs on the worker's loop: messages cross no wall."""
 
     def close(self) -> None:
         if self._blocked or self._reading or self._readers:
@@ -257,7 +257,7 @@ def open_pipe(
     send: Send | None = None,
     first: Message | None = None,
 ) -> MessagePipe:
-    """Return the pipe that fits how the wall runs async code."""
+    """Return the kind of pipe that fits where the wall runs async code."""
     pipe = DirectPipe if wall.is_on_worker_loop else MessagePipe
     return pipe(wall, kind, receive, send, first)
 

@@ -1,4 +1,4 @@
-"""HTTP requests that name the method which is to answer them, for backends that allow it."""
+"""HTTP requests that choose the method by a header, for backends that allow it."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from daskserve.data.replica.servable import Servable
 from daskserve.errors import BadRequestError
 
 HEADER = b"x-serve-call-method"
-#: Public by name, but for daskserve to call, not for everybody who can send a request.
+#: Methods with public names that only daskserve calls.
 HOOKS = frozenset({"reconfigure", "check_health"})
 
 
 def named_method(servable: Servable, scope: Mapping[str, Any]) -> Method:
     """Return the method that a request's header names, ``__call__`` without the header.
 
-    ASGI applications have no methods for requests: there the header is the application's own affair.
+    An ASGI application has no such methods; it gets the header like any other.
 
     Raises
     ------
     BadRequestError
-        There is no public method of that name; the message lists those that there are.
+        There is no public method of that name; the message lists the public methods.
     """
     call = servable.methods[CALL]
     if call.is_asgi or scope["type"] != "http":
@@ -32,7 +32,7 @@ def named_method(servable: Servable, scope: Mapping[str, Any]) -> Method:
     if method is None or name in HOOKS or method.is_asgi:
         found = sorted(each.name for each in servable.methods.values() if not each.is_asgi)
         raise BadRequestError(
-            f"Header X-SERVE-CALL-METHOD names {name!r}, which is no public method here; there are: "
+            f"Header X-SERVE-CALL-METHOD names {name!r}, which is not a public method; choose one of: "
             f"{', '.join(each for each in found if each not in HOOKS)}."
         )
     return method

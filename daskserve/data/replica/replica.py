@@ -4,7 +4,7 @@ A replica lives on the worker's loop and consists of:
 
 - `Slots`: how many requests run and wait;
 - `HealthWatch`: whether user code can still run;
-- `ReplicaFigures`: what is counted;
+- `ReplicaFigures`: its metrics;
 - a `UserCode`: the code itself, in this process (`LocalCode`) or in a child process (`ChildCode`).
 
 Each request is a `daskserve.data.replica.answer.Answer`, which holds a slot until its user code has ended.
@@ -94,7 +94,7 @@ class Replica:
         """Answer one request with user code; see `daskserve.data.replica.callers.carry`."""
         return carry(self._code.answer(envelope), receive, send, self._context.clock)
 
-    def answer_straight(self, envelope: Envelope, on_answer: OnAnswer) -> Callable[[], None] | None:
+    def handle_nowait(self, envelope: Envelope, on_answer: OnAnswer) -> Callable[[], None] | None:
         """Answer a request without a task, and return what gives it up; None if it is one for `handle`."""
         if self._code.needs_task(envelope):
             return None
@@ -105,7 +105,7 @@ class Replica:
         return caller.give_up
 
     def load(self) -> Load:
-        """Return how many requests run, and how many wait: of these for their batch, or others for a slot."""
+        """Return how many requests run, and how many wait for a slot or for their batch."""
         return self._slots.load()
 
     # ---- verbs
@@ -114,7 +114,7 @@ class Replica:
     async def reconfigure(
         self, user_config: bytes | None, concurrency: int, config: Mapping[str, Any]
     ) -> None:
-        """Take over changed options without a restart; a ``user_config`` goes to the user's ``reconfigure``.
+        """Apply changed options without a restart; a ``user_config`` goes to the user's ``reconfigure``.
 
         Parameters
         ----------
@@ -124,7 +124,7 @@ class Replica:
         Raises
         ------
         BadRequestError
-            The callable has no ``reconfigure`` or takes no batches; nothing has been changed.
+            The callable has no ``reconfigure`` or takes no batches; nothing is changed.
         ReplicaStartError
             The user's ``reconfigure`` failed; it carries the traceback.
         """
@@ -134,7 +134,7 @@ class Replica:
 
     @verb
     async def statistics(self) -> dict[str, Any]:
-        """Return the replica's figures; those that end in ``_total`` only grow."""
+        """Return the replica's counts; those that end in ``_total`` never decrease."""
         load = self.load()
         own = {
             "replica_tag": self._start.replica_tag,
@@ -147,14 +147,14 @@ class Replica:
 
     @verb
     async def probe(self) -> None:
-        """Return if user code can run where it runs, and the user's ``check_health`` does not object.
+        """Return if user code can run, and the user's ``check_health`` does not fail.
 
-        It returns late, or never, if that place is blocked: call it with a deadline.
+        It returns late, or never, if the event loop or the threads are blocked: call it with a timeout.
 
         Raises
         ------
         UnavailableError
-            Every slot is held by a call that was given up and runs on.
+            All slots are held by cancelled calls that have not ended.
         UserCodeError
             ``check_health`` raised.
         """
@@ -168,7 +168,7 @@ class Replica:
     # ---- figures
 
     def samples(self) -> list[MetricSample]:
-        """Return the replica's figures as metrics; see `daskserve.figures.collector.Source`."""
+        """Return the replica's metrics; see `daskserve.figures.collector.Source`."""
         code, slots = self._code, self._slots
         own = self._figures.samples(self._labels) + self._figures.states(
             self._labels,
@@ -186,28 +186,28 @@ class Replica:
         return self._code.user_samples()
 
     def figures(self) -> dict[str, Any]:
-        """Return what autoscaling asks for every second."""
+        """Return what the controller reads every second for autoscaling."""
         return self._code.figures()
 
     def health(self) -> dict[str, Any]:
-        """Return what the replica's own probes found, in plain values."""
+        """Return the results of the replica's own health probes, in plain values."""
         facts, loss = self._health.facts(), self._code.loss
         return {**facts, "is_healthy": False, "detail": loss} if loss else facts
 
     # ---- stop
 
     async def send_away(self) -> None:
-        """Close the WebSockets, which would never end by themselves, with code 1001."""
+        """Close the open WebSockets with code 1001."""
         await self._code.send_away()
 
     async def stop(self, grace_s: float) -> None:
-        """End: refuse requests, let the running ones finish for ``grace_s``, cancel the rest, destruct."""
+        """Refuse requests, let the running ones finish for ``grace_s``, cancel the rest, destruct."""
         self._slots.close()
         await self._health.stop()
         try:
             await self._code.drain(grace_s)
         except TimeoutError:
-            logger.info("%r cancels what still runs after %s s", self, grace_s)
+            logger.info("%r cancels the requests that still run after %s s", self, grace_s)
         await self._end()
 
     async def _end(self) -> None:

@@ -30,10 +30,10 @@ class RunListener(Protocol):
     """The object that started a run. Both methods are called on the worker's loop."""
 
     def run_ended(self, value: Any, error: Exception | None) -> None:
-        """Note that the code has really ended, or will never begin. Called exactly once for each run.
+        """Note that the code has ended, or will never begin. Called exactly once for each run.
 
         ``value`` and ``error`` are what it returned or raised; both mean nothing if the run was cancelled.
-        After a cancellation this may be long after the listener has lost interest.
+        After a cancellation this may be much later.
         """
 
     def run_aborted(self, error: Exception) -> None:
@@ -41,7 +41,7 @@ class RunListener(Protocol):
 
 
 class CodeRun:
-    """One piece of user code under way, as the worker's loop sees it.
+    """One run of user code, as the worker's loop sees it.
 
     Parameters
     ----------
@@ -84,13 +84,13 @@ class CodeRun:
         if not self.is_ended and not self.is_cancelled:
             self.is_cancelled = True
             self._stop()
-            # After the code itself: async code that awaits one of them is to be cancelled once, not twice.
+            # After the code itself: async code that awaits one of them must be cancelled once, not twice.
             request = self._context.get(current_request)
             if request is not None:
                 request.cancel_calls()
 
     def abort(self, error: Exception) -> None:
-        """Cancel the code and have its listener fail with ``error`` at once."""
+        """Cancel the code, and fail its listener with ``error`` at once."""
         if not self.is_ended:
             self._listener.run_aborted(error)
             self.cancel()
@@ -109,24 +109,24 @@ class CodeRun:
 
 
 class Runner(Protocol):
-    """A place where user code runs."""
+    """A place where user code runs: the user's loop, the user's threads or the worker's loop."""
 
     def start(
         self, function: Callable[..., Any], args: tuple[Any, ...], context: Context, on_end: RunListener
     ) -> CodeRun | None:
-        """Start a function in a context, and tell ``on_end`` exactly once when it has ended.
+        """Start a function in a context, and notify ``on_end`` exactly once when it has ended.
 
-        Return None if that has happened already.
+        Return None if it has ended already.
         """
 
 
 def reportable(error: BaseException) -> Exception:
-    """Return the error, or a stand-in for one that would end the caller's task or loop if raised there."""
+    """Return the error, or a substitute for one that would end the caller's task or loop if raised there."""
     if isinstance(error, Exception):
         return error
-    stand_in = UserCodeError(f"The user's code raised {type(error).__name__}: {error}")
-    stand_in.__cause__ = error
-    return stand_in
+    substitute = UserCodeError(f"The user's code raised {type(error).__name__}: {error}")
+    substitute.__cause__ = error
+    return substitute
 
 
 class RunResult:
@@ -148,7 +148,7 @@ class RunResult:
         self.run_ended(None, error)
 
     async def wait(self, run: CodeRun | None) -> Any:
-        """Return or raise what the run comes to; cancelling this cancels the run."""
+        """Return the result of the run or raise its error; a cancellation cancels the run."""
         try:
             await self._ended
         except asyncio.CancelledError:

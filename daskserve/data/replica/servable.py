@@ -1,8 +1,8 @@
-"""User code, whatever its form, as one thing that can be asked to answer requests.
+"""User code of any form behind one interface that answers requests.
 
 A *definition* is a function, a class with ``__call__``, an ASGI application or an import path of one of
 these. `inspect_definition` looks at one without running it; `load_definition` and `Servable` belong to the
-user's side of the wall, where imports, constructors and handlers may take as long as they like.
+user's side of the wall, where imports, constructors and handlers may block.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def load_definition(code: bytes, *, backend_tag: str, is_debug: bool = False) ->
 class Servable:
     """User code that answers requests.
 
-    What is plain (``..._in_thread``) runs in a user's thread, what is a coroutine function on the user's
-    loop; which a method needs, `Method.is_async` says. Only the properties are for the worker's loop.
+    Plain methods (``..._in_thread``) run in a user's thread, coroutine functions on the user's loop;
+    `Method.is_async` says which of them answers a request. Only the properties are for the worker's loop.
     """
 
     def __init__(
@@ -80,12 +80,12 @@ class Servable:
 
     @property
     def is_plain_at_all(self) -> bool:
-        """Whether any of it answers requests in threads."""
+        """Whether any of its methods answers requests in threads."""
         return any(not method.is_async for method in self.methods.values())
 
     @property
     def is_async_at_all(self) -> bool:
-        """Whether any of it runs on an event loop; then it is best made there, too."""
+        """Whether any of its methods runs on an event loop; then the object is constructed there, too."""
         return any(method.is_async for method in self.methods.values()) or self.must_be_made_on_loop
 
     @property
@@ -97,7 +97,7 @@ class Servable:
         return self._lifespan.is_open or inspect.iscoroutinefunction(getattr(self.target, "__del__", None))
 
     def method(self, name: str) -> Method:
-        """Return a method that callers may ask for; `BadRequestError` names those that they may."""
+        """Return a public method; the `BadRequestError` for any other name lists the public ones."""
         method = self.methods.get(name)
         if method is None:
             raise BadRequestError(
@@ -111,7 +111,7 @@ class Servable:
         return method
 
     def bound(self, method: Method) -> Callable[..., Any]:
-        """Return what to call for a method."""
+        """Return the callable of a method, bound to the user's object."""
         return self._bound[method.name]
 
     def describe(self, method: Method) -> str:
@@ -126,7 +126,7 @@ class Servable:
         return hook  # type: ignore[no-any-return]
 
     def check_batching(self, max_batch_size: int) -> None:
-        """Raise `BadRequestError` if batches of that size are wanted, and the callable takes none."""
+        """Raise `BadRequestError` if the callable does not take batches, and the size asks for them."""
         if max_batch_size > 1 and not self.facts.accepts_batches:
             raise BadRequestError(
                 f"max_batch_size is {max_batch_size}, but the callable does not take batches: mark it with "
@@ -156,7 +156,7 @@ class Servable:
         await self._lifespan.open(self._bound[CALL])
 
     async def close(self) -> None:
-        """End the lifespan and let go of the user's object, awaiting an async ``__del__``."""
+        """End the lifespan and release the user's object, awaiting an async ``__del__``."""
         await self._lifespan.close()
         made = self.target
         self.close_in_thread()
@@ -169,7 +169,7 @@ class Servable:
                 made.__class__ = type(kind.__name__, (kind,), {"__slots__": (), "__del__": lambda _: None})
 
     def close_in_thread(self) -> None:
-        """Let go of the user's object; unless others hold it, its ``__del__`` runs here."""
+        """Release the user's object; unless other code refers to it, its ``__del__`` runs here."""
         self._bound = {}
         self.target = None
 
@@ -184,14 +184,14 @@ class Servable:
             await self._bound[CALL](scope, pipe.receive, pipe.send)
             if is_http and not pipe.is_started:
                 raise RuntimeError("The ASGI application returned without a response.")
-        except Exception as error:  # the user's, and logged as such
+        except Exception as error:  # an error of user code, which is logged
             return failure(error, is_debug=self.is_debug, is_started=pipe.is_started or not is_http)
         return ConvertedResponse()
 
     async def answer_http(
         self, method: Method, scope: MutableMapping[str, Any], receive: Receive, body: bytes | None
     ) -> ConvertedResponse | Unfinished:
-        """Let an async callable answer; ``body`` is given if it is all there."""
+        """Let an async callable answer; ``body`` is the whole body if it has arrived."""
         try:
             if method.takes_argument:
                 request = HTTPRequest(scope, receive)
@@ -200,20 +200,20 @@ class Servable:
             else:
                 result = self._bound[method.name]()
             return to_answer(await result if type(result) is CoroutineType else result)
-        except Exception as error:  # the user's, and logged as such
+        except Exception as error:  # an error of user code, which is logged
             return failure(error, is_debug=self.is_debug)
 
     def answer_http_in_thread(
         self, method: Method, scope: MutableMapping[str, Any], receive: Receive, body: bytes
     ) -> ConvertedResponse | Unfinished:
-        """Let a plain callable answer a request whose whole body is there."""
+        """Let a plain callable answer a request whose whole body has arrived."""
         try:
             if method.takes_argument:
                 request = HTTPRequest(scope, receive)
                 request.whole_body = body
                 return to_answer(self._bound[method.name](request))
             return to_answer(self._bound[method.name]())
-        except Exception as error:  # the user's, and logged as such
+        except Exception as error:  # an error of user code, which is logged
             return failure(error, is_debug=self.is_debug)
 
     # ---- calls
@@ -252,7 +252,7 @@ class Servable:
 def call_arguments(
     method: Method, head: Mapping[str, Any], payload: Payload | None
 ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """Return what a method is to be called with."""
+    """Return the positional and keyword arguments for a method."""
     args, kwargs = ((), {}) if payload is None else pickled.load(payload)
     if not head.get("legacy"):
         return args, kwargs
@@ -260,16 +260,16 @@ def call_arguments(
 
 
 def as_own_trouble(error: Exception) -> UnavailableError:
-    """Return what to raise in the place of a `ReplicaBusyError` or `ActorLostError` that user code met.
+    """Return the error that replaces a `ReplicaBusyError` or `ActorLostError` raised in user code.
 
-    Raised as they are, they would tell the router that *this* replica is busy or gone, and that the request
-    has not begun here.
+    Unchanged, it would tell the router that *this* replica is busy or lost, and that the request has not
+    begun here.
     """
     return UnavailableError(f"A call made by this backend failed: {error}")
 
 
 def run_hook_in_thread(hook: Callable[..., Any], *pickles: bytes) -> Any:
-    """Call a user's hook with unpickled arguments; what an async one returns is to be awaited."""
+    """Call a user's hook with unpickled arguments, and return its result, which may be a coroutine."""
     return hook(*map(pickled.load_bytes, pickles))
 
 

@@ -1,4 +1,4 @@
-"""User code that is ready to serve, and what the answers of all kinds of request do with it."""
+"""User code that is ready to serve, and the base class of all answers that run it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from daskserve.types import Envelope, EnvelopeKind
 
 
 class ServingCode:
-    """What the answers of one replica share: its user code, where that runs, and what is counted."""
+    """What the answers of one replica share: its user code, the wall, the slots and the metrics."""
 
     def __init__(
         self, wall: Wall, servable: Servable, batches: ReplicaBatches, slots: Slots, figures: ReplicaFigures
@@ -32,11 +32,11 @@ class ServingCode:
         self.figures = figures
         #: The open WebSockets.
         self.sockets: set[MessagePipe] = set()
-        #: Whether HTTP requests name the method that they are for in a header.
+        #: Whether a header of an HTTP request may name the method to call.
         self.has_method_header = False
 
     def needs_task(self, envelope: Envelope) -> bool:
-        """Whether a request can only be answered from a task, because something will have to wait."""
+        """Whether a request needs a task, because something may have to wait."""
         head, servable = envelope.head, self.servable
         if envelope.kind is EnvelopeKind.HTTP:
             is_simple = head["type"] == "http" and not envelope.has_body and not self.has_method_header
@@ -48,7 +48,7 @@ class ServingCode:
         return self.wall.is_closed or (method.is_async and self.wall.is_on_worker_loop)
 
     def close_websockets(self) -> None:
-        """Close the WebSockets, which would never end by themselves, with code 1001."""
+        """Close the open WebSockets with code 1001."""
         for pipe in list(self.sockets):
             pipe.leave()
 
@@ -81,6 +81,6 @@ class LocalAnswer(Answer):
             self.run = wall.start(is_async, function, args, self._context, self)
 
     def _next_step(self, is_async: bool, function: Callable[..., Any], *args: Any) -> None:
-        # A copy, because the run before may not quite have left its context yet.
+        # A copy, because the previous run may not have left its context yet.
         self._context = self._context.copy()
         self._start(is_async, function, *args)

@@ -1,14 +1,14 @@
-"""The slots of a replica, and the short line of requests that wait at it for one.
+"""The slots of a replica, and the short queue of requests that wait at it for one.
 
 Problem: each router knows only its own requests at a replica. If a refused router could only ask again, it
 would mostly be refused again, and the router whose request just ended, which learns first that a slot is
 free, would take it each time. Choice: if a router knows no other replica with room, its request carries
 `daskserve.types.Patience` and waits here, where a free slot is known first. A slot passes directly to the
-first request in line, so a later request never finds it free.
+first request of the queue, so a later request never finds it free.
 
 A request whose patience ends is refused, so that its router may choose another replica. If it returns, it
-states how long it has waited and keeps its place. Each router has one request at a time in the line, so
-routers take turns, however many more requests wait in each. The router is notified when its request has its
+states how long it has waited and keeps its position. Each router has one request at a time in the queue, so
+routers take turns, however many more requests wait in each. The router is notified when its request gets a
 slot (`SLOT_TAKEN`).
 """
 
@@ -24,15 +24,15 @@ from daskserve.errors import ActorLostError, ReplicaBusyError
 from daskserve.figures.replica import ReplicaFigures
 from daskserve.types import SLOT_TAKEN, Envelope, Load, Patience, Send
 
-#: The line holds this many requests, plus two for each slot.
-SPARE_PLACES = 16
+#: The queue holds this many requests, plus two for each slot.
+EXTRA_WAITERS = 16
 
 
-class SlotLine:
+class SlotQueue:
     """Requests that wait for a slot, the one that has waited longest first."""
 
     def __init__(self) -> None:
-        #: When each came, or would have without its breaks; what sets equals apart; True once it has a slot.
+        #: When each began to wait, without interruptions; a number for ties; done when it has a slot.
         self.places: list[tuple[float, int, asyncio.Future[bool]]] = []
         self._numbers = itertools.count()
 
@@ -42,7 +42,7 @@ class SlotLine:
         Parameters
         ----------
         give_back : callable
-            What to do with a slot that came to a request at the moment when it was cancelled.
+            Takes back a slot that was granted to a request at the moment when it was cancelled.
         """
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[bool] = loop.create_future()
@@ -67,7 +67,7 @@ class SlotLine:
                 place[-1].set_result(False)
 
     def pass_on(self) -> bool:
-        """Give a slot to the first request in line; return False if the line is empty."""
+        """Give a slot to the first request; return False if none waits."""
         while self.places:
             waiter = self.places.pop(0)[-1]
             if not waiter.done():
@@ -75,15 +75,15 @@ class SlotLine:
                 return True
         return False
 
-    def dissolve(self, error: Callable[[], Exception]) -> None:
-        """Have all who wait raise what this returns."""
+    def reject_all(self, error: Callable[[], Exception]) -> None:
+        """Fail all requests that wait with the error that this returns."""
         places, self.places = self.places, []
         for *_, waiter in places:
             if not waiter.done():
                 waiter.set_exception(error())
 
 
-class Queue(Protocol):
+class HasQueued(Protocol):
     """Requests that wait at the replica for something other than a slot, though they have one."""
 
     @property
@@ -91,39 +91,39 @@ class Queue(Protocol):
 
 
 class Slots:
-    """The slots of one replica: how many requests run, may run, and wait in line.
+    """The slots of one replica: how many requests run, may run, and wait for a slot.
 
     Parameters
     ----------
-    queue : Queue
-        What waits for anything else.
+    queue : HasQueued
+        Requests that have a slot and wait for something else.
     figures : ReplicaFigures
         Counts refusals.
     """
 
-    def __init__(self, replica_tag: str, concurrency: int, queue: Queue, figures: ReplicaFigures) -> None:
+    def __init__(self, replica_tag: str, concurrency: int, queue: HasQueued, figures: ReplicaFigures) -> None:
         self.concurrency = concurrency
         #: How many slots are taken.
         self.ongoing = 0
         self.is_open = False
-        #: Called whenever a slot has been given back.
+        #: Called whenever a slot becomes free.
         self.on_free: Callable[[], None] | None = None
         #: Why the replica takes no requests while it is not open.
         self.closed_because = f"Replica {replica_tag!r} is not running."
         self._replica_tag = replica_tag
         self._queue = queue
         self._figures = figures
-        self._line = SlotLine()
+        self._waiters = SlotQueue()
         self._idle: asyncio.Event | None = None  # created by the first `wait_until_idle`
 
     @property
     def waiting(self) -> int:
-        """How many requests wait in line for a slot."""
-        return len(self._line.places)
+        """How many requests wait for a slot."""
+        return len(self._waiters.places)
 
     def load(self) -> Load:
-        """Return how many requests run, and how many wait in any way."""
-        return Load(self.ongoing, self._queue.queued + len(self._line.places))
+        """Return how many requests run, and how many wait."""
+        return Load(self.ongoing, self._queue.queued + len(self._waiters.places))
 
     def not_running(self) -> ActorLostError:
         """Return the error for a request that arrives while the replica is not open."""
@@ -137,14 +137,14 @@ class Slots:
         return True
 
     async def take(self, envelope: Envelope, send: Send) -> None:
-        """Take a slot for a request that has patience, or refuse it, as any other while all are taken.
+        """Take a slot, waiting for one as long as the request has patience.
 
         Raises
         ------
         ReplicaBusyError
-            There was none in time, or the line is too long.
+            There was none in time, or the queue is full.
         ActorLostError
-            The replica was stopped meanwhile; the request has not begun.
+            The replica stopped meanwhile; the request has not begun.
         """
         patience = envelope.patience
         if not self.is_open:
@@ -152,8 +152,8 @@ class Slots:
         if patience is None:
             raise self._refusal()
         if not self.take_nowait():
-            has_room = self.waiting < 2 * self.concurrency + SPARE_PLACES
-            if not has_room or not await self._line.wait(patience, self.free):
+            has_room = self.waiting < 2 * self.concurrency + EXTRA_WAITERS
+            if not has_room or not await self._waiters.wait(patience, self.free):
                 raise self._refusal()
         try:
             if not self.is_open:
@@ -165,8 +165,8 @@ class Slots:
             raise
 
     def free(self) -> None:
-        """Note that a request has really ended; its slot goes to the first in line."""
-        if not (self._line.places and self.ongoing <= self.concurrency and self._line.pass_on()):
+        """Note that the user code of a request has ended; its slot goes to the first request that waits."""
+        if not (self._waiters.places and self.ongoing <= self.concurrency and self._waiters.pass_on()):
             self.ongoing -= 1
             if not self.ongoing and self._idle is not None:
                 self._idle.set()
@@ -174,15 +174,15 @@ class Slots:
             self.on_free()
 
     def resize(self, concurrency: int) -> None:
-        """Change how many there are."""
+        """Change the number of slots."""
         self.concurrency = concurrency
-        while self.ongoing < concurrency and self._line.pass_on():
+        while self.ongoing < concurrency and self._waiters.pass_on():
             self.ongoing += 1
 
     def close(self) -> None:
-        """Take no requests any more, and send away who waits in line."""
+        """Accept no more requests, and reject those that wait."""
         self.is_open = False
-        self._line.dissolve(self.not_running)
+        self._waiters.reject_all(self.not_running)
 
     async def wait_until_idle(self) -> None:
         """Return when no slot is taken, or after `end_wait`."""

@@ -1,8 +1,8 @@
-"""Streaming calls: what a generator of user code yields, to a caller by handle, item by item.
+"""Streaming calls: a caller by handle gets the items of user code's generator one by one.
 
-The caller asks for it (``head["stream"]``), and each item is one ``call.item`` message. Items cross the wall
-as the messages of an HTTP response do (`daskserve.data.replica.message_pipe.MessagePipe`): ahead of need, but
-only up to a limit, so that a generator waits for a slow caller. Async generators run on the user's loop,
+The caller asks for a stream (``head["stream"]``), and each item is one ``call.item`` message. Items cross the
+wall like the messages of an HTTP response (`daskserve.data.replica.message_pipe.MessagePipe`): ahead of need,
+but only up to a limit, so a generator waits for a slow caller. Async generators run on the user's loop,
 plain ones in one of the user's threads. When the caller leaves, the generator is closed where it next waits
 or yields.
 
@@ -26,14 +26,14 @@ from daskserve.types import Message, Payload
 async def stream(
     servable: Servable, method: Method, head: Mapping[str, Any], payload: Payload | None, pipe: MessagePipe
 ) -> Unfinished | None:
-    """Call an async method and send what it yields, as `finish_stream`."""
+    """Call an async method and send its items; otherwise like `finish_stream`."""
     return await finish_stream(servable.describe(method), _call(servable, method, head, payload), pipe)
 
 
 def stream_in_thread(
     servable: Servable, method: Method, head: Mapping[str, Any], payload: Payload | None, pipe: MessagePipe
 ) -> Unfinished | None:
-    """Call a plain method and send what it yields, as `finish_stream_in_thread`."""
+    """Call a plain method and send its items; otherwise like `finish_stream_in_thread`."""
     return finish_stream_in_thread(servable.describe(method), _call(servable, method, head, payload), pipe)
 
 
@@ -46,7 +46,7 @@ def _call(servable: Servable, method: Method, head: Mapping[str, Any], payload: 
 
 
 async def finish_stream(name: str, result: Any, pipe: MessagePipe) -> Unfinished | None:
-    """Send the items of an async generator; return what is for a thread instead.
+    """Send the items of an async generator; return a plain one, which needs a thread.
 
     Raises
     ------
@@ -71,7 +71,7 @@ async def finish_stream(name: str, result: Any, pipe: MessagePipe) -> Unfinished
 
 
 def finish_stream_in_thread(name: str, result: Any, pipe: MessagePipe) -> Unfinished | None:
-    """Send the items of a plain generator, blocking while the caller is slow; or return what needs a loop."""
+    """Send the items of a plain generator, blocking while the caller is slow; return what needs a loop."""
     if not isinstance(result, Iterator):
         if not inspect.isawaitable(result):
             _check(name, result)
@@ -95,6 +95,6 @@ def _item(name: str, item: Any) -> Message:
 def _check(name: str, result: Any) -> None:
     if not isinstance(result, AsyncIterator):
         raise StreamOptionError(
-            f"{name} was called with stream=True and returned a {type(result).__name__}, no generator; call "
+            f"{name} was called with stream=True and returned {type(result).__name__}, no generator; call "
             "it without."
         )

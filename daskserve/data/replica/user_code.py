@@ -1,4 +1,4 @@
-"""What a replica asks of its user code, wherever that runs."""
+"""The protocol between a replica and its user code, in this process or in a child process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from daskserve.figures.table import MetricSample
 from daskserve.figures.user import UserSample
 from daskserve.types import Envelope
 
-#: What user code gets to react to being cancelled, and again for its destructor and its threads' ends.
+#: The time for user code to handle its cancellation, and again for its destructor and the end of its threads.
 CLOSE_GRACE_S = 1.0
 
 
@@ -22,18 +22,18 @@ class UserCode(Protocol):
 
     @property
     def loss(self) -> str:
-        """Why it cannot serve any more, if it was lost; else empty."""
+        """Why the user code is lost; empty while it can serve."""
 
     @property
     def abandoned(self) -> int:
-        """How many runs were given up but go on."""
+        """How many cancelled runs have not ended."""
 
     @property
     def loop_blocks(self) -> int:
-        """How many times it was seen blocking its event loop."""
+        """How many times user code was found blocking its event loop."""
 
     async def start(self) -> Mapping[str, Any]:
-        """Load, construct and check it, and return facts about it; raise if that fails."""
+        """Load, construct and probe the user code, and return facts about it; raise if that fails."""
 
     def answer(self, envelope: Envelope) -> Answer:
         """Return the answer to a request, not begun; raise `BadRequestError` for one of an unknown kind."""
@@ -50,25 +50,25 @@ class UserCode(Protocol):
         """Take over changed options."""
 
     async def probe(self) -> None:
-        """Return if it can run and does not object."""
+        """Return if user code can run and is healthy."""
 
     async def statistics(self) -> dict[str, Any]:
-        """Return what only it knows of the replica's figures."""
+        """Return the counts that only the user code's side has."""
 
     def figures(self) -> dict[str, Any]:
-        """Return what autoscaling asks for every second."""
+        """Return what the controller reads every second for autoscaling."""
 
     def samples(self, own: list[MetricSample]) -> list[MetricSample]:
-        """Return the replica's figures as metrics, given those that the replica has itself."""
+        """Return the replica's metrics, given those that the replica counts itself."""
 
     def user_samples(self) -> list[UserSample]:
         """Return the metrics of user code; see `daskserve.metrics`."""
 
     async def send_away(self) -> None:
-        """Close the WebSockets, which would never end by themselves, with code 1001."""
+        """Close the WebSockets with code 1001; they would not end by themselves."""
 
     async def drain(self, grace_s: float) -> None:
-        """Let the running requests finish for up to ``grace_s``; no more will come."""
+        """Wait up to ``grace_s`` for the running requests; no new ones arrive."""
 
     async def close(self) -> None:
-        """Cancel what still runs, destruct the user's object, and leave nothing behind."""
+        """Cancel running code, destruct the user's object, and end all threads and processes."""

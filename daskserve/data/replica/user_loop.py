@@ -1,4 +1,4 @@
-"""The runner that has an event loop of its own: the user's loop."""
+"""The runner for async code: the user's event loop, in a thread of its own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Post: TypeAlias = Callable[..., None]
 
 
 class LoopPlace(Protocol):
-    """An event loop that runs code, and the ways to it and back to the worker's loop."""
+    """An event loop that runs user code, and how to call functions on it and on the worker's loop."""
 
     loop: asyncio.AbstractEventLoop
     runs: set[CodeRun]
@@ -42,7 +42,7 @@ class LoopRun(CodeRun):
         context: Context,
         listener: RunListener,
     ) -> None:
-        # All that `CodeRun` does, without another call for each request.
+        # The same as `CodeRun.__init__`, without one more call per request.
         self._runs = runs = place.runs
         self._function = function
         self._args = args
@@ -68,7 +68,7 @@ class LoopRun(CodeRun):
     def _cancel(self) -> None:
         if self._task is not None:
             self._task.cancel()
-            # A task that is cancelled before its first step never gets to report its own end.
+            # A task that is cancelled before its first step never reports its own end.
             self._task.add_done_callback(self._report_cancelled)
 
     def _report_cancelled(self, task: asyncio.Task[None]) -> None:
@@ -79,7 +79,7 @@ class LoopRun(CodeRun):
             value = await self._function(*self._args)
         except BaseException as error:
             self._place.to_worker(self._end, None, reportable(error))
-            # A sys.exit() in a handler ends that request, not the loop that all the others run on.
+            # A sys.exit() in a handler ends that request, not the loop that the others run on.
             if not isinstance(error, (Exception, SystemExit, KeyboardInterrupt)):
                 raise
         else:
@@ -108,14 +108,14 @@ class UserLoop:
         return LoopRun(self, function, args, context, on_end)
 
     def _post_to_worker(self, function: Callable[..., object], *args: Any) -> None:
-        # What ends last on the user's loop has nothing behind it that could block that loop.
+        # The last code to end on the user's loop has nothing after it that could block the loop.
         if len(self.runs) > 1:
             self._worker.post(function, *args)
         else:
             self._worker.post_soon(function, *args)
 
     async def close(self, grace_s: float) -> bool:
-        """Cancel what runs, end the loop and its thread; return False if user code is stuck in it."""
+        """Cancel running code, end the loop and its thread; return False if user code does not end."""
         if not self._is_closing:
             self._grace_s = grace_s / 2
             self._is_closing = True
@@ -127,7 +127,7 @@ class UserLoop:
 
     def _main(self) -> None:
         asyncio.set_event_loop(self.loop)
-        # User code may stop the loop, by mistake or with sys.exit() in a task; it is not theirs to end.
+        # User code may stop the loop by mistake, or with sys.exit() in a task; the loop continues.
         while not self._is_closing:
             try:
                 self.loop.run_forever()

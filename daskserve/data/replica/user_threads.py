@@ -1,7 +1,7 @@
 """The runner for plain functions: the user's threads.
 
-The pool of threads is our own: the interpreter joins threads of ``concurrent.futures`` when it exits, so one
-stuck handler would keep a process alive for ever. Ours are daemons.
+This is not ``concurrent.futures``: the interpreter joins those threads when it exits, so one stuck handler
+would keep a process alive for ever. These threads are daemons.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ThreadRun(CodeRun):
         context: Context,
         listener: RunListener,
     ) -> None:
-        # All that `CodeRun` does, without another call for each request.
+        # The same as `CodeRun.__init__`, without one more call per request.
         self._runs = threads.runs
         self._function = function
         self._args = args
@@ -56,7 +56,7 @@ class ThreadRun(CodeRun):
         super()._end(value, error)
 
     def withdraw(self) -> bool:
-        """Take the run back without telling its listener; False if it has begun."""
+        """Withdraw the run without notifying its listener; return False if it has begun."""
         if not self._claim.acquire(blocking=False):
             return False
         self._threads.unfinished -= 1
@@ -70,7 +70,7 @@ class ThreadRun(CodeRun):
         post = self._threads.to_worker.post
         try:
             value = self._context.run(self._function, *self._args)
-        except BaseException as error:  # the caller's, all of them: this thread serves others after it
+        except BaseException as error:  # all errors go to the caller: this thread runs other requests next
             post(self._end, None, reportable(error))
         else:
             post(self._end, value, None)
@@ -82,14 +82,14 @@ class UserThreads:
     Parameters
     ----------
     runs : set
-        Takes each run until it has ended.
+        Holds each run until it has ended.
     """
 
     def __init__(self, name: str, limit: int, to_worker: Hop, runs: set[CodeRun]) -> None:
         self.limit = limit
         self.to_worker = to_worker
         self.runs = runs
-        #: Runs that were given up but go on.
+        #: Cancelled runs that have not ended.
         self.abandoned = 0
         self.unfinished = 0
         self._name = name
@@ -116,26 +116,26 @@ class UserThreads:
             except RuntimeError:
                 if run.withdraw():
                     raise
-                return run  # another thread was quicker
+                return run  # another thread took it first
             self._threads.append(thread)
             self._running_threads += 1
         return run
 
     async def close(self, grace_s: float) -> bool:
-        """Let the threads end; return whether all did. Stuck ones end when their function does."""
+        """End the threads; return whether all have ended. A stuck one ends when its function does."""
         for _ in self._threads:
             self._jobs.put(None)
         if self._running_threads and not await wait_for_event(self._all_ended, grace_s):
             return False
         for thread in self._threads:
-            thread.join()  # has done its last act, so this takes microseconds
+            thread.join()  # its function has returned, so this takes microseconds
         self._threads.clear()
         return True
 
     def _work(self) -> None:
         while (run := self._jobs.get()) is not None:
             run.run()
-            del run  # while this thread idles it must not keep a request alive
+            del run  # an idle thread must not keep a request alive
         self.to_worker.post(self._note_thread_end)
 
     def _note_thread_end(self) -> None:

@@ -1,13 +1,13 @@
 """The thread wall: user code on one side, the worker's event loop on the other.
 
-Problem: user code blocks, and the worker's loop carries everybody's heartbeats, probes and requests. So
+Problem: user code blocks, and the worker's loop carries heartbeats, health probes and all requests. So
 ``async def`` code of a replica runs on an event loop in a thread of its own, plain functions run in a pool
-of threads, and only small, quick functions cross over. Choices:
+of threads, and only short callbacks cross over. Choices:
 
-- Crossing costs a system call and a change of threads, so a `daskserve.loops.hops.Hop` takes along all that
-  was posted until the other side gets to it: under load many requests share one crossing.
-- Nothing can stop a thread. A run that was given up and goes on is `Wall.abandoned` until it returns.
-- A blocked loop is noticed from outside (`LoopWatch`), while it is blocked, so that the place can be told.
+- Crossing costs a system call and a change of threads, so a `daskserve.loops.hops.Hop` delivers
+  all callbacks that were posted so far: under load many requests share one crossing.
+- A thread cannot be stopped. A cancelled run that goes on counts as `Wall.abandoned` until it returns.
+- A thread outside (`LoopWatch`) notices a blocked loop while it is blocked, and logs where it is.
 
 The wall chooses the runner for each piece of user code; see `daskserve.data.replica.runner`.
 """
@@ -43,10 +43,10 @@ class Wall:
     threads : int
         How many plain functions may run at a time.
     event_loop : str
-        ``"own"``: async code has a loop in its own thread. ``"worker"``: it runs on the worker's loop, with
-        nothing in between; plain functions keep to their threads.
+        ``"own"``: async code has a loop in its own thread. ``"worker"``: it runs on the worker's loop. Plain
+        functions run in threads with either.
     landing : Landing, optional
-        Where what comes back is to arrive on the worker's loop.
+        Where callbacks arrive on the worker's loop; see `daskserve.loops.hops`.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Wall:
         self.blocked_count = 0
         #: Off while user code starts: no request waits behind a slow constructor.
         self.is_watched = True
-        #: What has been started and has not ended.
+        #: The runs that have started and not ended.
         self.runs: set[CodeRun] = set()
         self.threads = UserThreads(f"daskserve-{name}", threads, self.to_worker, self.runs)
         #: Serves probes only, so that they need not wait for requests.
@@ -83,7 +83,7 @@ class Wall:
 
     @property
     def abandoned(self) -> int:
-        """How many runs were given up but go on."""
+        """How many cancelled runs have not ended."""
         return self.threads.abandoned + self.reserved.abandoned + self.aside.abandoned
 
     @property
@@ -145,13 +145,13 @@ class Wall:
         return run
 
     async def run_async(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
-        """Return or raise what a coroutine function comes to on the user's side."""
+        """Run a coroutine function on the user's side, and return its result or raise its error."""
         result = RunResult()
         run = self.start(True, function, args, self.context.copy(), result)
         return await result.wait(run)  # type: ignore[no-any-return]
 
     async def run_sync(self, function: Callable[..., T], *args: Any, threads: UserThreads | None = None) -> T:
-        """Return or raise what a plain function comes to in a thread, by default one that serves requests."""
+        """Run a plain function in a thread, by default one for requests; return its result."""
         if self.is_closed:
             raise ClosedError("The replica has been stopped.")
         result = RunResult()

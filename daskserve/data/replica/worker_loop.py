@@ -1,8 +1,8 @@
 """The runner on the worker's own event loop, for backends with ``event_loop="worker"``.
 
 On this loop a task for each piece of user code costs as much as all that the router does for a request. It is
-needed for code that ignores its cancellation, so that the caller can continue without it. If no caller would,
-because the request has no deadline, the code runs within the request's own task (`TaskRun`). Code that never
+needed for code that ignores its cancellation, so that the caller can continue without it. If the request has
+no deadline, no caller would, and the code runs within the request's own task (`TaskRun`). Code that never
 waits then needs neither a task nor a run: it has ended when `daskserve.data.replica.wall.Wall.enter` returns.
 """
 
@@ -22,8 +22,8 @@ from daskserve.loops.tasks import is_cancelling
 class TaskRun(CodeRun):
     """A coroutine on the worker's loop, run by and within the task that awaits it.
 
-    A client that leaves cancels that task, and `abort` what the code waits for. Code that ignores this keeps
-    its slot, as it would anywhere else, and its caller keeps waiting.
+    If the client disconnects, that task is cancelled; `abort` cancels what the code waits for. Code that
+    ignores this keeps its slot, as it would anywhere else, and its caller keeps waiting.
     """
 
     __slots__ = ("_code", "_is_aborted", "_must_throw", "_waits_for")
@@ -55,7 +55,7 @@ class TaskRun(CodeRun):
                     if self._must_throw:
                         self._must_throw = False
                         raise asyncio.CancelledError
-                except BaseException as thrown:  # it is for the code
+                except BaseException as thrown:  # thrown into the code
                     try:
                         waits_for = run(code.throw, thrown)
                     finally:
@@ -79,15 +79,15 @@ class TaskRun(CodeRun):
         super().abort(error)
 
     def _cancel_calls(self, thrown: BaseException) -> None:
-        # After the code itself: if it awaits one of them, it is to be cancelled once, not twice. And what the
-        # code did to itself, by a timeout of its own for example, it has taken back by now.
+        # After the code itself: if it awaits one of them, it must be cancelled once, not twice. By now, the
+        # code has also withdrawn a cancellation of its own, by a timeout for example.
         if isinstance(thrown, asyncio.CancelledError) and (self.is_cancelled or is_cancelling()):
             request = self._context.get(current_request)
             if request is not None:
                 request.cancel_calls()
 
     def _stop(self) -> None:
-        # As `Task.cancel` does it, but the task is not ours.
+        # As `Task.cancel` does, for a task that belongs to the caller.
         if self._waits_for is None or not self._waits_for.cancel():
             self._must_throw = True
 
@@ -98,7 +98,7 @@ class WorkerLoop:
     def __init__(self, loop: asyncio.AbstractEventLoop, runs: set[CodeRun]) -> None:
         self.loop = loop
         self.runs = runs
-        self.to_user: Post = _call_here  # nothing has to be crossed
+        self.to_user: Post = _call_here  # there is no other thread
         self.to_worker: Post = _call_here
 
     def start(

@@ -73,13 +73,13 @@ class Echo:
         await send({"type": "answer", "body": message["body"]})
         return Load(3, 4)
 
-    def answer_straight(self, envelope: Envelope, on_answer: OnAnswer) -> Callable[[], None] | None:
+    def handle_nowait(self, envelope: Envelope, on_answer: OnAnswer) -> Callable[[], None] | None:
         """Answer without a task, later if the head says so."""
         if envelope.head.get("hangs"):
             return None
         if envelope.head.get("fails"):
             raise BadRequestError("refused")
-        answer = (on_answer, {"type": "answer", "body": b"straight"}, Load(5, 6))
+        answer = (on_answer, {"type": "answer", "body": b"nowait"}, Load(5, 6))
         timer = asyncio.get_running_loop().call_later(envelope.head.get("after_s", 0), *answer)
         return timer.cancel
 
@@ -400,7 +400,7 @@ def test_cancelling_the_caller_cancels_its_request() -> None:
     run(scenario)
 
 
-async def straight(cluster: LocalCluster, process: LocalProcess, address: ActorAddress, **head: Any) -> Any:
+async def nowait(cluster: LocalCluster, process: LocalProcess, address: ActorAddress, **head: Any) -> Any:
     """Return the answer to a request without a task, or "given up" after a minute; None if it needs one."""
     answers: list[Any] = []
     envelope = Envelope(EnvelopeKind.CALL, head, has_body=False)
@@ -416,12 +416,12 @@ async def straight(cluster: LocalCluster, process: LocalProcess, address: ActorA
 def test_local_and_remote_actors_answer_without_a_task() -> None:
     async def scenario(cluster: LocalCluster) -> None:
         address = await make(cluster)
-        assert await straight(cluster, cluster.process(W2), address) is None  # nothing connects them yet
-        expected = ({"type": "answer", "body": b"straight"}, Load(5, 6))
+        assert await nowait(cluster, cluster.process(W2), address) is None  # nothing connects them yet
+        expected = ({"type": "answer", "body": b"nowait"}, Load(5, 6))
         for process in (cluster.program, cluster.process(W1), cluster.process(W2)):
             await process.call(address, "echo")
-            assert await straight(cluster, process, address, after_s=1) == expected
-            assert await straight(cluster, process, address, after_s=9, patience_s=1) == "given up"
+            assert await nowait(cluster, process, address, after_s=1) == expected
+            assert await nowait(cluster, process, address, after_s=9, patience_s=1) == "given up"
 
     run(scenario)
 
@@ -430,10 +430,10 @@ def test_a_request_that_needs_a_task_is_not_answered_without_one() -> None:
     async def scenario(cluster: LocalCluster) -> None:
         address = await make(cluster)
         await cluster.process(W2).call(address, "echo")
-        assert await straight(cluster, cluster.process(W1), address, hangs=True) is None
-        assert await straight(cluster, cluster.process(W2), address, hangs=True) == "given up"
+        assert await nowait(cluster, cluster.process(W1), address, hangs=True) is None
+        assert await nowait(cluster, cluster.process(W2), address, hangs=True) == "given up"
         assert actor(cluster, address).cancelled == 1
-        message, outcome = await straight(cluster, cluster.process(W2), address, fails=True)
+        message, outcome = await nowait(cluster, cluster.process(W2), address, fails=True)
         assert (message, str(outcome)) == (None, "refused")
 
     run(scenario)
@@ -445,10 +445,10 @@ def test_a_lost_or_suspended_process_does_not_answer() -> None:
         process = cluster.process(W2)
         await process.call(address, "echo")
         cluster.suspend_worker(W2)
-        assert await straight(cluster, process, address) is None
+        assert await nowait(cluster, process, address) is None
         cluster.suspend_worker(W2, is_suspended=False)
         cluster.suspend_worker(W1)
-        asking = asyncio.create_task(straight(cluster, process, address))
+        asking = asyncio.create_task(nowait(cluster, process, address))
         await asyncio.sleep(1)
         cluster.remove_worker(W1)
         message, outcome = await asking

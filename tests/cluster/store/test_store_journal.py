@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from daskserve.cluster.store.journal import (
     MAGIC,
     START,
-    Change,
     DamagedError,
     History,
+    JournalEntry,
     Position,
     Snapshot,
     decode_change,
@@ -24,12 +24,12 @@ from daskserve.cluster.store.journal import (
 from daskserve.cluster.store.opening import StoreFormatError
 
 RECORDS: dict[str, bytes | None] = {"backend/b": b"12345", "gone": None, "ünïcødé": b"", "": b"\x00"}
-CHANGE = Change(Position(2, 7), Position(1, 3), RECORDS)
+CHANGE = JournalEntry(Position(2, 7), Position(1, 3), RECORDS)
 SNAPSHOT = Snapshot(Position(3, 4), {"a": b"A" * 100, "b": b"B" * 100, "c": b"C" * 100})
 
 
-def change(epoch: int, number: int, after: Position, **records: bytes | None) -> Change:
-    return Change(Position(epoch, number), after, records)
+def change(epoch: int, number: int, after: Position, **records: bytes | None) -> JournalEntry:
+    return JournalEntry(Position(epoch, number), after, records)
 
 
 def test_changes_and_snapshots_round_trip() -> None:

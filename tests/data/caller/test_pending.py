@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from daskserve.cluster.link import Link
+from daskserve.cluster.link import DaskLink
 from daskserve.data.caller.handle import Response
 from daskserve.data.caller.pending import start_call, waiter_for
 from daskserve.loops.event_loop import running_loop
@@ -41,9 +41,9 @@ class LoopLink:
 
 
 @pytest.fixture
-def link() -> Iterator[Link]:
+def link() -> Iterator[DaskLink]:
     link = LoopLink()
-    yield cast(Link, link)
+    yield cast(DaskLink, link)
     link.close()
 
 
@@ -53,13 +53,13 @@ async def answer(value: Any) -> Any:
     return value
 
 
-def test_results_and_errors_cross_threads(link: Link) -> None:
+def test_results_and_errors_cross_threads(link: DaskLink) -> None:
     assert start_call(link, answer(7)).result(DEADLINE_S) == 7
     with pytest.raises(KeyError):
         start_call(link, answer(KeyError("k"))).result(DEADLINE_S)
 
 
-def test_a_waiter_on_another_loop_is_woken_and_its_cancellation_cancels_the_call(link: Link) -> None:
+def test_a_waiter_on_another_loop_is_woken_and_its_cancellation_cancels_the_call(link: DaskLink) -> None:
     cancelled = threading.Event()
 
     async def hang() -> None:
@@ -82,7 +82,7 @@ def test_a_waiter_on_another_loop_is_woken_and_its_cancellation_cancels_the_call
     assert cancelled.wait(DEADLINE_S)
 
 
-def test_a_task_that_its_loop_cancels_before_its_first_step_ends_its_call(link: Link) -> None:
+def test_a_task_that_its_loop_cancels_before_its_first_step_ends_its_call(link: DaskLink) -> None:
     async def begin() -> Any:
         before = asyncio.all_tasks()
         call = start_call(link, answer(1))

@@ -26,9 +26,9 @@ from daskserve.data.replica.answer import (
     TRANSITIONS,
     WAITING,
     Answer,
-    Event,
+    AnswerEvent,
+    AnswerState,
     InvalidAnswerTransition,
-    State,
 )
 from daskserve.data.replica.callers import TasklessCaller, carry
 from daskserve.data.replica.conversion import Unfinished
@@ -113,13 +113,15 @@ def test_the_table_in_the_documentation_is_the_table_that_holds() -> None:
 
 
 def test_every_state_but_done_has_a_way_out_and_done_has_none() -> None:
-    assert {state for state, _ in TRANSITIONS} == set(get_args(State)) - {DONE}
-    assert set(TRANSITIONS.values()) == set(get_args(State)) - {WAITING}
-    assert {event for _, event in TRANSITIONS} == set(get_args(Event))
+    assert {state for state, _ in TRANSITIONS} == set(get_args(AnswerState)) - {DONE}
+    assert set(TRANSITIONS.values()) == set(get_args(AnswerState)) - {WAITING}
+    assert {event for _, event in TRANSITIONS} == set(get_args(AnswerEvent))
 
 
-@pytest.mark.parametrize(("state", "event"), list(itertools.product(get_args(State), get_args(Event))))
-def test_an_event_moves_as_the_table_says_or_raises(state: State, event: Event) -> None:
+@pytest.mark.parametrize(
+    ("state", "event"), list(itertools.product(get_args(AnswerState), get_args(AnswerEvent)))
+)
+def test_an_event_moves_as_the_table_says_or_raises(state: AnswerState, event: AnswerEvent) -> None:
     answer = ScriptedAnswer()
     answer.state = state
     after = TRANSITIONS.get((state, event))
@@ -192,7 +194,7 @@ def test_a_batch_holds_the_slots_of_its_requests_until_it_has_ended() -> None:
     answer.hold()
     answer.leave()
     assert (answer.state, answer.slots.ongoing) == (CANCELLED, 1)
-    answer.let_go()
+    answer.unhold()
     assert (answer.state, answer.slots.ongoing) == (DONE, 0)
 
 
@@ -202,7 +204,7 @@ def test_a_request_that_left_before_its_batch_ran_gives_its_slot_back_once() -> 
     answer.granted()
     answer.leave()
     answer.hold()
-    answer.let_go()
+    answer.unhold()
     assert (answer.state, answer.slots.ongoing) == (DONE, 0)
 
 
@@ -222,7 +224,7 @@ EVENTS: dict[str, Callable[[ScriptedAnswer], None]] = {
     "leave": lambda answer: answer.leave(),
     "fail": lambda answer: answer.fail(),
     "hold": lambda answer: answer.hold(),
-    "let go": lambda answer: answer.let_go() if answer.holds else None,
+    "let go": lambda answer: answer.unhold() if answer.holds else None,
 }
 
 
@@ -241,7 +243,7 @@ def test_whatever_happens_the_slot_is_freed_once_and_each_request_counts_once(
             assert answer.holds or not code.is_ended
     code.end()
     for _ in range(answer.holds):
-        answer.let_go()
+        answer.unhold()
     if answer.state in OPEN_STATES:
         answer.answered()
     assert (answer.state, answer.slots.ongoing) == (DONE, 0)

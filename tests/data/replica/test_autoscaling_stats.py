@@ -223,7 +223,7 @@ def test_one_that_hangs_is_logged_once_and_holds_up_nothing(
         run(scenario, definition)
     said = [each.getMessage() for each in caplog.records if "record_autoscaling_stats" in each.getMessage()]
     assert len(said) == 1
-    assert "b#AAAAAA has not returned within 2 s; its values are left out" in said[0]
+    assert "b#AAAAAA has not returned within 2 s; its values are ignored" in said[0]
 
 
 class Broken(Plain):
@@ -272,7 +272,7 @@ def test_one_that_raises_is_logged_once_and_its_values_are_left_out(
     with caplog.at_level(logging.ERROR, "daskserve.replica"):
         run(scenario, Deleted)
     (record,) = caplog.records
-    assert "raised KeyError: 'no tokens'; its values are left out" in record.getMessage()
+    assert "raised KeyError: 'no tokens'; its values are ignored" in record.getMessage()
     assert "in record_autoscaling_stats" in record.getMessage()
     assert not GATES.deleted.alive  # type: ignore[attr-defined]
 
@@ -322,7 +322,7 @@ def test_every_kind_of_number_is_a_value(value: Any) -> None:
 def test_values_that_are_not_finite_are_dropped_and_the_rest_kept(value: Any) -> None:
     values, wrong = checked({"x": value, "y": 1})
     assert values == {"y": 1.0}
-    assert "for 'x'; a value has to be a finite number" in wrong
+    assert "for 'x'; a value must be a finite number" in wrong
     assert len(wrong) < 300
 
 
@@ -360,7 +360,7 @@ def test_trouble_with_an_answer_is_logged_once(caplog: pytest.LogCaptureFixture)
         run(scenario, Plain)
     assert [each.getMessage() for each in caplog.records] == [
         "record_autoscaling_stats() of replica b#AAAAAA returned nan for 'tokens'; "
-        "a value has to be a finite number"
+        "a value must be a finite number"
     ]
 
 

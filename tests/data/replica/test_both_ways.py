@@ -319,13 +319,13 @@ HANGING_LATER = (hang_in_awaitable, hang_in_background)
 class Play:
     """One request to one replica, as the client and the replica's figures tell of it."""
 
-    def __init__(self, function: Any, is_straight: bool, options: dict[str, Any]) -> None:
+    def __init__(self, function: Any, is_taskless: bool, options: dict[str, Any]) -> None:
         start = replica_start(function, concurrency=1, **options)
         spec = ActorSpec(ActorKind.REPLICA, "replica/b#AAAAAA", 1, "an-instance", start.encode())
         cluster: Any = types.SimpleNamespace()
         self.replica = replica = Replica(ActorContext(spec, cluster, LoopClock(), random.Random(0)))
         self.function = function
-        self.is_straight = is_straight
+        self.is_taskless = is_taskless
         self.stopping: asyncio.Task[None] | None = None
         self.sent: list[Message] = []
         self.takes: list[bool] = []
@@ -334,13 +334,13 @@ class Play:
             return replica.handle(*request)
 
         def answer(name: str, incarnation: int, *request: Any) -> Callable[[], None] | None:
-            give_up = replica.answer_straight(*request)
+            give_up = replica.handle_nowait(*request)
             self.takes.append(give_up is not None)
             return give_up
 
         here, there = (SocketTransport(each, "there") for each in socket.socketpair())
         self.here = Channel(here, dispatch, first_stream=0)
-        self.there = Channel(there, dispatch, first_stream=1, answer=answer if is_straight else None)
+        self.there = Channel(there, dispatch, first_stream=1, dispatch_nowait=answer if is_taskless else None)
 
     async def play(self, method: str, interrupt: str) -> dict[str, Any]:
         await self.replica.start()
@@ -372,9 +372,9 @@ class Play:
             await self.replica.stop(DEADLINE_S)
             if self.stopping is not None:
                 await self.stopping
-        assert self.takes == [True] * self.is_straight
+        assert self.takes == [True] * self.is_taskless
         assert not self.there._accepted
-        assert not self.there._straight
+        assert not self.there._taskless
         del figures["latency_sum_s"], figures["threads"]
         figures["latency_counts"] = sum(figures["latency_counts"])
         return {"sent": told(self.sent), "outcome": outcome, "seen": seen.copy(), "figures": figures}
@@ -434,7 +434,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 def outcome_of(
-    function: Any, is_straight: bool, method: str = "GET", interrupt: str = "", **options: Any
+    function: Any, is_taskless: bool, method: str = "GET", interrupt: str = "", **options: Any
 ) -> dict[str, Any]:
     began.clear()
     may_end.clear()
@@ -442,7 +442,7 @@ def outcome_of(
 
     async def main() -> dict[str, Any]:
         async with asyncio.timeout(DEADLINE_S):
-            return await Play(function, is_straight, options).play(method, interrupt)
+            return await Play(function, is_taskless, options).play(method, interrupt)
 
     return asyncio.run(main())
 
@@ -450,8 +450,8 @@ def outcome_of(
 @pytest.mark.parametrize("function", [*WHOLE, *FAILING, *STREAMS, *LATER, *LISTENING])
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
 def test_a_request_comes_to_the_same(function: Any, method: str) -> None:
-    by_task, straight = (outcome_of(function, way, method) for way in (False, True))
-    assert straight == by_task
+    by_task, taskless = (outcome_of(function, way, method) for way in (False, True))
+    assert taskless == by_task
     assert by_task["figures"]["handled_total"] == by_task["figures"]["latency_counts"] == 1
 
 
@@ -479,8 +479,8 @@ def test_so_it_does_where_errors_are_told(function: Any) -> None:
     [plain_text, no_argument, redirect, generate, fail_at_first, fail_later, awaitable, failing_awaitable],
 )
 def test_so_does_plain_code_beside_the_workers_loop(function: Any) -> None:
-    by_task, straight = (outcome_of(function, way, event_loop="worker") for way in (False, True))
-    assert straight == by_task
+    by_task, taskless = (outcome_of(function, way, event_loop="worker") for way in (False, True))
+    assert taskless == by_task
 
 
 @pytest.mark.parametrize("function", [*HANGING, *HANGING_LATER])
@@ -488,6 +488,6 @@ def test_so_does_plain_code_beside_the_workers_loop(function: Any) -> None:
 def test_so_does_what_is_ended_from_outside(function: Any, interrupt: str) -> None:
     if "stream" in function.__name__ or "generator" in function.__name__ or "background" in function.__name__:
         interrupt += " stream"
-    by_task, straight = (outcome_of(function, way, interrupt=interrupt) for way in (False, True))
-    assert straight == by_task
+    by_task, taskless = (outcome_of(function, way, interrupt=interrupt) for way in (False, True))
+    assert taskless == by_task
     assert by_task["figures"]["handled_total"] == by_task["figures"]["latency_counts"] == 1

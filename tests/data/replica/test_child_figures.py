@@ -40,5 +40,5 @@ def test_a_repeated_failure_is_logged_once_and_again_when_it_changes(
     assert asked == told
     assert [each.exc_info[0] for each in caplog.records if each.exc_info] == [KeyError, ValueError]
     assert {each.getMessage() for each in caplog.records} == {
-        "The figures of the process of b#AAAAAA could not be had"
+        "The metrics of the process of b#AAAAAA could not be read"
     }

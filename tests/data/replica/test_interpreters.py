@@ -97,7 +97,7 @@ def test_environments_elsewhere_are_found_in_the_list_of_conda(
 
 def test_the_error_about_an_unknown_conda_environment_lists_all_searched_places(tmp_path: Path) -> None:
     make_environment(tmp_path / "envs" / "x", is_conda=False)
-    with pytest.raises(ValueError, match=f"no conda environment 'x' .* looked for: .*{tmp_path}/envs/x"):
+    with pytest.raises(ValueError, match=f"no conda environment 'x' .* searched: .*{tmp_path}/envs/x"):
         find_interpreter("x", {"CONDA_EXE": f"{tmp_path}/bin/conda"})
 
 

@@ -105,7 +105,7 @@ def test_a_method_that_is_not_public_is_rejected_with_a_list_of_the_public_ones(
 ) -> None:
     status, text = fetch(client, "on", method)
     assert status == 400
-    assert text.endswith("there are: __call__, bare, batched, many, on_loop, plain, stream.")
+    assert text.endswith("choose one of: __call__, bare, batched, many, on_loop, plain, stream.")
 
 
 def test_it_can_be_switched_while_it_runs(client: serve.Client) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from runs import NoQueue
 
-from daskserve.data.replica.slots import SPARE_PLACES, Slots
+from daskserve.data.replica.slots import EXTRA_WAITERS, Slots
 from daskserve.errors import ActorLostError, ReplicaBusyError
 from daskserve.figures.replica import ReplicaFigures
 from daskserve.testing import run_virtual
@@ -132,7 +132,7 @@ def test_a_request_that_times_out_in_the_queue_is_rejected_and_removed() -> None
 
 def test_a_line_has_an_end() -> None:
     async def scenario(holder: Holder) -> None:
-        room = 3 * 2 + SPARE_PLACES
+        room = 3 * 2 + EXTRA_WAITERS
         tasks = [asyncio.create_task(holder.request(n, 1.0, 900.0)) for n in range(3 + room)]
         await quiet()
         assert holder.load() == Load(3, room)

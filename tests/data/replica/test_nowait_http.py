@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
+from nowait_replicas import DEADLINE_S, Answers, began, held, run_replica, until
 from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
-from straight_replicas import DEADLINE_S, Answers, began, held, run_replica, until
 
 from daskserve.data.replica.answer import Answer
 from daskserve.data.replica.callers import TasklessCaller
@@ -143,7 +143,7 @@ def run(function: Any, scenario: Callable[[Replica], Awaitable[None]], **options
 def test_a_whole_response_comes_with_the_load_after_it(function: Any, status: int, body: Any) -> None:
     async def scenario(replica: Replica) -> None:
         answers = Answers()
-        assert replica.answer_straight(get(), answers) is not None
+        assert replica.handle_nowait(get(), answers) is not None
         assert replica.load() == Load(1, 0)
         message, load = await answers.end()
         assert message is not None
@@ -182,7 +182,7 @@ async def carry(rest: Any) -> tuple[list[Message], Load]:
 def test_what_needs_more_goes_on_in_a_task_and_keeps_its_slot_until_then(function: Any, body: bytes) -> None:
     async def scenario(replica: Replica) -> None:
         answers = Answers()
-        give_up = replica.answer_straight(get(), answers)
+        give_up = replica.handle_nowait(get(), answers)
         assert give_up is not None
         message, rest = await answers.end()
         assert message is None
@@ -202,7 +202,7 @@ def test_what_needs_more_goes_on_in_a_task_and_keeps_its_slot_until_then(functio
 def test_a_rest_whose_task_never_runs_is_let_go() -> None:
     async def scenario(replica: Replica) -> None:
         answers = Answers()
-        replica.answer_straight(get(), answers)
+        replica.handle_nowait(get(), answers)
         _, rest = await answers.end()
         assert replica.load() == Load(1, 0)
         rest.drop()
@@ -216,7 +216,7 @@ def test_a_rest_whose_task_never_runs_is_let_go() -> None:
 def test_a_rest_that_is_cancelled_ends_its_code() -> None:
     async def scenario(replica: Replica) -> None:
         answers = Answers()
-        replica.answer_straight(get(), answers)
+        replica.handle_nowait(get(), answers)
         _, rest = await answers.end()
         carrying = asyncio.ensure_future(carry(rest))
         await until(began.is_set)
@@ -232,7 +232,7 @@ def test_a_rest_that_is_cancelled_ends_its_code() -> None:
 def test_what_is_given_up_tells_nobody_and_keeps_its_slot_until_its_code_ends(function: Any) -> None:
     async def scenario(replica: Replica) -> None:
         answers = Answers()
-        give_up = replica.answer_straight(get(), answers)
+        give_up = replica.handle_nowait(get(), answers)
         assert give_up is not None
         await until(began.is_set)
         give_up()
@@ -252,7 +252,7 @@ def test_nothing_of_a_request_is_left_for_the_garbage_collector(function: Any) -
     async def scenario(replica: Replica) -> None:
         for _ in range(3):
             answers = Answers()
-            replica.answer_straight(get(), answers)
+            replica.handle_nowait(get(), answers)
             _, outcome = await answers.end()
             if function is stream:
                 await carry(outcome)
@@ -275,7 +275,7 @@ def test_code_that_waits_for_the_end_of_its_client_is_cancelled_and_not_told() -
     """As it is in a task: to be cancelled is to be told."""
 
     async def scenario(replica: Replica) -> None:
-        give_up = replica.answer_straight(get(), Answers())
+        give_up = replica.handle_nowait(get(), Answers())
         assert give_up is not None
         await until(began.is_set)
         give_up()
@@ -288,7 +288,7 @@ def test_a_replica_that_stops_ends_its_requests() -> None:
     answers = Answers()
 
     async def scenario(replica: Replica) -> None:
-        replica.answer_straight(get(), answers)
+        replica.handle_nowait(get(), answers)
         await until(began.is_set)
         await replica.stop(0)
         message, error = await answers.end()
@@ -303,11 +303,11 @@ def test_it_takes_only_what_has_to_wait_for_nothing() -> None:
         with_body = get(method="POST")
         with_body.has_body = True
         for refused in (with_body, get(type="websocket")):
-            assert replica.answer_straight(refused, Answers()) is None
+            assert replica.handle_nowait(refused, Answers()) is None
         answers = [Answers(), Answers()]
         for each in answers:
-            assert replica.answer_straight(get(), each) is not None
-        assert replica.answer_straight(get(), Answers()) is None  # it is full
+            assert replica.handle_nowait(get(), each) is not None
+        assert replica.handle_nowait(get(), Answers()) is None  # it is full
         held.set()
         for each in answers:
             await each.end()
@@ -317,7 +317,7 @@ def test_it_takes_only_what_has_to_wait_for_nothing() -> None:
 
 def test_neither_code_on_the_workers_loop_nor_named_methods_go_that_way() -> None:
     async def scenario(replica: Replica) -> None:
-        assert replica.answer_straight(get(), Answers()) is None
+        assert replica.handle_nowait(get(), Answers()) is None
 
     run(quick, scenario, event_loop="worker")
     run(quick, scenario, method_header=True)

@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 
 from daskserve.cluster.channel import frames
-from daskserve.cluster.channel.channel import Answer, Channel, _open_frame
+from daskserve.cluster.channel.channel import Channel, DispatchNowait, _open_frame
 from daskserve.cluster.channel.outbox import MAX_WORK
 from daskserve.cluster.channel.pool import ChannelPool
 from daskserve.cluster.channel.streams import WINDOW_BYTES
@@ -63,7 +63,7 @@ class Asker:
 class Ends:
     """Two channels on a pair of sockets; ``there`` answers with a handler."""
 
-    def __init__(self, handler: Handler, answer: Answer | None) -> None:
+    def __init__(self, handler: Handler, answer: DispatchNowait | None) -> None:
         async def dispatch(
             name: str, incarnation: int, envelope: Envelope, receive: Receive, send: Send
         ) -> Load:
@@ -80,7 +80,7 @@ class Ends:
         self.cancelled: list[Envelope] = []
         self.transports = [SocketTransport(each, "there") for each in socket.socketpair()]
         self.here = Channel(self.transports[0], dispatch, first_stream=0)
-        self.there = Channel(self.transports[1], dispatch, first_stream=1, answer=answer)
+        self.there = Channel(self.transports[1], dispatch, first_stream=1, dispatch_nowait=answer)
         #: The kinds of the frames that ``there`` received.
         self.kinds: list[int] = []
         receive = self.there._receive
@@ -97,7 +97,7 @@ class Ends:
     def remembered(self) -> int:
         """Return the number of streams that either side still keeps."""
         sides = (self.here, self.there)
-        return sum(len(side._opened) + len(side._accepted) + len(side._straight) for side in sides)
+        return sum(len(side._opened) + len(side._accepted) + len(side._taskless) for side in sides)
 
     async def settled(self) -> None:
         """Wait until all frames have arrived and neither side keeps a stream."""
@@ -106,7 +106,7 @@ class Ends:
 
 
 @asynccontextmanager
-async def connected(handler: Handler, answer: Answer | None = None) -> AsyncIterator[Ends]:
+async def connected(handler: Handler, answer: DispatchNowait | None = None) -> AsyncIterator[Ends]:
     ends = Ends(handler, answer)
     serving = [asyncio.create_task(side.serve()) for side in (ends.here, ends.there)]
     try:
@@ -427,7 +427,7 @@ def test_a_pool_asks_over_open_connections_only() -> None:
 # ---- on the other side, without a task
 
 
-class Straight:
+class Nowait:
     """Answers calls without a task, under the control of the test."""
 
     def __init__(self) -> None:
@@ -451,62 +451,62 @@ class Straight:
 
 
 def test_calls_are_answered_without_a_task_when_possible() -> None:
-    straight = Straight()
+    nowait = Nowait()
 
     async def scenario() -> None:
-        async with connected(echo, straight.answer) as ends:
+        async with connected(echo, nowait.answer) as ends:
             first, second, third = (ends.ask(b"%d" % number) for number in range(3))
-            await until(lambda: len(straight.asked) == 3)
+            await until(lambda: len(nowait.asked) == 3)
             message: Message = {"type": "call.result", "payload": Payload(b"well")}
-            straight.asked[0][1](message, Load(5, 6))
-            straight.asked[1][1](None, KeyError("k"))
+            nowait.asked[0][1](message, Load(5, 6))
+            nowait.asked[1][1](None, KeyError("k"))
             assert (await first.end())[1] == Load(5, 6)
             assert first.ends[0][0] == {"type": "call.result", "payload": Payload(b"well", ())}
             assert isinstance((await second.end())[1], KeyError)
             # Cancelled: the answering side is notified once, and a late answer is dropped.
             third.give_up()
-            await until(lambda: straight.given_up == 1)
-            assert not ends.there._straight
-            straight.asked[2][1](message, Load())
+            await until(lambda: nowait.given_up == 1)
+            assert not ends.there._taskless
+            nowait.asked[2][1](message, Load())
             assert not ends.transports[1].unsent
-            straight.takes = False
+            nowait.takes = False
             assert (await ends.ask(b"by a task").end())[1] == Load(3, 4)
             assert len(ends.begun) == 1
             assert third.ends == []
-            assert straight.given_up == 1
+            assert nowait.given_up == 1
 
     play(scenario)
 
 
 def test_a_call_that_cannot_be_begun_fails_only_itself() -> None:
-    straight = Straight()
+    nowait = Nowait()
 
     async def scenario() -> None:
-        async with connected(echo, straight.answer) as ends:
+        async with connected(echo, nowait.answer) as ends:
             other = ends.ask(b"other")
-            await until(lambda: straight.asked)
-            straight.error = RuntimeError("can't start new thread")
+            await until(lambda: nowait.asked)
+            nowait.error = RuntimeError("can't start new thread")
             message, error = await ends.ask(b"1").end()
             assert message is None
             assert isinstance(error, RuntimeError)
-            straight.asked[0][1](None, Load(1))
+            nowait.asked[0][1](None, Load(1))
             assert (await other.end())[1] == Load(1)
 
     play(scenario)
 
 
 def test_a_lost_connection_cancels_all_its_taskless_answers() -> None:
-    straight = Straight()
+    nowait = Nowait()
 
     async def scenario() -> None:
-        async with connected(echo, straight.answer) as ends:
+        async with connected(echo, nowait.answer) as ends:
             askers = [ends.ask(b"1") for _ in range(3)]
-            await until(lambda: len(straight.asked) == 3)
+            await until(lambda: len(nowait.asked) == 3)
             ends.here.close()
             for asker in askers:
                 assert isinstance((await asker.end())[1], ActorLostError)
-            await until(lambda: straight.given_up == 3)
-            straight.asked[0][1](None, Load())
+            await until(lambda: nowait.given_up == 3)
+            nowait.asked[0][1](None, Load())
 
     play(scenario)
 
@@ -545,27 +545,27 @@ async def nothing() -> Message:
 
 
 def test_a_request_that_needs_more_than_one_answer_continues_in_a_task() -> None:
-    straight = Straight()
+    nowait = Nowait()
 
     async def scenario() -> None:
-        async with connected(echo, straight.answer) as ends:
+        async with connected(echo, nowait.answer) as ends:
             sent: list[Message] = []
 
             async def keep(message: Message) -> None:
                 sent.append(message)
 
             asking = asyncio.create_task(ends.here.request(ADDRESS, get(), nothing, keep))
-            await until(lambda: straight.asked)
-            assert straight.asked[0][0] == get()
+            await until(lambda: nowait.asked)
+            assert nowait.asked[0][0] == get()
             rest = Remainder()
-            straight.asked[0][1](None, rest)
-            assert not ends.there._straight
+            nowait.asked[0][1](None, rest)
+            assert not ends.there._taskless
             await until(lambda: sent)
             rest.may_end.set()
             assert await asking == Load(7, 8)
             assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
             await until(lambda: rest.happened == ["entered", "dropped"])
-            assert (ends.begun, straight.given_up) == ([], 0)
+            assert (ends.begun, nowait.given_up) == ([], 0)
 
     play(scenario)
 
@@ -573,16 +573,16 @@ def test_a_request_that_needs_more_than_one_answer_continues_in_a_task() -> None
 @pytest.mark.parametrize("is_entered", [False, True])
 @pytest.mark.parametrize("by", ["client", "connection"])
 def test_an_unwanted_rest_is_dropped(is_entered: bool, by: str) -> None:
-    straight = Straight()
+    nowait = Nowait()
 
     async def keep(message: Message) -> None: ...
 
     async def scenario() -> None:
-        async with connected(echo, straight.answer) as ends:
+        async with connected(echo, nowait.answer) as ends:
             asking = asyncio.create_task(ends.here.request(ADDRESS, get(), nothing, keep))
-            await until(lambda: straight.asked)
+            await until(lambda: nowait.asked)
             rest = Remainder()
-            straight.asked[0][1](None, rest)
+            nowait.asked[0][1](None, rest)
             (number,) = ends.there._accepted
             if is_entered:
                 await until(lambda: rest.happened)
@@ -596,7 +596,7 @@ def test_an_unwanted_rest_is_dropped(is_entered: bool, by: str) -> None:
             assert ends.remembered() <= 1
             asking.cancel()
             await asyncio.wait([asking])
-            assert straight.given_up == 0
+            assert nowait.given_up == 0
 
     play(scenario)
 
@@ -612,7 +612,7 @@ def test_an_unwanted_rest_is_dropped(is_entered: bool, by: str) -> None:
     ids=["body", "deadline", "patience", "control"],
 )
 def test_requests_that_may_wait_are_not_answered_without_a_task(envelope: Envelope) -> None:
-    straight = Straight()
+    nowait = Nowait()
 
     async def answer(envelope: Envelope, send: Send) -> None: ...
 
@@ -622,9 +622,9 @@ def test_requests_that_may_wait_are_not_answered_without_a_task(envelope: Envelo
     async def keep(message: Message) -> None: ...
 
     async def scenario() -> None:
-        async with connected(answer, straight.answer) as ends:
+        async with connected(answer, nowait.answer) as ends:
             assert await ends.here.request(ADDRESS, envelope, receive, keep) == Load(3, 4)
-            assert straight.asked == []
+            assert nowait.asked == []
 
     play(scenario)
 
@@ -648,7 +648,9 @@ def test_posts_of_other_threads_are_sent_before_received_frames_are_handled() ->
 
         landing = Landing(asyncio.get_running_loop())
         outlet = Outlet()
-        channel = Channel(cast(Any, outlet), cast(Any, None), first_stream=1, answer=answer, landing=landing)
+        channel = Channel(
+            cast(Any, outlet), cast(Any, None), first_stream=1, dispatch_nowait=answer, landing=landing
+        )
         hop = Hop(asyncio.get_running_loop(), landing)
         poster = threading.Thread(target=hop.post, args=(outlet.post, "ready"))
         poster.start()

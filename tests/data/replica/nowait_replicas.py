@@ -57,7 +57,7 @@ def run_replica(
         spec = ActorSpec(ActorKind.REPLICA, "replica/b#AAAAAA", 1, "an-instance", start.encode())
         cluster: Any = types.SimpleNamespace()
         replica = Replica(ActorContext(spec, cluster, LoopClock(), random.Random(0)))
-        assert replica.answer_straight(envelope, Answers()) is None
+        assert replica.handle_nowait(envelope, Answers()) is None
         async with asyncio.timeout(DEADLINE_S):
             await replica.start()
             try:
@@ -65,7 +65,7 @@ def run_replica(
             finally:
                 held.set()
                 await replica.stop(DEADLINE_S)
-        assert replica.answer_straight(envelope, Answers()) is None
+        assert replica.handle_nowait(envelope, Answers()) is None
         assert replica.load() == Load(0, 0)
 
     asyncio.run(main())

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from straight_replicas import DEADLINE_S, Answers, began, held, run_replica, until
+from nowait_replicas import DEADLINE_S, Answers, began, held, run_replica, until
 
 from daskserve import payload
 from daskserve.data.replica.replica import Replica
@@ -57,7 +57,7 @@ def run(scenario: Callable[[Replica], Awaitable[None]]) -> None:
 def test_the_answer_comes_with_the_load_after_it(method: str) -> None:
     async def scenario(replica: Replica) -> None:
         answers = Answers()
-        assert replica.answer_straight(call(method), answers) is not None
+        assert replica.handle_nowait(call(method), answers) is not None
         assert replica.load() == Load(1, 0)
         await until(lambda: answers.ends)
         ((message, load),) = answers.ends
@@ -72,7 +72,7 @@ def test_the_answer_comes_with_the_load_after_it(method: str) -> None:
 def test_errors_are_outcomes(method: str, kind: type[Exception]) -> None:
     async def scenario(replica: Replica) -> None:
         answers = Answers()
-        replica.answer_straight(call(method), answers)
+        replica.handle_nowait(call(method), answers)
         await until(lambda: answers.ends)
         ((message, error),) = answers.ends
         assert message is None
@@ -86,7 +86,7 @@ def test_errors_are_outcomes(method: str, kind: type[Exception]) -> None:
 def test_what_is_given_up_tells_nobody_and_keeps_its_slot_until_its_code_ends(method: str) -> None:
     async def scenario(replica: Replica) -> None:
         answers = Answers()
-        give_up = replica.answer_straight(call(method), answers)
+        give_up = replica.handle_nowait(call(method), answers)
         assert give_up is not None
         await until(began.is_set)
         give_up()
@@ -104,7 +104,7 @@ def test_what_is_given_up_tells_nobody_and_keeps_its_slot_until_its_code_ends(me
 def test_what_is_given_up_after_its_answer_counts_once() -> None:
     async def scenario(replica: Replica) -> None:
         answers = Answers()
-        give_up = replica.answer_straight(call("plain"), answers)
+        give_up = replica.handle_nowait(call("plain"), answers)
         assert give_up is not None
         await until(lambda: answers.ends)
         give_up()
@@ -118,7 +118,7 @@ def test_a_replica_that_stops_ends_its_calls() -> None:
     answers = Answers()
 
     async def scenario(replica: Replica) -> None:
-        replica.answer_straight(call("sleep"), answers)
+        replica.handle_nowait(call("sleep"), answers)
         await until(began.is_set)
         await replica.stop(0)
         ((message, error),) = answers.ends
@@ -132,10 +132,10 @@ def test_it_takes_only_what_has_to_wait_for_nothing() -> None:
     async def scenario(replica: Replica) -> None:
         answers = Answers()
         for refused in (call("plain", stream=True), call("unknown")):
-            assert replica.answer_straight(refused, answers) is None
+            assert replica.handle_nowait(refused, answers) is None
         for _ in range(2):
-            assert replica.answer_straight(call("hang"), answers) is not None
-        assert replica.answer_straight(call("plain"), answers) is None  # it is full
+            assert replica.handle_nowait(call("hang"), answers) is not None
+        assert replica.handle_nowait(call("plain"), answers) is None  # it is full
         assert replica.load().ongoing == 2
         held.set()
         await until(lambda: len(answers.ends) == 2)
@@ -151,7 +151,7 @@ def test_a_call_that_cannot_be_started_gives_its_slot_back(monkeypatch: pytest.M
         with monkeypatch.context() as patched:
             patched.setattr(Wall, "start", fail)
             with pytest.raises(RuntimeError, match="new thread"):
-                replica.answer_straight(call("plain"), Answers())
+                replica.handle_nowait(call("plain"), Answers())
         assert replica.load() == Load(0, 0)
 
     run(scenario)
