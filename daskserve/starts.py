@@ -16,9 +16,6 @@ if TYPE_CHECKING:
     from daskserve.options.backend import BackendConfig
     from daskserve.options.http import HTTPOptions
 
-#: Options of a backend that its replicas do not get: their code and credentials stay in the controller.
-NOT_FOR_REPLICAS = frozenset({"autoscaling_config", "internal_metadata", "user_config"})
-
 
 class OptionValues:
     """The values that an option model dumped, including defaults, as attributes.
@@ -32,14 +29,18 @@ class OptionValues:
     def __repr__(self) -> str:
         return f"<OptionValues {', '.join(vars(self))}>"
 
+    def for_replicas(self, **how: Any) -> dict[str, Any]:
+        """Return the options by name, as `daskserve.options.backend.BackendConfig.for_replicas` does."""
+        return dict(vars(self))
+
     def model_dump(self, **how: Any) -> dict[str, Any]:
         """Return the options by name, as the model does."""
         return dict(vars(self))
 
 
 def dump_config(config: BackendConfig) -> dict[str, Any]:
-    """Return all options that a replica may read, as plain values."""
-    return config.model_dump(mode="json", exclude=set(NOT_FOR_REPLICAS))
+    """Return all options that a replica reads, as plain values."""
+    return config.for_replicas(mode="json")
 
 
 def dump_http(options: HTTPOptions) -> dict[str, Any]:
@@ -81,7 +82,7 @@ class ReplicaStart(StartMessage):
         `daskserve.payload.dump_bytes` of ``(definition, init_args, init_kwargs)``; the definition is a
         function, a class, an ASGI application or an import path such as ``"pkg.mod.Name"``.
     config : BackendConfig
-        After decoding, the options as attributes, without those in `NOT_FOR_REPLICAS`.
+        After decoding, the options that a replica reads, as attributes.
     concurrency : int
         Maximum number of concurrent requests: ``config.concurrency()``.
     user_config : bytes or None

@@ -20,18 +20,6 @@ from daskserve.options.backend import BackendConfig
 from daskserve.options.backend_spec import BackendSpec
 from daskserve.types import BackendTag, EndpointTag, GoalId
 
-#: Config fields that do not concern running replicas.
-_CONTROLLER_ONLY = frozenset(
-    {
-        "autoscaling_config",
-        "experimental_graceful_shutdown_timeout_s",
-        "experimental_graceful_shutdown_wait_loop_s",
-        "external_scaler_enabled",
-        "internal_metadata",
-        "max_queued_requests",
-        "num_replicas",
-    }
-)
 #: Versions that the classic system reserves.
 RESERVED_VERSIONS = frozenset({"__v1__", "Unversioned"})
 
@@ -57,7 +45,7 @@ def get(state: State, tag: BackendTag) -> BackendRecord:
 
 def configured(backend: BackendRecord, config: BackendConfig, user_config: bytes | None) -> BackendRecord:
     """Return the backend's record with another config."""
-    told = config.model_dump(exclude_unset=True, exclude=set(_CONTROLLER_ONLY))
+    told = config.for_replicas(exclude_unset=True)
     told["concurrency"] = config.concurrency()
     digest = hashlib.sha256(msgpack.packb(sorted(told.items())) + (user_config or b""))
     return replace(backend, config=config, config_id=digest.hexdigest()[:16], user_config=user_config)

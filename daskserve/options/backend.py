@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, Field, model_validator
 
 from daskserve.options.autoscaling import AutoscalingConfig
-from daskserve.options.base import Options
+from daskserve.options.base import CONTROLLER_ONLY, Options
 from daskserve.options.credentials import masked, validated
 
 #: Concurrency of a replica whose callable is a plain function, and of one that is ``async def``.
@@ -38,16 +38,17 @@ class BackendMetadata(Options):
 class BackendConfig(Options):
     """How a backend runs. Only the fields that were set are merged by ``update_backend_config``."""
 
-    num_replicas: int = Field(
+    num_replicas: Annotated[int, CONTROLLER_ONLY] = Field(
         1,
         ge=1,
         description='Number of replicas. ``"auto"``: depends on the load, from 1 to 100 or within the bounds '
         "of ``autoscaling_config``.",
     )
-    autoscaling_config: AutoscalingConfig | None = Field(
-        None, description="Options of autoscaling by load, see [Autoscaling](#autoscaling)."
+    autoscaling_config: Annotated[AutoscalingConfig | None, CONTROLLER_ONLY] = Field(
+        None,
+        description="Options of autoscaling by load, see [Autoscaling](#autoscaling).",
     )
-    external_scaler_enabled: bool = Field(
+    external_scaler_enabled: Annotated[bool, CONTROLLER_ONLY] = Field(
         False,
         description="Whether external programs may set the number of replicas, by a POST to the scheduler's "
         "HTTP server or ``serve.scale``, see [Scaling from outside](docs/autoscaling.md#scaling-from-outside)"
@@ -66,13 +67,13 @@ class BackendConfig(Options):
         "functions (or twice the batch size), 100 for async ones.",
         validation_alias=AliasChoices("max_concurrent_queries", "max_ongoing_requests"),
     )
-    max_queued_requests: int = Field(
+    max_queued_requests: Annotated[int, CONTROLLER_ONLY] = Field(
         1000,
         ge=-1,
         description="Maximum number of requests queued in a router for this backend; -1: no limit.",
     )
     user_config: Any = Field(None, description="Argument of the callable's ``reconfigure`` method.")
-    experimental_graceful_shutdown_wait_loop_s: float = Field(
+    experimental_graceful_shutdown_wait_loop_s: Annotated[float, CONTROLLER_ONLY] = Field(
         2,
         ge=0,
         description="Accepted for compatibility and not used: a stopping replica is notified when its last "
@@ -81,7 +82,7 @@ class BackendConfig(Options):
             "experimental_graceful_shutdown_wait_loop_s", "graceful_shutdown_wait_loop_s"
         ),
     )
-    experimental_graceful_shutdown_timeout_s: float = Field(
+    experimental_graceful_shutdown_timeout_s: Annotated[float, CONTROLLER_ONLY] = Field(
         20,
         ge=0,
         description="Time in seconds that a stopping replica has to finish its requests before it is killed.",
@@ -117,8 +118,9 @@ class BackendConfig(Options):
         "own interpreter lock and memory, whose crash does not affect the worker and which is killed if it "
         "does not end. Fixed for the life of a backend.",
     )
-    internal_metadata: BackendMetadata = Field(
-        default_factory=BackendMetadata, description="Set by daskserve; read-only for users."
+    internal_metadata: Annotated[BackendMetadata, CONTROLLER_ONLY] = Field(
+        default_factory=BackendMetadata,
+        description="Set by daskserve; read-only for users.",
     )
 
     @model_validator(mode="before")
@@ -162,6 +164,14 @@ class BackendConfig(Options):
     @classmethod
     def _errors_without_credentials(cls, values: Any, validate: Any) -> Any:
         return validated(values, validate)
+
+    def for_replicas(self, **how: Any) -> dict[str, Any]:
+        """Return the options that a replica reads; ``how`` goes to ``model_dump``.
+
+        ``user_config`` is not among them: it is user code, and reaches replicas pickled.
+        """
+        others = {n for n, each in type(self).model_fields.items() if CONTROLLER_ONLY in each.metadata}
+        return self.model_dump(exclude={"user_config", *others}, **how)
 
     def concurrency(self) -> int:
         """Return how many requests one replica may run, with the defaults filled in."""

@@ -8,9 +8,12 @@ configuration (`daskserve.settings`). Pydantic stays off the request path.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel, ConfigDict
+
+#: Marks a field that replicas do not read, as ``Annotated[int, CONTROLLER_ONLY]``.
+CONTROLLER_ONLY: Final = "read by the controller only"
 
 
 class Options(BaseModel):

@@ -55,13 +55,13 @@ class ReplicaBatches:
     def __init__(
         self,
         running: Callable[[], tuple[Wall, Servable]],
-        max_batch_size: int,
+        max_batch_size: int | None,
         wait_s: float,
         figures: ReplicaFigures,
     ) -> None:
         self._running = running
         self._figures = figures
-        self._limits = BatchLimits(max(1, max_batch_size), wait_s)
+        self._limits = BatchLimits(max_batch_size or 1, wait_s)
         #: The queue of each method, by its name.
         self.queues: dict[str, BatchQueue[tuple[BatchItem, SlotHolder], ItemOutcome]] = {}
 
@@ -70,9 +70,9 @@ class ReplicaBatches:
         """How many requests wait for their batch to run."""
         return sum(queue.queued for queue in list(self.queues.values())) if self.queues else 0
 
-    def reconfigure(self, max_batch_size: int, wait_s: float) -> None:
+    def reconfigure(self, max_batch_size: int | None, wait_s: float) -> None:
         """Change the limits, also for the requests that wait already."""
-        self._limits.max_batch_size = max(1, max_batch_size)
+        self._limits.max_batch_size = max_batch_size or 1
         self._limits.wait_s = wait_s
         for queue in self.queues.values():
             queue.reconsider()

@@ -126,7 +126,7 @@ class ChildCode:
 
     async def _start_child(self, child: ChildProcess) -> Mapping[str, Any]:
         spec = self._context.spec
-        unprobed = {**self._start.config.model_dump(), "health_check_period_s": NEVER_S}
+        unprobed = {**self._start.config.for_replicas(), "health_check_period_s": NEVER_S}
         try:
             facts: Mapping[str, Any] = await child.call(
                 "start",

@@ -48,7 +48,7 @@ class LocalCode:
         self._serving: ServingCode | None = None
         self._stats = StatsRecorder(start.replica_tag, self._parts, context.clock)
         self._batches = ReplicaBatches(
-            self._parts, start.config.max_batch_size or 0, start.config.batch_wait_timeout, figures
+            self._parts, start.config.max_batch_size, start.config.batch_wait_timeout, figures
         )
         self.slots = Slots(start.replica_tag, start.concurrency, self._batches, figures)
 
@@ -85,7 +85,7 @@ class LocalCode:
         try:
             load = partial(load_definition, backend_tag=start.backend_tag, is_debug=start.debug)
             servable = self._servable = await wall.run_sync(load, start.code)
-            servable.check_batching(start.config.max_batch_size or 0)
+            servable.check_batching(start.config.max_batch_size)
             step = "failed in its constructor"
             await construct(wall, servable)
             self._set_current_replica(servable.target)
@@ -162,8 +162,7 @@ class LocalCode:
         """Apply changed options without a restart; see `daskserve.data.replica.replica.Replica`."""
         wall, servable = self._parts()
         options = read_config(config)
-        max_batch_size = options.max_batch_size or 0
-        servable.check_batching(max_batch_size)
+        servable.check_batching(options.max_batch_size)
         failure: ReplicaStartError | None = None
         if user_config is not None:
             servable.hook("reconfigure")
@@ -176,7 +175,7 @@ class LocalCode:
         self.slots.resize(concurrency)
         wall.threads.limit = _threads(concurrency)
         self._set_current_replica(servable.target)
-        self._batches.reconfigure(max_batch_size, options.batch_wait_timeout)
+        self._batches.reconfigure(options.max_batch_size, options.batch_wait_timeout)
         if self._serving is not None:
             self._serving.has_method_header = options.method_header
 

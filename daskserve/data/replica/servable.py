@@ -125,9 +125,9 @@ class Servable:
             raise BadRequestError(f"The callable of backend {self._backend_tag!r} has no {name}() method.")
         return hook  # type: ignore[no-any-return]
 
-    def check_batching(self, max_batch_size: int) -> None:
+    def check_batching(self, max_batch_size: int | None) -> None:
         """Raise `BadRequestError` if the callable does not take batches, and the size asks for them."""
-        if max_batch_size > 1 and not self.facts.accepts_batches:
+        if max_batch_size is not None and max_batch_size > 1 and not self.facts.accepts_batches:
             raise BadRequestError(
                 f"max_batch_size is {max_batch_size}, but the callable does not take batches: mark it with "
                 "@accept_batch, or leave max_batch_size unset."
