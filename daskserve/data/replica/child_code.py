@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import itertools
 import logging
 from collections.abc import Awaitable, Mapping
 from dataclasses import replace
@@ -56,7 +57,7 @@ class ForwardedAnswer(Answer):
         child, runner = code.running()
         # The child has a slot for it.
         envelope = self.envelope if self.envelope.patience is None else replace(self.envelope, patience=None)
-        parts = (self.figures.handled, envelope, receive, send)  # as many as there were are its number
+        parts = (next(code.numbers), envelope, receive, send)
         self.run = runner.start(child.request, parts, contextvars.copy_context(), self)
         return None
 
@@ -78,6 +79,8 @@ class ChildCode:
         self._start = start
         self.own_figures = figures
         self.slots = Slots(start.replica_tag, start.concurrency, self, figures)
+        #: The numbers of requests, which the child knows them by.
+        self.numbers = itertools.count(1)
         #: Why the replica is lost, if its child ended by itself.
         self.loss = ""
         self._child: ChildProcess | None = None
