@@ -219,7 +219,7 @@ class Acting:
             await self._clock.sleep(ACTION_RETRY_S)  # by then the watch may know what became of it
         except Exception as error:
             # What the user's reconfigure raised; the pure part decides what it means. About a config that
-            # was superseded meanwhile it means nothing, and the silence of a stopped process tells nothing.
+            # was superseded meanwhile it means nothing, and neither does the silence of a stopped process.
             current = self._state.backends.get(replica.backend)
             is_silence = isinstance(error, TimeoutError) and replica.worker in self._observed.unresponsive
             if current is not None and current.config_id == backend.config_id and not is_silence:

@@ -386,7 +386,7 @@ class _Stepper:
         unread = observed.reconfigure_failed.keys() - self.notes.reconfigure_failed.keys()
         for replica in list(self.replicas.values()):
             if replica.state is ReplicaState.SHOULD_STOP:
-                stopping = move(replica, ReplicaEvent.TOLD_TO_STOP)
+                stopping = move(replica, ReplicaEvent.STOP_SENT)
                 self.set_replica(replica.tag, stopping)
         for replica in list(self.replicas.values()):
             if replica.state is ReplicaState.STOPPING:

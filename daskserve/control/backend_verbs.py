@@ -45,9 +45,9 @@ def get(state: State, tag: BackendTag) -> BackendRecord:
 
 def configured(backend: BackendRecord, config: BackendConfig, user_config: bytes | None) -> BackendRecord:
     """Return the backend's record with another config."""
-    told = config.for_replicas(exclude_unset=True)
-    told["concurrency"] = config.concurrency()
-    digest = hashlib.sha256(msgpack.packb(sorted(told.items())) + (user_config or b""))
+    options = config.for_replicas(exclude_unset=True)
+    options["concurrency"] = config.concurrency()
+    digest = hashlib.sha256(msgpack.packb(sorted(options.items())) + (user_config or b""))
     return replace(backend, config=config, config_id=digest.hexdigest()[:16], user_config=user_config)
 
 

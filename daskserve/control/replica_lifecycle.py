@@ -6,7 +6,7 @@
          |                    |   |                  |
          |withdrawn     failed|   |unwanted          |unwanted
          v                    v   v                  v
-      STOPPED <---------- STOPPED  SHOULD_STOP --told--> STOPPING --gone--> STOPPED
+      STOPPED <---------- STOPPED  SHOULD_STOP --sent--> STOPPING --gone--> STOPPED
 
 A lost worker takes a replica to STOPPED from every state. STOPPED is not kept: the record is removed.
 """
@@ -31,7 +31,7 @@ class ReplicaEvent(enum.StrEnum):
     STARTED = "started"
     FAILED = "failed"
     UNWANTED = "unwanted"
-    TOLD_TO_STOP = "told to stop"
+    STOP_SENT = "stop sent"
     GONE = "gone"
     LOST = "lost"
 
@@ -48,7 +48,7 @@ TRANSITIONS: Mapping[tuple[S, ReplicaEvent], S] = {
     (S.RUNNING, E.FAILED): S.STOPPED,
     (S.RUNNING, E.UNWANTED): S.SHOULD_STOP,
     (S.RUNNING, E.LOST): S.STOPPED,
-    (S.SHOULD_STOP, E.TOLD_TO_STOP): S.STOPPING,
+    (S.SHOULD_STOP, E.STOP_SENT): S.STOPPING,
     (S.SHOULD_STOP, E.LOST): S.STOPPED,
     (S.STOPPING, E.GONE): S.STOPPED,
     (S.STOPPING, E.LOST): S.STOPPED,

@@ -190,7 +190,7 @@ class Exchange:
 
     @property
     def wants_body(self) -> bool:
-        """Whether the body is incomplete and still of use."""
+        """Whether the body is incomplete and still needed."""
         return not (self._body.is_ended or self._is_gone or self._is_whole)
 
     @property

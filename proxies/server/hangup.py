@@ -27,7 +27,7 @@ class HangupWatch:
     def start(self) -> None:
         """Start the timer. Does nothing where the operating system has no ``POLLRDHUP``, as outside Linux."""
         if hasattr(select, "POLLRDHUP"):
-            self._timer = asyncio.get_running_loop().call_later(PERIOD_S, self._look)
+            self._timer = asyncio.get_running_loop().call_later(PERIOD_S, self._check)
 
     def stop(self) -> None:
         """Stop the timer. Idempotent."""
@@ -35,17 +35,17 @@ class HangupWatch:
             self._timer.cancel()
             self._timer = None
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         self.start()
-        deaf: dict[int, Connection | WebSocketSession] = {}
+        unread: dict[int, Connection | WebSocketSession] = {}
         holders: list[Connection | WebSocketSession] = [*self._carrier.connections, *self._carrier.sockets]
         for holder in holders:
             asked = holder.exchange if isinstance(holder, Connection) else holder
             stream = asked.unread if asked is not None else None
             if stream is not None and not stream.closed():
-                deaf[stream.socket.fileno()] = holder
+                unread[stream.socket.fileno()] = holder
         poll = select.poll()
-        for number in deaf:
+        for number in unread:
             poll.register(number, select.POLLRDHUP)
         for number, _ in poll.poll(0):
-            deaf[number].close()
+            unread[number].close()

@@ -3,7 +3,7 @@
 Tornado reads the socket and parses the lines of a head (``HTTPHeaders``, ``parse_request_start_line``). What
 reads a request from that is here, because ``HTTP1Connection`` differs from RFC 9112 and has no public way to
 change it: it takes chunk extensions and trailers for errors, overlooks a CR that ends no line, and serves
-requests of a connection that is closed. It also answers a malformed body by itself, into a response that may
+requests of a connection that is closed. It also answers a malformed body itself, into a response that may
 have begun.
 
 h11 and httptools do not fit here. Both take bytes and keep what they do not consume, so they replace

@@ -81,7 +81,7 @@ class UvicornConnection(HTTPProtocol):
         self._waiting: deque[_Waiting] = deque()
         self._room: asyncio.Future[None] | None = None  # pending while the body's buffer is full
         self._rest = memoryview(b"")  # received and not parsed yet
-        self._is_deaf = False  # further data is dropped
+        self._drops_data = False  # further data is dropped
         self._is_last = False  # the request ends the connection; the parser drops what follows
         self._linger: asyncio.TimerHandle | None = None
 
@@ -95,7 +95,7 @@ class UvicornConnection(HTTPProtocol):
         self._carrier.watch.watch(self._connection)
 
     def data_received(self, data: bytes) -> None:
-        if self._is_deaf:
+        if self._drops_data:
             return
         if len(data) <= _PIECE_BYTES and not self._rest:
             self._parse(data)
@@ -113,7 +113,7 @@ class UvicornConnection(HTTPProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.connections.discard(self)
-        self._is_deaf = True
+        self._drops_data = True
         self._waiting.clear()
         self._rest = memoryview(b"")
         if self._linger is not None:
@@ -154,7 +154,7 @@ class UvicornConnection(HTTPProtocol):
     def on_headers_complete(self) -> None:
         if self._is_replaying:
             return
-        if self._is_deaf:
+        if self._drops_data:
             return
         if self._dry_bytes >= 0 and _size_of(self.url, self.headers) > MAX_HEADER_BYTES:
             self._refuse(*_TOO_LARGE)
@@ -183,7 +183,7 @@ class UvicornConnection(HTTPProtocol):
         self._dry_bytes = -1
         if self._waiting:
             self._waiting[-1].chunks.append(body)
-        elif not self._is_deaf and self._exchange is not None:
+        elif not self._drops_data and self._exchange is not None:
             self._feed(self._exchange, body)
 
     def on_message_complete(self) -> None:
@@ -194,7 +194,7 @@ class UvicornConnection(HTTPProtocol):
             self._is_last = True
         if self._waiting:
             self._waiting[-1].is_read = True
-        elif not self._is_deaf and self._exchange is not None and not self._is_read:
+        elif not self._drops_data and self._exchange is not None and not self._is_read:
             self._is_read = True
             self._exchange.finish()
 
@@ -214,7 +214,7 @@ class UvicornConnection(HTTPProtocol):
 
     def close(self) -> None:
         """Close the connection once everything written is sent."""
-        self._is_deaf = True
+        self._drops_data = True
         if self.transport.is_closing():
             return
         self.transport.close()
@@ -227,7 +227,7 @@ class UvicornConnection(HTTPProtocol):
         self._carrier.connections.discard(self._connection)
         self._connection.exchange = None
         self._exchange = None
-        self._is_deaf = True
+        self._drops_data = True
         self._stream.take_over()
         return self._stream
 
@@ -235,10 +235,10 @@ class UvicornConnection(HTTPProtocol):
 
     def _read_on(self) -> None:
         """Parse what was received, until a request waits or a body's buffer is full."""
-        while self._rest and not self._is_deaf and not self._waiting and self._room is None:
+        while self._rest and not self._drops_data and not self._waiting and self._room is None:
             piece, self._rest = self._rest[:_PIECE_BYTES], self._rest[_PIECE_BYTES:]
             self._parse(piece)
-        if self._is_deaf:
+        if self._drops_data:
             self._rest = memoryview(b"")
         if self.transport.is_closing():
             return
@@ -339,11 +339,11 @@ class UvicornConnection(HTTPProtocol):
 
     def _refuse(self, status: int, text: str) -> None:
         """Refuse a malformed request in its turn, and stop reading."""
-        if self._is_deaf:
-            return  # the parser goes on after a refused head
+        if self._drops_data:
+            return  # the parser continues after a refused head
         method = self.parser.get_method().decode("ascii") if self._part == "head" else "GET"
         self._part = ""
-        self._is_deaf = True
+        self._drops_data = True
         exchange = self._exchange
         if self._waiting or (self._is_busy and self._is_read):
             if self._waiting and not self._waiting[-1].is_read:

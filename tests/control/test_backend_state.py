@@ -770,6 +770,6 @@ def test_goals_fail_only_with_daskserve_errors() -> None:
     bench = Bench()
     goal = bench.create()
     for _ in range(3):
-        fail(bench, Exception("of nobody"))
+        fail(bench, Exception("of an unknown replica"))
     bench.step()
     assert isinstance(error_of(bench, goal), ServeError)

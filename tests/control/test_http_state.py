@@ -197,7 +197,7 @@ def test_its_replacement_on_another_host_takes_the_port_that_was_asked_for() -> 
 def test_the_last_proxy_of_a_host_goes_with_its_last_worker() -> None:
     proxies = Proxies(Location.EVERY_NODE)
     proxies.settle()
-    proxies.observed.proxies_failed["h2"] = OSError("old trouble")
+    proxies.observed.proxies_failed["h2"] = OSError("old error")
     proxies.lose("w4")
     assert is_idle(proxies.step())
     proxies.lose("w3")

@@ -27,7 +27,7 @@ def serving(replicas: list[ReplicaRecord]) -> int:
 
 
 def take(replicas: list[ReplicaRecord], steps: Steps, version: str, mark: str) -> list[ReplicaRecord]:
-    """Carry the steps out: those given up are gone, new ones are there but do not run."""
+    """Apply the steps: stopped replicas are gone, new ones exist but do not run yet."""
     stopped = {each.tag for each in steps.stop}
     fresh = [replica(f"b#{mark}-{number}", S.SHOULD_START, version=version) for number in range(steps.start)]
     return [each for each in replicas if each.tag not in stopped] + fresh

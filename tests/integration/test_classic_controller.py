@@ -29,7 +29,7 @@ class Tally:
     def __call__(self, request: Any) -> str:
         with open(self.path, "a") as file:
             file.write("x")
-        raise RuntimeError("a shadow's trouble is its own")
+        raise RuntimeError("an error of a shadow")
 
 
 class Slow:

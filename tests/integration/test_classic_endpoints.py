@@ -194,7 +194,7 @@ def test_shadow_requests_do_not_affect_callers(backends: serve.Client, url: str,
         def __call__(self, request: Any) -> None:
             with log.open("a") as file:
                 file.write(request.query_params["n"] + "\n")
-            raise RuntimeError("a shadow's trouble")
+            raise RuntimeError("an error of a shadow")
 
     backends.create_backend("failing", Failing)
     backends.create_endpoint("e", backend="a", route="/e")

@@ -154,7 +154,7 @@ class StatsRecorder:
 
     def _give_up(self, run: CodeRun) -> None:
         self._complain("late", f"has not returned within {LIMIT_S:g} s")
-        # A thread cannot be stopped, and one that was given up would count as a slot that is lost.
+        # A thread cannot be stopped, and an abandoned one would count as a lost slot.
         if self._is_async:
             run.cancel()
 
@@ -195,18 +195,18 @@ class ChildStats:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._values: Mapping[str, float] = {}
-        self._told_at = self._wanted_at = -math.inf
+        self._recorded_at = self._wanted_at = -math.inf
 
     @property
     def is_wanted(self) -> bool:
         """Whether the values were read lately."""
         return self._clock.now() - self._wanted_at <= KEPT_S
 
-    def told(self, values: Mapping[str, float]) -> None:
+    def record(self, values: Mapping[str, float]) -> None:
         """Record the values of the child."""
-        self._values, self._told_at = values, self._clock.now()
+        self._values, self._recorded_at = values, self._clock.now()
 
     def figures(self) -> dict[str, Any]:
         """Return the newest values, as `StatsRecorder.figures` does."""
         now = self._wanted_at = self._clock.now()
-        return {"custom": dict(self._values)} if self._values and now - self._told_at <= KEPT_S else {}
+        return {"custom": dict(self._values)} if self._values and now - self._recorded_at <= KEPT_S else {}

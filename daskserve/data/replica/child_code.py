@@ -23,7 +23,7 @@ from daskserve.cluster.base import ActorContext
 from daskserve.cluster.worker.child import ChildProcess, dump_access
 from daskserve.data.replica.answer import Answer
 from daskserve.data.replica.autoscaling_stats import ChildStats
-from daskserve.data.replica.child_figures import ToldFigures, keep_asking_for_figures
+from daskserve.data.replica.child_figures import ReportedFigures, keep_asking_for_figures
 from daskserve.data.replica.child_runner import ChildRunner
 from daskserve.data.replica.interpreters import find_interpreter
 from daskserve.data.replica.slots import Slots
@@ -81,12 +81,12 @@ class ChildCode:
         self.slots = Slots(start.replica_tag, start.concurrency, self, figures)
         #: The numbers of requests, which the child knows them by.
         self.numbers = itertools.count(1)
-        #: Why the replica is lost, if its child ended by itself.
+        #: Why the replica is lost, if its child ended unexpectedly.
         self.loss = ""
         self._child: ChildProcess | None = None
         self._runner: ChildRunner | None = None
         self._queued = 0
-        self._told = ToldFigures()
+        self._reported = ReportedFigures()
         self._stats = ChildStats(context.clock)
         self._asking: asyncio.Task[None] | None = None
         self._has_last_figures = False
@@ -209,8 +209,10 @@ class ChildCode:
     async def _ask(self) -> dict[str, Any]:
         """Return the counts of the child, and keep its metrics for `samples`."""
         found: dict[str, Any] = await self._call("statistics", has_stats=self._stats.is_wanted)
-        self._stats.told(found.pop("custom", {}))
-        self._told = ToldFigures(found.pop("samples"), found.pop("user_samples"), found["latency_counts"])
+        self._stats.record(found.pop("custom", {}))
+        self._reported = ReportedFigures(
+            found.pop("samples"), found.pop("user_samples"), found["latency_counts"]
+        )
         return found
 
     async def _call(self, verb: str, **message: Any) -> Any:
@@ -224,13 +226,13 @@ class ChildCode:
 
     def figures(self) -> dict[str, Any]:
         """Return what the controller reads every second for autoscaling."""
-        return self._told.brief(self.slots.ongoing, self.own_figures.handled) | self._stats.figures()
+        return self._reported.brief(self.slots.ongoing, self.own_figures.handled) | self._stats.figures()
 
     def samples(self, own: list[MetricSample]) -> list[MetricSample]:
         """Return the replica's metrics, those of the child as last read."""
-        told = self._told.samples()
-        known = {(name, labels) for name, labels, _ in told}
-        found = list(told)
+        reported = self._reported.samples()
+        known = {(name, labels) for name, labels, _ in reported}
+        found = list(reported)
         for name, labels, value in own:
             if name == "replica_queued_requests":
                 found.append(
@@ -242,7 +244,7 @@ class ChildCode:
 
     def user_samples(self) -> list[UserSample]:
         """Return the metrics of user code, as last read from the child."""
-        return self._told.user_samples()
+        return self._reported.user_samples()
 
     # ---- stop
 

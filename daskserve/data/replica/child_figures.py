@@ -60,7 +60,7 @@ async def keep_asking_for_figures(
             error_log.log(error, "The metrics of the process of %s could not be read", replica_tag)
 
 
-class ToldFigures:
+class ReportedFigures:
     """The metrics that a child reported, in plain values."""
 
     __slots__ = ("_latency_counts", "_samples", "_user_samples")

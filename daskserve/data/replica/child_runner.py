@@ -118,7 +118,7 @@ class ChildRunner:
         self._settling.spawn(self._settle(number, run), "isolation-settle")
 
     async def close(self) -> None:
-        """Return when all runs that were given up have ended; the child must have ended before."""
+        """Return when all cancelled runs have ended; the child must have ended before."""
         await self._settling.wait()
 
     async def _settle(self, number: int, run: ChildRun) -> None:

@@ -65,7 +65,7 @@ class UserCode(Protocol):
         """Return the metrics of user code; see `daskserve.metrics`."""
 
     async def send_away(self) -> None:
-        """Close the WebSockets with code 1001; they would not end by themselves."""
+        """Close the WebSockets with code 1001."""
 
     async def drain(self, grace_s: float) -> None:
         """Wait up to ``grace_s`` for the running requests; no new ones arrive."""

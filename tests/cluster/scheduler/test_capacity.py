@@ -102,7 +102,7 @@ def test_a_worker_that_holds_only_a_host_may_be_closed(capacity: Capacity, sched
     scheduler.held, scheduler.by_tasks = {W1}, 2
     capacity.report("a", UseReport(in_use=frozenset({W1})))
     assert capacity.adaptive_target() == 1
-    scheduler.workers[W2].has_what.append(SimpleNamespace(key=("somebody's data", 1)))
+    scheduler.workers[W2].has_what.append(SimpleNamespace(key=("data of a user", 1)))
     assert capacity.adaptive_target() == 2
 
 

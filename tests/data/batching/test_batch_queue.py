@@ -17,7 +17,7 @@ LONG_S = 60.0
 
 
 class Runner:
-    """Runs batches as told: records them, and holds each until it is let go."""
+    """Records the batches, and holds each until it is released."""
 
     def __init__(self) -> None:
         self.batches: list[list[Any]] = []

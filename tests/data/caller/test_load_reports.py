@@ -182,7 +182,7 @@ def test_requests_to_a_backend_without_replicas_are_reported_together_at_once(is
 
 
 class FullReplica(Controller):
-    """One replica with one slot, which somebody else holds."""
+    """One replica with one slot, which another process holds."""
 
     async def request(self, address: ActorAddress, envelope: Envelope, receive: Any, send: Any) -> Load:
         if envelope.patience is None:

@@ -240,7 +240,7 @@ def test_random_events_never_hide_a_free_replica_or_overfill_one(
             roster.suspend(entry, now + number / 10)
             aside[id(entry)] = max(aside.get(id(entry), 0.0), now + number / 10)
         elif what == "b" and flying:
-            # One that was in line is left alone for less than a step of this test.
+            # A replica with a queue is left alone for less than a step of this test.
             entry = flying[number % len(flying)]
             roster.note_busy(entry, number % 3, now, was_queued=number > 4)
         elif what == "u":

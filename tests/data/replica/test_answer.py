@@ -211,7 +211,7 @@ def test_a_request_that_left_before_its_batch_ran_gives_its_slot_back_once() -> 
 @pytest.mark.parametrize("end", ["leave", "fail"])
 def test_a_request_without_a_slot_counts_nothing_and_frees_nothing(end: str) -> None:
     answer = ScriptedAnswer()
-    answer.slots.ongoing = 1  # somebody else's
+    answer.slots.ongoing = 1  # of another request
     getattr(answer, end)()
     assert (answer.state, answer.slots.ongoing, answer.counts) == (DONE, 1, (0, 0, 0, 0, 0))
 
@@ -224,7 +224,7 @@ EVENTS: dict[str, Callable[[ScriptedAnswer], None]] = {
     "leave": lambda answer: answer.leave(),
     "fail": lambda answer: answer.fail(),
     "hold": lambda answer: answer.hold(),
-    "let go": lambda answer: answer.unhold() if answer.holds else None,
+    "unhold": lambda answer: answer.unhold() if answer.holds else None,
 }
 
 
@@ -236,7 +236,7 @@ def test_whatever_happens_the_slot_is_freed_once_and_each_request_counts_once(
     code = answer.start()
     for name in names:
         EVENTS[name](answer)
-        # The slot is held as long as somebody waits, or user code runs.
+        # The slot is held as long as the caller waits or user code runs.
         assert answer.slots.ongoing == (answer.state != DONE)
         assert code.stops <= 1
         if answer.state == CANCELLED:

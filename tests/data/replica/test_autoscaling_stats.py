@@ -1,4 +1,4 @@
-"""What user code tells autoscaling: when it is asked, what is gone by, and that it holds up nobody."""
+"""Custom autoscaling metrics: when they are read, which values are valid, and that they delay no request."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def test_one_that_hangs_is_logged_once_and_holds_up_nothing(
             replica.figures()
             await asyncio.sleep(0.01)
         assert told(replica) is None
-        # The only slot is free, and no call counts as one that was given up.
+        # The only slot is free, and no call counts as abandoned.
         await replica.probe()
         statistics = await replica.statistics()
         assert (statistics["abandoned"], statistics["ongoing"]) == (0, 0)
@@ -368,7 +368,7 @@ def test_a_child_is_queried_while_its_values_are_in_use_and_they_age() -> None:
     async def main() -> None:
         CLOCK.ahead_s = 0.0
         stats = ChildStats(CLOCK)
-        stats.told({"x": 1.0})
+        stats.record({"x": 1.0})
         assert not stats.is_wanted
         assert stats.figures() == {"custom": {"x": 1.0}}
         assert stats.is_wanted

@@ -1,4 +1,4 @@
-"""The runner of a child process: a request that was given up ends when the child's code has ended."""
+"""The runner of a child process: a cancelled request ends when the child's code has ended."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def hang(*args: Any) -> None:
 
 
 async def given_up(child: Child) -> tuple[ChildRunner, Listener]:
-    """Return a runner with one request that was given up."""
+    """Return a runner with one cancelled request."""
     runner, listener = ChildRunner(child, None), Listener()  # type: ignore[arg-type]
     run = runner.start(hang, (7, None, None, None), Context(), listener)
     driving = asyncio.ensure_future(run.drive())

@@ -102,7 +102,7 @@ def head_and_body(answer: ConvertedResponse | Unfinished) -> tuple[int, dict[str
 def test_each_kind_of_result_has_its_content_type(result: Any, content_type: str, body: bytes) -> None:
     status, headers, written = head_and_body(to_answer(result))
     assert (status, headers["content-type"], written) == (200, content_type, body)
-    assert "content-length" not in headers  # whoever writes the response adds it
+    assert "content-length" not in headers  # the server adds it
 
 
 @pytest.mark.parametrize("result", [Opaque(), {"deep": [Opaque()]}])

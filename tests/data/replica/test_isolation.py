@@ -31,7 +31,7 @@ from daskserve._version import __version__
 from daskserve.clock import LoopClock
 from daskserve.cluster.base import ActorContext, ActorSpec, Hosted
 from daskserve.data.replica.child_code import ChildCode
-from daskserve.data.replica.child_figures import ToldFigures
+from daskserve.data.replica.child_figures import ReportedFigures
 from daskserve.data.replica.child_replica import ChildReplica
 from daskserve.data.replica.local_code import LocalCode
 from daskserve.data.replica.replica import Replica
@@ -486,7 +486,7 @@ def test_a_cancelled_plain_request_keeps_its_slot_until_it_returns(model: Bench)
 def test_a_request_that_is_late_ends_in_the_child_and_keeps_its_slot_until_its_code_has(
     model: Bench,
 ) -> None:
-    """The child holds the deadline by itself; elsewhere whoever brings the request does."""
+    """The child enforces the deadline itself; elsewhere the caller of the replica does."""
 
     async def late(method: str, name: str) -> None:
         deadline = asyncio.get_running_loop().time() + 0.2
@@ -990,6 +990,6 @@ def test_figures_are_the_same_wherever_the_code_runs(kind: str, tmp_path: Path) 
 def test_a_replica_that_refuses_says_so_in_one_figure() -> None:
     replica = make("process", code.Model, "nowhere")
     replica._figures.refused = 2  # type: ignore[union-attr]
-    replica._code._told = ToldFigures([["deployment_rejections", ["an-instance", "b"], 3]])  # type: ignore[union-attr]
+    replica._code._told = ReportedFigures([["deployment_rejections", ["an-instance", "b"], 3]])  # type: ignore[union-attr]
     rejections = [value for name, _, value in replica.samples() if name == "deployment_rejections"]
     assert sum(rejections) == 5  # type: ignore[arg-type]

@@ -82,7 +82,7 @@ def hang_in_thread(request: Any) -> str:
 
 
 async def listen(request: Request) -> str:
-    """Answer what there is to be received: the empty body, and then nothing until the client is gone."""
+    """Return the empty body, and then wait until the client disconnects."""
     first = await request.receive()
     reading = asyncio.ensure_future(request.receive())
     await asyncio.sleep(0.01)
@@ -272,7 +272,7 @@ def test_nothing_of_a_request_is_left_for_the_garbage_collector(function: Any) -
 
 
 def test_code_that_waits_for_the_end_of_its_client_is_cancelled_and_not_told() -> None:
-    """As it is in a task: to be cancelled is to be told."""
+    """A cancellation is reported as it is in a task."""
 
     async def scenario(replica: Replica) -> None:
         give_up = replica.handle_nowait(get(), Answers())

@@ -1275,7 +1275,7 @@ def test_stuck_plain_code_does_not_hold_up_the_stop(
             await replica.stop(0.01)
         assert isinstance((await asyncio.gather(request, return_exceptions=True))[0], ActorLostError)
         async with asyncio.timeout(DEADLINE_S):
-            # Threads that are not stuck end too, though nobody has waited for them.
+            # Threads that are not stuck end too, although no code waited for them.
             await until(lambda: len(our_threads()) == 1)
             GATES.go.set()
             await until(lambda: our_threads() == [])

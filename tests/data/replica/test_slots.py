@@ -264,7 +264,7 @@ def test_whatever_happens_no_slot_is_lost_or_doubled_and_turns_come_in_order(
             await quiet()
             load = holder.load()
             assert load.ongoing == len(holder.running) <= most
-            assert load.ongoing >= holder.concurrency or not load.queued, "a slot is free and somebody waits"
+            assert load.ongoing >= holder.concurrency or not load.queued, "a slot is free and a request waits"
         await asyncio.gather(*tasks, return_exceptions=True)
         began = [number for number in holder.begun if number in patient]
         assert began == sorted(began)

@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-#: So large may a request body be under test; what is larger is to be refused.
+#: Maximum size of a request body in these tests; a larger one must be refused.
 MAX_BODY_BYTES = 4096
 #: So long may a client be silent under test.
 IDLE_S = 5.0

@@ -1,4 +1,4 @@
-"""Ten thousand requests, most of them given up at random moments: afterwards nothing is left of any of them.
+"""Ten thousand requests, most of them cancelled at random moments; afterwards nothing of them is left.
 
 The real ingress, routers, channels and replicas in one process; two of the three replicas of each backend are
 behind a channel, one is as near as in a proxy's own worker.

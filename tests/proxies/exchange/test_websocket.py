@@ -623,7 +623,7 @@ def test_the_session_ends_without_a_client_that_closes_and_does_not_read() -> No
             await poll_for(lambda: session._inbox.disconnect is not None)
             advance(5.5)  # the application is cancelled
             await poll_for(lambda: session._task is None)
-            advance(2.5)  # and the connection given up
+            advance(2.5)  # and the connection is closed
             await poll_for(lambda: not server._carrier.sockets)
             assert session._stream.closed()
 

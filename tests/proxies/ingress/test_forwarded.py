@@ -43,7 +43,7 @@ def test_forwarded_headers_of_an_untrusted_client_are_ignored() -> None:
     ("hops", "client"),
     [
         (["192.0.2.9"], "192.0.2.9"),
-        (["1.1.1.1, 192.0.2.9"], "192.0.2.9"),  # the client claims to be somebody else
+        (["1.1.1.1, 192.0.2.9"], "192.0.2.9"),  # the client claims another address
         (["192.0.2.9, 10.9.9.9"], "192.0.2.9"),  # two proxies of ours
         (["192.0.2.9", "10.9.9.9"], "192.0.2.9"),  # as two headers
         (["10.7.7.7, 10.9.9.9"], "10.7.7.7"),  # a client of our own network
