@@ -47,8 +47,8 @@ class ReplicaSet:
         self._roster = Roster(cluster.is_local)
         # Ordered, because a cancelled request leaves from any position.
         self._waiting: OrderedDict[asyncio.Future[ReplicaEntry], None] = OrderedDict()
-        self._max_queued = 1000
-        self._is_known = False
+        #: None until the controller has published it; requests that arrive earlier wait.
+        self._max_queued: int | None = None
         self._is_deleted = False
         #: Whether the target capacity is 0 %, so that no replica will start.
         self._is_off = False
@@ -83,7 +83,6 @@ class ReplicaSet:
 
     def update(self, value: Any) -> None:
         """Apply the state of the backend that the controller published."""
-        self._is_known = True
         self._is_deleted = value is None
         if value is None:
             self._roster.update({}, 1, self._name_of)
@@ -91,12 +90,15 @@ class ReplicaSet:
             return
         published = {tag: (worker, incarnation) for tag, worker, incarnation in value["replicas"]}
         self._roster.update(published, value["concurrency"], self._name_of)
+        is_first = self._max_queued is None
         self._max_queued = value["max_queued"]
         self.is_autoscaled = value.get("autoscaled", False)
         self._is_off = value.get("off", False)
         if self._is_off and self._roster.is_empty:
             self._fail_waiting()
         self._serve_waiting()
+        if is_first:
+            self._reject_excess()
         self._report_load()
 
     def _report_load(self) -> None:
@@ -227,14 +229,10 @@ class ReplicaSet:
         if self._is_deleted or (self._is_off and self._roster.is_empty):
             raise self._gone()
         # A request that a replica refused has already passed the queue, so the limit does not apply to it.
-        if not is_rejected and 0 <= self._max_queued <= self.waiting and self._is_known:
+        limit = self._max_queued
+        if not is_rejected and limit is not None and 0 <= limit <= self.waiting:
             self._metrics.rejected += 1
-            raise BackPressureError(
-                f"{self.waiting} requests already wait for backend '{self.tag}', as many as "
-                "max_queued_requests allows; try again later.",
-                num_queued_requests=self.waiting,
-                max_queued_requests=self._max_queued,
-            )
+            raise _queue_overflow(self.tag, self.waiting, limit)
         waiter: asyncio.Future[ReplicaEntry] = asyncio.get_running_loop().create_future()
         self._waiting[waiter] = None
         if is_rejected:
@@ -268,6 +266,15 @@ class ReplicaSet:
                 self._release_unused(replica)
             else:
                 waiter.set_result(replica)
+
+    def _reject_excess(self) -> None:
+        """Reject the newest of the requests that arrived before their limit was known."""
+        limit = self._max_queued
+        while limit is not None and 0 <= limit < self.waiting and self._waiting:
+            waiter, _ = self._waiting.popitem()
+            if not waiter.done():
+                self._metrics.rejected += 1
+                waiter.set_exception(_queue_overflow(self.tag, limit, limit))
 
     def _release_unused(self, replica: ReplicaEntry) -> None:
         """Release a replica that was taken but got no request."""
@@ -310,6 +317,15 @@ class ReplicaSet:
             self._timer.cancel()
             self._timer = None
         self._fail_waiting()
+
+
+def _queue_overflow(tag: BackendTag, waiting: int, limit: int) -> BackPressureError:
+    return BackPressureError(
+        f"{waiting} requests already wait for backend '{tag}', as many as max_queued_requests allows; "
+        "try again later.",
+        num_queued_requests=waiting,
+        max_queued_requests=limit,
+    )
 
 
 def _rewind(replay: Replay | None, error: ReplicaBusyError | ActorLostError) -> None:

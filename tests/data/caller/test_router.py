@@ -233,6 +233,30 @@ def test_a_full_queue_rejects_with_its_size_and_limit() -> None:
     run(scenario)
 
 
+@pytest.mark.parametrize(("max_queued", "accepted"), [(2, 3), (0, 1), (-1, 30)])
+def test_the_queue_limit_holds_for_requests_that_arrive_before_it_is_known(
+    max_queued: int, accepted: int
+) -> None:
+    async def scenario(stage: Stage) -> None:
+        backend = stage.backend()
+        sent = [stage.send(backend) for _ in range(30)]
+        await quiet()
+        assert not any(each.done() for each in sent)
+        stage.publish("r1", max_queued=max_queued)
+        await quiet()
+        # The oldest requests stay.
+        assert [each.done() for each in sent] == [False] * accepted + [True] * (30 - accepted)
+        for each in sent[accepted:]:
+            with pytest.raises(BackPressureError, match="as many as max_queued_requests allows") as info:
+                await each
+            assert (info.value.num_queued_requests, info.value.max_queued_requests) == (
+                max_queued,
+                max_queued,
+            )
+
+    run(scenario)
+
+
 @pytest.mark.parametrize(("max_queued", "waiting"), [(0, 0), (-1, 2000)])
 def test_no_queue_and_a_queue_without_limit(max_queued: int, waiting: int) -> None:
     async def scenario(stage: Stage) -> None:
