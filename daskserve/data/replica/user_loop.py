@@ -1,4 +1,9 @@
-"""The runner for async code: the user's event loop, in a thread of its own."""
+"""The runner for async code: the user's event loop, in a thread of its own.
+
+The loop runs one task that lasts as long as the loop, as it would under ``asyncio.run``. Libraries attach to
+that task what outlives a request: AnyIO keeps its idle threads until the task ends, and without one starts a
+thread for each request of a FastAPI or Starlette application with plain endpoints.
+"""
 
 from __future__ import annotations
 
@@ -98,6 +103,7 @@ class UserLoop:
         self.to_worker: Post = self._post_to_worker
         self._worker = to_worker
         self._is_closing = False
+        self._closing: asyncio.Future[None] | None = None
         self._grace_s = 0.0
         self._ended = asyncio.Event()
 
@@ -119,7 +125,7 @@ class UserLoop:
         if not self._is_closing:
             self._grace_s = grace_s / 2
             self._is_closing = True
-            self.hop.post(self.loop.stop)
+            self.hop.post(self._wake_root)
         if not await wait_for_event(self._ended, grace_s):
             return False
         self.thread.join()  # as in UserThreads.close
@@ -127,10 +133,13 @@ class UserLoop:
 
     def _main(self) -> None:
         asyncio.set_event_loop(self.loop)
+        root = self.loop.create_task(self._run_until_closing(), name="daskserve-user-loop")
         # User code may stop the loop by mistake, or with sys.exit() in a task; the loop continues.
-        while not self._is_closing:
+        while not root.done():
             try:
-                self.loop.run_forever()
+                self.loop.run_until_complete(root)
+            except RuntimeError:
+                pass  # the loop was stopped
             except (SystemExit, KeyboardInterrupt) as error:
                 logger.error("User code raised %s in a background task", type(error).__name__)
         self._cancel_tasks()
@@ -138,6 +147,18 @@ class UserLoop:
         asyncio.set_event_loop(None)
         self.loop.close()
         self._worker.post(self._ended.set)
+
+    async def _run_until_closing(self) -> None:
+        while not self._is_closing:
+            self._closing = asyncio.get_running_loop().create_future()
+            try:
+                await self._closing
+            except asyncio.CancelledError:
+                pass  # user code may cancel all tasks of its loop; only `close` ends this one
+
+    def _wake_root(self) -> None:
+        if self._closing is not None and not self._closing.done():
+            self._closing.set_result(None)
 
     def _cancel_tasks(self) -> None:
         tasks = asyncio.all_tasks(self.loop)

@@ -12,6 +12,7 @@ import types
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import anyio.to_thread
 import pytest
 from runs import start_async, start_sync, until
 
@@ -112,6 +113,33 @@ def test_async_code_runs_on_a_loop_of_its_own_made_when_first_needed() -> None:
         assert name == "daskserve-b#AAAAAA"
         assert loop is not asyncio.get_running_loop()
         assert await wall.run_async(where) == (name, loop)
+
+    run(scenario)
+
+
+def test_libraries_find_one_task_that_lasts_as_long_as_the_users_loop() -> None:
+    """AnyIO keeps its idle threads until that task ends."""
+
+    async def scenario(wall: Wall) -> None:
+        async def thread() -> threading.Thread:
+            return await anyio.to_thread.run_sync(threading.current_thread)
+
+        assert len({await wall.run_async(thread) for _ in range(20)}) == 1
+
+    run(scenario)
+
+
+def test_user_code_that_cancels_all_tasks_does_not_end_its_loop() -> None:
+    async def scenario(wall: Wall) -> None:
+        async def cancel_all() -> int:
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            await asyncio.sleep(0)
+            return len(others)
+
+        for _ in range(2):
+            assert await wall.run_async(cancel_all) == 1
 
     run(scenario)
 
