@@ -147,7 +147,7 @@ def recovery_s(world: World) -> float:
     records: dict[str, bytes] = {}
     state = world.state
     for table in (state.backends, state.codes, state.replicas, state.goals):
-        records |= {record.key: encode(record) for record in table.values()}  # type: ignore[attr-defined]
+        records |= {record.key: encode(record) for record in table.values()}
     began = time.perf_counter()
     restored, corrupt = checkpoint.restore(records)
     assert not corrupt

@@ -29,6 +29,8 @@ from daskserve.figures.collector import ProcessMetrics
 from daskserve.figures.histogram import LATENCY_BUCKETS_S
 from daskserve.figures.replica import ReplicaFigures
 from daskserve.figures.table import MetricSample
+from daskserve.options.actor import ActorOptions
+from daskserve.options.backend import BackendConfig
 from daskserve.proxies.ingress.figures import IngressFigures
 from daskserve.proxies.ingress.routes import Route
 from daskserve.types import Load, ReplicaState
@@ -128,11 +130,10 @@ class Controller:
             backend = BackendRecord(
                 tag=tag,
                 version="1",
-                config={"num_replicas": REPLICAS},
+                config=BackendConfig(num_replicas=REPLICAS),
                 config_id="1",
-                actor_options={},
+                actor_options=ActorOptions(),
                 code_key="",
-                concurrency=8,
             )
             change: Change = {backend.key: backend}
             for other in range(REPLICAS):

@@ -19,7 +19,7 @@ import random
 import socket
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from typing import Any
+from typing import Any, cast
 
 import uvloop
 from uvicorn import Config
@@ -27,7 +27,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from daskserve.clock import OneLoopClock, RequestIds
-from daskserve.cluster.base import ActorContext, ActorSpec
+from daskserve.cluster.base import ActorContext, ActorSpec, Process
 from daskserve.cluster.channel.channel import Channel
 from daskserve.cluster.channel.transport import SocketTransport
 from daskserve.data.caller.handle import Handle
@@ -353,7 +353,7 @@ class Bench:
         for name, channel in (("", near), (", a loop of the replica's own", own)):
             seam = Seam(channel.request, is_local=False, is_legacy=False)
             seam.channel = channel
-            handle = Handle("i", "e", is_legacy=False, cluster=seam)
+            handle = Handle("i", "e", is_legacy=False, cluster=cast(Process, seam))
             calls[f"+ router and handle{name}, 64 calls"] = lambda handle=handle: handle.remote(bytes(100))  # type: ignore[misc]
         return {name: lambda call=call: call_round(call) for name, call in calls.items()}  # type: ignore[misc]
 

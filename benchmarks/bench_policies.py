@@ -72,12 +72,12 @@ def run(policy: str, trace: Trace, service: Service, first: int, target: float =
     """Return the outcome of a policy on a trace; it starts with the replicas that the first load needs."""
     options = {"max_replicas": MOST, "initial_replicas": first, "target_ongoing_requests": target}
     if policy == "Knative":
-        config = AutoscalingConfig(**options)  # type: ignore[arg-type]
+        config = AutoscalingConfig(**options)
         return simulate(trace, config, service, name=policy, make=knative_autoscaler)
     if policy == "classic":
-        config = AutoscalingConfig(policy="classic", **options)  # type: ignore[arg-type]
+        config = AutoscalingConfig(policy="classic", **options)
     else:
-        config = AutoscalingConfig(**options)  # type: ignore[arg-type]
+        config = AutoscalingConfig(**options)
     return simulate(trace, config, service, name=policy)
 
 

@@ -78,6 +78,8 @@ def check(data: bytes, count: int, size_bytes: int) -> None:
 async def once(url: str, streams: int, count: int, size_bytes: int) -> float:
     """Return the seconds until all concurrent streams are received."""
     place = urlsplit(url)
+    assert place.hostname is not None
+    assert place.port is not None
     loop = asyncio.get_running_loop()
     readers = []
     for number in range(streams):

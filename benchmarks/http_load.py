@@ -117,10 +117,10 @@ def serving(place: Place, function: Any = answer) -> Iterator[str]:
     http = {"port": 0, "location": location, "server": place.server}
     try:
         with serve.start(http_options=http, dask_client=dask) as client:
-            proxies = {each.worker for each in client.status().actors if each.kind == "proxy"}
+            proxies = {each.worker for each in client.status().actors if each.kind == "proxy" and each.worker}
             others = [each for each in dask.scheduler_info(n_workers=-1)["workers"] if each not in proxies]
             config = {**place.config, "num_replicas": place.workers}
-            options = {"workers": others if place.hops else sorted(proxies)}
+            options: dict[str, Any] = {"workers": others if place.hops else sorted(proxies)}
             client.create_backend("answer", function, config=config, actor_options=options)
             client.create_endpoint("answer", backend="answer", route="/answer", methods=["GET", "POST"])
             replicas = {each.worker for each in client.status().replicas("answer")}
