@@ -5,9 +5,11 @@ request. Choice: the replicas with room are in a list of their own, from which o
 A replica that fills up leaves the list by swapping places with the last entry, and returns with its first
 answer. Suspended replicas wait in a heap.
 
-A replica in the router's own process costs no hop, so it is preferred within limits. Another replica is
-chosen if the local one has more than `LOCAL_FACTOR` times its load plus `LOCAL_LEAD`. A replica that joins a
-backend in service gets the next request, instead of waiting for a random draw.
+A replica in the router's own process costs no hop, so among equals it is preferred. Replicas are equal if
+the longer queue of the local one costs less time than a hop: each request of that queue takes the replica's
+*pace*, the mean time between its answers while it is busy. So no-ops stay in their process, and a model that
+computes for 10 ms gets no request while another copy of it is idle. An idle replica is found in constant
+time, too. A replica that joins a backend in service gets the next request.
 
 A replica that is full with the requests of other processes reports that when it refuses a request, and in its
 answers. From then on it gets only requests for which no other replica has room. They queue at the replica
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -30,9 +33,14 @@ from daskserve.types import ActorAddress, Load, ReplicaTag, WorkerAddress
 
 #: Load reports older than this are ignored.
 REPORT_S = 1.0
-#: How far the load of a local replica may exceed that of a remote one: requests, and a factor.
-LOCAL_LEAD = 4
-LOCAL_FACTOR = 2
+#: How much longer, in seconds and as a factor, the queue of a local replica may be than that of a remote one.
+#: A hop takes some 0.2 ms; the rest keeps chance differences between busy replicas from moving requests.
+HOP_S = 0.001
+LOCAL_FACTOR = 1.1
+#: From this pace on, the choice among idle replicas is not random; see `_draw`.
+SLOW_S = 0.01
+#: The weight of the newest answer in a replica's pace.
+PACE_WEIGHT = 0.1
 #: How long a replica is suspended after its queue was full, or after a queued request ran out of patience.
 BUSY_BACKOFF_S = 0.02
 
@@ -42,13 +50,16 @@ class ReplicaEntry:
 
     __slots__ = (
         "address",
+        "busy_since",
         "concurrency",
         "has_queued_request",
         "in_flight",
         "index",
         "is_full",
+        "is_hinted",
         "is_suspended",
         "not_before",
+        "pace_s",
         "peers",
         "reported",
         "reported_at",
@@ -60,6 +71,10 @@ class ReplicaEntry:
         self.address = address
         self.concurrency = 1
         self.in_flight = 0
+        #: Mean time between two answers while requests are in flight; infinite until there is an answer.
+        self.pace_s = math.inf
+        #: When the last answer came, or the first request if there was none in flight.
+        self.busy_since = 0.0
         self.reported = 0
         self.reported_at = -REPORT_S
         self.is_suspended = False
@@ -69,6 +84,8 @@ class ReplicaEntry:
         self.has_queued_request = False
         #: The list that holds it while it has room, local or remote; None once the replica is no longer used.
         self.peers: list[ReplicaEntry] | None = None
+        #: Whether it is in one of the queues of replicas that are probably idle.
+        self.is_hinted = False
         #: Its index in that list, or in the list of full replicas; -1 while it gets no requests.
         self.index = -1
 
@@ -94,6 +111,9 @@ class Roster:
         self._local: list[ReplicaEntry] = []
         self._remote: list[ReplicaEntry] = []
         self._full: list[ReplicaEntry] = []
+        # Replicas whose last request has ended. Those that have new requests are dropped when they are drawn.
+        self._idle_local: deque[ReplicaEntry] = deque()
+        self._idle_remote: deque[ReplicaEntry] = deque()
         self._newcomers: deque[ReplicaEntry] = deque()
         self._suspended: list[tuple[float, int, ReplicaEntry]] = []
         self._numbers = itertools.count()
@@ -145,9 +165,9 @@ class Roster:
         for entry in self._entries.values():
             entry.peers = None
             entry.index = -1
-        self._local.clear()
-        self._remote.clear()
-        self._full.clear()
+            entry.is_hinted = False
+        for each in (self._local, self._remote, self._full, self._idle_local, self._idle_remote):
+            each.clear()
         self._entries = {entry.tag: entry for entry in entries}
         for entry in self._entries.values():
             entry.peers = self._local if self._is_local(entry.address) else self._remote
@@ -167,14 +187,14 @@ class Roster:
                 self._set_full(entry, is_full=False)
         local, remote = self._local, self._remote
         if local:
-            entry = local[0] if len(local) == 1 else choose(local, now, rng)
-            if remote and (score := entry.score(now)) > LOCAL_LEAD:
-                other = self._newcomer() or remote[int(rng.random() * len(remote))]
-                if score > LOCAL_FACTOR * other.score(now) + LOCAL_LEAD:
+            entry = local[0] if len(local) == 1 else _draw(local, self._idle_local, now, rng)
+            if remote and (score := entry.score(now)) * entry.pace_s > HOP_S:
+                other = self._newcomer() or _draw(remote, self._idle_remote, now, rng)
+                if score > LOCAL_FACTOR * other.score(now) + HOP_S / entry.pace_s:
                     entry = other
         elif remote:
             entry = (self._newcomers and self._newcomer()) or (
-                remote[0] if len(remote) == 1 else choose(remote, now, rng)
+                remote[0] if len(remote) == 1 else _draw(remote, self._idle_remote, now, rng)
             )
         elif self._full:
             entry = choose(self._full, now, rng)
@@ -183,6 +203,8 @@ class Roster:
         else:
             return None
         self.in_flight += 1
+        if not entry.in_flight:
+            entry.busy_since = now
         entry.in_flight += 1
         if entry.has_queued_request or entry.in_flight >= entry.concurrency:
             self._remove(entry)
@@ -201,6 +223,8 @@ class Roster:
         entry.in_flight -= 1
         if entry.index < 0:
             self._add(entry)
+        elif not entry.in_flight and not entry.is_hinted:
+            self._hint(entry)
 
     def put_first(self, entry: ReplicaEntry) -> None:
         """Give a remote replica the next request, like a replica that joins."""
@@ -208,7 +232,13 @@ class Roster:
             self._newcomers.appendleft(entry)
 
     def report(self, entry: ReplicaEntry, load: Load, now: float) -> None:
-        """Record the load that a replica reports."""
+        """Record the load that a replica reports with an answer."""
+        wait_s = now - entry.busy_since
+        entry.busy_since = now
+        if entry.pace_s == math.inf:
+            entry.pace_s = wait_s
+        else:
+            entry.pace_s += PACE_WEIGHT * (wait_s - entry.pace_s)
         entry.reported = load.ongoing + load.queued
         entry.reported_at = now
         is_full = load.ongoing >= entry.concurrency
@@ -217,7 +247,9 @@ class Roster:
 
     def note_busy(self, entry: ReplicaEntry, ongoing: int, now: float, *, was_queued: bool) -> None:
         """Record that a replica refused a request, at once or after it was queued there."""
+        pace_s = entry.pace_s
         self.report(entry, Load(max(ongoing, entry.concurrency)), now)
+        entry.pace_s = pace_s  # a refusal is no answer
         if was_queued:
             self.suspend(entry, now + BUSY_BACKOFF_S)
 
@@ -269,6 +301,12 @@ class Roster:
         peers = self._full if entry.is_full else entry.peers
         entry.index = len(peers)
         peers.append(entry)
+        if not entry.in_flight and not entry.is_hinted:
+            self._hint(entry)
+
+    def _hint(self, entry: ReplicaEntry) -> None:
+        entry.is_hinted = True
+        (self._idle_local if entry.peers is self._local else self._idle_remote).append(entry)
 
     def _remove(self, entry: ReplicaEntry) -> None:
         peers = self._full if entry.is_full else entry.peers
@@ -278,3 +316,24 @@ class Roster:
             peers[entry.index] = last
             last.index = entry.index
         entry.index = -1
+
+
+def _draw(
+    peers: list[ReplicaEntry], hints: deque[ReplicaEntry], now: float, rng: random.Random
+) -> ReplicaEntry:
+    """Return a replica without requests if there is one, else the less loaded of two random ones.
+
+    Among idle replicas the choice is random, too. If they take long for a request, it is the one that
+    answered last: the others may have got requests from other processes since they answered.
+    """
+    entry = choose(peers, now, rng)
+    is_idle = not entry.score(now)
+    if is_idle and entry.pace_s <= SLOW_S:
+        return entry
+    while hints:
+        hint = hints[-1]
+        if hint.index >= 0 and not hint.is_full and not hint.score(now):
+            is_recent = hint.pace_s > SLOW_S and now - hint.reported_at < REPORT_S
+            return hint if is_recent or not is_idle else entry
+        hints.pop().is_hinted = False
+    return entry

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from daskserve.data.caller.roster import (
     BUSY_BACKOFF_S,
+    HOP_S,
     LOCAL_FACTOR,
-    LOCAL_LEAD,
     REPORT_S,
     ReplicaEntry,
     Roster,
@@ -259,16 +259,78 @@ def test_random_events_never_hide_a_free_replica_or_overfill_one(
 # ---- which one
 
 
-def test_a_local_replica_is_preferred_within_limits() -> None:
+def served_at(roster: Roster, pace_s: float, count: int = 50) -> None:
+    """Have the local replica answer requests at a pace."""
+    rng = random.Random(1)
+    for number in range(count):
+        entry = roster.take(number * pace_s, rng)
+        assert entry is not None
+        roster.report(entry, Load(), (number + 1) * pace_s)
+        roster.release(entry)
+        assert (entry.tag, entry.pace_s) == ("n", pytest.approx(pace_s))
+
+
+@pytest.mark.parametrize(
+    ("pace_s", "lead"),
+    [
+        (0.0001, HOP_S / 0.0001),  # a queue of ten costs as much as a hop
+        (0.001, 1),
+        (0.1, 0),
+        (None, 0),  # no answer yet
+    ],
+)
+def test_a_local_replica_is_preferred_while_its_queue_costs_less_than_a_hop(
+    pace_s: float | None, lead: float
+) -> None:
     roster = roster_of("n", "f", concurrency=100, local="n")
-    taken = Counter(roster.take(0.0, random.Random(1)).tag for _ in range(60))  # type: ignore[union-attr]
-    assert taken["n"] == pytest.approx(LOCAL_FACTOR * taken["f"] + LOCAL_LEAD, abs=1)
-    assert taken["f"] > 10
+    now = 0.0
+    if pace_s is not None:
+        served_at(roster, pace_s)
+        now = 50 * pace_s
+    taken = Counter(roster.take(now, random.Random(1)).tag for _ in range(60))  # type: ignore[union-attr]
+    assert taken["n"] == pytest.approx(LOCAL_FACTOR * taken["f"] + lead, abs=2)
+
+
+def test_an_idle_replica_is_found_among_many_busy_ones() -> None:
+    names = [f"r{number}" for number in range(200)]
+    rng = random.Random(1)
+    for local in ("", "r7"):
+        roster = Roster(lambda address, local=local: address.worker == f"worker-of-{local}")  # type: ignore[misc]
+        publish(roster, *names, concurrency=10)
+        entries = {}
+        for _ in names:
+            entry = roster.take(0.0, rng)
+            assert entry is not None
+            assert entry.tag not in entries, "another replica has no request"
+            entries[entry.tag] = entry
+        for tag in ("r100", "r3"):
+            roster.report(entries[tag], Load(), 1.0)
+            roster.release(entries[tag])
+        assert {roster.take(1.0, rng).tag for _ in range(2)} == {"r100", "r3"}  # type: ignore[union-attr]
+
+
+def test_a_replica_that_is_busy_with_the_requests_of_other_processes_is_not_idle() -> None:
+    roster = roster_of("a", "b", "c", concurrency=10)
+    rng = random.Random(1)
+    entries = {entry.tag: entry for entry in (roster.take(0.0, rng) for _ in range(3)) if entry is not None}
+    for tag, load in {"a": Load(5), "b": Load(), "c": Load(5)}.items():
+        roster.report(entries[tag], load, 0.1)
+        roster.release(entries[tag])
+    assert roster.take(0.1, rng) is entries["b"]
+
+
+def test_a_refusal_does_not_change_the_pace() -> None:
+    roster = roster_of("n", local="n")
+    served_at(roster, 0.1)
+    entry = roster.take(5.0, random.Random(1))
+    assert entry is not None
+    roster.note_busy(entry, 1, 5.001, was_queued=False)
+    assert entry.pace_s == pytest.approx(0.1)
 
 
 def test_reported_load_of_a_remote_replica_counts_against_the_local_one() -> None:
     roster = roster_of("n", "f", concurrency=100, local="n")
-    roster.report(roster._entries["f"], Load(40, 0), 0.0)
+    roster.report(roster._entries["f"], Load(50, 0), 0.0)
     rng = random.Random(1)
     assert {roster.take(0.0, rng).tag for _ in range(50)} == {"n"}  # type: ignore[union-attr]
     assert roster.take(REPORT_S, rng).tag == "f"  # type: ignore[union-attr]  # by then it says nothing
