@@ -25,8 +25,9 @@ async def answer(request: Any) -> str:
 
 @dataclass(frozen=True)
 class LoadResult:
-    """The results of a ``wrk`` run."""
+    """The results of a load: the number of requests, requests per second, and their times."""
 
+    requests: int
     rate: float
     p50_us: float
     p99_us: float
@@ -37,19 +38,32 @@ def need_wrk() -> None:
         sys.exit("please install wrk")
 
 
-def wrk(url: str, *, connections: int, seconds: float, method: str = "GET") -> LoadResult:
+def wrk(
+    url: str,
+    *,
+    connections: int,
+    seconds: float,
+    method: str = "GET",
+    script: tuple[str, str] | None = None,
+) -> LoadResult:
     """Send requests to ``url`` over the given number of connections, as fast as they are answered.
 
-    Requests differ from one to the next. wrk runs for whole seconds, at least one.
+    Requests differ from one to the next. ``script`` is the name of a program of wrk's and its argument; by
+    default, it is one that only varies queries and headers. wrk runs for whole seconds, at least one.
     """
     command = ["wrk", "-t1", f"-c{connections}", f"-d{max(1, round(seconds))}s", "--latency"]
-    command += ["-s", str(PROGRAMS / "requests.lua"), url, "--", method]
+    name, argument = script or ("requests.lua", method)
+    command += ["-s", str(PROGRAMS / name), url, "--", argument]
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     if "Non-2xx" in output or "Socket errors" in output:
         raise RuntimeError(f"requests failed or were not answered: {output}")
+    count = re.search(r"([0-9]+) requests in", output)
     rate = re.search(r"Requests/sec: +([0-9.]+)", output)
+    assert count is not None
     assert rate is not None
-    return LoadResult(float(rate[1]), _microseconds("50%", output), _microseconds("99%", output))
+    return LoadResult(
+        int(count[1]), float(rate[1]), _microseconds("50%", output), _microseconds("99%", output)
+    )
 
 
 def _microseconds(name: str, output: str) -> float:

@@ -22,7 +22,7 @@ ALLOWED = {
     "SHOULD_START": {"placed": "STARTING", "withdrawn": "STOPPED"},
     "STARTING": {"started": "RUNNING", "failed": "STOPPED", "unwanted": "SHOULD_STOP", "lost": "STOPPED"},
     "RUNNING": {"failed": "STOPPED", "unwanted": "SHOULD_STOP", "lost": "STOPPED"},
-    "SHOULD_STOP": {"told to stop": "STOPPING", "lost": "STOPPED"},
+    "SHOULD_STOP": {"stop sent": "STOPPING", "lost": "STOPPED"},
     "STOPPING": {"gone": "STOPPED", "lost": "STOPPED"},
     "STOPPED": {},
 }

@@ -37,8 +37,9 @@ REPORT_S = 1.0
 #: A hop takes some 0.2 ms; the rest keeps chance differences between busy replicas from moving requests.
 HOP_S = 0.001
 LOCAL_FACTOR = 1.1
-#: From this pace on, the choice among idle replicas is not random; see `_draw`.
+#: From this pace on, the choice among idle replicas is random only now and then: see `_draw`.
 SLOW_S = 0.01
+RANDOM_SHARE = 0.05
 #: The weight of the newest answer in a replica's pace.
 PACE_WEIGHT = 0.1
 #: How long a replica is suspended after its queue was full, or after a queued request ran out of patience.
@@ -323,7 +324,7 @@ def _draw(
 ) -> ReplicaEntry:
     """Return a replica without requests if there is one, else the less loaded of two random ones.
 
-    Among idle replicas the choice is random, too. If they take long for a request, it is the one that
+    Among idle replicas the choice is random, too. If they take long for a request, it is mostly the one that
     answered last: the others may have got requests from other processes since they answered.
     """
     entry = choose(peers, now, rng)
@@ -333,7 +334,7 @@ def _draw(
     while hints:
         hint = hints[-1]
         if hint.index >= 0 and not hint.is_full and not hint.score(now):
-            is_recent = hint.pace_s > SLOW_S and now - hint.reported_at < REPORT_S
-            return hint if is_recent or not is_idle else entry
+            is_known = hint.pace_s > SLOW_S and now - hint.reported_at < REPORT_S
+            return entry if is_idle and not (is_known and rng.random() >= RANDOM_SHARE) else hint
         hints.pop().is_hinted = False
     return entry

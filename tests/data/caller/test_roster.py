@@ -6,6 +6,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from types import FrameType
 from typing import Any
 
@@ -317,6 +318,34 @@ def test_a_replica_that_is_busy_with_the_requests_of_other_processes_is_not_idle
         roster.report(entries[tag], load, 0.1)
         roster.release(entries[tag])
     assert roster.take(0.1, rng) is entries["b"]
+
+
+def test_requests_one_after_the_other_mostly_go_to_the_slow_replica_that_answered_last() -> None:
+    roster = roster_of("a", "b", "c", concurrency=10)
+    rng = random.Random(1)
+    served: list[str] = []
+    for number in range(400):
+        entry = roster.take(number * 0.02, rng)
+        assert entry is not None
+        served.append(entry.tag)
+        roster.report(entry, Load(), number * 0.02 + 0.02)
+        roster.release(entry)
+    changes = sum(one != other for one, other in pairwise(served))
+    assert 0 < changes < 40
+    assert set(served) == {"a", "b", "c"}
+
+
+def test_requests_one_after_the_other_are_spread_over_fast_replicas() -> None:
+    roster = roster_of("a", "b", "c", concurrency=10)
+    rng = random.Random(1)
+    served: Counter[str] = Counter()
+    for number in range(300):
+        entry = roster.take(number * 0.001, rng)
+        assert entry is not None
+        served[entry.tag] += 1
+        roster.report(entry, Load(), number * 0.001 + 0.001)
+        roster.release(entry)
+    assert min(served.values()) > 60
 
 
 def test_a_refusal_does_not_change_the_pace() -> None:

@@ -990,6 +990,6 @@ def test_figures_are_the_same_wherever_the_code_runs(kind: str, tmp_path: Path) 
 def test_a_replica_that_refuses_says_so_in_one_figure() -> None:
     replica = make("process", code.Model, "nowhere")
     replica._figures.refused = 2  # type: ignore[union-attr]
-    replica._code._told = ReportedFigures([["deployment_rejections", ["an-instance", "b"], 3]])  # type: ignore[union-attr]
+    replica._code._reported = ReportedFigures([["deployment_rejections", ["an-instance", "b"], 3]])  # type: ignore[union-attr]
     rejections = [value for name, _, value in replica.samples() if name == "deployment_rejections"]
     assert sum(rejections) == 5  # type: ignore[arg-type]

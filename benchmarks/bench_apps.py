@@ -1,0 +1,242 @@
+"""Applications as people write them, beside the server that they would use otherwise.
+
+FastAPI applications (``programs/apps.py``) run in two workers of daskserve with default settings, and under
+``uvicorn --workers 2``; ``@serve.batch`` runs beside mosec. The systems take turns; all bodies differ.
+For each case this prints the ratio of the requests per second, and the CPU time per request of all processes
+that serve (user and system), which is steadier. WebSockets are driven by an asyncio client.
+
+All systems run in this environment, which needs ``pip install fastapi mosec``. Run:
+``python benchmarks/bench_apps.py [--only WORD]``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import psutil
+from http_load import PROGRAMS, LoadResult, need_wrk, program, wrk
+
+import daskserve as serve
+from daskserve.cluster.launch import start_local_cluster
+from daskserve.settings import LocalClusterSize
+
+PEERS = Path(__file__).parent / "peers"
+CONNECTIONS = 32
+#: Threads of numerical libraries compete with the other worker for two cores, under every system.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(PROGRAMS)}
+MESSAGE = b"a message of some length, as people write them"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One application, what is sent to it, and the system beside which it runs."""
+
+    name: str
+    target: str
+    path: str
+    kind: str
+    peer: str = "uvicorn"
+    peer_path: str = ""
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+APP = "apps:app"
+CASES = [
+    Case("FastAPI, plain", APP, "/plain", "image"),
+    Case("FastAPI, async", APP, "/async", "image"),
+    Case("FastAPI, pydantic 1 KB", APP, "/item", "item"),
+    Case("events", APP, "/events", "events"),
+    Case("WebSocket echo", APP, "/echo", "websocket"),
+    Case("async class, beside FastAPI async", "apps:AsyncModel", "/", "image", peer_path="/async"),
+    Case("@serve.batch", "apps:BatchedModel", "/", "image", peer="mosec"),
+    Case(
+        '@serve.batch, event_loop="worker"',
+        "apps:BatchedModel",
+        "/",
+        "image",
+        peer="mosec",
+        config={"event_loop": "worker"},
+    ),
+]
+
+
+@dataclass(frozen=True)
+class System:
+    """A running system: where it listens, and the processes that serve."""
+
+    url: str
+    processes: list[psutil.Process]
+
+    def cpu_s(self) -> float:
+        """Return the CPU time of the processes so far."""
+        times = [each.cpu_times() for each in self.processes]
+        return float(sum(each.user + each.system for each in times))
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one system did in one round."""
+
+    rate: float
+    cpu_us: float
+    alone_us: float
+
+
+@contextmanager
+def ours(case: Case, server: str) -> Iterator[System]:
+    """Serve an application in two workers, each with a proxy and a replica."""
+    cluster, dask = start_local_cluster(LocalClusterSize(2, 2), has_dashboard=False)
+    try:
+        http = {"port": 0, "location": "EveryWorker", "server": server}
+        with serve.start(http_options=http, dask_client=dask) as client:
+            client.create_backend("app", case.target, config={**case.config, "num_replicas": 2})
+            client.create_endpoint("app", backend="app", route="/", methods=["GET", "POST"])
+            assert len({each.worker for each in client.status().replicas("app")}) == 2
+            pids = dask.run(os.getpid).values()
+            yield System(client.http_urls()[0].rstrip("/"), [psutil.Process(each) for each in pids])
+    finally:
+        dask.close()
+        cluster.close()
+
+
+@contextmanager
+def uvicorn() -> Iterator[System]:
+    """Run the application under uvicorn, with two workers."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    command = [
+        sys.executable,
+        "-m",
+        "uvicorn",
+        APP,
+        "--workers",
+        "2",
+        "--port",
+        str(port),
+        "--log-level",
+        "error",
+    ]
+    with subprocess.Popen([*command, "--no-access-log"], env={**os.environ, **ENVIRONMENT}) as process:
+        try:
+            tree = psutil.Process(process.pid)
+            deadline = time.monotonic() + 60
+            while socket.socket().connect_ex(("127.0.0.1", port)) or len(_busy_children(tree)) < 2:
+                if time.monotonic() > deadline:
+                    raise RuntimeError("uvicorn did not start")
+                time.sleep(0.1)
+            yield System(f"http://127.0.0.1:{port}", _busy_children(tree))
+        finally:
+            process.terminate()
+
+
+def _busy_children(tree: psutil.Process) -> list[psutil.Process]:
+    """Return the worker processes: a start imports scikit-learn, unlike that of multiprocessing's helper."""
+    return [each for each in tree.children(recursive=True) if each.memory_info().rss > 80 << 20]
+
+
+@contextmanager
+def mosec() -> Iterator[System]:
+    """Run the model in mosec, with two worker processes."""
+    with program(PEERS / "mosec_digits.py") as url:
+        mine = psutil.Process()
+        tree = next(each for each in mine.children() if "mosec_digits.py" in " ".join(each.cmdline()))
+        yield System(url, [tree, *tree.children(recursive=True)])
+
+
+def load(case: Case, url: str, *, connections: int, seconds: float) -> LoadResult:
+    """Send requests for some seconds."""
+    if case.kind == "websocket":
+        return asyncio.run(talk(url, connections=connections, seconds=seconds))
+    return wrk(url, connections=connections, seconds=seconds, script=("apps.lua", case.kind))
+
+
+async def talk(url: str, *, connections: int, seconds: float) -> LoadResult:
+    """Send messages over WebSockets, each after the echo of the one before."""
+    place = urlsplit(url)
+    took: list[float] = []
+    frame = bytes([0x81, 0x80 | len(MESSAGE)]) + bytes(4) + MESSAGE  # masked with zeros
+    echoed = bytes([0x81, len(MESSAGE)]) + MESSAGE
+
+    async def one(number: int) -> None:
+        reader, writer = await asyncio.open_connection(place.hostname, place.port)
+        head = f"GET {place.path}?n={number} HTTP/1.1\r\nHost: {place.netloc}\r\nUpgrade: websocket\r\n"
+        key = "Connection: Upgrade\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
+        writer.write((head + key + "Sec-WebSocket-Version: 13\r\n\r\n").encode())
+        await reader.readuntil(b"\r\n\r\n")
+        end = time.perf_counter() + seconds
+        while (began := time.perf_counter()) < end:
+            writer.write(frame)
+            assert await reader.readexactly(len(echoed)) == echoed
+            took.append(time.perf_counter() - began)
+        writer.close()
+
+    await asyncio.gather(*[one(number) for number in range(connections)])
+    took.sort()
+    return LoadResult(
+        len(took), len(took) / seconds, took[len(took) // 2] * 1e6, took[len(took) * 99 // 100] * 1e6
+    )
+
+
+def measure(case: Case, system: System, path: str, seconds: float) -> Round:
+    """Return the result of one round: under load, then with one connection."""
+    url = system.url + path
+    before = system.cpu_s()
+    found = load(case, url, connections=CONNECTIONS, seconds=seconds)
+    cpu_s = system.cpu_s() - before
+    alone = load(case, url, connections=1, seconds=1)
+    return Round(found.rate, cpu_s / found.requests * 1e6, alone.p50_us)
+
+
+def compare(case: Case, server: str, *, rounds: int, seconds: float) -> None:
+    with ExitStack() as stack:
+        us = stack.enter_context(ours(case, server))
+        them = stack.enter_context(uvicorn() if case.peer == "uvicorn" else mosec())
+        their_path = (case.peer_path or case.path) if case.peer == "uvicorn" else ""
+        pairs = []
+        for number in range(rounds + 1):
+            pair = (measure(case, us, case.path, seconds), measure(case, them, their_path, seconds))
+            if number:  # the first round is a warm-up
+                pairs.append(pair)
+    rates = [us.rate / them.rate for us, them in pairs]
+    ours_us, theirs_us = (statistics.median(each[place].cpu_us for each in pairs) for place in (0, 1))
+    cpu = statistics.median(us.cpu_us / them.cpu_us for us, them in pairs)
+    alone = statistics.median(us.alone_us / them.alone_us for us, them in pairs)
+    print(
+        f"{case.name:34} {server:8} {statistics.median(us.rate for us, _ in pairs):6.0f}/s  "
+        f"rate {statistics.median(rates):.2f} ({min(rates):.2f} to {max(rates):.2f})  "
+        f"CPU {ours_us:.0f} µs, {case.peer} {theirs_us:.0f}, ratio {cpu:.2f}  alone {alone:.2f}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=2.0)
+    parser.add_argument("--server", choices=("tornado", "uvicorn"), help="measure under this server only")
+    parser.add_argument("--only", default="", help="measure only the cases whose name contains this text")
+    given = parser.parse_args()
+    need_wrk()
+    os.environ.update(ENVIRONMENT)
+    for case in CASES:
+        for server in (given.server,) if given.server else ("uvicorn", "tornado"):
+            if given.only in case.name:
+                compare(case, server, rounds=given.rounds, seconds=given.seconds)
+
+
+if __name__ == "__main__":
+    main()
