@@ -107,6 +107,12 @@ class BackendConfig(Options):
         description="Whether the header ``X-SERVE-CALL-METHOD`` of an HTTP request selects the public method "
         "that answers it; ``reconfigure`` and ``check_health`` are excluded.",
     )
+    on_disconnect: Literal["cancel", "disconnect"] | None = Field(
+        None,
+        description="Effect of a client's disconnect on a request whose response is incomplete. "
+        "``cancel``: user code is cancelled. ``disconnect``: it receives ``http.disconnect`` and continues, "
+        "as under uvicorn. None: ``disconnect`` for ASGI applications, ``cancel`` for everything else.",
+    )
     event_loop: Literal["own", "worker"] = Field(
         "own",
         description="Event loop of async user code: its own loop and thread, or the worker's loop, which is "

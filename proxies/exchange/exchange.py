@@ -7,7 +7,8 @@ then has the reader continue with the next request. A request ends in one of the
 1. Request and response are complete: the server keeps or closes the connection.
 2. Only the response is complete: the rest of the request is dropped for up to `LINGER_S`, because closing a
    socket with unread data resets the connection and may destroy the response.
-3. The client disconnects: the task is cancelled, and its sends raise `ConnectionResetError`.
+3. The client disconnects: sends raise `ConnectionResetError`, and the task is cancelled, unless the client
+   has as many bytes as ``content-length`` says.
 4. The application fails: 500 if nothing was sent, otherwise the connection is cut.
 5. The body is too large: 413, or the connection is cut if a response has begun. The task is cancelled.
 6. The server stops: as 3, and the connection is closed.
@@ -185,7 +186,8 @@ class Exchange:
         if self._task is None:
             return
         self._body.close()
-        if not self._is_whole:
+        # An application may send the end of its response late, for example after its background tasks.
+        if not self._is_whole and not (self._writer is not None and self._writer.is_filled):
             self._carrier.cancel(self._task)
 
     @property

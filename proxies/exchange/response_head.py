@@ -115,6 +115,11 @@ class ResponseWriter:
             raise ValueError("a response header holds a line break or a null byte")
         return [head, *self.next(body, more_body)]
 
+    @property
+    def is_filled(self) -> bool:
+        """Whether the client has as many bytes as ``content-length`` says."""
+        return self._framing == _LENGTH and not self._left
+
     def next(self, body: BodyPart, more_body: bool) -> list[BodyPart]:
         """Return the bytes of the next part of the body.
 

@@ -293,6 +293,8 @@ class IngressApp:
                 f"Request {request_id} timed out after {timeout_s:g}s.",
             )
         except RequestTimeoutError:
+            if request.is_complete:
+                return  # user code continues, in its background tasks for example
             self._timed_out += asyncio.get_running_loop().time() >= deadline
             raise
 

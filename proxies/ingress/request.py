@@ -37,6 +37,8 @@ class IngressRequest:
         The status of the response that was passed on; 0 before.
     is_gone : bool
         Whether the client has disconnected.
+    is_complete : bool
+        Whether the whole response was passed on.
     route : Route
         What answers the request, for the metrics.
     cause : str
@@ -52,6 +54,7 @@ class IngressRequest:
     host = b""
     status = 0
     is_gone = False
+    is_complete = False
     has_body = False
     route = NO_ROUTE
     cause = ""
@@ -96,6 +99,7 @@ class IngressRequest:
                 if body is None:
                     return DONE
                 message = body
+        self.is_complete = not message.get("more_body", False)
         try:
             if not self.status and self._start is not None:
                 self.status = self._start["status"]

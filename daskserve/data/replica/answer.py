@@ -124,6 +124,7 @@ class Answer:
         "run",
         "slots",
         "state",
+        "survives_caller",
         "unfinished",
         "value",
     )
@@ -150,6 +151,8 @@ class Answer:
         self.run: CodeRun | None = None
         #: What user code returned.
         self.value: Any = None
+        #: Whether user code continues when its caller leaves.
+        self.survives_caller = False
         #: How many other runs hold the slot: the run of its batch.
         self.holds = 0
 
@@ -241,9 +244,10 @@ class Answer:
             self._close(FAILED if self.run is None and not self.holds else ABORTED)
 
     def leave(self, now: float | None = None) -> None:
-        """The caller has left, or the deadline has passed: cancel user code and drop the answer.
+        """The caller has left, or the deadline has passed: drop the answer, and cancel user code.
 
-        No other code decides what happens when a caller leaves.
+        User code continues if its response is complete, as a background task does, or if it survives its
+        caller. No other code decides what happens when a caller leaves.
         """
         if self.state in OPEN_STATES or self.state == WAITING:
             is_late = now is not None and is_over(self.envelope.deadline, now)
@@ -293,7 +297,9 @@ class Answer:
             self.release()
             self.slots.free()
             return
-        if self.run is not None:
+        pipe = self.pipe
+        is_left_to_run = (event == LEFT and self.survives_caller) or (pipe is not None and pipe.is_complete)
+        if self.run is not None and not is_left_to_run:
             self.run.cancel()  # first: code that reads must be cancelled, not receive a disconnect
         self.release()
         self._free_if_ended()

@@ -74,7 +74,11 @@ async def _settle(answer: Answer) -> None:
     while True:
         pipe = answer.pipe
         if pipe is not None and pipe.outbox:
-            await pipe.flush()
+            try:
+                await pipe.flush()
+            except OSError:  # of the caller's connection
+                answer.leave()
+                raise
         elif answer.error is not None:
             return
         elif answer.unfinished is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from typing import Any
 
 from daskserve.data.replica.accept_batch import BatchItem
@@ -13,6 +13,9 @@ from daskserve.data.replica.method_header import named_method
 from daskserve.data.replica.requests import read_body
 from daskserve.data.replica.serving import LocalAnswer
 from daskserve.types import Message, Receive, Send
+
+#: From version 2.4 on, ``send`` fails once the client has left, which users of uvicorn do not expect.
+_ASGI_OF_UVICORN: Mapping[str, str] = {"version": "3.0", "spec_version": "2.3"}
 
 
 class HTTPAnswer(LocalAnswer):
@@ -36,8 +39,16 @@ class HTTPAnswer(LocalAnswer):
         method = named_method(servable, scope) if code.has_method_header else servable.methods[CALL]
         self._method = method
         is_websocket = scope["type"] == "websocket"
+        if method.is_asgi if code.on_disconnect is None else code.on_disconnect == "disconnect":
+            self.survives_caller = True
+            if method.is_asgi and not is_websocket:
+                scope["asgi"] = _ASGI_OF_UVICORN
         self.runs_in_task = runs_in_task = (
-            code.wall.is_on_worker_loop and self.is_in_task and envelope.deadline is None and not is_websocket
+            code.wall.is_on_worker_loop
+            and self.is_in_task
+            and envelope.deadline is None
+            and not is_websocket
+            and not self.survives_caller
         )
         if envelope.has_body or is_websocket or (method.accepts_batches and not method.is_asgi):
             assert receive is not None

@@ -102,6 +102,7 @@ class LocalCode:
             raise failure
         self._serving = ServingCode(wall, servable, self._batches, self.slots, self._figures)
         self._serving.has_method_header = start.config.method_header
+        self._serving.on_disconnect = start.config.on_disconnect
         facts = servable.facts
         return {
             "is_blocking": facts.is_blocking,
@@ -178,6 +179,7 @@ class LocalCode:
         self._batches.reconfigure(options.max_batch_size, options.batch_wait_timeout)
         if self._serving is not None:
             self._serving.has_method_header = options.method_header
+            self._serving.on_disconnect = options.on_disconnect
 
     async def probe(self) -> None:
         """Return if user code can run, and the user's ``check_health`` does not fail.

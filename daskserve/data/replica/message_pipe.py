@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -22,6 +23,41 @@ class PipeOwner(Protocol):
 
     def partial(self) -> None:
         """Note that user code has sent a message."""
+
+
+class ResponseProgress:
+    """Whether the caller has a whole response, or as many bytes as its ``content-length`` says.
+
+    Applications may send the end of a response late, for example after their background tasks.
+    """
+
+    __slots__ = ("_missing_bytes", "_start", "is_complete")
+
+    def __init__(self) -> None:
+        self.is_complete = False
+        self._start: Message | None = None
+        self._missing_bytes: float | None = None
+
+    def note(self, message: Message) -> None:
+        """Record a message that was passed on."""
+        kind = message["type"]
+        if kind == "http.response.start":
+            self._start = message
+        elif kind == "http.response.body":
+            if not message.get("more_body", False):
+                self.is_complete = True
+                return
+            if self._missing_bytes is None:
+                self._missing_bytes = self._content_length()
+            self._missing_bytes -= len(message.get("body", b""))
+            self.is_complete = self._missing_bytes == 0
+
+    def _content_length(self) -> float:
+        start = self._start
+        for name, value in start.get("headers", ()) if start is not None else ():
+            if bytes(name).lower() == b"content-length" and bytes(value).isdigit():
+                return int(value)
+        return math.inf
 
 
 class MessagePipe:
@@ -61,6 +97,8 @@ class MessagePipe:
     # Most requests never change any of these, and one is made for each.
     #: Whether user code has begun its response.
     is_started = False
+    #: How much of the response was passed on; None before the first message.
+    _progress: ResponseProgress | None = None
     #: Whether ``first`` stands for a request without a body: the client's side sends an empty one as well.
     is_body_assumed = False
     _is_closed = _is_accepted = _is_leaving = False
@@ -150,10 +188,22 @@ class MessagePipe:
         send, outbox = self._send, self.outbox
         assert send is not None
         while outbox:
-            await send(outbox.popleft())
+            message = outbox.popleft()
+            await send(message)
             self._passed += 1
+            self._note_sent(message)
             if self._blocked and self._has_room():
                 self._release()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the caller has the whole response; see `ResponseProgress`."""
+        return self._progress is not None and self._progress.is_complete
+
+    def _note_sent(self, message: Message) -> None:
+        if self._progress is None:
+            self._progress = ResponseProgress()
+        self._progress.note(message)
 
     def leave(self) -> None:
         """Close a WebSocket with code 1001 as soon as it is open; user code then receives its disconnect."""
@@ -238,10 +288,18 @@ class DirectPipe(MessagePipe):
         return message
 
     async def send(self, message: Message) -> None:
+        if self._is_closed:
+            await LoopClock().sleep(0)
+            return
         self.is_started = True
         send = self._send
         assert send is not None
-        await send(message)
+        try:
+            await send(message)
+        except OSError:
+            self._is_closed = True  # the caller has left; user code is not told, as on its own loop
+            return
+        self._note_sent(message)
         if self.owner is not None:
             self.owner.partial()
         if message["type"] == "websocket.accept":

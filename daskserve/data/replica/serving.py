@@ -34,6 +34,8 @@ class ServingCode:
         self.sockets: set[MessagePipe] = set()
         #: Whether a header of an HTTP request may name the method to call.
         self.has_method_header = False
+        #: The option ``on_disconnect``.
+        self.on_disconnect: str | None = None
 
     def needs_task(self, envelope: Envelope) -> bool:
         """Whether a request needs a task, because something may have to wait."""

@@ -312,6 +312,16 @@ async def hang_in_background(request: Request) -> Response:
     return JSONResponse(1, background=BackgroundTask(hang, request))
 
 
+async def end_in_background() -> None:
+    began.set()
+    await until(may_end.is_set)
+    seen.append("ended")
+
+
+async def work_in_background(request: Request) -> Response:
+    return JSONResponse(1, background=BackgroundTask(end_in_background))
+
+
 HANGING = (hang, swallow, hang_in_thread, hang_in_stream, swallow_in_stream, hang_in_generator)
 HANGING_LATER = (hang_in_awaitable, hang_in_background)
 
@@ -483,8 +493,24 @@ def test_so_does_plain_code_beside_the_workers_loop(function: Any) -> None:
     assert taskless == by_task
 
 
-@pytest.mark.parametrize("function", [*HANGING, *HANGING_LATER])
-@pytest.mark.parametrize("interrupt", ["client", "connection", "stop"])
+@pytest.mark.parametrize("interrupt", ["client", "connection"])
+def test_a_background_task_survives_a_client_that_has_its_response(interrupt: str) -> None:
+    by_task, taskless = (
+        outcome_of(work_in_background, way, interrupt=f"{interrupt} stream") for way in (False, True)
+    )
+    assert taskless == by_task
+    assert by_task["seen"] == ["ended"]
+
+
+@pytest.mark.parametrize(
+    ("function", "interrupt"),
+    [
+        (function, interrupt)
+        for function in (*HANGING, *HANGING_LATER)
+        for interrupt in ("client", "connection", "stop")
+        if function is not hang_in_background or interrupt == "stop"
+    ],
+)
 def test_so_does_what_is_ended_from_outside(function: Any, interrupt: str) -> None:
     if "stream" in function.__name__ or "generator" in function.__name__ or "background" in function.__name__:
         interrupt += " stream"

@@ -1,0 +1,185 @@
+"""What happens to a request when its client disconnects, before and after it has the response."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from starlette.applications import Starlette
+from starlette.background import BackgroundTask
+from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, StreamingResponse
+from starlette.routing import Mount, Route
+
+import daskserve as serve
+from daskserve.testing import local_instance
+
+DEADLINE_S = 10.0
+CLIENTS = 20
+
+
+def note(request: Request, text: str) -> None:
+    """Append a line to the file that the request names."""
+    with Path(request.query_params["file"]).open("a") as file:
+        file.write(f"{text}\n")
+
+
+async def respond(request: Request) -> PlainTextResponse:
+    async def task() -> None:
+        await asyncio.sleep(0.1)
+        note(request, "background")
+
+    return PlainTextResponse("done", background=BackgroundTask(task))
+
+
+async def wait(request: Request) -> PlainTextResponse:
+    note(request, "begun")
+    try:
+        while not await request.is_disconnected():  # noqa: ASYNC110 - this is what is tested
+            await asyncio.sleep(0.01)
+    except asyncio.CancelledError:
+        note(request, "cancelled")
+        raise
+    note(request, "disconnected")
+    return PlainTextResponse("nobody reads this", background=BackgroundTask(note, request, "background"))
+
+
+async def stream(request: Request) -> StreamingResponse:
+    async def lines() -> Any:
+        note(request, "begun")
+        try:
+            while True:
+                yield "line\n"
+                await asyncio.sleep(0.01)
+        finally:
+            note(request, "closed")
+
+    return StreamingResponse(lines())
+
+
+async def passes_on(request: Request, call_next: Any) -> Any:
+    return await call_next(request)
+
+
+def application() -> Starlette:
+    # Behind such a middleware, `is_disconnected` is never true, under any server.
+    behind = Starlette(
+        routes=[Route("/respond", respond), Route("/stream", stream)],
+        middleware=[Middleware(BaseHTTPMiddleware, dispatch=passes_on)],
+    )
+    return Starlette(routes=[Route("/wait", wait), Mount("/behind", behind)])
+
+
+async def plain(request: Request) -> str:
+    note(request, "begun")
+    try:
+        await asyncio.sleep(DEADLINE_S if request.query_params.get("long") else 0.2)
+        note(request, "ended")
+    except asyncio.CancelledError:
+        note(request, "cancelled")
+        raise
+    return "done"
+
+
+PLACES: dict[str, dict[str, Any]] = {
+    "own": {},
+    "worker": {"event_loop": "worker"},
+    "process": {"isolation": "process"},
+}
+
+
+@pytest.fixture(scope="module", params=["tornado", "uvicorn"])
+def client(request: pytest.FixtureRequest) -> Iterator[serve.Client]:
+    with local_instance(http_options={"port": 0, "server": request.param}) as client:
+        for place, config in PLACES.items():
+            for mode in (None, "cancel", "disconnect"):
+                name = f"{place}-{mode}"
+                for kind, definition in (("app", application()), ("plain", plain)):
+                    tag = f"{kind}-{name}"
+                    client.create_backend(tag, definition, config={**config, "on_disconnect": mode})
+                    client.create_endpoint(tag, backend=tag, route=f"/{tag}")
+        yield client
+
+
+def begin(client: serve.Client, path: str, file: Path, more: str = "") -> socket.socket:
+    """Send a request, and return its connection."""
+    place = urlsplit(client.http_urls()[0])
+    connection = socket.create_connection((place.hostname, place.port), timeout=DEADLINE_S)
+    connection.sendall(f"GET {path}?file={file}{more} HTTP/1.1\r\nHost: h\r\n\r\n".encode())
+    return connection
+
+
+def lines_of(file: Path) -> list[str]:
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def wait_for(file: Path, *expected: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while lines_of(file) != list(expected):
+        assert time.monotonic() < deadline, lines_of(file)
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_background_tasks_run_although_their_clients_have_left(
+    client: serve.Client, place: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "seen"
+    for _ in range(CLIENTS):
+        with begin(client, f"/app-{place}-None/behind/respond", file) as connection:
+            received = b""
+            while not received.endswith(b"done"):
+                received += connection.recv(4096)
+    wait_for(file, *["background"] * CLIENTS)
+
+
+@pytest.mark.parametrize("mode", [None, "disconnect"])
+@pytest.mark.parametrize("place", PLACES)
+def test_an_application_receives_the_disconnect_and_continues(
+    client: serve.Client, place: str, mode: str | None, tmp_path: Path
+) -> None:
+    file = tmp_path / "seen"
+    with begin(client, f"/app-{place}-{mode}/wait", file):
+        wait_for(file, "begun")
+    wait_for(file, "begun", "disconnected", "background")
+
+
+@pytest.mark.parametrize("mode", [None, "cancel", "disconnect"])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_stream_ends_when_its_client_leaves(
+    client: serve.Client, place: str, mode: str | None, tmp_path: Path
+) -> None:
+    file = tmp_path / "seen"
+    with begin(client, f"/app-{place}-{mode}/behind/stream", file) as connection:
+        received = b""
+        while b"line" not in received:
+            received += connection.recv(4096)
+    wait_for(file, "begun", "closed")
+
+
+@pytest.mark.parametrize("mode", [None, "cancel", "disconnect"])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_plain_callable_is_cancelled_unless_the_option_says_otherwise(
+    client: serve.Client, place: str, mode: str | None, tmp_path: Path
+) -> None:
+    file = tmp_path / "seen"
+    more = "" if mode == "disconnect" else "&long=1"
+    with begin(client, f"/plain-{place}-{mode}", file, more):
+        wait_for(file, "begun")
+    wait_for(file, "begun", "ended" if mode == "disconnect" else "cancelled")
+
+
+def test_an_application_is_cancelled_if_the_option_says_so(client: serve.Client, tmp_path: Path) -> None:
+    for place in PLACES:
+        file = tmp_path / place
+        with begin(client, f"/app-{place}-cancel/wait", file):
+            wait_for(file, "begun")
+        wait_for(file, "begun", "cancelled")
