@@ -232,6 +232,7 @@ def main() -> None:
     given = parser.parse_args()
     need_wrk()
     os.environ.update(ENVIRONMENT)
+    sys.path.append(str(PROGRAMS))  # which the workers inherit
     for case in CASES:
         for server in (given.server,) if given.server else ("uvicorn", "tornado"):
             if given.only in case.name:

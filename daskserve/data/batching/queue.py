@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar
 
 from daskserve.clock import LoopClock
 from daskserve.errors import ServeError, UserCodeError
+from daskserve.loops.alarm import Alarm
 
 logger = logging.getLogger("daskserve.replica")
 
@@ -101,7 +102,7 @@ class BatchQueue(Generic[ItemT, ResultT]):
         self._on_batch = on_batch
         self._key_queues: dict[Hashable, _KeyQueue[ItemT, ResultT]] = {}
         self._numbers = itertools.count()
-        self._timer: asyncio.TimerHandle | None = None
+        self._alarm = Alarm(self.reconsider)
         self._is_starting = False
         #: The tasks of running batches, with their start times in seconds since the epoch.
         self._tasks: dict[asyncio.Task[None], float] = {}
@@ -169,9 +170,8 @@ class BatchQueue(Generic[ItemT, ResultT]):
 
     def reconsider(self) -> None:
         """Start the batches that are due; call this after the limits have changed."""
-        if not self._key_queues and self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        if not self._key_queues:
+            self._alarm.cancel()
         if self._is_starting or not self._key_queues or self._is_busy():
             return
         if self._next_key_queue() is not None:
@@ -179,7 +179,8 @@ class BatchQueue(Generic[ItemT, ResultT]):
             self._is_starting = True
             asyncio.get_running_loop().call_soon(self._start_batch)
         elif self._key_queues:
-            self._arm_timer()
+            first_at = min(key_queue.entries[0].added_at for key_queue in self._key_queues.values())
+            self._alarm.set(first_at + self._limits.wait_s)
 
     def _is_busy(self) -> bool:
         return self._max_running is not None and len(self._tasks) >= self._max_running
@@ -194,7 +195,7 @@ class BatchQueue(Generic[ItemT, ResultT]):
                 del self._key_queues[key]  # none of its items fits any more
                 continue
             first = key_queue.entries[0]
-            # Same sum as in `_arm_timer`: a rounding difference would make the timer fire too early forever.
+            # Same sum as in `reconsider`: a rounding difference would make the timer fire too early forever.
             is_due = is_full or first.added_at + wait_s <= now
             if is_due and (found is None or first.number < found[0]):
                 found = (first.number, key, count)
@@ -236,20 +237,6 @@ class BatchQueue(Generic[ItemT, ResultT]):
     def _drop_if_empty(self, key: Hashable, key_queue: _KeyQueue[ItemT, ResultT]) -> None:
         if not key_queue.entries and self._key_queues.get(key) is key_queue:
             del self._key_queues[key]
-
-    def _arm_timer(self) -> None:
-        loop = asyncio.get_running_loop()
-        first_at = min(key_queue.entries[0].added_at for key_queue in self._key_queues.values())
-        due_at = first_at + self._limits.wait_s
-        if self._timer is not None:
-            if self._timer.when() <= due_at:
-                return
-            self._timer.cancel()
-        self._timer = loop.call_at(due_at, self._on_timer)
-
-    def _on_timer(self) -> None:
-        self._timer = None
-        self.reconsider()
 
     def _start_batch(self) -> None:
         self._is_starting = False

@@ -17,6 +17,7 @@ from daskserve.data.caller.roster import ReplicaEntry, Roster
 from daskserve.data.caller.router_metrics import ReplicaSetMetrics
 from daskserve.errors import ActorLostError, BackPressureError, ReplicaBusyError, UnavailableError
 from daskserve.figures.table import MetricSample
+from daskserve.loops.alarm import Alarm
 from daskserve.types import BackendTag, Envelope, EnvelopeKind, Load, Receive, Send
 
 #: How long an unreachable replica is suspended, unless the controller publishes it again.
@@ -52,7 +53,8 @@ class ReplicaSet:
         self._is_deleted = False
         #: Whether the target capacity is 0 %, so that no replica will start.
         self._is_off = False
-        self._timer: asyncio.TimerHandle | None = None
+        #: Fires when the first suspended replica may be used again.
+        self._alarm = Alarm(self._serve_waiting)
         self._metrics = ReplicaSetMetrics()
 
     def __repr__(self) -> str:
@@ -239,7 +241,7 @@ class ReplicaSet:
             self._waiting.move_to_end(waiter, last=False)
         if len(self._waiting) == 1 and self._roster.is_empty:
             self._report_load()
-        self._arm_timer()
+        self._set_alarm()
         began = stopwatch()
         try:
             return await waiter
@@ -259,7 +261,7 @@ class ReplicaSet:
         while self._waiting:
             replica = self._roster.take(now, self._rng)
             if replica is None:
-                self._arm_timer()
+                self._set_alarm()
                 return
             waiter, _ = self._waiting.popitem(last=False)
             if waiter.done():
@@ -294,28 +296,16 @@ class ReplicaSet:
             f"Backend '{self.tag}' has no replicas because the target capacity of its instance is 0 %."
         )
 
-    def _arm_timer(self) -> None:
-        """Set a timer for when the first suspended replica may be used again."""
+    def _set_alarm(self) -> None:
         at = self._roster.next_resume_at()
-        if at is None:
-            return
-        if self._timer is not None:
-            if self._timer.when() <= at:
-                return
-            self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_at(at, self._timer_fired)
-
-    def _timer_fired(self) -> None:
-        self._timer = None
-        self._serve_waiting()
+        if at is not None:
+            self._alarm.set(at)
 
     def close(self) -> None:
         """Fail the requests that still wait."""
         self._is_deleted = True
         self._roster.update({}, 1, self._name_of)
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._alarm.cancel()
         self._fail_waiting()
 
 

@@ -154,8 +154,8 @@ class MessagePipe:
         return not self._is_closed
 
     def _post(self, message: Message) -> None:
+        self.is_started = True
         if not self._is_closed:
-            self.is_started = True
             self._sent += 1
             self._wall.to_worker.post(self._arrive, message)
 
@@ -288,10 +288,10 @@ class DirectPipe(MessagePipe):
         return message
 
     async def send(self, message: Message) -> None:
+        self.is_started = True
         if self._is_closed:
             await LoopClock().sleep(0)
             return
-        self.is_started = True
         send = self._send
         assert send is not None
         try:

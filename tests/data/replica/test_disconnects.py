@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import time
 from collections.abc import Iterator
@@ -144,12 +145,13 @@ def test_background_tasks_run_although_their_clients_have_left(
 @pytest.mark.parametrize("mode", [None, "disconnect"])
 @pytest.mark.parametrize("place", PLACES)
 def test_an_application_receives_the_disconnect_and_continues(
-    client: serve.Client, place: str, mode: str | None, tmp_path: Path
+    client: serve.Client, place: str, mode: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "seen"
     with begin(client, f"/app-{place}-{mode}/wait", file):
         wait_for(file, "begun")
     wait_for(file, "begun", "disconnected", "background")
+    assert not [each for each in caplog.records if each.levelno >= logging.ERROR]
 
 
 @pytest.mark.parametrize("mode", [None, "cancel", "disconnect"])
