@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from daskserve.control import endpoint_state, goals
+from daskserve.control.backend_verbs import configured
 from daskserve.control.observed import Notes, Observed
 from daskserve.control.placement import Demand, Trial, demand_of, explain, place
 from daskserve.control.records import (
@@ -171,6 +172,7 @@ class _Stepper:
             self.set_replica(replica.tag, move(replica, event, **forced))
             if event is ReplicaEvent.STARTED:
                 self.note_start()
+                self.learn(replica)
             elif event is ReplicaEvent.FAILED and replica.state is ReplicaState.STARTING:
                 self.note_failure(replica, observed.failed[replica.tag])
 
@@ -193,6 +195,17 @@ class _Stepper:
         if goal is not None and goal.failures:
             self.step.change[goal.key] = replace(goal, failures=0)
         self.notes.failures, self.notes.retry_at = 0, None
+
+    def learn(self, replica: ReplicaRecord) -> None:
+        """Correct the facts about the callable, which are not known before an import path is imported.
+
+        They decide how many requests a replica runs, so running replicas are reconfigured.
+        """
+        config, facts = self.backend.config, self.world.observed.ready[replica.tag]
+        if replica.version == self.backend.version and not self.backend.is_deleting:
+            learnt = config.with_facts(facts)
+            if learnt.internal_metadata != config.internal_metadata:
+                self.set_backend(configured(self.backend, learnt, self.backend.user_config))
 
     def note_failure(self, replica: ReplicaRecord, error: BaseException) -> None:
         if self.backend.is_deleting or replica.version != self.backend.version:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 class Alarm:
     """Calls a function at the earliest of the times that were set, then waits to be set again.
 
-    It keeps its time itself: ``call_at`` of uvloop returns a handle without ``when()`` if the time is less than
+    It keeps its time itself: uvloop returns a handle without ``when()`` if the time is less than
     a millisecond away.
     """
 

@@ -189,6 +189,13 @@ class BackendConfig(Options):
             return 2 * self.max_batch_size
         return SYNC_CONCURRENCY if self.internal_metadata.is_blocking else ASYNC_CONCURRENCY
 
+    def with_facts(self, facts: Mapping[str, Any]) -> BackendConfig:
+        """Return a copy with the facts about the callable that a started replica reports."""
+        known = {
+            name: facts[name] for name in ("accepts_batches", "is_blocking", "is_asgi_app") if name in facts
+        }
+        return self.model_copy(update={"internal_metadata": self.internal_metadata.model_copy(update=known)})
+
     def merged(self, changes: BackendConfig) -> BackendConfig:
         """Return a copy in which the fields that ``changes`` sets are replaced."""
         # Not model_copy: that skips validation.

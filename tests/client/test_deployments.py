@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import daskserve as serve
+from daskserve.testing import local_instance
 
 
 @serve.deployment
@@ -47,3 +48,10 @@ def test_other_arguments_do_not_change() -> None:
     application = Caller.bind(contains_itself, range(10**12), a={"b": "c"})
     assert application.args[0] is contains_itself
     assert application.kwargs == {"a": {"b": "c"}}
+
+
+@pytest.mark.parametrize(("path", "concurrency"), [("asyncio.sleep", 100), ("os.path.basename", 8)])
+def test_the_concurrency_of_an_import_path_fits_what_it_names(path: str, concurrency: int) -> None:
+    with local_instance(http_options={"location": "NoServer"}) as client:
+        client.create_backend("b", path)
+        assert client.get_backend_config("b").max_concurrent_queries == concurrency

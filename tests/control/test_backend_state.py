@@ -463,6 +463,27 @@ def test_a_config_change_reconfigures_the_same_replicas() -> None:
     assert {each.config_id for each in bench.state.replicas_of("b")} == {bench.state.backends["b"].config_id}
 
 
+def test_a_started_replica_tells_what_the_callable_of_an_import_path_is() -> None:
+    """Its replicas run 100 requests at a time if it is async, without a restart."""
+    bench = Bench()
+    goal = bench.create(num_replicas=2)
+    assert bench.state.backends["b"].config.concurrency() == 8
+    first, second = bench.step().actions
+    facts = {"is_blocking": False, "is_asgi_app": True, "accepts_batches": False, "methods": ["__call__"]}
+    for action in (first, second):
+        bench.observed.ready[action.replica.tag] = facts
+    actions = bench.step().actions
+    config = bench.state.backends["b"].config
+    assert config.concurrency() == 100
+    assert config.internal_metadata.is_asgi_app
+    actions = actions or bench.step().actions
+    assert kinds(actions) == [ReconfigureReplica, ReconfigureReplica]
+    for action in actions:
+        bench.succeed(action)
+    assert bench.step().actions == []
+    assert bench.goal(goal).state is GoalState.DONE
+
+
 def test_a_change_that_does_not_concern_replicas_is_done_immediately() -> None:
     bench = running()
     goal = bench.update(max_queued_requests=7)
