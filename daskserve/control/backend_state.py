@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import string
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -172,7 +172,9 @@ class _Stepper:
             self.set_replica(replica.tag, move(replica, event, **forced))
             if event is ReplicaEvent.STARTED:
                 self.note_start()
-                self.learn(replica)
+                learnt = _with_facts(self.backend, replica, observed.ready[replica.tag])
+                if learnt is not self.backend:
+                    self.set_backend(learnt)
             elif event is ReplicaEvent.FAILED and replica.state is ReplicaState.STARTING:
                 self.note_failure(replica, observed.failed[replica.tag])
 
@@ -195,17 +197,6 @@ class _Stepper:
         if goal is not None and goal.failures:
             self.step.change[goal.key] = replace(goal, failures=0)
         self.notes.failures, self.notes.retry_at = 0, None
-
-    def learn(self, replica: ReplicaRecord) -> None:
-        """Correct the facts about the callable, which are not known before an import path is imported.
-
-        They decide how many requests a replica runs, so running replicas are reconfigured.
-        """
-        config, facts = self.backend.config, self.world.observed.ready[replica.tag]
-        if replica.version == self.backend.version and not self.backend.is_deleting:
-            learnt = config.with_facts(facts)
-            if learnt.internal_metadata != config.internal_metadata:
-                self.set_backend(configured(self.backend, learnt, self.backend.user_config))
 
     def note_failure(self, replica: ReplicaRecord, error: BaseException) -> None:
         if self.backend.is_deleting or replica.version != self.backend.version:
@@ -453,6 +444,20 @@ class _Stepper:
                 each.version == backend.version and each.config_id == backend.config_id for each in running
             )
         )
+
+
+def _with_facts(backend: BackendRecord, replica: ReplicaRecord, facts: Mapping[str, Any]) -> BackendRecord:
+    """Return the backend with the facts about its callable that a started replica reports.
+
+    Nothing is known of an import path before it is imported. The facts decide how many requests a replica
+    runs, so a change of them reconfigures the replicas.
+    """
+    if replica.version != backend.version or backend.is_deleting:
+        return backend
+    config = backend.config.with_facts(facts)
+    if config.internal_metadata == backend.config.internal_metadata:
+        return backend
+    return configured(backend, config, backend.user_config)
 
 
 def _start_error(backend: str, error: BaseException) -> ServeError:
