@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import suppress
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from daskserve.loops.hops import Hop, Hops, Landing
+from daskserve.loops.hops import MAX_DELAY_S, Hop, Hops, Landing
 
 DEADLINE_S = 10.0
 
@@ -55,6 +56,22 @@ def test_post_soon_runs_after_the_current_loop_iteration(
 
     asyncio.run(main())
     assert done.is_set()
+
+
+def test_post_soon_does_not_wait_for_the_end_of_a_long_loop_iteration(
+    other_loop: asyncio.AbstractEventLoop,
+) -> None:
+    hop = Hop(other_loop)
+    done = threading.Event()
+
+    async def main() -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not done.is_set():
+            hop.post_soon(done.set)
+            assert time.monotonic() < deadline
+            time.sleep(MAX_DELAY_S / 10)  # noqa: ASYNC251 - the iteration is long
+
+    asyncio.run(main())
 
 
 def test_a_post_does_not_wait_for_an_earlier_post_soon(other_loop: asyncio.AbstractEventLoop) -> None:

@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Protocol
 
 from daskserve.data.replica.user_loop import UserLoop
+from daskserve.loops.hops import Hop
 
 logger = logging.getLogger("daskserve.replica")
 
@@ -22,6 +23,7 @@ class Watched(Protocol):
     """The parts of a `daskserve.data.replica.wall.Wall` that the watch needs."""
 
     blocked_count: int
+    to_worker: Hop
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop: ...
@@ -35,7 +37,7 @@ class LoopWatch:
     """Logs and counts blocks of a user's loop; it checks from the worker's loop while calls run.
 
     A block of one and a half times `BLOCKED_AFTER_S` is always detected, even if it is over when the watch
-    looks.
+    looks. The watch also fetches what a user's loop posted before it was blocked, and so has not announced.
     """
 
     def __init__(self, wall: Watched, user_loop: UserLoop) -> None:
@@ -53,6 +55,7 @@ class LoopWatch:
 
     def _tick(self) -> None:
         self.timer = None
+        self._wall.to_worker.drain()
         now = self._wall.loop.time()
         if not self._is_reported:
             is_answered = self._is_answered

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from daskserve.clock import LoopClock
 from daskserve.data.replica.wall import Wall
-from daskserve.types import Message, Receive, Send
+from daskserve.types import WHOLE_RESPONSE, Message, Receive, Send
 
 #: How many messages of one request may be in flight in one direction.
 WINDOW = 16
@@ -41,7 +41,9 @@ class ResponseProgress:
     def note(self, message: Message) -> None:
         """Record a message that was passed on."""
         kind = message["type"]
-        if kind == "http.response.start":
+        if kind == WHOLE_RESPONSE:
+            self.is_complete = True
+        elif kind == "http.response.start":
             self._start = message
         elif kind == "http.response.body":
             if not message.get("more_body", False):
@@ -135,7 +137,7 @@ class MessagePipe:
 
     async def send(self, message: Message) -> None:
         """Send a message to the client, waiting only while too many are in flight."""
-        self._post(message)
+        self._post(message, self._wall.to_worker.post_soon)
         if self._is_closed:
             # Code that waits for nothing else would never receive its cancellation.
             await LoopClock().sleep(0)
@@ -146,18 +148,18 @@ class MessagePipe:
 
     def send_from_thread(self, message: Message) -> bool:
         """Send a message from a plain function; return False if the caller has left."""
-        self._post(message)
+        self._post(message, self._wall.to_worker.post)
         if self._sent - self._passed >= WINDOW and not self._is_closed:
             room = threading.Event()
             self._block(room.set)
             room.wait()
         return not self._is_closed
 
-    def _post(self, message: Message) -> None:
+    def _post(self, message: Message, post: Callable[..., None]) -> None:
         self.is_started = True
         if not self._is_closed:
             self._sent += 1
-            self._wall.to_worker.post(self._arrive, message)
+            post(self._arrive, message)
 
     def _block(self, release: Callable[[], None]) -> None:
         self._blocked.append(release)

@@ -16,6 +16,7 @@ from typing import Any
 from daskserve import payload as pickled
 from daskserve.data.replica.conversion import ConvertedResponse, Unfinished, dump_result, failure, to_answer
 from daskserve.data.replica.definitions import CALL, Method, import_definition, inspect_definition
+from daskserve.data.replica.joined_response import JoinedResponse
 from daskserve.data.replica.lifespan import Lifespan
 from daskserve.data.replica.message_pipe import MessagePipe
 from daskserve.data.replica.requests import HTTPRequest, legacy_argument
@@ -180,8 +181,9 @@ class Servable:
         if self._lifespan.state:
             scope["state"] = dict(self._lifespan.state)
         is_http = scope["type"] == "http"
+        send = JoinedResponse(pipe.send).send if is_http else pipe.send
         try:
-            await self._bound[CALL](scope, pipe.receive, pipe.send)
+            await self._bound[CALL](scope, pipe.receive, send)
             if is_http and not pipe.is_started:
                 raise RuntimeError("The ASGI application returned without a response.")
         except Exception as error:  # an error of user code, which is logged

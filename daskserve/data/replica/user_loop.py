@@ -100,7 +100,7 @@ class UserLoop:
         self.hop = Hop(self.loop)
         self.thread = threading.Thread(target=context.run, args=(self._main,), name=name, daemon=True)
         self.to_user: Post = self.hop.post_soon
-        self.to_worker: Post = self._post_to_worker
+        self.to_worker: Post = to_worker.post_soon
         self._worker = to_worker
         self._is_closing = False
         self._closing: asyncio.Future[None] | None = None
@@ -112,13 +112,6 @@ class UserLoop:
     ) -> LoopRun:
         """Run a coroutine function in a task; see `daskserve.data.replica.runner.Runner`."""
         return LoopRun(self, function, args, context, on_end)
-
-    def _post_to_worker(self, function: Callable[..., object], *args: Any) -> None:
-        # The last code to end on the user's loop has nothing after it that could block the loop.
-        if len(self.runs) > 1:
-            self._worker.post(function, *args)
-        else:
-            self._worker.post_soon(function, *args)
 
     async def close(self, grace_s: float) -> bool:
         """Cancel running code, end the loop and its thread; return False if user code does not end."""

@@ -550,7 +550,7 @@ def test_starlettes_own_lifespan_state_reaches_its_requests() -> None:
         await servable.close()
         return sent
 
-    assert asyncio.run(main())[1]["body"] == b"from lifespan"
+    assert [each["body"] for each in asyncio.run(main())] == [b"from lifespan"]
 
 
 async def show_state(request: Request) -> PlainTextResponse:

@@ -129,6 +129,29 @@ def test_libraries_find_one_task_that_lasts_as_long_as_the_users_loop() -> None:
     run(scenario)
 
 
+def test_a_result_does_not_wait_for_code_that_blocks_the_loop_right_after_it() -> None:
+    async def scenario(wall: Wall) -> None:
+        may_end = threading.Event()
+
+        async def quick() -> str:
+            return "done"
+
+        async def blocks_the_loop() -> None:
+            may_end.wait(DEADLINE_S)
+
+        async def wait() -> None:
+            pass
+
+        await wall.run_async(wait)  # the loop exists
+        calls = [start_async(wall, quick), start_async(wall, blocks_the_loop)]
+        assert await calls[0].wait() == "done"
+        assert not calls[1].is_ended
+        may_end.set()
+        await calls[1].wait()
+
+    run(scenario)
+
+
 def test_user_code_that_cancels_all_tasks_does_not_end_its_loop() -> None:
     async def scenario(wall: Wall) -> None:
         async def cancel_all() -> int:
@@ -465,7 +488,7 @@ class WatchedLoop:
         self.posts: list[Callable[[], None]] = []
         self.is_blocked = False
         # Of a wall and of a user's loop.
-        self.loop = self.hop = self
+        self.loop = self.hop = self.to_worker = self
         self.runs = {"a run"}
         self.is_closed = False
         self.blocked_count = 0
@@ -476,6 +499,9 @@ class WatchedLoop:
 
     def post(self, function: Callable[[], None]) -> None:
         self.posts.append(function)
+
+    def drain(self) -> None:
+        pass
 
     def call_later(self, delay_s: float, callback: Callable[[], None]) -> Any:
         when = self.now + delay_s
