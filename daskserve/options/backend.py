@@ -41,8 +41,8 @@ class BackendConfig(Options):
     num_replicas: Annotated[int, CONTROLLER_ONLY] = Field(
         1,
         ge=1,
-        description='Number of replicas. ``"auto"``: depends on the load, from 1 to 100 or within the bounds '
-        "of ``autoscaling_config``.",
+        description='Number of replicas. ``"auto"``: depends on the load, from 1 to '
+        f"{AUTO_MAX_REPLICAS} or within the bounds of ``autoscaling_config``.",
     )
     autoscaling_config: Annotated[AutoscalingConfig | None, CONTROLLER_ONLY] = Field(
         None,
@@ -63,8 +63,9 @@ class BackendConfig(Options):
     max_concurrent_queries: int | None = Field(
         None,
         ge=1,
-        description="Maximum number of requests that one replica runs concurrently. None: 8 for plain "
-        "functions (or twice the batch size), 100 for async ones.",
+        description="Maximum number of requests that one replica runs concurrently. None: "
+        f"{SYNC_CONCURRENCY} for plain functions (or twice the batch size), {ASYNC_CONCURRENCY} for async "
+        "ones.",
         validation_alias=AliasChoices("max_concurrent_queries", "max_ongoing_requests"),
     )
     max_queued_requests: Annotated[int, CONTROLLER_ONLY] = Field(
