@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from daskserve.client.connection import InstanceConnection
-from daskserve.client.specs import check_name
+from daskserve.client.specs import check_endpoint_route, check_methods, check_name
 from daskserve.errors import BadRequestError
 
 
@@ -35,18 +35,16 @@ class EndpointVerbs:
 
         Raises
         ------
-        TypeError
-            An argument has the wrong type.
+        TypeError, BadRequestError
+            An argument has the wrong type, the route is reserved, or a method does not exist.
         AlreadyRegisteredError, NotRegisteredError
             The name or route is taken; the backend does not exist.
         """
         check_name(endpoint_name, "endpoint_name")
         if not isinstance(backend, str):
             raise TypeError(f"backend must be the tag of a registered backend, got {backend!r}")
-        if route is not None and (not isinstance(route, str) or not route.startswith("/")):
-            raise TypeError(f"route must be a string that starts with '/', got {route!r}")
-        if not isinstance(methods, (list, tuple)) or not all(isinstance(each, str) for each in methods):
-            raise TypeError(f"methods must be a list of strings, got {methods!r}")
+        check_endpoint_route(route)
+        check_methods(methods)
         self._connection.change(
             "create_endpoint",
             name=endpoint_name,

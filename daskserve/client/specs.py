@@ -15,6 +15,7 @@ from daskserve.options.backend_spec import BackendSpec
 from daskserve.options.base import parse_options
 from daskserve.options.environment import parse_environment
 from daskserve.payload import dump_bytes, load_bytes
+from daskserve.types import ALL_HTTP_METHODS
 
 
 def check_name(name: Any, what: str) -> None:
@@ -35,6 +36,37 @@ def check_route(route: Any) -> None:
         raise BadRequestError(f"route_prefix must start with '/' and contain no braces, got {route!r}")
     if route != "/" and route.endswith("/"):
         raise BadRequestError(f"route_prefix must not end with '/', got {route!r}")
+
+    _check_not_reserved(route, "route_prefix")
+
+
+def check_endpoint_route(route: Any) -> None:
+    """Raise `TypeError` or `BadRequestError` unless the route of an endpoint is None or a valid path."""
+    if route is None:
+        return
+    if not isinstance(route, str) or not route.startswith("/"):
+        raise TypeError(f"route must be a string that starts with '/', got {route!r}")
+    _check_not_reserved(route, "route")
+
+
+def _check_not_reserved(route: str, what: str) -> None:
+    if route == "/-" or route.startswith("/-/"):
+        raise BadRequestError(
+            f"{what} must not be below '/-', which is reserved for daskserve, got {route!r}"
+        )
+
+
+def check_methods(methods: Any) -> None:
+    """Raise `TypeError` or `BadRequestError` unless the methods are a list of names of HTTP methods."""
+    if not isinstance(methods, (list, tuple)) or not all(isinstance(each, str) for each in methods):
+        raise TypeError(f"methods must be a list of strings, got {methods!r}")
+    if not methods:
+        raise BadRequestError("methods must name at least one HTTP method, got an empty list")
+    unknown = [each for each in methods if each.upper() not in ALL_HTTP_METHODS]
+    if unknown:
+        raise BadRequestError(
+            f"methods has unknown names {unknown}; the HTTP methods are {', '.join(ALL_HTTP_METHODS)}"
+        )
 
 
 def split_config(

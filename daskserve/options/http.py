@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -69,6 +70,13 @@ class HTTPOptions(Options):
         False,
         description="Whether error responses contain user tracebacks. Never use it on a public port.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_host_means_no_proxies(cls, values: Any) -> Any:
+        if isinstance(values, Mapping) and "host" in values and values["host"] is None:
+            return {**values, "location": Location.NO_SERVER}
+        return values
 
     @field_validator("trusted_forwarders")
     @classmethod
