@@ -326,7 +326,13 @@ class Channel:
     def _cancel(self, number: int, stream: Accepted) -> None:
         stream.task.cancel()
         # A task that is cancelled before its first step never runs its own cleanup.
-        stream.task.add_done_callback(lambda _: self._accepted.pop(number, None))
+        stream.task.add_done_callback(lambda _: self._opener_left(number, stream))
+
+    def _opener_left(self, number: int, stream: Accepted) -> None:
+        self._accepted.pop(number, None)
+        # Code that is not cancelled may still read. It is told after the task has ended, so that code that
+        # is cancelled never sees this.
+        stream.inbox.put({"type": "http.disconnect"})
 
     def _finish(self) -> None:
         self.is_closed = True

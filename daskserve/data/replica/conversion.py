@@ -55,6 +55,11 @@ class Unfinished:
     result: Any
 
     @property
+    def is_stream(self) -> bool:
+        """Whether it is a generator."""
+        return isinstance(self.result, (Generator, AsyncGenerator))
+
+    @property
     def needs_thread(self) -> bool:
         """Whether the rest is plain, possibly blocking code."""
         return isinstance(self.result, Generator)

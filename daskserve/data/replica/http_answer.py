@@ -41,7 +41,7 @@ class HTTPAnswer(LocalAnswer):
         is_websocket = scope["type"] == "websocket"
         if method.is_asgi if code.on_disconnect is None else code.on_disconnect == "disconnect":
             self.survives_caller = True
-            if method.is_asgi and not is_websocket:
+            if not is_websocket:
                 scope["asgi"] = _ASGI_OF_UVICORN
         self.runs_in_task = runs_in_task = (
             code.wall.is_on_worker_loop
@@ -65,6 +65,8 @@ class HTTPAnswer(LocalAnswer):
 
     def go_on(self, unfinished: Unfinished) -> None:
         pipe = self.pipe or self._open_pipe(None)
+        if unfinished.is_stream:
+            self.survives_caller = False  # it may be endless, and cannot receive a disconnect
         result, is_debug = unfinished.result, self.code.servable.is_debug
         if unfinished.needs_thread:
             self._next_step(False, finish_in_thread, result, pipe, is_debug)

@@ -46,6 +46,8 @@ class LocalCode:
         self._wall: Wall | None = None
         self._servable: Servable | None = None
         self._serving: ServingCode | None = None
+        #: The pickled argument with which the user's `reconfigure` was called last.
+        self._user_config: bytes | None = None
         self._stats = StatsRecorder(start.replica_tag, self._parts, context.clock)
         self._batches = ReplicaBatches(
             self._parts, start.config.max_batch_size, start.config.batch_wait_timeout, figures
@@ -92,6 +94,7 @@ class LocalCode:
             if start.user_config is not None:
                 step = "failed in reconfigure()"
                 await self._run_hook(wall, servable, "reconfigure", start.user_config)
+                self._user_config = start.user_config
             wall.is_watched = True
             step = "failed its first health check"
             await self._context.clock.wait_for(self.probe(), start.config.health_check_timeout_s)
@@ -165,10 +168,12 @@ class LocalCode:
         options = read_config(config)
         servable.check_batching(options.max_batch_size)
         failure: ReplicaStartError | None = None
-        if user_config is not None:
+        if user_config is not None and user_config != self._user_config:
             servable.hook("reconfigure")
+            self._user_config = None  # after a failure, nobody knows which one is in effect
             try:
                 await self._run_hook(wall, servable, "reconfigure", user_config)
+                self._user_config = user_config
             except Exception as error:
                 failure = self._user_error("failed in reconfigure()", error)
         if failure is not None:

@@ -120,11 +120,7 @@ class MessagePipe:
         """Return the next message of the client."""
         while not self._inbox:
             if self._is_closed:
-                return (
-                    {"type": "websocket.disconnect", "code": 1006, "reason": ""}
-                    if (self._kind == "websocket")
-                    else {"type": "http.disconnect"}
-                )
+                return self._disconnect()
             reader = asyncio.get_running_loop().create_future()
             self._readers.append(reader)
             self._wall.to_worker.post(self._read_more)
@@ -154,6 +150,11 @@ class MessagePipe:
             self._block(room.set)
             room.wait()
         return not self._is_closed
+
+    def _disconnect(self) -> Message:
+        if self._kind == "websocket":
+            return {"type": "websocket.disconnect", "code": 1006, "reason": ""}
+        return {"type": "http.disconnect"}
 
     def _post(self, message: Message, post: Callable[..., None]) -> None:
         self.is_started = True
@@ -284,10 +285,12 @@ class DirectPipe(MessagePipe):
             self.owner = None
 
     async def receive(self) -> Message:
+        if not self._inbox and self._is_closed:
+            return self._disconnect()
         message = self._inbox.popleft() if self._inbox else await self._receive_next()
         if isinstance(message, Exception):
             raise message
-        return message
+        return self._disconnect() if message["type"] == "http.disconnect" else message
 
     async def send(self, message: Message) -> None:
         self.is_started = True

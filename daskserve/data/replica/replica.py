@@ -114,7 +114,7 @@ class Replica:
     async def reconfigure(
         self, user_config: bytes | None, concurrency: int, config: Mapping[str, Any]
     ) -> None:
-        """Apply changed options without a restart; a ``user_config`` goes to the user's ``reconfigure``.
+        """Apply changed options without a restart; a changed ``user_config`` goes to ``reconfigure``.
 
         Parameters
         ----------

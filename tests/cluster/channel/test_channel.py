@@ -387,6 +387,39 @@ def test_a_request_without_a_body_is_read_as_empty_and_sends_no_frame() -> None:
     play(scenario)
 
 
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_code_that_outlives_its_request_receives_a_disconnect(is_lost: bool) -> None:
+    """Whether the request was cancelled or its connection was lost."""
+    received = []
+    readers = []
+
+    async def handler(receive: Receive, send: Send) -> None:
+        async def read() -> None:
+            while not received or received[-1]["type"] != "http.disconnect":
+                received.append(await receive())
+
+        readers.append(asyncio.create_task(read()))
+        await asyncio.Event().wait()
+
+    async def scenario() -> None:
+        async with connected(handler) as pair:
+            envelope = Envelope(EnvelopeKind.HTTP, {"type": "http"}, has_body=False)
+
+            async def ignore(message: Message) -> None: ...
+
+            request = asyncio.create_task(pair.here.request(ADDRESS, envelope, nothing, ignore))
+            await asyncio.sleep(1)
+            assert received == [{"type": "http.request", "body": b"", "more_body": False}]
+            if is_lost:
+                pair.here.close()
+            else:
+                request.cancel()
+            await asyncio.wait([request, *readers])
+            assert received[1:] == [{"type": "http.disconnect"}]
+
+    play(scenario)
+
+
 def test_a_handler_cancelled_before_its_first_step_leaves_nothing() -> None:
     async def never(receive: Receive, send: Send) -> None:
         raise AssertionError("it was cancelled")

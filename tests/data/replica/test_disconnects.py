@@ -44,13 +44,15 @@ async def respond(request: Request) -> PlainTextResponse:
 async def wait(request: Request) -> PlainTextResponse:
     note(request, "begun")
     try:
+        if request.query_params.get("long"):
+            await asyncio.sleep(DEADLINE_S)
         while not await request.is_disconnected():  # noqa: ASYNC110 - this is what is tested
             await asyncio.sleep(0.01)
     except asyncio.CancelledError:
         note(request, "cancelled")
         raise
     note(request, "disconnected")
-    return PlainTextResponse("nobody reads this", background=BackgroundTask(note, request, "background"))
+    return PlainTextResponse("ignored", background=BackgroundTask(note, request, "background"))
 
 
 async def stream(request: Request) -> StreamingResponse:
@@ -90,6 +92,16 @@ async def plain(request: Request) -> str:
     return "done"
 
 
+async def endless(request: Request) -> Any:
+    note(request, "begun")
+    try:
+        while True:
+            yield "line\n"
+            await asyncio.sleep(0.01)
+    finally:
+        note(request, "closed")
+
+
 PLACES: dict[str, dict[str, Any]] = {
     "own": {},
     "worker": {"event_loop": "worker"},
@@ -103,7 +115,7 @@ def client(request: pytest.FixtureRequest) -> Iterator[serve.Client]:
         for place, config in PLACES.items():
             for mode in (None, "cancel", "disconnect"):
                 name = f"{place}-{mode}"
-                for kind, definition in (("app", application()), ("plain", plain)):
+                for kind, definition in (("app", application()), ("plain", plain), ("endless", endless)):
                     tag = f"{kind}-{name}"
                     client.create_backend(tag, definition, config={**config, "on_disconnect": mode})
                     client.create_endpoint(tag, backend=tag, route=f"/{tag}")
@@ -159,12 +171,13 @@ def test_an_application_receives_the_disconnect_and_continues(
 def test_a_stream_ends_when_its_client_leaves(
     client: serve.Client, place: str, mode: str | None, tmp_path: Path
 ) -> None:
-    file = tmp_path / "seen"
-    with begin(client, f"/app-{place}-{mode}/behind/stream", file) as connection:
-        received = b""
-        while b"line" not in received:
-            received += connection.recv(4096)
-    wait_for(file, "begun", "closed")
+    for path in (f"/app-{place}-{mode}/behind/stream", f"/endless-{place}-{mode}"):
+        file = tmp_path / path.split("-")[0].strip("/")
+        with begin(client, path, file) as connection:
+            received = b""
+            while b"line" not in received:
+                received += connection.recv(4096)
+        wait_for(file, "begun", "closed")
 
 
 @pytest.mark.parametrize("mode", [None, "cancel", "disconnect"])
@@ -182,6 +195,6 @@ def test_a_plain_callable_is_cancelled_unless_the_option_says_otherwise(
 def test_an_application_is_cancelled_if_the_option_says_so(client: serve.Client, tmp_path: Path) -> None:
     for place in PLACES:
         file = tmp_path / place
-        with begin(client, f"/app-{place}-cancel/wait", file):
+        with begin(client, f"/app-{place}-cancel/wait", file, "&long=1"):
             wait_for(file, "begun")
         wait_for(file, "begun", "cancelled")

@@ -291,6 +291,32 @@ def test_an_async_class_lives_on_one_loop_from_constructor_to_destructor(event_l
     assert [note[1] for note in GATES.notes] == [thread] * 2
 
 
+class Configured:
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def reconfigure(self, config: Any) -> None:
+        self.calls.append(config)
+        if config == "bad":
+            raise ValueError("bad config")
+
+    def __call__(self) -> list[Any]:
+        return self.calls
+
+
+def test_reconfigure_is_called_once_for_each_change() -> None:
+    async def scenario(replica: Replica) -> None:
+        for config in ("first", "first", "second", "second"):
+            await replica.reconfigure(**reconfiguration(user_config=payload.dump_bytes(config)))
+        for _ in range(2):
+            with pytest.raises(ReplicaStartError, match="bad config"):
+                await replica.reconfigure(**reconfiguration(user_config=payload.dump_bytes("bad")))
+        await replica.reconfigure(**reconfiguration(user_config=payload.dump_bytes("second")))
+        assert await call(replica) == ["first", "second", "bad", "bad", "second"]
+
+    run(scenario, Configured, user_config="first")
+
+
 def test_init_arguments_reach_the_constructor() -> None:
     async def scenario(replica: Replica) -> None:
         assert await call(replica) == "given"
