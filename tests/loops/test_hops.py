@@ -6,6 +6,7 @@ import asyncio
 import gc
 import threading
 import time
+import types
 import weakref
 from collections.abc import Iterator
 from contextlib import suppress
@@ -72,6 +73,34 @@ def test_post_soon_does_not_wait_for_the_end_of_a_long_loop_iteration(
             time.sleep(MAX_DELAY_S / 10)  # noqa: ASYNC251 - the iteration is long
 
     asyncio.run(main())
+
+
+def test_iterations_that_post_share_a_wake_up(other_loop: asyncio.AbstractEventLoop) -> None:
+    hop = Hop(other_loop)
+    wake_ups: list[int] = []
+    seen: list[int] = []
+    landing_wakes = hop._landing.wake_for
+
+    def wake_for(hop: Hop) -> None:
+        wake_ups.append(len(seen))
+        landing_wakes(hop)
+
+    hop._landing = types.SimpleNamespace(wake_for=wake_for)  # type: ignore[assignment]
+    done = threading.Event()
+
+    async def main() -> None:
+        began = time.monotonic()
+        for number in range(5):
+            hop.post_soon(seen.append, number)
+            await asyncio.sleep(0)
+        hop.post_soon(done.set)
+        is_quick = time.monotonic() - began < MAX_DELAY_S
+        await asyncio.to_thread(done.wait, DEADLINE_S)
+        if is_quick:  # not delayed by other processes
+            assert len(wake_ups) == 1
+
+    asyncio.run(main())
+    assert seen == list(range(5))
 
 
 def test_a_post_does_not_wait_for_an_earlier_post_soon(other_loop: asyncio.AbstractEventLoop) -> None:

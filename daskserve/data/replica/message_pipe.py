@@ -16,6 +16,8 @@ from daskserve.types import WHOLE_RESPONSE, Message, Receive, Send
 
 #: How many messages of one request may be in flight in one direction.
 WINDOW = 16
+#: Parts of a body up to this size together are joined.
+JOIN_BYTES = 64 * 1024
 
 
 class PipeOwner(Protocol):
@@ -123,7 +125,7 @@ class MessagePipe:
                 return self._disconnect()
             reader = asyncio.get_running_loop().create_future()
             self._readers.append(reader)
-            self._wall.to_worker.post(self._read_more)
+            self._wall.to_worker.post_soon(self._read_more)
             await reader
         message = self._inbox.popleft()
         self._taken += 1
@@ -192,8 +194,11 @@ class MessagePipe:
         assert send is not None
         while outbox:
             message = outbox.popleft()
+            count = 1
+            if outbox and message["type"] == "http.response.body":
+                message, count = _join_parts(message, outbox)
             await send(message)
-            self._passed += 1
+            self._passed += count
             self._note_sent(message)
             if self._blocked and self._has_room():
                 self._release()
@@ -270,7 +275,7 @@ class MessagePipe:
             except Exception as error:  # user code gets it from `receive`
                 message, is_last = error, True
             self._arrived += 1
-            to_user.post(self._deliver, message)
+            to_user.post_soon(self._deliver, message)
             is_last = is_last or self._arrived - self._taken >= WINDOW
 
 
@@ -323,6 +328,26 @@ def open_pipe(
     """Return the kind of pipe that fits where the wall runs async code."""
     pipe = DirectPipe if wall.is_on_worker_loop else MessagePipe
     return pipe(wall, kind, receive, send, first)
+
+
+def _join_parts(first: Message, others: deque[Message]) -> tuple[Message, int]:
+    """Join the parts of a body that are ready; return their number as well.
+
+    Each write of the server costs more than the code that made the part.
+    """
+    parts = [first.get("body", b"")]
+    size_bytes = len(parts[0])
+    more_body = first.get("more_body", False)
+    while more_body and others and others[0]["type"] == "http.response.body":
+        part = others[0].get("body", b"")
+        size_bytes += len(part)
+        if size_bytes > JOIN_BYTES:
+            break
+        parts.append(part)
+        more_body = others.popleft().get("more_body", False)
+    if len(parts) == 1:
+        return first, 1
+    return {"type": "http.response.body", "body": b"".join(parts), "more_body": more_body}, len(parts)
 
 
 def _going_away() -> Message:

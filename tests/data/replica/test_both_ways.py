@@ -434,6 +434,8 @@ def told(messages: list[Message]) -> list[Any]:
         if message["type"] in (WHOLE_RESPONSE, "http.response.start"):
             parts.append((message["status"], [tuple(each) for each in message["headers"]]))
         body = re.sub(rb"0x[0-9a-f]+", b"0x", bytes(message.get("body", b"")))
+        if parts and parts[-1][0] == message["type"] == "http.response.body":
+            body = parts.pop()[1] + body
         parts.append((message["type"], body, message.get("more_body", False)))
     return parts
 

@@ -55,17 +55,28 @@ async def wait(request: Request) -> PlainTextResponse:
     return PlainTextResponse("ignored", background=BackgroundTask(note, request, "background"))
 
 
+class NotedStream(StreamingResponse):
+    """Notes its end. Starlette leaves a generator that waits for its client to the garbage collector."""
+
+    def __init__(self, request: Request, content: Any) -> None:
+        super().__init__(content)
+        self._request = request
+
+    async def __call__(self, *asgi: Any) -> None:
+        try:
+            await super().__call__(*asgi)
+        finally:
+            note(self._request, "closed")
+
+
 async def stream(request: Request) -> StreamingResponse:
     async def lines() -> Any:
         note(request, "begun")
-        try:
-            while True:
-                yield "line\n"
-                await asyncio.sleep(0.01)
-        finally:
-            note(request, "closed")
+        while True:
+            yield "line\n"
+            await asyncio.sleep(0.01)
 
-    return StreamingResponse(lines())
+    return NotedStream(request, lines())
 
 
 async def passes_on(request: Request, call_next: Any) -> Any:

@@ -298,7 +298,7 @@ def test_uploads_and_streamed_responses_cross_in_parts(model: Bench) -> None:
     assert model.run(http(model.replica, *chunks, query=b"ask=length")).body == b"2000000"
     streamed = model.run(http(model.replica, query=b"ask=stream"))
     assert streamed.body.decode() == "".join(f"{number}," for number in range(40))
-    assert len(streamed.sent) > 40
+    assert len(streamed.sent) > 2  # parts that are ready together are joined
 
 
 def test_a_caller_that_cannot_be_sent_to_ends_its_request(model: Bench) -> None:

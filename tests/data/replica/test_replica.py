@@ -524,7 +524,7 @@ def test_results_may_be_streamed(definition: Any, event_loop: str) -> None:
     async def scenario(replica: Replica) -> None:
         reply = await http(replica)
         assert reply.body.decode() == "".join(f"{number}," for number in range(40))
-        assert len(reply.sent) > 40
+        assert len(reply.sent) > 2  # parts that are ready together are joined
         assert reply.load == Load(0, 0)
 
     run(scenario, definition, event_loop=event_loop)

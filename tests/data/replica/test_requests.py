@@ -14,7 +14,7 @@ from starlette.requests import Request
 
 from daskserve.context import RequestContext
 from daskserve.data.replica.answer import DONE
-from daskserve.data.replica.message_pipe import WINDOW, MessagePipe, open_pipe
+from daskserve.data.replica.message_pipe import JOIN_BYTES, WINDOW, MessagePipe, open_pipe
 from daskserve.data.replica.requests import (
     HTTPRequest,
     QueryParams,
@@ -294,6 +294,26 @@ def test_after_the_end_user_code_receives_a_disconnect_and_sends_into_the_void(k
 
 
 # ---- sending across the wall
+
+
+def test_parts_of_a_body_that_are_ready_together_are_sent_as_one() -> None:
+    no_wall: Any = None
+    client = Client()
+    pipe = MessagePipe(no_wall, "http", client.receive, client.send)
+    start = {"type": "http.response.start", "status": 200}
+    large = bytes(JOIN_BYTES)
+    sent = [start, part(b"a", True), part(b"b", True), part(large, True), part(b"c", True), part(b"", False)]
+    pipe.outbox.extend(each if each is start else {**each, "type": "http.response.body"} for each in sent)
+    pipe._sent = len(sent)
+    asyncio.run(pipe.flush())
+    assert client.sent[0] == start
+    assert [(each["body"], each["more_body"]) for each in client.sent[1:]] == [
+        (b"ab", True),
+        (large, True),
+        (b"c", False),
+    ]
+    assert pipe._passed == len(sent)
+    assert pipe.is_complete
 
 
 @pytest.mark.parametrize("event_loop", ["own", "worker"])
