@@ -315,9 +315,10 @@ class WebSocketSession:
         try:
             while True:
                 await self._inbox.wait_for_room()
-                data = await self._stream.read_bytes(_READ_BYTES, partial=True)
-                # Tornado returns buffered data without waiting, so yield to other tasks.
-                await self._clock.sleep(0)
+                reading = asyncio.ensure_future(self._stream.read_bytes(_READ_BYTES, partial=True))
+                if reading.done():  # buffered data: yield to other tasks
+                    await self._clock.sleep(0)
+                data = await reading
                 self._has_received = True
                 self._protocol.receive_data(data)
                 for event in self._protocol.events():

@@ -114,6 +114,7 @@ class MessagePipe:
     _sent = _passed = 0
     # Incoming. The worker's side counts `_arrived`, the user's side `_taken`.
     _arrived = _taken = 0
+    #: The task that reads ahead. The user's side asks for more messages only if there is none.
     _reading: asyncio.Task[None] | None = None
 
     # ---- on the user's side
@@ -125,7 +126,8 @@ class MessagePipe:
                 return self._disconnect()
             reader = asyncio.get_running_loop().create_future()
             self._readers.append(reader)
-            self._wall.to_worker.post_soon(self._read_more)
+            if self._reading is None:
+                self._wall.to_worker.post_soon(self._read_more)
             await reader
         message = self._inbox.popleft()
         self._taken += 1
@@ -249,7 +251,7 @@ class MessagePipe:
     def _read_more(self) -> None:
         if self._is_closed:
             self._wall.user_loop.hop.post(self._deliver, None)
-        elif self._reading is None or self._reading.done():
+        elif self._reading is None:
             self._reading = self._wall.loop.create_task(self._read_ahead())
 
     async def _receive_next(self) -> Message:
@@ -266,17 +268,21 @@ class MessagePipe:
 
     async def _read_ahead(self) -> None:
         to_user = self._wall.user_loop.hop
-        is_last = False
-        while not is_last:
-            message: Message | Exception
-            try:
-                message = await self._receive_next()
-                is_last = not message.get("more_body", message["type"] == "websocket.receive")
-            except Exception as error:  # user code gets it from `receive`
-                message, is_last = error, True
-            self._arrived += 1
-            to_user.post_soon(self._deliver, message)
-            is_last = is_last or self._arrived - self._taken >= WINDOW
+        try:
+            while self._reading is not None:
+                message: Message | Exception
+                try:
+                    message = await self._receive_next()
+                    has_more = message.get("more_body", message["type"] == "websocket.receive")
+                except Exception as error:  # user code gets it from `receive`
+                    message, has_more = error, False
+                self._arrived += 1
+                if not has_more or self._arrived - self._taken >= WINDOW:
+                    # Before the post: user code that has taken the message must know to ask for the next.
+                    self._reading = None
+                to_user.post_soon(self._deliver, message)
+        finally:
+            self._reading = None
 
 
 class DirectPipe(MessagePipe):
