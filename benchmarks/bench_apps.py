@@ -20,14 +20,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
-from http_load import PROGRAMS, LoadResult, need_wrk, program, wrk
+from http_load import PROGRAMS, LoadResult, System, need_wrk, program, worker_processes, wrk
 
 import daskserve as serve
 from daskserve.cluster.launch import start_local_cluster
@@ -74,19 +74,6 @@ CASES = [
 
 
 @dataclass(frozen=True)
-class System:
-    """A running system: where it listens, and the processes that serve."""
-
-    url: str
-    processes: list[psutil.Process]
-
-    def cpu_s(self) -> float:
-        """Return the CPU time of the processes so far."""
-        times = [each.cpu_times() for each in self.processes]
-        return float(sum(each.user + each.system for each in times))
-
-
-@dataclass(frozen=True)
 class Round:
     """What one system did in one round."""
 
@@ -105,8 +92,7 @@ def ours(case: Case, server: str) -> Iterator[System]:
             client.create_backend("app", case.target, config={**case.config, "num_replicas": 2})
             client.create_endpoint("app", backend="app", route="/", methods=["GET", "POST"])
             assert len({each.worker for each in client.status().replicas("app")}) == 2
-            pids = dask.run(os.getpid).values()
-            yield System(client.http_urls()[0].rstrip("/"), [psutil.Process(each) for each in pids])
+            yield System(client.http_urls()[0].rstrip("/"), worker_processes(dask))
     finally:
         dask.close()
         cluster.close()
@@ -138,7 +124,7 @@ def uvicorn() -> Iterator[System]:
                 if time.monotonic() > deadline:
                     raise RuntimeError("uvicorn did not start")
                 time.sleep(0.1)
-            yield System(f"http://127.0.0.1:{port}", _busy_children(tree))
+            yield System(f"http://127.0.0.1:{port}", (tree,))
         finally:
             process.terminate()
 
@@ -148,24 +134,24 @@ def _busy_children(tree: psutil.Process) -> list[psutil.Process]:
     return [each for each in tree.children(recursive=True) if each.memory_info().rss > 80 << 20]
 
 
-@contextmanager
-def mosec() -> Iterator[System]:
+def mosec() -> AbstractContextManager[System]:
     """Run the model in mosec, with two worker processes."""
-    with program(PEERS / "mosec_digits.py") as url:
-        mine = psutil.Process()
-        tree = next(each for each in mine.children() if "mosec_digits.py" in " ".join(each.cmdline()))
-        yield System(url, [tree, *tree.children(recursive=True)])
+    return program(PEERS / "mosec_worker.py", "digits")
 
 
-def load(case: Case, url: str, *, connections: int, seconds: float) -> LoadResult:
+def load(case: Case, system: System, path: str, *, connections: int, seconds: float) -> LoadResult:
     """Send requests for some seconds."""
     if case.kind == "websocket":
-        return asyncio.run(talk(url, connections=connections, seconds=seconds))
-    return wrk(url, connections=connections, seconds=seconds, script=("apps.lua", case.kind))
+        before_s = system.cpu_s()
+        took = asyncio.run(talk(system.url + path, connections=connections, seconds=seconds))
+        count, cpu_s = len(took), system.cpu_s() - before_s
+        p50_us, p99_us = took[count // 2] * 1e6, took[count * 99 // 100] * 1e6
+        return LoadResult(count, count / seconds, p50_us, p99_us, cpu_s / count * 1e6)
+    return wrk(system, path, connections=connections, seconds=seconds, kind=case.kind)
 
 
-async def talk(url: str, *, connections: int, seconds: float) -> LoadResult:
-    """Send messages over WebSockets, each after the echo of the one before."""
+async def talk(url: str, *, connections: int, seconds: float) -> list[float]:
+    """Send messages over WebSockets, each after the echo of the one before; return their sorted times."""
     place = urlsplit(url)
     took: list[float] = []
     frame = bytes([0x81, 0x80 | len(MESSAGE)]) + bytes(4) + MESSAGE  # masked with zeros
@@ -185,20 +171,14 @@ async def talk(url: str, *, connections: int, seconds: float) -> LoadResult:
         writer.close()
 
     await asyncio.gather(*[one(number) for number in range(connections)])
-    took.sort()
-    return LoadResult(
-        len(took), len(took) / seconds, took[len(took) // 2] * 1e6, took[len(took) * 99 // 100] * 1e6
-    )
+    return sorted(took)
 
 
 def measure(case: Case, system: System, path: str, seconds: float) -> Round:
     """Return the result of one round: under load, then with one connection."""
-    url = system.url + path
-    before = system.cpu_s()
-    found = load(case, url, connections=CONNECTIONS, seconds=seconds)
-    cpu_s = system.cpu_s() - before
-    alone = load(case, url, connections=1, seconds=1)
-    return Round(found.rate, cpu_s / found.requests * 1e6, alone.p50_us)
+    found = load(case, system, path, connections=CONNECTIONS, seconds=seconds)
+    alone = load(case, system, path, connections=1, seconds=1)
+    return Round(found.rate, found.cpu_us, alone.p50_us)
 
 
 def compare(case: Case, server: str, *, rounds: int, seconds: float) -> None:

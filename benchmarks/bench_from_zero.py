@@ -18,7 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from http_load import need_wrk, wrk
+from http_load import System, need_wrk, wrk
 
 import daskserve as serve
 from daskserve.cluster.launch import start_local_cluster
@@ -86,7 +86,7 @@ def measure(client: serve.Client, url: str, runs: int) -> None:
             flush=True,
         )
     wait_for(is_at_zero)
-    result = wrk(url, connections=16, seconds=8)  # raises if a request is not answered with 200
+    result = wrk(System(url, ()), connections=16, seconds=8)  # raises if a request is not answered with 200
     most = max(event.after for event in client.explain("slow").events)
     wait_for(is_at_zero)
     print(f"wrk: {result.rate:.0f}/s, all answered with 200, from 0 to {most} replicas and back to 0")

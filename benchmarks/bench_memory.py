@@ -185,12 +185,12 @@ def change(before: int, after: int) -> str:
 def measure(name: str, workers: int, requests: int) -> bool:
     """Print the change of memory; return whether it is within the limit."""
     is_small = True
-    with served(workers, {}, answer) as url:
+    with served(workers, {}, answer) as us:
         dask = default_client()
-        send(url, max(20_000, requests // 10), seed=1)
+        send(us.url, max(20_000, requests // 10), seed=1)
         settle(dask)
         before = memory()
-        report = send(url, requests, seed=2)
+        report = send(us.url, requests, seed=2)
         settle(dask)
         after = memory()
     print(f"{name}: {report}")

@@ -28,20 +28,21 @@ PEER_PROGRAMS = {
 
 
 def measure(name: str, server: str, python: str, *, runs: int, seconds: float) -> None:
-    file, arguments, method = PEER_PROGRAMS[name]
+    file, arguments, kind = PEER_PROGRAMS[name]
     place = Place(workers=2, server=server, config={"event_loop": "worker"})
-    with serving(place) as url, program(PEERS / file, *arguments, python=python) as peer_url:
-        ratios, rates = [], []
+    with serving(place) as us, program(PEERS / file, *arguments, python=python) as peer:
+        ratios, results = [], []
         for number in range(runs + 1):
-            ours, theirs = (
-                wrk(each, connections=32, seconds=seconds, method=method).rate for each in (url, peer_url)
-            )
+            pair = [wrk(each, connections=32, seconds=seconds, kind=kind) for each in (us, peer)]
             if number:  # the first run is a warm-up
-                ratios.append(ours / theirs)
-                rates.append(theirs)
+                results.append(pair)
+                ratios.append(pair[0].rate / pair[1].rate)
+    rate = statistics.median(theirs.rate for _, theirs in results)
+    cpu_us, peer_cpu_us = (statistics.median(pair[at].cpu_us for pair in results) for at in (0, 1))
     print(
-        f"{name:32} {statistics.median(rates):7.0f}/s; daskserve under {server:8} "
-        f"{statistics.median(ratios):5.1f} times ({min(ratios):.1f} to {max(ratios):.1f})",
+        f"{name:32} {rate:7.0f}/s; daskserve under {server:8} "
+        f"{statistics.median(ratios):5.1f} times ({min(ratios):.1f} to {max(ratios):.1f}); "
+        f"CPU per request {cpu_us:.0f} µs, theirs {peer_cpu_us:.0f}",
         flush=True,
     )
 

@@ -9,7 +9,8 @@ floor.
 This benchmark needs ``wrk`` (Debian has a package). Run:
 ``python benchmarks/bench_requests.py [--runs N] [--seconds S] [--only WORD]``. It prints a line per case:
 requests per second at 32 connections (unless the line names another number), the ratio to the floor with its
-range, the p99 there, and the p50 at one connection, both as multiples of the floor's.
+range, the CPU time of all serving processes per request, and as multiples of the floor's this CPU time, the
+p99 there, and the p50 at one connection.
 """
 
 from __future__ import annotations
@@ -49,22 +50,21 @@ CASES = [
 
 
 def measure(case: Case, *, runs: int, seconds: float) -> None:
-    ratios, rates, tails, alone = [], [], [], []
-    with serving(case.place) as url, floor_of(case.floor, case.place.processes) as floor_url:
-        for each in (url, floor_url):
+    pairs, alone = [], []
+    with serving(case.place) as us, floor_of(case.floor, case.place.processes) as bottom:
+        for each in (us, bottom):
             wrk(each, connections=case.connections, seconds=1)  # warm up
         for _ in range(runs):
-            result, bottom = (
-                wrk(each, connections=case.connections, seconds=seconds) for each in (url, floor_url)
-            )
-            rates.append(result.rate)
-            ratios.append(result.rate / bottom.rate)
-            tails.append(result.p99_us / bottom.p99_us)
-            one, bottom = (wrk(each, connections=1, seconds=seconds / 2) for each in (url, floor_url))
-            alone.append(one.p50_us / bottom.p50_us)
+            pairs.append([wrk(each, connections=case.connections, seconds=seconds) for each in (us, bottom)])
+            one, floor = (wrk(each, connections=1, seconds=seconds / 2) for each in (us, bottom))
+            alone.append(one.p50_us / floor.p50_us)
+    ratios = [ours.rate / floor.rate for ours, floor in pairs]
     print(
-        f"{case.name:46} {statistics.median(rates):7.0f}/s  ratio {statistics.median(ratios):.2f} "
-        f"({min(ratios):.2f} to {max(ratios):.2f})  p99 {statistics.median(tails):.1f} x  "
+        f"{case.name:46} {statistics.median(ours.rate for ours, _ in pairs):7.0f}/s  "
+        f"ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})  "
+        f"CPU {statistics.median(ours.cpu_us for ours, _ in pairs):.0f} µs, "
+        f"{statistics.median(ours.cpu_us / floor.cpu_us for ours, floor in pairs):.2f} x  "
+        f"p99 {statistics.median(ours.p99_us / floor.p99_us for ours, floor in pairs):.1f} x  "
         f"alone {statistics.median(alone):.1f} x",
         flush=True,
     )

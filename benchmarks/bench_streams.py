@@ -107,24 +107,29 @@ def main() -> None:
     given = parser.parse_args()
     config = {"max_concurrent_queries": given.streams}
     function = make_stream(given.chunks, given.bytes)
-    ratios, cases, floors = [], [], []
+    ratios, cases, floors, cpu_us, cpu_ratios = [], [], [], [], []
     with (
-        served(1 + given.hops, config, function) as url,
-        floor("floor_streams", given.chunks, given.bytes) as floor_url,
+        served(1 + given.hops, config, function) as us,
+        floor("floor_streams", given.chunks, given.bytes) as bottom,
         asyncio.Runner(loop_factory=new_event_loop) as runner,
     ):
         for number in range(given.runs + 1):
+            before_s = [each.cpu_s() for each in (us, bottom)]
             case_s, floor_s = (
-                runner.run(once(each, given.streams, given.chunks, given.bytes)) for each in (url, floor_url)
+                runner.run(once(each.url, given.streams, given.chunks, given.bytes)) for each in (us, bottom)
             )
+            cpu_s = [each.cpu_s() - before for each, before in zip((us, bottom), before_s, strict=True)]
             if number:  # the first run is a warm-up
                 cases.append(case_s)
                 floors.append(floor_s)
                 ratios.append(case_s / floor_s)
+                cpu_us.append(cpu_s[0] / given.streams * 1e6)
+                cpu_ratios.append(cpu_s[0] / cpu_s[1])
     print(
         f"{given.streams} streams x {given.chunks} chunks of {given.bytes} bytes, {given.hops} hops: "
         f"{statistics.median(cases) * 1e3:.0f} ms   floor {statistics.median(floors) * 1e3:.0f} ms   "
-        f"ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        f"ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})   "
+        f"CPU per stream {statistics.median(cpu_us):.0f} µs, {statistics.median(cpu_ratios):.2f} x"
     )
 
 

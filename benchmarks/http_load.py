@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -11,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 import daskserve as serve
 from daskserve.cluster.launch import start_local_cluster
@@ -24,13 +27,32 @@ async def answer(request: Any) -> str:
 
 
 @dataclass(frozen=True)
+class System:
+    """A running system: where it listens, and the processes that serve."""
+
+    url: str
+    roots: tuple[psutil.Process, ...]
+
+    def cpu_s(self) -> float:
+        """Return the CPU time (user and system) of these processes and of their children so far."""
+        processes = {each for root in self.roots for each in (root, *root.children(recursive=True))}
+        times = [each.cpu_times() for each in processes]
+        return float(sum(each.user + each.system for each in times))
+
+
+@dataclass(frozen=True)
 class LoadResult:
-    """The results of a load: the number of requests, requests per second, and their times."""
+    """The results of a load: the number of requests, requests per second, and their times.
+
+    ``cpu_us`` is the CPU time of all serving processes, divided by the number of requests. It is steadier
+    than the rate on a machine that does other things.
+    """
 
     requests: int
     rate: float
     p50_us: float
     p99_us: float
+    cpu_us: float
 
 
 def need_wrk() -> None:
@@ -38,32 +60,26 @@ def need_wrk() -> None:
         sys.exit("please install wrk")
 
 
-def wrk(
-    url: str,
-    *,
-    connections: int,
-    seconds: float,
-    method: str = "GET",
-    script: tuple[str, str] | None = None,
-) -> LoadResult:
-    """Send requests to ``url`` over the given number of connections, as fast as they are answered.
+def wrk(system: System, path: str = "", *, connections: int, seconds: float, kind: str = "GET") -> LoadResult:
+    """Send requests to a system over the given number of connections, as fast as they are answered.
 
-    Requests differ from one to the next. ``script`` is the name of a program of wrk's and its argument; by
-    default, it is one that only varies queries and headers. wrk runs for whole seconds, at least one.
+    Requests differ from one to the next; ``programs/requests.lua`` lists the kinds. wrk runs for whole
+    seconds, at least one.
     """
     command = ["wrk", "-t1", f"-c{connections}", f"-d{max(1, round(seconds))}s", "--latency"]
-    name, argument = script or ("requests.lua", method)
-    command += ["-s", str(PROGRAMS / name), url, "--", argument]
+    command += ["-s", str(PROGRAMS / "requests.lua"), system.url + path, "--", kind]
+    before_s = system.cpu_s()
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    cpu_s = system.cpu_s() - before_s
     if "Non-2xx" in output or "Socket errors" in output:
         raise RuntimeError(f"requests failed or were not answered: {output}")
     count = re.search(r"([0-9]+) requests in", output)
     rate = re.search(r"Requests/sec: +([0-9.]+)", output)
     assert count is not None
     assert rate is not None
-    return LoadResult(
-        int(count[1]), float(rate[1]), _microseconds("50%", output), _microseconds("99%", output)
-    )
+    requests = int(count[1])
+    p50_us, p99_us = _microseconds("50%", output), _microseconds("99%", output)
+    return LoadResult(requests, float(rate[1]), p50_us, p99_us, cpu_s / requests * 1e6)
 
 
 def _microseconds(name: str, output: str) -> float:
@@ -73,8 +89,8 @@ def _microseconds(name: str, output: str) -> float:
 
 
 @contextmanager
-def program(path: Path, *arguments: object, python: str = sys.executable) -> Iterator[str]:
-    """Run a program that prints its address on its first line; yield the address."""
+def program(path: Path, *arguments: object, python: str = sys.executable) -> Iterator[System]:
+    """Run a program that prints its address on its first line."""
     command = [python, str(path), *map(str, arguments)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
@@ -82,7 +98,7 @@ def program(path: Path, *arguments: object, python: str = sys.executable) -> Ite
         line = process.stdout.readline().strip()
         if not line:
             raise RuntimeError(f"{path.name} did not start")
-        yield line
+        yield System(line, (psutil.Process(process.pid),))
     finally:
         process.terminate()
         try:
@@ -98,14 +114,14 @@ def floor(name: str = "floor_tornado", *arguments: object) -> Any:
 
 
 @contextmanager
-def floor_of(name: str, processes: int) -> Iterator[str]:
-    """Run a floor in one or two processes that share a port; yield its address."""
-    with floor(name) as url:
+def floor_of(name: str, processes: int) -> Iterator[System]:
+    """Run a floor in one or two processes that share a port."""
+    with floor(name) as first:
         if processes == 1:
-            yield url
+            yield first
         else:
-            with floor(name, url.rpartition(":")[2].strip("/")):
-                yield url
+            with floor(name, first.url.rpartition(":")[2].strip("/")) as second:
+                yield System(first.url, first.roots + second.roots)
 
 
 @dataclass(frozen=True)
@@ -124,8 +140,8 @@ class Place:
 
 
 @contextmanager
-def serving(place: Place, function: Any = answer) -> Iterator[str]:
-    """Serve a function with a placement; yield its URL."""
+def serving(place: Place, function: Any = answer) -> Iterator[System]:
+    """Serve a function with a placement."""
     cluster, dask = start_local_cluster(LocalClusterSize(place.workers + place.hops, 2), has_dashboard=False)
     location = "EveryWorker" if place.processes > 1 else "HeadOnly"
     http = {"port": 0, "location": location, "server": place.server}
@@ -140,10 +156,15 @@ def serving(place: Place, function: Any = answer) -> Iterator[str]:
             replicas = {each.worker for each in client.status().replicas("answer")}
             assert len(replicas) == place.workers
             assert replicas == (set(others) if place.hops else proxies)
-            yield f"{client.http_urls()[0]}/answer"
+            yield System(f"{client.http_urls()[0]}/answer", worker_processes(dask))
     finally:
         dask.close()
         cluster.close()
+
+
+def worker_processes(dask: Any) -> tuple[psutil.Process, ...]:
+    """Return the processes of a local cluster's workers."""
+    return tuple(psutil.Process(pid) for pid in dask.run(os.getpid).values())
 
 
 def served(workers: int, config: dict[str, Any], function: Any = answer) -> Any:
