@@ -29,6 +29,7 @@ from daskserve.control import backend_state, backend_verbs, checkpoint
 from daskserve.control.controller import Controller
 from daskserve.control.observed import Observed
 from daskserve.control.records import Change, encode
+from daskserve.control.replica_actions import StartReplica
 from daskserve.control.state import State
 from daskserve.options.actor import ActorOptions
 from daskserve.options.backend import BackendConfig
@@ -92,7 +93,7 @@ class World:
         self.state.apply(step.change)
         self.observed.learn(name, step.notes)
         for action in step.actions:
-            if isinstance(action, backend_state.StartReplica):
+            if isinstance(action, StartReplica):
                 self.observed.ready[action.replica.tag] = {}
         return step.change
 

@@ -15,10 +15,10 @@ from typing import Any, TypeAlias
 
 from daskserve.clock import Clock
 from daskserve.cluster.base import STOP_MARGIN_S, ActorSpec, Cluster, UseReport
-from daskserve.control.backend_state import ReconfigureReplica, StartReplica, StopReplica
 from daskserve.control.http_state import StartProxy, StopProxy
 from daskserve.control.observed import Observed
 from daskserve.control.records import ProxyRecord, ReplicaRecord
+from daskserve.control.replica_actions import ReconfigureReplica, StartReplica, StopReplica
 from daskserve.control.state import State
 from daskserve.errors import ActorLostError, InstanceError, RequestTimeoutError, ServeError, UnavailableError
 from daskserve.starts import ProxyStart, ReplicaStart, dump_config

@@ -13,12 +13,12 @@ import itertools
 import string
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 from daskserve.control import endpoint_state, goals
 from daskserve.control.backend_verbs import configured
 from daskserve.control.observed import Notes, Observed
-from daskserve.control.placement import Demand, Trial, demand_of, explain, place
+from daskserve.control.placement import Demand, Trial, demand_of, explain, place, room_for
 from daskserve.control.records import (
     BackendRecord,
     Change,
@@ -27,12 +27,13 @@ from daskserve.control.records import (
     ReplicaRecord,
     from_plain,
 )
-from daskserve.control.replica_lifecycle import ReplicaEvent, move
-from daskserve.control.rollout import Burdens, next_steps
+from daskserve.control.replica_actions import Action, ReconfigureReplica, StartReplica, StopReplica
+from daskserve.control.replica_lifecycle import PLACED_STATES, ReplicaEvent, move
+from daskserve.control.rollout import Burdens, next_steps, replica_to_drain
 from daskserve.control.scaled import autoscaling_of, bounds_of, scaled, taken_back
 from daskserve.control.state import State
 from daskserve.errors import DeployError, NoCapacityError, RequestTimeoutError, ServeError
-from daskserve.types import ReplicaState, WorkerAddress, WorkerInfo
+from daskserve.types import ReplicaState, ReplicaTag, WorkerAddress, WorkerInfo
 
 #: The config id of a replica that has not yet answered a reconfiguration: it may run with either config.
 UNKNOWN_CONFIG = ""
@@ -40,33 +41,10 @@ UNKNOWN_CONFIG = ""
 MAX_FAILURES = 3
 #: Delay before the next replica of a backend whose replicas fail without a goal; doubles up to the maximum.
 START_RETRY_S, MAX_START_RETRY_S = 0.5, 30.0
+#: How long a rollout without room waits for another worker of an adaptive cluster before it drains a replica.
+NEW_WORKER_S = 20.0
 #: Number of replicas that a proxy or the controller counts for when workers are compared for emptying.
 KEPT_WORKER = 1_000_000
-
-
-@dataclass(frozen=True, slots=True)
-class StartReplica:
-    """Create the replica's actor, or find it if an older controller created it."""
-
-    replica: ReplicaRecord
-
-
-@dataclass(frozen=True, slots=True)
-class StopReplica:
-    """Let the replica finish its requests within the grace period, then stop it."""
-
-    replica: ReplicaRecord
-    grace_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class ReconfigureReplica:
-    """Send the backend's current config to the replica."""
-
-    replica: ReplicaRecord
-
-
-Action: TypeAlias = StartReplica | StopReplica | ReconfigureReplica
 
 
 @dataclass(slots=True)
@@ -280,20 +258,24 @@ class _Stepper:
     # 3. close the gap
 
     def close_gap(self) -> None:
-        observed = self.world.observed
-        wanted = self.backend.num_replicas
-        replicas = list(self.replicas.values())
+        surge, burdens = self.surge(), self.burdens()
         steps = next_steps(
-            wanted, self.backend.version, replicas, leaving=observed.retiring(), burdens=self.burdens()
+            self.backend.num_replicas,
+            self.backend.version,
+            list(self.replicas.values()),
+            max_surge=surge,
+            leaving=self.world.observed.retiring(),
+            burdens=burdens,
         )
         for replica in steps.stop:
             self.give_up(replica)
-        if steps.start and self.is_pausing() and self.notes.retry_at is not None:
+        if self.notes.retry_at is not None and self.notes.is_pausing(self.world.now):
             self.step.wake(self.notes.retry_at)
         else:
             for _ in range(steps.start):
                 self.begin()
         self.place_waiting()
+        self.drain_first(surge, burdens.ongoing)
 
     def burdens(self) -> Burdens:
         state, observed = self.world.state, self.world.observed
@@ -327,16 +309,58 @@ class _Stepper:
         )
         self.set_replica(tag, record)
 
+    @property
+    def waiting(self) -> list[ReplicaRecord]:
+        """The replicas that have not been placed."""
+        return [each for each in self.replicas.values() if each.state is ReplicaState.SHOULD_START]
+
+    def surge(self) -> int:
+        """Return how many additional replicas may run; 0 while a rollout has no room for one."""
+        backend, notes = self.backend, self.notes
+        surge = backend.config.surge(backend.num_replicas)
+        if not any(each.version != backend.version for each in self.replicas.values()):
+            notes.full_since = None
+        elif surge and notes.full_since is not None:
+            placed = sum(each.state in PLACED_STATES for each in self.replicas.values())
+            more = backend.num_replicas - placed + 1
+            workers = self.world.observed.cleared_workers()
+            if room_for(Trial(self.world.state, self.step.change), workers, demand_of(backend), more) == more:
+                notes.full_since = None
+        return surge if notes.full_since is None else 0
+
+    def drain_first(self, surge: int, ongoing: Mapping[ReplicaTag, float]) -> None:
+        """Stop one old replica if no new one fits beside the old ones, or if there is no surge."""
+        world, notes = self.world, self.notes
+        if (surge and not self.waiting) or notes.is_pausing(world.now):
+            return
+        workers, demand = world.observed.cleared_workers(), demand_of(self.backend)
+        found = replica_to_drain(
+            self.backend,
+            list(self.replicas.values()),
+            Trial(self.world.state, self.step.change),
+            workers,
+            demand,
+            ongoing,
+        )
+        if found is None:
+            return
+        if notes.full_since is None:
+            notes.full_since = world.now
+        may_grow = world.observed.is_adaptive and self.backend.config.surge(1) > 0
+        due = notes.full_since + (NEW_WORKER_S if may_grow else 0)
+        if world.now < due:
+            self.step.wake(due)
+        else:
+            self.give_up(found)
+
     def place_waiting(self) -> None:
-        observed, notes = self.world.observed, self.notes
-        waiting = [each for each in self.replicas.values() if each.state is ReplicaState.SHOULD_START]
+        notes, waiting = self.notes, self.waiting
         if not waiting:
-            if not self.is_pausing():
+            if not self.notes.is_pausing(self.world.now):
                 notes.waiting = None
             return
-        demand = demand_of(self.backend, waiting[0])
-        # A worker that joined again under its old address is used once the loss of its actors is handled.
-        workers = [each for each in observed.usable_workers() if each.address not in observed.lost_workers]
+        demand = demand_of(self.backend)
+        workers = self.world.observed.cleared_workers()
         trial = Trial(self.world.state, self.step.change)
         for replica in waiting:
             if not self.place_on(workers, trial, replica, demand):
@@ -361,10 +385,6 @@ class _Stepper:
         self.set_replica(replica.tag, placed)
         trial.occupy(replica.backend, worker, replica.demand)
         return True
-
-    def is_pausing(self) -> bool:
-        """Return whether it is too early to start another replica after a failure."""
-        return self.notes.retry_at is not None and self.notes.retry_at > self.world.now
 
     # 4. finish
 
@@ -402,7 +422,9 @@ class _Stepper:
                     self.step.actions.append(StartReplica(self.in_doubt(replica)))
             elif (
                 # The watch looks for a running replica that has not been observed; it is never created again.
-                replica.tag in observed.ready and replica.tag not in unread and self.is_outdated(replica)
+                replica.tag in observed.ready
+                and replica.tag not in unread
+                and _is_outdated(self.backend, replica)
             ):
                 self.step.actions.append(ReconfigureReplica(self.in_doubt(replica)))
 
@@ -413,37 +435,14 @@ class _Stepper:
             self.set_replica(replica.tag, replica)
         return replica
 
-    def is_outdated(self, replica: ReplicaRecord) -> bool:
-        """Return whether a replica of the right version runs with an old config."""
-        return replica.version == self.backend.version and replica.config_id != self.backend.config_id
-
     def finish_goal(self) -> None:
         goal = self.goal
-        if goal is None or goal.state is not GoalState.PENDING or not self.is_at_rest():
+        if goal is None or goal.state is not GoalState.PENDING:
+            return
+        if not goals.is_reached(self.backend, self.replicas.values()):
             return
         self.step.change[goal.key] = goals.finish(goal)
         self.set_backend(replace(self.backend, goal=None))
-
-    def is_at_rest(self) -> bool:
-        """Whether what runs is what is wanted, and nothing else is left.
-
-        The autoscaler may be on its way to more replicas or fewer: those do not count.
-        """
-        backend = self.backend
-        running = [each for each in self.replicas.values() if each.state is ReplicaState.RUNNING]
-        others = len(self.replicas) - len(running)
-        if backend.scaled_to is not None and not backend.is_deleting:
-            is_there = len(running) >= backend.needed_replicas
-            others = sum(each.version != backend.version for each in self.replicas.values())
-        else:
-            is_there = len(running) == backend.num_replicas
-        return (
-            is_there
-            and not others
-            and all(
-                each.version == backend.version and each.config_id == backend.config_id for each in running
-            )
-        )
 
 
 def _with_facts(backend: BackendRecord, replica: ReplicaRecord, facts: Mapping[str, Any]) -> BackendRecord:
@@ -458,6 +457,11 @@ def _with_facts(backend: BackendRecord, replica: ReplicaRecord, facts: Mapping[s
     if config.internal_metadata == backend.config.internal_metadata:
         return backend
     return configured(backend, config, backend.user_config)
+
+
+def _is_outdated(backend: BackendRecord, replica: ReplicaRecord) -> bool:
+    """Return whether a replica of the right version runs with an old config."""
+    return replica.version == backend.version and replica.config_id != backend.config_id
 
 
 def _start_error(backend: str, error: BaseException) -> ServeError:
@@ -477,24 +481,3 @@ def step(world: World, backend: BackendRecord) -> Step:
     stepper.close_gap()
     stepper.finish()
     return stepper.step
-
-
-def published(state: State, tag: str) -> Any:
-    """Return the published value of a backend for routers; None if it is gone."""
-    backend = state.backends.get(tag)
-    if backend is None:
-        return None
-    value = {
-        "replicas": [
-            [each.tag, each.worker, each.incarnation]
-            for each in state.replicas_of(tag)
-            if each.state is ReplicaState.RUNNING
-        ],
-        "concurrency": backend.config.concurrency(),
-        "max_queued": backend.config.max_queued_requests,
-    }
-    if backend.autoscaling is not None:
-        value["autoscaled"] = True
-    if backend.capacity == 0:
-        value["off"] = True
-    return value

@@ -15,7 +15,7 @@ from typing import Any
 from daskserve.clock import Clock
 from daskserve.cluster.base import ActorContext, Cluster
 from daskserve.cluster.long_poll import WORKERS, LongPollHost
-from daskserve.control import backend_state, checkpoint, endpoint_state
+from daskserve.control import checkpoint, endpoint_state, views
 from daskserve.control.acting import Acting
 from daskserve.control.observed import Observed
 from daskserve.control.reconcile import Reconciler
@@ -259,7 +259,7 @@ class ControllerCore:
             elif kind == "endpoint":
                 values[key] = endpoint_state.published(self.state.endpoints.get(name))
             else:
-                values[key] = backend_state.published(self.state, name)
+                values[key] = views.published_backend(self.state, name)
         return self.news.notify(values)
 
     async def barrier(self) -> list[int]:

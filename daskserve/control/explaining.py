@@ -8,6 +8,7 @@ from daskserve.control import backend_verbs
 from daskserve.control.observed import Observed
 from daskserve.control.scaled import autoscaling_of, bounds_of
 from daskserve.control.state import State
+from daskserve.control.views import message_of
 from daskserve.errors import NotFoundError
 from daskserve.types import BackendTag, ReplicaState
 
@@ -53,7 +54,7 @@ def explain(state: State, observed: Observed, tag: BackendTag, now: float) -> di
         "events": [list(each) for each in backend.scalings],
         "target_capacity": backend.capacity,
         "target_capacity_direction": backend.capacity_direction,
-        "waiting": observed.waiting.get(tag, "") or backend.last_error,
+        "waiting": message_of(observed, backend),
     }
 
 

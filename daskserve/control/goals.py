@@ -9,11 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from daskserve.control.records import BackendRecord, Change, GoalRecord, GoalState, to_plain
+from daskserve.control.records import (
+    BackendRecord,
+    Change,
+    GoalRecord,
+    GoalState,
+    ReplicaRecord,
+    to_plain,
+)
 from daskserve.control.state import State
 from daskserve.errors import ServeError
 from daskserve.payload import dump_error
-from daskserve.types import GoalId
+from daskserve.types import GoalId, ReplicaState
 
 #: Finished goals kept for callers that ask late. They are dropped by the hundred, so that hardly any change
 #: pays for it.
@@ -68,6 +75,26 @@ def finish(goal: GoalRecord, error: ServeError | None = None) -> GoalRecord:
         return replace(goal, state=GoalState.DONE, previous=None, previous_endpoint=None)
     return replace(
         goal, state=GoalState.FAILED, previous=None, previous_endpoint=None, error=dump_error(error)
+    )
+
+
+def is_reached(backend: BackendRecord, replicas: Iterable[ReplicaRecord]) -> bool:
+    """Return whether what runs is what is wanted, and nothing else is left.
+
+    The autoscaler may be on its way to more replicas or fewer: those do not count.
+    """
+    known = list(replicas)
+    running = [each for each in known if each.state is ReplicaState.RUNNING]
+    others = len(known) - len(running)
+    if backend.scaled_to is not None and not backend.is_deleting:
+        is_there = len(running) >= backend.needed_replicas
+        others = sum(each.version != backend.version for each in known)
+    else:
+        is_there = len(running) == backend.num_replicas
+    return (
+        is_there
+        and not others
+        and all(each.version == backend.version and each.config_id == backend.config_id for each in running)
     )
 
 

@@ -89,8 +89,7 @@ def step(
         The last incarnation number in use.
     """
     result = HttpStep(incarnation=incarnation)
-    # A worker that joined again under its old address is used once the loss of its actors is handled.
-    usable = [each for each in observed.usable_workers() if each.address not in observed.lost_workers]
+    usable = observed.cleared_workers()
     slots = wanted_slots(location, usable, state, avoid)
     # The replacement of a proxy keeps a port that was chosen automatically.
     ports = {proxy.host: port or proxy.port for proxy in state.proxies.values() if port or proxy.port}

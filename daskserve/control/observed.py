@@ -67,6 +67,8 @@ class Notes:
         The earliest time to start another replica after that.
     waiting : str or None
         A text with the reason why replicas wait.
+    full_since : float or None
+        Since when a rollout has found no room for an additional replica, or has ``max_surge`` 0.
     deadlines : dict
         Deadlines of the goals that this step observed first.
     configured, reconfigure_failed : dict
@@ -76,9 +78,14 @@ class Notes:
     failures: int = 0
     retry_at: float | None = None
     waiting: str | None = None
+    full_since: float | None = None
     deadlines: dict[GoalId, float] = field(default_factory=dict)
     configured: dict[ReplicaTag, str] = field(default_factory=dict)
     reconfigure_failed: dict[ReplicaTag, BaseException] = field(default_factory=dict)
+
+    def is_pausing(self, now: float) -> bool:
+        """Return whether it is too early to start another replica after a failure."""
+        return self.retry_at is not None and self.retry_at > now
 
 
 @dataclass(slots=True)
@@ -104,6 +111,8 @@ class Observed:
     failures: dict[BackendTag, int] = field(default_factory=dict)
     #: Texts with the reason why a backend's replicas wait.
     waiting: dict[BackendTag, str] = field(default_factory=dict)
+    #: Since when a backend's rollout has found no room for an additional replica.
+    full_since: dict[BackendTag, float] = field(default_factory=dict)
     #: Whether the cluster removes empty workers, as under ``cluster.adapt()``.
     is_adaptive: bool = False
     #: The load that routers and replicas have reported.
@@ -125,6 +134,10 @@ class Observed:
             for address, info in self.workers.items()
             if address not in self.unresponsive and not info.is_retiring
         ]
+
+    def cleared_workers(self) -> list[WorkerInfo]:
+        """Return the usable workers without those that joined again before their loss was handled."""
+        return [info for info in self.usable_workers() if info.address not in self.lost_workers]
 
     def event_of(self, replica: ReplicaRecord) -> ReplicaEvent | None:
         """Return the event that has happened to a replica since its record was written; None without one.
@@ -153,13 +166,16 @@ class Observed:
 
     def notes(self, tag: BackendTag) -> Notes:
         """Return what is known of a backend, as the input of a step."""
-        return Notes(self.failures.get(tag, 0), self.retry_at.get(tag), self.waiting.get(tag))
+        return Notes(
+            self.failures.get(tag, 0), self.retry_at.get(tag), self.waiting.get(tag), self.full_since.get(tag)
+        )
 
     def learn(self, tag: BackendTag, notes: Notes) -> None:
         """Apply what a step of a backend has learnt."""
         _put(self.failures, tag, notes.failures or None)
         _put(self.retry_at, tag, notes.retry_at)
         _put(self.waiting, tag, notes.waiting)
+        _put(self.full_since, tag, notes.full_since)
         self.deadlines.update(notes.deadlines)
         # A replica may have answered again in the meantime; that answer stays for the next step.
         for replica, config_id in notes.configured.items():

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -65,6 +66,16 @@ class Trial:
             used[name] = used.get(name, 0) + count * amount
         self._counts[worker, backend] += count
         self._counts[worker, None] += count
+
+    @contextmanager
+    def without(self, replicas: Iterable[ReplicaRecord]) -> Iterator[None]:
+        """Leave out some placed replicas inside a ``with`` block."""
+        placed = [(each, each.worker) for each in replicas if each.worker is not None]
+        for each, worker in placed:
+            self.occupy(each.backend, worker, each.demand, -1)
+        yield
+        for each, worker in placed:
+            self.occupy(each.backend, worker, each.demand)
 
     def used(self, worker: WorkerAddress) -> Mapping[str, float]:
         """Return the amounts that the replicas on a worker occupy, by resource."""
@@ -124,10 +135,21 @@ def place(
     return min(candidates, key=rank).address
 
 
-def demand_of(backend: BackendRecord, replica: ReplicaRecord) -> Demand:
-    """Return the demand of a replica."""
+def room_for(ledger: Ledger, workers: Iterable[WorkerInfo], demand: Demand, most: int) -> int:
+    """Return how many replicas fit on these workers together; ``most`` is enough."""
+    found = 0
+    for worker in workers:
+        if found < most and worker.is_available and is_allowed(worker, demand.allowed_workers):
+            used = ledger.used(worker.address)
+            free = {name: amount - used.get(name, 0) for name, amount in capacity(worker).items()}
+            found += _fill(free, demand.amounts, most - found)
+    return found
+
+
+def demand_of(backend: BackendRecord) -> Demand:
+    """Return the demand of a new replica."""
     allowed = backend.actor_options.workers
-    return Demand(backend.tag, replica.demand, None if allowed is None else tuple(allowed))
+    return Demand(backend.tag, backend.actor_options.demand(), None if allowed is None else tuple(allowed))
 
 
 def workers_needed(waiting: Iterable[Demand], workers: Iterable[WorkerInfo]) -> int:
@@ -165,11 +187,11 @@ def workers_needed(waiting: Iterable[Demand], workers: Iterable[WorkerInfo]) -> 
 
 def _fill(free: dict[str, float], amounts: Mapping[str, float], count: int) -> int:
     """Subtract these amounts as often as they fit, at most ``count`` times; return the number of times."""
-    times = count
+    most: float = count
     for name, amount in amounts.items():
         if amount > 0:
-            times = min(times, int((free.get(name, 0) + TOLERANCE) // amount))
-    times = max(0, times)
+            most = min(most, (free.get(name, 0) + TOLERANCE) / amount)
+    times = max(0, math.floor(most))
     for name, amount in amounts.items():
         free[name] = free.get(name, 0) - times * amount
     return times

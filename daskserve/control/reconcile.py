@@ -169,7 +169,7 @@ class Reconciler:
     def _report(self) -> None:
         """Report what the instance uses to the scheduler, if that has changed."""
         waiting = [
-            demand_of(backend, replica)
+            demand_of(backend)
             for tag in self._observed.waiting
             if (backend := self._state.backends.get(tag)) is not None
             for replica in self._state.replicas_of(tag)

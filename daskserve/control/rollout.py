@@ -1,8 +1,9 @@
 """Decides which replicas to start and stop, so that a backend reaches its target version and number.
 
 New before old: a replica of an older version stops only after one of the target version runs, so the number
-of running replicas never falls below the target (``max_unavailable`` is 0). During a rollout, at most
-``max_surge`` additional replicas exist.
+of running replicas does not fall below the target. During a rollout, at most ``max_surge`` additional
+replicas exist. Where none of them has room, or ``max_surge`` is 0, `replica_to_drain` names one old replica
+after another whose room a new one takes; the new one runs before the next old one stops.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from daskserve.control.records import ReplicaRecord
+from daskserve.control.placement import Demand, Trial, room_for
+from daskserve.control.records import BackendRecord, ReplicaRecord
 from daskserve.control.replica_lifecycle import STOP_ORDER, WANTED_STATES
-from daskserve.types import ReplicaState, ReplicaTag, WorkerAddress
+from daskserve.types import ReplicaState, ReplicaTag, WorkerAddress, WorkerInfo
 
-MAX_SURGE = 1
+#: States that end without a further decision: a replica is about to run, or to leave room.
+PASSING_STATES = frozenset({ReplicaState.STARTING, ReplicaState.SHOULD_STOP, ReplicaState.STOPPING})
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +57,14 @@ def next_steps(
     version: str,
     replicas: Sequence[ReplicaRecord],
     *,
-    max_surge: int = MAX_SURGE,
+    max_surge: int,
     leaving: Collection[WorkerAddress] = (),
     burdens: Burdens = _NO_BURDENS,
 ) -> Steps:
     """Return the next steps towards ``wanted`` replicas of ``version``.
 
-    Replicas on workers that are ``leaving`` are treated like those of an older version.
+    Replicas on workers that are ``leaving`` are treated like those of an older version. They are replaced
+    before they stop even without a surge, because their room is lost.
     """
     live = [each for each in replicas if each.state in WANTED_STATES]
     new = [each for each in live if each.version == version and each.worker not in leaving]
@@ -74,8 +78,46 @@ def next_steps(
     serving_new = sum(each.state is ReplicaState.RUNNING for each in new)
     surplus = max(0, len(serving_old) + serving_new - wanted)
     stop = (*excess, *idle_old, *serving_old[:surplus])
-    room = wanted + (max_surge if old else 0) - (len(live) - len(stop))
+    surge = max(max_surge, any(each.worker in leaving for each in old)) if old else 0
+    room = wanted + surge - (len(live) - len(stop))
     return Steps(max(0, min(wanted - len(new), room)), stop)
+
+
+def replica_to_drain(
+    backend: BackendRecord,
+    replicas: Sequence[ReplicaRecord],
+    trial: Trial,
+    workers: Sequence[WorkerInfo],
+    demand: Demand,
+    ongoing: Mapping[ReplicaTag, float],
+) -> ReplicaRecord | None:
+    """Return the old replica that stops so that a new one takes its room; None if none should.
+
+    None should while another replica starts or stops, so that one at a time is missing, whatever fails. None
+    should either if a complete rollout would not fit.
+
+    Parameters
+    ----------
+    trial : Trial
+        The ledger; the same afterwards.
+    """
+    if any(each.state in PASSING_STATES for each in replicas):
+        return None
+    running = [each for each in replicas if each.state is ReplicaState.RUNNING]
+    old = [each for each in running if each.version != backend.version]
+    missing = max(1, backend.needed_replicas - (len(running) - len(old)))
+    with trial.without(old):
+        if room_for(trial, workers, demand, missing) < missing:
+            return None
+
+    by_address = {each.address: each for each in workers}
+
+    def makes_room(replica: ReplicaRecord) -> bool:
+        with trial.without([replica]):
+            here = by_address.get(replica.worker or "")
+            return here is not None and room_for(trial, [here], demand, 1) == 1
+
+    return min(filter(makes_room, old), key=lambda each: ongoing.get(each.tag, 0.0), default=None)
 
 
 def _expendable(replicas: Sequence[ReplicaRecord], count: int, burdens: Burdens) -> tuple[ReplicaRecord, ...]:

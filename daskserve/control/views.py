@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from daskserve.control import backend_state, backend_verbs, endpoint_state
+from daskserve.control import backend_verbs, endpoint_state
+from daskserve.control.backend_state import NEW_WORKER_S
 from daskserve.control.observed import Observed
 from daskserve.control.records import BackendRecord, GoalState, ProxyRecord
 from daskserve.control.state import State
@@ -23,14 +24,24 @@ def backend_status(state: State, observed: Observed, backend: BackendRecord) -> 
     """Return a backend's status, with the reason if it is not healthy."""
     replicas = state.replicas_of(backend.tag)
     running = sum(each.state is ReplicaState.RUNNING for each in replicas)
-    message = observed.waiting.get(backend.tag, "") or backend.last_error
     return {
         "status": status_word(observed, backend, running),
         "wanted": backend.num_replicas,
         "running": running,
         "version": backend.user_version or UNVERSIONED,
-        "message": message,
+        "message": message_of(observed, backend),
     }
+
+
+def message_of(observed: Observed, backend: BackendRecord) -> str:
+    """Return what an update does without room, what replicas wait for, or else why the last goal failed."""
+    found = [observed.waiting[backend.tag]] if backend.tag in observed.waiting else []
+    if backend.tag in observed.full_since:
+        surge = backend.config.surge(1)
+        cause = "no room for a new replica beside the old ones" if surge else "max_surge is 0"
+        late = f", once no worker has joined for {NEW_WORKER_S:g} s" if surge and observed.is_adaptive else ""
+        found.insert(0, f"{cause}: draining one old replica at a time{late}")
+    return "; ".join(found) or backend.last_error
 
 
 def status_word(observed: Observed, backend: BackendRecord, running: int) -> str:
@@ -157,6 +168,27 @@ def snapshot(state: State, instance: str) -> dict[str, Any]:
     return found
 
 
+def published_backend(state: State, tag: str) -> Any:
+    """Return the published value of a backend for routers; None if it is gone."""
+    backend = state.backends.get(tag)
+    if backend is None:
+        return None
+    value = {
+        "replicas": [
+            [each.tag, each.worker, each.incarnation]
+            for each in state.replicas_of(tag)
+            if each.state is ReplicaState.RUNNING
+        ],
+        "concurrency": backend.config.concurrency(),
+        "max_queued": backend.config.max_queued_requests,
+    }
+    if backend.autoscaling is not None:
+        value["autoscaled"] = True
+    if backend.capacity == 0:
+        value["off"] = True
+    return value
+
+
 #: The classic controller's introspection calls.
 VIEWS: Mapping[str, Callable[[State, Observed], Any]] = {
     "get_all_backends": lambda state, _: {
@@ -198,5 +230,5 @@ VIEWS: Mapping[str, Callable[[State, Observed], Any]] = {
     ),
     "goals": lambda state, _: goals(state),
     "list_deployments": lambda state, _: list_deployments(state),
-    "replica_sets": lambda state, _: {tag: backend_state.published(state, tag) for tag in state.backends},
+    "replica_sets": lambda state, _: {tag: published_backend(state, tag) for tag in state.backends},
 }

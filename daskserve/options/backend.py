@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, Field, model_validator
+from pydantic import AliasChoices, Field, field_validator, model_validator
 
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.base import CONTROLLER_ONLY, Options
+from daskserve.options.bounds import share_or_number
 from daskserve.options.credentials import masked, validated
 
 #: Concurrency of a replica whose callable is a plain function, and of one that is ``async def``.
@@ -73,6 +74,12 @@ class BackendConfig(Options):
         ge=-1,
         description="Maximum number of requests queued in a router for this backend; -1: no limit.",
     )
+    max_surge: Annotated[int | str, CONTROLLER_ONLY] = Field(
+        1,
+        description="Maximum number of additional replicas during an update: a number, or a percentage such "
+        'as ``"25%"``, rounded up. 0, or no room for an additional one: one old replica at a time stops, '
+        "and a new one takes its room.",
+    )
     user_config: Any = Field(None, description="Argument of the callable's ``reconfigure`` method.")
     experimental_graceful_shutdown_wait_loop_s: Annotated[float, CONTROLLER_ONLY] = Field(
         2,
@@ -130,6 +137,12 @@ class BackendConfig(Options):
         description="Set by daskserve; read-only for users.",
     )
 
+    @field_validator("max_surge", mode="before")
+    @classmethod
+    def _is_a_number_or_share(cls, value: Any) -> Any:
+        share_or_number(value, 1)
+        return value
+
     @model_validator(mode="before")
     @classmethod
     def _other_spellings(cls, values: Any) -> Any:
@@ -179,6 +192,10 @@ class BackendConfig(Options):
         """
         others = {n for n, each in type(self).model_fields.items() if CONTROLLER_ONLY in each.metadata}
         return self.model_dump(exclude={"user_config", *others}, **how)
+
+    def surge(self, replicas: int) -> int:
+        """Return how many more than these replicas may run during an update."""
+        return share_or_number(self.max_surge, replicas)
 
     def concurrency(self) -> int:
         """Return how many requests one replica may run, with the defaults filled in."""

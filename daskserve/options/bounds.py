@@ -6,6 +6,7 @@ Policies import this module, so it does not import pydantic.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Protocol
@@ -34,6 +35,23 @@ def share_of(replicas: int, capacity: float | None, multiple_of: int = 1) -> int
         share = math.ceil(round(groups * capacity / 100, 9))
         groups = max(share, 1) if capacity > 0 else 0
     return groups * multiple_of
+
+
+def share_or_number(value: Any, replicas: int) -> int:
+    """Return a number of replicas that is given as such, or as a percentage of ``replicas``, rounded up.
+
+    Raises
+    ------
+    ValueError
+        It is neither a whole number from 0 on nor a percentage such as ``"25%"``.
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    if isinstance(value, str) and (match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", value.strip())):
+        return math.ceil(round(replicas * float(match[1]) / 100, 9))
+    raise ValueError(
+        f'{value!r} is not a number of replicas; give a whole number from 0 on, or a percentage such as "25%"'
+    )
 
 
 def checked_capacity(percent: Any) -> float | None:

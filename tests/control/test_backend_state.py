@@ -14,13 +14,11 @@ from daskserve.control import endpoint_state
 from daskserve.control.backend_state import (
     MAX_START_RETRY_S,
     START_RETRY_S,
-    ReconfigureReplica,
-    StartReplica,
-    StopReplica,
-    published,
     replica_tag,
 )
 from daskserve.control.records import BackendRecord, GoalState, ReplicaRecord
+from daskserve.control.replica_actions import ReconfigureReplica, StartReplica, StopReplica
+from daskserve.control.views import published_backend
 from daskserve.errors import (
     DeployError,
     NoCapacityError,
@@ -778,12 +776,12 @@ def test_only_running_replicas_are_published_to_routers() -> None:
         replica("b#2", S.STARTING),
         replica("b#3", S.STOPPING),
     )
-    assert published(state, "b") == {
+    assert published_backend(state, "b") == {
         "replicas": [["b#1", "w1", 4]],
         "concurrency": 5,
         "max_queued": 9,
     }
-    assert published(state, "other") is None
+    assert published_backend(state, "other") is None
 
 
 def test_goals_fail_only_with_daskserve_errors() -> None:

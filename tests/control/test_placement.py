@@ -9,7 +9,7 @@ from control_harness import replica, state_of, worker
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daskserve.control.placement import Demand, capacity, explain, has_room, place, workers_needed
+from daskserve.control.placement import Demand, capacity, explain, has_room, place, room_for, workers_needed
 from daskserve.control.state import State
 
 ONE = Demand("b", {"CPU": 1.0})
@@ -157,3 +157,10 @@ def test_no_workers_are_requested_for_replicas_that_fit_on_none() -> None:
 
 def test_without_any_workers_one_is_requested() -> None:
     assert workers_needed([ONE] * 5, []) == 1
+
+
+def test_a_worker_without_a_memory_limit_has_room_for_any_memory() -> None:
+    demand = Demand("b", {"CPU": 1.0, "memory": 1e12})
+    kinds = [worker(1, threads=2, memory_bytes=0)]
+    assert workers_needed([demand] * 3, kinds) == 2
+    assert room_for(State(), kinds, demand, 5) == 2

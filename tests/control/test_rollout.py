@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from control_harness import replica
 from hypothesis import given
 from hypothesis import strategies as st
 
+from daskserve.control import rollout
 from daskserve.control.records import ReplicaRecord
 from daskserve.control.replica_lifecycle import STOP_ORDER, WANTED_STATES
-from daskserve.control.rollout import Burdens, Steps, next_steps
+from daskserve.control.rollout import Burdens, Steps
 from daskserve.types import ReplicaState as S
+
+next_steps = partial(rollout.next_steps, max_surge=1)
 
 
 def some(version: str, *states: S) -> list[ReplicaRecord]:

@@ -33,7 +33,10 @@ AUTOSCALING: dict[str, Any] = {
     "look_back_period_s": 3.0,
 }
 CONFIGS = st.sampled_from(["one", "two", None])
-OPTIONS: st.SearchStrategy[dict[str, float]] = st.sampled_from([{}, {}, {"num_cpus": 2}, {"num_gpus": 1}])
+OPTIONS: st.SearchStrategy[dict[str, float]] = st.sampled_from(
+    [{}, {}, {"num_cpus": 2}, {"num_cpus": 4}, {"num_gpus": 1}]
+)
+SURGES: st.SearchStrategy[int | str] = st.sampled_from([1, 1, 0, "50%"])
 ROUTES = st.sampled_from(["/x", "/y", None])
 TIMEOUT_S = 15.0
 
@@ -184,6 +187,7 @@ class ControlMachine(RuleBasedStateMachine):
         options=OPTIONS,
         route=ROUTES,
         seconds=SECONDS,
+        max_surge=SURGES,
     )
     def deploy(
         self,
@@ -195,6 +199,7 @@ class ControlMachine(RuleBasedStateMachine):
         options: dict[str, float],
         route: str | None,
         seconds: float,
+        max_surge: int | str = 1,
     ) -> None:
         spec = self._spec(
             tag,
@@ -202,7 +207,7 @@ class ControlMachine(RuleBasedStateMachine):
             version=version or f"unversioned-{self.world.request_id()}",
             user_version=version,
             prev_version=prev_version,
-            config=_counted(replicas),
+            config=_counted(replicas) | ({} if max_surge == 1 else {"max_surge": max_surge}),
             user_config=_pickled(user_config),
             actor_options=options,
         )

@@ -352,7 +352,7 @@ class Witness:
         self._record_goals()
 
     def _check_availability(self, before: Mapping[str, Record], changed: Mapping[str, Record | None]) -> None:
-        """Check that replicas left service only when others replaced them, or after a fault."""
+        """Check that replicas left service only if others replace them, make room for others, or failed."""
         leaving: dict[str, list[ReplicaRecord]] = {}
         for key, record in changed.items():
             old = before.get(key)
@@ -365,10 +365,20 @@ class Witness:
             if backend is None or backend.is_deleting:
                 continue
             serving = [each for each in self.replicas(tag) if each.state is ReplicaState.RUNNING]
-            if len(serving) < backend.num_replicas:
+            if len(serving) < backend.num_replicas and not self._makes_room(backend, replicas):
                 self.report(
                     f"{replicas} left for no reason; {backend.num_replicas} are wanted, {serving} stay"
                 )
+
+    def _makes_room(self, backend: BackendRecord, leaving: list[ReplicaRecord]) -> bool:
+        """Return whether one old replica makes room, and no other one is missing because of the update."""
+        others = [each for each in self.replicas(backend.tag) if each.tag != leaving[0].tag]
+        news = [each for each in others if each.version == backend.version]
+        return (
+            [each.version == backend.version for each in leaving] == [False]
+            and (bool(news) or backend.config.max_surge == 0)
+            and all(each.state in (ReplicaState.SHOULD_START, ReplicaState.RUNNING) for each in others)
+        )
 
     def _check_references(self, changed: Mapping[str, Record | None]) -> None:
         goals = {each.goal_id: each for each in self.of(GoalRecord)}
