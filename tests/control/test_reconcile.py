@@ -608,6 +608,45 @@ def test_a_new_version_that_fails_never_touches_the_old_one() -> None:
     play(scenario)
 
 
+def test_a_full_cluster_is_updated_while_all_replicas_but_one_serve() -> None:
+    async def scenario(stage: Stage) -> None:
+        options: dict[str, Any] = {"num_replicas": 2, "actor_options": {"num_cpus": 4}}
+        await stage.deploy("d", version="1", **options)
+        stage.start_s, stage.drain_s, fewest = 2.0, 3.0, 2
+        messages = set()
+        rolling = asyncio.create_task(stage.deploy("d", version="2", **options))
+        while not rolling.done():
+            await stage.clock.sleep(0.1)
+            published = (await stage.published("backend/d"))["replicas"]
+            fewest = min(fewest, len(published))
+            messages.add((await stage.call("status"))["backends"]["d"]["message"].partition(";")[0])
+        await rolling
+        assert fewest == 1
+        assert "no room for a new replica beside the old ones: draining one old replica at a time" in messages
+        assert len(stage.started) == 4
+        assert len(stage.replica_workers()) == 2
+
+    play(scenario, workers=2)
+
+
+def test_an_update_of_a_full_cluster_survives_its_controller_and_a_worker() -> None:
+    async def scenario(stage: Stage) -> None:
+        options: dict[str, Any] = {"num_replicas": 3, "actor_options": {"num_cpus": 4}}
+        await stage.deploy("d", version="1", **options)
+        stage.start_s = 2.0
+        rolling = asyncio.create_task(stage.deploy("d", version="2", **options))
+        await stage.until(lambda: len(stage.started) == 4)
+        await stage.crash_controller()
+        await stage.clock.sleep(5)
+        assert len(stage.running_of("d")) == 2
+        stage.cluster.add_worker()
+        await rolling
+        assert len(stage.running_of("d")) == 3
+        assert {each.version for each in stage.stored("replica").values()} == {"2"}  # type: ignore[union-attr]
+
+    play(scenario, workers=3)
+
+
 # ---- at rest
 
 
