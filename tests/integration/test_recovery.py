@@ -283,6 +283,14 @@ def test_waiting_replicas_make_an_adaptive_cluster_grow() -> None:
         assert len(set(running(client, "b"))) == 3
 
 
+def test_an_adaptive_cluster_without_workers_starts_its_first_one() -> None:
+    with nannied_cluster(0) as dask:
+        dask.cluster.adapt(minimum=0, maximum=2, interval="100ms", wait_count=2)
+        with serve.start(dask_client=dask, **EPHEMERAL) as client:
+            assert fetch(f"{serve_pids(client, num_replicas=1)}/e").status == 200
+            assert len(dask.scheduler_info(n_workers=-1)["workers"]) == 1
+
+
 def test_restarting_the_cluster_brings_all_deployments_back() -> None:
     with nannied_cluster(3) as dask, serve.start(dask_client=dask, **EPHEMERAL) as client:
         url = serve_pids(client)

@@ -63,7 +63,7 @@ class ControlMachine(RuleBasedStateMachine):
         location=st.sampled_from(["NoServer", "NoServer", "HeadOnly", "EveryNode", "EveryWorker"]),
         latency_s=st.sampled_from([0.0, 0.004, 0.02]),
         has_nannies=st.booleans(),
-        stock=st.sampled_from(["", "a", "d", "ad", "ad"]),
+        stock=st.sampled_from(["", "a", "d", "ad", "ad", "full", "full"]),
         focus=st.sampled_from([None, None, "a", "d"]),
     )
     def begin(
@@ -78,6 +78,7 @@ class ControlMachine(RuleBasedStateMachine):
     ) -> None:
         """Start an instance, with a backend and its endpoint (``a``), a deployment (``d``), or both.
 
+        ``full`` is a deployment that leaves no room on any worker.
         With a ``focus``, rules for any backend apply to that one.
         """
         self.focus = focus
@@ -87,7 +88,9 @@ class ControlMachine(RuleBasedStateMachine):
         if "a" in stock:
             self.create_backend("a", 2, "one", {}, 2.0)
             self.create_endpoint("e", "/y", "a", 0.1)
-        if "d" in stock:
+        if stock == "full":
+            self.deploy("d", "1", None, workers, "one", {"num_cpus": 4}, "/x", 2.0)
+        elif "d" in stock:
             self.deploy("d", "1", None, 2, "one", {}, "/x", 2.0)
 
     @property

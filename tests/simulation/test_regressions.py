@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from control_machine import ControlMachine
 
+from daskserve.types import ReplicaState
+
 
 @contextmanager
 def played(**given: Any) -> Iterator[ControlMachine]:
@@ -123,3 +125,29 @@ def test_a_version_that_does_not_start_gives_its_route_back() -> None:
         state.rest()
         assert any(each.route == "/elsewhere" for then in witness.history for each in then.endpoints.values())
         assert witness.wanted.endpoints == before
+
+
+@pytest.mark.parametrize("max_surge", [0, 1])
+@pytest.mark.parametrize("kind", ["restart", "suspend", "retire"])
+def test_an_update_of_a_full_cluster_survives_a_worker(kind: str, max_surge: int) -> None:
+    with played(stock="full", focus="d") as state:
+        state.script_starts("d", ["fail", "slow"])
+        state.deploy("d", "2", None, 3, None, {"num_cpus": 4}, "/x", 0.1, max_surge)
+        replicas = state.world.witness.replicas("d")
+        assert sorted(each.version for each in replicas) == ["1", "1", "2"]
+        state.harm_worker(0, kind, seconds=2.0)
+        state.harm_controller("kill", seconds=2.0)
+        assert any(each.state is ReplicaState.RUNNING for each in state.world.witness.replicas("d"))
+
+
+@pytest.mark.parametrize("max_surge", [0, 1])
+def test_a_version_that_never_starts_on_a_full_cluster_costs_one_replica(max_surge: int) -> None:
+    with played(stock="full", focus="d") as state:
+        state.script_starts("d", ["hang"] * 9)
+        state.deploy("d", "2", None, 3, None, {"num_cpus": 4}, "/x", 0.1, max_surge)
+        for _ in range(10):
+            running = [
+                each for each in state.world.witness.replicas("d") if each.state is ReplicaState.RUNNING
+            ]
+            assert [each.version for each in running] == ["1", "1"]
+            state.wait(1.0)

@@ -5,7 +5,8 @@ its actors, and the idle timeout ends the whole cluster. While instances run, th
 scheduler's decisions. Afterwards it restores them:
 
 - ``idle_timeout`` is suspended;
-- ``adaptive_target`` is never below the workers in use plus the workers that waiting replicas need;
+- ``adaptive_target`` is never below the workers in use plus the workers that waiting replicas need, nor below
+  one, which the controllers need;
 - ``retire_workers`` (called by adaptive scale-down, ``--lifetime`` and users) first lets the controllers move
   the worker's actors.
 
@@ -33,14 +34,32 @@ logger = logging.getLogger("daskserve.supervisor")
 #: second.
 ADAPTIVE_S = 60.0
 
+#: How long the first instance on a cluster without workers waits for a request that shows it is adaptive.
+REQUEST_WAIT_S = 2.5
+#: How often it looks for the first worker.
+FIRST_WORKER_POLL_S = 0.05
+
 Evacuate = Callable[[list[WorkerAddress]], Awaitable[None]]
 
 
 class Capacity:
-    """The workers that instances use and need, and the scheduler's decisions based on them."""
+    """The workers that instances use and need, and the scheduler's decisions based on them.
 
-    def __init__(self, scheduler: Scheduler, evacuate: Evacuate, became_adaptive: Callable[[], None]) -> None:
+    Parameters
+    ----------
+    has_instances
+        Returns whether any instance runs or starts.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        evacuate: Evacuate,
+        became_adaptive: Callable[[], None],
+        has_instances: Callable[[], bool],
+    ) -> None:
         self._scheduler: Any = scheduler
+        self._has_instances = has_instances
         self._evacuate = evacuate
         self._became_adaptive = became_adaptive
         #: When an adaptive cluster last requested its target.
@@ -121,7 +140,20 @@ class Capacity:
             # Dask counts Hosts as data that must fit on the workers that may leave, so it never releases the
             # last one of them.
             by_tasks = min(by_tasks, len(workers) - len(self._empty()))
-        return max(by_tasks, len(self.in_use())) + self.workers_wanted()
+        return max(max(by_tasks, len(self.in_use())) + self.workers_wanted(), int(self._has_instances()))
+
+    async def wait_for_worker(self, timeout_s: float) -> None:
+        """Return once there is a worker, or once none can be expected any more.
+
+        An adaptive cluster without workers starts one when it next requests its target.
+        """
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        while not self._scheduler.workers:
+            limit_s = timeout_s if self.is_adaptive else min(timeout_s, REQUEST_WAIT_S)
+            if loop.time() - began >= limit_s:
+                return
+            await asyncio.sleep(FIRST_WORKER_POLL_S)
 
     def _has_tasks(self) -> bool:
         scheduler = self._scheduler

@@ -77,7 +77,12 @@ class Supervisor(SchedulerPlugin):
         self._splices = Splices(scheduler, self._hosts)
         self._topics = EndedTopics(scheduler, self._is_anywhere)
         adaptive = {"kind": WORKERS, "joined": [], "left": [], "is_adaptive": True}
-        self._capacity = Capacity(scheduler, self._evacuate, lambda: self._publish(None, adaptive))
+        self._capacity = Capacity(
+            scheduler,
+            self._evacuate,
+            became_adaptive=lambda: self._publish(None, adaptive),
+            has_instances=lambda: bool(self._instances),
+        )
         self._targets = Targets(scheduler, self._hosts.facts_of)
         self._scaling = ScaleRoute(scheduler, self._instances, self._hosts)
         self._controllers = ControllerKeeper(
@@ -336,11 +341,15 @@ class Supervisor(SchedulerPlugin):
                 self._scaling.install()
                 self._watching = self._tasks.spawn(self._controllers.watch())
         if not entry.is_ending:
-            waiting = entry.awaiting_hosts = asyncio.create_task(self._hosts.ready(timeout_s))
+            waiting = entry.awaiting_hosts = asyncio.create_task(self._first_hosts(timeout_s))
             await asyncio.wait({waiting})
             if not entry.is_ending:
                 return await waiting
         raise InstanceError(f"Instance {entry.name!r} was ended while it was being started.")
+
+    async def _first_hosts(self, timeout_s: float) -> None:
+        await self._capacity.wait_for_worker(timeout_s)
+        await self._hosts.ready(timeout_s)
 
     async def _admit(self, worker: WorkerAddress) -> None:
         if self._client is None or self._client.status != "running":

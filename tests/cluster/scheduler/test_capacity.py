@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from daskserve.cluster.base import UseReport
-from daskserve.cluster.scheduler.capacity import ADAPTIVE_S, Capacity
+from daskserve.cluster.scheduler.capacity import ADAPTIVE_S, REQUEST_WAIT_S, Capacity
 from daskserve.cluster.scheduler.hosts import HOST_KEY
 from daskserve.testing import run_virtual
 
@@ -36,6 +36,7 @@ class Scheduler:
         #: Dask's own target.
         self.by_tasks = 1
         self.held: set[str] = set()
+        self.instances: list[str] = []
         self.handlers: dict[str, Any] = {
             "adaptive_target": lambda *args, **kwargs: self.by_tasks,
             "retire_workers": None,
@@ -57,7 +58,12 @@ def became_adaptive() -> list[bool]:
 
 @pytest.fixture
 def capacity(scheduler: Any, became_adaptive: list[bool]) -> Capacity:
-    capacity = Capacity(scheduler, _evacuate, lambda: became_adaptive.append(True))
+    capacity = Capacity(
+        scheduler,
+        _evacuate,
+        became_adaptive=lambda: became_adaptive.append(True),
+        has_instances=lambda: bool(scheduler.instances),
+    )
     capacity.install()
     return capacity
 
@@ -104,6 +110,53 @@ def test_a_worker_that_holds_only_a_host_may_be_closed(capacity: Capacity, sched
     assert capacity.adaptive_target() == 1
     scheduler.workers[W2].has_what.append(SimpleNamespace(key=("data of a user", 1)))
     assert capacity.adaptive_target() == 2
+
+
+def test_an_instance_needs_a_worker_even_before_it_has_a_controller(
+    capacity: Capacity, scheduler: Any
+) -> None:
+    scheduler.workers.clear()
+    scheduler.by_tasks = 0
+    assert capacity.adaptive_target() == 0
+    scheduler.instances.append("a")
+    assert capacity.adaptive_target() == 1
+    capacity.report("a", UseReport(in_use=frozenset({W1, W2})))
+    assert capacity.adaptive_target() == 2
+
+
+@pytest.mark.parametrize("is_adaptive", [False, True])
+def test_the_first_instance_waits_for_the_worker_of_an_adaptive_cluster(
+    capacity: Capacity, scheduler: Any, is_adaptive: bool
+) -> None:
+    async def main() -> None:
+        workers = dict(scheduler.workers)
+        scheduler.workers.clear()
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        waiting = asyncio.create_task(capacity.wait_for_worker(60.0))
+        await asyncio.sleep(REQUEST_WAIT_S - 1)
+        if is_adaptive:
+            scheduler.handlers["adaptive_target"]()
+            await asyncio.sleep(30.0)
+            assert not waiting.done()
+            scheduler.workers.update(workers)
+        await waiting
+        assert loop.time() - began == pytest.approx(REQUEST_WAIT_S + (29.0 if is_adaptive else 0.0), abs=0.1)
+
+    run_virtual(main)
+
+
+def test_an_adaptive_cluster_has_until_the_timeout_to_start_a_worker(
+    capacity: Capacity, scheduler: Any
+) -> None:
+    async def main() -> None:
+        scheduler.workers.clear()
+        scheduler.handlers["adaptive_target"]()
+        began = asyncio.get_running_loop().time()
+        await capacity.wait_for_worker(20.0)
+        assert asyncio.get_running_loop().time() - began == pytest.approx(20.0, abs=0.1)
+
+    run_virtual(main)
 
 
 @pytest.mark.parametrize("what", ["queued", "unrunnable", "processing", "more wanted"])
