@@ -17,6 +17,8 @@ from daskserve.types import BackendTag, ReplicaTag
 if TYPE_CHECKING:
     from daskserve.options.autoscaling import AutoscalingConfig
 
+#: Tolerance of delays: without it, a tick that is early by a rounding error would cost a whole interval.
+TOLERANCE_S = 1e-6
 #: Tolerance for floating-point sums: a rounding error must not add a replica.
 ROUNDING = 1e-9
 
@@ -120,6 +122,16 @@ class AutoscalingContext:
     raw_metrics: Mapping[str, Mapping[ReplicaTag, float]] = field(default_factory=dict)
     aggregated_metrics: Mapping[str, Mapping[ReplicaTag, float]] = field(default_factory=dict)
     bounds: Bounds | None = None
+
+    def is_idle_for(self, delay_s: float) -> bool:
+        """Return whether no request has run, waited or ended for this time."""
+        since = self.idle_since
+        return since is not None and self.current_time - since >= delay_s - TOLERANCE_S
+
+    @property
+    def may_go_to_zero(self) -> bool:
+        """Whether zero replicas are allowed and the backend was idle for ``downscale_to_zero_delay_s``."""
+        return self.min_replicas == 0 and self.is_idle_for(self.config.zero_delay_s)
 
     @property
     def total_running_requests(self) -> float:

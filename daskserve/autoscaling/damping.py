@@ -2,8 +2,9 @@
 
 A policy must want more, or fewer, replicas for the whole delay before anything changes. If one check
 disagrees, the delay restarts. A step down removes only replicas that were unneeded throughout the look-back
-period. The last replica stops only after a time without requests. From zero there is no delay, because a
-request is already waiting.
+period. The last replica stops only after a time without requests. If this time is the shorter delay, it
+applies to several replicas as well: they go to one, and then to zero. From zero there is no delay, because
+a request is already waiting.
 
 The state is plain numbers that a new controller may lose. It then only waits a little longer.
 """
@@ -14,11 +15,8 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 
-from daskserve.autoscaling.context import ROUNDING, AutoscalingContext
+from daskserve.autoscaling.context import ROUNDING, TOLERANCE_S, AutoscalingContext
 from daskserve.options.autoscaling import AutoscalingConfig
-
-#: Tolerance of delays: without it, a tick that is early by a rounding error would cost a whole interval.
-TOLERANCE_S = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +94,9 @@ class Delays:
             self.down_since = now
         if present == damping.multiple_of:
             return self._to_zero(context, damping)
+        zero_delay_s = damping.zero_delay_s
+        if wanted == 0 and zero_delay_s < damping.downscale_delay_s and context.is_idle_for(zero_delay_s):
+            return damping.multiple_of, f"{damping.multiple_of} first"
         return self._down(now - self.down_since, present, wanted, damping)
 
     def _remember(self, now: float, wanted: int, period_s: float) -> None:
@@ -145,8 +146,8 @@ class Delays:
         if context.idle_since is None:
             kept = "the last one stays" if last == 1 else f"the last {last} stay"
             return last, f"{kept} while there are requests"
-        idle_s = context.current_time - context.idle_since
-        if idle_s < damping.zero_delay_s - TOLERANCE_S:
+        if not context.is_idle_for(damping.zero_delay_s):
+            idle_s = context.current_time - context.idle_since
             event = "the last one stops" if last == 1 else f"the last {last} stop"
             return last, f"idle for {idle_s:.0f} of {damping.zero_delay_s:g} s before {event}"
         return 0, ""

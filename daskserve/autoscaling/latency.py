@@ -47,6 +47,8 @@ def latency_objective(objective_s: float, quantile: float = 0.95) -> Policy:
             return Decision(1 if waiting > 0 else 0, f"{waiting:g} requests wait", context.state)
         if not context.samples:
             return Decision(present, "no metrics yet since the last change", context.state)
+        if context.may_go_to_zero:  # though the mean may contain requests from before
+            return Decision(0, f"no requests for {context.config.zero_delay_s:g} s: 0", context.state)
         rate = sum([each.rate for each in context.samples]) / len(context.samples)
         taken_s = _latency(context, rate, quantile, objective_s)
         if taken_s is None:

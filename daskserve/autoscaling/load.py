@@ -60,6 +60,8 @@ def _target_ongoing(context: AutoscalingContext) -> Decision:
     samples = context.samples
     if not samples:
         return _no_metrics(context)
+    if context.may_go_to_zero:  # though the mean may contain requests from before
+        return Decision(0, f"no requests for {context.config.zero_delay_s:g} s: 0", context.state)
     if context.target_num_replicas == 0:
         samples = samples[-1:]  # without replicas the queue only grows, so only its newest length counts
     queueing = [each for each in context.samples if each.queued > 0]

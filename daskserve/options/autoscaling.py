@@ -99,7 +99,7 @@ class AutoscalingConfig(Options):
     downscale_to_zero_delay_s: float | None = Field(
         None,
         ge=0,
-        description="How long a backend must be idle before its last replica stops, in seconds. None: "
+        description="How long a backend must be idle before it scales to zero, in seconds. None: "
         "``downscale_delay_s``.",
     )
     burst_window_s: float | None = Field(

@@ -160,6 +160,31 @@ def test_scaling_to_zero_has_its_own_delay() -> None:
     assert bench.changes == [(21, 0)]
 
 
+@pytest.mark.parametrize("policy", ["target_ongoing_requests", "latency"])
+def test_scaling_to_zero_keeps_its_own_delay_after_a_burst(policy: str) -> None:
+    """Neither the delay of other steps down nor the load of the look-back period counts."""
+    kwargs = {"policy_kwargs": {"objective_s": 0.1}} if policy == "latency" else {}
+    bench = Bench(
+        policy=policy, target=5, min_replicas=0, max_replicas=9, downscale_delay_s=600,
+        downscale_to_zero_delay_s=10, look_back_period_s=30, upscale_delay_s=600, **kwargs,
+    )  # fmt: skip
+    bench.run(20, ongoing=10, rate=10)
+    assert "before going down from 5" in bench.run(10).reason
+    assert "; 1 first" in bench.tick().reason
+    bench.tick()
+    assert bench.changes == [(31, 1), (32, 0)]
+    bench.run(100)
+    assert len(bench.changes) == 2
+
+
+def test_a_longer_delay_to_zero_counts_from_the_last_request() -> None:
+    bench = Bench(target=5, min_replicas=0, max_replicas=9, downscale_delay_s=3, downscale_to_zero_delay_s=60)
+    bench.run(20, ongoing=10, rate=10)
+    bench.run(100)
+    assert bench.changes[-1] == (20 + 60 + 1, 0)
+    assert bench.changes[-2][1] == 1
+
+
 def test_missing_metrics_keep_the_last_replica() -> None:
     """Stale metrics do not count as idle."""
     bench = Bench(policy=wants(0), min_replicas=0, max_replicas=2, downscale_delay_s=30)

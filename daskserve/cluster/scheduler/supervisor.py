@@ -324,6 +324,10 @@ class Supervisor(SchedulerPlugin):
     # Acting
 
     async def _hosts_ready(self, entry: Instance, timeout_s: float) -> None:
+        async def ready() -> None:
+            await self._capacity.wait_for_worker(timeout_s)
+            await self._hosts.ready(timeout_s)
+
         async with self._lock:
             if self._client is None:
                 self._client = Client(
@@ -341,15 +345,11 @@ class Supervisor(SchedulerPlugin):
                 self._scaling.install()
                 self._watching = self._tasks.spawn(self._controllers.watch())
         if not entry.is_ending:
-            waiting = entry.awaiting_hosts = asyncio.create_task(self._first_hosts(timeout_s))
+            waiting = entry.awaiting_hosts = asyncio.create_task(ready())
             await asyncio.wait({waiting})
             if not entry.is_ending:
                 return await waiting
         raise InstanceError(f"Instance {entry.name!r} was ended while it was being started.")
-
-    async def _first_hosts(self, timeout_s: float) -> None:
-        await self._capacity.wait_for_worker(timeout_s)
-        await self._hosts.ready(timeout_s)
 
     async def _admit(self, worker: WorkerAddress) -> None:
         if self._client is None or self._client.status != "running":
