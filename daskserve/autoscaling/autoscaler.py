@@ -102,6 +102,8 @@ class Autoscaler:
         self._last_up: float | None = None
         self._last_down: float | None = None
         self._delays = Delays()
+        #: Whether the target was 0 and no replica has run since.
+        self._is_waking = False
         #: The last failure that was logged, so that a lasting one is not logged every second.
         self._logged = ""
         self.configure(config, policy=policy, damping=damping)
@@ -222,6 +224,7 @@ class Autoscaler:
     ) -> AutoscalingContext:
         """Return the context for a policy; see `step` for the parameters."""
         self._follow_target(target, now)
+        self._is_waking &= current == 0 < target
         horizon = now - self._damping.look_back_period_s
         while self._samples and self._samples[0].at <= horizon:
             self._samples.popleft()
@@ -246,6 +249,7 @@ class Autoscaler:
             custom.newest,
             custom.aggregated,
             self._bounds if bounds is None else bounds,
+            self._is_waking,
         )
 
     def _follow_target(self, target: int, now: float) -> None:
@@ -253,6 +257,7 @@ class Autoscaler:
         before, self._target = self._target, target
         if before is None or before == target:
             return
+        self._is_waking |= before == 0
         if target > before:
             self._last_up = now
         else:

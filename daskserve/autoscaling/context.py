@@ -102,6 +102,8 @@ class AutoscalingContext:
         The same metrics, each aggregated over the samples with the config's ``aggregation_function``.
     bounds : Bounds or None
         The bounds that the result is clamped to; None for the config's.
+    is_waking : bool
+        Whether the target was 0 until a moment ago, and no replica runs yet.
     """
 
     name: BackendTag
@@ -122,6 +124,7 @@ class AutoscalingContext:
     raw_metrics: Mapping[str, Mapping[ReplicaTag, float]] = field(default_factory=dict)
     aggregated_metrics: Mapping[str, Mapping[ReplicaTag, float]] = field(default_factory=dict)
     bounds: Bounds | None = None
+    is_waking: bool = False
 
     def is_idle_for(self, delay_s: float) -> bool:
         """Return whether no request has run, waited or ended for this time."""
@@ -186,7 +189,7 @@ class AutoscalingContext:
             The error of the load, in replicas, which widens the tolerance.
         """
         now = self.target_num_replicas
-        if now <= 0:
+        if now <= 0 or (self.is_waking and load > now):
             return math.ceil(load - ROUNDING)
         band = 1 + (self.config.hysteresis if hysteresis is None else hysteresis)
         if load > now:

@@ -4,7 +4,7 @@ A policy must want more, or fewer, replicas for the whole delay before anything 
 disagrees, the delay restarts. A step down removes only replicas that were unneeded throughout the look-back
 period. The last replica stops only after a time without requests. If this time is the shorter delay, it
 applies to several replicas as well: they go to one, and then to zero. From zero there is no delay, because
-a request is already waiting.
+a request is already waiting; nor until the first replica runs, because the others are late already.
 
 The state is plain numbers that a new controller may lose. It then only waits a little longer.
 """
@@ -82,7 +82,7 @@ class Delays:
         if wanted == present:
             self.reset()
             return present, ""
-        if present == 0:
+        if present == 0 or (context.is_waking and wanted > present):
             return wanted, ""
         if wanted > present:
             self.down_since = None

@@ -46,7 +46,7 @@ def _classic(context: AutoscalingContext) -> Decision:
     if not context.samples:
         return _no_metrics(context)
     combine = _COMBINE[config.aggregation_function]
-    total = combine([each.ongoing + each.queued for each in context.samples])
+    total = combine([each.ongoing + each.queued for each in _counting(context)])
     wanted = context.whole_replicas(total / config.target_ongoing_requests, hysteresis=0)
     return Decision(wanted, _reason(context, total, wanted))
 
@@ -57,13 +57,11 @@ def target_ongoing_requests() -> Policy:
 
 
 def _target_ongoing(context: AutoscalingContext) -> Decision:
-    samples = context.samples
-    if not samples:
+    if not context.samples:
         return _no_metrics(context)
     if context.may_go_to_zero:  # though the mean may contain requests from before
         return Decision(0, f"no requests for {context.config.zero_delay_s:g} s: 0", context.state)
-    if context.target_num_replicas == 0:
-        samples = samples[-1:]  # without replicas the queue only grows, so only its newest length counts
+    samples = _counting(context)
     queueing = [each for each in context.samples if each.queued > 0]
     each_runs = _each_runs(context, queueing)
     state = {"each_runs": each_runs} if each_runs > 0 else {}
@@ -85,6 +83,13 @@ def _target_ongoing(context: AutoscalingContext) -> Decision:
                     most, _reason(context, burst.requests, most, burst.flow, burst_s), state, True
                 )
     return Decision(wanted, _reason(context, load.requests, wanted, load.flow), state)
+
+
+def _counting(context: AutoscalingContext) -> Sequence[Sample]:
+    """Return the samples that count: the newest one of a backend at zero, because its queue only grows."""
+    if context.target_num_replicas == 0 or context.is_waking:
+        return context.samples[-1:]
+    return context.samples
 
 
 def _uncertainty(context: AutoscalingContext, samples: Sequence[Sample]) -> float:

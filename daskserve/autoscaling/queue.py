@@ -24,7 +24,7 @@ def queue(
         present, target = context.target_num_replicas, context.config.target_ongoing_requests
         if not context.samples:
             return Decision(present, "no metrics yet")
-        samples = context.samples if present > 0 else context.samples[-1:]
+        samples = context.samples[-1:] if present == 0 or context.is_waking else context.samples
         aggregate = AGGREGATIONS[context.config.aggregation_function]
         requests = aggregate(each.ongoing + each.queued for each in samples)
         backlog = samples[-1].backlog

@@ -18,7 +18,7 @@ from daskserve.control.records import (
     Record,
     ReplicaRecord,
 )
-from daskserve.types import BackendTag, EndpointTag, ReplicaTag, WorkerAddress
+from daskserve.types import BackendTag, EndpointTag, ReplicaState, ReplicaTag, WorkerAddress
 
 _REPLICA = "replica/"
 
@@ -69,6 +69,11 @@ class State:
         """Return whether the autoscaler has scaled a backend to zero."""
         known = self.backends.get(backend)
         return known is not None and known.scaled_to == 0
+
+    def has_running(self, backend: BackendTag) -> bool:
+        """Return whether any replica of a backend runs."""
+        tags = self._replicas_of.get(backend, ())
+        return any(self.replicas[tag].state is ReplicaState.RUNNING for tag in tags)
 
     def autoscaled(self) -> Set[BackendTag]:
         """Return the backends that have an autoscaler."""

@@ -199,6 +199,29 @@ def test_from_zero_the_backlog_starts_replicas_at_once() -> None:
     assert bench.tick(queued=50).replicas == 25
 
 
+@pytest.mark.parametrize("policy", ["target_ongoing_requests", "classic"])
+def test_requests_that_wait_before_the_first_replica_runs_start_theirs_at_once(policy: str) -> None:
+    """The first report may show one request of a burst."""
+    bench = Bench(
+        policy=policy, target=0, min_replicas=0, max_replicas=100, upscale_delay_s=600, smoothing_factor=0.5,
+        max_upscale_factor=2,
+    )  # fmt: skip
+    bench.run(5)
+    bench.tick(queued=1, current=0)
+    bench.tick(queued=50, current=0)
+    bench.tick(queued=60, current=0)
+    assert [number for _, number in bench.changes] == [1, 25, 30]
+    bench.tick(queued=90, current=1)
+    assert bench.target == 30, "from the first running replica on, delays count"
+
+
+def test_replicas_that_are_lost_do_not_make_waiting_requests_urgent() -> None:
+    bench = Bench(target=3, min_replicas=0, max_replicas=100, upscale_delay_s=600)
+    bench.run(5, ongoing=6, rate=1)
+    bench.run(5, queued=50, current=0)
+    assert bench.changes == []
+
+
 def test_from_zero_waiting_requests_override_every_policy() -> None:
     bench = Bench(policy=wants(0), target=0, min_replicas=0, max_replicas=9, upscaling_factor=3)
     step = bench.tick(queued=1)

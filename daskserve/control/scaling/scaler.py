@@ -39,6 +39,8 @@ logger = logging.getLogger("daskserve.autoscaling")
 #: How often these policies run for an idle backend that is already at its minimum.
 RESTING_S = 5.0
 BY_LOAD_ONLY = frozenset({"target_ongoing_requests", "classic", "latency"})
+#: When to check a backend without running replicas again whose last decision is about to be applied.
+STARVED_RETRY_S = 0.1
 #: A decision that is not applied within this time is repeated. The store may be unavailable, for example.
 PENDING_S = 5.0
 
@@ -124,10 +126,11 @@ class Scaler:
         self._wake.set()
 
     def notify_load(self, backends: Iterable[BackendTag]) -> None:
-        """Check those of these backends now that were idle or have no replica."""
+        """Check those of these backends now that were idle or have no running replica."""
         for tag in backends:
             entry = self._entries.get(tag)
-            if entry is None or entry.is_resting or self._state.is_at_zero(tag):
+            is_starved = self._state.is_at_zero(tag) or not self._state.has_running(tag)
+            if entry is None or entry.is_resting or is_starved:
                 self._wake.set()
                 if entry is not None and not self._groups.check_now(tag):
                     entry.due = self._clock.now()
@@ -186,6 +189,8 @@ class Scaler:
         if backend is None or backend.is_deleting:
             return
         if self._is_pending(backend):
+            if not self._state.has_running(tag):
+                entry.due = now + min(STARVED_RETRY_S, entry.due - now)  # more requests may wait by now
             return
         await self._configure(backend, entry)
         if entry.config is not None and entry.config.group is not None:

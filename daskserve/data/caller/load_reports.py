@@ -1,8 +1,8 @@
 """Reports of queued and in-flight requests to the controller, for the backends that are autoscaled.
 
 While requests wait or are in flight, a process sends one message a second for all backends, and one more
-when they have ended. An idle process sends nothing. A request that finds no replica is reported at once, so a
-backend with zero replicas starts within the second.
+when they have ended. An idle process sends nothing. Requests that find no replica are reported at once, so a
+backend with zero replicas starts as many as they need within the second.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ logger = logging.getLogger("daskserve.router")
 PERIOD_S = 1.0
 #: Period while requests wait without replicas: their number decides how many replicas start.
 STARVING_PERIOD_S = 0.25
+#: Delay of an urgent report: the first one from a burst should count all of it.
+GATHER_S = 0.02
 #: Delay before the next report after one failed, for example because the controller is being replaced.
 REPORT_RETRY_S = 0.1
 #: Timeout of a report; a healthy controller answers sooner.
@@ -92,6 +94,8 @@ class LoadReports:
     async def _run(self) -> None:
         while not self._cluster.is_ended and (queues := self._autoscaled()):
             pause_s = PERIOD_S
+            if self._is_urgent.is_set():
+                await self._clock.sleep(GATHER_S)
             self._is_urgent.clear()
             loads = {
                 tag: [each.waiting, each.in_flight]

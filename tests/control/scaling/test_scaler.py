@@ -76,6 +76,23 @@ def test_a_backend_at_zero_is_healthy_and_starts_as_soon_as_a_request_waits() ->
     play(scenario)
 
 
+def test_a_burst_at_zero_starts_all_its_replicas_before_the_first_one_runs() -> None:
+    """The first report shows only one request, and others follow while that decision is being applied."""
+
+    async def scenario(stage: Stage) -> None:
+        await stage.create(autoscaling_config={**QUICK, "upscale_delay_s": 600.0})
+        await stage.clock.sleep(20.5)
+        stage.start_s = 2.0
+        for waiting in (1, 2, 4):
+            await report(stage, waiting)
+            await stage.clock.sleep(0.001)
+        await stage.until(lambda: recorded(stage).scaled_to == 4, timeout_s=0.2)
+        await stage.until(lambda: len(stage.started) == 4, timeout_s=0.1)
+        assert not stage.running
+
+    play(scenario)
+
+
 def test_the_target_and_its_reason_outlive_the_controller() -> None:
     async def scenario(stage: Stage) -> None:
         await stage.create(autoscaling_config={**QUICK, "downscale_delay_s": 600.0})

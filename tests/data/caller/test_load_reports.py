@@ -12,7 +12,7 @@ import pytest
 from daskserve.clock import LoopClock
 from daskserve.cluster.base import Cluster
 from daskserve.cluster.long_poll import LongPollClient
-from daskserve.data.caller.load_reports import PERIOD_S, STARVING_PERIOD_S, LoadReports
+from daskserve.data.caller.load_reports import GATHER_S, PERIOD_S, STARVING_PERIOD_S, LoadReports
 from daskserve.data.caller.router import Routers
 from daskserve.errors import NotRunningError, ReplicaBusyError, UnavailableError
 from daskserve.testing import run_virtual
@@ -90,8 +90,7 @@ def test_nothing_is_reported_if_no_backend_is_autoscaled() -> None:
         assert len(asyncio.all_tasks()) == 1
         queue.is_autoscaled = True
         reports.poke(is_urgent=False)
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
+        await asyncio.sleep(2 * GATHER_S)
         assert len(controller.reports) == 1
         queue.is_autoscaled = False
         await asyncio.sleep(2 * PERIOD_S)
@@ -112,7 +111,7 @@ def test_a_request_without_replicas_is_reported_at_once_and_more_often() -> None
         await asyncio.sleep(0.6 * STARVING_PERIOD_S)
         queue.waiting = 50
         await asyncio.sleep(0.6 * STARVING_PERIOD_S)
-        first = 0.5 * PERIOD_S
+        first = 0.5 * PERIOD_S + GATHER_S
         assert controller.reports == [(first, {"b": [1, 0]}), (first + STARVING_PERIOD_S, {"b": [50, 0]})]
         reports.close()
 
@@ -162,16 +161,18 @@ def test_requests_to_a_backend_without_replicas_are_reported_together_at_once(is
         if is_known:
             replicas.update(NOTHING)
             await asyncio.sleep(0.5)
-        requests = [
-            asyncio.create_task(replicas.send(Envelope(EnvelopeKind.CALL, {}), nothing, keep))
-            for _ in range(3)
-        ]
+        requests = []
+        for _ in range(3):
+            request = replicas.send(Envelope(EnvelopeKind.CALL, {}), nothing, keep)
+            requests.append(asyncio.create_task(request))
+            if is_known:
+                await asyncio.sleep(0.4 * GATHER_S)
         if not is_known:
             await asyncio.sleep(0.5)
             assert controller.reports == []
             replicas.update(NOTHING)
-        await asyncio.sleep(0.01)
-        assert controller.reports == [(0.5, {"b": [3, 0]})]
+        await asyncio.sleep(1.1 * GATHER_S)
+        assert controller.reports == [(pytest.approx(0.5 + GATHER_S), {"b": [3, 0]})]
         routers.close()
         outcomes = await asyncio.gather(*requests, return_exceptions=True)
         assert all(isinstance(each, UnavailableError) for each in outcomes)
