@@ -47,7 +47,7 @@ def share_or_number(value: Any, replicas: int) -> int:
     """
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
-    if isinstance(value, str) and (match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", value.strip())):
+    if isinstance(value, str) and (match := re.fullmatch(r"([0-9]{1,5}(?:\.[0-9]+)?) ?%", value)):
         return math.ceil(round(replicas * float(match[1]) / 100, 9))
     raise ValueError(
         f'{value!r} is not a number of replicas; give a whole number from 0 on, or a percentage such as "25%"'

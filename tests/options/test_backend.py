@@ -112,3 +112,19 @@ def test_a_function_that_cannot_be_pickled_is_refused() -> None:
 
     with pytest.raises(BadRequestError, match=r"policy cannot be pickled.*import path"):
         split_config(BackendConfig(autoscaling_config={"policy": locked}))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("max_surge", "replicas", "surge"),
+    [(0, 5, 0), (3, 1, 3), ("25%", 4, 1), ("25%", 5, 2), ("0%", 5, 0), ("120.5 %", 10, 13), ("10%", 10, 1)],
+)
+def test_the_surge_is_a_number_or_a_percentage_rounded_up(
+    max_surge: int | str, replicas: int, surge: int
+) -> None:
+    assert BackendConfig(max_surge=max_surge).surge(replicas) == surge
+
+
+@pytest.mark.parametrize("max_surge", [-1, True, 1.5, "1", "-5%", "%", "1e3%", "9" * 400 + "%", None])
+def test_any_other_surge_is_refused(max_surge: Any) -> None:
+    with pytest.raises(ValidationError, match=r'a whole number from 0 on, or a percentage such as "25%"'):
+        BackendConfig(max_surge=max_surge)
