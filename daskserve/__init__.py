@@ -14,15 +14,23 @@ if TYPE_CHECKING:
     from daskserve.autoscaling.context import AutoscalingContext, Decision
     from daskserve.client.api import (
         connect,
+        connect_async,
         explain,
+        explain_async,
         run,
+        run_async,
         scale,
+        scale_async,
         set_target_capacity,
+        set_target_capacity_async,
         shutdown,
+        shutdown_async,
         start,
+        start_async,
         status,
+        status_async,
     )
-    from daskserve.client.client import Client
+    from daskserve.client.client import AsyncClient, Client
     from daskserve.client.deployments import Application, Deployment, deployment
     from daskserve.client.explanation import Explanation
     from daskserve.client.status import Status
@@ -43,18 +51,27 @@ if TYPE_CHECKING:
 _HOMES: Mapping[str, str] = {
     # instances
     "start": "client.api",
+    "start_async": "client.api",
     "connect": "client.api",
+    "connect_async": "client.api",
     "shutdown": "client.api",
+    "shutdown_async": "client.api",
     "status": "client.api",
+    "status_async": "client.api",
     "Status": "client.status",
     "explain": "client.api",
+    "explain_async": "client.api",
     "scale": "client.api",
+    "scale_async": "client.api",
     "Explanation": "client.explanation",
     "set_target_capacity": "client.api",
+    "set_target_capacity_async": "client.api",
     "Client": "client.client",
+    "AsyncClient": "client.client",
     # deployments
     "deployment": "client.deployments",
     "run": "client.api",
+    "run_async": "client.api",
     "Deployment": "client.deployments",
     "Application": "client.deployments",
     # options
@@ -85,6 +102,7 @@ _HOMES: Mapping[str, str] = {
 __all__ = [
     "ActorOptions",
     "Application",
+    "AsyncClient",
     "AutoscalingConfig",
     "AutoscalingContext",
     "BackendConfig",
@@ -104,18 +122,26 @@ __all__ = [
     "accept_batch",
     "batch",
     "connect",
+    "connect_async",
     "deployment",
     "errors",
     "explain",
+    "explain_async",
     "get_current_backend_tag",
     "get_current_replica_tag",
     "metrics",
     "run",
+    "run_async",
     "scale",
+    "scale_async",
     "set_target_capacity",
+    "set_target_capacity_async",
     "shutdown",
+    "shutdown_async",
     "start",
+    "start_async",
     "status",
+    "status_async",
 ]
 
 

@@ -10,6 +10,7 @@
     ├── NotFoundError          (KeyError)    404   the name does not exist
     ├── ExternalScalerDisabledError          412   set external_scaler_enabled on the backend first
     ├── ClosedError                          500   start or connect to an instance first
+    ├── BlockingCallError      (RuntimeError) 500  await the call's asynchronous form
     ├── InstanceError                        500   start, connect, version and cluster problems
     │   ├── AlreadyRunningError
     │   ├── NotRunningError
@@ -91,6 +92,10 @@ class ExternalScalerDisabledError(ServeError):
 
 class ClosedError(ServeError):
     """The client or instance has been shut down."""
+
+
+class BlockingCallError(ServeError, RuntimeError):
+    """A blocking call was made on the event loop that would have to run it."""
 
 
 class InstanceError(ServeError):

@@ -15,12 +15,13 @@ from __future__ import annotations
 import asyncio
 import selectors
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from daskserve.client.client import Client
+    from daskserve.client.client import AsyncClient, Client
+    from daskserve.client.connection import InstanceConnection
     from daskserve.options.http import HTTPOptions
 
 T = TypeVar("T")
@@ -221,10 +222,53 @@ def _instance_on(
     http_options: HTTPOptions | Mapping[str, Any] | None,
     timeout_s: float,
 ) -> Iterator[Client]:
+    from daskserve.client.client import Client
+
+    def run(coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, loop).result()
+
+    running = _running_instance(workers, http_options, timeout_s)
+    connection = run(running.__aenter__())
+    try:
+        with Client(connection) as client:
+            yield client
+    finally:
+        run(running.__aexit__(None, None, None))
+
+
+@asynccontextmanager
+async def local_instance_async(
+    *,
+    workers: int = 2,
+    http_options: HTTPOptions | Mapping[str, Any] | None = None,
+    timeout_s: float = 10.0,
+) -> AsyncIterator[AsyncClient]:
+    """Yield the client of an instance like that of `local_instance`, which runs on the caller's event loop.
+
+    Examples
+    --------
+    >>> async def test_double() -> None:
+    ...     async with local_instance_async() as client:
+    ...         await client.create_backend("double", lambda request: 2 * request.data)
+    ...         await client.create_endpoint("double", backend="double")
+    ...         handle = await client.get_handle("double")
+    ...         assert await handle.remote(21) == 42
+    """
+    from daskserve.client.client import AsyncClient
+
+    async with _running_instance(workers, http_options, timeout_s) as connection:
+        async with AsyncClient(connection) as client:
+            yield client
+
+
+@asynccontextmanager
+async def _running_instance(
+    workers: int, http_options: HTTPOptions | Mapping[str, Any] | None, timeout_s: float
+) -> AsyncIterator[InstanceConnection]:
     # Imported here, so that `run_virtual` does not load these layers.
     from daskserve import actors, settings
     from daskserve.client.calls import ControllerCalls, wait_for_http
-    from daskserve.client.client import Client
+    from daskserve.client.connection import InstanceConnection
     from daskserve.cluster.local.cluster import LocalCluster
     from daskserve.options.base import parse_options
     from daskserve.options.http import HTTPOptions
@@ -248,20 +292,12 @@ def _instance_on(
     }
     cluster = LocalCluster(factories, workers=workers)
     link = cluster.program.link
-
-    def run(coroutine: Coroutine[Any, Any, Any]) -> None:
-        asyncio.run_coroutine_threadsafe(coroutine, loop).result()
-
     try:
-        run(cluster.start(message.encode()))
-        run(wait_for_http(ControllerCalls(link, cluster.instance), timeout_s))
-        client = Client(link, cluster.instance, is_owner=False)
-        try:
-            yield client
-        finally:
-            client.shutdown()
+        await cluster.start(message.encode())
+        await wait_for_http(ControllerCalls(link, cluster.instance), timeout_s)
+        yield InstanceConnection(link, cluster.instance)
     finally:
-        run(cluster.close())
+        await cluster.close()
 
 
 @contextmanager

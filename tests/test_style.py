@@ -29,7 +29,8 @@ FUNCTION_LINES = 60  # lines of code; docstrings do not count
 
 #: ``"daskserve/x.py:Name": "why it may be larger"``
 SIZE_EXCEPTIONS: Mapping[str, str] = {
-    "daskserve/client/client.py:Client": "its methods are the verbs that users call, a mixin for each noun",
+    "daskserve/client/client.py:ClientVerbs": "its methods are the verbs, a mixin for each noun",
+    "daskserve/client/client.py:AsyncClient": "its methods are the verbs, a mixin for each noun",
 }
 #: ``"Name": "why two classes or type aliases have it"``
 NAME_EXCEPTIONS: Mapping[str, str] = {}
@@ -276,7 +277,8 @@ READ_ONLY_TYPES = frozenset({"Mapping", "Sequence", "Set", "Collection", "Iterab
 CONSTANT_MAKERS = frozenset(
     "bool bytes float frozenset int object str tuple range slice getLogger TypeVar ParamSpec TypeVarTuple "
     "NewType ContextVar MappingProxyType namedtuple compile Struct Path PurePosixPath version encode "
-    "timedelta Decimal ConfigDict JSONEncoder JSONDecoder".split()
+    "timedelta Decimal ConfigDict JSONEncoder JSONDecoder "
+    "blocking awaitable".split()  # the two forms of a function, see daskserve.client.forms
 )
 
 

@@ -1,12 +1,13 @@
-"""The functions of ``import daskserve as serve``: start, find and end instances, and deploy applications."""
+"""The functions of ``import daskserve as serve``: start, find and end instances, and deploy applications.
+
+Each has a blocking and an awaitable form, both made from one body; see `daskserve.client.forms`.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import string
 import uuid
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,15 +15,18 @@ import dask.config
 
 from daskserve import settings
 from daskserve.client.calls import ControllerCalls, wait_for_http
-from daskserve.client.client import Client
+from daskserve.client.client import ClientVerbs
+from daskserve.client.connection import InstanceConnection
 from daskserve.client.deployment_verbs import python_methods
 from daskserve.client.deployments import Application, Deployment
 from daskserve.client.ending import end_instance
 from daskserve.client.explanation import Explanation
+from daskserve.client.forms import ClientT, Form, awaitable, blocking
+from daskserve.client.links import dial_link, find_link, launch
 from daskserve.client.specs import check_name, check_route, make_spec
 from daskserve.client.status import Status
-from daskserve.cluster.launch import start_detached_cluster, start_local_cluster
-from daskserve.cluster.link import DaskLink, dial, link_of, present_link
+from daskserve.client.warning import warn_caller
+from daskserve.cluster.link import DaskLink
 from daskserve.cluster.scheduler.install import start_instance
 from daskserve.context import current_replica
 from daskserve.data.caller.handle import Handle
@@ -39,7 +43,8 @@ logger = logging.getLogger("daskserve.api")
 _UNSET: Any = object()
 
 
-def start(
+async def _start(
+    form: Form[ClientT],
     detached: bool = False,
     http_host: str | None = _UNSET,
     http_port: int = _UNSET,
@@ -51,12 +56,14 @@ def start(
     store: str = "memory://",
     name: str | None = None,
     dashboard: bool = True,
-) -> Client:
+) -> ClientT:
     """Start an instance and return its client once every proxy listens.
 
+    ``start`` blocks, and the methods of its `Client` do. ``await start_async(...)`` returns an `AsyncClient`.
+
     Without ``dask_client`` and ``address``, the instance uses Dask's default client of this process. If there
-    is none, ``start`` creates a local cluster of processes, which ends with its last instance. A cluster that
-    is created for a detached instance outlives this program; other programs reach it at
+    is none, it creates a local cluster of processes, which ends with its last instance. A cluster that is
+    created for a detached instance outlives this program; other programs reach it at
     ``client.scheduler_address``.
 
     Parameters
@@ -93,8 +100,8 @@ def start(
     """
     options = _http_options(http_host, http_port, http_middlewares, http_options)
     _check_instance_name(name, detached, store)
-    found = _find_link(dask_client, address)
-    link = _make_cluster(detached, dashboard) if found is None else found
+    found = await find_link(form, dask_client, address)
+    link = await launch(form, detached=detached, dashboard=dashboard) if found is None else found
     instance = name or (DEFAULT_INSTANCE if detached else _new_name(link))
     owner = None if detached else link.owner_id
     owns_cluster = detached and found is None
@@ -104,15 +111,19 @@ def start(
         if owns_cluster:
             link.owning_instances.add(instance)
         link.instance_started(instance)
-        link.sync(_start(link, instance, options, message))
-        return Client(link, instance, is_owner=not detached)
+        await form.run(link, _start_on(link, instance, options, message))
+        return form.client(InstanceConnection(link, instance, is_owner=not detached))
     except BaseException as error:
         # Clean up a partial start, also on Ctrl-C, but leave an instance that was already running.
         if found is None or not isinstance(error, AlreadyRunningError):
-            _end_failed_start(link, instance, start_id)
+            await _end_failed_start(form, link, instance, start_id)
         if address is not None:
-            link.disconnect()
+            await link.disconnect(asynchronous=form.asynchronous)
         raise
+
+
+start = blocking(_start)
+start_async = awaitable(_start)
 
 
 def _check_instance_name(name: str | None, detached: bool, store: str) -> None:
@@ -130,22 +141,12 @@ def _check_instance_name(name: str | None, detached: bool, store: str) -> None:
         )
 
 
-def _end_failed_start(link: DaskLink, instance: InstanceName, start_id: str) -> None:
+async def _end_failed_start(form: Form[Any], link: DaskLink, instance: InstanceName, start_id: str) -> None:
     try:
-        end_instance(link, instance, start_id=start_id)
+        await end_instance(link, instance, start_id=start_id, asynchronous=form.asynchronous)
     except Exception:
         # The caller must see the error of the start.
         logger.exception("Instance %s failed to start, and its cleanup failed", instance)
-
-
-def _make_cluster(detached: bool, dashboard: bool) -> DaskLink:
-    size = settings.local_cluster_size()
-    if detached:
-        return link_of(start_detached_cluster(size, has_dashboard=dashboard))
-    cluster, client = start_local_cluster(size, has_dashboard=dashboard)
-    link = link_of(client)
-    link.own_cluster = cluster
-    return link
 
 
 def _http_options(
@@ -165,7 +166,7 @@ def _http_options(
         )
     if old:
         names = ", ".join(f"http_{name}" for name in old)
-        warnings.warn(f"{names}: use http_options instead.", DeprecationWarning, stacklevel=3)
+        warn_caller(f"{names}: use http_options instead.", DeprecationWarning)
         old["middlewares"] = list(old.get("middlewares", []))
         return HTTPOptions(**{**settings.http_defaults(), **old})
     if isinstance(http_options, HTTPOptions):
@@ -174,7 +175,7 @@ def _http_options(
     return HTTPOptions(**{**settings.http_defaults(), **given.model_dump(exclude_unset=True)})
 
 
-async def _start(
+async def _start_on(
     link: DaskLink, instance: InstanceName, options: HTTPOptions, message: Mapping[str, Any]
 ) -> None:
     timeouts = settings.timeouts()
@@ -198,17 +199,7 @@ def _new_name(link: DaskLink) -> InstanceName:
     return f"{DEFAULT_INSTANCE}-{''.join(link.rng.choices(string.ascii_letters, k=6))}"
 
 
-def _find_link(dask_client: Any, address: str | None) -> DaskLink | None:
-    if dask_client is not None and address is not None:
-        raise ValueError("Give either dask_client or address, not both.")
-    if dask_client is not None:
-        return link_of(dask_client)
-    if address is not None:
-        return link_of(dial(address, settings.timeouts().connect_s))
-    return present_link()
-
-
-def connect(*, dask_client: Any = None, address: str | None = None) -> Client:
+async def _connect(form: Form[ClientT], *, dask_client: Any = None, address: str | None = None) -> ClientT:
     """Return a client of a running instance; never starts an instance or a cluster.
 
     Inside a backend this is the backend's own instance. Elsewhere it is the detached instance of the
@@ -224,8 +215,8 @@ def connect(*, dask_client: Any = None, address: str | None = None) -> Client:
     """
     replica = current_replica.get()
     if replica is not None and replica.cluster is not None and dask_client is None and address is None:
-        return Client(replica.cluster.link, replica.instance, is_owner=False)
-    link = _find_link(dask_client, address)
+        return form.client(InstanceConnection(replica.cluster.link, replica.instance))
+    link = await find_link(form, dask_client, address)
     if link is None:
         address = dask.config.get("scheduler-address", None)
         if address is None:
@@ -233,72 +224,92 @@ def connect(*, dask_client: Any = None, address: str | None = None) -> Client:
                 "This process is not connected to a Dask cluster; pass address=..., create a "
                 "distributed.Client, or start an instance with serve.start(detached=True)."
             )
-        link = link_of(dial(address, settings.timeouts().connect_s))
+        link = await dial_link(form, address)
     try:
-        return _connect(link)
+        return form.client(await _detached_instance(form, link))
     except BaseException:
         if address is not None:
-            link.disconnect()
+            await link.disconnect(asynchronous=form.asynchronous)
         raise
 
 
-def _connect(link: DaskLink) -> Client:
+connect = blocking(_connect)
+connect_async = awaitable(_connect)
+
+
+async def _detached_instance(form: Form[Any], link: DaskLink) -> InstanceConnection:
     timeouts = settings.timeouts()
     no_instance = NotRunningError(
         f"No detached instance runs on the cluster {link.scheduler_address}; start one with "
         "serve.start(detached=True)."
     )
-    if not link.sync(link.check_scheduler(timeouts.connect_s)):
+    if not await form.run(link, link.check_scheduler(timeouts.connect_s)):
         raise no_instance
     try:
-        running = link.sync(link.ask("instances"))
+        running = await form.run(link, link.ask("instances"))
     except NotRunningError:
         raise no_instance from None
     if DEFAULT_INSTANCE not in running:
         raise no_instance
     if running[DEFAULT_INSTANCE]["owns_cluster"]:
         link.owning_instances.add(DEFAULT_INSTANCE)
-    return Client(link, DEFAULT_INSTANCE, is_owner=False)
+    return InstanceConnection(link, DEFAULT_INSTANCE)
 
 
-def _present_client() -> Client | None:
-    """Return a client of the instance that module-level functions use.
+async def _find_default(form: Form[Any]) -> InstanceConnection | None:
+    """Return a connection to the instance that module-level functions use.
 
     It is the instance that `run` started in this process; otherwise the latest running instance that `start`
     started here; otherwise the detached instance of this process's Dask cluster.
     """
-    link = _find_link(None, None)
+    link = await find_link(form, None, None)
     if link is None:
         return None
-    if link.default_instance is not None:
-        found: Client = link.default_instance
+    found: InstanceConnection | None = link.default_instance
+    if found is not None:
         return found
     started = link.latest_started()
     if started is not None:
-        return Client(link, started, is_owner=False)
+        return InstanceConnection(link, started)
     try:
-        return connect()
+        found = (await _connect(form))._connection
+        return found
     except NotRunningError:
         return None
 
 
-def shutdown() -> None:
+async def _default_verbs(form: Form[Any]) -> ClientVerbs:
+    connection = await _find_default(form)
+    if connection is None:
+        raise NotRunningError("No instance runs here; deploy something with serve.run() first.")
+    return form.verbs(connection)
+
+
+async def _shutdown(form: Form[Any]) -> None:
     """End the instance that `run` uses; do nothing if there is none."""
-    client = _present_client()
-    if client is not None:
-        client.shutdown()
+    connection = await _find_default(form)
+    if connection is not None:
+        await form.verbs(connection).shutdown()
 
 
-def status() -> Status:
+shutdown = blocking(_shutdown)
+shutdown_async = awaitable(_shutdown)
+
+
+async def _status(form: Form[Any]) -> Status:
     """Return the status of the instance that `run` uses; empty if no instance runs."""
-    client = _present_client()
+    connection = await _find_default(form)
     try:
-        return Status() if client is None else client.status()
+        return Status() if connection is None else await form.verbs(connection).status()
     except ClosedError:
         return Status()  # the instance ended during the call
 
 
-def explain(name: str) -> Explanation:
+status = blocking(_status)
+status_async = awaitable(_status)
+
+
+async def _explain(form: Form[Any], name: str) -> Explanation:
     """Return an explanation of a deployment's number of replicas, in the instance that `run` uses.
 
     Print it to read the current and target numbers, the bounds, the policy's decision, the latest metrics and
@@ -311,10 +322,14 @@ def explain(name: str) -> Explanation:
     NotRunningError
         No instance runs.
     """
-    return _running_client().explain(name)
+    return await (await _default_verbs(form)).explain(name)
 
 
-def scale(name: str, target_num_replicas: int) -> int:
+explain = blocking(_explain)
+explain_async = awaitable(_explain)
+
+
+async def _scale(form: Form[Any], name: str, target_num_replicas: int) -> int:
     """Set the number of replicas of an externally scaled deployment and return it.
 
     See `daskserve.client.client.Client.scale`.
@@ -330,17 +345,14 @@ def scale(name: str, target_num_replicas: int) -> int:
     NotRunningError
         No instance runs.
     """
-    return _running_client().scale(name, target_num_replicas)
+    return await (await _default_verbs(form)).scale(name, target_num_replicas)
 
 
-def _running_client() -> Client:
-    client = _present_client()
-    if client is None:
-        raise NotRunningError("No instance runs here; deploy something with serve.run() first.")
-    return client
+scale = blocking(_scale)
+scale_async = awaitable(_scale)
 
 
-def set_target_capacity(percent: float | None) -> None:
+async def _set_target_capacity(form: Form[Any], percent: float | None) -> None:
     """Set the percentage of replicas that run in the instance that `run` uses; None means all of them.
 
     See `daskserve.client.client.Client.set_target_capacity`.
@@ -352,10 +364,15 @@ def set_target_capacity(percent: float | None) -> None:
     NotRunningError
         No instance runs.
     """
-    _running_client().set_target_capacity(percent)
+    await (await _default_verbs(form)).set_target_capacity(percent)
 
 
-def run(
+set_target_capacity = blocking(_set_target_capacity)
+set_target_capacity_async = awaitable(_set_target_capacity)
+
+
+async def _run(
+    form: Form[Any],
     target: Any,
     *,
     route_prefix: str | None = "/",
@@ -393,32 +410,32 @@ def run(
         hint = " (did you forget .bind()?)" if isinstance(target, Deployment) else ""
         raise TypeError(f"serve.run() takes what .bind() returns, got {target!r}{hint}")
     check_route(route_prefix)
-    client = default_instance(http_options)
-    handle = deploy(client, target, route_prefix=route_prefix, timeout_s=timeout_s)
+    verbs = await _default_instance(form, http_options)
+    handle = await deploy(verbs, target, route_prefix=route_prefix, timeout_s=timeout_s)
     if blocking:
-        client.serve_until_interrupted()
+        await verbs.serve_until_interrupted()
     return handle
 
 
-def default_instance(http_options: HTTPOptions | Mapping[str, Any] | None = None) -> Client:
-    """Return the client of the default instance, starting one if there is none.
-
-    See `_present_client` for how it is chosen.
-    """
-    present = _present_client()
-    if present is not None:
-        if http_options is not None:
-            warnings.warn(
-                "An instance is already running; its HTTP options do not change.", UserWarning, stacklevel=3
-            )
-        return present
-    client = start(http_options=http_options)
-    client.become_default()
-    return client
+run = blocking(_run)
+run_async = awaitable(_run)
 
 
-def deploy(
-    client: Client, target: Application, *, route_prefix: str | None, timeout_s: float | None = None
+async def _default_instance(
+    form: Form[Any], http_options: HTTPOptions | Mapping[str, Any] | None
+) -> ClientVerbs:
+    """Return the verbs of the default instance, starting one if there is none; see `_find_default`."""
+    connection = await _find_default(form)
+    if connection is None:
+        connection = (await _start(form, http_options=http_options))._connection
+        connection.become_default()
+    elif http_options is not None:
+        warn_caller("An instance is already running; its HTTP options do not change.")
+    return form.verbs(connection)
+
+
+async def deploy(
+    verbs: ClientVerbs, target: Application, *, route_prefix: str | None, timeout_s: float | None = None
 ) -> Handle:
     """Deploy an application on an instance; see `run`."""
     deployment = target.deployment
@@ -434,13 +451,5 @@ def deploy(
         user_version=deployment.version,
         env=deployment.env,
     )
-    client.deploy_spec(spec, route=route_prefix, methods=python_methods(deployment.definition))
-    return client.get_handle(deployment.name, sync=not _in_event_loop())
-
-
-def _in_event_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
+    await verbs.deploy_spec(spec, route=route_prefix, methods=python_methods(deployment.definition))
+    return await verbs.get_handle(deployment.name)

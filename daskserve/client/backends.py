@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Mapping
 from typing import Any
 
 from daskserve import settings
-from daskserve.client.connection import InstanceConnection
+from daskserve.client.connection import Verbs
 from daskserve.client.specs import join_config, make_spec, split_config
 from daskserve.errors import ServeError
 from daskserve.options.actor import ActorOptions
@@ -20,13 +21,12 @@ from daskserve.types import GoalId
 logger = logging.getLogger("daskserve.client")
 
 
-class BackendVerbs:
+class BackendVerbs(Verbs):
     """Methods of a `Client` that create, change and delete backends."""
 
-    _connection: InstanceConnection
-
-    def create_backend(
+    async def create_backend(
         self,
+        /,
         backend_tag: str,
         backend_def: Any,
         *init_args: Any,
@@ -93,12 +93,12 @@ class BackendVerbs:
             env=env,
         )
         try:
-            return self._connection.change("create_backend", blocking=blocking, spec=spec.to_plain())
-        except KeyboardInterrupt:
-            _undo_create(self._connection, spec)
+            return await self._change("create_backend", blocking=blocking, spec=spec.to_plain())
+        except (KeyboardInterrupt, asyncio.CancelledError):
+            await self._undo_create(spec)
             raise
 
-    def update_backend_config(
+    async def update_backend_config(
         self,
         backend_tag: str,
         config_options: BackendConfig | Mapping[str, Any],
@@ -122,7 +122,7 @@ class BackendVerbs:
             raise TypeError("config_options must be a BackendConfig or a dict of its options, got None")
         config = parse_options(BackendConfig, config_options, what="config_options")
         sealed, user_config = split_config(config)
-        return self._connection.change(
+        return await self._change(
             "update_backend_config",
             blocking=blocking,
             tag=backend_tag,
@@ -132,7 +132,7 @@ class BackendVerbs:
             timeout_s=timeout_s if timeout_s is not None else settings.timeouts().change_s,
         )
 
-    def scale(self, name: str, target_num_replicas: int) -> int:
+    async def scale(self, name: str, target_num_replicas: int) -> int:
         """Set the number of replicas of an externally scaled backend or deployment and return it.
 
         The number is recorded when this returns, and outlives the controller and the replicas. Replicas start
@@ -147,17 +147,17 @@ class BackendVerbs:
         BadRequestError
             The number is not an integer, or is less than 1.
         """
-        return int(self._connection.call("scale", name=name, number=checked_number(target_num_replicas)))
+        return int(await self._call("scale", name=name, number=checked_number(target_num_replicas)))
 
-    def get_backend_config(self, backend_tag: str) -> BackendConfig:
+    async def get_backend_config(self, backend_tag: str) -> BackendConfig:
         """Return a backend's config; `NotRegisteredError` (a `ValueError`) if there is no such backend."""
-        return join_config(self._connection.call("get_backend_config", tag=backend_tag))
+        return join_config(await self._call("get_backend_config", tag=backend_tag))
 
-    def list_backends(self) -> dict[str, BackendConfig]:
+    async def list_backends(self) -> dict[str, BackendConfig]:
         """Return the config of every backend, by tag."""
-        return {tag: join_config(found) for tag, found in self._connection.call("list_backends").items()}
+        return {tag: join_config(found) for tag, found in (await self._call("list_backends")).items()}
 
-    def delete_backend(
+    async def delete_backend(
         self, backend_tag: str, force: bool = False, *, blocking: bool = True
     ) -> GoalId | None:
         """Stop a backend's replicas and remove the backend; do nothing if the tag is unknown.
@@ -174,14 +174,13 @@ class BackendVerbs:
         BadRequestError
             An endpoint still sends traffic or shadow traffic to the backend.
         """
-        return self._connection.change("delete_backend", blocking=blocking, tag=backend_tag, force=force)
+        return await self._change("delete_backend", blocking=blocking, tag=backend_tag, force=force)
 
-
-def _undo_create(connection: InstanceConnection, spec: BackendSpec) -> None:
-    """Delete the backend that an interrupted call was creating."""
-    try:
-        # Sending the same spec again changes nothing if it is registered, and fails if another one is.
-        connection.change("create_backend", blocking=False, spec=spec.to_plain())
-        connection.change("delete_backend", tag=spec.tag, force=True)
-    except ServeError as error:
-        logger.info("The interrupted creation of backend %s was not undone: %s", spec.tag, error)
+    async def _undo_create(self, spec: BackendSpec) -> None:
+        """Delete the backend that an interrupted call was creating."""
+        try:
+            # Sending the same spec again changes nothing if it is registered, and fails if another one is.
+            await self._change("create_backend", blocking=False, spec=spec.to_plain())
+            await self._change("delete_backend", tag=spec.tag, force=True)
+        except ServeError as error:
+            logger.info("The interrupted creation of backend %s was not undone: %s", spec.tag, error)

@@ -1,61 +1,98 @@
-"""A client's connection to its instance: blocking calls to the controller, until the client is closed."""
+"""A program's connection to an instance, until it is closed, and the calls of its clients."""
 
 from __future__ import annotations
 
 import atexit
 import weakref
-from typing import Any
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 from daskserve.client.calls import ControllerCalls
-from daskserve.client.ending import end_instance
+from daskserve.client.ending import abandon_instance, end_instance
 from daskserve.cluster.base import ClientLink
 from daskserve.errors import ClosedError
 from daskserve.types import GoalId, InstanceName
 
+T = TypeVar("T")
+
 
 class InstanceConnection:
-    """One client's connection to an instance on a Dask cluster. Its methods block."""
+    """A connection to an instance on a Dask cluster, which several clients may share.
 
-    def __init__(self, link: ClientLink, instance: InstanceName) -> None:
+    An instance with an owner ends with it: when the connection is closed or garbage collected, or when the
+    program ends.
+    """
+
+    def __init__(self, link: ClientLink, instance: InstanceName, *, is_owner: bool = False) -> None:
         self.link = link
         self.instance = instance
         self.is_closed = False
-        self._calls = ControllerCalls(link, instance)
+        self.calls = ControllerCalls(link, instance)
         self._finalizer: weakref.finalize[..., Any] | None = None
+        if is_owner:
+            self._finalizer = weakref.finalize(self, abandon_instance, link, instance)
+            # weakref's own exit hook may run after Dask's, which closes the connection.
+            self._finalizer.atexit = False
+            atexit.register(self._finalizer)
 
-    def end_with(self, owner: object) -> None:
-        """End the instance when its owner is garbage collected or the program ends."""
-        self._finalizer = weakref.finalize(owner, end_instance, self.link, self.instance)
-        # weakref's own exit hook may run after Dask's, which closes the connection.
-        self._finalizer.atexit = False
-        atexit.register(self._finalizer)
+    @property
+    def is_owner(self) -> bool:
+        """Whether the instance ends with this connection."""
+        return self._finalizer is not None
 
     def check_open(self) -> None:
-        """Raise `ClosedError` if the client has been shut down."""
+        """Raise `ClosedError` if the connection was closed."""
         if self.is_closed:
             raise ClosedError("Client has already been shut down.")
 
-    def call(self, verb: str, **message: Any) -> Any:
-        """Return the controller's answer to a verb."""
-        self.check_open()
-        return self.link.sync(self._calls.call(verb, **message))
+    def become_default(self) -> None:
+        """Let `daskserve.run` use this instance in this process; it lives as long as the process."""
+        self.link.default_instance = self
 
-    def change(self, verb: str, *, blocking: bool = True, **message: Any) -> GoalId | None:
-        """Call a verb that changes something; see `ControllerCalls.change`."""
-        self.check_open()
-        return self.link.sync(self._calls.change(verb, blocking=blocking, **message))
-
-    def wait_for_goal(self, goal_id: GoalId, timeout_s: float | None) -> bool:
-        """Return whether a goal was reached in time; raise the goal's error if it failed."""
-        self.check_open()
-        return self.link.sync(self._calls.wait_for_goal(goal_id, timeout_s))
-
-    def close(self) -> None:
-        """End the instance. Idempotent."""
+    async def shutdown(self, *, asynchronous: bool) -> None:
+        """End the instance and close the connection. Idempotent."""
         if self.is_closed:
             return
         self.is_closed = True
         if self._finalizer is not None:
             atexit.unregister(self._finalizer)
             self._finalizer.detach()
-        end_instance(self.link, self.instance)
+        await end_instance(self.link, self.instance, asynchronous=asynchronous)
+
+    async def disconnect(self, *, asynchronous: bool) -> None:
+        """Close the connection, and its Dask client if daskserve created it; an owned instance ends."""
+        if self.is_owner:
+            await self.shutdown(asynchronous=asynchronous)
+        if not self.is_closed:
+            self.is_closed = True
+            self.link.release_default(self.instance)
+            await self.link.disconnect(asynchronous=asynchronous)
+
+
+class Verbs:
+    """Base class of the verbs of a client: coroutines that call the instance.
+
+    Parameters
+    ----------
+    asynchronous : bool
+        Whether calls suspend the coroutine. Otherwise they block the thread; see `daskserve.loops.blocking`.
+    """
+
+    def __init__(self, connection: InstanceConnection, *, asynchronous: bool) -> None:
+        self._connection = connection
+        self._asynchronous = asynchronous
+
+    async def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the link's loop and return its result."""
+        link = self._connection.link
+        return await link.wait(coroutine) if self._asynchronous else link.sync(coroutine)
+
+    async def _call(self, verb: str, **message: Any) -> Any:
+        """Return the controller's answer to a verb."""
+        self._connection.check_open()
+        return await self._run(self._connection.calls.call(verb, **message))
+
+    async def _change(self, verb: str, *, blocking: bool = True, **message: Any) -> GoalId | None:
+        """Call a verb that changes something; see `ControllerCalls.change`."""
+        self._connection.check_open()
+        return await self._run(self._connection.calls.change(verb, blocking=blocking, **message))

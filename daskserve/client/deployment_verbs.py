@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from daskserve.client.connection import InstanceConnection
+from daskserve.client.connection import Verbs
 from daskserve.client.specs import check_route, make_spec
 from daskserve.options.actor import ActorOptions
 from daskserve.options.backend import BackendConfig
@@ -49,13 +49,12 @@ def python_methods(definition: Any) -> list[str]:
     )
 
 
-class DeploymentVerbs:
+class DeploymentVerbs(Verbs):
     """Methods of a `Client` that deploy callables, with versions."""
 
-    _connection: InstanceConnection
-
-    def deploy(
+    async def deploy(
         self,
+        /,
         name: str,
         deployment_def: Any,
         *init_args: Any,
@@ -94,7 +93,7 @@ class DeploymentVerbs:
         ReplicaStartError, NoCapacityError
             The new version did not start; the old version, if any, keeps running. See `create_backend`.
         """
-        return self.deploy_spec(
+        return await self.deploy_spec(
             make_spec(
                 name,
                 deployment_def,
@@ -113,12 +112,12 @@ class DeploymentVerbs:
             blocking=blocking,
         )
 
-    def deploy_spec(
+    async def deploy_spec(
         self, spec: BackendSpec, *, route: str | None, methods: list[str], blocking: bool = True
     ) -> GoalId | None:
         """Deploy a spec that `daskserve.client.specs.make_spec` returned."""
         check_route(route)
-        return self._connection.change(
+        return await self._change(
             "deploy",
             blocking=blocking,
             spec=spec.to_plain(),
@@ -127,15 +126,17 @@ class DeploymentVerbs:
             python_methods=methods,
         )
 
-    def delete_deployment(self, name: str, force: bool = False, *, blocking: bool = True) -> GoalId | None:
+    async def delete_deployment(
+        self, name: str, force: bool = False, *, blocking: bool = True
+    ) -> GoalId | None:
         """Remove a deployment, its backend and its endpoint; do nothing if the name is unknown."""
-        return self._connection.change("delete_deployment", blocking=blocking, name=name, force=force)
+        return await self._change("delete_deployment", blocking=blocking, name=name, force=force)
 
-    def get_deployment_info(self, name: str) -> tuple[DeploymentInfo, str | None]:
+    async def get_deployment_info(self, name: str) -> tuple[DeploymentInfo, str | None]:
         """Return a deployment's info and route; raise `NotFoundError` (a `KeyError`) if there is none."""
-        return _info_of(self._connection.call("get_deployment_info", name=name))
+        return _info_of(await self._call("get_deployment_info", name=name))
 
-    def list_deployments(self) -> dict[str, tuple[DeploymentInfo, str | None]]:
+    async def list_deployments(self) -> dict[str, tuple[DeploymentInfo, str | None]]:
         """Return the info and route of every deployment, by name."""
-        found = self._connection.call("view", name="list_deployments")
+        found = await self._call("view", name="list_deployments")
         return {name: _info_of(each) for name, each in found.items()}

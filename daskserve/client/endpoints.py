@@ -6,17 +6,15 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from daskserve.client.connection import InstanceConnection
+from daskserve.client.connection import Verbs
 from daskserve.client.specs import check_endpoint_route, check_methods, check_name
 from daskserve.errors import BadRequestError
 
 
-class EndpointVerbs:
+class EndpointVerbs(Verbs):
     """Methods of a `Client` that manage endpoints and their traffic."""
 
-    _connection: InstanceConnection
-
-    def create_endpoint(
+    async def create_endpoint(
         self,
         endpoint_name: str,
         *,
@@ -45,7 +43,7 @@ class EndpointVerbs:
             raise TypeError(f"backend must be the tag of a registered backend, got {backend!r}")
         check_endpoint_route(route)
         check_methods(methods)
-        self._connection.change(
+        await self._change(
             "create_endpoint",
             name=endpoint_name,
             route=route,
@@ -54,11 +52,11 @@ class EndpointVerbs:
             request_id=uuid.uuid4().hex,
         )
 
-    def delete_endpoint(self, endpoint: str) -> None:
+    async def delete_endpoint(self, endpoint: str) -> None:
         """Remove an endpoint but not its backends; do nothing if the name is unknown."""
-        self._connection.change("delete_endpoint", name=endpoint)
+        await self._change("delete_endpoint", name=endpoint)
 
-    def list_endpoints(self) -> dict[str, dict[str, Any]]:
+    async def list_endpoints(self) -> dict[str, dict[str, Any]]:
         """Return ``{name: {"route", "methods", "traffic", "shadows"}}``."""
         return {
             name: {
@@ -67,10 +65,10 @@ class EndpointVerbs:
                 "traffic": dict(facts["traffic"]),
                 "shadows": dict(facts["shadows"]),
             }
-            for name, facts in self._connection.call("list_endpoints").items()
+            for name, facts in (await self._call("list_endpoints")).items()
         }
 
-    def set_traffic(self, endpoint_name: str, traffic_policy_dictionary: Mapping[str, float]) -> None:
+    async def set_traffic(self, endpoint_name: str, traffic_policy_dictionary: Mapping[str, float]) -> None:
         """Split an endpoint's traffic between backends, by weights in 0..1 that sum to 1.
 
         Raises
@@ -83,9 +81,9 @@ class EndpointVerbs:
             raise BadRequestError(
                 f"Traffic must be a dict of backend tags and weights, got {traffic_policy_dictionary!r}"
             )
-        self._connection.change("set_traffic", name=endpoint_name, traffic=dict(traffic_policy_dictionary))
+        await self._change("set_traffic", name=endpoint_name, traffic=dict(traffic_policy_dictionary))
 
-    def shadow_traffic(self, endpoint_name: str, backend_tag: str, proportion: float) -> None:
+    async def shadow_traffic(self, endpoint_name: str, backend_tag: str, proportion: float) -> None:
         """Send copies of a proportion of an endpoint's requests to a backend and drop its responses.
 
         A proportion of 0 stops this.
@@ -98,6 +96,6 @@ class EndpointVerbs:
         is_number = isinstance(proportion, (int, float)) and not isinstance(proportion, bool)
         if not is_number or not 0 <= proportion <= 1:
             raise TypeError(f"proportion must be a number in 0..1, got {proportion!r}")
-        self._connection.change(
+        await self._change(
             "shadow_traffic", name=endpoint_name, backend=backend_tag, proportion=float(proportion)
         )

@@ -367,7 +367,7 @@ class Link(Protocol):
 class ClientLink(Link, Protocol):
     """The additional methods that a `daskserve.client.client.Client` needs."""
 
-    #: The client that `daskserve.run` uses in this process, if there is one.
+    #: The connection to the instance that `daskserve.run` uses in this process, if there is one.
     default_instance: Any
 
     @property
@@ -384,6 +384,9 @@ class ClientLink(Link, Protocol):
     def sync(self, coroutine: Coroutine[Any, Any, T], *, timeout_s: float | None = None) -> T:
         """Run a coroutine on the link's loop and return its result to this thread."""
 
+    async def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the link's loop and return its result to a coroutine on any loop."""
+
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine on the link's loop without waiting for it; call on the loop only."""
 
@@ -396,5 +399,8 @@ class ClientLink(Link, Protocol):
     def release_default(self, instance: InstanceName) -> None:
         """Clear the default instance if it is this one."""
 
-    def instance_ended(self, instance: InstanceName) -> None:
-        """Close the Dask cluster that was created for this link, if this was its last instance."""
+    async def instance_ended(self, instance: InstanceName, *, asynchronous: bool) -> None:
+        """Close what daskserve created for this link, if this was its last instance: a cluster or client."""
+
+    async def disconnect(self, *, asynchronous: bool) -> None:
+        """Close the link and its Dask client if daskserve created the client."""

@@ -28,7 +28,7 @@ with needs("distributed", ">=2025.1,<2026.9") as check:
     from distributed.worker import _worker_cvar
     from distributed.worker_state_machine import WorkerState as TaskStates
 
-    check.fields(Client, "_handle_report_task", "rpc", "scheduler")
+    check.fields(Client, "_asynchronous", "_handle_report_task", "rpc", "scheduler")
     check.fields(Server, "handlers")
     check.fields(Worker, "state")
     check.fields(TaskStates, "actors")
@@ -66,6 +66,12 @@ def configured_security(address: str) -> Security:
 def scheduler_address(client: Client) -> str | None:
     """Return the address of the scheduler that a client is connected to; None if the client is closed."""
     return None if client.scheduler is None else str(client.scheduler.address)
+
+
+def is_asynchronous(client: Client) -> bool:
+    """Return whether a client was created with ``asynchronous=True``, so that it runs on its user's loop."""
+    # Its property `asynchronous` is True on the loop of any client.
+    return bool(client._asynchronous)
 
 
 async def call_scheduler(client: Client, operation: str, **arguments: Any) -> Any:

@@ -33,6 +33,7 @@ from distributed.deploy import ProcessInterface
 
 from daskserve.cluster.distributed_internals import config_variables
 from daskserve.errors import InstanceError
+from daskserve.loops.blocking import finish, settled
 from daskserve.loops.event_loop import uses_uvloop
 from daskserve.settings import LocalClusterSize, process_variables
 
@@ -60,6 +61,8 @@ END_TIMEOUT_S = 3.0
 START_TIMEOUT_S = 30.0
 #: Interval of the checks whether a process of a new cluster has exited.
 CHECK_S = 0.5
+#: Interval of the checks whether a new scheduler has written its address.
+CHECK_FILE_S = 0.05
 _LOCALHOST = "127.0.0.1"
 
 
@@ -164,7 +167,16 @@ def start_local_cluster(size: LocalClusterSize, *, has_dashboard: bool) -> tuple
         client.close()
         cluster.close()
 
-    return _start_whole(lambda given_up: _start_local(size, has_dashboard, given_up), undo)
+    return _start_whole(
+        lambda given_up: finish(_start_local(size, has_dashboard, given_up, asynchronous=False)), undo
+    )
+
+
+async def start_local_cluster_async(
+    size: LocalClusterSize, *, has_dashboard: bool
+) -> tuple[SpecCluster, Client]:
+    """Start a cluster as `start_local_cluster` does, with its scheduler and client on the running loop."""
+    return await _start_local(size, has_dashboard, threading.Event(), asynchronous=True)
 
 
 def _start_whole(start: Callable[[threading.Event], T], undo: Callable[[T], None]) -> T:
@@ -184,13 +196,14 @@ def _start_whole(start: Callable[[threading.Event], T], undo: Callable[[T], None
             raise
 
 
-def _wait_for_workers(
+async def _wait_for_workers(
     client: Client, count: int, given_up: threading.Event, statuses: Callable[[], Iterable[int | None]]
 ) -> None:
     """Return when the workers have joined; raise if one has exited, on timeout, or if ``given_up`` is set."""
     for _ in range(int(START_TIMEOUT_S / CHECK_S)):
         try:
-            client.wait_for_workers(count, timeout=CHECK_S)
+            waiting: Any = client.wait_for_workers  # typed as blocking only
+            await settled(waiting(count, timeout=CHECK_S))
             return
         except TimeoutError:
             if given_up.is_set():
@@ -207,8 +220,8 @@ def _wait_for_workers(
     )
 
 
-def _start_local(
-    size: LocalClusterSize, has_dashboard: bool, given_up: threading.Event
+async def _start_local(
+    size: LocalClusterSize, has_dashboard: bool, given_up: threading.Event, *, asynchronous: bool
 ) -> tuple[SpecCluster, Client]:
     options = _worker_options(size, has_dashboard)
     spec = {"cls": WorkerProcess, "options": {"worker_options": options}}
@@ -221,21 +234,26 @@ def _start_local(
         worker=spec,
         name="daskserve",
         silence_logs=logging.ERROR,
+        asynchronous=asynchronous,
     )
     try:
-        client = Client(cluster)
+        if asynchronous:
+            await cluster
+        client = Client(cluster, asynchronous=asynchronous)
         try:
-            _wait_for_workers(
+            if asynchronous:
+                await client
+            await _wait_for_workers(
                 client,
                 size.n_workers,
                 given_up,
                 lambda: [each.exit_status for each in cluster.workers.values()],
             )
         except BaseException:
-            client.close()
+            await settled(client.close())
             raise
     except BaseException:
-        cluster.close()
+        await settled(cluster.close())
         raise
     return cluster, client
 
@@ -249,11 +267,19 @@ def start_detached_cluster(size: LocalClusterSize, *, has_dashboard: bool) -> Cl
         A process did not start; the others have been killed.
     """
     return _start_whole(
-        lambda given_up: _start_detached(size, has_dashboard, given_up), lambda client: client.shutdown()
+        lambda given_up: finish(_start_detached(size, has_dashboard, given_up, asynchronous=False)),
+        lambda client: client.shutdown(),
     )
 
 
-def _start_detached(size: LocalClusterSize, has_dashboard: bool, given_up: threading.Event) -> Client:
+async def start_detached_cluster_async(size: LocalClusterSize, *, has_dashboard: bool) -> Client:
+    """Start a cluster as `start_detached_cluster` does, with its client on the running loop."""
+    return await _start_detached(size, has_dashboard, threading.Event(), asynchronous=True)
+
+
+async def _start_detached(
+    size: LocalClusterSize, has_dashboard: bool, given_up: threading.Event, *, asynchronous: bool
+) -> Client:
     processes: list[subprocess.Popen[bytes]] = []
 
     def spawn(cls: str, options: dict[str, Any], *addresses: str) -> None:
@@ -280,15 +306,19 @@ def _start_detached(size: LocalClusterSize, has_dashboard: bool, given_up: threa
                     **_dashboard(has_dashboard),
                 },
             )
-            address = _read_address(file, processes[0])
+            address = await _read_address(file, processes[0], asynchronous=asynchronous)
         options = _worker_options(size, has_dashboard)
         for number in range(size.n_workers):
             spawn("distributed.Nanny", {**options, "name": str(number)}, address)
-        client = Client(address)
+        client = Client(address, asynchronous=asynchronous)
         try:
-            _wait_for_workers(client, size.n_workers, given_up, lambda: [each.poll() for each in processes])
+            if asynchronous:
+                await client
+            await _wait_for_workers(
+                client, size.n_workers, given_up, lambda: [each.poll() for each in processes]
+            )
         except BaseException:
-            client.close()
+            await settled(client.close())
             raise
     except BaseException:
         for process in processes:
@@ -301,15 +331,25 @@ def _start_detached(size: LocalClusterSize, has_dashboard: bool, given_up: threa
     return client
 
 
-def _read_address(file: Path, process: subprocess.Popen[bytes]) -> str:
+async def _read_address(file: Path, process: subprocess.Popen[bytes], *, asynchronous: bool) -> str:
     waited = threading.Event()
-    for _ in range(int(START_TIMEOUT_S / 0.05)):
-        with contextlib.suppress(OSError, ValueError):
-            return str(json.loads(file.read_text())["address"])
+    for _ in range(int(START_TIMEOUT_S / CHECK_FILE_S)):
+        address = _address_in(file)
+        if address is not None:
+            return address
         if process.poll() is not None:
             break
-        waited.wait(0.05)
+        if asynchronous:
+            await asyncio.sleep(CHECK_FILE_S)
+        else:
+            waited.wait(CHECK_FILE_S)
     raise InstanceError(
         f"A Dask scheduler could not be started (exit status {process.poll()}); run `dask scheduler` "
         "manually to see why."
     )
+
+
+def _address_in(file: Path) -> str | None:
+    with contextlib.suppress(OSError, ValueError):
+        return str(json.loads(file.read_text())["address"])
+    return None

@@ -1,7 +1,8 @@
 """The link: one process's connection to a Dask cluster, shared by all instances it uses.
 
 A link runs on one event loop, that of its Dask client. User code calls it from other threads through
-`DaskLink.sync`. In a worker, the Host owns the link. In a user program, the link is an attribute of its
+`DaskLink.sync`, and from any event loop through `DaskLink.wait`. In a worker, the Host owns the link. In a
+user program, the link is an attribute of its
 `distributed.Client`, so that it ends with the client.
 """
 
@@ -29,11 +30,17 @@ from daskserve.cluster.distributed_internals import (
     actors_on,
     call_when_closed,
     configured_security,
+    is_asynchronous,
     scheduler_address,
 )
 from daskserve.cluster.probe import mismatch, version_probe
 from daskserve.context import current_replica
-from daskserve.errors import ClusterUnreachableError, InstanceError, VersionMismatchError
+from daskserve.errors import (
+    BlockingCallError,
+    ClusterUnreachableError,
+    InstanceError,
+    VersionMismatchError,
+)
 from daskserve.figures.collector import PROCESS
 from daskserve.loops.event_loop import running_loop
 from daskserve.loops.hops import Hops, Landing
@@ -128,7 +135,9 @@ class DaskLink:
         self.owning_instances: set[InstanceName] = set()
         #: The Dask cluster that was started for this link; it closes with its last instance.
         self.own_cluster: Any = None
-        #: The `daskserve.client.client.Client` that `serve.run` reuses, if there is one.
+        #: Whether daskserve created the Dask client, to connect to a given address.
+        self.is_dialled = False
+        #: The `daskserve.client.connection.InstanceConnection` that `serve.run` reuses, if there is one.
         self.default_instance: Any = None
         self._address = "an unknown scheduler"
 
@@ -178,16 +187,16 @@ class DaskLink:
 
         Raises
         ------
-        RuntimeError
+        BlockingCallError
             The caller is on the loop that would have to run the coroutine.
         ClusterUnreachableError
             The Dask client was closed.
         """
         if self.runs_here():
             coroutine.close()
-            raise RuntimeError(
-                "A blocking daskserve call was made on the event loop that would have to run it; call "
-                "it from another thread (asyncio.to_thread), or use the default event_loop='own'."
+            raise BlockingCallError(
+                "A blocking daskserve call was made on the event loop that would have to run it; await its "
+                "asynchronous form, or call it from another thread (asyncio.to_thread)."
             )
         if self.is_closed:
             coroutine.close()
@@ -201,6 +210,19 @@ class DaskLink:
             with suppress(RuntimeError):  # the loop was closed in the meantime, which ended the call
                 self.loop.call_soon_threadsafe(call.cancel)
             raise
+
+    async def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the link's loop and return its result to a coroutine on any loop.
+
+        Raises
+        ------
+        ClusterUnreachableError
+            The Dask client was closed.
+        """
+        if self.is_closed:
+            coroutine.close()
+            raise self.closed_error()
+        return await on_loop(self.loop, coroutine)
 
     @property
     def is_closed(self) -> bool:
@@ -245,8 +267,8 @@ class DaskLink:
 
     @property
     def is_open(self) -> bool:
-        """Whether the Dask client is connected to its scheduler."""
-        return bool(self.client.status == "running" and self.client.loop is not None)
+        """Whether the Dask client is connected to its scheduler, and its event loop runs."""
+        return bool(self.client.status == "running" and self.loop.is_running())
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine on this loop without waiting for it; call on the loop only."""
@@ -260,32 +282,60 @@ class DaskLink:
         """Return the latest running instance that this process started; None without one."""
         return next(reversed(self._started), None)
 
-    def instance_ended(self, instance: InstanceName) -> None:
-        """Close the Dask cluster that was created for this link, if this was its last instance."""
+    async def instance_ended(self, instance: InstanceName, *, asynchronous: bool) -> None:
+        """Close what daskserve created for this link, if this was its last instance: a cluster or client."""
         self._started.pop(instance, None)
-        if instance in self.owning_instances:
-            # The cluster was created for this instance alone and ends with it.
-            self.owning_instances.discard(instance)
-            if self.is_open:
-                self.sync(self.close())
-                self.client.shutdown()
-        if self.own_cluster is not None and not self._started:
+        if self.runs_here() and not is_asynchronous(self.client):
+            return  # Dask stops the thread of this loop only if it is told to on another thread
+        # A cluster that was created for this instance alone ends with it.
+        ends_scheduler = instance in self.owning_instances
+        self.owning_instances.discard(instance)
+        cluster = None
+        if not self._started:
             cluster, self.own_cluster = self.own_cluster, None
+        # A blocking program may reuse a client that was created for it: Dask closes it when the program ends.
+        ends_client = self.is_dialled and not self._started and is_asynchronous(self.client)
+        if ends_scheduler or ends_client or cluster is not None:
+            await self._close_client(cluster, ends_scheduler=ends_scheduler, asynchronous=asynchronous)
+
+    async def _close_client(
+        self, cluster: Any = None, *, ends_scheduler: bool = False, asynchronous: bool
+    ) -> None:
+        """Close the link and its Dask client, together with the scheduler or the cluster object if given."""
+
+        def close_client() -> Any:
+            return self.client.shutdown() if ends_scheduler else self.client.close()
+
+        async def close() -> None:
+            if self.is_open:
+                await self.close()
+                await close_client()
+            if cluster is not None:
+                await cluster.close()
+
+        def close_blocking() -> None:
             if self.is_open:
                 self.sync(self.close())
-                self.client.close()
-            cluster.close()
+                close_client()
+            if cluster is not None:
+                cluster.close()
+
+        if not is_asynchronous(self.client):
+            await asyncio.to_thread(close_blocking) if asynchronous else close_blocking()
+        elif asynchronous:
+            await on_loop(self.loop, close())
+        elif self.loop.is_running():
+            asyncio.run_coroutine_threadsafe(close(), self.loop).result()
 
     def release_default(self, instance: InstanceName) -> None:
         """Clear the default instance if it is this one."""
-        if self.default_instance is not None and self.default_instance.instance_name == instance:
+        if self.default_instance is not None and self.default_instance.instance == instance:
             self.default_instance = None
 
-    def disconnect(self) -> None:
-        """Close everything, including the Dask client; for a client that daskserve created."""
-        if self.is_open:
-            self.sync(self.close())
-            self.client.close()
+    async def disconnect(self, *, asynchronous: bool) -> None:
+        """Close the link and its Dask client if daskserve created the client."""
+        if self.is_dialled and self.is_open:
+            await self._close_client(asynchronous=asynchronous)
 
     def follow_client(self) -> None:
         """Close the channels when the Dask client closes; its loop may keep running for others."""
@@ -303,21 +353,17 @@ class DaskLink:
         PROCESS.remove(self.channels)
 
 
-def link_of(client: Client) -> DaskLink:
-    """Return the link of a Dask client, created on first use.
+async def on_loop(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine on an event loop and return its result to a coroutine on this or another loop."""
+    if running_loop() is loop:
+        return await coroutine
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, loop))
 
-    Raises
-    ------
-    InstanceError
-        The client is asynchronous, so blocking calls cannot use it.
-    """
+
+def link_of(client: Client) -> DaskLink:
+    """Return the link of a Dask client, created on first use."""
     link: DaskLink | None = getattr(client, _ATTRIBUTE, None)
     if link is None:
-        if client.asynchronous:
-            raise InstanceError(
-                "The Dask client runs on the caller's event loop; create it with asynchronous=False (the "
-                "default)."
-            )
         link = DaskLink(client)
         link.follow_client()
         logger.debug("daskserve uses Dask client %s of %s", client.id, link.scheduler_address)
@@ -325,7 +371,7 @@ def link_of(client: Client) -> DaskLink:
     return link
 
 
-def dial(address: str, timeout_s: float) -> Client:
+async def dial(address: str, timeout_s: float, *, asynchronous: bool) -> DaskLink:
     """Connect to a Dask scheduler.
 
     Raises
@@ -335,11 +381,17 @@ def dial(address: str, timeout_s: float) -> Client:
     """
     # The same security that Dask's own client would find.
     security: Any = configured_security(address)
+    checking = _check_is_scheduler(address, timeout_s, security)
     try:
-        # In a separate thread, because the caller may be on an event loop.
-        with ThreadPoolExecutor(1, "daskserve-dial") as threads:
-            threads.submit(asyncio.run, _check_is_scheduler(address, timeout_s, security)).result()
-        return Client(address, timeout=timeout_s, security=security)
+        if asynchronous:
+            await checking
+        else:
+            # In a separate thread, because the caller may be on an event loop.
+            with ThreadPoolExecutor(1, "daskserve-dial") as threads:
+                threads.submit(asyncio.run, checking).result()
+        client = Client(address, timeout=timeout_s, security=security, asynchronous=asynchronous)
+        if asynchronous:
+            await connected(client)
     except (OSError, ValueError, TypeError) as error:
         needs_tls = address.startswith("tls:") and security.tls_client_cert is None
         hint = (
@@ -350,6 +402,18 @@ def dial(address: str, timeout_s: float) -> Client:
             f"No Dask scheduler answers at {address!r} ({error}); pass the address of a running scheduler, "
             f"such as tcp://host:8786, or none to start a local cluster.{hint if needs_tls else ''}"
         ) from error
+    link = link_of(client)
+    link.is_dialled = True
+    return link
+
+
+async def connected(client: Client) -> None:
+    """Return when an asynchronous Dask client is connected; close it if that fails or is cancelled."""
+    try:
+        await client
+    except BaseException:
+        await client.close()
+        raise
 
 
 async def _check_is_scheduler(address: str, timeout_s: float, security: Security) -> None:

@@ -372,14 +372,14 @@ class ExternalCluster:
     def sweep(self) -> None:
         """End every instance that is left."""
         # Imported here, because schedulers and workers without daskserve import this module too.
-        from daskserve.client.ending import end_instance
+        from daskserve.client.ending import abandon_instance
         from daskserve.cluster.link import link_of
         from daskserve.errors import NotRunningError
 
         link = link_of(self.client)
         with suppress(NotRunningError):
             for instance in link.sync(link.ask("instances"), timeout_s=PATIENCE_S):
-                end_instance(link, instance)
+                abandon_instance(link, instance)
 
     def run_program(self, source: str, *arguments: str, **variables: str) -> Program:
         """Start a Python program; ``sys.argv[1]`` is the scheduler's address."""

@@ -17,6 +17,7 @@ from dask_processes import ExternalCluster, alive, dask_worker, fetch, poll_for,
 import daskserve as serve
 from daskserve.client.api import deploy
 from daskserve.errors import BadRequestError, VersionMismatchError
+from daskserve.loops.blocking import finish
 
 ISOLATED = {"isolation": "process"}
 
@@ -166,11 +167,11 @@ def test_backends_and_deployments_run_in_their_own_environments(
     assert client.get_backend_config("classic").isolation == "process"
 
     modern = serve.deployment(name="modern", env=one)(prefix)
-    deploy(client, modern.bind(), route_prefix="/modern")
+    finish(deploy(client._verbs, modern.bind(), route_prefix="/modern"))
     pid = pid_of(f"{url}/modern")
-    deploy(client, modern.options(max_concurrent_queries=3).bind(), route_prefix="/modern")
+    finish(deploy(client._verbs, modern.options(max_concurrent_queries=3).bind(), route_prefix="/modern"))
     assert fetch(f"{url}/modern").json == [pid, one]
-    deploy(client, modern.options(env=two).bind(), route_prefix="/modern")
+    finish(deploy(client._verbs, modern.options(env=two).bind(), route_prefix="/modern"))
     assert fetch(f"{url}/modern").json[1] == two
 
 

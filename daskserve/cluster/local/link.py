@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from daskserve.clock import RequestIds
 from daskserve.cluster.base import Process
 from daskserve.cluster.local.world import LocalWorld
-from daskserve.errors import BadRequestError, ClusterUnreachableError, NotRunningError
+from daskserve.errors import BadRequestError, BlockingCallError, ClusterUnreachableError, NotRunningError
 from daskserve.loops.hops import Hop, Hops, Landing
 from daskserve.types import InstanceName
 
@@ -93,9 +93,9 @@ class LocalLink:
         """Run a coroutine on the cluster's loop and return its result to this thread."""
         if self.runs_here():
             coroutine.close()
-            raise RuntimeError(
-                "A blocking call was made on the event loop that would have to run it; call it from another "
-                "thread."
+            raise BlockingCallError(
+                "A blocking call was made on the event loop that would have to run it; await its "
+                "asynchronous form, or call it from another thread."
             )
         future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         try:
@@ -104,6 +104,12 @@ class LocalLink:
             future.cancel()
             raise
 
+    async def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the cluster's loop and return its result to a coroutine on any loop."""
+        if self.runs_here():
+            return await coroutine
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self.loop))
+
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine without waiting for it; call on the loop only."""
         self._world.spawn(coroutine)
@@ -111,5 +117,8 @@ class LocalLink:
     def release_default(self, instance: InstanceName) -> None:
         """Do nothing: a local instance is never the default."""
 
-    def instance_ended(self, instance: InstanceName) -> None:
+    async def disconnect(self, *, asynchronous: bool) -> None:
+        """Do nothing: the creator of a local cluster closes it."""
+
+    async def instance_ended(self, instance: InstanceName, *, asynchronous: bool) -> None:
         """Do nothing: the creator of a local cluster closes it."""

@@ -20,10 +20,10 @@ from distributed import Scheduler
 from distributed.comm import get_address_host
 from tornado.web import RequestHandler
 
-from daskserve.cluster.dask import ask_supervisor
 from daskserve.cluster.link import dial
 from daskserve.cluster.metrics_path import METRICS_PATH, metrics_path
 from daskserve.cluster.scheduler.route import SchedulerRoute
+from daskserve.loops.blocking import finish
 from daskserve.types import WorkerAddress
 
 #: Path of the list, below the scheduler's URL prefix.
@@ -137,6 +137,9 @@ def ask_targets(scheduler: str, timeout_s: float) -> list[Target]:
     ClusterUnreachableError
         No Dask scheduler answers at the address.
     """
-    with dial(scheduler, timeout_s) as client:
-        found = client.sync(ask_supervisor, client, "targets")
+    link = finish(dial(scheduler, timeout_s, asynchronous=False))
+    try:
+        found = link.sync(link.ask("targets"))
+    finally:
+        finish(link.disconnect(asynchronous=False))
     return [{**each, "targets": list(each["targets"])} for each in found]

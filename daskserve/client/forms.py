@@ -1,0 +1,76 @@
+"""The two forms of each function of ``import daskserve as serve``: a blocking one and an awaitable one.
+
+The body of both is one coroutine function, so they have the same parameters and docstring. Its first argument
+is the `Form`, which says whether its steps block the thread; see `daskserve.loops.blocking`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+
+from daskserve.client.client import AsyncClient, Client, ClientVerbs
+from daskserve.client.connection import InstanceConnection
+from daskserve.cluster.base import ClientLink
+from daskserve.errors import BlockingCallError
+from daskserve.loops.blocking import finish
+
+P = ParamSpec("P")
+T = TypeVar("T")
+ClientT = TypeVar("ClientT", Client, AsyncClient)
+
+
+@dataclass(frozen=True)
+class Form(Generic[ClientT]):
+    """How a function waits, and the kind of client that it returns."""
+
+    asynchronous: bool
+    client: Callable[[InstanceConnection], ClientT]
+
+    async def run(self, link: ClientLink, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the link's loop and return its result."""
+        return await link.wait(coroutine) if self.asynchronous else link.sync(coroutine)
+
+    def verbs(self, connection: InstanceConnection) -> ClientVerbs:
+        """Return the verbs of an instance, which wait in this form."""
+        return ClientVerbs(connection, asynchronous=self.asynchronous)
+
+
+def blocking(body: Callable[Concatenate[Form[Client], P], Coroutine[Any, Any, T]]) -> Callable[P, T]:
+    """Return the blocking form of a function, named as its body without the underscore."""
+    name = body.__name__.removeprefix("_")
+
+    @functools.wraps(body)
+    def form(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return finish(body(Form(False, Client), *args, **kwargs))
+        except BlockingCallError:
+            raise BlockingCallError(
+                f"serve.{name}() would block the event loop that has to run it; use `await "
+                f"serve.{name}_async(...)`, or call it from another thread (asyncio.to_thread)."
+            ) from None
+
+    _name(form, name, body)
+    return form
+
+
+def awaitable(
+    body: Callable[Concatenate[Form[AsyncClient], P], Coroutine[Any, Any, T]],
+) -> Callable[P, Coroutine[Any, Any, T]]:
+    """Return the awaitable form of a function, named as its body with the suffix ``_async``."""
+
+    @functools.wraps(body)
+    async def form(*args: P.args, **kwargs: P.kwargs) -> T:
+        return await body(Form(True, AsyncClient), *args, **kwargs)
+
+    _name(form, f"{body.__name__.removeprefix('_')}_async", body)
+    return form
+
+
+def _name(form: Any, name: str, body: Callable[..., Any]) -> None:
+    signature = inspect.signature(body)
+    form.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])
+    form.__name__ = form.__qualname__ = name
