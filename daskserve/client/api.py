@@ -118,7 +118,7 @@ async def _start(
         if found is None or not isinstance(error, AlreadyRunningError):
             await _end_failed_start(form, link, instance, start_id)
         if address is not None:
-            await link.disconnect(asynchronous=form.asynchronous)
+            await link.disconnect(instance, asynchronous=form.asynchronous)
         raise
 
 

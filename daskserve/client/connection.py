@@ -66,7 +66,7 @@ class InstanceConnection:
         if not self.is_closed:
             self.is_closed = True
             self.link.release_default(self.instance)
-            await self.link.disconnect(asynchronous=asynchronous)
+            await self.link.disconnect(self.instance, asynchronous=asynchronous)
 
 
 class Verbs:

@@ -51,8 +51,11 @@ async def launch(form: Form[Any], *, detached: bool, dashboard: bool) -> DaskLin
     size = settings.local_cluster_size()
     if detached:
         if form.asynchronous:
-            return link_of(await start_detached_cluster_async(size, has_dashboard=dashboard))
-        return link_of(start_detached_cluster(size, has_dashboard=dashboard))
+            link = link_of(await start_detached_cluster_async(size, has_dashboard=dashboard))
+        else:
+            link = link_of(start_detached_cluster(size, has_dashboard=dashboard))
+        link.owns_client = True
+        return link
     if form.asynchronous:
         cluster, client = await start_local_cluster_async(size, has_dashboard=dashboard)
     else:

@@ -402,5 +402,5 @@ class ClientLink(Link, Protocol):
     async def instance_ended(self, instance: InstanceName, *, asynchronous: bool) -> None:
         """Close what daskserve created for this link, if this was its last instance: a cluster or client."""
 
-    async def disconnect(self, *, asynchronous: bool) -> None:
-        """Close the link and its Dask client if daskserve created the client."""
+    async def disconnect(self, instance: InstanceName = "", *, asynchronous: bool) -> None:
+        """Close the link and its Dask client if daskserve created that and no other instance needs it."""

@@ -135,8 +135,8 @@ class DaskLink:
         self.owning_instances: set[InstanceName] = set()
         #: The Dask cluster that was started for this link; it closes with its last instance.
         self.own_cluster: Any = None
-        #: Whether daskserve created the Dask client, to connect to a given address.
-        self.is_dialled = False
+        #: Whether daskserve created the Dask client, to connect to a scheduler in another process.
+        self.owns_client = False
         #: The `daskserve.client.connection.InstanceConnection` that `serve.run` reuses, if there is one.
         self.default_instance: Any = None
         self._address = "an unknown scheduler"
@@ -294,7 +294,7 @@ class DaskLink:
         if not self._started:
             cluster, self.own_cluster = self.own_cluster, None
         # A blocking program may reuse a client that was created for it: Dask closes it when the program ends.
-        ends_client = self.is_dialled and not self._started and is_asynchronous(self.client)
+        ends_client = self.owns_client and not self._started and is_asynchronous(self.client)
         if ends_scheduler or ends_client or cluster is not None:
             await self._close_client(cluster, ends_scheduler=ends_scheduler, asynchronous=asynchronous)
 
@@ -332,9 +332,10 @@ class DaskLink:
         if self.default_instance is not None and self.default_instance.instance == instance:
             self.default_instance = None
 
-    async def disconnect(self, *, asynchronous: bool) -> None:
-        """Close the link and its Dask client if daskserve created the client."""
-        if self.is_dialled and self.is_open:
+    async def disconnect(self, instance: InstanceName = "", *, asynchronous: bool) -> None:
+        """Close the link and its Dask client if daskserve created that and no other instance needs it."""
+        self._started.pop(instance, None)
+        if self.owns_client and self.is_open and not self._started:
             await self._close_client(asynchronous=asynchronous)
 
     def follow_client(self) -> None:
@@ -403,7 +404,7 @@ async def dial(address: str, timeout_s: float, *, asynchronous: bool) -> DaskLin
             f"such as tcp://host:8786, or none to start a local cluster.{hint if needs_tls else ''}"
         ) from error
     link = link_of(client)
-    link.is_dialled = True
+    link.owns_client = True
     return link
 
 

@@ -117,7 +117,7 @@ class LocalLink:
     def release_default(self, instance: InstanceName) -> None:
         """Do nothing: a local instance is never the default."""
 
-    async def disconnect(self, *, asynchronous: bool) -> None:
+    async def disconnect(self, instance: InstanceName = "", *, asynchronous: bool) -> None:
         """Do nothing: the creator of a local cluster closes it."""
 
     async def instance_ended(self, instance: InstanceName, *, asynchronous: bool) -> None:
