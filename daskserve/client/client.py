@@ -15,11 +15,11 @@ from daskserve.client.deployment_verbs import DeploymentVerbs
 from daskserve.client.ending import wait_until_ended
 from daskserve.client.endpoints import EndpointVerbs
 from daskserve.client.explanation import Explanation
+from daskserve.client.known_handles import open_router
 from daskserve.client.methods import method
 from daskserve.client.status import Status
 from daskserve.client.warning import warn_caller
-from daskserve.cluster.base import ClientLink
-from daskserve.data.caller.handle import Handle, routers_of
+from daskserve.data.caller.handle import Handle
 from daskserve.errors import NotFoundError, ServeError
 from daskserve.loops.event_loop import running_loop
 from daskserve.options.bounds import checked_capacity
@@ -109,7 +109,7 @@ class ClientVerbs(BackendVerbs, EndpointVerbs, DeploymentVerbs):
             await self.shutdown()
 
     async def get_handle(self, endpoint_name: str, missing_ok: bool = False) -> Handle:
-        """Return a handle that calls an endpoint from Python.
+        """Return a handle that calls an endpoint from Python, the same one until the endpoint changes.
 
         Parameters
         ----------
@@ -121,22 +121,29 @@ class ClientVerbs(BackendVerbs, EndpointVerbs, DeploymentVerbs):
         NotFoundError
             A `KeyError`: there is no such endpoint.
         """
-        link, instance = self._connection.link, self._connection.instance
+        link, instance, handles = self._connection.link, self._connection.instance, self._connection.handles
+        self._connection.check_open()
+        known = handles.get(endpoint_name)
+        if known is not None:
+            return known
         try:
             facts = await self._call("get_endpoint", name=endpoint_name)
+            exists = True
         except NotFoundError:
             if not missing_ok:
                 raise
-            facts = {"is_legacy": True, "python_methods": []}
-        # Started here and not at the first call, so that the handle sees later changes by this client.
-        await self._run(_start_routers(link, instance))
-        return Handle(
+            facts, exists = {"is_legacy": True, "python_methods": []}, False
+        cluster = link.cluster(instance)
+        router = await self._run(open_router(cluster, endpoint_name, exists=exists))
+        handle = Handle(
             instance,
             endpoint_name,
             is_legacy=facts["is_legacy"],
             python_methods=tuple(facts["python_methods"]),
-            cluster=link.cluster(instance),
+            cluster=cluster,
         )
+        handles.keep(handle, cluster, router, facts)
+        return handle
 
     async def http_urls(self) -> list[str]:
         """Return the URLs at which the proxies listen, for example ``["http://127.0.0.1:8000"]``."""
@@ -258,7 +265,7 @@ class Client(InstanceClient):
         self.shutdown()
 
     def get_handle(self, endpoint_name: str, missing_ok: bool = False, sync: bool = True) -> Handle:
-        """Return a handle that calls an endpoint from Python.
+        """Return a handle that calls an endpoint from Python, the same one until the endpoint changes.
 
         Parameters
         ----------
@@ -309,10 +316,6 @@ class Client(InstanceClient):
     shutdown = method(ClientVerbs.shutdown)
     disconnect = method(ClientVerbs.disconnect)
     serve_until_interrupted = method(ClientVerbs.serve_until_interrupted)
-
-
-async def _start_routers(link: ClientLink, instance: InstanceName) -> None:
-    await routers_of(link.cluster(instance))
 
 
 def _warn_about_loop(sync: bool) -> None:

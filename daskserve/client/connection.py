@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from daskserve.client.calls import ControllerCalls
 from daskserve.client.ending import abandon_instance, end_instance
+from daskserve.client.known_handles import KnownHandles
 from daskserve.cluster.base import ClientLink
 from daskserve.errors import ClosedError
 from daskserve.types import GoalId, InstanceName
@@ -28,6 +29,7 @@ class InstanceConnection:
         self.instance = instance
         self.is_closed = False
         self.calls = ControllerCalls(link, instance)
+        self.handles = KnownHandles()
         self._finalizer: weakref.finalize[..., Any] | None = None
         if is_owner:
             self._finalizer = weakref.finalize(self, abandon_instance, link, instance)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from daskserve.client.connection import Verbs
-from daskserve.client.specs import check_endpoint_route, check_methods, check_name
+from daskserve.client.specs import check_endpoint_name, check_endpoint_route, check_methods
 from daskserve.errors import BadRequestError
 
 
@@ -38,7 +38,7 @@ class EndpointVerbs(Verbs):
         AlreadyRegisteredError, NotRegisteredError
             The name or route is taken; the backend does not exist.
         """
-        check_name(endpoint_name, "endpoint_name")
+        check_endpoint_name(endpoint_name)
         if not isinstance(backend, str):
             raise TypeError(f"backend must be the tag of a registered backend, got {backend!r}")
         check_endpoint_route(route)

@@ -26,6 +26,14 @@ def check_name(name: Any, what: str) -> None:
         raise BadRequestError(f"{what} must be a name without '#' and '/', got {name!r}")
 
 
+def check_endpoint_name(name: Any) -> None:
+    """Raise `TypeError` or `BadRequestError` unless an endpoint may have the name, for example ``api/v1``."""
+    if not isinstance(name, str):
+        raise TypeError(f"endpoint_name must be a string, got {name!r}")
+    if not name or "#" in name:
+        raise BadRequestError(f"endpoint_name must be a name without '#', got {name!r}")
+
+
 def check_route(route: Any) -> None:
     """Raise `TypeError` or `BadRequestError` unless the route is None or a valid path."""
     if route is None:

@@ -42,6 +42,8 @@ class Router:
         self.only: ReplicaSet | None = None
         #: Whether the endpoint's backends get one ``ServeRequest`` instead of the caller's arguments.
         self.is_legacy = True
+        #: The state of the endpoint that the controller published last; None if unknown or deleted.
+        self.published: Any = None
         self._changed = asyncio.Event()
         self._is_deleted = False
         #: The metrics of handle calls.
@@ -60,6 +62,7 @@ class Router:
     def update(self, value: Any) -> None:
         """Apply the state of the endpoint that the controller published."""
         self._is_deleted = value is None
+        self.published = value
         self.only = None
         if value is not None:
             self.is_legacy = value["legacy"]

@@ -79,6 +79,8 @@ class QueryParams(dict[str, Any]):
 class ServeRequest:
     """What a classic backend gets when it is called through a handle: ``handle.remote(data, **kwargs)``.
 
+    ``handle.remote(data=x, **kwargs)`` is the same call.
+
     It offers the parts of Starlette's ``Request`` that make sense without HTTP.
     """
 
@@ -140,8 +142,14 @@ class ServeRequest:
 
 
 def legacy_argument(head: Mapping[str, Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the one argument of a classic backend for ``handle.remote(data, **kwargs)``."""
-    data = args[0] if args else None
+    """Return the one argument of a classic backend for ``handle.remote(data=None, **kwargs)``."""
+    if "data" in kwargs:
+        if args:
+            raise TypeError("remote() got multiple values for argument 'data'")
+        data = kwargs["data"]
+        kwargs = {name: value for name, value in kwargs.items() if name != "data"}
+    else:
+        data = args[0] if args else None
     if isinstance(data, Request):
         return data
     return ServeRequest(

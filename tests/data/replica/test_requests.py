@@ -150,6 +150,11 @@ def test_the_argument_of_a_classic_backend() -> None:
     request = legacy_argument({"http_headers": {"h": "v"}, "http_method": "PUT"}, ("data",), {"k": 1})
     assert (request.data, request.query_params, request.method) == ("data", {"k": 1}, "PUT")
     assert request.headers["h"] == "v"
+    named = legacy_argument({}, (), {"data": [1], "k": 1})
+    assert named.data == [1]
+    assert named.query_params == {"k": 1}
+    with pytest.raises(TypeError, match="multiple values for argument 'data'"):
+        legacy_argument({}, (1,), {"data": 2})
     assert legacy_argument({}, (), {}).data is None
     assert legacy_argument({}, (), {}).method == "GET"
     starlette = Request(SCOPE)
