@@ -118,7 +118,7 @@ class HTTPAnswer(LocalAnswer):
         elif method.is_async:
             self._start(True, servable.answer_http, method, scope, pipe.receive, body)
         else:
-            self._start(False, servable.answer_http_in_thread, method, scope, pipe.receive, body)
+            self._start(False, servable.answer_http_in_thread, method, scope, pipe, body)
 
     def _open_pipe(self, first: Message | None) -> MessagePipe:
         kind = self._scope["type"]

@@ -155,6 +155,10 @@ class MessagePipe:
             room.wait()
         return not self._is_closed
 
+    def has_closed(self) -> bool:
+        """Whether the pipe is detached from the client."""
+        return self._is_closed
+
     def _disconnect(self) -> Message:
         if self._kind == "websocket":
             return {"type": "websocket.disconnect", "code": 1006, "reason": ""}

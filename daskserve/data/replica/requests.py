@@ -6,38 +6,75 @@ backend gets for a call through a handle, so that the same code serves both.
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from starlette.datastructures import Headers
+from starlette.datastructures import FormData, Headers
 from starlette.requests import Request
 
 from daskserve.context import RequestContext
 from daskserve.errors import ServeError
+from daskserve.loops.event_loop import running_loop
 from daskserve.types import Envelope, EnvelopeKind, Message, Receive
 
 
 class HTTPRequest(Request):
-    """Starlette's ``Request``, whose body plain functions can read too.
+    """Starlette's ``Request``, whose methods plain functions can call too.
 
-    A plain (not ``async``) callable cannot ``await request.body()``. For it the whole body is read before it
-    is called, and `body_bytes` and `body_json` return it at once. ``async`` callables may use them as soon as
-    the body has been awaited.
+    A plain (not ``async``) callable cannot ``await request.json()``. The whole body is read before it is
+    called, and in its thread the methods return their values: ``request.json()``, ``body()``, ``form()``,
+    ``is_disconnected()`` and ``close()``. Where an event loop runs they return awaitables, as Starlette's do,
+    also in a coroutine that a plain callable returns. `body_bytes` and `body_json` are the same everywhere,
+    once the body has been read.
     """
 
     #: The whole body, once it has been read; set before if the request came with it.
     whole_body: bytes | None = None
+    #: Returns whether the client has disconnected; for plain functions, which cannot wait for its message.
+    has_disconnected: Callable[[], bool] = staticmethod(lambda: False)
 
-    async def body(self) -> bytes:
-        """Return the whole body."""
+    def body(self) -> Any:
+        """Return the whole body; an awaitable of it on an event loop."""
+        return self._read_body() if running_loop() is not None else self.body_bytes
+
+    def json(self) -> Any:
+        """Return the body parsed as JSON; an awaitable of it on an event loop."""
+        return super().json() if running_loop() is not None else self.body_json
+
+    def form(self, **limits: Any) -> Any:
+        """Return the fields and files of a form; an awaitable of them on an event loop."""
+        form = super().form
+        if running_loop() is not None:
+            return form(**limits)
+
+        async def parse() -> FormData:
+            return await form(**limits)
+
+        self.body_bytes  # noqa: B018 - raises if it has not been read
+        return asyncio.run(parse())  # large files are written by threads, which only a loop can wait for
+
+    def is_disconnected(self) -> Any:
+        """Return whether the client has disconnected; an awaitable of it on an event loop."""
+        return super().is_disconnected() if running_loop() is not None else self.has_disconnected()
+
+    def close(self) -> Any:
+        """Close the files of the form; return an awaitable that does it on an event loop."""
+        closing = super().close()
+        return closing if running_loop() is not None else asyncio.run(closing)
+
+    def stream(self) -> Any:
+        """Return an iterator over the chunks of the body, the last of which is empty.
+
+        It is asynchronous. That of a body which has been read is a plain iterator too.
+        """
+        return super().stream() if self.whole_body is None else _Chunks(self.whole_body)
+
+    async def _read_body(self) -> bytes:
         if self.whole_body is None:
             self.whole_body = await super().body()
         return self.whole_body
-
-    def stream(self) -> AsyncGenerator[bytes, None]:
-        """Return an iterator over the chunks of the body, the last of which is empty."""
-        return super().stream() if self.whole_body is None else _chunks(self.whole_body)
 
     @property
     def body_bytes(self) -> bytes:
@@ -60,9 +97,24 @@ class HTTPRequest(Request):
         return json.loads(self.body_bytes)
 
 
-async def _chunks(body: bytes) -> AsyncGenerator[bytes, None]:
-    yield body
-    yield b""
+class _Chunks(AsyncIterator[bytes], Iterator[bytes]):
+    """The chunks of a body that has been read, for ``for`` and for ``async for``."""
+
+    def __init__(self, body: bytes) -> None:
+        self._left = [b"", body]
+
+    def __next__(self) -> bytes:
+        if not self._left:
+            raise StopIteration
+        return self._left.pop()
+
+    async def __anext__(self) -> bytes:
+        if not self._left:
+            raise StopAsyncIteration
+        return self._left.pop()
+
+    async def aclose(self) -> None:
+        self._left.clear()
 
 
 class QueryParams(dict[str, Any]):
@@ -81,7 +133,8 @@ class ServeRequest:
 
     ``handle.remote(data=x, **kwargs)`` is the same call.
 
-    It offers the parts of Starlette's ``Request`` that make sense without HTTP.
+    It offers the parts of Starlette's ``Request`` that make sense without HTTP. In the thread of a plain
+    function its methods return values, and on an event loop awaitables of them.
     """
 
     def __init__(
@@ -102,7 +155,7 @@ class ServeRequest:
 
     @property
     def data(self) -> Any:
-        """The object given to ``remote()``; for plain functions, which cannot await `body`."""
+        """The object given to ``remote()``."""
         return self._data
 
     @property
@@ -120,17 +173,17 @@ class ServeRequest:
         """The keyword arguments given to ``remote()``."""
         return QueryParams(self._kwargs)
 
-    async def body(self) -> Any:
+    def body(self) -> Any:
         """Return the object given to ``remote()``, whatever it is."""
-        return self._data
+        return _value_or_awaitable(self._data)
 
-    async def json(self) -> dict[Any, Any]:
+    def json(self) -> Any:
         """Return the dict given to ``remote()``; `ServeError` if it is not a dict."""
-        return self._dict("json")
+        return _value_or_awaitable(self._dict("json"))
 
-    async def form(self) -> dict[Any, Any]:
+    def form(self) -> Any:
         """Return the dict given to ``remote()``; `ServeError` if it is not a dict."""
-        return self._dict("form")
+        return _value_or_awaitable(self._dict("form"))
 
     def _dict(self, method: str) -> dict[Any, Any]:
         if not isinstance(self._data, dict):
@@ -139,6 +192,14 @@ class ServeRequest:
                 f"{type(self._data).__name__}; request.body() returns any object."
             )
         return self._data
+
+
+def _value_or_awaitable(value: Any) -> Any:
+    return value if running_loop() is None else _awaited(value)
+
+
+async def _awaited(value: Any) -> Any:
+    return value
 
 
 def legacy_argument(head: Mapping[str, Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

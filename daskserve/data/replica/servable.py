@@ -206,13 +206,14 @@ class Servable:
             return failure(error, is_debug=self.is_debug)
 
     def answer_http_in_thread(
-        self, method: Method, scope: MutableMapping[str, Any], receive: Receive, body: bytes
+        self, method: Method, scope: MutableMapping[str, Any], pipe: MessagePipe, body: bytes
     ) -> ConvertedResponse | Unfinished:
         """Let a plain callable answer a request whose whole body has arrived."""
         try:
             if method.takes_argument:
-                request = HTTPRequest(scope, receive)
+                request = HTTPRequest(scope, pipe.receive)
                 request.whole_body = body
+                request.has_disconnected = pipe.has_closed
                 return to_answer(self._bound[method.name](request))
             return to_answer(self._bound[method.name]())
         except Exception as error:  # an error of user code, which is logged

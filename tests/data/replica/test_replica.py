@@ -477,6 +477,73 @@ def test_every_callable_can_read_the_body(
     run(scenario, definition, event_loop=event_loop)
 
 
+def json_in_a_thread(request: Any) -> Any:
+    return request.json()["a"]
+
+
+async def json_on_a_loop(request: Any) -> Any:
+    return (await request.json())["a"]
+
+
+def json_by_a_wrapper(request: Any) -> Any:
+    return json_on_a_loop(request)  # a coroutine, which the loop awaits
+
+
+def json_on_a_loop_of_its_own(request: Any) -> Any:
+    return asyncio.run(json_on_a_loop(request))
+
+
+@accept_batch
+def json_in_a_batch(requests: list[Any]) -> list[Any]:
+    return [request.json()["a"] for request in requests]
+
+
+def json_in_a_generator(request: Any) -> Iterator[str]:
+    yield str(request.json()["a"])
+
+
+@pytest.mark.parametrize("event_loop", ["own", "worker"])
+@pytest.mark.parametrize(
+    "definition",
+    [
+        json_in_a_thread,
+        json_on_a_loop,
+        json_by_a_wrapper,
+        json_on_a_loop_of_its_own,
+        json_in_a_batch,
+        json_in_a_generator,
+    ],
+)
+def test_plain_and_async_code_read_json_in_their_own_way(definition: Any, event_loop: str) -> None:
+    async def scenario(replica: Replica) -> None:
+        reply = await http(replica, b'{"a"', b": 7}", method="POST")
+        assert (reply.status, reply.body) == (200, b"7")
+        if definition is not json_in_a_generator:
+            assert await call(replica, {"a": 7}) == 7
+
+    run(scenario, definition, event_loop=event_loop)
+
+
+def ask_until_it_has_left(request: Any) -> None:
+    assert request.is_disconnected() is False
+    GATES.began.release()
+    GATES.go.wait(DEADLINE_S)
+    GATES.notes.append(request.is_disconnected())
+
+
+def test_a_plain_function_can_ask_whether_its_client_has_left() -> None:
+    async def scenario(replica: Replica) -> None:
+        task = asyncio.create_task(http(replica))
+        await until(lambda: GATES.began.acquire(blocking=False))
+        task.cancel()
+        await asyncio.wait([task])
+        GATES.go.set()
+        await until(lambda: GATES.notes)
+        assert GATES.notes == [True]
+
+    run(scenario, ask_until_it_has_left)
+
+
 def test_a_plain_function_is_not_called_for_a_client_that_left_while_sending() -> None:
     async def scenario(replica: Replica) -> None:
         reply = await http(replica, messages=({**part(b"a"), "more_body": True}, {"type": "http.disconnect"}))

@@ -105,6 +105,41 @@ def test_a_preloaded_body_can_be_awaited_without_a_message() -> None:
     asyncio.run(main())
 
 
+def test_without_an_event_loop_the_methods_return_values() -> None:
+    request = HTTPRequest(SCOPE, Client().receive)
+    for read in (request.body, request.json, request.form):
+        with pytest.raises(ServeError, match="has not been read yet"):
+            read()
+    request.whole_body = b"[1]"
+    assert request.body() == b"[1]"
+    assert request.json() == [1]
+    assert list(request.stream()) == [b"[1]", b""]
+    assert dict(request.form()) == {}
+    assert request.is_disconnected() is False
+    assert ServeRequest({"k": 1}).json() == ServeRequest({"k": 1}).form() == {"k": 1}
+    assert ServeRequest("text").body() == "text"
+    with pytest.raises(ServeError, match="needs a dict"):
+        ServeRequest("text").json()
+
+
+def test_a_plain_function_reads_the_files_of_a_form_however_large() -> None:
+    mark, large = b"--x", bytes(2 << 20)
+    head = b'Content-Disposition: form-data; name="file"; filename="a"'
+    request = HTTPRequest(
+        {**SCOPE, "headers": [(b"content-type", b"multipart/form-data; boundary=x")]}, Client().receive
+    )
+    request.whole_body = b"\r\n".join([mark, head, b"", large, mark + b"--", b""])
+    file = request.form()["file"].file
+    assert file.read() == large
+    request.close()
+    assert file.closed
+
+    async def main() -> None:
+        assert (await request.form())["file"].file is file
+
+    asyncio.run(main())
+
+
 def test_a_body_that_is_still_to_come_must_be_awaited_first() -> None:
     async def main() -> None:
         request = HTTPRequest(SCOPE, Client(part(b"[1", True), part(b"]", False)).receive)
