@@ -391,7 +391,8 @@ async def _run(
     target : Application
         What ``.bind()`` returns.
     route_prefix : str, optional
-        Path prefix for HTTP requests; None makes the application reachable by handle only.
+        Path prefix for HTTP requests; it may have variables, such as ``/users/{id:int}``. None makes the
+        application reachable by handle only.
     blocking : bool
         Whether to serve until Ctrl-C and then end the instance.
     http_options : HTTPOptions or dict, optional

@@ -81,7 +81,8 @@ class DeploymentVerbs(Verbs):
         prev_version : str, optional
             The version that must be deployed now for this call to succeed.
         route_prefix : str, optional
-            Path prefix for HTTP requests, by default ``/{name}``; None makes it reachable by handle only.
+            Path prefix for HTTP requests, by default a slash and the name; it may have variables, such as
+            ``/users/{id:int}``. None makes it reachable by handle only.
         blocking : bool
             Whether to wait. With False, the call returns immediately, with the goal for `wait_for_goal`, or
             None if nothing changes.

@@ -27,14 +27,15 @@ class EndpointVerbs(Verbs):
         Parameters
         ----------
         route : str, optional
-            Path prefix of the endpoint; None makes it reachable by handle only.
+            Path prefix of the endpoint, which may have variables, such as ``/users/{id:int}``; None makes it
+            reachable by handle only.
         methods : list of str
             The HTTP methods it accepts; requests with other methods get 405.
 
         Raises
         ------
         TypeError, BadRequestError
-            An argument has the wrong type, the route is reserved, or a method does not exist.
+            An argument has the wrong type, the route is reserved or not valid, or a method does not exist.
         AlreadyRegisteredError, NotRegisteredError
             The name or route is taken; the backend does not exist.
         """

@@ -14,6 +14,7 @@ from daskserve.options.backend import BackendConfig, BackendMetadata
 from daskserve.options.backend_spec import BackendSpec
 from daskserve.options.base import parse_options
 from daskserve.options.environment import parse_environment
+from daskserve.options.route_variables import check_variables
 from daskserve.payload import dump_bytes, load_bytes
 from daskserve.types import ALL_HTTP_METHODS
 
@@ -40,11 +41,11 @@ def check_route(route: Any) -> None:
         return
     if not isinstance(route, str):
         raise TypeError(f"route_prefix must be a string or None, got {route!r}")
-    if not route.startswith("/") or "{" in route or "}" in route:
-        raise BadRequestError(f"route_prefix must start with '/' and contain no braces, got {route!r}")
+    if not route.startswith("/"):
+        raise BadRequestError(f"route_prefix must start with '/', got {route!r}")
     if route != "/" and route.endswith("/"):
         raise BadRequestError(f"route_prefix must not end with '/', got {route!r}")
-
+    check_variables(route, "route_prefix")
     _check_not_reserved(route, "route_prefix")
 
 
@@ -54,6 +55,7 @@ def check_endpoint_route(route: Any) -> None:
         return
     if not isinstance(route, str) or not route.startswith("/"):
         raise TypeError(f"route must be a string that starts with '/', got {route!r}")
+    check_variables(route, "route")
     _check_not_reserved(route, "route")
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from daskserve.control.records import Change, EndpointRecord
 from daskserve.control.state import State
 from daskserve.errors import AlreadyRegisteredError, BadRequestError, NotRegisteredError
+from daskserve.options.route_variables import has_variables, shape_of
 from daskserve.types import BackendTag, EndpointTag
 
 
@@ -35,6 +36,16 @@ def _require_endpoint(state: State, name: EndpointTag) -> EndpointRecord:
             f"{', '.join(sorted(state.endpoints)) or 'none'}."
         )
     return endpoint
+
+
+def _holder_of(state: State, route: str | None) -> EndpointRecord | None:
+    """Return the endpoint whose route matches the same paths."""
+    if route is None:
+        return None
+    if has_variables(route):
+        shape = shape_of(route)
+        return next((each for known, each in state.routes().items() if shape_of(known) == shape), None)
+    return state.endpoint_at(route)
 
 
 def create_endpoint(
@@ -65,8 +76,10 @@ def create_endpoint(
             f"Cannot create endpoint. Endpoint '{name}' is already registered. "
             f"It has route {existing.route!r} and methods {list(existing.methods)}."
         )
-    if route is not None and state.endpoint_at(route) is not None:
-        raise AlreadyRegisteredError(f"Cannot create endpoint. Route '{route}' is already registered.")
+    holder = _holder_of(state, route)
+    if holder is not None:
+        where = "is already registered" if route == holder.route else f"matches the paths of {holder.route!r}"
+        raise AlreadyRegisteredError(f"Cannot create endpoint. Route '{route}' {where}.")
     record = EndpointRecord(
         name=name,
         route=route,
@@ -89,10 +102,11 @@ def deploy_endpoint(
 ) -> Change:
     """Create a deployment's endpoint, or change its route. Its backend has the same name."""
     route = None if route is None else normalise_route(route)
-    holder = None if route is None else state.endpoint_at(route)
+    holder = _holder_of(state, route)
     if holder is not None and holder.name != name:
         raise AlreadyRegisteredError(
-            f"Cannot deploy '{name}' at route '{route}': endpoint '{holder.name}' is registered there."
+            f"Cannot deploy '{name}' at route '{route}': endpoint '{holder.name}' is registered there"
+            f"{'.' if route == holder.route else f', as {holder.route!r}.'}"
         )
     existing = state.endpoints.get(name)
     if existing is not None and existing.is_legacy:
@@ -117,7 +131,7 @@ def routed_as_before(state: State, before: EndpointRecord) -> Change:
     Nothing changes if another endpoint now has the route, or this one is gone.
     """
     existing = state.endpoints.get(before.name)
-    holder = None if before.route is None else state.endpoint_at(before.route)
+    holder = _holder_of(state, before.route)
     if existing is None or existing.is_legacy or (holder is not None and holder.name != before.name):
         return {}
     record = replace(

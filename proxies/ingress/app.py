@@ -254,7 +254,9 @@ class IngressApp:
             if "raw_path" in head:
                 head["raw_path"] = self._root_bytes + head["raw_path"]
         has_denial = DENIAL in (scope.get("extensions") or ())
-        head["root_path"] = self._root if route.route == "/" else self._root + route.route
+        head["root_path"] = self._root + route.prefix
+        if route.path_params is not None:
+            head["path_params"] = route.path_params
         shard_key = request.shard_key
         head["extensions"] = {
             "daskserve": {

@@ -1,23 +1,38 @@
 """Finds the endpoint for a path.
 
 A lookup walks the segments of the path from the left, and remembers the last route it found. Its cost depends
-on the segments of the deepest route only, not on the number of routes or the length of the path.
+on the segments of the deepest route only, not on the number of routes or the length of the path. Variables
+need a tree of segments, which exists only if a route has some.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+from daskserve.options.route_variables import SegmentPattern, has_variables, names_of, shape_of
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A path prefix and its endpoint. ``route`` has no trailing slash unless it is ``"/"``."""
+    """A path prefix and its endpoint.
+
+    Attributes
+    ----------
+    route : str
+        As it was written, without a trailing slash unless it is ``"/"``.
+    prefix : str
+        The part of the path that it matched; empty for ``"/"``.
+    path_params : mapping or None
+        The values of its variables; None if it has none.
+    """
 
     route: str
     endpoint: str
     methods: frozenset[str]
+    prefix: str = ""
+    path_params: Mapping[str, Any] | None = None
 
 
 class RouteTable:
@@ -36,12 +51,18 @@ class RouteTable:
         for written, target in routes.items():
             prefix = normalize_prefix(written)
             methods = frozenset(str(method).upper() for method in target["methods"])
-            self._routes[prefix] = Route(prefix or "/", str(target["endpoint"]), methods)
+            self._routes[prefix] = Route(prefix or "/", str(target["endpoint"]), methods, prefix)
         self._max_segments = max((prefix.count("/") for prefix in self._routes), default=0)
+        self._tree = _Segment.tree(self._routes) if any(map(has_variables, self._routes)) else None
 
     def match(self, path: str) -> Route | None:
-        """Return the longest route that ``path`` equals or continues after a slash."""
+        """Return the longest route that ``path`` equals or continues after a slash.
+
+        Where a fixed segment and a variable both match, the routes with the fixed one come first.
+        """
         routes = self._routes
+        if self._tree is not None and path.startswith("/"):
+            return self._tree.find(path)
         best = routes.get("")
         end = 0
         for _ in range(self._max_segments):
@@ -62,6 +83,63 @@ class RouteTable:
 
     def __repr__(self) -> str:
         return f"<RouteTable {len(self._routes)} routes, at most {self._max_segments} segments>"
+
+
+class _Segment:
+    """A node of the tree of routes: what may follow one segment."""
+
+    def __init__(self) -> None:
+        self.route: Route | None = None
+        self._names: tuple[str, ...] = ()
+        self._fixed: dict[str, _Segment] = {}
+        self._variable: dict[str, tuple[SegmentPattern, _Segment]] = {}
+        self._by_rank: list[tuple[SegmentPattern, _Segment]] = []
+
+    @classmethod
+    def tree(cls, routes: Mapping[str, Route]) -> _Segment:
+        """Return the root of the tree of all routes, by their prefixes."""
+        root = cls()
+        for prefix, route in routes.items():
+            node = root
+            for segment in prefix.split("/")[1:]:
+                node = node._below(segment)
+            node.route = route
+            node._names = names_of(prefix)
+        return root
+
+    def _below(self, segment: str) -> _Segment:
+        if not has_variables(segment):
+            return self._fixed.setdefault(segment, _Segment())
+        shape = shape_of(segment)
+        if shape not in self._variable:
+            self._variable[shape] = SegmentPattern(segment), _Segment()
+            self._by_rank = sorted(self._variable.values(), key=lambda each: each[0].rank)
+        return self._variable[shape][1]
+
+    def find(self, path: str, start: int = 0, values: tuple[Any, ...] = ()) -> Route | None:
+        """Return the best route for a path, of which the part up to the slash at ``start`` has matched.
+
+        Each node is tried once at most: it belongs to one position in the path.
+        """
+        if start < len(path):
+            end = path.find("/", start + 1)
+            if end < 0:
+                end = len(path)
+            segment = path[start + 1 : end]
+            fixed = self._fixed.get(segment)
+            found = None if fixed is None else fixed.find(path, end, values)
+            if found is not None:
+                return found
+            for pattern, below in self._by_rank:
+                upto = len(path) if pattern.takes_rest else end
+                value = pattern.value(path[start + 1 : upto])
+                found = None if value is None else below.find(path, upto, (*values, value))
+                if found is not None:
+                    return found
+        route = self.route
+        if route is None or not values:
+            return route
+        return replace(route, prefix=path[:start], path_params=dict(zip(self._names, values, strict=True)))
 
 
 def normalize_prefix(path: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -12,18 +13,41 @@ from daskserve.options.http import HTTPOptions
 from daskserve.types import Location
 
 
-@pytest.mark.parametrize("route", [None, "/", "/a/b", "/-a", "/a/-/b"])
+@pytest.mark.parametrize(
+    "route", [None, "/", "/a/b", "/-a", "/a/-/b", "/{a}", "/a/{b}/c{d:int}", "/{p:path}"]
+)
 def test_routes_that_are_allowed(route: str | None) -> None:
     check_route(route)
     check_endpoint_route(route)
 
 
-@pytest.mark.parametrize("route", ["/-", "/-/", "/-/x", "/-/routes"])
+@pytest.mark.parametrize("route", ["/-", "/-/", "/-/x", "/-/routes", "/-/{x}"])
 def test_routes_of_daskserve_itself_are_rejected(route: str) -> None:
     with pytest.raises(BadRequestError, match="route_prefix must not"):
         check_route(route)
     with pytest.raises(BadRequestError, match="route must not be below '/-', which is reserved"):
         check_endpoint_route(route)
+
+
+@pytest.mark.parametrize(
+    ("route", "message"),
+    [
+        ("/{", "not valid; write {name} or {name:kind}"),
+        ("/a}", "not valid"),
+        ("/{}", "not valid"),
+        ("/{a b}", "not valid"),
+        ("/{x:uuid}", "one of int, float, str, path, got '/{x:uuid}'"),
+        ("/{a}-{b}", "one variable at most"),
+        ("/{a}/{a:int}", "different names"),
+        ("/{p:path}/x", "must be the end"),
+        ("/{p:path}x", "must be the end"),
+        ("/{p:path}/{q:path}", "must be the end"),
+    ],
+)
+def test_variables_that_are_not_valid_are_rejected(route: str, message: str) -> None:
+    for check in (check_route, check_endpoint_route):
+        with pytest.raises(BadRequestError, match=re.escape(message)):
+            check(route)
 
 
 @pytest.mark.parametrize("route", ["", "a", 3, b"/a"])

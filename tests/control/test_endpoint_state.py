@@ -82,6 +82,21 @@ def test_a_route_in_use_is_rejected() -> None:
         create(state)
 
 
+def test_a_route_that_matches_the_same_paths_as_another_is_rejected() -> None:
+    state = state_of(backend(), backend("new"), endpoint("other", "/a/{x}"))
+    with pytest.raises(AlreadyRegisteredError, match=r"Route '/a/\{y:str\}' matches the paths of '/a/\{x\}'"):
+        create(state, route="/a/{y:str}")
+    with pytest.raises(AlreadyRegisteredError, match=r"'other' is registered there, as '/a/\{x\}'\."):
+        deploy_endpoint(state, "new", route="/a/{y}", methods=["GET"], python_methods=[])
+    for free in ("/a/{y:int}", "/a/x", "/a/{x}/b", "/{x}"):
+        assert only(create(state, route=free)).route == free
+    # A deployment may rename the variable of its own route.
+    mine = state_of(backend("d"), endpoint("d", "/a/{x}", is_legacy=False))
+    assert (
+        only(deploy_endpoint(mine, "d", route="/a/{y}", methods=["GET"], python_methods=[])).route == "/a/{y}"
+    )
+
+
 @pytest.mark.parametrize("change", [{"route": "/f"}, {"route": None}, {"methods": ["POST"]}])
 def test_a_name_in_use_is_rejected(change: dict[str, Any]) -> None:
     state = state_of(backend(), endpoint())

@@ -48,7 +48,55 @@ def test_the_longest_route_that_ends_at_a_slash_matches(
 
 def test_a_route_carries_its_endpoint_and_methods_in_upper_case() -> None:
     routes = RouteTable({"/a/": {"endpoint": "one", "methods": ["get", "POST"]}})
-    assert routes.match("/a") == Route("/a", "one", frozenset({"GET", "POST"}))
+    assert routes.match("/a") == Route("/a", "one", frozenset({"GET", "POST"}), "/a")
+
+
+@pytest.mark.parametrize(
+    ("routes", "path", "route", "prefix", "params"),
+    [
+        (["/api/{name}"], "/api/joe", "/api/{name}", "/api/joe", {"name": "joe"}),
+        (["/api/{name}"], "/api/joe/x/y", "/api/{name}", "/api/joe", {"name": "joe"}),
+        (["/api/{name}"], "/api/joe/", "/api/{name}", "/api/joe", {"name": "joe"}),
+        (["/api/{name}"], "/api", None, None, None),
+        (["/api/{name}"], "/api/", None, None, None),
+        (["/api/{name}/x"], "/api/joe", None, None, None),
+        (["/{a}/{b}"], "/1/2", "/{a}/{b}", "/1/2", {"a": "1", "b": "2"}),
+        (["/{name}"], "/ä b", "/{name}", "/ä b", {"name": "ä b"}),
+        (["/{name}"], "*", None, None, None),
+        # A longer route wins, and what is fixed wins over a variable, from the left.
+        (["/api", "/api/{name}"], "/api", "/api", "/api", None),
+        (["/api", "/api/{name}"], "/api/joe", "/api/{name}", "/api/joe", {"name": "joe"}),
+        (["/", "/{name}"], "/", "/", "", None),
+        (["/api/{name}", "/api/joe"], "/api/joe", "/api/joe", "/api/joe", None),
+        (["/api/{name}", "/api/joe"], "/api/joe/x", "/api/joe", "/api/joe", None),
+        (["/api/{name}/x", "/api/joe"], "/api/joe/x", "/api/joe", "/api/joe", None),
+        (["/api/{name}", "/api/joe/x"], "/api/joe/y", "/api/{name}", "/api/joe", {"name": "joe"}),
+        (["/api/{a}", "/api/{b}/x"], "/api/1/x", "/api/{b}/x", "/api/1/x", {"b": "1"}),
+        (["/api/{a}", "/api/{b}/x"], "/api/1/y", "/api/{a}", "/api/1", {"a": "1"}),
+        # Kinds.
+        (["/{n:int}", "/{s}"], "/7", "/{n:int}", "/7", {"n": 7}),
+        (["/{n:int}", "/{s:str}"], "/7a", "/{s:str}", "/7a", {"s": "7a"}),
+        (["/{n:int}", "/{x:float}"], "/7.5", "/{x:float}", "/7.5", {"x": 7.5}),
+        (["/{n:int}"], "/9999999999999999999", None, None, None),
+        (["/v{n:int}", "/{s}"], "/v2", "/v{n:int}", "/v2", {"n": 2}),
+        (["/{s}.json", "/{s}"], "/a.json", "/{s}.json", "/a.json", {"s": "a"}),
+        (["/{p:path}", "/{s}"], "/a/b", "/{s}", "/a", {"s": "a"}),
+        (["/f/{p:path}"], "/f/a/b/", "/f/{p:path}", "/f/a/b/", {"p": "a/b/"}),
+        (["/f/{p:path}"], "/f/", "/f/{p:path}", "/f/", {"p": ""}),
+        (["/f/{p:path}"], "/f", None, None, None),
+        # Records may hold what is refused today: text.
+        (["/{a b}", "/{x:uuid}"], "/1", None, None, None),
+        (["/{a b}"], "/{a b}", "/{a b}", "/{a b}", None),
+        (["/{a}{b}"], "/1{b}", "/{a}{b}", "/1{b}", {"a": "1"}),
+    ],
+)
+def test_variables_match_segments_and_their_values_are_known(
+    routes: list[str], path: str, route: str | None, prefix: str | None, params: dict[str, object] | None
+) -> None:
+    found = table(*routes).match(path)
+    assert (found.route if found else None) == route
+    if found is not None:
+        assert (found.prefix, found.path_params, found.endpoint) == (prefix, params, f"at {route}")
 
 
 def test_endpoints_lists_each_route_once() -> None:
@@ -73,8 +121,10 @@ segments = st.lists(st.sampled_from(["a", "b", "ab"]), max_size=4)
 paths = segments.map(lambda parts: "/" + "/".join(parts))
 
 
-@given(st.sets(paths, max_size=8), paths)
-def test_match_agrees_with_a_search_through_all_routes(routes: set[str], path: str) -> None:
+@given(st.sets(paths, max_size=8), paths, st.booleans())
+def test_match_agrees_with_a_search_through_all_routes(
+    routes: set[str], path: str, has_variable: bool
+) -> None:
     candidates = [r for r in routes if r == "/" or path == r or path.startswith(r + "/")]
-    found = table(*routes).match(path)
+    found = table(*routes, *(["/other/{x}"] if has_variable else [])).match(path)
     assert (found.route if found else None) == max(candidates, key=len, default=None)

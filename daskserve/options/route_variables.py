@@ -1,0 +1,86 @@
+"""Variables in routes: ``/users/{name}``, ``/orders/{number:int}/lines``, ``/files/{path:path}``.
+
+They are written as in Starlette, of whose kinds ``uuid`` is missing: a value must be able to cross a channel.
+``starlette.routing.compile_path`` is not used. Its patterns match whole paths, but a route is a prefix; and
+its numbers are of any length, but a channel has 64 bits for them.
+
+Proxies import this module, so it does not import pydantic.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from daskserve.errors import BadRequestError
+
+#: The kinds of variables: what a value looks like, and what it becomes. Of two that match, the first is used.
+KINDS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
+    "int": ("[0-9]{1,18}", int),
+    "float": (r"[0-9]{1,18}(?:\.[0-9]{1,18})?", float),
+    "str": ("[^/]+", str),
+    "path": (".*", str),
+}
+_VARIABLE = re.compile(rf"\{{([a-zA-Z_][a-zA-Z0-9_]*)(?::({'|'.join(KINDS)}))?\}}")
+
+
+def check_variables(route: str, what: str) -> None:
+    """Raise `BadRequestError` unless all braces in a route are variables that can be told apart."""
+    if "{" in _VARIABLE.sub("", route) or "}" in _VARIABLE.sub("", route):
+        raise BadRequestError(
+            f"{what} has a variable that is not valid; write {{name}} or {{name:kind}}, where the kind is "
+            f"one of {', '.join(KINDS)}, got {route!r}"
+        )
+    # With several in one segment, the time for a match could grow with the square of the path's length.
+    if any(len(_VARIABLE.findall(segment)) > 1 for segment in route.split("/")):
+        raise BadRequestError(f"a segment of {what} must have one variable at most, got {route!r}")
+    names = names_of(route)
+    if len(set(names)) < len(names):
+        raise BadRequestError(f"the variables of {what} must have different names, got {route!r}")
+    if ":path}" in route.removesuffix(":path}"):
+        raise BadRequestError(
+            f"a variable of the kind 'path' takes the rest of a path, so it must be the end of {what}, "
+            f"got {route!r}"
+        )
+
+
+def has_variables(route: str) -> bool:
+    """Whether a route, or a segment of one, has variables."""
+    return "{" in route and _VARIABLE.search(route) is not None
+
+
+def shape_of(route: str) -> str:
+    """Return a route without the names of its variables: routes of the same shape match the same paths."""
+    return _VARIABLE.sub(lambda found: f"{{:{found[2] or 'str'}}}", route)
+
+
+def names_of(route: str) -> tuple[str, ...]:
+    """Return the names of a route's variables, in order."""
+    return tuple(found[1] for found in map(_VARIABLE.search, route.split("/")) if found is not None)
+
+
+class SegmentPattern:
+    """A segment of a route that has a variable, and perhaps fixed text around it.
+
+    Attributes
+    ----------
+    takes_rest : bool
+        Whether it matches the rest of a path instead of one segment.
+    rank : tuple
+        Sorts segments: if several match, the first is used. Longer fixed text comes first, then the kind that
+        matches less.
+    """
+
+    def __init__(self, segment: str) -> None:
+        before, _, kind, after = _VARIABLE.split(segment, maxsplit=1)
+        kind = kind or "str"
+        pattern, self._convert = KINDS[kind]
+        self._regex = re.compile(f"{re.escape(before)}({pattern}){re.escape(after)}", re.DOTALL)
+        self.takes_rest = kind == "path"
+        self.rank = (self.takes_rest, -len(before + after), list(KINDS).index(kind), segment)
+
+    def value(self, text: str) -> Any:
+        """Return the value of the variable; None if the text does not match."""
+        found = self._regex.fullmatch(text)
+        return None if found is None else self._convert(found[1])
