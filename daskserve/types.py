@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, Final, Literal, Protocol, TypeAlias, cast
 
 InstanceName: TypeAlias = str
 BackendTag: TypeAlias = str
@@ -168,20 +168,25 @@ class Patience:
     waited_s: float = 0.0
 
 
+#: The `Envelope.has_body` of a request whose client waits to be asked for it (``Expect: 100-continue``).
+ON_DEMAND: Final = 2
+
+
 @dataclass(slots=True)
 class Envelope:
     """The opening message of one request to one actor.
 
     ``deadline`` is the time by which it must be answered, on the clock of this process's event loop.
     ``has_body`` says whether messages of the caller follow; if not, the handler reads one message with an
-    empty body. Without ``patience``, a full replica refuses the request at once.
+    empty body. If it is `ON_DEMAND`, the caller's ``receive`` is called only once user code reads. Without
+    ``patience``, a full replica refuses the request at once.
     """
 
     kind: EnvelopeKind
     head: Mapping[str, Any]
     payload: Payload | None = None
     deadline: float | None = None
-    has_body: bool = True
+    has_body: bool | Literal[2] = True
     patience: Patience | None = None
 
 

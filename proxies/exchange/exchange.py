@@ -27,7 +27,7 @@ from tornado.iostream import StreamClosedError
 from daskserve.errors import http_status_of
 from daskserve.proxies.asgi import Headers, Scope, begin_response
 from daskserve.proxies.exchange.carrier import Carrier, Connection
-from daskserve.proxies.exchange.request_body import RequestBody
+from daskserve.proxies.exchange.request_body import BodyOnDemand, RequestBody
 from daskserve.proxies.exchange.request_head import (
     RequestHead,
     asks_to_continue,
@@ -141,7 +141,8 @@ class Exchange:
         self._task = asyncio.get_running_loop().create_task(self._run(scope))
         self._carrier.tasks.add(self._task)
         if length != 0 and "Expect" in framing and asks_to_continue(framing, version):
-            self._stream.write(_CONTINUE)
+            self._body = BodyOnDemand(self._ask_for_body)
+            self._carrier.watch.unwatch(self._connection)  # the client waits for the application
         return length
 
     def data_received(self, chunk: bytes) -> asyncio.Future[None] | None:
@@ -194,6 +195,11 @@ class Exchange:
     def wants_body(self) -> bool:
         """Whether the body is incomplete and still needed."""
         return not (self._body.is_ended or self._is_gone or self._is_whole)
+
+    @property
+    def is_client_due(self) -> bool:
+        """Whether the client has to send the next part of the body; it does not wait to be asked for it."""
+        return self.wants_body and self._body.is_asked
 
     @property
     def unread(self) -> Stream | None:
@@ -329,10 +335,23 @@ class Exchange:
         carrier.tasks.add(task)
         task.add_done_callback(carrier.tasks.discard)
 
+    def _ask_for_body(self) -> None:
+        """Send 100 Continue, unless the response has begun."""
+        if not (self._is_gone or self._is_begun or self._stream.closed()):
+            self._stream.write(_CONTINUE)
+        if self.wants_body:
+            self._carrier.watch.watch(self._connection)
+
+    @property
+    def _is_withheld(self) -> bool:
+        """Whether the client keeps the body, because it was not asked for it."""
+        return not self._body.is_asked and not self._body.received_bytes
+
     def _write(self, body: BodyPart, more_body: bool) -> asyncio.Future[None] | None:
         writer = self._writer
         if writer is None:
             assert self._start is not None
+            self._closes = self._closes or self._is_withheld
             writer = ResponseWriter(
                 self._start,
                 method=self._method,
@@ -348,7 +367,7 @@ class Exchange:
                 self._stream.set_nodelay(True)
         else:
             parts = writer.next(body, more_body)
-        if not self._body.is_ended and not self._body.is_full:
+        if not self._body.is_ended and not self._body.is_full and not self._is_withheld:
             # A client may send its body slowly while it receives the response. If neither moves, it is idle.
             self._carrier.watch.watch(self._connection)
         if not parts:
@@ -362,7 +381,7 @@ class Exchange:
     def _complete(self) -> None:
         self._is_whole = True
         self._body.close()
-        if self._body.is_ended:
+        if self._body.is_ended or self._is_withheld:
             self._go_on()
         elif not self._is_over:
             self._linger = asyncio.get_running_loop().call_later(LINGER_S, self._go_on)

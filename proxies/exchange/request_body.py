@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 
 from daskserve.types import Message
 
@@ -20,6 +21,8 @@ class RequestBody:
         The size of all parts received so far.
     is_ended : bool
         Whether the body is complete.
+    is_asked : bool
+        Whether the client has been asked for the body, or sends it without.
     """
 
     def __init__(self, *, is_ended: bool) -> None:
@@ -28,6 +31,7 @@ class RequestBody:
     # Class attributes, because most requests have no body and change none of them.
     _chunks: deque[bytes] | None = None
     received_bytes = 0
+    is_asked = True
     _buffered_bytes = 0
     _is_taken = False
     _is_closed = False
@@ -98,3 +102,18 @@ class RequestBody:
     def _wake(self) -> None:
         if self._news is not None:
             self._news.set()
+
+
+class BodyOnDemand(RequestBody):
+    """A body whose client waits to be asked for it; ``ask`` is called when the application first reads."""
+
+    def __init__(self, ask: Callable[[], None]) -> None:
+        super().__init__(is_ended=False)
+        self._ask = ask
+        self.is_asked = False
+
+    async def receive(self) -> Message:
+        if not self.is_asked:
+            self.is_asked = True
+            self._ask()
+        return await super().receive()

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Iterable
+from typing import Literal
 
 from daskserve.proxies.asgi import REQUEST_ID, begin_response
 from daskserve.proxies.ingress.figures import NO_ROUTE
-from daskserve.types import DONE, WHOLE_RESPONSE, Message, Send
+from daskserve.types import DONE, ON_DEMAND, WHOLE_RESPONSE, Message, Send
 
 REQUEST_TIMEOUT = b"x-request-timeout-seconds"
 SHARD_KEY = b"x-serve-shard-key"
 HOST = b"host"
 CONTENT_LENGTH = b"content-length"
 TRANSFER_ENCODING = b"transfer-encoding"
-_HEADERS_READ = frozenset((REQUEST_ID, REQUEST_TIMEOUT, SHARD_KEY, HOST, CONTENT_LENGTH, TRANSFER_ENCODING))
+EXPECT = b"expect"
+_HEADERS_READ = frozenset(
+    (REQUEST_ID, REQUEST_TIMEOUT, SHARD_KEY, HOST, CONTENT_LENGTH, TRANSFER_ENCODING, EXPECT)
+)
 
 #: Octets that no server should have let pass in a header.
 _CONTROLS = frozenset(b"\0\r\n")
@@ -55,7 +59,7 @@ class IngressRequest:
     status = 0
     is_gone = False
     is_complete = False
-    has_body = False
+    has_body: bool | Literal[2] = False
     route = NO_ROUTE
     cause = ""
     _start: Message | None = None
@@ -74,6 +78,8 @@ class IngressRequest:
                     self.shard_key = value
                 elif name == REQUEST_TIMEOUT:
                     self.timeout = value
+                elif name == EXPECT:
+                    self.has_body = ON_DEMAND
                 else:
                     self.has_body = self.has_body or value != b"0"
 

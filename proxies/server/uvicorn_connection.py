@@ -277,7 +277,7 @@ class UvicornConnection(HTTPProtocol):
         self._is_read = False
         self._exchange = exchange = Exchange(self._carrier, self._connection, self)
         length = exchange.begin(head)
-        if length != 0 and exchange.wants_body:
+        if length != 0 and exchange.is_client_due:
             self._carrier.watch.watch(self._connection)
 
     def _begin_next(self) -> None:

@@ -13,7 +13,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from daskserve.cluster.channel.frames import (
     ANSWER,
@@ -30,13 +30,14 @@ from daskserve.cluster.channel.frames import (
     wire_payload,
 )
 from daskserve.cluster.channel.outbox import CALL_WORK, FRAME_WORK, Frames
-from daskserve.cluster.channel.streams import WINDOW_BYTES, Accepted, Asked, Opened
+from daskserve.cluster.channel.streams import WINDOW_BYTES, Accepted, AcceptedOnDemand, Asked, Opened
 from daskserve.cluster.channel.transport import Transport
 from daskserve.errors import ActorLostError
 from daskserve.loops.deadlines import until
 from daskserve.loops.hops import Landing
 from daskserve.payload import dump_error, load_error, message_bytes
 from daskserve.types import (
+    ON_DEMAND,
     ActorAddress,
     Envelope,
     EnvelopeKind,
@@ -125,6 +126,8 @@ class Channel:
         taken_bytes = 0
         if envelope.has_body and envelope.kind is EnvelopeKind.HTTP:
             # Created before the first post, so that its first frames leave in the same write.
+            if envelope.has_body == ON_DEMAND:
+                receive = opened.on_demand(receive)
             pump = asyncio.create_task(self._pump(stream, opened, receive), name="daskserve-channel-pump")
         self._post(_open_frame(stream, address, envelope))
         try:
@@ -232,7 +235,7 @@ class Channel:
         kind: str,
         head: Mapping[str, Any],
         payload: Any,
-        has_body: bool,
+        has_body: bool | Literal[2],
         left_s: float | None,
         patience: tuple[float, float] | None,
     ) -> None:
@@ -261,7 +264,8 @@ class Channel:
     def _begin(
         self, number: int, name: str, incarnation: int, envelope: Envelope, rest: Rest | None = None
     ) -> None:
-        stream = self._accepted[number] = Accepted(number, self._transport, has_body=envelope.has_body)
+        accepted = AcceptedOnDemand if envelope.has_body == ON_DEMAND else Accepted
+        stream = self._accepted[number] = accepted(number, self._transport, has_body=envelope.has_body)
         # Without a name: naming a task costs as much as creating it.
         stream.task = asyncio.get_running_loop().create_task(
             self._handle(number, name, incarnation, envelope, stream, rest)

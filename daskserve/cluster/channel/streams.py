@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, MutableMapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from daskserve.cluster.channel.frames import ANSWER, CREDIT, DATA, END, is_last, wire_message
 from daskserve.payload import message_bytes
-from daskserve.types import DONE, Load, Message, OnAnswer
+from daskserve.types import DONE, Load, Message, OnAnswer, Receive
 
 #: How many bytes of a body may be in flight. A reader grants credit in steps of half a window, so that short
 #: streams need no credit frames.
@@ -93,6 +93,16 @@ class Opened:
         #: Credit for the request body: one message of any size until the handler grants more.
         self.window = Window(1)
 
+    def on_demand(self, receive: Receive) -> Receive:
+        """Return a function that calls ``receive`` only once the handler has granted credit."""
+        self.window = window = Window(0)
+
+        async def receive_on_demand() -> Message:
+            await window.wait()
+            return await receive()
+
+        return receive_on_demand
+
 
 class Asked:
     """A single-answer stream that this side opened. The answer goes to a callback; no task waits."""
@@ -165,7 +175,7 @@ class Accepted:
 
     task: asyncio.Task[None]
 
-    def __init__(self, number: int, outlet: Outlet, *, has_body: bool) -> None:
+    def __init__(self, number: int, outlet: Outlet, *, has_body: bool | Literal[2]) -> None:
         self._number = number
         self._outlet = outlet
         # The last frame; messages are added to it until it is sent.
@@ -214,3 +224,14 @@ class Accepted:
             self._turn = -1
         else:
             self._outlet.post((END, self._number, load.ongoing, load.queued))
+
+
+class AcceptedOnDemand(Accepted):
+    """A stream whose other side reads nothing of the body before the handler does."""
+
+    __slots__ = ()
+
+    async def receive(self) -> Message:
+        if self._inbox is None:  # the first call
+            self._outlet.post((CREDIT, self._number, 1))
+        return await super().receive()

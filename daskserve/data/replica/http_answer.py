@@ -12,7 +12,7 @@ from daskserve.data.replica.message_pipe import MessagePipe, open_pipe
 from daskserve.data.replica.method_header import named_method
 from daskserve.data.replica.requests import read_body
 from daskserve.data.replica.serving import LocalAnswer
-from daskserve.types import Message, Receive, Send
+from daskserve.types import ON_DEMAND, Message, Receive, Send
 
 #: From version 2.4 on, ``send`` fails once the client has left, which users of uvicorn do not expect.
 _ASGI_OF_UVICORN: Mapping[str, str] = {"version": "3.0", "spec_version": "2.3"}
@@ -60,7 +60,7 @@ class HTTPAnswer(LocalAnswer):
             parts = (method, scope, receive, b"")
             self.run = code.wall.enter(servable.answer_http, parts, self._context, self)
         else:
-            self._begin(b"", None)
+            self._begin(b"", _no_body())
         return None
 
     def go_on(self, unfinished: Unfinished) -> None:
@@ -89,10 +89,15 @@ class HTTPAnswer(LocalAnswer):
             await send({"type": "websocket.close", "code": 1003, "reason": "not an ASGI application"})
             self.value = ConvertedResponse()
             return
+        needs_whole = not method.is_asgi and (not method.is_async or method.accepts_batches)
+        if self.envelope.has_body == ON_DEMAND and not needs_whole:
+            self._set_context()
+            self._begin(None, None)
+            return
         first = await receive() if self.envelope.has_body else _no_body()
         is_whole = first["type"] == "http.request" and not first.get("more_body", False)
         body = first.get("body", b"") if is_whole else None
-        if body is None and not method.is_asgi and (not method.is_async or method.accepts_batches):
+        if body is None and needs_whole:
             body = await read_body(receive, first)
             if body is None:  # the client left
                 self.value = ConvertedResponse()
@@ -107,12 +112,12 @@ class HTTPAnswer(LocalAnswer):
             self._begin(body, first)
 
     def _begin(self, body: bytes | None, first: Message | None) -> None:
-        """Start user code; a ``body`` is whole, or else begins with ``first``."""
+        """Start user code; a ``body`` is whole, or else begins with ``first``, if that was read."""
         servable, method, scope = self.code.servable, self._method, self._scope
         if method.is_async and not method.is_asgi and body is not None and self.runs_in_task:
             self._start(True, servable.answer_http, method, scope, self._receive, body)
             return
-        pipe = self._open_pipe(first or _no_body())
+        pipe = self._open_pipe(first)
         if method.is_asgi:
             self._start(True, servable.answer_app, scope, pipe)
         elif method.is_async:

@@ -396,6 +396,83 @@ def test_100_continue_is_answered() -> None:
     run(test)
 
 
+EXPECTING = b"POST / HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\n"
+
+
+def test_100_continue_is_sent_when_the_application_first_reads(carrier: str) -> None:
+    async def test() -> None:
+        go = asyncio.Event()
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            await go.wait()
+            await echo(scope, receive, send)
+
+        async with serving(app) as server, connected(server) as client:
+            for body in (b"hi", b"ho"):
+                go.clear()
+                await client.send(EXPECTING)
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(client.reader.read(1), 0.05)
+                go.set()
+                assert await client.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+                await client.send(body)
+                assert (await client.response()).body == body
+
+    run(test)
+
+
+def test_an_application_that_rejects_by_headers_never_asks_for_the_body(carrier: str) -> None:
+    async def test() -> None:
+        async with serving(hello) as server, connected(server) as client:
+            await client.send(EXPECTING)
+            response = await client.response()
+            # The client may send what it announced, or not: only a new connection is clear.
+            assert (response.status, response.headers["connection"]) == (200, "close")
+            assert await client.rest() == b""
+
+    run(test)
+
+
+def test_a_client_that_sends_without_waiting_gets_its_answer(carrier: str) -> None:
+    async def test() -> None:
+        async with serving(hello) as server, connected(server) as client:
+            await client.send(EXPECTING + b"hi")
+            await client.response()
+
+    run(test)
+
+
+def test_an_application_that_begins_its_response_before_it_reads_does_not_ask(carrier: str) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"begun ", "more_body": True})
+        await send({"type": "http.response.body", "body": await read_body(receive)})
+
+    async def test() -> None:
+        async with serving(app) as server, connected(server) as client:
+            await client.send(EXPECTING)
+            assert (await client.head())[0] == 200
+            assert await client.chunk() == b"begun "
+            await client.send(b"hi")
+            assert await client.chunk() == b"hi"
+
+    run(test)
+
+
+def test_a_client_that_waits_to_be_asked_is_not_idle(carrier: str) -> None:
+    async def test() -> None:
+        app = Hanging()
+        async with serving(app, keep_alive_timeout_s=1) as server, connected(server) as client:
+            await client.send(EXPECTING)
+            await poll_for(lambda: app.running)
+            advance(3)
+            await asyncio.sleep(0.01)
+            app.go.set()
+            assert (await client.response()).body == b"at last"
+
+    run(test)
+
+
 # ---- bodies that are too large
 
 

@@ -1,0 +1,88 @@
+"""Who asks a client for its body (``Expect: 100-continue``), under both servers and near and far replicas."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+
+from daskserve.testing import local_instance
+
+HEAD = "POST {} HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\nContent-Length: 2\r\nConnection: close\r\n\r\n"
+
+
+async def reject(request: Request) -> PlainTextResponse:
+    return PlainTextResponse("no", 403)
+
+
+async def read(request: Request) -> PlainTextResponse:
+    return PlainTextResponse(await request.body())
+
+
+application = Starlette(
+    routes=[Route("/reject", reject, methods=["POST"]), Route("/read", read, methods=["POST"])]
+)
+
+
+async def ask_by_query(request: Request) -> bytes:
+    return await request.body() if "read" in request.query_params else b"no"
+
+
+def plain(request: Request) -> bytes:
+    return request.body_bytes
+
+
+BACKENDS = {
+    "app": (application, {}),
+    "app-loop": (application, {"event_loop": "worker"}),
+    "app-far": (application, {"isolation": "process"}),
+    "async": (ask_by_query, {}),
+    "async-loop": (ask_by_query, {"event_loop": "worker"}),
+    "plain": (plain, {}),
+}
+
+
+@pytest.fixture(scope="module", params=["tornado", "uvicorn"])
+def address(request: pytest.FixtureRequest) -> Iterator[tuple[str, int]]:
+    with local_instance(http_options={"port": 0, "server": request.param}) as client:
+        for name, (definition, config) in BACKENDS.items():
+            client.deploy(name, definition, config=config)
+        (url,) = client.http_urls()
+        parts = urlsplit(url)
+        assert parts.hostname is not None
+        assert parts.port is not None
+        yield parts.hostname, parts.port
+
+
+def exchange(address: tuple[str, int], path: str) -> bytes:
+    """Return all that comes for a request whose body is sent only when it is asked for."""
+    with socket.create_connection(address, timeout=10) as client:
+        client.sendall(HEAD.format(path).encode())
+        data = client.recv(65536)
+        if data == b"HTTP/1.1 100 Continue\r\n\r\n":
+            client.sendall(b"hi")
+        while more := client.recv(65536):
+            data += more
+        return data
+
+
+@pytest.mark.parametrize(
+    "path", ["/app/reject", "/app-loop/reject", "/app-far/reject", "/async", "/async-loop"]
+)
+def test_user_code_that_does_not_read_does_not_ask_for_the_body(address: tuple[str, int], path: str) -> None:
+    assert exchange(address, path).startswith((b"HTTP/1.1 403 ", b"HTTP/1.1 200 "))
+
+
+@pytest.mark.parametrize(
+    "path", ["/app/read", "/app-loop/read", "/app-far/read", "/async?read=1", "/async-loop?read=1", "/plain"]
+)
+def test_user_code_that_reads_asks_for_the_body(address: tuple[str, int], path: str) -> None:
+    answer = exchange(address, path)
+    assert answer.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 ")
+    assert answer.endswith(b"hi")
