@@ -100,15 +100,14 @@ class Exchange:
             length: int | None = 0
             if "Content-Length" in framing or "Transfer-Encoding" in framing:
                 length = body_length(framing, version)
-            if target[:1] == "/" and method != "CONNECT":
+            if target[:1] == "/" and self._method != "CONNECT":
                 path, _, query = target.partition("?")
             else:
-                path, query = split_target(method, target)
+                path, query = split_target(self._method, target)
+                if self._method == "CONNECT":
+                    return self._refuse_head(501, "This server is no proxy: it does not implement CONNECT.")
         except ValueError as error:
-            self._body = RequestBody(is_ended=True)  # nothing is read: where the body ends is unclear
-            self._closes = True
-            self._answer(400, str(error))
-            return 0
+            return self._refuse_head(400, str(error))
         self._body = RequestBody(is_ended=length == 0)
         if length is not None and "Content-Length" in framing:
             if length > self._carrier.max_body_bytes:
@@ -415,6 +414,13 @@ class Exchange:
             return
         self._closes = True
         self._answer(status, text, is_coming=is_coming)
+
+    def _refuse_head(self, status: int, text: str) -> int:
+        """Refuse a request without reading on: where its body ends, or whether it has one, is unclear."""
+        self._body = RequestBody(is_ended=True)
+        self._closes = True
+        self._answer(status, text)
+        return 0
 
     def _fail(self) -> None:
         if not self._is_begun:

@@ -107,12 +107,11 @@ def test_a_client_that_reads_its_last_response_late_gets_all_of_it() -> None:
         b"\r\n",
     ],
 )
-@pytest.mark.parametrize("line", [b"POST / HTTP/1.1", b"CONNECT a:1 HTTP/1.1"])
 @pytest.mark.parametrize("first", [b"", request()])
-def test_unsupported_upgrades_are_ordinary_requests(first: bytes, line: bytes, body: bytes) -> None:
+def test_unsupported_upgrades_are_ordinary_requests(first: bytes, body: bytes) -> None:
     async def test() -> None:
         async with serving(echo) as server, connected(server) as client:
-            head = line + b"\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n"
+            head = b"POST / HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n"
             await client.send(first + head + body + request(method="POST", body=b"next" * 5000))
             if first:
                 assert (await client.response()).body == b""
@@ -125,6 +124,34 @@ def test_unsupported_upgrades_are_ordinary_requests(first: bytes, line: bytes, b
             await client.send(body[end:] + request())
             assert (await client.response()).body == (b"hello" if b"hello" in body else b"")
             assert (await client.response()).status == 200
+
+    run(test)
+
+
+@pytest.mark.parametrize("first", [b"", request(method="POST", body=b"first")])
+@pytest.mark.parametrize(
+    ("line", "status"),
+    [
+        ("CONNECT a:1", 501),
+        ("CONNECT a:443", 501),
+        ("CONNECT /", 400),
+        ("connect /", 400),
+        ("CONNECT a", 400),
+    ],
+)
+def test_connect_is_refused_and_nothing_after_it_is_read(
+    carrier: str, first: bytes, line: str, status: int
+) -> None:
+    async def test() -> None:
+        scopes: list[Scope] = []
+        async with serving(capturing(scopes)) as server, connected(server) as client:
+            await client.send(first + f"{line} HTTP/1.1\r\nHost: a\r\n\r\n".encode() + request("/tunnelled"))
+            if first:
+                assert (await client.response()).status == 200
+            response = await client.response()
+            assert (response.status, response.headers["connection"]) == (status, "close")
+            assert await client.rest() == b""
+        assert [scope["path"] for scope in scopes] == ["/"] * bool(first)
 
     run(test)
 
