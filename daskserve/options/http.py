@@ -44,6 +44,11 @@ class HTTPOptions(Options):
         description="Maximum size of a WebSocket message, in bytes; a larger one closes the connection with "
         "code 1009.",
     )
+    websocket_compression: bool = Field(
+        False,
+        description="Whether WebSocket messages are compressed for clients that ask for it "
+        "(permessage-deflate). It costs the proxies CPU time, and about 300 kB of memory per connection.",
+    )
     keep_alive_timeout_s: float = Field(
         90.0,
         gt=0,

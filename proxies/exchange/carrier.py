@@ -48,6 +48,7 @@ class Carrier:
         idle_timeout_s: float,
         clock: Clock,
         max_message_bytes: int,
+        deflates_messages: bool = False,
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self.app = app
@@ -55,6 +56,7 @@ class Carrier:
         self.idle_timeout_s = idle_timeout_s
         self.max_body_bytes = max_body_bytes
         self.max_message_bytes = max_message_bytes
+        self.deflates_messages = deflates_messages
         self.tasks: set[asyncio.Task[None]] = set()
         self.connections: set[Connection] = set()
         self.sockets: set[WebSocketSession] = set()

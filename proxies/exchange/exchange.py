@@ -317,6 +317,7 @@ class Exchange:
                 scope,
                 self._stream,
                 max_message_bytes=carrier.max_message_bytes,
+                deflates_messages=carrier.deflates_messages,
                 clock=carrier.clock,
                 on_end=carrier.sockets.discard,
             )
@@ -341,16 +342,11 @@ class Exchange:
         if self.wants_body:
             self._carrier.watch.watch(self._connection)
 
-    @property
-    def _is_withheld(self) -> bool:
-        """Whether the client keeps the body, because it was not asked for it."""
-        return not self._body.is_asked and not self._body.received_bytes
-
     def _write(self, body: BodyPart, more_body: bool) -> asyncio.Future[None] | None:
         writer = self._writer
         if writer is None:
             assert self._start is not None
-            self._closes = self._closes or self._is_withheld
+            self._closes = self._closes or self._body.is_withheld
             writer = ResponseWriter(
                 self._start,
                 method=self._method,
@@ -366,7 +362,7 @@ class Exchange:
                 self._stream.set_nodelay(True)
         else:
             parts = writer.next(body, more_body)
-        if not self._body.is_ended and not self._body.is_full and not self._is_withheld:
+        if not self._body.is_ended and not self._body.is_full and not self._body.is_withheld:
             # A client may send its body slowly while it receives the response. If neither moves, it is idle.
             self._carrier.watch.watch(self._connection)
         if not parts:
@@ -380,7 +376,7 @@ class Exchange:
     def _complete(self) -> None:
         self._is_whole = True
         self._body.close()
-        if self._body.is_ended or self._is_withheld:
+        if self._body.is_ended or self._body.is_withheld:
             self._go_on()
         elif not self._is_over:
             self._linger = asyncio.get_running_loop().call_later(LINGER_S, self._go_on)

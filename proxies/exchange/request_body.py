@@ -23,6 +23,8 @@ class RequestBody:
         Whether the body is complete.
     is_asked : bool
         Whether the client has been asked for the body, or sends it without.
+    is_withheld : bool
+        Whether the client keeps the body, because it was not asked for it.
     """
 
     def __init__(self, *, is_ended: bool) -> None:
@@ -32,6 +34,7 @@ class RequestBody:
     _chunks: deque[bytes] | None = None
     received_bytes = 0
     is_asked = True
+    is_withheld = False
     _buffered_bytes = 0
     _is_taken = False
     _is_closed = False
@@ -111,9 +114,15 @@ class BodyOnDemand(RequestBody):
         super().__init__(is_ended=False)
         self._ask = ask
         self.is_asked = False
+        self.is_withheld = True
+
+    def feed(self, chunk: bytes) -> asyncio.Future[None] | None:
+        self.is_withheld = False
+        return super().feed(chunk)
 
     async def receive(self) -> Message:
         if not self.is_asked:
             self.is_asked = True
+            self.is_withheld = False
             self._ask()
         return await super().receive()

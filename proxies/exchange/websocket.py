@@ -39,10 +39,12 @@ from wsproto.events import (
 from wsproto.events import (
     Message as DataMessage,
 )
+from wsproto.extensions import Extension
 from wsproto.utilities import LocalProtocolError, RemoteProtocolError
 
 from daskserve.clock import Clock
 from daskserve.proxies.asgi import ASGIApp, Headers, Scope
+from daskserve.proxies.exchange.deflate import BoundedDeflate
 from daskserve.proxies.exchange.stream import Stream
 from daskserve.types import Message
 
@@ -183,6 +185,8 @@ class WebSocketSession:
         The ASGI scope of type ``websocket``.
     max_message_bytes : int
         Maximum size of a message; a larger one closes the connection with code 1009.
+    deflates_messages : bool
+        Whether messages are compressed if the client offers it.
     on_end : callable
         ``on_end(session)`` is called once, when the application has ended and the connection is closed.
 
@@ -201,11 +205,13 @@ class WebSocketSession:
         max_message_bytes: int,
         clock: Clock,
         on_end: OnEnd,
+        deflates_messages: bool = False,
     ) -> None:
         self._app = app
         self._scope = scope
         self._stream = stream
         self._max_message_bytes = max_message_bytes
+        self._extensions: list[Extension] = [BoundedDeflate(max_message_bytes)] if deflates_messages else []
         self._clock = clock
         self._on_end = on_end
         self._protocol = WSConnection(ConnectionType.SERVER)
@@ -279,7 +285,9 @@ class WebSocketSession:
         kind = message["type"]
         if kind == "websocket.accept" and self._denial is None:
             headers = [(bytes(name), bytes(value)) for name, value in message.get("headers", ())]
-            accept = AcceptConnection(subprotocol=message.get("subprotocol"), extra_headers=headers)
+            accept = AcceptConnection(
+                subprotocol=message.get("subprotocol"), extra_headers=headers, extensions=self._extensions
+            )
             data = self._packed(accept)
             self._is_accepted = True
             self._reading = asyncio.get_running_loop().create_task(self._read())

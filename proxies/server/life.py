@@ -91,6 +91,7 @@ class HTTPServer(abc.ABC):
             app,
             max_body_bytes=options.max_body_bytes,
             max_message_bytes=options.max_websocket_message_bytes,
+            deflates_messages=options.websocket_compression,
             idle_timeout_s=options.keep_alive_timeout_s,
             clock=self._clock,
             tls=tls,
