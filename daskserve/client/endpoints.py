@@ -39,7 +39,7 @@ class EndpointVerbs(Verbs):
         AlreadyRegisteredError, NotRegisteredError
             The name or route is taken; the backend does not exist.
         """
-        check_endpoint_name(endpoint_name)
+        check_endpoint_name(endpoint_name, "endpoint_name")
         if not isinstance(backend, str):
             raise TypeError(f"backend must be the tag of a registered backend, got {backend!r}")
         check_endpoint_route(route)

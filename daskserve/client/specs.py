@@ -21,18 +21,17 @@ from daskserve.types import ALL_HTTP_METHODS
 
 def check_name(name: Any, what: str) -> None:
     """Raise `TypeError` or `BadRequestError` unless the name can be part of replica tags and store keys."""
-    if not isinstance(name, str):
-        raise TypeError(f"{what} must be a string, got {name!r}")
-    if not name or "#" in name or "/" in name:
+    check_endpoint_name(name, what)
+    if "/" in name:
         raise BadRequestError(f"{what} must be a name without '#' and '/', got {name!r}")
 
 
-def check_endpoint_name(name: Any) -> None:
-    """Raise `TypeError` or `BadRequestError` unless an endpoint may have the name, for example ``api/v1``."""
+def check_endpoint_name(name: Any, what: str) -> None:
+    """Raise `TypeError` or `BadRequestError` unless an endpoint can have the name, which may hold slashes."""
     if not isinstance(name, str):
-        raise TypeError(f"endpoint_name must be a string, got {name!r}")
+        raise TypeError(f"{what} must be a string, got {name!r}")
     if not name or "#" in name:
-        raise BadRequestError(f"endpoint_name must be a name without '#', got {name!r}")
+        raise BadRequestError(f"{what} must be a name without '#', got {name!r}")
 
 
 def check_route(route: Any) -> None:

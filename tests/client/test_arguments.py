@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from daskserve.client.specs import check_endpoint_name, check_endpoint_route, check_methods, check_route
+from daskserve.client.specs import check_endpoint_route, check_methods, check_route
 from daskserve.errors import BadRequestError
 from daskserve.options.http import HTTPOptions
 from daskserve.types import Location
@@ -66,15 +66,6 @@ def test_methods_are_a_list_of_http_methods() -> None:
         check_methods([])
     with pytest.raises(BadRequestError, match=r"unknown names \['FETCH'\]; the HTTP methods are GET, "):
         check_methods(["GET", "FETCH"])
-
-
-def test_endpoint_names_may_hold_slashes() -> None:
-    check_endpoint_name("api/v1")
-    for wrong in ("", "a#b"):
-        with pytest.raises(BadRequestError, match="endpoint_name must be a name without '#'"):
-            check_endpoint_name(wrong)
-    with pytest.raises(TypeError, match="endpoint_name must be a string"):
-        check_endpoint_name(3)
 
 
 @pytest.mark.parametrize("more", [{}, {"location": "EveryWorker"}])

@@ -94,12 +94,3 @@ def test_the_body_can_be_given_by_name(client: Client) -> None:
     assert handle.remote(data=None).result() == [None, {}]
     with pytest.raises(TypeError, match="multiple values for argument 'data'"):
         handle.remote(1, data=2).result()
-
-
-def test_an_endpoint_with_slashes_in_its_name_works(client: Client) -> None:
-    client.create_endpoint("api/v1", backend="echo", route="/api/v1")
-    assert client.get_handle("api/v1").remote(3).result() == [3, {}]
-    assert client.list_endpoints()["api/v1"]["route"] == "/api/v1"
-    client.set_traffic("api/v1", {"echo": 1.0})
-    client.delete_endpoint("api/v1")
-    assert "api/v1" not in client.list_endpoints()
