@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import select
 import ssl
 from typing import Protocol
 
@@ -20,6 +21,9 @@ class Ongoing(Protocol):
     @property
     def unread(self) -> Stream | None:
         """The stream, if nothing reads from it now."""
+
+    def probe_client(self) -> None:
+        """Have the operating system find out whether a client that sends no more is still there."""
 
     def on_connection_close(self) -> None:
         """Cancel the request because its client has disconnected."""
@@ -74,6 +78,14 @@ class Carrier:
             task.add_done_callback(self.tasks.discard)
 
 
+def can_tell_hangups() -> bool:
+    """Whether the operating system can tell if a client has left, as Linux does.
+
+    If not, the end of a client's data counts as that.
+    """
+    return hasattr(select, "POLLRDHUP")
+
+
 class Connection:
     """One open connection: its stream, its addresses and its current request."""
 
@@ -92,6 +104,10 @@ class Connection:
             "server": server,
         }
         self.exchange: Ongoing | None = None
+
+    def stays_open(self) -> bool:
+        """Whether the connection stays open when the client ends its side, for a response."""
+        return can_tell_hangups() and self.exchange is not None and self.exchange.unread is not None
 
     def close(self) -> None:
         """Close the connection, and cancel its request."""

@@ -7,8 +7,9 @@ then has the reader continue with the next request. A request ends in one of the
 1. Request and response are complete: the server keeps or closes the connection.
 2. Only the response is complete: the rest of the request is dropped for up to `LINGER_S`, because closing a
    socket with unread data resets the connection and may destroy the response.
-3. The client disconnects: sends raise `ConnectionResetError`, and the task is cancelled, unless the client
-   has as many bytes as ``content-length`` says.
+3. The client disconnects, and does not wait for the response (see `Exchange.probe_client`): sends raise
+   `ConnectionResetError`, and the task is cancelled, unless the client has as many bytes as
+   ``content-length`` says.
 4. The application fails: 500 if nothing was sent, otherwise the connection is cut.
 5. The body is too large: 413, or the connection is cut if a response has begun. The task is cancelled.
 6. The server stops: as 3, and the connection is closed.
@@ -79,6 +80,7 @@ class Exchange:
     _is_gone = False  # no further part of the application's response can be sent
     _is_over = False  # the reader continues with the next request, or closes
     _linger: asyncio.TimerHandle | None = None
+    _probes = 0  # how often it was found that the client sends no more
 
     # ---- called by the server, in this order
 
@@ -190,15 +192,29 @@ class Exchange:
         if not self._is_whole and not (self._writer is not None and self._writer.is_filled):
             self._carrier.cancel(self._task)
 
-    @property
-    def wants_body(self) -> bool:
-        """Whether the body is incomplete and still needed."""
-        return not (self._body.is_ended or self._is_gone or self._is_whole)
+    def probe_client(self) -> None:
+        """Have the operating system find out whether a client that sends no more is still there.
+
+        What is written to a closed connection resets it. A client that is there ignores 100 Continue (RFC
+        9110, 15.2.1), and a zero before the size of a chunk. It gets neither if its response comes soon.
+        """
+        self._probes += 1
+        writer = self._writer
+        if self._probes != 2 or self._stream.writing():
+            return
+        if writer is not None:
+            if writer.is_chunked:
+                self._stream.write(b"0")
+        elif self._is_http11:
+            self._stream.write(_CONTINUE)
+        else:
+            self._connection.close()  # HTTP/1.0 has nothing that a client ignores
 
     @property
-    def is_client_due(self) -> bool:
-        """Whether the client has to send the next part of the body; it does not wait to be asked for it."""
-        return self.wants_body and self._body.is_asked
+    def wants_body(self) -> bool:
+        """Whether the body is incomplete and still needed, and the client sends it unasked or was asked."""
+        is_done = self._body.is_ended or self._is_gone or self._is_whole
+        return self._body.is_asked and not is_done
 
     @property
     def unread(self) -> Stream | None:

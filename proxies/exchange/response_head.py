@@ -116,6 +116,11 @@ class ResponseWriter:
         return [head, *self.next(body, more_body)]
 
     @property
+    def is_chunked(self) -> bool:
+        """Whether the body consists of chunks."""
+        return self._framing == _CHUNKS
+
+    @property
     def is_filled(self) -> bool:
         """Whether the client has as many bytes as ``content-length`` says."""
         return self._framing == _LENGTH and not self._left

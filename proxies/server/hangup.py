@@ -1,8 +1,12 @@
-"""Detects clients that disconnect behind data that is not read yet.
+"""Detects clients that disconnect while they wait for a response.
 
-While a request is answered, nothing is read from its connection. If the client has sent more data, the end of
-the connection comes after it, so that no read reports it and the application keeps working without a client.
-The operating system knows: it is asked once a second, and only about such connections.
+While a request is answered, the end of the client's data does not mean that the client has left: it may have
+shut down its side of the connection only (half-closed), and wait for the response. Or nothing is read from
+the connection, because the client has sent more data, and the end comes after that. The operating system
+knows both, and whether the connection was reset. It is asked twice a second, about connections that wait.
+
+To tell clients that have left from those that wait, something is written to the connection: if the client
+has left, its operating system resets the connection. See `Exchange.probe_client`.
 """
 
 from __future__ import annotations
@@ -10,11 +14,11 @@ from __future__ import annotations
 import asyncio
 import select
 
-from daskserve.proxies.exchange.carrier import Carrier, Connection
+from daskserve.proxies.exchange.carrier import Carrier, Connection, can_tell_hangups
 from daskserve.proxies.exchange.websocket import WebSocketSession
 
 #: How often the operating system is asked.
-PERIOD_S = 1.0
+PERIOD_S = 0.5
 
 
 class HangupWatch:
@@ -25,8 +29,8 @@ class HangupWatch:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Start the timer. Does nothing where the operating system has no ``POLLRDHUP``, as outside Linux."""
-        if hasattr(select, "POLLRDHUP"):
+        """Start the timer. Does nothing where the operating system cannot tell."""
+        if can_tell_hangups():
             self._timer = asyncio.get_running_loop().call_later(PERIOD_S, self._check)
 
     def stop(self) -> None:
@@ -47,5 +51,10 @@ class HangupWatch:
         poll = select.poll()
         for number in unread:
             poll.register(number, select.POLLRDHUP)
-        for number, _ in poll.poll(0):
-            unread[number].close()
+        for number, events in poll.poll(0):
+            holder = unread[number]
+            is_reset = bool(events & (select.POLLERR | select.POLLHUP))
+            if isinstance(holder, Connection) and holder.exchange is not None and not is_reset:
+                holder.exchange.probe_client()
+            else:
+                holder.close()

@@ -19,10 +19,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from typing import Any
 
 from tornado.httputil import HTTPHeaders, HTTPInputError, parse_request_start_line
+from tornado.ioloop import IOLoop
 from tornado.iostream import IOStream, SSLIOStream, StreamClosedError, UnsatisfiableReadError
 
 from daskserve.proxies.exchange.carrier import Carrier, Connection
@@ -52,6 +54,8 @@ class RequestStream(IOStream):
     #: How many bytes the operating system has taken.
     sent_bytes = 0
     _has_nodelay = False
+    #: Returns whether a response is still to be written when the client ends its side of the connection.
+    stays_open: Callable[[], bool] = staticmethod(lambda: False)
 
     def write_to_fd(self, data: memoryview) -> int:
         try:
@@ -60,6 +64,21 @@ class RequestStream(IOStream):
             del data  # Tornado cannot shrink its buffer while something refers to it
         self.sent_bytes += sent_bytes
         return sent_bytes
+
+    def close(self, exc_info: Any = False) -> None:
+        """Close the connection, unless only the client's side has ended, and the other is still needed.
+
+        Tornado closes a stream at the end of its data, without ``exc_info``.
+        """
+        if exc_info is False and self.stays_open():
+            asyncio.get_running_loop().call_soon(self._stop_reading)
+        else:
+            super().close(exc_info)
+
+    def _stop_reading(self) -> None:
+        # The end of the data would be reported in each iteration of the event loop.
+        if not self.closed():
+            self.io_loop.update_handler(self.fileno(), IOLoop.WRITE if self.writing() else IOLoop.NONE)
 
     def set_nodelay(self, value: bool) -> None:
         """Switch delays off permanently: a response is written whole, or in parts that are wanted at once."""
@@ -79,6 +98,8 @@ class TornadoConnection:
         self._carrier = carrier
         self._stream = stream
         self._connection = Connection(stream, is_encrypted=carrier.tls is not None)
+        if carrier.tls is None:
+            stream.stays_open = self._connection.stays_open
         carrier.connections.add(self._connection)
         self._next_head: Awaitable[bytes] | None = None
         self._is_read = False  # the current request is complete
@@ -96,7 +117,7 @@ class TornadoConnection:
             pass  # the client has disconnected, or a line is too long
         except Exception:
             log.exception("The connection of %s failed", self._connection)
-            self._stream.close()
+            self._connection.close()
         finally:
             self._carrier.connections.discard(self._connection)
             self._carrier.watch.unwatch(self._connection)

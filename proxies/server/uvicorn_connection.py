@@ -105,6 +105,15 @@ class UvicornConnection(HTTPProtocol):
             self._rest = memoryview(bytes(self._rest) + data) if self._rest else memoryview(data)
             self._read_on()
 
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Return whether the connection stays open: the client may have closed only its own side."""
+        if self._carrier.tls is not None or not self._connection.stays_open():
+            return False
+        if self._waiting and self._waiting[-1].head is not None and not self._waiting[-1].is_read:
+            self._waiting.pop()
+        self._is_last = True
+        return True
+
     def pause_writing(self) -> None:
         self._stream.pause_writing()
 
@@ -277,7 +286,7 @@ class UvicornConnection(HTTPProtocol):
         self._is_read = False
         self._exchange = exchange = Exchange(self._carrier, self._connection, self)
         length = exchange.begin(head)
-        if length != 0 and exchange.is_client_due:
+        if length != 0 and exchange.wants_body:
             self._carrier.watch.watch(self._connection)
 
     def _begin_next(self) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import pytest
 from http_harness import CARRIER, CARRIERS
 
+from daskserve.proxies.server import hangup
+
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "carrier" in metafunc.fixturenames:
@@ -20,6 +22,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             if each.startswith(only) and not (needs_asyncio and each.endswith("uvloop"))
         ]
         metafunc.parametrize("carrier", carriers, indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have servers find out sooner whether a client has left."""
+    monkeypatch.setattr(hangup, "PERIOD_S", 0.01)
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.routing import Mount, Route
 
 import daskserve as serve
+from daskserve.proxies.server import hangup
 from daskserve.testing import local_instance
 
 DEADLINE_S = 10.0
@@ -122,7 +123,9 @@ PLACES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module", params=["tornado", "uvicorn"])
 def client(request: pytest.FixtureRequest) -> Iterator[serve.Client]:
-    with local_instance(http_options={"port": 0, "server": request.param}) as client:
+    options = {"port": 0, "server": request.param}
+    with pytest.MonkeyPatch.context() as patch, local_instance(http_options=options) as client:
+        patch.setattr(hangup, "PERIOD_S", 0.02)  # the servers find out sooner whether a client has left
         for place, config in PLACES.items():
             for mode in (None, "cancel", "disconnect"):
                 name = f"{place}-{mode}"

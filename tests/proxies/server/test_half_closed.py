@@ -1,0 +1,176 @@
+"""Clients that close their side of the connection and wait for the response, and clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from http_harness import Client, Hanging, connected, echo, poll_for, read_body, request, run, serving
+
+from daskserve.proxies.asgi import Scope
+from daskserve.proxies.server import hangup
+from daskserve.types import Receive, Send
+
+pytestmark = [pytest.mark.usefixtures("carrier"), pytest.mark.smoke]
+
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+LARGE = bytes(16 << 20)
+
+
+async def half_close(client: Client, data: bytes) -> None:
+    await client.send(data)
+    client.writer.write_eof()
+
+
+async def pause() -> None:
+    """Wait until the server has seen the end, and the client was tested."""
+    await asyncio.sleep(10 * hangup.PERIOD_S)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_requests_before_the_end_are_all_answered(count: int) -> None:
+    async def test() -> None:
+        async with serving(echo) as server, connected(server) as client:
+            await half_close(client, request(method="POST", body=b"data") * count)
+            for _ in range(count):
+                assert (await client.response()).body == b"data"
+            assert await client.rest() == b""
+
+    run(test)
+
+
+def test_a_response_that_comes_soon_comes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hangup, "PERIOD_S", 0.2)
+
+    async def test() -> None:
+        app = Hanging()
+        async with serving(app) as server, connected(server) as client:
+            await half_close(client, request())
+            await asyncio.sleep(0.15)  # the end has long been seen
+            app.go.set()
+            assert (await client.response()).body == b"at last"
+            assert await client.rest() == b""
+
+    run(test)
+
+
+def test_a_late_response_comes_after_100_continue() -> None:
+    async def test() -> None:
+        app = Hanging()
+        async with serving(app) as server, connected(server) as client:
+            await half_close(client, request())
+            await pause()
+            app.go.set()
+            assert await client.reader.readuntil(b"\r\n\r\n") == CONTINUE
+            assert (await client.response()).body == b"at last"
+            assert await client.rest() == b""
+            assert app.cancelled == 0
+
+    run(test)
+
+
+async def stream(scope: Scope, receive: Receive, send: Send) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    for _ in range(3):
+        await send({"type": "http.response.body", "body": b"part", "more_body": True})
+        await pause()
+    await send({"type": "http.response.body", "body": b""})
+
+
+def test_a_slow_stream_is_complete() -> None:
+    async def test() -> None:
+        async with serving(stream) as server, connected(server) as client:
+            await half_close(client, request())
+            assert (await client.response()).body == b"part" * 3
+            assert await client.rest() == b""
+
+    run(test)
+
+
+def test_a_large_response_is_complete() -> None:
+    async def large(scope: Scope, receive: Receive, send: Send) -> None:
+        length = (b"content-length", b"%d" % len(LARGE))
+        await send({"type": "http.response.start", "status": 200, "headers": [length]})
+        await send({"type": "http.response.body", "body": LARGE})
+
+    async def test() -> None:
+        async with serving(large) as server, connected(server) as client:
+            await half_close(client, request())
+            await pause()
+            assert (await client.response()).body == LARGE
+            assert await client.rest() == b""
+
+    run(test)
+
+
+@pytest.mark.parametrize("version", ["1.1", "1.0"])
+@pytest.mark.parametrize("is_reset", [True, False])
+def test_a_client_that_has_left_has_its_request_cancelled(version: str, is_reset: bool) -> None:
+    async def test() -> None:
+        app = Hanging()
+        async with serving(app) as server:
+            async with connected(server) as client:
+                await client.send(request().replace(b"HTTP/1.1", f"HTTP/{version}".encode()))
+                await poll_for(lambda: app.running)
+                if is_reset:
+                    client.reset()
+            await poll_for(lambda: app.cancelled)
+            await poll_for(lambda: not server._carrier.connections)
+
+    run(test)
+
+
+def test_a_stream_without_news_ends_when_its_client_has_left() -> None:
+    cancelled = asyncio.Event()
+
+    async def silent(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"part", "more_body": True})
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    async def test() -> None:
+        async with serving(silent) as server:
+            async with connected(server) as client:
+                await client.send(request())
+                await client.head()
+                await client.chunk()
+            await cancelled.wait()
+
+    run(test)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_request_that_ends_too_early_is_not_answered(is_first: bool) -> None:
+    completed: list[bytes] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        completed.append(await read_body(receive))
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def test() -> None:
+        async with serving(app) as server, connected(server) as client:
+            before = b"" if is_first else request(method="POST", body=b"whole")
+            await half_close(client, before + request(method="POST", body=b"cut off")[:-3])
+            if not is_first:
+                assert (await client.response()).status == 200
+            assert await client.rest() == b""
+            await poll_for(lambda: not server._carrier.tasks)
+            assert completed == ([] if is_first else [b"whole"])
+
+    run(test)
+
+
+def test_an_end_between_requests_closes_the_connection() -> None:
+    async def test() -> None:
+        async with serving(echo) as server, connected(server) as client:
+            await client.get()
+            client.writer.write_eof()
+            assert await client.rest() == b""
+            await poll_for(lambda: not server._carrier.connections)
+
+    run(test)
