@@ -26,6 +26,7 @@ EXAMPLES = ["scikit-learn>=1.6", "threadpoolctl>=3.1", "pillow>=10.3", "python-m
 REDIS = ["redis>=5"]
 UVICORN = ["uvicorn>=0.30", "httptools>=0.6.3", "uvloop>=0.19; sys_platform != 'win32'"]
 TEST = ["pytest>=8", "hypothesis>=6.100", "httpx>=0.27", "psutil>=5.9", "cryptography>=42", *UVICORN, *REDIS]
+TEST += ["fastapi>=0.115.7"]
 
 setup(
     name="daskserve",

@@ -7,6 +7,7 @@ without being copied into the pickle. Only the replica, and the caller for the r
 
 from __future__ import annotations
 
+import io
 import pickle
 import traceback
 from collections.abc import Callable
@@ -65,9 +66,16 @@ def dump(value: Any) -> Payload:
             return payload
     except (pickle.PicklingError, TypeError, AttributeError, ImportError):
         pass
-    import cloudpickle  # imported late: it takes 20 ms, and most processes never need it
+    return _dump_with(_dump_code, value)
 
-    return _dump_with(cloudpickle.dumps, value)
+
+def _dump_code(value: Any, **how: Any) -> bytes:
+    # Imported late: it takes 20 ms, and most processes never need it.
+    from daskserve.internals.cloudpickle import CodePickler
+
+    file = io.BytesIO()
+    CodePickler(file, **how).dump(value)
+    return file.getvalue()
 
 
 def load(payload: Payload) -> Any:
@@ -77,9 +85,14 @@ def load(payload: Payload) -> Any:
 
 def dump_bytes(value: Any) -> bytes:
     """Pickle a value into one byte string, for the store and for start messages."""
-    import cloudpickle
+    return _dump_code(value, protocol=5)
 
-    return bytes(cloudpickle.dumps(value, protocol=5))
+
+def find_unpicklable(value: Any) -> str:
+    """Return in words which part of a value `dump_bytes` cannot pickle; empty if that is unknown."""
+    from daskserve.internals.cloudpickle import find_unpicklable
+
+    return find_unpicklable(value)
 
 
 def load_bytes(data: bytes) -> Any:

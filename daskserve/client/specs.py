@@ -15,7 +15,7 @@ from daskserve.options.backend_spec import BackendSpec
 from daskserve.options.base import parse_options
 from daskserve.options.environment import parse_environment
 from daskserve.options.route_variables import check_variables
-from daskserve.payload import dump_bytes, load_bytes
+from daskserve.payload import dump_bytes, find_unpicklable, load_bytes
 from daskserve.types import ALL_HTTP_METHODS
 
 
@@ -165,11 +165,14 @@ def make_spec(
     try:
         code = dump_bytes((definition, tuple(init_args), dict(init_kwargs)))
     except Exception as error:
-        # A foreign object may raise anything when it is pickled; this error adds the tag and the remedy.
+        # A foreign object may raise anything when it is pickled; this error adds the tag, the place and the
+        # remedy.
+        place = find_unpicklable((definition, tuple(init_args), dict(init_kwargs)))
         raise BadRequestError(
             f"The callable of backend '{tag}', or one of its arguments, cannot be pickled: "
-            f"{type(error).__name__}: {error}. Create such objects in the class's __init__, where the "
-            "replica runs, or pass the callable's import path."
+            f"{type(error).__name__}: {str(error).rstrip('.')}{place and f' ({place})'}. Create such objects "
+            "where the replica runs: in the class's __init__, or in the start-up of an ASGI application. Or "
+            'pass the import path of the callable, "module:name".'
         ) from error
     return BackendSpec(
         tag=tag,

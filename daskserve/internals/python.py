@@ -3,13 +3,47 @@
 from __future__ import annotations
 
 import atexit
+import pickle
+from typing import Any
 
 from daskserve.internals.checking import PYTHON, needs
 
 with needs(PYTHON, ">=3.11,<3.15") as check:
+    from pickle import _Pickler
+
+    PicklerInPython: Any = _Pickler
     check.attributes(atexit, "_run_exitfuncs")
+    check.attributes(PicklerInPython, "dump", "save")
+    check.parameters(PicklerInPython.save, "self", "obj", "save_persistent_id")
 
 
 def run_exit_functions() -> None:
     """Call what was registered with `atexit`, for a process that then ends by `os._exit`."""
     atexit._run_exitfuncs()
+
+
+class TracingPickler(PicklerInPython):  # type: ignore[misc]
+    """Records where it is in a value, to find what cannot be pickled; the pickle itself is dropped.
+
+    Parameters
+    ----------
+    reducers : pickle.Pickler
+        Says how to pickle what the standard library cannot.
+    """
+
+    def __init__(self, reducers: pickle.Pickler) -> None:
+        super().__init__(_Nowhere(), pickle.HIGHEST_PROTOCOL)
+        self.dispatch_table = reducers.dispatch_table
+        self.reducer_override = reducers.reducer_override
+        #: From the whole value to the part that is being pickled.
+        self.path: list[Any] = []
+
+    def save(self, obj: Any, save_persistent_id: bool = True) -> None:
+        """Pickle a part; if that raises, `path` ends with it."""
+        self.path.append(obj)
+        super().save(obj, save_persistent_id)
+        self.path.pop()
+
+
+class _Nowhere:
+    def write(self, data: Any) -> None: ...

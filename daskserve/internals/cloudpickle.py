@@ -1,0 +1,126 @@
+"""A pickler for user code, and the parts of cloudpickle that its documentation does not describe.
+
+cloudpickle stores the functions and classes that no module of the receiver has. Two things in them belong to
+this process alone, and would make an application unpicklable that does not use them: the variables of the
+function that defines a pydantic model, and the locks of the routers of FastAPI.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from io import BytesIO
+from types import FunctionType
+from typing import Any
+
+from daskserve.internals.checking import needs
+from daskserve.internals.pydantic import NAMESPACE, needed_namespace
+from daskserve.internals.python import TracingPickler
+
+with needs("cloudpickle", ">=3.0,<4") as check:
+    from cloudpickle import Pickler
+    from cloudpickle.cloudpickle import _class_getstate, _dynamic_class_reduce
+
+    check.attributes(Pickler, "reducer_override")
+    # The third item of what they return for a class: its attributes, and its slots.
+    check.parameters(_dynamic_class_reduce, "obj")
+    check.parameters(_class_getstate, "obj")
+
+#: The packages whose objects get new locks. Their locks protect caches, and nobody holds one while the
+#: application is pickled.
+FRAMEWORKS = ("fastapi.", "starlette.")
+NEW_LOCKS: Mapping[type[Any], Callable[[], Any]] = {
+    type(threading.Lock()): threading.Lock,
+    type(threading.RLock()): threading.RLock,
+}
+#: How much of the way to a value is shown if it does not pass through a function.
+SHOWN_STEPS = 3
+
+
+class NewLock:
+    """Is unpickled as a new lock."""
+
+    def __init__(self, factory: Callable[[], Any]) -> None:
+        self._factory = factory
+
+    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
+        return self._factory, ()
+
+
+class CodePickler(Pickler):  # type: ignore[misc]
+    """Pickles what user code needs, by value where the receiver has no module of it."""
+
+    def reducer_override(self, value: Any) -> Any:
+        """Return how to rebuild a value, or `NotImplemented` for the default."""
+        reduced = super().reducer_override(value)
+        if isinstance(value, type):
+            if reduced is not NotImplemented and NAMESPACE in vars(value):
+                attributes, _ = reduced[2]
+                del attributes[NAMESPACE]
+                attributes |= needed_namespace(value)
+        elif reduced is NotImplemented and type(value).__module__.startswith(FRAMEWORKS):
+            return _with_new_locks(value)
+        return reduced
+
+
+def _with_new_locks(value: Any) -> Any:
+    locks = {k: NEW_LOCKS[type(v)] for k, v in getattr(value, "__dict__", {}).items() if type(v) in NEW_LOCKS}
+    if not locks:
+        return NotImplemented
+    make, arguments, state, *rest = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    return make, arguments, state | {name: NewLock(factory) for name, factory in locks.items()}, *rest
+
+
+# ---- why something cannot be pickled
+
+
+def find_unpicklable(value: Any) -> str:
+    """Return in words where the part of a value is that cannot be pickled; empty if that is unknown."""
+    pickler = TracingPickler(CodePickler(BytesIO(), protocol=pickle.HIGHEST_PROTOCOL))
+    try:
+        pickler.dump(value)
+    except Exception:  # the caller has seen the error, which a foreign object raised
+        return ", in ".join(reversed(_steps(pickler.path)))
+    return ""
+
+
+def _steps(path: list[Any]) -> list[str]:
+    """Describe the way down a path of values: from the last function on, or the last steps."""
+    steps: list[tuple[Any, Any]] = []
+    index = 0
+    while index < len(path):
+        below = {id(each): place for place, each in enumerate(path) if place > index}
+        found = ((name, below[id(part)]) for name, part in _parts(path[index]) if id(part) in below)
+        name, place = next(found, (None, index + 1))
+        if name is not None:
+            steps.append((path[index], name))
+        index = place
+    functions = [place for place, (holder, _) in enumerate(steps) if isinstance(holder, FunctionType)]
+    return [_describe(*step) for step in steps[functions[-1] if functions else -SHOWN_STEPS :]]
+
+
+def _describe(holder: Any, name: Any) -> str:
+    if isinstance(holder, FunctionType):
+        return f"variable {name!r} of function {holder.__qualname__}"
+    if isinstance(holder, dict):
+        return f"item {name!r} of a dict"
+    if isinstance(holder, type):
+        return f"attribute {name!r} of class {holder.__qualname__}"
+    return f"attribute {name!r} of a {type(holder).__qualname__}"
+
+
+def _parts(holder: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the named values that an object refers to."""
+    if isinstance(holder, FunctionType):
+        code = holder.__code__
+        for name, cell in zip(code.co_freevars, holder.__closure__ or (), strict=True):
+            try:
+                yield name, cell.cell_contents
+            except ValueError:  # not assigned yet
+                continue
+        yield from ((name, holder.__globals__[name]) for name in code.co_names if name in holder.__globals__)
+    elif isinstance(holder, dict):
+        yield from holder.items()
+    else:
+        yield from dict(getattr(holder, "__dict__", {})).items()
