@@ -45,8 +45,9 @@ class BackendVerbs(Verbs):
         backend_tag : str
             The backend's name, without ``#`` and ``/``.
         backend_def
-            A function, a class with ``__call__``, an ASGI application, or an import path such as
-            ``"pkg.mod.Name"`` that the replicas import.
+            A function, a class, an ASGI application, or an import path such as ``"pkg.mod.Name"`` that the
+            replicas import. A class without ``__call__`` is called by its methods' names: by handle, and over
+            HTTP with the option ``method_header``.
         *init_args, **init_kwargs
             Arguments for the constructor of a class.
         actor_options : ActorOptions or dict, optional

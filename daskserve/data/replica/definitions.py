@@ -16,6 +16,8 @@ from daskserve.data.replica.accept_batch import MARK
 from daskserve.errors import BadRequestError
 
 CALL = "__call__"
+#: Methods with public names that only daskserve calls.
+HOOKS = frozenset({"reconfigure", "check_health"})
 
 
 ASGI_PARAMETERS = ("scope", "receive", "send")
@@ -70,19 +72,27 @@ def inspect_definition(
     """
     if isinstance(definition, str):
         return CallableFacts()
-    if inspect.isclass(definition) and _class_has(definition, CALL):
+    if inspect.isclass(definition):
         methods = _methods_of_class(definition)
-    elif callable(definition) and not inspect.isclass(definition):
+    elif callable(definition):
         if init_args or init_kwargs:
             raise ValueError(f"Only a class takes init arguments; pass none for {_describe(definition)}.")
         methods = {CALL: _method(CALL, definition, definition)}
     else:
+        methods = {}
+    call = methods.get(CALL)
+    answering = [call] if call else [each for each in methods.values() if each.name not in HOOKS]
+    if not answering:
         raise TypeError(
-            "Backend definition must be a function, a class with __call__, an ASGI application or an "
-            f"import path, got {_describe(definition)}"
+            "Backend definition must be a function, a class with __call__ or other public methods, an ASGI "
+            f"application or an import path, got {_describe(definition)}"
         )
-    call = methods[CALL]
-    return CallableFacts(not call.is_async, call.is_asgi, call.accepts_batches, methods)
+    return CallableFacts(
+        is_blocking=any(not each.is_async for each in answering),
+        is_asgi_app=call is not None and call.is_asgi,
+        accepts_batches=any(each.accepts_batches for each in answering),
+        methods=methods,
+    )
 
 
 def _describe(definition: Any) -> str:
@@ -90,11 +100,6 @@ def _describe(definition: Any) -> str:
         return f"class {definition.__name__}"
     name = getattr(definition, "__name__", None)
     return f"{type(definition).__name__} {name}" if name else f"{type(definition).__name__}: {definition!r}"
-
-
-def _class_has(cls: type, name: str) -> bool:
-    # hasattr() would find the metaclass's __call__, which every class has.
-    return any(name in vars(base) for base in cls.__mro__)
 
 
 def _methods_of_class(cls: type) -> dict[str, Method]:

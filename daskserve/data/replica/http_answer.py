@@ -9,7 +9,7 @@ from daskserve.data.replica.accept_batch import BatchItem
 from daskserve.data.replica.conversion import ConvertedResponse, Unfinished, finish, finish_in_thread
 from daskserve.data.replica.definitions import CALL, Method
 from daskserve.data.replica.message_pipe import MessagePipe, open_pipe
-from daskserve.data.replica.method_header import named_method
+from daskserve.data.replica.method_header import named_method, no_call_error
 from daskserve.data.replica.requests import read_body
 from daskserve.data.replica.serving import LocalAnswer
 from daskserve.types import ON_DEMAND, Message, Receive, Send
@@ -36,7 +36,9 @@ class HTTPAnswer(LocalAnswer):
         self._receive = receive
         self._send = send
         servable = code.servable
-        method = named_method(servable, scope) if code.has_method_header else servable.methods[CALL]
+        method = named_method(servable, scope) if code.has_method_header else servable.methods.get(CALL)
+        if method is None:
+            raise no_call_error()
         self._method = method
         is_websocket = scope["type"] == "websocket"
         if method.is_asgi if code.on_disconnect is None else code.on_disconnect == "disconnect":

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from daskserve.data.replica.definitions import CALL, Method
+from daskserve.data.replica.definitions import CALL, HOOKS, Method
 from daskserve.data.replica.servable import Servable
 from daskserve.errors import BadRequestError
 
 HEADER = b"x-serve-call-method"
-#: Methods with public names that only daskserve calls.
-HOOKS = frozenset({"reconfigure", "check_health"})
 
 
 def named_method(servable: Servable, scope: Mapping[str, Any]) -> Method:
@@ -22,17 +20,31 @@ def named_method(servable: Servable, scope: Mapping[str, Any]) -> Method:
     Raises
     ------
     BadRequestError
-        There is no public method of that name; the message lists the public methods.
+        There is no public method of that name, or the header is missing and there is no ``__call__``; the
+        message lists the public methods.
     """
-    call = servable.methods[CALL]
-    if call.is_asgi or scope["type"] != "http":
+    call = servable.methods.get(CALL)
+    if call is not None and (call.is_asgi or scope["type"] != "http"):
         return call
     name = next((value.decode("latin-1") for key, value in scope["headers"] if key == HEADER), CALL)
     method = servable.methods.get(name)
     if method is None or name in HOOKS or method.is_asgi:
+        problem = (
+            "is missing, and there is no __call__ to answer without it"
+            if name == CALL
+            else f"names {name!r}, which is not a public method"
+        )
         found = sorted(each.name for each in servable.methods.values() if not each.is_asgi)
         raise BadRequestError(
-            f"Header X-SERVE-CALL-METHOD names {name!r}, which is not a public method; choose one of: "
+            f"Header X-SERVE-CALL-METHOD {problem}; choose one of: "
             f"{', '.join(each for each in found if each not in HOOKS)}."
         )
     return method
+
+
+def no_call_error() -> BadRequestError:
+    """Return the error for a request that names no method, to a class without ``__call__``."""
+    return BadRequestError(
+        "A class without __call__ answers HTTP requests only if its backend has the option "
+        "method_header=True and the header X-SERVE-CALL-METHOD names a method."
+    )

@@ -1,8 +1,8 @@
 """User code of any form behind one interface that answers requests.
 
-A *definition* is a function, a class with ``__call__``, an ASGI application or an import path of one of
-these. `inspect_definition` looks at one without running it; `load_definition` and `Servable` belong to the
-user's side of the wall, where imports, constructors and handlers may block.
+A *definition* is a function, a class, an ASGI application or an import path of one of these.
+`inspect_definition` looks at one without running it; `load_definition` and `Servable` belong to the user's
+side of the wall, where imports, constructors and handlers may block.
 """
 
 from __future__ import annotations

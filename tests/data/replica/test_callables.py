@@ -129,7 +129,7 @@ class Application:
 
 
 class NotCallable:
-    def method(self) -> None: ...
+    def _method(self) -> None: ...
 
 
 APP = Starlette()
@@ -161,6 +161,29 @@ def test_what_a_definition_says_of_itself(
     facts = inspect_definition(definition)
     assert (facts.is_blocking, facts.is_asgi_app, facts.accepts_batches) == (blocking, asgi, batches)
     assert set(facts.methods) == methods
+
+
+def test_a_class_without_call_is_as_its_public_methods_are() -> None:
+    class Async:
+        async def a(self) -> None: ...
+
+        def check_health(self) -> None: ...
+
+    class Plain(Async):
+        def b(self) -> None: ...
+
+    class Batched(Async):
+        many = accept_batch(lambda self, requests: requests)
+
+    class Hooks:
+        def check_health(self) -> None: ...
+
+    facts = [inspect_definition(each) for each in (Async, Plain, Batched)]
+    assert [each.is_blocking for each in facts] == [False, True, True]
+    assert [each.accepts_batches for each in facts] == [False, False, True]
+    assert not any(each.is_asgi_app for each in facts)
+    with pytest.raises(TypeError, match="other public methods"):
+        inspect_definition(Hooks)
 
 
 def test_each_method_is_known_for_itself() -> None:
@@ -206,8 +229,8 @@ def test_an_unsupported_definition_is_a_type_error(definition: Any) -> None:
         inspect_definition(definition)
     text = str(caught.value)
     assert text.startswith(
-        "Backend definition must be a function, a class with __call__, an ASGI application or an import "
-        "path, got "
+        "Backend definition must be a function, a class with __call__ or other public methods, an ASGI "
+        "application or an import path, got "
     )
     assert type(definition).__name__ in text or "class NotCallable" in text
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import daskserve as serve
+from daskserve.errors import BadRequestError
 from daskserve.testing import local_instance
 
 DEADLINE_S = 10.0
@@ -128,3 +129,44 @@ def test_functions_have_one_method_and_applications_none(client: serve.Client) -
     status, text = fetch(client, "function", "other")
     assert (status, text.rpartition(": ")[2]) == (400, "__call__.")
     assert fetch(client, "application", "other") == (200, "other")
+
+
+class Greeter:
+    """Has no ``__call__``."""
+
+    def greet(self, who: Any) -> str:
+        return f"Hello, {who if isinstance(who, str) else who.query_params['q']}!"
+
+    async def part(self, who: Any) -> str:
+        return "Goodbye!"
+
+    def check_health(self) -> None: ...
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+def test_methods_of_a_class_without_call_answer_by_header_and_by_handle(
+    client: serve.Client, isolation: str
+) -> None:
+    name = f"greeter-{isolation}"
+    client.deploy(name, Greeter, config={"isolation": isolation, **ON})
+    assert fetch(client, name, "greet") == (200, "Hello, 1!")
+    assert fetch(client, name, "part", b"data") == (200, "Goodbye!")
+    for method, problem in ((None, "is missing"), ("__call__", "is missing"), ("other", "names 'other'")):
+        status, text = fetch(client, name, method)
+        assert status == 400
+        assert f"X-SERVE-CALL-METHOD {problem}" in text
+        assert text.endswith("choose one of: greet, part.")
+    handle: Any = client.get_handle(name)
+    assert handle.greet.remote("you").result() == "Hello, you!"
+    with pytest.raises(BadRequestError, match=r"no public method '__call__'; it has: .*greet, part"):
+        handle.remote("you").result()
+
+
+def test_without_the_option_a_class_without_call_answers_by_handle_only(client: serve.Client) -> None:
+    client.deploy("quiet", Greeter)
+    for method, body in ((None, None), ("greet", None), (None, b"data")):
+        status, text = fetch(client, "quiet", method, body)
+        assert status == 400
+        assert "only if its backend has the option method_header=True" in text
+    handle: Any = client.get_handle("quiet")
+    assert handle.greet.remote("you").result() == "Hello, you!"
