@@ -1,23 +1,39 @@
 """The messages of an ASGI application's response, joined where they belong together.
 
 An application sends the start of a response, then its body. Most responses have one body message, so both
-cross to the worker's loop, and to another process, as one `daskserve.types.WHOLE_RESPONSE`. Nothing is late:
-servers pass the start of a response on with the first part of its body anyway.
+cross to the worker's loop, and to another process, as one `daskserve.types.WHOLE_RESPONSE`.
+
+A stream may have its first part much later than its start, and its client waits for the start: the
+``onopen`` of an ``EventSource`` is one example. The start of a response without a ``content-length`` is
+therefore held back for the current iteration of the loop only. With a ``content-length`` the body is at hand,
+and most responses save the callback.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable
+from typing import Protocol
 
-from daskserve.types import DONE, WHOLE_RESPONSE, Message, Send
+from daskserve.types import DONE, WHOLE_RESPONSE, Message
+
+
+class ResponseSink(Protocol):
+    """Takes the messages of a response; see `daskserve.data.replica.message_pipe.MessagePipe`."""
+
+    def send(self, message: Message) -> Awaitable[None]:
+        """Take a message."""
+
+    def send_nowait(self, *messages: Message) -> Awaitable[None] | None:
+        """Take messages from a callback; return what the next message has to wait for."""
 
 
 class JoinedResponse:
-    """Holds the start of a response back until its first body message.
+    """Holds the start of a response back until its first body message, or for a moment.
 
     Parameters
     ----------
-    send : callable
+    sink : ResponseSink
         Takes the messages that are passed on.
 
     Attributes
@@ -26,29 +42,58 @@ class JoinedResponse:
         The start, while it is held back.
     """
 
-    __slots__ = ("_is_passed_on", "_send", "start")
+    __slots__ = ("_is_passed_on", "_passing", "_sink", "start")
 
-    def __init__(self, send: Send) -> None:
-        self._send = send
+    def __init__(self, sink: ResponseSink) -> None:
+        self._sink = sink
         self._is_passed_on = False
+        self._passing: Awaitable[None] | None = None
         self.start: Message | None = None
 
     def send(self, message: Message) -> Awaitable[None]:
         """Take a message of the application; the ``send`` of its interface."""
         start = self.start
         if start is None:
+            if self._passing is not None:
+                return self._send_later(message)
             if self._is_passed_on or message["type"] != "http.response.start":
-                return self._send(message)
+                return self._sink.send(message)
             self.start = message
+            if not _has_length(message):
+                asyncio.get_running_loop().call_soon(self._pass_on)
             return DONE
         self.start = None
         self._is_passed_on = True
         whole = join(start, message)
-        return self._send_both(start, message) if whole is None else self._send(whole)
+        return self._send_both(start, message) if whole is None else self._sink.send(whole)
+
+    def _pass_on(self) -> None:
+        start, self.start = self.start, None
+        if start is not None:
+            self._is_passed_on = True
+            self._passing = self._sink.send_nowait(start, _no_part_yet())
+
+    async def _send_later(self, message: Message) -> None:
+        passing, self._passing = self._passing, None
+        if passing is not None:
+            await passing
+        await self._sink.send(message)
 
     async def _send_both(self, start: Message, message: Message) -> None:
-        await self._send(start)
-        await self._send(message)
+        await self._sink.send(start)
+        await self._sink.send(message)
+
+
+def _no_part_yet() -> Message:
+    # Servers pass the start of a response on with the first part of its body.
+    return {"type": "http.response.body", "body": b"", "more_body": True}
+
+
+def _has_length(start: Message) -> bool:
+    for name, _ in start.get("headers", ()):  # noqa: SIM110 - each request pays for it
+        if name.lower() == b"content-length":
+            return True
+    return False
 
 
 def join(start: Message, message: Message) -> Message | None:

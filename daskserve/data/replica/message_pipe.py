@@ -6,7 +6,7 @@ import asyncio
 import math
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from typing import Protocol
 
@@ -119,6 +119,11 @@ class MessagePipe:
 
     # ---- on the user's side
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether the client has left, or the request was ended."""
+        return self._is_closed
+
     async def receive(self) -> Message:
         """Return the next message of the client."""
         while not self._inbox:
@@ -145,6 +150,12 @@ class MessagePipe:
             room: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._block(partial(self._wall.user_loop.hop.post, _wake, room))
             await room
+
+    def send_nowait(self, *messages: Message) -> Awaitable[None] | None:
+        """Send messages from a callback of the user's loop; return what the next `send` has to wait for."""
+        for message in messages:
+            self._post(message, self._wall.to_worker.post_soon)
+        return None
 
     def send_from_thread(self, message: Message) -> bool:
         """Send a message from a plain function; return False if the caller has left."""
@@ -306,6 +317,14 @@ class DirectPipe(MessagePipe):
         if isinstance(message, Exception):
             raise message
         return self._disconnect() if message["type"] == "http.disconnect" else message
+
+    def send_nowait(self, *messages: Message) -> Awaitable[None] | None:
+        self.is_started = True
+        return asyncio.get_running_loop().create_task(self._send_all(messages))
+
+    async def _send_all(self, messages: Iterable[Message]) -> None:
+        for message in messages:
+            await self.send(message)
 
     async def send(self, message: Message) -> None:
         self.is_started = True

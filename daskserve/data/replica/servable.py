@@ -178,16 +178,23 @@ class Servable:
 
     async def answer_app(self, scope: MutableMapping[str, Any], pipe: MessagePipe) -> ConvertedResponse:
         """Let an ASGI application answer."""
-        if self._lifespan.state:
-            scope["state"] = dict(self._lifespan.state)
-        is_http = scope["type"] == "http"
-        send = JoinedResponse(pipe.send).send if is_http else pipe.send
+        scope["state"] = self._lifespan.state.copy()
+        if scope["type"] != "http":
+            try:
+                await self._bound[CALL](scope, pipe.receive, pipe.send)
+            except Exception as error:  # an error of user code, which is logged
+                return failure(error, is_debug=self.is_debug, is_started=True)
+            return ConvertedResponse()
+        response = JoinedResponse(pipe)
         try:
-            await self._bound[CALL](scope, pipe.receive, send)
-            if is_http and not pipe.is_started:
+            await self._bound[CALL](scope, pipe.receive, response.send)
+            # An application that has received a disconnect need not answer.
+            if not pipe.is_started and not pipe.is_closed:
                 raise RuntimeError("The ASGI application returned without a response.")
         except Exception as error:  # an error of user code, which is logged
-            return failure(error, is_debug=self.is_debug, is_started=pipe.is_started or not is_http)
+            return failure(error, is_debug=self.is_debug, is_started=pipe.is_started)
+        finally:
+            response.start = None  # a start without a body is not passed on any more
         return ConvertedResponse()
 
     async def answer_http(

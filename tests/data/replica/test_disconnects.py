@@ -84,13 +84,34 @@ async def passes_on(request: Request, call_next: Any) -> Any:
     return await call_next(request)
 
 
+async def late(scope: Any, receive: Any, send: Any) -> None:
+    """Send the start of a response, and nothing more until the client has left."""
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"x-a", b"b")]})
+    await silent(scope, receive, send)
+
+
+async def silent(scope: Any, receive: Any, send: Any) -> None:
+    """Return without a response once the client has left."""
+    note(Request(scope), f"begun with state {scope['state']}")
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    note(Request(scope), "disconnected")
+
+
 def application() -> Starlette:
     # Behind such a middleware, `is_disconnected` is never true, under any server.
     behind = Starlette(
         routes=[Route("/respond", respond), Route("/stream", stream)],
         middleware=[Middleware(BaseHTTPMiddleware, dispatch=passes_on)],
     )
-    return Starlette(routes=[Route("/wait", wait), Mount("/behind", behind)])
+    return Starlette(
+        routes=[
+            Route("/wait", wait),
+            Mount("/behind", behind),
+            Mount("/late", late),
+            Mount("/silent", silent),
+        ]
+    )
 
 
 async def plain(request: Request) -> str:
@@ -212,3 +233,27 @@ def test_an_application_is_cancelled_if_the_option_says_so(client: serve.Client,
         with begin(client, f"/app-{place}-cancel/wait", file, "&long=1"):
             wait_for(file, "begun")
         wait_for(file, "begun", "cancelled")
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_start_of_a_response_does_not_wait_for_its_first_part(
+    client: serve.Client, place: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "seen"
+    with begin(client, f"/app-{place}-None/late/", file) as connection:
+        received = b""
+        while not received.endswith(b"\r\n\r\n"):
+            received += connection.recv(4096)
+    assert b"\r\nx-a: b\r\n" in received
+    wait_for(file, "begun with state {}", "disconnected")
+
+
+@pytest.mark.parametrize("place", ["own", "worker"])
+def test_an_application_need_not_answer_a_client_that_has_left(
+    client: serve.Client, place: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "seen"
+    with begin(client, f"/app-{place}-None/silent/", file):
+        wait_for(file, "begun with state {}")
+    wait_for(file, "begun with state {}", "disconnected")
+    assert not [each.message for each in caplog.records if each.levelno >= logging.ERROR]

@@ -21,15 +21,29 @@ def body(text: bytes = b"abc", **more: Any) -> Message:
     return {"type": "http.response.body", "body": text, **more}
 
 
+class Sink:
+    """Notes messages; what it takes from a callback is taken an iteration of the loop later."""
+
+    def __init__(self, found: list[Message]) -> None:
+        self.found = found
+
+    async def send(self, message: Message) -> None:
+        self.found.append(message)
+
+    def send_nowait(self, *messages: Message) -> asyncio.Task[None]:
+        async def send_all() -> None:
+            for message in messages:
+                await self.send(message)
+
+        return asyncio.get_running_loop().create_task(send_all())
+
+
 def passed_on(*messages: Message) -> list[Message]:
     """Return the messages that are passed on for those of an application."""
     found: list[Message] = []
 
-    async def send(message: Message) -> None:
-        found.append(message)
-
     async def main() -> None:
-        response = JoinedResponse(send)
+        response = JoinedResponse(Sink(found))
         for message in messages:
             await response.send(message)
 
@@ -62,5 +76,18 @@ def test_all_other_messages_are_passed_on_as_they_are(messages: tuple[Message, .
     assert passed_on(*messages) == list(messages)
 
 
-def test_a_start_without_a_body_is_held_back() -> None:
-    assert passed_on(start()) == []
+def test_a_start_that_stays_alone_is_passed_on_after_an_iteration_unless_it_has_a_length() -> None:
+    async def send_slowly(head: Message) -> list[Message]:
+        found: list[Message] = []
+        response = JoinedResponse(Sink(found))
+        await response.send(head)
+        assert found == []
+        await asyncio.sleep(0)
+        await response.send(body())
+        return found
+
+    empty = body(b"", more_body=True)
+    assert asyncio.run(send_slowly(start())) == [start(), empty, body()]
+    with_length = start((b"Content-Length", b"3"))
+    (whole,) = asyncio.run(send_slowly(with_length))
+    assert whole["type"] == WHOLE_RESPONSE
