@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import select
 import ssl
+from collections.abc import Callable
 from typing import Protocol
 
 from daskserve.clock import Clock
@@ -65,6 +66,8 @@ class Carrier:
         self.connections: set[Connection] = set()
         self.sockets: set[WebSocketSession] = set()
         self.is_draining = False
+        #: Called with a connection that stays open although the client's data has ended.
+        self.note_end: Callable[[Connection], None] = _ignore
         self.watch = IdleWatch(idle_timeout_s, Connection.close)
         self.clock = clock
         self.date = DateHeader(clock)
@@ -86,6 +89,9 @@ def can_tell_hangups() -> bool:
     return hasattr(select, "POLLRDHUP")
 
 
+def _ignore(connection: Connection) -> None: ...
+
+
 class Connection:
     """One open connection: its stream, its addresses and its current request."""
 
@@ -105,9 +111,12 @@ class Connection:
         }
         self.exchange: Ongoing | None = None
 
-    def stays_open(self) -> bool:
-        """Whether the connection stays open when the client ends its side, for a response."""
-        return can_tell_hangups() and self.exchange is not None and self.exchange.unread is not None
+    def stays_open(self, carrier: Carrier) -> bool:
+        """Return whether the connection stays open for a response when the client ends its side."""
+        waits = can_tell_hangups() and self.exchange is not None and self.exchange.unread is not None
+        if waits:
+            carrier.note_end(self)
+        return waits
 
     def close(self) -> None:
         """Close the connection, and cancel its request."""

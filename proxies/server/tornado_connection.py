@@ -21,6 +21,7 @@ import logging
 import re
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from tornado.httputil import HTTPHeaders, HTTPInputError, parse_request_start_line
@@ -99,7 +100,7 @@ class TornadoConnection:
         self._stream = stream
         self._connection = Connection(stream, is_encrypted=carrier.tls is not None)
         if carrier.tls is None:
-            stream.stays_open = self._connection.stays_open
+            stream.stays_open = partial(self._connection.stays_open, carrier)
         carrier.connections.add(self._connection)
         self._next_head: Awaitable[bytes] | None = None
         self._is_read = False  # the current request is complete

@@ -107,7 +107,7 @@ class UvicornConnection(HTTPProtocol):
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Return whether the connection stays open: the client may have closed only its own side."""
-        if self._carrier.tls is not None or not self._connection.stays_open():
+        if self._carrier.tls is not None or not self._connection.stays_open(self._carrier):
             return False
         if self._waiting and self._waiting[-1].head is not None and not self._waiting[-1].is_read:
             self._waiting.pop()

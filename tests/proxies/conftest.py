@@ -28,6 +28,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have servers find out sooner whether a client has left."""
     monkeypatch.setattr(hangup, "PERIOD_S", 0.01)
+    monkeypatch.setattr(hangup, "SOON_S", 0.005)
 
 
 @pytest.fixture

@@ -41,6 +41,7 @@ def test_requests_before_the_end_are_all_answered(count: int) -> None:
 
 def test_a_response_that_comes_soon_comes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hangup, "PERIOD_S", 0.2)
+    monkeypatch.setattr(hangup, "SOON_S", 0.2)
 
     async def test() -> None:
         app = Hanging()
@@ -99,6 +100,23 @@ def test_a_large_response_is_complete() -> None:
             await pause()
             assert (await client.response()).body == LARGE
             assert await client.rest() == b""
+
+    run(test)
+
+
+def test_a_client_that_leaves_is_noticed_before_the_next_regular_check(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hangup, "PERIOD_S", 1000.0)
+
+    async def test() -> None:
+        app = Hanging()
+        async with serving(app) as server:
+            async with connected(server) as client:
+                await client.send(request())
+                await poll_for(lambda: app.running)
+            await poll_for(lambda: app.cancelled)
+            await poll_for(lambda: not server._carrier.connections)
 
     run(test)
 
