@@ -1,22 +1,24 @@
-"""Detects blocked event loops that run user code."""
+"""Detects event loops that user code blocks."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import sys
-from collections.abc import Sized
+import threading
+from collections.abc import Callable, Mapping, Sized
 from types import FrameType
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
+from daskserve.data.replica.evidence import BLOCKED_AFTER_S, WATCH_INTERVAL_S, Evidence
+from daskserve.data.replica.run_queue import starved_s
 from daskserve.data.replica.user_loop import UserLoop
 from daskserve.loops.hops import Hop
 
 logger = logging.getLogger("daskserve.replica")
 
-#: The interval of the checks of a loop that runs user code, and the delay from which it counts as blocked.
-WATCH_INTERVAL_S = 0.03
-BLOCKED_AFTER_S = 0.1
+#: Returns the innermost frame of each thread, by the thread's ident.
+StackFrames: TypeAlias = Callable[[], Mapping[int, FrameType]]
 
 
 class Watched(Protocol):
@@ -40,18 +42,22 @@ class LoopWatch:
     looks. The watch also fetches what a user's loop posted before it was blocked, and so has not announced.
     """
 
-    def __init__(self, wall: Watched, user_loop: UserLoop) -> None:
+    def __init__(self, wall: Watched, user_loop: UserLoop, frames: StackFrames = sys._current_frames) -> None:
         self._wall = wall
         self._user_loop = user_loop
+        self._frames = frames
         #: The timer of the next check; None while the watch is not armed.
         self.timer: asyncio.TimerHandle | None = None
-        self._asked_at = self._took_s = 0.0
+        self._asked_at = self._took_s = self._sampled_at = 0.0
         self._is_answered = self._is_reported = True
-        self._place = ""
+        self._evidence = Evidence()
 
     def arm(self) -> None:
         if self.timer is None and not self._wall.is_closed:
             self.timer = self._wall.loop.call_later(WATCH_INTERVAL_S, self._tick)
+
+    def close(self) -> None:
+        """End the watch; the wall is closed, so its timer is not set again."""
 
     def _tick(self) -> None:
         self.timer = None
@@ -60,15 +66,18 @@ class LoopWatch:
         if not self._is_reported:
             is_answered = self._is_answered
             if not is_answered:  # the block may be over before it counts as one
-                frame = sys._current_frames().get(self._user_loop.thread.ident or 0)
-                self._place = describe_stack(frame)
-            if (self._took_s if is_answered else now - self._asked_at) >= BLOCKED_AFTER_S:
+                thread = self._user_loop.thread
+                frame = self._frames().get(thread.ident or 0)
+                self._evidence.add(frame, now - self._sampled_at, starved_s(thread.native_id))
+                self._sampled_at = now
+            if self._evidence.explains(self._took_s if is_answered else now - self._asked_at):
                 self._report()
         if self._is_answered:
+            self._evidence = Evidence()
             if not self._wall.runs:
                 return
             self._is_answered = self._is_reported = False
-            self._asked_at = now
+            self._asked_at = self._sampled_at = now
             self._user_loop.hop.post(self._answer)
         self.arm()
 
@@ -84,46 +93,92 @@ class LoopWatch:
             "Make it a plain function, or move what blocks to a thread.",
             self._user_loop.thread.name,
             BLOCKED_AFTER_S * 1000,
-            self._place or "an unknown place",
+            self._evidence.place,
         )
 
 
 class SharedLoopWatch:
     """Logs and counts blocks of the worker's own loop while calls run on it.
 
-    Nothing can look while that loop is blocked; a late timer shows it afterwards, without the place.
+    A thread looks while that loop is late; the loop reports it afterwards.
     """
 
-    def __init__(self, wall: Watched, name: str) -> None:
+    def __init__(self, wall: Watched, name: str, frames: StackFrames = sys._current_frames) -> None:
         self._wall = wall
         self._name = name
+        self._frames = frames
+        self._loop_thread = threading.current_thread()
+        self._lookout = Lookout(self.look, f"daskserve-{name}-watch")
         #: The timer of the next check; None while the watch is not armed.
         self.timer: asyncio.TimerHandle | None = None
+        self._evidence = Evidence()
+        self._sampled_at = 0.0
 
     def arm(self) -> None:
         if self.timer is None and not self._wall.is_closed:
+            self._evidence = Evidence()
+            self._sampled_at = self._wall.loop.time()
             self.timer = self._wall.loop.call_later(WATCH_INTERVAL_S, self._tick)
+            self._lookout.resume()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._lookout.close()
+
+    def look(self) -> None:
+        """Sample the stack of the worker's loop; in the thread of the lookout."""
+        timer, evidence, now = self.timer, self._evidence, self._wall.loop.time()
+        if timer is not None and now > timer.when():
+            thread = self._loop_thread
+            frame = self._frames().get(thread.ident or 0)
+            evidence.add(frame, now - self._sampled_at, starved_s(thread.native_id))
+        self._sampled_at = now
 
     def _tick(self) -> None:
         assert self.timer is not None
         late_s = self._wall.loop.time() - self.timer.when()
         self.timer = None
-        if late_s >= BLOCKED_AFTER_S:
+        if self._evidence.explains(late_s):
             self._wall.blocked_count += 1
             logger.warning(
-                "The worker's event loop was blocked for %d ms while code of %s ran on it; everything in the "
-                "process waited. With event_loop='own' only this replica would wait.",
+                "User code blocked the worker's event loop for %d ms, at %s, while requests of %s ran there; "
+                "everything in the process waited. With event_loop='own' only the replica would wait.",
                 late_s * 1000,
+                self._evidence.place,
                 self._name,
             )
         if self._wall.runs:
             self.arm()
+        else:
+            self._lookout.pause()
 
 
-def describe_stack(frame: FrameType | None) -> str:
-    """Return the innermost frames of a stack as ``file:line function``, up to the first of daskserve."""
-    places: list[str] = []
-    while frame is not None and len(places) < 5 and frame.f_code.co_filename != __file__:
-        places.append(f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}")
-        frame = frame.f_back
-    return " < ".join(places) or "an unknown place"
+class Lookout:
+    """A thread that calls a function once per interval between `resume` and `pause`."""
+
+    def __init__(self, look: Callable[[], None], name: str) -> None:
+        self._look = look
+        self._name = name
+        self._thread: threading.Thread | None = None
+        self._is_wanted = threading.Event()
+        self._is_closed = threading.Event()
+
+    def resume(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        self._is_wanted.set()
+
+    def pause(self) -> None:
+        self._is_wanted.clear()
+
+    def close(self) -> None:
+        """End the thread; idempotent."""
+        self._is_closed.set()
+        self._is_wanted.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while self._is_wanted.wait() and not self._is_closed.wait(WATCH_INTERVAL_S):
+            self._look()

@@ -7,7 +7,7 @@ of threads, and only short callbacks cross over. Choices:
 - Crossing costs a system call and a change of threads, so a `daskserve.loops.hops.Hop` delivers
   all callbacks that were posted so far: under load many requests share one crossing.
 - A thread cannot be stopped. A cancelled run that goes on counts as `Wall.abandoned` until it returns.
-- A thread outside (`LoopWatch`) notices a blocked loop while it is blocked, and logs where it is.
+- A thread outside (`LoopWatch`) notices a loop that user code blocks while it is blocked, and logs where.
 
 The wall chooses the runner for each piece of user code; see `daskserve.data.replica.runner`.
 """
@@ -171,6 +171,8 @@ class Wall:
         """
         self.is_closed = True
         self.abort_runs(ClosedError("The replica has been stopped."))
+        if self._watch is not None:
+            self._watch.close()
         closing = [each.close(grace_s) for each in (self.threads, self.reserved, self.aside)]
         if self._user_loop is not None:
             closing.append(self._user_loop.close(grace_s))

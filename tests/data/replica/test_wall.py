@@ -16,7 +16,8 @@ import anyio.to_thread
 import pytest
 from runs import start_async, start_sync, until
 
-from daskserve.data.replica.loop_watch import BLOCKED_AFTER_S, LoopWatch, SharedLoopWatch
+from daskserve.data.replica.evidence import BLOCKED_AFTER_S, WATCH_INTERVAL_S
+from daskserve.data.replica.loop_watch import LoopWatch, SharedLoopWatch
 from daskserve.data.replica.runner import RunResult
 from daskserve.data.replica.wall import Wall
 from daskserve.errors import ClosedError, UserCodeError
@@ -475,7 +476,8 @@ def test_code_that_blocks_the_workers_loop_is_reported_afterwards(caplog: pytest
 
     with caplog.at_level(logging.WARNING, "daskserve.replica"):
         run(scenario, event_loop="worker")
-    assert "blocked for" in caplog.text
+    assert "User code blocked the worker's event loop for" in caplog.text
+    assert "test_wall.py:" in caplog.text
     assert "b#AAAAAA" in caplog.text
 
 
@@ -521,24 +523,70 @@ class WatchedLoop:
             callback()
 
 
+def stack(*modules: str) -> Any:
+    """Return the innermost frame of a stack, of which the outermost module comes first."""
+    frame = None
+    for module in modules:
+        code = types.SimpleNamespace(co_filename=f"{module}.py", co_name="run")
+        frame = types.SimpleNamespace(f_back=frame, f_globals={"__name__": module}, f_code=code, f_lineno=1)
+    return frame
+
+
+IN_USER_CODE = stack("threading", "asyncio.events", "daskserve.data.replica.servable", "app")
+IN_A_LIBRARY = stack("threading", "daskserve.data.replica.user_threads", "queue")
+
+
+class WatchedLoops:
+    """The loops of a worker and of a replica, both watches, and what one sees on the loops' stacks."""
+
+    def __init__(self, frame: Any) -> None:
+        self.worker, self.user, self.both = WatchedLoop(), WatchedLoop(), WatchedLoop()
+        self.frame = frame
+
+        def frames() -> dict[int | None, Any]:
+            return {threading.get_ident(): self.frame}
+
+        own: Any = LoopWatch(self.worker, self.user, frames)  # type: ignore[arg-type]
+        self.shared: Any = SharedLoopWatch(self.both, "b#AAAAAA", frames)  # type: ignore[arg-type]
+        self.shared._lookout = types.SimpleNamespace(resume=lambda: None, pause=lambda: None)
+        own.arm()
+        self.shared.arm()
+
+    def run(self, blocked: range, *, looks_every_ms: int = round(1000 * WATCH_INTERVAL_S)) -> None:
+        for now_ms in range(blocked.stop + 200):
+            self.user.is_blocked = self.both.is_blocked = now_ms in blocked
+            self.worker.is_blocked = bool(now_ms % looks_every_ms)
+            for loop in (self.worker, self.user, self.both):
+                loop.step()
+            if not now_ms % looks_every_ms:
+                self.shared.look()
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        return self.worker.blocked_count, self.both.blocked_count
+
+
 @pytest.mark.parametrize(("blocked_ms", "count"), [(90, 0), (135, 1), (20_000, 1)])
 @pytest.mark.parametrize("phase_ms", range(0, 60, 3))
 def test_a_loop_that_is_blocked_even_briefly_is_counted_once_whenever_that_begins(
     phase_ms: int, blocked_ms: int, count: int
 ) -> None:
-    worker, user = WatchedLoop(), WatchedLoop()
-    own: Any = LoopWatch(worker, user)  # type: ignore[arg-type]
-    both = WatchedLoop()
-    shared: Any = SharedLoopWatch(both, "b#AAAAAA")  # type: ignore[arg-type]
-    own.arm()
-    shared.arm()
-    blocked = range(100 + phase_ms, 100 + phase_ms + blocked_ms)
-    for now_ms in range(blocked.stop + 200):
-        user.is_blocked = both.is_blocked = now_ms in blocked
-        for loop in (worker, user, both):
-            loop.step()
-    assert worker.blocked_count == count
-    assert both.blocked_count == count
+    loops = WatchedLoops(IN_USER_CODE)
+    loops.run(range(100 + phase_ms, 100 + phase_ms + blocked_ms), looks_every_ms=1)
+    assert loops.counts == (count, count)
+
+
+def test_a_loop_that_is_late_without_user_code_on_its_stack_is_not_blamed() -> None:
+    loops = WatchedLoops(IN_A_LIBRARY)
+    loops.run(range(100, 5000))
+    assert loops.counts == (0, 0)
+
+
+def test_a_busy_machine_is_not_blamed_on_user_code() -> None:
+    """Nothing runs for 300 ms at a time, neither the loop nor what looks at it."""
+    loops = WatchedLoops(IN_USER_CODE)
+    loops.run(range(100, 5000), looks_every_ms=300)
+    assert loops.counts == (0, 0)
 
 
 def test_code_that_blocks_the_workers_loop_and_never_waits_is_counted() -> None:

@@ -1,0 +1,95 @@
+"""What is seen on the stack of an event loop that does not answer: user code, or anything else.
+
+A loop may be late because user code blocks it, and also because the machine is busy or another thread holds
+the interpreter lock. Only a call of user code that stays on the loop's stack, sample after sample, counts as
+the cause. Each sample counts for one interval at most, and less if the thread had no processor meanwhile. So
+samples that come late, and calls that wait for their turn on a busy machine, prove little.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+
+#: The interval of the samples of a loop that runs user code, and the delay from which it counts as blocked.
+WATCH_INTERVAL_S = 0.03
+BLOCKED_AFTER_S = 0.1
+#: The part of a delay during which the same call has to be seen.
+SEEN_PART = 0.5
+#: Frames of a stack that are shown at most.
+SHOWN_FRAMES = 5
+
+#: Packages that call user code.
+_CALLERS = frozenset({"asyncio", "daskserve"})
+#: Packages that run on the loop for daskserve itself.
+_OWN = _CALLERS | {"cloudpickle", "distributed", "msgpack", "pydantic", "tornado", "uvicorn", "uvloop"}
+
+
+class Evidence:
+    """The samples of one loop since it last answered."""
+
+    def __init__(self) -> None:
+        self._call: FrameType | None = None
+        self._seen_s = 0.0
+        self._starved_s: float | None = None
+        #: Where the call was at the last sample.
+        self.place = ""
+
+    def add(self, frame: FrameType | None, elapsed_s: float, starved_s: float = 0.0) -> None:
+        """Add a sample of the loop's stack, taken ``elapsed_s`` after the one before.
+
+        ``starved_s`` is the total time that the thread has waited for a processor.
+        """
+        waited_s = 0.0 if self._starved_s is None else starved_s - self._starved_s
+        self._starved_s = starved_s
+        call = user_call(frame)
+        if call is not self._call:
+            self._seen_s = 0.0
+        self._call = call
+        if call is not None:
+            self._seen_s += max(0.0, min(elapsed_s, WATCH_INTERVAL_S) - waited_s)
+            self.place = describe(frame, call)
+
+    def explains(self, delay_s: float) -> bool:
+        """Return whether one call of user code has blocked the loop for most of a delay."""
+        return delay_s >= BLOCKED_AFTER_S and self._seen_s >= SEEN_PART * delay_s
+
+
+def user_call(frame: FrameType | None) -> FrameType | None:
+    """Return the outermost frame of the user code on a stack; None if only libraries run there."""
+    found = None
+    while frame is not None:
+        caller = frame.f_back
+        if caller is not None and _package(caller) in _CALLERS and _is_users(frame):
+            found = frame
+        frame = caller
+    return found
+
+
+def describe(frame: FrameType | None, call: FrameType) -> str:
+    """Return the frames of a stack that belong to a call of user code, innermost first."""
+    innermost = frame
+    places: list[str] = []
+    while frame is not None and len(places) < SHOWN_FRAMES:
+        if _is_users(frame):
+            places.append(_place(frame))
+        if frame is call:
+            break
+        frame = frame.f_back
+    shown = " < ".join(places)
+    if innermost is None or _is_users(innermost):
+        return shown
+    return f"{shown} (in {_place(innermost)})"
+
+
+def _place(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"
+
+
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
+def _is_users(frame: FrameType) -> bool:
+    package = _package(frame)
+    return package not in _OWN and package not in sys.stdlib_module_names
