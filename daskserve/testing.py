@@ -19,6 +19,8 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mappin
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from daskserve.amounts import shown
+
 if TYPE_CHECKING:
     from daskserve.client.client import AsyncClient, Client
     from daskserve.client.connection import InstanceConnection
@@ -122,7 +124,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         if self._turns > MAX_TURNS:
             raise LivelockError(
                 f"livelock: the loop ran {MAX_TURNS} iterations while time stood still at "
-                f"{self._virtual_now:g} s; check for a loop that never waits"
+                f"{shown(self._virtual_now)} s; check for a loop that never waits"
             )
 
     def jump(self) -> None:
@@ -134,7 +136,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self._virtual_now = max(self._virtual_now, self._scheduled[0].when())
         if self._virtual_now > self._limit_s:
             raise LivelockError(
-                f"livelock: virtual time is past {self._limit_s:g} s; waiting: {_describe_tasks(self)}"
+                f"livelock: virtual time is past {shown(self._limit_s)} s; waiting: {_describe_tasks(self)}"
             )
 
 
@@ -178,7 +180,7 @@ async def wait_until(condition: Callable[[], Any], *, timeout_s: float = 10.0, e
             return found
         if loop.time() >= deadline:
             raise TimeoutError(
-                f"{getattr(condition, '__name__', condition)} did not hold within {timeout_s:g} s"
+                f"{getattr(condition, '__name__', condition)} did not hold within {shown(timeout_s)} s"
             )
         await asyncio.sleep(every_s)
 

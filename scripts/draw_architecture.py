@@ -43,6 +43,7 @@ CAPTIONS: Mapping[str, tuple[str, str]] = {
     "errors": ("what can go wrong", GRAY),
     "settings": ("Dask's configuration", GRAY),
     "clock": ("time and chance", GRAY),
+    "amounts": ("numbers in messages", GRAY),
     "_version": ("the version", GRAY),
 }
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
+from daskserve.amounts import shown
 from daskserve.autoscaling.context import AutoscalingContext, Decision, Policy
 from daskserve.types import ReplicaTag
 
@@ -140,7 +141,8 @@ def custom_metric(metric: str, target: float, across: str = "sum") -> Policy:
         value = max(0.0, ACROSS[across](values.values()))
         wanted = context.whole_replicas(value / target)
         reason = (
-            f"{across} of {metric} over {len(values)} replicas is {value:g}, {target:g} per replica wanted"
+            f"{across} of {metric} over {len(values)} replicas is {shown(value)}, "
+            f"{shown(target)} per replica wanted"
         )
         missing = running - len(values)
         if missing > 0 and wanted < present:

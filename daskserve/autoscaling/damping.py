@@ -15,6 +15,7 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 
+from daskserve.amounts import shown
 from daskserve.autoscaling.context import ROUNDING, TOLERANCE_S, AutoscalingContext
 from daskserve.options.autoscaling import AutoscalingConfig
 
@@ -112,7 +113,10 @@ class Delays:
     ) -> tuple[int, str]:
         delay_s = damping.upscale_delay_s
         if not is_urgent and waited_s < delay_s - TOLERANCE_S:
-            return present, f"waiting {waited_s:.0f} of {delay_s:g} s before going up from {present}"
+            return (
+                present,
+                f"waiting {waited_s:.0f} of {shown(delay_s)} s before going up from {present}",
+            )
         if damping.max_upscale_factor is not None:
             unit = damping.multiple_of
             groups = math.floor(present * damping.max_upscale_factor / unit + ROUNDING)
@@ -120,25 +124,31 @@ class Delays:
             if wanted > most:
                 return (
                     most,
-                    f"{most} for now, at most {damping.max_upscale_factor:g} times {present} in a step",
+                    f"{most} for now, at most {shown(damping.max_upscale_factor)} times {present} in a step",
                 )
         return wanted, ""
 
     def _down(self, waited_s: float, present: int, wanted: int, damping: Damping) -> tuple[int, str]:
         delay_s, unit = damping.downscale_delay_s, damping.multiple_of
         if waited_s < delay_s - TOLERANCE_S:
-            return present, f"waiting {waited_s:.0f} of {delay_s:g} s before going down from {present}"
+            return (
+                present,
+                f"waiting {waited_s:.0f} of {shown(delay_s)} s before going down from {present}",
+            )
         least, why = max(wanted, unit), ""
         if least > wanted:
             why = f"{unit} first"
         if damping.settles and self.wanted[0][1] > least:
             least = min(present, -(-self.wanted[0][1] // unit) * unit)
-            why = f"{least} for now, the most wanted in the last {damping.look_back_period_s:g} s"
+            why = f"{least} for now, the most wanted in the last {shown(damping.look_back_period_s)} s"
         if damping.max_downscale_factor is not None:
             groups = math.ceil(present / damping.max_downscale_factor / unit - ROUNDING)
             slow = min(present - unit, groups * unit)
             if slow > least:
-                least, why = slow, f"{slow} for now, at least {present} / {damping.max_downscale_factor:g}"
+                least, why = (
+                    slow,
+                    f"{slow} for now, at least {present} / {shown(damping.max_downscale_factor)}",
+                )
         return least, why
 
     def _to_zero(self, context: AutoscalingContext, damping: Damping) -> tuple[int, str]:
@@ -149,5 +159,5 @@ class Delays:
         if not context.is_idle_for(damping.zero_delay_s):
             idle_s = context.current_time - context.idle_since
             event = "the last one stops" if last == 1 else f"the last {last} stop"
-            return last, f"idle for {idle_s:.0f} of {damping.zero_delay_s:g} s before {event}"
+            return last, f"idle for {idle_s:.0f} of {shown(damping.zero_delay_s)} s before {event}"
         return 0, ""

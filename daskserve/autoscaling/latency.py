@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from daskserve.amounts import shown
 from daskserve.autoscaling.context import ROUNDING, AutoscalingContext, Decision, Policy
 
 #: Latency below this share of the objective allows fewer replicas.
@@ -44,11 +45,11 @@ def latency_objective(objective_s: float, quantile: float = 0.95) -> Policy:
         present = context.target_num_replicas
         if present == 0:
             waiting = context.samples[-1].queued if context.samples else 0
-            return Decision(1 if waiting > 0 else 0, f"{waiting:g} requests wait", context.state)
+            return Decision(1 if waiting > 0 else 0, f"{shown(waiting)} requests wait", context.state)
         if not context.samples:
             return Decision(present, "no metrics yet since the last change", context.state)
         if context.may_go_to_zero:  # though the mean may contain requests from before
-            return Decision(0, f"no requests for {context.config.zero_delay_s:g} s: 0", context.state)
+            return Decision(0, f"no requests for {shown(context.config.zero_delay_s)} s: 0", context.state)
         rate = sum([each.rate for each in context.samples]) / len(context.samples)
         taken_s = _latency(context, rate, quantile, objective_s)
         if taken_s is None:
@@ -56,7 +57,7 @@ def latency_objective(objective_s: float, quantile: float = 0.95) -> Policy:
         known = {
             name: pair for name, pair in context.state.items() if pair[1] > context.current_time - MEMORY_S
         }
-        text = f"p{100 * quantile:g} is {taken_s:.3g} s, {objective_s:g} s wanted"
+        text = f"p{shown(100 * quantile)} is {shown(taken_s)} s, {shown(objective_s)} s wanted"
         if context.current_num_replicas < present:
             return Decision(present, f"{text}; waiting for {present} to run", known)
         if taken_s > objective_s:

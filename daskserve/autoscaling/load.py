@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from daskserve.amounts import shown
 from daskserve.autoscaling.context import ROUNDING, AutoscalingContext, Decision, Policy, Sample
 
 #: Number of ended requests from which their mean duration is meaningful.
@@ -60,7 +61,7 @@ def _target_ongoing(context: AutoscalingContext) -> Decision:
     if not context.samples:
         return _no_metrics(context)
     if context.may_go_to_zero:  # though the mean may contain requests from before
-        return Decision(0, f"no requests for {context.config.zero_delay_s:g} s: 0", context.state)
+        return Decision(0, f"no requests for {shown(context.config.zero_delay_s)} s: 0", context.state)
     samples = _counting(context)
     queueing = [each for each in context.samples if each.queued > 0]
     each_runs = _each_runs(context, queueing)
@@ -135,7 +136,7 @@ def _flow(context: AutoscalingContext, samples: Sequence[Sample], each_runs: flo
     growth = (last.ongoing + last.queued - first.ongoing - first.queued) / span_s
     arriving = max(0.0, rate + growth)
     requests = arriving * duration_s + last.queued * duration_s / context.config.drain_period_s
-    text = f"{last.queued:.1f} queued and {arriving:.1f} more per s, of {duration_s:.3g} s each: "
+    text = f"{last.queued:.1f} queued and {arriving:.1f} more per s, of {shown(duration_s)} s each: "
     return MeasuredLoad(requests, requests / min(context.config.target_ongoing_requests, each_runs), text)
 
 
@@ -194,7 +195,7 @@ def _reason(
         over_s = min(over_s, context.current_time - context.samples[0].at)
     target = context.config.target_ongoing_requests
     what = "concurrent requests" if flow else "requests ongoing or queued"
-    return f"{flow}{total:.1f} {what} over {over_s:.0f} s, {target:g} per replica wanted: {wanted}"
+    return f"{flow}{total:.1f} {what} over {over_s:.0f} s, {shown(target)} per replica wanted: {wanted}"
 
 
 def _no_metrics(context: AutoscalingContext) -> Decision:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from daskserve.amounts import shown
 from daskserve.autoscaling.context import AutoscalingContext, Decision, Policy
 
 
@@ -42,7 +43,7 @@ def promql(targets: Mapping[str, float]) -> Policy:
             value = context.queries.get(name)
             if value is not None and math.isfinite(value):
                 most = max(most, context.whole_replicas(max(0.0, value) / target))
-                parts.append(f"{name} is {value:g}, {target:g} per replica wanted")
+                parts.append(f"{name} is {shown(value)}, {shown(target)} per replica wanted")
             elif name not in missing:
                 missing.append(name)
         if missing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from daskserve.amounts import shown
 from daskserve.autoscaling.context import AutoscalingContext, Decision, Policy
 from daskserve.autoscaling.custom import AGGREGATIONS
 from daskserve.options.queues import QueueOptions
@@ -39,7 +40,8 @@ def queue(
             )
         return Decision(
             wanted,
-            f"{backlog:g} wait in queue {name!r} and {load}, {target:g} per replica wanted: {wanted}",
+            f"{shown(backlog)} wait in queue {name!r} and {load}, {shown(target)} per replica wanted: "
+            f"{wanted}",
         )
 
     return decide

@@ -16,6 +16,7 @@ from typing import Any
 import click
 import dask.config
 
+from daskserve.amounts import shown
 from daskserve.cli.grafana import grafana
 from daskserve.errors import ServeError
 from daskserve.figures.table import SECTIONS
@@ -156,7 +157,7 @@ def _follow(address: str, file: Path, interval_s: float) -> None:
         except (click.ClickException, OSError) as error:
             problem = error.format_message() if isinstance(error, click.ClickException) else str(error)
             if problem != reported:  # report a lasting problem once
-                click.echo(f"Trying again every {interval_s:g} s: {problem}", err=True)
+                click.echo(f"Trying again every {shown(interval_s)} s: {problem}", err=True)
             reported = problem
         if ended.wait(interval_s):
             return

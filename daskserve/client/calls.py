@@ -6,6 +6,7 @@ import logging
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
+from daskserve.amounts import shown
 from daskserve.cluster.base import ClientLink
 from daskserve.cluster.controller_calls import call_controller
 from daskserve.errors import (
@@ -99,4 +100,4 @@ async def wait_for_http(calls: ControllerCalls, timeout_s: float) -> None:
     try:
         await calls.call("wait_for_http", timeout_s=timeout_s)
     except RequestTimeoutError as error:
-        raise TimeoutError(f"HTTP proxies not available after {timeout_s:g}s: {error}") from error
+        raise TimeoutError(f"HTTP proxies not available after {shown(timeout_s)}s: {error}") from error

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Self
 
+from daskserve.amounts import shown
+
 
 @dataclass(frozen=True, slots=True)
 class LoadSample:
@@ -26,7 +28,7 @@ class LoadSample:
         """A phrase with the length of the broker's queue; empty if the length is 0."""
         if self.backlog == 0:
             return ""
-        return f", {'unknown' if self.backlog is None else f'{self.backlog:g}'} in the broker's queue"
+        return f", {'unknown' if self.backlog is None else shown(self.backlog)} in the broker's queue"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +113,15 @@ class Explanation:
             )
         if self.target_capacity is not None:
             direction = f", {self.target_capacity_direction}" if self.target_capacity_direction else ""
-            lines.append(f"  The instance has a target capacity of {self.target_capacity:g} %{direction}.")
+            lines.append(
+                f"  The instance has a target capacity of {shown(self.target_capacity)} %{direction}."
+            )
         if self.waiting:
             lines.append(f"  Waiting: {self.waiting}")
         if self.samples:
             lines.append("  Load, newest first:")
             lines += [
-                f"    {each.ago_s:.0f} s ago: {each.ongoing:g} running, {each.queued:g} waiting, "
+                f"    {each.ago_s:.0f} s ago: {shown(each.ongoing)} running, {shown(each.queued)} waiting, "
                 f"{each.rate:.1f} per second{each.elsewhere}"
                 for each in reversed(self.samples)
             ]

@@ -31,6 +31,7 @@ import dask.config
 from distributed import Client, Scheduler, SpecCluster
 from distributed.deploy import ProcessInterface
 
+from daskserve.amounts import shown
 from daskserve.cluster.distributed_internals import config_variables
 from daskserve.errors import InstanceError
 from daskserve.loops.blocking import finish, settled
@@ -215,8 +216,8 @@ async def _wait_for_workers(
                 "see why."
             )
     raise InstanceError(
-        f"{count} Dask workers could not be started within {START_TIMEOUT_S:g} s; run `dask worker` manually "
-        "to see why."
+        f"{count} Dask workers could not be started within {shown(START_TIMEOUT_S)} s; run "
+        "`dask worker` manually to see why."
     )
 
 

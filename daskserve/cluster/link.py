@@ -21,6 +21,7 @@ from distributed.comm import connect
 
 from daskserve import settings
 from daskserve._version import __version__
+from daskserve.amounts import shown
 from daskserve.clock import OneLoopClock, RequestIds, system_rng
 from daskserve.cluster.actor_book import ActorBook
 from daskserve.cluster.channel.dialling import Dialler
@@ -429,7 +430,9 @@ async def _check_is_scheduler(address: str, timeout_s: float, security: Security
             finally:
                 comm.abort()
     except TimeoutError as error:
-        raise OSError(f"the server there did not answer in Dask's protocol within {timeout_s:g} s") from error
+        raise OSError(
+            f"the server there did not answer in Dask's protocol within {shown(timeout_s)} s"
+        ) from error
     if answer.get("type") != "Scheduler":
         raise OSError("the server there is not a Dask scheduler")
 

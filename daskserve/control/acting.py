@@ -13,6 +13,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import Any, TypeAlias
 
+from daskserve.amounts import shown
 from daskserve.clock import Clock
 from daskserve.cluster.base import STOP_MARGIN_S, ActorSpec, Cluster, UseReport
 from daskserve.control.http_state import StartProxy, StopProxy
@@ -152,7 +153,7 @@ class Acting:
             )
         except TimeoutError:
             self._observed.failed[replica.tag] = RequestTimeoutError(
-                f"Replica {replica.tag} did not start within {self._start_timeout_s:g} s."
+                f"Replica {replica.tag} did not start within {shown(self._start_timeout_s)} s."
             )
             await self._cluster.destroy(address, 0)
         except UnavailableError as error:

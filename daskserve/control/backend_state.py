@@ -15,18 +15,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from daskserve.amounts import shown
 from daskserve.control import endpoint_state, goals
 from daskserve.control.backend_verbs import configured
 from daskserve.control.observed import Notes, Observed
 from daskserve.control.placement import Demand, Trial, demand_of, explain, place, room_for
-from daskserve.control.records import (
-    BackendRecord,
-    Change,
-    GoalRecord,
-    GoalState,
-    ReplicaRecord,
-    from_plain,
-)
+from daskserve.control.records import BackendRecord, Change, GoalRecord, GoalState, ReplicaRecord, from_plain
 from daskserve.control.replica_actions import Action, ReconfigureReplica, StartReplica, StopReplica
 from daskserve.control.replica_lifecycle import PLACED_STATES, ReplicaEvent, move
 from daskserve.control.rollout import Burdens, next_steps, replica_to_drain
@@ -189,7 +183,7 @@ class _Stepper:
         notes.failures += 1
         pause_s = min(MAX_START_RETRY_S, START_RETRY_S * 2 ** (notes.failures - 1))
         notes.retry_at = self.world.now + pause_s
-        notes.waiting = f"a replica failed to start, trying again in {pause_s:g} s: {error}"
+        notes.waiting = f"a replica failed to start, trying again in {shown(pause_s)} s: {error}"
 
     def scale(self) -> None:
         """Set the target number to the autoscaler's decision, within the current bounds."""
@@ -240,17 +234,18 @@ class _Stepper:
             self.step.wake(deadline)
             return
         why, tag, wanted = self.notes.waiting, self.backend.tag, self.backend.needed_replicas
+        limit = f"{shown(goal.timeout_s)} s"
         if why is not None:
             self.fail_goal(
                 NoCapacityError(
-                    f"Cannot scale backend '{tag}' to {wanted} replicas within {goal.timeout_s:g} s: {why}. "
+                    f"Cannot scale backend '{tag}' to {wanted} replicas within {limit}: {why}. "
                     "Add workers, reduce the resources in actor_options, or delete other backends."
                 )
             )
         else:
             self.fail_goal(
                 RequestTimeoutError(
-                    f"Backend '{tag}' did not get to {wanted} running replicas within {goal.timeout_s:g} s; "
+                    f"Backend '{tag}' did not get to {wanted} running replicas within {limit}; "
                     "its constructor may need longer: pass a larger timeout_s."
                 )
             )

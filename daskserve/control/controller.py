@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from daskserve.amounts import shown
 from daskserve.cluster.base import ActorContext, verb, verbs_of
 from daskserve.control import backend_verbs, explaining, views
 from daskserve.control.changes import ChangingVerbs
@@ -93,7 +94,7 @@ class ReadingVerbs:
                 if proxy.name in self._core.observed.proxies_failed:
                     raise self._core.observed.proxies_failed[proxy.name]
             if self._core.clock.now() >= deadline:
-                raise RequestTimeoutError(f"HTTP proxies not available after {timeout_s:g}s.")
+                raise RequestTimeoutError(f"HTTP proxies not available after {shown(timeout_s)}s.")
             await self._core.clock.sleep(HTTP_POLL_S)
 
     @verb

@@ -161,7 +161,7 @@ def check_weights(traffic: Mapping[BackendTag, float]) -> None:
             raise BadRequestError(f"Traffic weight of backend '{tag}' must be in 0..1, got {weight!r}.")
     total = sum(traffic.values())
     if not math.isclose(total, 1, rel_tol=0, abs_tol=1e-6):
-        raise BadRequestError(f"Traffic weights must sum to 1, got {total:g} for {dict(traffic)}.")
+        raise BadRequestError(f"Traffic weights must sum to 1, got {round(total, 9)} for {dict(traffic)}.")
 
 
 def shadow_traffic(state: State, name: EndpointTag, backend: BackendTag, proportion: float) -> Change:

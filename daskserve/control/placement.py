@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from daskserve.amounts import shown, shown_size
 from daskserve.control.records import BackendRecord, Change, ReplicaRecord
 from daskserve.control.state import State
 from daskserve.types import BackendTag, WorkerAddress, WorkerInfo
@@ -218,8 +219,13 @@ def explain(ledger: Ledger, workers: Iterable[WorkerInfo], demand: Demand) -> st
     for name, amount in sorted(demand.amounts.items()):
         free = [capacity(each).get(name, 0) - ledger.used(each.address).get(name, 0) for each in usable]
         if amount > max(free) + TOLERANCE:
-            lacks.append(f"{name} {amount:g} (most free on one worker: {max(0.0, max(free)):g})")
-    wanted = ", ".join(f"{name} {amount:g}" for name, amount in sorted(demand.amounts.items()))
+            most = _amount(name, max(0.0, *free))
+            lacks.append(f"{name} {_amount(name, amount)} (most free on one worker: {most})")
+    wanted = ", ".join(f"{name} {_amount(name, amount)}" for name, amount in sorted(demand.amounts.items()))
     if lacks:
         return f"a replica needs {', '.join(lacks)}; {len(usable)} workers were looked at"
     return f"no single one of {len(usable)} workers has all of {wanted or 'nothing'} free"
+
+
+def _amount(name: str, amount: float) -> str:
+    return shown_size(amount) if name == "memory" else shown(amount)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from daskserve.amounts import shown
 from daskserve.control import backend_verbs, endpoint_state
 from daskserve.control.backend_state import NEW_WORKER_S
 from daskserve.control.observed import Observed
@@ -39,7 +40,11 @@ def message_of(observed: Observed, backend: BackendRecord) -> str:
     if backend.tag in observed.full_since:
         surge = backend.config.surge(1)
         cause = "no room for a new replica beside the old ones" if surge else "max_surge is 0"
-        late = f", once no worker has joined for {NEW_WORKER_S:g} s" if surge and observed.is_adaptive else ""
+        late = (
+            f", once no worker has joined for {shown(NEW_WORKER_S)} s"
+            if surge and observed.is_adaptive
+            else ""
+        )
         found.insert(0, f"{cause}: draining one old replica at a time{late}")
     return "; ".join(found) or backend.last_error
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 
+from daskserve.amounts import shown
 from daskserve.errors import (
     ActorLostError,
     BackPressureError,
@@ -77,7 +78,7 @@ class HistogramCounts:
         self.sum = 0.0
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {self.count} values, sum {self.sum:g}>"
+        return f"<{type(self).__name__} of {self.count} values, sum {shown(self.sum)}>"
 
     @property
     def count(self) -> int:

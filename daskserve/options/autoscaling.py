@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pydantic import AliasChoices, ConfigDict, Field, field_validator, model_validator
 
+from daskserve.amounts import shown
 from daskserve.options.base import Options
 from daskserve.options.bounds import Bounds
 from daskserve.options.credentials import masked, validated
@@ -263,15 +264,15 @@ class AutoscalingConfig(Options):
         found = []
         if self.policy == "classic" and self.upscale_delay_s < self.look_back_period_s:
             found.append(
-                f"upscale_delay_s={self.upscale_delay_s:g} is less than look_back_period_s="
-                f"{self.look_back_period_s:g}: the classic policy still counts the load from before a change "
-                "and changes the number again; raise the delay, or use target_ongoing_requests"
+                f"upscale_delay_s={shown(self.upscale_delay_s)} is less than look_back_period_s="
+                f"{shown(self.look_back_period_s)}: the classic policy still counts the load from before a "
+                "change and changes the number again; raise the delay, or use target_ongoing_requests"
             )
         if self.downscale_delay_s < self.look_back_period_s:
             found.append(
-                f"downscale_delay_s={self.downscale_delay_s:g} is less than look_back_period_s="
-                f"{self.look_back_period_s:g}: replicas stop in every short lull and have to start again; "
-                "raise the delay or shorten the look-back period"
+                f"downscale_delay_s={shown(self.downscale_delay_s)} is less than look_back_period_s="
+                f"{shown(self.look_back_period_s)}: replicas stop in every short lull and have to start "
+                "again; raise the delay or shorten the look-back period"
             )
         if self.smoothing_factor > 1 or self.up_factor > 1 or self.down_factor > 1:
             found.append("a factor above 1 overshoots and then scales back; set it to 1 or less")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Protocol
 
+from daskserve.amounts import shown
 from daskserve.errors import BadRequestError
 
 #: Directions of the last change of an instance's target capacity.
@@ -129,4 +130,4 @@ class Bounds:
     @property
     def capacity_note(self) -> str:
         """A human-readable note about the capacity, to follow a bound; empty at full capacity."""
-        return "" if self.capacity is None else f", at a target capacity of {self.capacity:g} %"
+        return "" if self.capacity is None else f", at a target capacity of {shown(self.capacity)} %"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import SplitResult, unquote, urlsplit
 
+from daskserve.amounts import shown
 from daskserve.options.credentials import masked
 
 REDIS_SCHEMES = ("redis", "rediss", "unix")
@@ -73,7 +74,7 @@ class QueueOptions:
             raise ValueError(f"poll_interval_s is {masked(interval_s)!r}; give a number of seconds")
         if not SHORTEST_POLL_S <= interval_s < math.inf:
             raise ValueError(
-                f"poll_interval_s is {interval_s}; give a number of seconds, {SHORTEST_POLL_S:g} or more"
+                f"poll_interval_s is {interval_s}; give a number of seconds, {shown(SHORTEST_POLL_S)} or more"
             )
         self._check_management(parts)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 
+from daskserve.amounts import shown
 from daskserve.autoscaling.autoscaler import Autoscaler
 from daskserve.autoscaling.context import ROUNDING, AutoscalingContext, Decision
 from daskserve.autoscaling.damping import Damping
@@ -38,9 +39,9 @@ def knative(context: AutoscalingContext) -> Decision:
     elif since is not None and now - since >= STABLE_S:
         since = None
     if since is None:
-        return Decision(want_stable, f"{stable:.1f} over {STABLE_S:g} s: {want_stable}")
+        return Decision(want_stable, f"{stable:.1f} over {shown(STABLE_S)} s: {want_stable}")
     wanted = max(want_panic, context.target_num_replicas)
-    return Decision(wanted, f"panic, {panic:.1f} over {PANIC_S:g} s: {wanted}", {"panic_since": since})
+    return Decision(wanted, f"panic, {panic:.1f} over {shown(PANIC_S)} s: {wanted}", {"panic_since": since})
 
 
 def knative_autoscaler(config: AutoscalingConfig) -> Autoscaler:

@@ -20,6 +20,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from daskserve.amounts import shown
+
 COLUMNS = ("timestamp_s", "requests", "duration_s")
 #: Longest accepted trace. A longer one probably has its timestamps in milliseconds.
 LONGEST_S = 366 * 86_400
@@ -118,7 +120,8 @@ def _rows(reader: csv.DictReader[str], name: str) -> Iterator[tuple[float, float
         duration_s = _number(row, "duration_s", where) if "duration_s" in row else 0.0
         if requests < 0 or duration_s < 0:
             raise TraceError(
-                f"{where}: requests={requests:g} and duration_s={duration_s:g}; neither can be negative"
+                f"{where}: requests={shown(requests)} and duration_s={shown(duration_s)}; neither can "
+                "be negative"
             )
         yield at, requests, duration_s
 

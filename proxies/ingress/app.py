@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from daskserve.amounts import shown
 from daskserve.clock import RequestIds, stopwatch
 from daskserve.errors import RequestTimeoutError
 from daskserve.figures.histogram import cause_of
@@ -292,7 +293,7 @@ class IngressApp:
             await until(
                 deadline,
                 self._dispatch(endpoint, envelope, receive, request.send),
-                f"Request {request_id} timed out after {timeout_s:g}s.",
+                f"Request {request_id} timed out after {shown(timeout_s)}s.",
             )
         except RequestTimeoutError:
             if request.is_complete:

@@ -14,6 +14,7 @@ import socket
 import ssl
 from typing import TYPE_CHECKING, Protocol
 
+from daskserve.amounts import shown
 from daskserve.clock import Clock, LoopClock
 from daskserve.proxies.asgi import ASGIApp
 from daskserve.proxies.exchange.carrier import Carrier
@@ -182,7 +183,9 @@ class HTTPServer(abc.ABC):
             _, stuck = await asyncio.wait(tasks, timeout=_CANCEL_S)
             if stuck:
                 log.warning(
-                    "%d requests did not end within %g s of their cancellation", len(stuck), _CANCEL_S
+                    "%d requests did not end within %s s of their cancellation",
+                    len(stuck),
+                    shown(_CANCEL_S),
                 )
         if self._listener is not None:
             await self._listener.wait_closed()

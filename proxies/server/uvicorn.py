@@ -13,6 +13,7 @@ import errno
 import logging
 import socket
 
+from daskserve.amounts import shown
 from daskserve.loops.tasks import TaskSet
 from daskserve.proxies.exchange.carrier import Carrier
 from daskserve.proxies.server.life import HTTPServer, ServerListener
@@ -79,7 +80,7 @@ class _UvicornListener:
             except OSError as error:
                 if error.errno not in _EXHAUSTED:
                     raise
-                log.error("Accepting no connections for %g s: %s", _EXHAUSTED_S, error)
+                log.error("Accepting no connections for %s s: %s", shown(_EXHAUSTED_S), error)
                 self._pause(listener)
                 return
             sock.setblocking(False)

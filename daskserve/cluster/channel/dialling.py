@@ -18,6 +18,7 @@ from typing import Any
 from distributed.comm import get_address_host
 
 from daskserve._version import __version__
+from daskserve.amounts import shown
 from daskserve.clock import Clock
 from daskserve.cluster.channel.transport import Transport, take_over
 from daskserve.cluster.distributed_internals import agree, connect_comm, is_plain_tcp
@@ -57,7 +58,7 @@ async def connect_once(
         async with asyncio.timeout(timeout_s):
             return await connect_comm(address, handshake=handshake, **connection_args)
     except TimeoutError:
-        raise TimeoutError(f"{address} did not answer within {timeout_s:g} s") from None
+        raise TimeoutError(f"{address} did not answer within {shown(timeout_s)} s") from None
 
 
 async def begin_channel(
@@ -80,7 +81,7 @@ async def begin_channel(
             raise ActorLostError(f"Worker {worker} has no Host of daskserve.", begun=False)
     except TimeoutError:
         comm.abort()
-        raise TimeoutError(f"{worker} did not answer within {timeout_s:g} s") from None
+        raise TimeoutError(f"{worker} did not answer within {shown(timeout_s)} s") from None
     except BaseException:
         comm.abort()
         raise

@@ -13,6 +13,7 @@ from distributed import Client, Future, Scheduler, wait
 from distributed.comm import get_address_host
 
 from daskserve._version import __version__
+from daskserve.amounts import shown
 from daskserve.cluster.distributed_internals import call_actor, get_ip, is_running
 from daskserve.cluster.probe import mismatch, version_probe
 from daskserve.cluster.worker.host import Host
@@ -133,8 +134,9 @@ class HostRegistry:
                 left_s = deadline - asyncio.get_running_loop().time()
                 if left_s <= 0:
                     raise InstanceError(
-                        f"No worker of {self._scheduler.address} had a free task thread for {timeout_s:g} s, "
-                        "which daskserve needs once per worker; wait for the running work or add workers."
+                        f"No worker of {self._scheduler.address} had a free task thread for "
+                        f"{shown(timeout_s)} s, which daskserve needs once per worker; wait for the running "
+                        "work or add workers."
                     )
                 _, pending = await asyncio.wait(pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
                 self._raise_refused()

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 from distributed import Scheduler
 from tornado.web import HTTPError, RequestHandler, stream_request_body
 
+from daskserve.amounts import shown
 from daskserve.clock import LoopClock
 from daskserve.cluster.controller_calls import call_controller
 from daskserve.cluster.scheduler.controllers import Instance
@@ -90,7 +91,7 @@ class ScaleRoute:
                 return await self._persist(entry, backend, number)
         except TimeoutError:
             raise UnavailableError(
-                f"No controller of {instance!r} answered within {PATIENCE_S:g} s; retry later."
+                f"No controller of {instance!r} answered within {shown(PATIENCE_S)} s; retry later."
             ) from None
 
     async def _persist(self, entry: Instance, backend: str, number: int) -> int:

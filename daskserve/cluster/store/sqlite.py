@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from daskserve.amounts import shown
 from daskserve.cluster.store.errors import (
     StoreError,
     StoreUnavailableError,
@@ -59,8 +60,8 @@ SET_EPOCH = (
 
 #: Prefixes of SQLite's error names that a retry may fix, with the remedy.
 PASSING: Mapping[str, str] = {
-    "SQLITE_BUSY": f"another program has held its lock for more than {BUSY_TIMEOUT_S:g} s; end that program "
-    "or its transaction",
+    "SQLITE_BUSY": f"another program has held its lock for more than {shown(BUSY_TIMEOUT_S)} s; end that "
+    "program or its transaction",
     "SQLITE_LOCKED": "another program holds its lock; end that program or its transaction",
     "SQLITE_FULL": "the disk is full; free some space",
     "SQLITE_IOERR": "the disk reports an error; check the system's log",

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from typing import Protocol
 
+from daskserve.amounts import shown
 from daskserve.clock import Clock
 from daskserve.options.credentials import masked
 from daskserve.options.queues import QueueOptions
@@ -97,7 +98,7 @@ class Backlog:
             if not 0 <= length < math.inf:
                 raise ValueError(f"the broker reports a length of {length}")
         except TimeoutError:
-            self._record_problem(f"the broker has not answered for {REPLY_TIMEOUT_S:g} s")
+            self._record_problem(f"the broker has not answered for {shown(REPLY_TIMEOUT_S)} s")
             await self._close(queue)  # otherwise a late answer would be taken for that of the next poll
         except Exception as error:
             # An exception from a broker library must not end the polling loop.

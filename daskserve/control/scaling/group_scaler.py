@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from daskserve.amounts import shown
 from daskserve.autoscaling.autoscaler import Autoscaler, ScalingStep
 from daskserve.autoscaling.context import AutoscalingContext, Decision
 from daskserve.autoscaling.loading import CallablePolicy
@@ -204,7 +205,7 @@ class Groups:
         try:
             decisions = await evaluation.call.wait()
         except TimeoutError as error:
-            problem = f"the policy has not answered for {policy_calls.ANSWER_TIMEOUT_S:g} s"
+            problem = f"the policy has not answered for {shown(policy_calls.ANSWER_TIMEOUT_S)} s"
             self._record_failure(group, members, problem, error)
             return
         except UserCodeError as error:
@@ -265,7 +266,7 @@ class Groups:
             group.policy = await group.loading.wait()
             group.error = ""
         except TimeoutError:
-            still = f"the policy is still being loaded after {policy_calls.ANSWER_TIMEOUT_S:g} s"
+            still = f"the policy is still being loaded after {shown(policy_calls.ANSWER_TIMEOUT_S)} s"
             place = group.loading.location
             group.error = f"{still}: {place}" if place else still
             if not before.startswith(still):

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from daskserve.amounts import shown
 from daskserve.autoscaling.autoscaler import Autoscaler, ScalingStep
 from daskserve.clock import Clock
 from daskserve.control.observed import Observed, Scaling
@@ -294,7 +295,7 @@ class Scaler:
         except TimeoutError:
             before, still = (
                 entry.error,
-                f"the policy is still being loaded after {policy_calls.ANSWER_TIMEOUT_S:g} s",
+                f"the policy is still being loaded after {shown(policy_calls.ANSWER_TIMEOUT_S)} s",
             )
             place = entry.loading.location if entry.loading is not None else ""
             entry.error = f"{still}: {place}" if place else still
@@ -377,7 +378,7 @@ class Scaler:
         try:
             step = await evaluation.call.wait()
         except TimeoutError as error:
-            problem = f"the policy has not answered for {policy_calls.ANSWER_TIMEOUT_S:g} s"
+            problem = f"the policy has not answered for {shown(policy_calls.ANSWER_TIMEOUT_S)} s"
             return snapshot.without_policy(problem, error)
         except UserCodeError as error:
             entry.evaluation = None

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Mapping, Sequence
 from typing import Any
 
+from daskserve.amounts import shown
 from daskserve.context import current_replica, current_request
 from daskserve.data.batching.queue import BatchLimits, BatchQueue, reconsider_on
 from daskserve.data.batching.results import as_results
@@ -224,9 +225,8 @@ class BatchedFunction(_Settings):
 
     def __repr__(self) -> str:
         limits = self._function_state.limits
-        return (
-            f"<batched {self.__qualname__} max_batch_size={limits.max_batch_size} wait={limits.wait_s:g} s>"
-        )
+        wait = f"{shown(limits.wait_s)} s"
+        return f"<batched {self.__qualname__} max_batch_size={limits.max_batch_size} wait={wait}>"
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         if _is_importable(self):

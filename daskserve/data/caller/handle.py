@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, overload
 
+from daskserve.amounts import shown
 from daskserve.clock import stopwatch
 from daskserve.cluster.base import Link, Process
 from daskserve.cluster.present import find_link
@@ -128,10 +129,10 @@ class Response:
         try:
             self._future.result(timeout_s)
         except TimeoutError:
-            if self._future.done():
+            if self._future.done() or timeout_s is None:
                 raise  # a TimeoutError of user code
             raise RequestTimeoutError(
-                f"No answer to request {self.request_id} within {timeout_s:g} s."
+                f"No answer to request {self.request_id} within {shown(timeout_s)} s."
             ) from None
         return self._value()
 

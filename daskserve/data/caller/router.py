@@ -13,6 +13,7 @@ import random
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from daskserve.amounts import shown
 from daskserve.clock import Clock
 from daskserve.cluster.base import Cluster, Listener
 from daskserve.data.caller.load_reports import LoadReports
@@ -82,7 +83,7 @@ class Router:
             except TimeoutError:
                 raise RequestTimeoutError(
                     f"The controller sent no update of endpoint '{self.endpoint}' for "
-                    f"{ENDPOINT_TIMEOUT_S:g} s; "
+                    f"{shown(ENDPOINT_TIMEOUT_S)} s; "
                     "it may be restarting, try again."
                 ) from None
         if self._is_deleted:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
+from daskserve.amounts import shown
 from daskserve.clock import Clock
 from daskserve.data.replica.conversion import user_traceback
 from daskserve.data.replica.definitions import is_async
@@ -153,7 +154,7 @@ class StatsRecorder:
         return now - self._began > LIMIT_S
 
     def _give_up(self, run: CodeRun) -> None:
-        self._complain("late", f"has not returned within {LIMIT_S:g} s")
+        self._complain("late", f"has not returned within {shown(LIMIT_S)} s")
         # A thread cannot be stopped, and an abandoned one would count as a lost slot.
         if self._is_async:
             run.cancel()
@@ -172,7 +173,7 @@ class StatsRecorder:
         if found.values is None:
             self._complain(found.kind, found.wrong, found.traceback)
         elif self._is_late(now):
-            self._complain("late", f"took {now - self._began:.1f} s, more than {LIMIT_S:g}")
+            self._complain("late", f"took {now - self._began:.1f} s, more than {shown(LIMIT_S)}")
         else:
             self._values, self._recorded_at = found.values, now
             if found.wrong:

@@ -14,6 +14,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from daskserve.amounts import shown
 from daskserve.clock import Clock
 from daskserve.data.replica.servable import Servable
 from daskserve.data.replica.wall import Wall
@@ -84,7 +85,7 @@ class HealthWatch:
             try:
                 await self.check()
             except TimeoutError:
-                self._fail(f"the probe did not return within {self._timeout_s:g} s")
+                self._fail(f"the probe did not return within {shown(self._timeout_s)} s")
             except Exception as error:
                 # Any error of user code or of a child process: finding these is what the probe is for.
                 self._fail(str(error))

@@ -1,0 +1,42 @@
+"""Numbers in messages, as people write them: without exponents or digits that say nothing."""
+
+from __future__ import annotations
+
+import math
+
+#: Magnitudes below this are rounding errors.
+_NOTHING = 1e-6
+_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+
+
+def shown(value: float) -> str:
+    """Return a number with at most three decimals, or with three significant digits if it is below 1.
+
+    Examples
+    --------
+    >>> shown(1 - 0.9 - 0.1), shown(2.0), shown(1 / 3), shown(1e7)
+    ('0', '2', '0.333', '10000000')
+    """
+    if not math.isfinite(value):
+        return str(value)
+    magnitude = abs(value)
+    if magnitude < _NOTHING:
+        return "0"
+    decimals = 3 if magnitude >= 1 else 2 - math.floor(math.log10(magnitude))
+    text = f"{value:.{decimals}f}"
+    return text.rstrip("0").rstrip(".")
+
+
+def shown_size(count: float) -> str:
+    """Return a number of bytes in the largest unit of which there is at least one.
+
+    Examples
+    --------
+    >>> shown_size(512), shown_size(1536), shown_size(3 << 30)
+    ('512 bytes', '1.5 KiB', '3 GiB')
+    """
+    unit = 0
+    while abs(count) >= 1024 and unit < len(_UNITS) - 1:
+        count /= 1024
+        unit += 1
+    return f"{shown(round(count, 2))} {_UNITS[unit]}"

@@ -1,0 +1,63 @@
+"""Numbers in messages."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from daskserve.amounts import shown, shown_size
+
+ROOT = Path(__file__).parent.parent
+#: Modules whose numbers are read by programs, or on an axis.
+FOR_PROGRAMS = {
+    "daskserve/dashboards/alerts.py",
+    "daskserve/dashboards/promql.py",
+    "daskserve/simulation/svg.py",
+}
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (1.11022e-16, "0"),
+        (-1.11022e-16, "0"),
+        (0.1 + 0.2, "0.3"),
+        (1 / 3, "0.333"),
+        (0.0001234, "0.000123"),
+        (0.9999, "1"),
+        (2, "2"),
+        (2.0, "2"),
+        (100, "100"),
+        (61.25, "61.25"),
+        (-2.5, "-2.5"),
+        (33.33333, "33.333"),
+        (10_000_000.0, "10000000"),
+        (1e18, "1000000000000000000"),
+        (math.inf, "inf"),
+    ],
+)
+def test_numbers_have_no_exponent_and_no_noise(value: float, text: str) -> None:
+    assert shown(value) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 bytes"), (1000, "1000 bytes"), (1 << 20, "1 MiB"), (1.5e9, "1.4 GiB"), (1 << 60, "1 EiB")],
+)
+def test_sizes_have_a_unit(count: float, text: str) -> None:
+    assert shown_size(count) == text
+
+
+def test_no_message_formats_a_number_with_an_exponent() -> None:
+    found = [
+        f"{name}:{line}"
+        for folder in ("daskserve", "proxies")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if (name := str(path.relative_to(ROOT))) not in FOR_PROGRAMS
+        for line, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if re.search(r":\.?\d*[ge]\}|%\.?\d*[ge]\b", text)
+    ]
+    assert not found, f"use daskserve.amounts.shown in {', '.join(found)}"
