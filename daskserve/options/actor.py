@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from pydantic import Field, field_validator
 
 from daskserve.options.base import Options
@@ -9,6 +11,8 @@ from daskserve.options.base import Options
 
 class ActorOptions(Options):
     """Resources of one replica; daskserve compares them with what the workers declare."""
+
+    place: ClassVar[str] = "actor_options"
 
     num_cpus: float = Field(
         0.1, ge=0, description="Share of a worker's threads. The default lets ten replicas share one."

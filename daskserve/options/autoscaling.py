@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import AliasChoices, ConfigDict, Field, field_validator, model_validator
 
@@ -33,6 +33,7 @@ class AutoscalingConfig(Options):
 
     # Without ser_json_inf_nan, an infinite value would be serialised as null.
     model_config = ConfigDict(arbitrary_types_allowed=True, ser_json_inf_nan="constants")
+    place: ClassVar[str] = "autoscaling_config"
 
     min_replicas: int = Field(
         1,

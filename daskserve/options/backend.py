@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasChoices, Field, field_validator, model_validator
 
@@ -38,6 +38,8 @@ class BackendMetadata(Options):
 
 class BackendConfig(Options):
     """How a backend runs. Only the fields that were set are merged by ``update_backend_config``."""
+
+    place: ClassVar[str] = "config"
 
     num_replicas: Annotated[int, CONTROLLER_ONLY] = Field(
         1,

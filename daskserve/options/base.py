@@ -8,9 +8,11 @@ configuration (`daskserve.settings`). Pydantic stays off the request path.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final, TypeVar
+from typing import Any, ClassVar, Final, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+
+from daskserve.options.unknown import explained
 
 #: Marks a field that replicas do not read, as ``Annotated[int, CONTROLLER_ONLY]``.
 CONTROLLER_ONLY: Final = "read by the controller only"
@@ -20,6 +22,18 @@ class Options(BaseModel):
     """Base class of all option models: unknown keys and invalid assignments are errors."""
 
     model_config = ConfigDict(extra="forbid", validate_assignment=True, populate_by_name=True)
+    #: The argument that takes these options, for errors; empty if users do not set them.
+    place: ClassVar[str] = ""
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _explains_unknown_options(cls, values: Any, validate: Any) -> Any:
+        try:
+            return validate(values)
+        except ValidationError as error:
+            others = [each for each in Options.__subclasses__() if each is not cls and each.place]
+            places = [(name, each.place) for each in others for name in each.model_fields]
+            raise explained(error, cls, places) from None
 
     def to_plain(self) -> dict[str, Any]:
         """Return the options that were set, as plain values from which the model can be restored."""

@@ -9,6 +9,8 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import InitErrorDetails
 
+from daskserve.options.unknown import as_details
+
 #: The replacement of a username and password.
 HIDDEN = "***"
 #: A password may contain an unescaped @, and the scheme may be missing, so everything up to the last @ before
@@ -47,9 +49,4 @@ def validated(values: Any, validate: Callable[[Any], Any]) -> Any:
 def _shown(found: Any) -> InitErrorDetails:
     given = found["input"]
     # A model masks credentials in its own `repr`.
-    shown = InitErrorDetails(
-        type=found["type"], loc=found["loc"], input=given if isinstance(given, BaseModel) else masked(given)
-    )
-    if "ctx" in found:
-        shown["ctx"] = found["ctx"]
-    return shown
+    return as_details({**found, "input": given if isinstance(given, BaseModel) else masked(given)})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -14,6 +14,8 @@ from daskserve.types import Location
 
 class HTTPOptions(Options):
     """HTTP options of an instance."""
+
+    place: ClassVar[str] = "http_options"
 
     host: str | None = Field(
         "127.0.0.1", description="Address on which the proxies listen. None: no proxies, as with NoServer."

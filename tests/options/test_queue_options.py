@@ -92,7 +92,7 @@ def test_errors_show_the_invalid_value() -> None:
     with pytest.raises(ValidationError, match=r"greater than or equal to 1 .*input_value=-3") as caught:
         BackendConfig(num_replicas=-3)
     assert caught.value.errors()[0]["loc"] == ("num_replicas",)
-    with pytest.raises(ValidationError, match="Extra inputs are not permitted"):
+    with pytest.raises(ValidationError, match="has no option"):
         BackendConfig(**{"nun_replicas": 3})
 
 

@@ -1,0 +1,88 @@
+"""The error for an unknown option: it names the valid ones, and daskserve's name for Ray Serve's."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from pydantic import AliasChoices, BaseModel, ValidationError
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+#: The type of the error, beside pydantic's own.
+UNKNOWN_OPTION = "unknown_option"
+
+#: Options of Ray Serve by name, with what to write instead.
+_RAY: Mapping[str, str] = {
+    "ray_actor_options": "pass actor_options={...} beside the config",
+    "runtime_env": "pass env=... beside the config",
+    "route_prefix": "pass route_prefix=... to serve.run() or client.deploy()",
+    "init_args": "pass the arguments to .bind() or client.deploy()",
+    "init_kwargs": "pass the arguments to .bind() or client.deploy()",
+    "batch_wait_timeout_s": "use 'batch_wait_timeout'",
+    "upscale_smoothing_factor": "use 'upscaling_factor'",
+    "downscale_smoothing_factor": "use 'downscaling_factor'",
+    "proxy_location": "use 'location' of http_options",
+    "accelerator_type": "declare a resource on such workers, and use 'resources' of actor_options",
+    "label_selector": "name the workers with 'workers' of actor_options",
+    "max_replicas_per_node": "limit it with 'num_cpus' or 'resources' of actor_options",
+    "placement_group_bundles": "use 'resources' and 'workers' of actor_options",
+    "placement_group_strategy": "use 'resources' and 'workers' of actor_options",
+    "logging_config": "configure Python's logging on the workers",
+}
+
+
+def describe_unknown(name: str, model: str, known: Collection[str], places: Iterable[tuple[str, str]]) -> str:
+    """Return the message for an unknown option.
+
+    Parameters
+    ----------
+    known : collection of str
+        The names of the model's options.
+    places : iterable of (str, str)
+        The options of other models, each with the argument that takes them.
+    """
+    elsewhere = [place for option, place in places if option == name]
+    similar = difflib.get_close_matches(name, known, 1)
+    hint = ""
+    if name in _RAY:
+        hint = f" That is Ray Serve's name: {_RAY[name]}."
+    elif elsewhere:
+        hint = f" It belongs in {' or '.join(elsewhere)}."
+    elif similar:
+        hint = f" Did you mean '{similar[0]}'?"
+    return f"{model} has no option '{name}'.{hint} Its options are: {', '.join(known)}."
+
+
+def names_of(model: type[BaseModel]) -> list[str]:
+    """Return the names under which a model's options may be given, the preferred ones first."""
+    others: list[str] = []
+    for name, field in model.model_fields.items():
+        if isinstance(field.validation_alias, AliasChoices):
+            others += [each for each in field.validation_alias.choices if each != name]  # type: ignore[misc]
+    return [*model.model_fields, *others]
+
+
+def explained(error: ValidationError, model: type[BaseModel], places: Iterable[tuple[str, str]]) -> Exception:
+    """Return a validation error whose unknown options are explained."""
+    listed = list(places)
+
+    def explain(found: Any) -> InitErrorDetails:
+        if found["type"] != "extra_forbidden" or len(found["loc"]) != 1:
+            return as_details(found)
+        text = describe_unknown(str(found["loc"][0]), model.__name__, names_of(model), listed)
+        return as_details({**found, "type": UNKNOWN_OPTION, "ctx": {"text": text}})
+
+    return ValidationError.from_exception_data(error.title, [explain(each) for each in error.errors()])
+
+
+def as_details(found: Any) -> InitErrorDetails:
+    """Return one of `ValidationError.errors`, as what the error can be made from again."""
+    context = found.get("ctx", {})
+    kind = found["type"]
+    if kind == UNKNOWN_OPTION:
+        kind = PydanticCustomError(UNKNOWN_OPTION, "{text}", context)
+    details = InitErrorDetails(type=kind, loc=found["loc"], input=found["input"])
+    if context and kind is found["type"]:
+        details["ctx"] = context
+    return details

@@ -1,0 +1,77 @@
+"""Unknown options: the error names the valid ones, and daskserve's names for Ray Serve's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+import daskserve as serve
+from daskserve.options.actor import ActorOptions
+from daskserve.options.autoscaling import AutoscalingConfig
+from daskserve.options.backend import BackendConfig
+from daskserve.options.base import Options, parse_options
+from daskserve.options.http import HTTPOptions
+from daskserve.options.unknown import names_of
+
+
+def message_of(model: type[Options], **options: Any) -> str:
+    with pytest.raises(ValidationError) as caught:
+        model(**options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("model", [ActorOptions, AutoscalingConfig, BackendConfig, HTTPOptions])
+def test_every_valid_option_is_named(model: type[Options]) -> None:
+    message = message_of(model, no_such_option=1)
+    assert f"{model.__name__} has no option 'no_such_option'." in message
+    for name in names_of(model):
+        assert name in message
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "hint"),
+    [
+        (BackendConfig, "num_replica", "Did you mean 'num_replicas'?"),
+        (BackendConfig, "max_ongoing_request", "Did you mean 'max_ongoing_requests'?"),
+        (BackendConfig, "ray_actor_options", "Ray Serve's name: pass actor_options={...}"),
+        (BackendConfig, "route_prefix", "pass route_prefix=... to serve.run()"),
+        (BackendConfig, "batch_wait_timeout_s", "use 'batch_wait_timeout'"),
+        (BackendConfig, "num_cpus", "It belongs in actor_options."),
+        (BackendConfig, "max_replicas", "It belongs in autoscaling_config."),
+        (AutoscalingConfig, "upscale_smoothing_factor", "use 'upscaling_factor'"),
+        (AutoscalingConfig, "num_replicas", "It belongs in config."),
+        (ActorOptions, "runtime_env", "pass env=..."),
+        (HTTPOptions, "prot", "Did you mean 'port'?"),
+    ],
+)
+def test_what_was_meant_is_named(model: type[Options], name: str, hint: str) -> None:
+    assert hint in message_of(model, **{name: 1})
+
+
+def test_an_unknown_option_of_a_nested_model_has_its_path() -> None:
+    message = message_of(BackendConfig, autoscaling_config={"maximum_replicas": 1, "max_replicas": 0})
+    assert "autoscaling_config.maximum_replicas" in message
+    assert "AutoscalingConfig has no option 'maximum_replicas'. Did you mean 'max_replicas'?" in message
+    assert "greater than or equal to 1" in message
+
+
+def test_other_errors_beside_it_are_kept_and_passwords_are_not_shown() -> None:
+    message = message_of(HTTPOptions, prot=1, port=70_000, ssl_keyfile_password="secret")
+    assert "less than or equal to 65535" in message
+    assert "secret" not in message
+
+
+def test_credentials_stay_masked() -> None:
+    url = "http://user:secret@prometheus:9090"
+    message = message_of(BackendConfig, autoscaling_config={"prometheus_adress": url, "max_replicas": 2})
+    assert "Did you mean 'prometheus_address'?" in message
+    assert "secret" not in message
+
+
+def test_a_deployment_names_the_valid_options() -> None:
+    with pytest.raises(ValueError, match="pass actor_options"):
+        serve.deployment(ray_actor_options={"num_cpus": 1})(lambda request: None)
+    with pytest.raises(ValueError, match="has no option 'replicas'"):
+        parse_options(BackendConfig, {"replicas": 1}, what="config")
