@@ -140,6 +140,7 @@ class ClientVerbs(BackendVerbs, EndpointVerbs, DeploymentVerbs):
             endpoint_name,
             is_legacy=facts["is_legacy"],
             python_methods=tuple(facts["python_methods"]),
+            route=facts.get("route"),
             cluster=cluster,
         )
         handles.keep(handle, cluster, router, facts)

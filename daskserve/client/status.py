@@ -1,10 +1,13 @@
-"""What ``status()`` returns: what runs in an instance, and the reasons for what does not."""
+"""What ``status()`` returns: what runs in an instance, and why the rest does not. Print it to read it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
+
+from daskserve.amounts import shown
+from daskserve.client.table import table
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,7 @@ class GoalStatus(_FromPlain):
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The current status of an instance; empty if none runs.
+    """The current status of an instance; empty if none runs. Printed, it is a table.
 
     Attributes
     ----------
@@ -127,4 +130,39 @@ class Status:
             actor
             for actor in self.actors
             if actor.kind == "replica" and (backend is None or actor.name.rpartition("#")[0] == backend)
+        )
+
+    def __str__(self) -> str:
+        if not self.instance:
+            return "No instance runs."
+        urls = ", ".join(self.http_urls) or "no HTTP proxy"
+        healthy = sum(each.status == "HEALTHY" for each in self.backends.values())
+        lines = [f"{self.instance} at {urls}: {healthy} of {len(self.backends)} backends are healthy."]
+        if self.target_capacity is not None:
+            direction = f", {self.target_capacity_direction}" if self.target_capacity_direction else ""
+            lines.append(f"The target capacity is {shown(self.target_capacity)} %{direction}.")
+        if self.backends:
+            head = ("BACKEND", "STATUS", "RUNNING", "ROUTE", "VERSION", "MESSAGE")
+            lines += ["", table(head, [self._row(name) for name in sorted(self.backends)])]
+        head = ("ACTOR", "NAME", "STATE", "WORKER", "PID", "MESSAGE")
+        rows = [
+            (each.kind, each.name, each.state, each.worker or "", str(each.pid or ""), each.message)
+            for each in self.actors
+        ]
+        lines += ["", table(head, rows)]
+        notes = [f"Worker {each} does not answer." for each in self.unresponsive_workers]
+        notes += [f"Worker {worker} gets no actors: {why}" for worker, why in self.refused_workers.items()]
+        notes += [f"Record {key} could not be read: {why}" for key, why in self.problems.items()]
+        return "\n".join([*lines, *([""] if notes else []), *notes])
+
+    def _row(self, name: str) -> tuple[str, ...]:
+        backend = self.backends[name]
+        routes = [each.route for each in self.endpoints.values() if each.route and each.traffic.get(name)]
+        return (
+            name,
+            backend.status,
+            f"{backend.running} of {backend.wanted}",
+            ", ".join(sorted(routes)),
+            backend.version,
+            backend.message.partition("\n")[0],
         )

@@ -159,6 +159,7 @@ class Handle:
         *,
         is_legacy: bool = True,
         python_methods: tuple[str, ...] = (),
+        route: str | None = None,
         options: CallOptions | None = None,
         cluster: Process | None = None,
     ) -> None:
@@ -166,15 +167,17 @@ class Handle:
         self._endpoint = endpoint
         self._is_legacy = is_legacy
         self._python_methods = python_methods
+        self._route = route
         self._options = options or CallOptions()
         self._cluster = cluster
 
     def __repr__(self) -> str:
-        return f"<Handle of {self._endpoint!r} method={self._options.method_name!r}>"
+        route, method = self._known_route(), self._options.method_name
+        return f"<Handle of {self._endpoint!r} route={route!r} method={method!r}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        state = (self._instance, self._endpoint, self._is_legacy, self._python_methods, self._options)
-        return (_rebuild, state)
+        facts = (self._is_legacy, self._python_methods, self._known_route())
+        return (_rebuild, (self._instance, self._endpoint, *facts, self._options))
 
     def __getattr__(self, name: str) -> Handle:
         if name in self.__dict__.get("_python_methods", ()):
@@ -206,9 +209,16 @@ class Handle:
             self._endpoint,
             is_legacy=self._is_legacy,
             python_methods=self._python_methods,
+            route=self._route,
             options=options,
             cluster=self._cluster,
         )
+
+    def _known_route(self) -> str | None:
+        # Not a public name: that could be a method of the deployment.
+        routers: Routers | None = None if self._cluster is None else self._cluster.shared.get("routers")
+        published = None if routers is None else routers.published(self._endpoint)
+        return self._route if published is None else published.get("route")
 
     @property
     def _process(self) -> Process:
@@ -367,7 +377,18 @@ def _kind_of(options: CallOptions) -> type[Handle]:
 
 
 def _rebuild(
-    instance: str, endpoint: str, is_legacy: bool, python_methods: tuple[str, ...], options: CallOptions
+    instance: str,
+    endpoint: str,
+    is_legacy: bool,
+    python_methods: tuple[str, ...],
+    route: str | None,
+    options: CallOptions,
 ) -> Handle:
-    kind = _kind_of(options)
-    return kind(instance, endpoint, is_legacy=is_legacy, python_methods=python_methods, options=options)
+    return _kind_of(options)(
+        instance,
+        endpoint,
+        is_legacy=is_legacy,
+        python_methods=python_methods,
+        route=route,
+        options=options,
+    )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from daskserve.amounts import shown
@@ -169,6 +169,11 @@ class Routers:
             router = self._routers[endpoint] = Router(endpoint, self)
             self._stop_watching.append(self._listener.watch(f"endpoint/{endpoint}", router.update))
         return router
+
+    def published(self, endpoint: EndpointTag) -> Mapping[str, Any] | None:
+        """Return the state of an endpoint that the controller published last; None if it is not known."""
+        router = self._routers.get(endpoint)
+        return None if router is None else router.published
 
     def replica_set(self, backend: BackendTag) -> ReplicaSet:
         """Return the replica set of a backend; the first call creates it and watches the backend."""

@@ -1,0 +1,60 @@
+"""The printed status."""
+
+from __future__ import annotations
+
+from daskserve.client.status import ActorStatus, BackendStatus, EndpointStatus, Status
+from daskserve.client.table import table
+
+METHODS = ("GET",)
+
+
+def test_columns_are_aligned_and_empty_ones_are_left_out() -> None:
+    rows = [("a", "", "1"), ("long name", "", "")]
+    assert table(("NAME", "EMPTY", "SIZE"), rows) == "NAME       SIZE\na          1\nlong name"
+    assert table(("NAME",), []) == ""
+
+
+def test_no_instance_is_said_in_words() -> None:
+    assert str(Status()) == "No instance runs."
+
+
+def test_a_status_is_a_table_of_backends_and_one_of_actors() -> None:
+    status = Status(
+        instance="daskserve",
+        epoch=1,
+        actors=(
+            ActorStatus("controller", "daskserve/controller", "RUNNING", "tcp://a:1", "a", 7),
+            ActorStatus("replica", "digits#abcdef", "STARTING", "tcp://b:1", "b"),
+        ),
+        backends={
+            "words": BackendStatus("HEALTHY", 2, 2, "v1"),
+            "digits": BackendStatus("UPDATING", 1, 0, "v2", "a replica failed to start\nTraceback"),
+        },
+        endpoints={
+            "digits": EndpointStatus("/digits", METHODS, {"digits": 1.0}, {}),
+            "text": EndpointStatus("/text", METHODS, {"words": 1.0, "digits": 0.0}, {}),
+            "hidden": EndpointStatus(None, METHODS, {"words": 1.0}, {}),
+        },
+        http_urls=("http://127.0.0.1:8000",),
+        target_capacity=50.0,
+        target_capacity_direction="DOWN",
+        unresponsive_workers=("tcp://c:1",),
+        refused_workers={"tcp://d:1": "it has no daskserve."},
+        problems={"backend/x": "unreadable"},
+    )
+    assert str(status).splitlines() == [
+        "daskserve at http://127.0.0.1:8000: 1 of 2 backends are healthy.",
+        "The target capacity is 50 %, DOWN.",
+        "",
+        "BACKEND  STATUS    RUNNING  ROUTE    VERSION  MESSAGE",
+        "digits   UPDATING  0 of 1   /digits  v2       a replica failed to start",
+        "words    HEALTHY   2 of 2   /text    v1",
+        "",
+        "ACTOR       NAME                  STATE     WORKER     PID",
+        "controller  daskserve/controller  RUNNING   tcp://a:1  7",
+        "replica     digits#abcdef         STARTING  tcp://b:1",
+        "",
+        "Worker tcp://c:1 does not answer.",
+        "Worker tcp://d:1 gets no actors: it has no daskserve.",
+        "Record backend/x could not be read: unreadable",
+    ]
