@@ -110,7 +110,7 @@ async def _start(
     try:
         if owns_cluster:
             link.owning_instances.add(instance)
-        link.instance_started(instance)
+        link.instance_started(instance, is_owned=not detached)
         await form.run(link, _start_on(link, instance, options, message))
         return form.client(InstanceConnection(link, instance, is_owner=not detached))
     except BaseException as error:

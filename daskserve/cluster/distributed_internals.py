@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,12 +28,12 @@ with needs("distributed", ">=2025.1,<2026.9") as check:
     from distributed.worker import _worker_cvar
     from distributed.worker_state_machine import WorkerState as TaskStates
 
-    check.fields(Client, "_asynchronous", "_handle_report_task", "rpc", "scheduler")
+    check.fields(Client, "_asynchronous", "_handle_report_task", "preloads", "rpc", "scheduler")
     check.fields(Server, "handlers")
     check.fields(Worker, "state")
     check.fields(TaskStates, "actors")
     check.attributes(Worker, "actor_execute")
-    check.fields(Scheduler, "idle_timeout", "_broker")
+    check.fields(Scheduler, "client_comms", "idle_timeout", "_broker")
     check.fields(Broker, "_topics")
     check.fields(Topic, "subscribers")
     check.attributes(Scheduler, "adaptive_target", "retire_workers", "workers_to_close")
@@ -93,6 +93,27 @@ def call_when_closed(client: Client, callback: Callable[[], None]) -> None:
     listening: Any = client._handle_report_task
     loop: asyncio.AbstractEventLoop = listening.get_loop()
     loop.call_soon_threadsafe(listening.add_done_callback, lambda _: callback())
+
+
+class _BeforeClose:
+    """Stands for a client's preload scripts, which end before anything else when the client closes."""
+
+    def __init__(self, preloads: Any, function: Callable[[], Awaitable[None]]) -> None:
+        self.start = preloads.start
+        self._preloads = preloads
+        self._function = function
+
+    async def teardown(self) -> None:
+        await self._function()
+        await self._preloads.teardown()
+
+
+def call_before_close(client: Client, function: Callable[[], Awaitable[None]]) -> None:
+    """Await a function when the client is about to close, on its event loop; it must not raise.
+
+    The client's connections are still open, and so is the cluster that closes with the client.
+    """
+    client.preloads = _BeforeClose(client.preloads, function)  # type: ignore[assignment]
 
 
 async def call_actor(client: Client, worker: str, key: str, function: str, *arguments: Any) -> Any:
@@ -197,6 +218,19 @@ def topics_of(scheduler: Scheduler) -> list[str]:
 def has_listeners(scheduler: Scheduler, topic: str) -> bool:
     """Return whether a connected client is subscribed to a topic; Dask keeps the ids of closed clients."""
     return any(client in scheduler.clients for client in scheduler._broker._topics[topic].subscribers)
+
+
+def publish(scheduler: Scheduler, topic: str, message: Mapping[str, Any]) -> None:
+    """Send plain values to the listeners of a topic, except those whose connection is closed."""
+    # Dask logs an error with a traceback for each of them, and keeps them in case they connect again.
+    listeners = scheduler._broker._topics[topic].subscribers
+    comms = scheduler.client_comms
+    closed = {client for client in listeners if client in comms and comms[client].closed()}
+    listeners -= closed
+    try:
+        scheduler.log_event(topic, dict(message))
+    finally:
+        listeners |= closed
 
 
 def drop_topic(scheduler: Scheduler, topic: str) -> None:

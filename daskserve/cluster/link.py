@@ -29,6 +29,7 @@ from daskserve.cluster.channel.pool import ChannelPool
 from daskserve.cluster.dask import DaskCluster, ask_supervisor
 from daskserve.cluster.distributed_internals import (
     actors_on,
+    call_before_close,
     call_when_closed,
     configured_security,
     is_asynchronous,
@@ -40,6 +41,7 @@ from daskserve.errors import (
     BlockingCallError,
     ClusterUnreachableError,
     InstanceError,
+    ServeError,
     VersionMismatchError,
 )
 from daskserve.figures.collector import PROCESS
@@ -55,6 +57,8 @@ logger = logging.getLogger("daskserve.link")
 _ATTRIBUTE = "_daskserve_link"
 #: Added to the timeout, so that Dask's own error, which is more specific, comes first if nothing listens.
 CONNECT_MARGIN_S = 0.2
+#: How long a closing Dask client waits for the end of its instances.
+CLOSE_S = 5.0
 
 
 async def _refuse(name: str, incarnation: int, envelope: Envelope, receive: Receive, send: Send) -> Load:
@@ -130,7 +134,8 @@ class DaskLink:
         self._worker = worker
         self._book = book
         self._clusters: dict[InstanceName, DaskCluster] = {}
-        self._started: dict[InstanceName, None] = {}
+        #: The running instances that this process started, each with whether it ends with this process.
+        self._started: dict[InstanceName, bool] = {}
         self._tasks = TaskSet(logger)
         #: Detached instances whose Dask cluster was created for them and ends with them.
         self.owning_instances: set[InstanceName] = set()
@@ -275,9 +280,12 @@ class DaskLink:
         """Run a coroutine on this loop without waiting for it; call on the loop only."""
         self._tasks.spawn(coroutine)
 
-    def instance_started(self, instance: InstanceName) -> None:
-        """Keep the Dask cluster that was created for this link until this instance ends."""
-        self._started[instance] = None
+    def instance_started(self, instance: InstanceName, *, is_owned: bool) -> None:
+        """Keep the Dask cluster that was created for this link until this instance ends.
+
+        An owned instance also ends when the Dask client closes.
+        """
+        self._started[instance] = is_owned
 
     def latest_started(self) -> InstanceName | None:
         """Return the latest running instance that this process started; None without one."""
@@ -340,8 +348,20 @@ class DaskLink:
             await self._close_client(asynchronous=asynchronous)
 
     def follow_client(self) -> None:
-        """Close the channels when the Dask client closes; its loop may keep running for others."""
+        """End what this link owns when the Dask client closes; its loop may keep running for others."""
+        call_before_close(self.client, self._end_owned)
         call_when_closed(self.client, self._release)
+
+    async def _end_owned(self) -> None:
+        """End the instances of this process while the workers are still there."""
+        owned = [instance for instance, is_owned in self._started.items() if is_owned]
+        ending = (self.ask("end_instance", instance=instance) for instance in owned)
+        try:
+            async with asyncio.timeout(CLOSE_S):
+                await asyncio.gather(*ending)
+        except (OSError, TimeoutError, ServeError) as error:
+            # The scheduler ends them when it misses this client.
+            logger.info("Instances %s did not end before their Dask client closed: %r", owned, error)
 
     def _release(self) -> None:
         self.channels.abort()

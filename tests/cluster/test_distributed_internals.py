@@ -8,13 +8,15 @@ from unittest.mock import Mock
 
 import dask.config
 import pytest
-from distributed import get_worker
+from distributed import Client, LocalCluster, get_worker
+from distributed.broker import Broker
 from distributed.comm import listen
 from distributed.comm.core import Comm
 
 from daskserve.cluster.distributed_internals import (
     agree,
     as_current_worker,
+    call_before_close,
     call_when_closed,
     config_variables,
     configured_security,
@@ -22,6 +24,7 @@ from daskserve.cluster.distributed_internals import (
     detach_socket,
     is_plain_tcp,
     peer_handshake,
+    publish,
     replace_method,
     restore_method,
     socket_of,
@@ -156,3 +159,39 @@ def test_a_connection_within_the_process_has_no_socket() -> None:
         far.abort()
 
     asyncio.run(main())
+
+
+def test_a_message_goes_to_open_connections_and_closed_ones_stay_subscribed() -> None:
+    sent: list[str] = []
+    scheduler: Any = Mock(plugins={})
+    scheduler.client_comms = {
+        name: Mock(closed=lambda name=name: name == "closed") for name in ("open", "closed")
+    }
+    scheduler.send_all = lambda client_msgs, worker_msgs: sent.extend(client_msgs)
+    scheduler._broker = broker = Broker(10, scheduler)
+    scheduler.log_event = broker.publish
+    for name in ("open", "closed"):
+        broker.subscribe("topic", name)
+    publish(scheduler, "topic", {"kind": "news"})
+    assert sent == ["open"]
+    assert broker._topics["topic"].subscribers == {"open", "closed"}
+
+
+def test_a_function_is_called_before_a_client_closes() -> None:
+    states: list[str] = []
+
+    async def scenario() -> None:
+        async with LocalCluster(
+            n_workers=0, processes=False, asynchronous=True, dashboard_address=":0"
+        ) as cluster:
+            client = await Client(cluster, asynchronous=True, set_as_default=False)
+
+            async def note() -> None:
+                states.append(client.status)
+                assert await client.run_on_scheduler(lambda: 1) == 1  # still connected
+
+            call_before_close(client, note)
+            await client.close()
+
+    asyncio.run(scenario())
+    assert states == ["closing"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -188,3 +190,27 @@ def test_an_instance_can_be_restarted_after_another_program_ended_it(external: E
         assert other.output == f"answer {text}\n"
         with pytest.raises(serve.ServeError, match="has been shut down"):
             handle.remote().result(10)
+
+
+#: Leaves the Dask client, and with it the cluster, while an instance runs.
+LEAVING = """
+from distributed import Client
+import daskserve as serve
+
+if __name__ == "__main__":
+    with Client(n_workers=2, threads_per_worker=1, dashboard_address=":0"):
+        echo = serve.deployment(name="echo")(lambda value: value)
+        handle = serve.run(echo.bind(), http_options={"port": 0})
+        print("answer", handle.remote(1).result(), flush=True)
+    print("left", flush=True)
+"""
+
+
+def test_a_program_that_leaves_its_dask_client_prints_nothing_of_daskserve(tmp_path: Path) -> None:
+    script = tmp_path / "leaving.py"
+    script.write_text(LEAVING)
+    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
+    assert ended.stdout.split() == ["answer", "1", "left"], ended.stderr
+    assert ended.returncode == 0
+    for complaint in ("Closed comm", "did not start", "did not end cleanly"):
+        assert complaint not in ended.stderr

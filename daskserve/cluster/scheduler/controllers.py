@@ -17,7 +17,7 @@ from daskserve.cluster.actor_calls import create_actor, destroy_actor, list_acto
 from daskserve.cluster.base import ActorSpec, InstanceStore
 from daskserve.cluster.long_poll import CONTROLLER, WORKERS
 from daskserve.cluster.scheduler.hosts import HostRegistry
-from daskserve.errors import ServeError
+from daskserve.errors import ActorLostError, ServeError
 from daskserve.types import ActorAddress, ActorKind, InstanceName, WorkerAddress
 
 logger = logging.getLogger("daskserve.supervisor")
@@ -120,7 +120,9 @@ class ControllerKeeper:
                 async with asyncio.timeout(START_TIMEOUT_S):
                     await self._create(entry, address)
             except (OSError, TimeoutError, ServeError) as error:
-                logger.warning("The controller of %s did not start on %s: %r", entry.name, worker, error)
+                # A worker that has left, as all do when the cluster closes, is nothing to warn of.
+                level = logging.INFO if isinstance(error, ActorLostError) else logging.WARNING
+                logger.log(level, "The controller of %s did not start on %s: %r", entry.name, worker, error)
                 continue
             if entry.epoch == epoch and self._hosts.has(worker) and not entry.is_ending:
                 entry.controller = address

@@ -20,7 +20,7 @@ from daskserve._version import __version__
 from daskserve.cluster.base import StoreChange, UseReport
 from daskserve.cluster.channel.dialling import SPLICE_OP
 from daskserve.cluster.dask import SUPERVISOR_OP, topic_of
-from daskserve.cluster.distributed_internals import add_handler, is_running, remove_handler
+from daskserve.cluster.distributed_internals import add_handler, is_running, publish, remove_handler
 from daskserve.cluster.encryption import as_client
 from daskserve.cluster.long_poll import ENDED, WORKERS
 from daskserve.cluster.scheduler.capacity import Capacity
@@ -395,7 +395,7 @@ class Supervisor(SchedulerPlugin):
     def _publish(self, instance: InstanceName | None, message: Mapping[str, Any]) -> None:
         """Publish plain values on an instance's topic; None publishes on all instances' topics."""
         for name in list(self._instances) if instance is None else [instance]:
-            self._scheduler.log_event(topic_of(name), dict(message))
+            publish(self._scheduler, topic_of(name), message)
 
     def _is_anywhere(self, instance: InstanceName) -> bool:
         # Once this supervisor is closed, another one may run an instance of this name.
