@@ -24,9 +24,10 @@ def read_long_description() -> str:
 
 EXAMPLES = ["scikit-learn>=1.6", "threadpoolctl>=3.1", "pillow>=10.3", "python-multipart>=0.0.18"]
 REDIS = ["redis>=5"]
+PROGRESS = ["rich>=13"]
 UVICORN = ["uvicorn>=0.30", "httptools>=0.6.3", "uvloop>=0.19; sys_platform != 'win32'"]
 TEST = ["pytest>=8", "hypothesis>=6.100", "httpx>=0.27", "psutil>=5.9", "cryptography>=42", *UVICORN, *REDIS]
-TEST += ["fastapi>=0.115.7"]
+TEST += ["fastapi>=0.115.7", *PROGRESS]
 
 setup(
     name="daskserve",
@@ -91,6 +92,7 @@ setup(
         "uvloop": ["uvloop>=0.19; sys_platform != 'win32'"],
         "uvicorn": UVICORN,
         "redis": REDIS,
+        "progress": PROGRESS,
         "examples": EXAMPLES,
         "test": TEST,
         "dev": [*TEST, *EXAMPLES, "ruff>=0.6", "mypy>=1.11"],

@@ -394,7 +394,8 @@ async def _run(
         Path prefix for HTTP requests; it may have variables, such as ``/users/{id:int}``. None makes the
         application reachable by handle only.
     blocking : bool
-        Whether to serve until Ctrl-C and then end the instance.
+        Whether to serve until Ctrl-C and then end the instance. Prints the address, and a line for each
+        change after that.
     http_options : HTTPOptions or dict, optional
         HTTP options of the instance, if this call starts it.
     timeout_s : float, optional

@@ -12,11 +12,11 @@ from typing import Any, Self
 from daskserve.client.backends import BackendVerbs
 from daskserve.client.connection import InstanceConnection
 from daskserve.client.deployment_verbs import DeploymentVerbs
-from daskserve.client.ending import wait_until_ended
 from daskserve.client.endpoints import EndpointVerbs
 from daskserve.client.explanation import Explanation
 from daskserve.client.known_handles import open_router
 from daskserve.client.methods import method
+from daskserve.client.serving import serve_until_ended
 from daskserve.client.status import Status
 from daskserve.client.warning import warn_caller
 from daskserve.data.caller.handle import Handle
@@ -99,10 +99,14 @@ class ClientVerbs(BackendVerbs, EndpointVerbs, DeploymentVerbs):
         await self._connection.disconnect(asynchronous=self._asynchronous)
 
     async def serve_until_interrupted(self) -> None:
-        """Return after Ctrl-C (SIGINT), SIGTERM or the end of the instance, which this shuts down."""
+        """Return after Ctrl-C (SIGINT), SIGTERM or the end of the instance, which this shuts down.
+
+        Prints the instance's address, and a line for each change after that: deployments, replicas that
+        became ready or were lost, addresses.
+        """
         self._connection.check_open()
         try:
-            await wait_until_ended(
+            await serve_until_ended(
                 self._connection.link, self._connection.instance, asynchronous=self._asynchronous
             )
         finally:

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 from daskserve.client.calls import ControllerCalls
 from daskserve.client.ending import abandon_instance, end_instance
 from daskserve.client.known_handles import KnownHandles
+from daskserve.client.progress import find_display, wait_visibly, waits_for
+from daskserve.client.status import Status
 from daskserve.cluster.base import ClientLink
 from daskserve.errors import ClosedError
 from daskserve.types import GoalId, InstanceName
@@ -95,6 +97,24 @@ class Verbs:
         return await self._run(self._connection.calls.call(verb, **message))
 
     async def _change(self, verb: str, *, blocking: bool = True, **message: Any) -> GoalId | None:
-        """Call a verb that changes something; see `ControllerCalls.change`."""
+        """Call a verb that changes something; see `ControllerCalls.change`.
+
+        Whoever watches sees what a slow change waits for.
+        """
         self._connection.check_open()
-        return await self._run(self._connection.calls.change(verb, blocking=blocking, **message))
+        calls = self._connection.calls
+        make_display = find_display() if blocking else None
+        if make_display is None:
+            return await self._run(calls.change(verb, blocking=blocking, **message))
+        goal = await self._run(calls.change(verb, blocking=False, **message))
+        if goal is None:
+            return None
+
+        def wait(seconds: float) -> Coroutine[Any, Any, bool]:
+            return self._run(calls.wait_for_goal(goal, seconds))
+
+        async def describe() -> str:
+            return waits_for(Status.of(await self._call("status")), goal)
+
+        await wait_visibly(make_display, wait, describe)
+        return None

@@ -124,6 +124,12 @@ class Status:
             target_capacity_direction=values.get("target_capacity_direction"),
         )
 
+    def routes(self, backend: str) -> list[str]:
+        """Return the routes whose traffic goes to a backend, sorted."""
+        return sorted(
+            each.route for each in self.endpoints.values() if each.route and each.traffic.get(backend)
+        )
+
     def replicas(self, backend: str | None = None) -> tuple[ActorStatus, ...]:
         """Return the replicas of one backend, or of all."""
         return tuple(
@@ -157,12 +163,11 @@ class Status:
 
     def _row(self, name: str) -> tuple[str, ...]:
         backend = self.backends[name]
-        routes = [each.route for each in self.endpoints.values() if each.route and each.traffic.get(name)]
         return (
             name,
             backend.status,
             f"{backend.running} of {backend.wanted}",
-            ", ".join(sorted(routes)),
+            ", ".join(self.routes(name)),
             backend.version,
             backend.message.partition("\n")[0],
         )

@@ -1,0 +1,115 @@
+"""The lines that a blocking program prints."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from collections.abc import Mapping
+from typing import Any
+
+from daskserve.client.calls import ControllerCalls
+from daskserve.client.changes import ChangeReports, changes, is_settled
+from daskserve.client.status import ActorStatus, BackendStatus, EndpointStatus, Status
+from daskserve.testing import local_instance
+
+
+def status(
+    running: int = 1,
+    *,
+    word: str = "HEALTHY",
+    version: str = "v1",
+    message: str = "",
+    route: str | None = "/echo",
+    replicas: Mapping[str, str] | None = None,
+    **others: Any,
+) -> Status:
+    """Return the status of an instance with one backend that wants two replicas."""
+    found = {"a": "RUNNING", "b": "RUNNING"} if replicas is None else replicas
+    values = {
+        "instance": "daskserve",
+        "epoch": 1,
+        "http_urls": ("http://127.0.0.1:8000",),
+        "actors": tuple(ActorStatus("replica", f"echo#{name}", state) for name, state in found.items()),
+        "backends": {"echo": BackendStatus(word, 2, running, version, message)},
+        "endpoints": {"echo": EndpointStatus(route, ("GET",), {"echo": 1.0}, {})},
+    }
+    return Status(**{**values, **others})
+
+
+def test_the_first_lines_say_the_address_and_what_runs() -> None:
+    assert list(changes(None, status(2))) == [
+        "Serving at http://127.0.0.1:8000. Press Ctrl-C to stop.",
+        "echo: HEALTHY, 2 of 2 replicas run (at /echo)",
+    ]
+    assert next(changes(None, status(http_urls=()))) == "Serving at no address. Press Ctrl-C to stop."
+
+
+def test_nothing_is_said_while_nothing_changes() -> None:
+    assert list(changes(status(), status())) == []
+
+
+def test_replicas_that_came_and_went_are_named() -> None:
+    before = status(2)
+    after = status(1, word="UNHEALTHY", replicas={"b": "RUNNING", "c": "STARTING"})
+    assert list(changes(before, after)) == ["echo: UNHEALTHY, 1 of 2 replicas run (echo#a gone)"]
+    again = status(2, replicas={"b": "RUNNING", "c": "RUNNING"})
+    assert list(changes(after, again)) == ["echo: HEALTHY, 2 of 2 replicas run (echo#c ready)"]
+    many = status(9, replicas=dict.fromkeys("abcdef", "RUNNING"))
+    assert list(changes(before, many)) == ["echo: HEALTHY, 9 of 2 replicas run (4 replicas ready)"]
+
+
+def test_an_update_says_its_version_route_and_what_it_waits_for() -> None:
+    after = status(2, word="UPDATING", version="v2", route="/new", message="no room\nmore")
+    assert list(changes(status(2), after)) == [
+        "echo: UPDATING, 2 of 2 replicas run (version v2; at /new; no room)"
+    ]
+    hidden = status(2, route=None)
+    assert list(changes(status(2), hidden)) == ["echo: HEALTHY, 2 of 2 replicas run (without a route)"]
+
+
+def test_addresses_controllers_workers_and_deletions_have_lines() -> None:
+    after = status(
+        epoch=2, http_urls=("http://b:8000",), unresponsive_workers=("tcp://c:1",), backends={}, endpoints={}
+    )
+    assert list(changes(status(), after)) == [
+        "Listening at http://b:8000",
+        "No longer listening at http://127.0.0.1:8000",
+        "The controller was replaced",
+        "echo was deleted",
+        "Worker tcp://c:1 does not answer",
+    ]
+
+
+def test_an_instance_is_settled_when_all_is_healthy() -> None:
+    assert is_settled(status(2))
+    assert not is_settled(status(1, word="UNHEALTHY"))
+    assert not is_settled(status(2, replicas={"a": "STARTING"}))
+
+
+def test_changes_are_reported_as_they_are_notified() -> None:
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def wait_for(text: str) -> None:
+        while text not in (line := lines.get(timeout=10)):
+            assert line
+
+    with local_instance() as client:
+        client.deploy("echo", lambda value: value)
+        link, instance = client._connection.link, client.instance_name
+        reports = ChangeReports(ControllerCalls(link, instance), lines.put)
+
+        async def start() -> asyncio.Task[None]:
+            await link.cluster(instance).listener.start()
+            return asyncio.create_task(reports.run())
+
+        async def end(task: asyncio.Task[None]) -> None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+        task = link.sync(start())
+        wait_for("echo: HEALTHY, 1 of 1")
+        client.deploy("echo", lambda value: value, config={"num_replicas": 2})
+        wait_for("2 of 2 replicas run")
+        client.delete_deployment("echo")
+        wait_for("echo was deleted")
+        link.sync(end(task))
