@@ -53,6 +53,9 @@ class ProcessSettings:
     #: uvloop if it is installed, for more requests per second. For all other workers, Dask's own option
     #: ``distributed.admin.event-loop`` applies.
     uvloop: bool = True
+    #: Whether a thread of its own calls the handlers of ``logging`` in a worker's process, so that a slow
+    #: handler delays no request; see ``daskserve/cluster/worker/log_thread.py``.
+    log_thread: bool = True
 
 
 @dataclass(frozen=True, slots=True)

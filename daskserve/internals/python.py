@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import pickle
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 from daskserve.internals.checking import PYTHON, needs
 
@@ -15,6 +17,10 @@ with needs(PYTHON, ">=3.11,<3.15") as check:
     check.attributes(atexit, "_run_exitfuncs")
     check.attributes(PicklerInPython, "dump", "save")
     check.parameters(PicklerInPython.save, "self", "obj", "save_persistent_id")
+    check.parameters(logging.Logger.callHandlers, "self", "record")
+
+#: Passes a record to the handlers of a logger and of its ancestors.
+CallHandlers: TypeAlias = Callable[[logging.Logger, logging.LogRecord], None]
 
 
 def run_exit_functions() -> None:
@@ -47,3 +53,19 @@ class TracingPickler(PicklerInPython):  # type: ignore[misc]
 
 class _Nowhere:
     def write(self, data: Any) -> None: ...
+
+
+def intercept_records(intercept: CallHandlers) -> CallHandlers:
+    """Pass all log records of the process to a function; return the one that called the handlers before.
+
+    Levels and filters of loggers apply before, those of handlers when the returned function is called.
+    """
+    original: CallHandlers = logging.Logger.callHandlers
+    logging.Logger.callHandlers = intercept  # type: ignore[method-assign, assignment]
+    return original
+
+
+def stop_intercepting(intercept: CallHandlers, original: CallHandlers) -> None:
+    """Undo `intercept_records`, unless other code has wrapped the function in the meantime."""
+    if logging.Logger.callHandlers is intercept:
+        logging.Logger.callHandlers = original  # type: ignore[method-assign, assignment]

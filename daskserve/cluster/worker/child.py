@@ -50,6 +50,7 @@ from daskserve.cluster.channel.channel import Channel
 from daskserve.cluster.channel.transport import SocketTransport, Transport
 from daskserve.cluster.distributed_internals import scheduler_address
 from daskserve.cluster.link import DaskLink, default_client, link_of
+from daskserve.cluster.worker.log_thread import LogThread
 from daskserve.errors import ClusterUnreachableError, InstanceError, VersionMismatchError
 from daskserve.internals.python import run_exit_functions
 from daskserve.loops.event_loop import new_event_loop
@@ -408,6 +409,8 @@ def _run(factory: Callable[[], Served], pair: socket.socket, lifeline: int) -> N
         sys.setswitchinterval(
             switch_interval_s
         )  # as in the worker, so that user code delays the channel less
+    if settings.process().log_thread:
+        LogThread().open()  # the exit functions flush it
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(_serve(factory, pair))
     # A regular interpreter shutdown takes 0.1 s longer and waits for threads of user code.

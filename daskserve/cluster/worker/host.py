@@ -11,13 +11,16 @@ module, because test clusters run several workers in one process.
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import logging
 import os
+import threading
 from typing import Any
 
-from distributed import Client, get_worker
+from distributed import Client, Worker, get_worker
 
+from daskserve import settings
 from daskserve._version import __version__
 from daskserve.clock import LoopClock
 from daskserve.cluster.actor_book import ActorBook
@@ -28,6 +31,7 @@ from daskserve.cluster.encryption import as_client
 from daskserve.cluster.link import DaskLink
 from daskserve.cluster.metrics_path import facts_of_server
 from daskserve.cluster.worker.interpreter import InterpreterTuning
+from daskserve.cluster.worker.log_thread import LogThread
 from daskserve.errors import UnavailableError
 from daskserve.figures.collector import PROCESS
 from daskserve.payload import dump_error
@@ -43,12 +47,22 @@ def load_factory(kind: ActorKind) -> ActorFactory:
     return factory
 
 
+def is_own_process(worker: Worker) -> bool:
+    """Return whether a worker has its process to itself; call this on the worker's loop.
+
+    The workers of ``LocalCluster(processes=False)`` live in the user's process.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    return is_main and not worker.address.startswith("inproc://")
+
+
 class Host:
     """One per worker. Every method is ``async``: plain ones would share Dask's single actor thread."""
 
     def __init__(self) -> None:
         self._worker = get_worker()
         self._tuning = InterpreterTuning()
+        self._logs = LogThread()
         #: The link of this worker's process; None until `open`.
         self.link: DaskLink | None = None
         self.book = ActorBook(
@@ -78,6 +92,8 @@ class Host:
             # `close` may be called during the first await, so everything that it undoes is done before.
             add_handler(self._worker, CHANNEL_OP, self._accept)
             self._tuning.open()
+            if settings.process().log_thread and is_own_process(self._worker):
+                self._logs.open()
             await client
         return {"pid": os.getpid(), "version": __version__, **facts_of_server(self._worker)}
 
@@ -111,6 +127,7 @@ class Host:
             await self.end_instance(instance)
         remove_handler(self._worker, CHANNEL_OP)
         self._tuning.close()
+        await asyncio.to_thread(self._logs.close)
         if self.link is not None:
             link, self.link = self.link, None
             await link.close()

@@ -1,0 +1,181 @@
+"""The thread that calls the handlers of ``logging`` in a process that serves requests.
+
+Problem: a handler runs in the thread that logs. A slow one (a rich traceback, a full disk, a remote
+collector) holds the event loop of the worker, and with it all requests, heartbeats and health checks, or the
+loop or the threads of a replica. Prior art: ``QueueHandler`` and ``QueueListener``. They take the handlers
+that exist when they are installed, whereas user code adds handlers at any time. ``basicConfig`` would find a
+queue's handler and add none, and each logger that does not propagate, such as Dask's, would need its own.
+
+Choice: loggers and handlers stay as they are, and the call from one to the other moves to this thread. A
+handler still gets each record in order, with its exception, and within the context variables of the code that
+logged it. The message is formatted early if its arguments might change or are large.
+
+Cost: a killed process loses the records that its handlers have not received. If the handlers are slower than
+the records, the queue fills, and further records are dropped and counted.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextvars
+import copy
+import logging
+import os
+import queue
+import sys
+import threading
+import traceback
+from collections import deque
+from typing import NamedTuple
+
+from daskserve.internals.python import CallHandlers, intercept_records, stop_intercepting
+
+logger = logging.getLogger("daskserve.logging")
+
+#: Maximum number of records in the queue; later ones are dropped.
+MAX_RECORDS = 10_000
+#: Maximum number of queued records that keep their exception, whose traceback keeps the locals of all frames.
+#: The tracebacks of further ones are formatted at once.
+MAX_TRACEBACKS = 100
+#: How many records the handlers receive between two reports of dropped ones.
+REPORT_EVERY = 1000
+#: Maximum time for the handlers to receive the queued records when the process or daskserve ends.
+FLUSH_S = 2.0
+
+#: Types of arguments that cannot change before the message is formatted.
+_PLAIN = frozenset({str, int, float, bool, type(None)})
+
+
+class _QueuedRecord(NamedTuple):
+    logger: logging.Logger
+    record: logging.LogRecord
+    context: contextvars.Context
+    has_permit: bool
+
+
+class LogThread:
+    """Calls the handlers for all log records of this process in a thread of its own."""
+
+    def __init__(self, max_records: int = MAX_RECORDS, max_tracebacks: int = MAX_TRACEBACKS) -> None:
+        self._max_records = max_records
+        # Unlike the other queues, this one may be used by a destructor that runs within its own methods.
+        self._queue: queue.SimpleQueue[_QueuedRecord | threading.Event | None] = queue.SimpleQueue()
+        #: One for each further record that may keep its exception. Its methods are atomic, as the queue's.
+        self._permits = deque([True] * max_tracebacks)
+        self._formatter = logging.Formatter()
+        self._thread: threading.Thread | None = None
+        self._pid = os.getpid()
+        self._dropped = 0
+        self._received = 0
+        self._original: CallHandlers
+        self._intercept: CallHandlers
+
+    def open(self) -> None:
+        """Begin; idempotent."""
+        if self._thread is not None:
+            return
+        thread = threading.Thread(target=self._work, name="daskserve-logging", daemon=True)
+
+        def intercept(source: logging.Logger, record: logging.LogRecord) -> None:
+            if not self._put(source, record):
+                self._original(source, record)
+
+        self._intercept = intercept
+        self._original = intercept_records(intercept)
+        self._thread = thread
+        thread.start()
+        atexit.register(self._end_process, thread)
+
+    def close(self) -> None:
+        """Return when the handlers have received what was logged so far, but after `FLUSH_S` at the latest.
+
+        From then on, handlers are called by the code that logs, as before `open`. Idempotent.
+        """
+        if self._thread is None:
+            return
+        flushed = threading.Event()
+        self._queue.put(flushed)
+        if flushed.wait(FLUSH_S):
+            atexit.unregister(self._end_process)
+        stop_intercepting(self._intercept, self._original)
+        self._thread = None
+        self._queue.put(None)
+
+    def _end_process(self, thread: threading.Thread) -> None:
+        if os.getpid() != self._pid:
+            return  # a fork, which has no such thread
+        self._thread = None
+        self._queue.put(None)
+        thread.join(FLUSH_S)
+        if thread.is_alive() and sys.stderr is not None:
+            sys.stderr.write(
+                f"daskserve: about {self._queue.qsize() + self._dropped} log records are lost, because the "
+                f"handlers of logging did not receive them within {FLUSH_S:g} s.\n"
+            )
+
+    def _put(self, source: logging.Logger, record: logging.LogRecord) -> bool:
+        """Queue or drop a record; return False if its handlers are to be called here."""
+        thread = self._thread
+        # A fork has no such thread. A handler that logs must not feed the queue.
+        if thread is None or os.getpid() != self._pid or threading.get_ident() == thread.ident:
+            return False
+        if self._queue.qsize() >= self._max_records:
+            self._dropped += 1
+            return True
+        has_permit = False
+        if record.exc_info:
+            try:
+                has_permit = self._permits.pop()
+            except IndexError:
+                record = copy.copy(record)
+                assert record.exc_info
+                record.exc_text = record.exc_text or self._formatter.formatException(record.exc_info)
+                record.exc_info = None
+        entry = _QueuedRecord(source, _with_final_message(record), contextvars.copy_context(), has_permit)
+        self._queue.put(entry)
+        return True
+
+    # ---- in the thread
+
+    def _work(self) -> None:
+        while (entry := self._queue.get()) is not None:
+            if isinstance(entry, threading.Event):
+                self._report_dropped()
+                entry.set()
+            else:
+                self._call_handlers(entry)
+            del entry  # an idle thread must not keep a traceback alive
+
+    def _call_handlers(self, entry: _QueuedRecord) -> None:
+        try:
+            entry.context.run(self._original, entry.logger, entry.record)
+        except Exception:
+            # Handlers report their own errors; this one is of a filter, or of a handler that does not.
+            if logging.raiseExceptions and sys.stderr is not None:
+                traceback.print_exc()
+        if entry.has_permit:
+            self._permits.append(True)
+        self._received += 1
+        if self._received % REPORT_EVERY == 0 or self._queue.empty():
+            self._report_dropped()
+
+    def _report_dropped(self) -> None:
+        count, self._dropped = self._dropped, 0
+        if count:
+            logger.warning(
+                "Dropped %d log records: the handlers of logging are slower than the records", count
+            )
+
+
+def _with_final_message(record: logging.LogRecord) -> logging.LogRecord:
+    """Return a record whose message does not depend on objects that may change, or that are large."""
+    args = record.args
+    if not args or (type(args) is tuple and all(type(arg) in _PLAIN for arg in args)):
+        return record
+    try:
+        message = record.getMessage()
+    except Exception:  # the handlers report it
+        return record
+    record = copy.copy(record)
+    record.msg, record.args = message, None
+    return record
