@@ -26,6 +26,7 @@ from urllib.parse import unquote_to_bytes
 from tornado.iostream import StreamClosedError
 
 from daskserve.errors import http_status_of
+from daskserve.payload import is_logged
 from daskserve.proxies.asgi import Headers, Scope, begin_response
 from daskserve.proxies.exchange.carrier import Carrier, Connection
 from daskserve.proxies.exchange.request_body import BodyOnDemand, RequestBody
@@ -309,9 +310,10 @@ class Exchange:
             if self._is_gone:
                 log.debug("A request failed after its client had gone", exc_info=error)
                 return
-            # Errors of daskserve with a status other than 500 need no traceback.
-            is_fault = http_status_of(error) == 500
-            log.error("%s failed: %r", _request_line(scope), error, exc_info=is_fault)
+            if not is_logged(error):
+                # Errors of daskserve with a status other than 500 need no traceback.
+                is_fault = http_status_of(error) == 500
+                log.error("%s failed: %r", _request_line(scope), error, exc_info=is_fault)
             self._fail()
         else:
             if not self._is_whole and not self._is_gone:

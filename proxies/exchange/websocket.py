@@ -43,6 +43,7 @@ from wsproto.extensions import Extension
 from wsproto.utilities import LocalProtocolError, RemoteProtocolError
 
 from daskserve.clock import Clock
+from daskserve.payload import is_logged
 from daskserve.proxies.asgi import ASGIApp, Headers, Scope
 from daskserve.proxies.exchange.deflate import BoundedDeflate
 from daskserve.proxies.exchange.stream import Stream
@@ -405,7 +406,8 @@ class WebSocketSession:
                     "The application of a WebSocket failed after its client had disconnected", exc_info=error
                 )
             else:
-                log.exception("WebSocket %s failed", self._scope["path"])
+                if not is_logged(error):
+                    log.exception("WebSocket %s failed", self._scope["path"])
                 await self._fail()
         else:
             if self._is_accepted:

@@ -20,6 +20,7 @@ from daskserve.clock import RequestIds, stopwatch
 from daskserve.errors import RequestTimeoutError
 from daskserve.figures.histogram import cause_of
 from daskserve.loops.deadlines import until
+from daskserve.payload import is_logged
 from daskserve.proxies.asgi import JSON, ASGIApp, Headers, Scope, send_whole
 from daskserve.proxies.ingress.errors import reply_to
 from daskserve.proxies.ingress.figures import SYSTEM_ROUTES, IngressFigures
@@ -306,11 +307,12 @@ class IngressApp:
         request_id = request.request_id.decode("latin-1")
         if request.status:
             # The headers are sent: only a cut connection can tell the client that the response is incomplete.
-            log.warning("Request %s failed after its response had begun: %r", request_id, error)
+            if not is_logged(error, request_id):
+                log.warning("Request %s failed after its response had begun: %r", request_id, error)
             raise error
         request.drop_start()
         reply = reply_to(error, debug=self._debug)
-        if reply.is_fault:
+        if reply.is_fault and not is_logged(error, request_id):
             log.error("Request %s failed", request_id, exc_info=error)
         await self._refuse(request, reply.status, reply.text, reply.headers)
 

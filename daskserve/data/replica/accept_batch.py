@@ -19,8 +19,15 @@ from typing import Any, TypeVar
 
 from daskserve import payload as pickled
 from daskserve.data.batching.results import as_results
-from daskserve.data.replica.conversion import ConvertedResponse, Unfinished, dump_result, failure, to_answer
-from daskserve.data.replica.requests import HTTPRequest, ServeRequest, legacy_argument
+from daskserve.data.replica.conversion import (
+    ConvertedResponse,
+    Unfinished,
+    dump_result,
+    error_response,
+    to_answer,
+)
+from daskserve.data.replica.failures import NOT_FAILURES, log_failure
+from daskserve.data.replica.requests import HTTPRequest, ServeRequest, legacy_argument, request_id_of
 from daskserve.errors import ServeError, UserCodeError
 from daskserve.types import Payload, Receive, nothing_to_receive
 
@@ -97,14 +104,14 @@ class Batch:
 
     def fail(self, error: Exception) -> list[ItemOutcome]:
         """Log the error of user code once, and return the outcomes of all items."""
-        answer: ConvertedResponse | None = None
-        outcomes: list[ItemOutcome] = []
-        for item, outcome in zip(self._items, self._outcomes, strict=True):
-            if outcome is None and item.scope is not None:
-                answer = answer or failure(error, is_debug=self._is_debug)
-                outcome = answer
-            outcomes.append(error if outcome is None else outcome)
-        return outcomes
+        pairs = list(zip(self._items, self._outcomes, strict=True))
+        if not isinstance(error, NOT_FAILURES):
+            log_failure(error, *(request_id_of(item.head) for item, outcome in pairs if outcome is None))
+        answer = error_response(error, is_debug=self._is_debug)
+        return [
+            (error if item.scope is None else answer) if outcome is None else outcome
+            for item, outcome in pairs
+        ]
 
     def _convert(self, item: BatchItem, result: Any) -> ItemOutcome:
         try:
@@ -122,7 +129,9 @@ class Batch:
             return self._failed(item, error)
 
     def _failed(self, item: BatchItem, error: Exception) -> ItemOutcome:
-        return error if item.scope is None else failure(error, is_debug=self._is_debug)
+        if not isinstance(error, NOT_FAILURES):
+            log_failure(error, request_id_of(item.head))
+        return error if item.scope is None else error_response(error, is_debug=self._is_debug)
 
 
 async def answer_batch(

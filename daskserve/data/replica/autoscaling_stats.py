@@ -17,8 +17,8 @@ from typing import Any
 
 from daskserve.amounts import shown
 from daskserve.clock import Clock
-from daskserve.data.replica.conversion import user_traceback
 from daskserve.data.replica.definitions import is_async
+from daskserve.data.replica.failures import user_traceback
 from daskserve.data.replica.runner import CodeRun
 from daskserve.data.replica.servable import Servable
 from daskserve.data.replica.wall import Wall

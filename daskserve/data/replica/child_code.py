@@ -48,6 +48,8 @@ class ForwardedAnswer(Answer):
 
     __slots__ = ("_code",)
 
+    runs_user_code = False
+
     def __init__(self, code: ChildCode, envelope: Envelope) -> None:
         super().__init__(envelope, code.slots, code.own_figures)
         self._code = code

@@ -15,8 +15,6 @@ anything else                          JSON, ``application/json``
 from __future__ import annotations
 
 import inspect
-import logging
-import traceback
 from collections.abc import AsyncGenerator, AsyncIterator, Generator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,14 +23,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from daskserve.context import current_replica, current_request
+from daskserve.context import current_request
+from daskserve.data.replica.failures import NOT_FAILURES, log_failure, user_traceback
 from daskserve.data.replica.jsonable import to_json
 from daskserve.data.replica.message_pipe import MessagePipe
 from daskserve.errors import StreamOptionError, UserCodeError
 from daskserve.payload import dump
 from daskserve.types import WHOLE_RESPONSE, Message, Payload
-
-logger = logging.getLogger("daskserve.replica")
 
 OCTETS = b"application/octet-stream"
 TEXT = b"text/plain; charset=utf-8"
@@ -220,39 +217,31 @@ def failure(error: Exception, *, is_debug: bool, is_started: bool = False) -> Co
     An ``HTTPException`` is a response, not a failure, and neither is a client that disconnects. If the
     response ``is_started``, it can only be cut off: then the error is raised again.
     """
+    if is_started:
+        if not isinstance(error, ClientDisconnect):
+            log_failure(error, _current_request_id())
+        raise error
+    if not isinstance(error, NOT_FAILURES):
+        log_failure(error, _current_request_id())
+    return error_response(error, is_debug=is_debug)
+
+
+def error_response(error: Exception, *, is_debug: bool) -> ConvertedResponse:
+    """Return the response to an error of user code that occurred before its response started."""
     if isinstance(error, ClientDisconnect):
-        if is_started:
-            raise error
         return _whole(400, _TEXT_HEADERS, b"")  # the client has left
-    if isinstance(error, HTTPException) and not is_started:
+    if isinstance(error, HTTPException):
         body = str(error.detail or "").encode()
         extra = [(k.lower().encode("latin-1"), v.encode("latin-1")) for k, v in (error.headers or {}).items()]
         if error.status_code in (204, 304):
             return _whole(error.status_code, extra, b"")
         return _whole(error.status_code, (*_TEXT_HEADERS, *extra), body)
-    text = user_traceback(error)
-    replica, request = current_replica.get(), current_request.get()
-    logger.error(
-        "Request %s to %s failed:\n%s",
-        request.request_id if request else "",
-        replica.replica_tag if replica else "a backend",
-        text,
-    )
-    if is_started:
-        raise error
-    body = f"Task Error. Traceback: {text}".encode() if is_debug else b"Internal Server Error"
-    answer = _whole(500, _TEXT_HEADERS, body)
+    text = f"Task Error. Traceback: {user_traceback(error)}" if is_debug else "Internal Server Error"
+    answer = _whole(500, _TEXT_HEADERS, text.encode())
     answer.is_failure = True
     return answer
 
 
-def user_traceback(error: BaseException) -> str:
-    """Return an error's traceback as text, from the first frame that is not ours."""
-    frames = error.__traceback__
-    while frames is not None and _is_ours(frames.tb_frame.f_globals.get("__name__", "")):
-        frames = frames.tb_next
-    return "".join(traceback.format_exception(type(error), error, frames or error.__traceback__))
-
-
-def _is_ours(module: str) -> bool:
-    return module.startswith("daskserve.data.") or module == "daskserve.payload"
+def _current_request_id() -> str:
+    request = current_request.get()
+    return request.request_id if request else ""

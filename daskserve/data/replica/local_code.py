@@ -15,8 +15,8 @@ from daskserve.data.replica.autoscaling_stats import StatsRecorder
 from daskserve.data.replica.batches import ReplicaBatches
 from daskserve.data.replica.call_answer import CallAnswer, StreamAnswer
 from daskserve.data.replica.construction import construct, destruct
-from daskserve.data.replica.conversion import user_traceback
 from daskserve.data.replica.definitions import is_async
+from daskserve.data.replica.failures import user_traceback
 from daskserve.data.replica.health import probe_liveness
 from daskserve.data.replica.http_answer import HTTPAnswer
 from daskserve.data.replica.servable import Servable, load_definition, run_hook, run_hook_in_thread

@@ -230,6 +230,14 @@ def request_context(envelope: Envelope) -> RequestContext:
     return RequestContext(head.get("request_id") or "", deadline=envelope.deadline)
 
 
+def request_id_of(head: Mapping[str, Any]) -> str:
+    """Return the id of a request from the head of its envelope; empty if it has none."""
+    found = head.get("request_id")
+    if not found and "extensions" in head:
+        found = (head["extensions"].get("daskserve") or {}).get("request_id")
+    return found or ""
+
+
 async def read_body(receive: Receive, first: Message | None = None) -> bytes | None:
     """Return the whole body of a request, None if the client left before it was complete."""
     message = await receive() if first is None else first

@@ -110,7 +110,7 @@ class Slots:
         self.on_free: Callable[[], None] | None = None
         #: Why the replica takes no requests while it is not open.
         self.closed_because = f"Replica {replica_tag!r} is not running."
-        self._replica_tag = replica_tag
+        self.replica_tag = replica_tag
         self._queue = queue
         self._figures = figures
         self._waiters = SlotQueue()
@@ -197,4 +197,4 @@ class Slots:
             self._idle.set()
 
     def _refusal(self) -> ReplicaBusyError:
-        return self._figures.refusal(self._replica_tag, self.ongoing)
+        return self._figures.refusal(self.replica_tag, self.ongoing)

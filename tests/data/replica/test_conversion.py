@@ -30,8 +30,8 @@ from daskserve.data.replica.conversion import (
     finish,
     finish_in_thread,
     to_answer,
-    user_traceback,
 )
+from daskserve.data.replica.failures import user_traceback
 from daskserve.data.replica.message_pipe import open_pipe
 from daskserve.data.replica.wall import Wall
 from daskserve.errors import StreamOptionError, UserCodeError

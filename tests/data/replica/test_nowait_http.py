@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
@@ -248,7 +249,12 @@ def test_what_is_given_up_tells_nobody_and_keeps_its_slot_until_its_code_ends(fu
 
 
 @pytest.mark.parametrize("function", [quick, plain, fail, stream])
-def test_nothing_of_a_request_is_left_for_the_garbage_collector(function: Any) -> None:
+def test_nothing_of_a_request_is_left_for_the_garbage_collector(
+    function: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # pytest keeps all log records, and so the frames of their exceptions.
+    monkeypatch.setattr(logging.getLogger("daskserve.replica"), "disabled", True)
+
     async def scenario(replica: Replica) -> None:
         for _ in range(3):
             answers = Answers()
