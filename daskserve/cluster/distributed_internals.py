@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 from tornado.iostream import IOStream
@@ -32,7 +33,7 @@ with needs("distributed", ">=2025.1,<2026.9") as check:
     check.fields(Server, "handlers")
     check.fields(Worker, "state")
     check.fields(TaskStates, "actors")
-    check.attributes(Worker, "actor_execute")
+    check.attributes(Worker, "actor_execute", "_get_client")
     check.fields(Scheduler, "client_comms", "idle_timeout", "_broker")
     check.fields(Broker, "_topics")
     check.fields(Topic, "subscribers")
@@ -143,13 +144,65 @@ def actors_on(worker: Worker) -> list[Any]:
 
 
 @contextmanager
-def as_current_worker(worker: Worker) -> Iterator[None]:
+def as_current_worker(worker: Worker | WorkerStandIn) -> Iterator[None]:
     """Make `distributed.get_worker` return ``worker`` in this context and its copies."""
-    token = _worker_cvar.set(worker)
+    token = _worker_cvar.set(worker)  # type: ignore[arg-type]
     try:
         yield
     finally:
         _worker_cvar.reset(token)
+
+
+def answer_get_client(worker: Worker, choose: Callable[[], Client | None]) -> None:
+    """Let a function choose what `distributed.get_client` returns on a worker; None leaves that to Dask."""
+    original = worker._get_client
+
+    def get_client(timeout: float | None = None) -> Client:
+        return choose() or original(timeout)
+
+    worker._get_client = get_client  # type: ignore[method-assign]
+
+
+def stop_answering_get_client(worker: Worker) -> None:
+    """Undo `answer_get_client`; idempotent."""
+    vars(worker).pop("_get_client", None)
+
+
+class WorkerStandIn:
+    """What `distributed.get_worker` returns in a process whose worker is another one.
+
+    It has the attributes that are the same in both processes: the worker's ``address``, ``name``, ``id`` and
+    ``local_directory``, and ``scheduler.address``.
+    """
+
+    def __init__(self, facts: Mapping[str, Any], scheduler: str, get_client: Callable[[], Client]) -> None:
+        self.scheduler = SimpleNamespace(address=scheduler)
+        self._facts = facts
+        self._find_client = get_client
+
+    def __bool__(self) -> bool:
+        return False  # a client would look for values in a worker of its own process
+
+    def __repr__(self) -> str:
+        return f"<WorkerStandIn of {self._facts.get('address')}>"
+
+    def __getattr__(self, name: str) -> Any:
+        facts = self.__dict__.get("_facts", {})
+        if name in facts:
+            return facts[name]
+        raise AttributeError(
+            f"This code runs in a process of its own, so get_worker() has no {name!r}; it has "
+            f"{', '.join(sorted(facts))} and scheduler.address. Use isolation='thread' for code that needs "
+            "more of its worker."
+        )
+
+    def _get_client(self, timeout: float | None = None) -> Client:
+        return self._find_client()
+
+
+def facts_of_worker(worker: Worker) -> dict[str, Any]:
+    """Return what a `WorkerStandIn` knows of a worker."""
+    return {name: getattr(worker, name) for name in ("address", "name", "id", "local_directory")}
 
 
 def config_variables(sections: Mapping[str, Any]) -> dict[str, str]:

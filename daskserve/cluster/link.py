@@ -32,6 +32,7 @@ from daskserve.cluster.distributed_internals import (
     call_before_close,
     call_when_closed,
     configured_security,
+    facts_of_worker,
     is_asynchronous,
     scheduler_address,
 )
@@ -156,6 +157,10 @@ class DaskLink:
     def scheduler_address(self) -> str:
         self._address = scheduler_address(self.client) or self._address
         return self._address
+
+    def worker_facts(self) -> dict[str, Any]:
+        """Return what a child process knows of this worker; empty in a client."""
+        return {} if self._worker is None else facts_of_worker(self._worker)
 
     @property
     def dashboard_link(self) -> str | None:

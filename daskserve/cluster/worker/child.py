@@ -36,11 +36,12 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol
 
 import dask.config
-from distributed import Client
+from distributed import Client, Security
 
 from daskserve import settings
 from daskserve._version import __version__
@@ -48,12 +49,13 @@ from daskserve.cluster.actor_calls import control_call
 from daskserve.cluster.base import Process
 from daskserve.cluster.channel.channel import Channel
 from daskserve.cluster.channel.transport import SocketTransport, Transport
-from daskserve.cluster.distributed_internals import scheduler_address
+from daskserve.cluster.distributed_internals import WorkerStandIn, as_current_worker, scheduler_address
 from daskserve.cluster.link import DaskLink, default_client, link_of
 from daskserve.cluster.worker.log_thread import LogThread
+from daskserve.cluster.worker.user_clients import UserClients
 from daskserve.errors import ClusterUnreachableError, InstanceError, VersionMismatchError
 from daskserve.internals.python import run_exit_functions
-from daskserve.loops.event_loop import new_event_loop
+from daskserve.loops.event_loop import new_event_loop, running_loop
 from daskserve.options.environment import Interpreter
 from daskserve.payload import dump_bytes, load_bytes
 from daskserve.types import (
@@ -314,12 +316,12 @@ async def _refuse(name: str, number: int, envelope: Envelope, receive: Receive, 
 
 
 def dump_access(cluster: Process) -> bytes:
-    """Return the pickled address and security with which a child connects to the same Dask cluster."""
-    client = cluster.link.client if isinstance(cluster.link, DaskLink) else None
-    address = None if client is None else scheduler_address(client)
-    if client is None or address is None or address.startswith("inproc"):
-        return dump_bytes(("", None))
-    return dump_bytes((address, client.security))
+    """Return the pickled facts with which a child connects to the same Dask cluster."""
+    link = cluster.link
+    address = scheduler_address(link.client) if isinstance(link, DaskLink) else None
+    if not isinstance(link, DaskLink) or address is None or address.startswith("inproc"):
+        return dump_bytes(("", None, {}))
+    return dump_bytes((address, link.client.security, link.worker_facts()))
 
 
 class ChildView:
@@ -334,6 +336,7 @@ class ChildView:
         self._connect_timeout_s = connect_timeout_s
         self._lock = threading.Lock()
         self._client: Client | None = None
+        self._user_clients: UserClients | None = None
 
     @property
     def link(self) -> DaskLink:
@@ -351,13 +354,32 @@ class ChildView:
                 self._client = self._connect()
             return link_of(self._client)
 
-    def _connect(self) -> Client:
-        address, security = load_bytes(self._access)
+    def as_current_worker(self) -> AbstractContextManager[None]:
+        """Let Dask's ``get_worker()`` and ``get_client()`` work in this context and its copies."""
+        address, _, facts = load_bytes(self._access)
+        if not facts:
+            return contextlib.nullcontext()
+        return as_current_worker(WorkerStandIn(facts, address, self._find_client))
+
+    def _find_client(self) -> Client:
+        """Return the client for user code: that of the running loop, or one that blocks."""
+        if running_loop() is None:
+            return self.link.client
+        if self._user_clients is None:
+            self._user_clients = UserClients(*self._address_and_security())
+        return self._user_clients.of_running_loop()
+
+    def _address_and_security(self) -> tuple[str, Security | None]:
+        address, security, _ = load_bytes(self._access)
         if not address:
             raise InstanceError(
                 "Code in a child process cannot connect to this cluster, which runs within a single "
                 "process; use isolation='thread', or a cluster of processes."
             )
+        return address, security
+
+    def _connect(self) -> Client:
+        address, security = self._address_and_security()
         dask.config.set({"scheduler-address": address})  # for a `Client()` in user code
         try:
             return Client(

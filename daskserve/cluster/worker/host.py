@@ -26,14 +26,24 @@ from daskserve.clock import LoopClock
 from daskserve.cluster.actor_book import ActorBook
 from daskserve.cluster.base import ActorContext, ActorFactory, ActorSpec, Hosted
 from daskserve.cluster.channel.dialling import CHANNEL_OP
-from daskserve.cluster.distributed_internals import NO_REPLY, add_handler, as_current_worker, remove_handler
+from daskserve.cluster.distributed_internals import (
+    NO_REPLY,
+    add_handler,
+    answer_get_client,
+    as_current_worker,
+    remove_handler,
+    stop_answering_get_client,
+)
 from daskserve.cluster.encryption import as_client
 from daskserve.cluster.link import DaskLink
 from daskserve.cluster.metrics_path import facts_of_server
 from daskserve.cluster.worker.interpreter import InterpreterTuning
 from daskserve.cluster.worker.log_thread import LogThread
+from daskserve.cluster.worker.user_clients import UserClients
+from daskserve.context import current_replica
 from daskserve.errors import UnavailableError
 from daskserve.figures.collector import PROCESS
+from daskserve.loops.event_loop import running_loop
 from daskserve.payload import dump_error
 from daskserve.types import ACTOR_FACTORIES, ActorKind, InstanceName
 
@@ -63,6 +73,8 @@ class Host:
         self._worker = get_worker()
         self._tuning = InterpreterTuning()
         self._logs = LogThread()
+        security = as_client(self._worker.security, "worker")
+        self._user_clients = UserClients(self._worker.scheduler.address, security)
         #: The link of this worker's process; None until `open`.
         self.link: DaskLink | None = None
         self.book = ActorBook(
@@ -91,6 +103,7 @@ class Host:
             self.link = DaskLink(client, role="worker", worker=self._worker, book=self.book)
             # `close` may be called during the first await, so everything that it undoes is done before.
             add_handler(self._worker, CHANNEL_OP, self._accept)
+            answer_get_client(self._worker, self._find_user_client)
             self._tuning.open()
             if settings.process().log_thread and is_own_process(self._worker):
                 self._logs.open()
@@ -126,12 +139,19 @@ class Host:
         for instance in {entry.spec.instance for entry in self.book.entries.values()}:
             await self.end_instance(instance)
         remove_handler(self._worker, CHANNEL_OP)
+        stop_answering_get_client(self._worker)
         self._tuning.close()
         await asyncio.to_thread(self._logs.close)
         if self.link is not None:
             link, self.link = self.link, None
             await link.close()
             await link.client.close()
+
+    def _find_user_client(self) -> Client | None:
+        loop = running_loop()
+        if loop is None or loop is self._open_link.loop or current_replica.get() is None:
+            return None
+        return self._user_clients.of_running_loop()
 
     def _make(self, spec: ActorSpec) -> Hosted:
         link = self._open_link

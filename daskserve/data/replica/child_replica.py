@@ -122,7 +122,8 @@ class ReplicaServer:
         # User code sees only those parts of the view that handles and clients need.
         context = ContextWith(spec, view, LoopClock(), system_rng(), worker)
         self._replica = ChildReplica(context)
-        return await self._replica.start()
+        with view.as_current_worker():
+            return await self._replica.start()
 
     @verb
     async def stop(self) -> None:

@@ -1,0 +1,101 @@
+"""Dask's own functions in user code, on every event loop, in threads and in child processes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from dask_processes import ExternalCluster, poll_for
+from distributed import get_client, get_worker
+
+import daskserve as serve
+
+LIMIT_S = 20
+PLACES: dict[str, dict[str, Any]] = {
+    "own": {},
+    "worker": {"event_loop": "worker"},
+    "process": {"isolation": "process"},
+    "process_worker": {"isolation": "process", "event_loop": "worker"},
+}
+
+
+class Dask:
+    """Uses Dask in every way that user code may."""
+
+    def __call__(self, request: Any) -> None: ...
+
+    async def first(self) -> Any:
+        """Use the client before it is connected."""
+        data = await get_client().scatter([1, 2, 3])
+        return await get_client().submit(sum, data)
+
+    async def gathered(self) -> Any:
+        client = get_client()
+        assert client is get_client()
+        return await client.gather(client.map(abs, [-1, -2]))
+
+    async def failing(self) -> Any:
+        return await get_client().submit(divmod, 1, 0)
+
+    async def in_thread(self) -> Any:
+        return await asyncio.to_thread(lambda: get_client().submit(abs, -5).result())
+
+    def plain(self) -> Any:
+        client = get_client()
+        return [client.submit(abs, -1).result(), client.gather(client.map(abs, [-2]))]
+
+    def loop_of_its_own(self) -> Any:
+        async def main() -> Any:
+            return await get_client().submit(abs, -6)
+
+        return asyncio.run(main())
+
+    def worker(self) -> Any:
+        worker = get_worker()
+        return [worker.address, worker.name, worker.scheduler.address]
+
+    def workers_plugins(self) -> Any:
+        return list(get_worker().plugins)
+
+
+@pytest.fixture(params=PLACES)
+def handle(request: pytest.FixtureRequest, client: serve.Client) -> Iterator[Any]:
+    client.deploy("dask", Dask, config=PLACES[request.param], route_prefix=None)
+    yield client.get_handle("dask")
+    client.delete_deployment("dask")
+
+
+def test_dask_works_in_user_code(handle: Any, external: ExternalCluster, request: Any) -> None:
+    def call(method: str) -> Any:
+        return getattr(handle, method).remote().result(LIMIT_S)
+
+    assert call("first") == 6
+    assert call("gathered") == [1, 2]
+    with pytest.raises(ZeroDivisionError):
+        call("failing")
+    assert call("in_thread") == 5
+    assert call("plain") == [1, [2]]
+    assert call("loop_of_its_own") == 6
+    address, name, scheduler = call("worker")
+    info = external.client.scheduler_info(n_workers=-1)
+    assert (info["workers"][address]["name"], info["address"]) == (name, scheduler)
+    if "process" in request.node.callspec.params["handle"]:
+        with pytest.raises(AttributeError, match="has no 'plugins'; it has address, id, local_directory"):
+            call("workers_plugins")
+    else:
+        assert call("workers_plugins")
+
+
+def test_the_clients_of_user_code_end_with_the_replica(
+    handle: Any, client: serve.Client, external: ExternalCluster
+) -> None:
+    assert handle.gathered.remote().result(LIMIT_S) == [1, 2]
+    client.delete_deployment("dask")
+
+    def user_clients() -> list[str]:
+        names: Any = external.client.run_on_scheduler(lambda dask_scheduler: list(dask_scheduler.clients))
+        return [name for name in names if "daskserve-user" in name]
+
+    poll_for(lambda: not user_clients(), what=user_clients)
