@@ -8,6 +8,7 @@ times are not frozen, because creating a frozen dataclass takes three times as l
 from __future__ import annotations
 
 import enum
+import pickle
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, Protocol, TypeAlias, cast
@@ -131,6 +132,10 @@ class Payload:
     data: bytes
     buffers: tuple[Any, ...] = ()
 
+    def load(self) -> Any:
+        """Unpickle the value. A pickle can run any code, so never call this on untrusted data."""
+        return pickle.loads(self.data, buffers=self.buffers)
+
     @property
     def nbytes(self) -> int:
         if not self.buffers:
@@ -144,8 +149,9 @@ class EnvelopeKind(enum.StrEnum):
     - HTTP: ``head`` is an ASGI scope; both directions carry ASGI messages.
     - CALL: ``head`` is ``{"method", "request_id"}`` and, for classic backends, what stands in for HTTP;
       ``payload`` holds ``(args, kwargs)``; the answer is one
-      ``{"type": "call.result", "payload": Payload}``, or, for a head with ``"stream"``, any number of
-      ``{"type": "call.item", "payload": Payload}``.
+      ``{"type": "call.result", "payload": Payload}``, or, if ``head["stream"]`` is true, any number of
+      ``{"type": "call.item", "payload": Payload}``. A head with ``"values"`` also has ``"stream"``: values of
+      Dask were taken out of the payload, see `daskserve.cluster.values`.
     - CONTROL: ``head`` is ``{"verb", "message"}`` of plain values; the answer is one
       ``{"type": "control.result", "value": ...}``. Nothing in it is ever unpickled.
     """

@@ -24,6 +24,7 @@ from daskserve.types import (
     InstanceName,
     Load,
     OnAnswer,
+    Payload,
     Receive,
     Send,
     SnapshotId,
@@ -324,6 +325,18 @@ ActorContext: TypeAlias = ContextWith[Process]
 ActorFactory: TypeAlias = Callable[[ActorContext], Hosted]
 
 
+class RemoteValues(Protocol):
+    """The values that were taken out of the arguments of one call; keep this until the call is answered."""
+
+    #: The arguments without the values.
+    payload: Payload
+    #: The pickled list of their keys.
+    keys: bytes
+
+    async def wait(self) -> None:
+        """Return when all values exist; raise the error of a task that failed."""
+
+
 class Link(Protocol):
     """The event loop of a process's connections, and the hops onto it from other threads.
 
@@ -359,6 +372,14 @@ class Link(Protocol):
 
     def runs_here(self) -> bool:
         """Return whether the caller is on the link's own loop."""
+
+    def take_values(
+        self, payload: Payload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> RemoteValues | None:
+        """Take Dask's values out of a call's arguments and have them computed; None if there are none."""
+
+    async def fetch_values(self, keys: bytes) -> list[Any]:
+        """Return the values that `take_values` took out in another process."""
 
     def cluster(self, instance: InstanceName) -> Process:
         """Return this process's view of an instance."""

@@ -30,6 +30,8 @@ with needs("distributed", ">=2025.1,<2026.9") as check:
     from distributed.worker_state_machine import WorkerState as TaskStates
 
     check.fields(Client, "_asynchronous", "_handle_report_task", "preloads", "rpc", "scheduler")
+    check.attributes(Client, "_send_to_scheduler")
+    check.attributes(Scheduler, "client_desires_keys", "get_task_status")
     check.fields(Server, "handlers")
     check.fields(Worker, "state")
     check.fields(TaskStates, "actors")
@@ -86,6 +88,14 @@ async def call_scheduler(client: Client, operation: str, **arguments: Any) -> An
     if client.scheduler is None:
         raise OSError("the Dask client is closed")
     return await getattr(client.scheduler, operation)(**arguments)
+
+
+def desire_keys(client: Client, keys: list[Any]) -> None:
+    """Have the scheduler report on tasks of other clients to a client, and keep their results for it.
+
+    This ends when the client has no futures of these keys any more.
+    """
+    client._send_to_scheduler({"op": "client-desires-keys", "keys": keys, "client": client.id})
 
 
 def call_when_closed(client: Client, callback: Callable[[], None]) -> None:

@@ -37,6 +37,7 @@ from daskserve.cluster.distributed_internals import (
     scheduler_address,
 )
 from daskserve.cluster.probe import mismatch, version_probe
+from daskserve.cluster.values import DaskValues, fetch, may_hold_values, on_loop, take_out
 from daskserve.context import current_replica
 from daskserve.errors import (
     BlockingCallError,
@@ -49,7 +50,7 @@ from daskserve.figures.collector import PROCESS
 from daskserve.loops.event_loop import running_loop
 from daskserve.loops.hops import Hops, Landing
 from daskserve.loops.tasks import TaskSet
-from daskserve.types import Envelope, InstanceName, Load, Receive, Send
+from daskserve.types import Envelope, InstanceName, Load, Payload, Receive, Send
 
 T = TypeVar("T")
 
@@ -157,6 +158,20 @@ class DaskLink:
     def scheduler_address(self) -> str:
         self._address = scheduler_address(self.client) or self._address
         return self._address
+
+    def take_values(
+        self, payload: Payload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> DaskValues | None:
+        """Take Dask's values out of a call's arguments and have them computed; None if there are none."""
+        if not may_hold_values(payload, args, kwargs):
+            return None
+        payload, values = take_out((args, kwargs))
+        return DaskValues(self.client, self.scheduler_address, payload, values) if values else None
+
+    async def fetch_values(self, keys: bytes) -> list[Any]:
+        """Return the values that `take_values` took out in another process."""
+        found: list[Any] = await on_loop(self.loop, fetch(self.client, keys))
+        return found
 
     def worker_facts(self) -> dict[str, Any]:
         """Return what a child process knows of this worker; empty in a client."""

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import time
 from collections.abc import Iterator
+from concurrent.futures import CancelledError
 from typing import Any
 
+import dask
+import dask.array
 import pytest
 from dask_processes import ExternalCluster, poll_for
 from distributed import get_client, get_worker
@@ -99,3 +104,70 @@ def test_the_clients_of_user_code_end_with_the_replica(
         return [name for name in names if "daskserve-user" in name]
 
     poll_for(lambda: not user_clients(), what=user_clients)
+
+
+# ---- values as arguments
+
+
+class Sees:
+    """Returns what arrives, and the process that fetched it."""
+
+    def __call__(self, request: Any) -> Any: ...
+
+    async def see(self, *args: Any, **kwargs: Any) -> Any:
+        return args, kwargs
+
+    def total(self, array: Any) -> Any:
+        return float(array.sum())
+
+
+class Composed:
+    """Passes values of its own client on."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    async def __call__(self, request: Any) -> Any: ...
+
+    async def pass_on(self) -> Any:
+        return await self.inner.see.remote(get_client().submit(abs, -7), [dask.delayed(abs)(-8)])
+
+    def pass_on_plain(self) -> Any:
+        return self.inner.see.remote(get_client().submit(abs, -9)).result()
+
+
+def slow_double(value: int) -> int:
+    time.sleep(0.2)
+    return 2 * value
+
+
+@pytest.mark.parametrize("place", ["own", "worker", "process"])
+def test_futures_and_collections_arrive_as_values(
+    place: str, client: serve.Client, external: ExternalCluster
+) -> None:
+    client.deploy("sees", Sees, config=PLACES[place], route_prefix=None)
+    sees = client.get_handle("sees")
+    client.deploy("composed", Composed, sees, config=PLACES[place], route_prefix=None)
+    composed = client.get_handle("composed")
+    submit = external.client.submit
+
+    # The only reference to the future is that of the call.
+    assert sees.see.remote(submit(slow_double, 4, pure=False)).result(LIMIT_S) == ((8,), {})
+    nested = sees.see.remote([submit(abs, -1)], {"a": (submit(abs, -2), 3)}, x=dask.delayed(abs)(-4))
+    assert nested.result(LIMIT_S) == (([1], {"a": (2, 3)}), {"x": 4})
+    assert sees.total.remote(dask.array.ones(50_000, chunks=25_000)).result(LIMIT_S) == 50_000
+    assert composed.pass_on.remote().result(LIMIT_S) == ((7, [8]), {})
+    assert composed.pass_on_plain.remote().result(LIMIT_S) == ((9,), {})
+    with pytest.raises(ZeroDivisionError):
+        sees.see.remote(submit(divmod, 1, 0)).result(LIMIT_S)
+    cancelled = submit(slow_double, 5, pure=False)
+    cancelled.cancel()
+    with pytest.raises(CancelledError):
+        sees.see.remote(cancelled).result(LIMIT_S)
+    del cancelled
+
+    def tasks() -> list[str]:
+        names: Any = external.client.run_on_scheduler(lambda dask_scheduler: list(dask_scheduler.tasks))
+        return [name for name in names if str(name).startswith(("slow_double", "abs", "divmod"))]
+
+    poll_for(lambda: gc.collect() is not None and not tasks(), what=tasks)

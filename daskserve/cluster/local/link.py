@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
 
 from daskserve.clock import RequestIds
 from daskserve.cluster.base import Process
+from daskserve.cluster.local.values import LocalValues
 from daskserve.cluster.local.world import LocalWorld
+from daskserve.cluster.values import may_hold_values, take_out
 from daskserve.errors import BadRequestError, BlockingCallError, ClusterUnreachableError, NotRunningError
 from daskserve.loops.hops import Hop, Hops, Landing
-from daskserve.types import InstanceName
+from daskserve.payload import load_bytes
+from daskserve.types import InstanceName, Payload
 
 T = TypeVar("T")
 
@@ -75,6 +78,20 @@ class LocalLink:
         if instance != self._world.instance:
             raise NotRunningError(f"Instance {instance!r} does not run on this cluster.")
         return self._process
+
+    def take_values(
+        self, payload: Payload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> LocalValues | None:
+        """Take the values of Dask out of a call's arguments; return None if there are none."""
+        if not may_hold_values(payload, args, kwargs):
+            return None
+        payload, values = take_out((args, kwargs))
+        return LocalValues(payload, values) if values else None
+
+    async def fetch_values(self, keys: bytes) -> list[Any]:
+        """Return the values that `take_values` took out."""
+        found: list[Any] = load_bytes(keys)
+        return found
 
     async def drop_cluster(self, instance: InstanceName) -> None:
         """Stop listening to the instance."""

@@ -14,7 +14,7 @@ from typing import Any, Literal, overload
 
 from daskserve.amounts import shown
 from daskserve.clock import stopwatch
-from daskserve.cluster.base import Link, Process
+from daskserve.cluster.base import Link, Process, RemoteValues
 from daskserve.cluster.present import find_link
 from daskserve.context import current_request
 from daskserve.data.caller.direct_call import DirectCall, no_answer_error
@@ -31,7 +31,7 @@ from daskserve.errors import (
 from daskserve.figures.collector import PROCESS
 from daskserve.loops.deadlines import earliest, is_over, until
 from daskserve.loops.pending_call import PendingCall
-from daskserve.payload import PackedError, dump, load, load_error
+from daskserve.payload import PackedError, dump, load_error, may_mention_dask
 from daskserve.types import DONE, Envelope, EnvelopeKind, Message, Payload, Send, nothing_to_receive
 
 
@@ -106,7 +106,7 @@ class Response:
     def _value(self) -> Any:
         # Unpickling may run user code, so it happens once and on the caller's side.
         if not self._is_loaded:
-            self._loaded = load(self._future.result())
+            self._loaded = self._future.result().load()
             self._is_loaded = True
         return self._loaded
 
@@ -246,10 +246,11 @@ class Handle:
         if own_s is not None:
             deadline = earliest(deadline, link.loop.time() + own_s)
         payload = dump((args, kwargs))
-        if deadline is None and pipe is None:
+        values = link.take_values(payload, args, kwargs) if may_mention_dask(payload) else None
+        if deadline is None and pipe is None and values is None:
             future = self._start_direct(link, payload, request_id)
         else:
-            call = self._call(payload, request_id, deadline, None if pipe is None else pipe.put)
+            call = self._call(payload, request_id, deadline, None if pipe is None else pipe.put, values)
             if deadline is not None:
                 call = until(deadline, call, f"Request {request_id} was not answered before its deadline.")
             future = start_call(link, call)
@@ -288,7 +289,7 @@ class Handle:
         except Exception as error:  # the caller gets it
             future.set_error(error)
             return
-        begin_call(link, self._call(payload, request_id, None, None), future)
+        begin_call(link, self._call(payload, request_id, None, None, None), future)
 
     def _continue_call(self, call: DirectCall, refused: ReplicaBusyError | ActorLostError) -> None:
         """Continue a call that a replica has refused, in a task."""
@@ -314,8 +315,18 @@ class Handle:
             head["stream"] = True
         return head
 
-    async def _call(self, payload: Payload, request_id: str, deadline: float | None, put: Send | None) -> Any:
+    async def _call(
+        self,
+        payload: Payload,
+        request_id: str,
+        deadline: float | None,
+        put: Send | None,
+        values: RemoteValues | None,
+    ) -> Any:
         cluster = self._process
+        if values is not None:
+            payload = values.payload
+            await values.wait()
         if cluster.is_ended:
             raise ClosedError(
                 f"Instance {self._instance!r} has been shut down; get a new handle from a running instance."
@@ -323,7 +334,10 @@ class Handle:
         router = (await routers_of(cluster)).router(self._endpoint)
         if not router.is_known:
             await router.wait_until_known()
-        envelope = Envelope(EnvelopeKind.CALL, self._head(router, request_id, put), payload, deadline)
+        head = self._head(router, request_id, put)
+        if values is not None:
+            head |= {"stream": put is not None, "values": values.keys}
+        envelope = Envelope(EnvelopeKind.CALL, head, payload, deadline)
         router.calls.begun += 1
 
         def send(keep: Send) -> Coroutine[Any, Any, None]:
@@ -356,7 +370,7 @@ class Handle:
             raise
         finally:
             metrics.latency.observe(stopwatch() - began)
-        if "stream" in envelope.head:
+        if envelope.head.get("stream"):
             return None
         if not answers:
             raise no_answer_error(envelope)

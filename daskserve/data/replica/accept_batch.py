@@ -17,7 +17,6 @@ from collections.abc import (
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from daskserve import payload as pickled
 from daskserve.data.batching.results import as_results
 from daskserve.data.replica.conversion import (
     ConvertedResponse,
@@ -67,7 +66,7 @@ class BatchItem:
             request = HTTPRequest(self.scope, receive)
             request.whole_body = self.body
             return request
-        args, kwargs = ((), {}) if self.payload is None else pickled.load(self.payload)
+        args, kwargs = ((), {}) if self.payload is None else self.payload.load()
         return legacy_argument(self.head, args, kwargs)
 
 

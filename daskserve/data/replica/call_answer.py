@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from daskserve.data.replica.accept_batch import BatchItem
@@ -12,6 +13,7 @@ from daskserve.data.replica.message_pipe import open_pipe
 from daskserve.data.replica.serving import LocalAnswer
 from daskserve.data.replica.streaming import finish_stream, finish_stream_in_thread, stream, stream_in_thread
 from daskserve.errors import StreamOptionError
+from daskserve.payload import FilledPayload
 from daskserve.types import Message, Receive, Send
 
 
@@ -77,3 +79,41 @@ class StreamAnswer(CallAnswer):
 
     def message(self, value: Any) -> Message | None:
         return None
+
+
+class ValuesAnswer(LocalAnswer):
+    """The answer to a call with values of Dask among its arguments, which are fetched first."""
+
+    __slots__ = ()
+
+    def begin(self, receive: Receive | None = None, send: Send | None = None) -> Awaitable[None] | None:
+        return self._fetch_and_begin(receive, send)
+
+    async def _fetch_and_begin(self, receive: Receive | None, send: Send | None) -> None:
+        envelope = self.envelope
+        payload = envelope.payload
+        assert payload is not None
+        values = await self.code.fetch_values(envelope.head["values"])
+        self.envelope = replace(envelope, payload=FilledPayload(payload.data, payload.buffers, values))
+        preparing = super().begin(receive, send)
+        if preparing is not None:
+            await preparing
+
+
+class ValuesCallAnswer(ValuesAnswer, CallAnswer):
+    """The answer to a call with one result."""
+
+    __slots__ = ()
+
+
+class ValuesStreamAnswer(ValuesAnswer, StreamAnswer):
+    """The answer to a streaming call."""
+
+    __slots__ = ()
+
+
+def call_answer_for(head: Mapping[str, Any]) -> type[CallAnswer]:
+    """Return the kind of answer to a call whose head has ``"stream"``."""
+    if "values" not in head:
+        return StreamAnswer
+    return ValuesStreamAnswer if head["stream"] else ValuesCallAnswer

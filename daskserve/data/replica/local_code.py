@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
 import logging
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from daskserve.context import HasLink, ReplicaContext, current_replica
 from daskserve.data.replica.answer import Answer
 from daskserve.data.replica.autoscaling_stats import StatsRecorder
 from daskserve.data.replica.batches import ReplicaBatches
-from daskserve.data.replica.call_answer import CallAnswer, StreamAnswer
+from daskserve.data.replica.call_answer import CallAnswer, call_answer_for
 from daskserve.data.replica.construction import construct, destruct
 from daskserve.data.replica.definitions import is_async
 from daskserve.data.replica.failures import user_traceback
@@ -104,6 +105,7 @@ class LocalCode:
             # Raised outside of the handler: the traceback of the user's error refers to the user's object.
             raise failure
         self._serving = ServingCode(wall, servable, self._batches, self.slots, self._figures)
+        self._serving.fetch_values = self._fetch_values
         self._serving.has_method_header = start.config.method_header
         self._serving.on_disconnect = start.config.on_disconnect
         facts = servable.facts
@@ -144,12 +146,18 @@ class LocalCode:
         if envelope.kind is EnvelopeKind.HTTP:
             kind = HTTPAnswer
         elif envelope.kind is EnvelopeKind.CALL:
-            kind = StreamAnswer if "stream" in envelope.head else CallAnswer
+            kind = call_answer_for(envelope.head) if "stream" in envelope.head else CallAnswer
         else:
             raise BadRequestError(f"A replica takes no requests of kind {envelope.kind!r}.")
         answer = kind(envelope, serving.slots, serving.figures)
         answer.code = serving
         return answer
+
+    async def _fetch_values(self, keys: bytes) -> list[Any]:
+        # In a child process, the first use of the link connects to the cluster, and blocks.
+        link = await asyncio.to_thread(lambda: self._context.cluster.link)
+        found: list[Any] = await link.fetch_values(keys)
+        return found
 
     def needs_task(self, envelope: Envelope) -> bool:
         """Whether a request can only be answered from a task."""

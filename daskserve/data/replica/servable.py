@@ -263,7 +263,7 @@ def call_arguments(
     method: Method, head: Mapping[str, Any], payload: Payload | None
 ) -> tuple[Sequence[Any], Mapping[str, Any]]:
     """Return the positional and keyword arguments for a method."""
-    args, kwargs = ((), {}) if payload is None else pickled.load(payload)
+    args, kwargs = ((), {}) if payload is None else payload.load()
     if not head.get("legacy"):
         return args, kwargs
     return ((legacy_argument(head, args, kwargs),) if method.takes_argument else ()), {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextvars import Context
 from typing import Any
 
@@ -34,6 +34,8 @@ class ServingCode:
         self.sockets: set[MessagePipe] = set()
         #: Whether a header of an HTTP request may name the method to call.
         self.has_method_header = False
+        #: Returns the values of Dask that the caller took out of a call's arguments.
+        self.fetch_values: Callable[[bytes], Awaitable[list[Any]]]
         #: The option ``on_disconnect``.
         self.on_disconnect: str | None = None
 

@@ -1,0 +1,160 @@
+"""Dask futures, delayed values and collections among the arguments of a call.
+
+They do not travel. The caller takes them out of the pickled arguments, has collections computed on the
+cluster, waits until all values exist, and sends their keys. The replica's process fetches the values from the
+workers that hold them, and puts them in when it unpickles the arguments. The caller holds the futures until
+it has the answer, so that the cluster keeps the values.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+from dask.base import is_dask_collection
+from distributed import Client, Future
+
+from daskserve.cluster.distributed_internals import call_scheduler, desire_keys, scheduler_address
+from daskserve.errors import BadRequestError, UnavailableError
+from daskserve.internals.cloudpickle import CodePickler
+from daskserve.payload import SEARCHED_BYTES, dump_with, load_bytes
+from daskserve.types import Payload
+
+#: In arguments that are too large to be searched, so many items of each container are looked at, to this
+#: depth.
+MAX_ITEMS = 100
+MAX_DEPTH = 3
+
+_PLAIN = frozenset({str, bytes, bytearray, int, float, bool, type(None)})
+_CONTAINERS = (list, tuple, set, frozenset)
+
+
+def may_hold_values(payload: Payload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether arguments that `daskserve.payload.may_mention_dask` may hold values of Dask."""
+    if len(payload.data) <= SEARCHED_BYTES:
+        return True
+    return _holds_values(args, MAX_DEPTH) or _holds_values(kwargs, MAX_DEPTH)
+
+
+def _holds_values(value: Any, depth: int) -> bool:
+    if type(value) in _PLAIN:
+        return False
+    items: Iterable[Any]
+    if isinstance(value, _CONTAINERS):
+        items = value
+    elif isinstance(value, dict):
+        items = value.values()
+    else:
+        return _is_value(value)
+    return depth >= 0 and any(_holds_values(item, depth - 1) for item in islice(items, MAX_ITEMS))
+
+
+def _is_value(value: Any) -> bool:
+    return isinstance(value, Future) or is_dask_collection(value)
+
+
+class _SeparatingPickler(CodePickler):
+    """Collects the values of Dask that it meets."""
+
+    # Not a class within `take_out`: it would keep the values until the next garbage collection.
+    values: list[Any]
+
+    def persistent_id(self, value: Any) -> int | None:
+        if not _is_value(value):
+            return None
+        self.values.append(value)
+        return len(self.values) - 1
+
+
+def take_out(arguments: Any) -> tuple[Payload, list[Any]]:
+    """Pickle arguments without the values of Dask among them, which are returned."""
+    values: list[Any] = []
+
+    def dumps(value: Any, **options: Any) -> bytes:
+        file = io.BytesIO()
+        pickler = _SeparatingPickler(file, **options)
+        pickler.values = values
+        pickler.dump(value)
+        return file.getvalue()
+
+    return dump_with(dumps, arguments), values
+
+
+# ---- on a Dask cluster
+
+
+class DaskValues:
+    """The values of one call, as futures; a `daskserve.cluster.base.RemoteValues`."""
+
+    def __init__(self, client: Client, scheduler: str, payload: Payload, values: Sequence[Any]) -> None:
+        self.payload = payload
+        numbers = [number for number, value in enumerate(values) if not isinstance(value, Future)]
+        computed: Any = client.compute([values[number] for number in numbers]) if numbers else []
+        made = dict(zip(numbers, computed, strict=True))
+        self._futures: list[Future[Any]] = [made.get(number, value) for number, value in enumerate(values)]
+        for future in self._futures:
+            if future.client is None:
+                raise BadRequestError(f"{future!r} belongs to no client; pass it where it was made.")
+        self._scheduler = scheduler
+        self.keys = pickle.dumps([future.key for future in self._futures])
+
+    async def wait(self) -> None:
+        for future in self._futures:
+            loop = future.client.loop.asyncio_loop
+            error = await on_loop(loop, _wait(future, self._scheduler))
+            if error is not None:
+                # The error belongs to the future; its traceback must not keep the future.
+                del future
+                self._futures.clear()
+                try:
+                    raise error
+                finally:
+                    del error
+
+
+async def _wait(future: Future[Any], scheduler: str) -> BaseException | None:
+    """Return None when a future has a value, or its error; runs on the loop of its client."""
+    client = await future.client
+    found = scheduler_address(client)
+    if found != scheduler:
+        return BadRequestError(
+            f"{future!r} belongs to the Dask cluster {found or 'of a closed client'}, but the replicas run "
+            f"on {scheduler}; pass its result instead."
+        )
+    error: BaseException | None = await future.exception()
+    if error is None and future.cancelled():
+        try:
+            await future.result()
+        except Exception as cancelled:  # Dask's own error, with the reason
+            return cancelled
+    return error
+
+
+async def fetch(client: Client, keys: bytes) -> list[Any]:
+    """Return the values of keys that exist on the cluster; call this on the client's loop.
+
+    Raises
+    ------
+    UnavailableError
+        The cluster does not have one of them any more.
+    """
+    names = load_bytes(keys)
+    states = await call_scheduler(client, "get_task_status", keys=names)
+    gone = [name for name in names if states.get(name) in (None, "released", "forgotten")]
+    if gone:
+        raise UnavailableError(f"The Dask value {gone[0]!r} was released before a replica fetched it.")
+    futures: list[Future[Any]] = [Future(name, client=client) for name in names]
+    desire_keys(client, names)
+    found: list[Any] = await client.gather(futures, direct=True, asynchronous=True)
+    return found
+
+
+async def on_loop(loop: asyncio.AbstractEventLoop, coroutine: Any) -> Any:
+    """Run a coroutine on a loop, which may be this one, and return its result."""
+    if loop is asyncio.get_running_loop():
+        return await coroutine
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, loop))

@@ -1,0 +1,118 @@
+"""Dask's values among the arguments of a call arrive as what they stand for."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import dask
+import numpy as np
+import pytest
+
+import daskserve as serve
+from daskserve.cluster.values import MAX_ITEMS, may_hold_values, take_out
+from daskserve.payload import FilledPayload, dump, may_mention_dask
+from daskserve.testing import local_instance
+
+
+@dask.delayed  # type: ignore[misc]
+def half(value: int) -> float:
+    if value < 0:
+        raise ValueError("negative")
+    return value / 2
+
+
+class Model:
+    """Returns its arguments."""
+
+    def __call__(self, request: Any) -> Any:
+        return request.data
+
+    async def echo(self, *args: Any, **kwargs: Any) -> Any:
+        return args, kwargs
+
+    def plain(self, value: Any) -> Any:
+        return value
+
+    async def items(self, values: Any) -> Any:
+        for value in values:
+            yield value
+
+
+@serve.accept_batch
+def batch(requests: list[Any]) -> list[Any]:
+    return [request.data for request in requests]
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[serve.Client]:
+    with local_instance() as client:
+        for place in ("own", "worker"):
+            client.deploy(place, Model, config={"event_loop": place})
+        client.create_backend("batch", batch, config={"max_batch_size": 2})
+        client.create_endpoint("batch", backend="batch")
+        yield client
+
+
+@pytest.fixture(params=["own", "worker"])
+def handle(request: pytest.FixtureRequest, client: serve.Client) -> Any:
+    return client.get_handle(request.param)
+
+
+def test_values_arrive_wherever_they_are_in_the_arguments(handle: Any) -> None:
+    answer = handle.echo.remote(half(3), [half(4), 1], {"a": (half(5),)}, b=half(6)).result(10)
+    assert answer == ((1.5, [2.0, 1], {"a": (2.5,)}), {"b": 3.0})
+    assert handle.plain.remote(half(3)).result(10) == 1.5
+
+
+def test_large_values_and_large_arguments_arrive(handle: Any) -> None:
+    numbers = dask.delayed(np.arange)(5000)
+    got = handle.echo.remote(b"x" * 20_000, numbers, {"text": "y" * 20_000, "half": half(3)}).result(10)[0]
+    assert (len(got[0]), got[1].sum(), got[2]["half"]) == (20_000, 12_497_500, 1.5)
+
+
+def test_values_arrive_in_streams_batches_and_within_timeouts(client: serve.Client, handle: Any) -> None:
+    assert list(handle.items.options(stream=True).remote([half(3)])) == [1.5]
+    assert handle.plain.options(timeout_s=10).remote(half(3)).result() == 1.5
+    assert client.get_handle("batch").remote(half(3)).result(10) == 1.5
+
+
+def test_the_error_of_a_task_is_the_answer(handle: Any) -> None:
+    with pytest.raises(ValueError, match="negative"):
+        handle.plain.remote(half(-1)).result(10)
+
+
+def test_arguments_that_only_mention_dask_are_sent_as_they_are(client: serve.Client, handle: Any) -> None:
+    assert handle.plain.remote("dask distributed").result(10) == "dask distributed"
+    assert repr(handle.plain.remote(handle).result(10)) == repr(handle)
+
+
+@pytest.mark.parametrize(
+    ("args", "is_expected"),
+    [
+        ((1, "text", None, {"a": [2.5]}), False),
+        ((np.zeros(10_000),), False),
+        ((half(3),), True),
+        (([1, {"a": half(3)}],), True),
+        ((b"x" * 100_000, {"a": [half(3)]}), True),
+        ((b"x" * 100_000, {"a": ["text"]}), False),
+        (([f"{number:01000}" for number in range(MAX_ITEMS)] + [half(3)],), False),
+    ],
+)
+def test_arguments_are_searched_for_values(args: tuple[Any, ...], is_expected: bool) -> None:
+    payload = dump((args, {}))
+    assert (may_mention_dask(payload) and may_hold_values(payload, args, {})) == is_expected
+
+
+def test_what_is_taken_out_is_put_in_again() -> None:
+    array = np.arange(2000)
+    payload, values = take_out(([half(1), array, {"a": half(2)}], len))
+    assert len(values) == 2
+    assert payload.buffers
+    with pytest.raises(pickle.UnpicklingError):
+        payload.load()
+    (first, same, nested), function = FilledPayload(payload.data, payload.buffers, ["one", "two"]).load()
+    assert (first, nested) == ("one", {"a": "two"})
+    assert (same == array).all()
+    assert callable(function)
