@@ -51,7 +51,7 @@ def dump_with(dumps: Callable[..., bytes], value: Any) -> Payload:
         return False
 
     data = dumps(value, protocol=5, buffer_callback=keep_in_band)
-    return Payload(data, tuple(buffers))
+    return Payload(data, tuple(buffers) if buffers else ())
 
 
 def dump(value: Any) -> Payload:
