@@ -8,12 +8,15 @@ import logging
 import os
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from daskserve.cluster.worker import log_thread
+from daskserve.cluster.worker.host import is_own_process
 from daskserve.cluster.worker.log_thread import LogThread
 
 DEADLINE_S = 10.0
@@ -262,3 +265,10 @@ def test_a_handler_that_hangs_delays_the_end_of_the_process_only_briefly(
     held.gate.set()
     thread.join(DEADLINE_S)
     assert held.messages == ["number 1", "number 2"]
+
+
+def test_only_a_process_that_is_a_workers_own_is_changed() -> None:
+    assert is_own_process(Mock(address="tcp://10.0.0.1:4000"))
+    assert not is_own_process(Mock(address="inproc://10.0.0.1/1/2"))
+    with ThreadPoolExecutor(1) as threads:  # the loop of LocalCluster(processes=False, protocol="tcp")
+        assert not threads.submit(is_own_process, Mock(address="tcp://10.0.0.1:4000")).result()
