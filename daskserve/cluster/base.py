@@ -337,6 +337,16 @@ class RemoteValues(Protocol):
         """Return when all values exist; raise the error of a task that failed."""
 
 
+class ValueTransfer(Protocol):
+    """How Dask's values among the arguments of calls travel."""
+
+    def take(self, payload: Payload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> RemoteValues | None:
+        """Take Dask's values out of a call's arguments and have them computed; None if there are none."""
+
+    async def fetch(self, keys: bytes) -> list[Any]:
+        """Return the values that `take` took out in another process."""
+
+
 class Link(Protocol):
     """The event loop of a process's connections, and the hops onto it from other threads.
 
@@ -373,13 +383,9 @@ class Link(Protocol):
     def runs_here(self) -> bool:
         """Return whether the caller is on the link's own loop."""
 
-    def take_values(
-        self, payload: Payload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> RemoteValues | None:
-        """Take Dask's values out of a call's arguments and have them computed; None if there are none."""
-
-    async def fetch_values(self, keys: bytes) -> list[Any]:
-        """Return the values that `take_values` took out in another process."""
+    @property
+    def values(self) -> ValueTransfer:
+        """How Dask's values among the arguments of calls travel."""
 
     def cluster(self, instance: InstanceName) -> Process:
         """Return this process's view of an instance."""

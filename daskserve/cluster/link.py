@@ -32,12 +32,11 @@ from daskserve.cluster.distributed_internals import (
     call_before_close,
     call_when_closed,
     configured_security,
-    facts_of_worker,
     is_asynchronous,
     scheduler_address,
 )
 from daskserve.cluster.probe import mismatch, version_probe
-from daskserve.cluster.values import DaskValues, fetch, may_hold_values, on_loop, take_out
+from daskserve.cluster.values import DaskTransfer
 from daskserve.context import current_replica
 from daskserve.errors import (
     BlockingCallError,
@@ -47,10 +46,10 @@ from daskserve.errors import (
     VersionMismatchError,
 )
 from daskserve.figures.collector import PROCESS
-from daskserve.loops.event_loop import running_loop
+from daskserve.loops.event_loop import on_loop, running_loop
 from daskserve.loops.hops import Hops, Landing
 from daskserve.loops.tasks import TaskSet
-from daskserve.types import Envelope, InstanceName, Load, Payload, Receive, Send
+from daskserve.types import Envelope, InstanceName, Load, Receive, Send
 
 T = TypeVar("T")
 
@@ -133,7 +132,9 @@ class DaskLink:
             lost_after_s=channel.lost_after_s,
         )
         PROCESS.add(self.channels)
-        self._worker = worker
+        self.values = DaskTransfer(client)
+        #: The worker of this process; None in a program.
+        self.worker = worker
         self._book = book
         self._clusters: dict[InstanceName, DaskCluster] = {}
         #: The running instances that this process started, each with whether it ends with this process.
@@ -159,24 +160,6 @@ class DaskLink:
         self._address = scheduler_address(self.client) or self._address
         return self._address
 
-    def take_values(
-        self, payload: Payload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> DaskValues | None:
-        """Take Dask's values out of a call's arguments and have them computed; None if there are none."""
-        if not may_hold_values(payload, args, kwargs):
-            return None
-        payload, values = take_out((args, kwargs))
-        return DaskValues(self.client, self.scheduler_address, payload, values) if values else None
-
-    async def fetch_values(self, keys: bytes) -> list[Any]:
-        """Return the values that `take_values` took out in another process."""
-        found: list[Any] = await on_loop(self.loop, fetch(self.client, keys))
-        return found
-
-    def worker_facts(self) -> dict[str, Any]:
-        """Return what a child process knows of this worker; empty in a client."""
-        return {} if self._worker is None else facts_of_worker(self._worker)
-
     @property
     def dashboard_link(self) -> str | None:
         """The address of the Dask dashboard; None if the scheduler has none."""
@@ -197,7 +180,7 @@ class DaskLink:
                 self.channels,
                 clock=self.clock,
                 link=self,
-                local_worker=self._worker,
+                local_worker=self.worker,
                 book=self._book,
             )
         return self._clusters[instance]
@@ -393,13 +376,6 @@ class DaskLink:
             await self.drop_cluster(instance)
         await self.channels.close()
         PROCESS.remove(self.channels)
-
-
-async def on_loop(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine on an event loop and return its result to a coroutine on this or another loop."""
-    if running_loop() is loop:
-        return await coroutine
-    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, loop))
 
 
 def link_of(client: Client) -> DaskLink:

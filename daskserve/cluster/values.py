@@ -8,7 +8,6 @@ it has the answer, so that the cluster keeps the values.
 
 from __future__ import annotations
 
-import asyncio
 import io
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,6 +20,7 @@ from distributed import Client, Future
 from daskserve.cluster.distributed_internals import call_scheduler, desire_keys, scheduler_address
 from daskserve.errors import BadRequestError, UnavailableError
 from daskserve.internals.cloudpickle import CodePickler
+from daskserve.loops.event_loop import on_loop
 from daskserve.payload import SEARCHED_BYTES, dump_with, load_bytes
 from daskserve.types import Payload
 
@@ -134,6 +134,27 @@ async def _wait(future: Future[Any], scheduler: str) -> BaseException | None:
     return error
 
 
+class DaskTransfer:
+    """Takes Dask's values out of arguments, and fetches them; a `daskserve.cluster.base.ValueTransfer`."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def take(self, payload: Payload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> DaskValues | None:
+        """Take Dask's values out of a call's arguments and have them computed; None if there are none."""
+        if not may_hold_values(payload, args, kwargs):
+            return None
+        payload, values = take_out((args, kwargs))
+        if not values:
+            return None
+        return DaskValues(self._client, scheduler_address(self._client) or "", payload, values)
+
+    async def fetch(self, keys: bytes) -> list[Any]:
+        """Return the values that `take` took out in another process."""
+        loop: Any = self._client.loop
+        return await on_loop(loop.asyncio_loop, fetch(self._client, keys))
+
+
 async def fetch(client: Client, keys: bytes) -> list[Any]:
     """Return the values of keys that exist on the cluster; call this on the client's loop.
 
@@ -151,10 +172,3 @@ async def fetch(client: Client, keys: bytes) -> list[Any]:
     desire_keys(client, names)
     found: list[Any] = await client.gather(futures, direct=True, asynchronous=True)
     return found
-
-
-async def on_loop(loop: asyncio.AbstractEventLoop, coroutine: Any) -> Any:
-    """Run a coroutine on a loop, which may be this one, and return its result."""
-    if loop is asyncio.get_running_loop():
-        return await coroutine
-    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, loop))

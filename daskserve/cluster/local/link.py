@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from daskserve.clock import RequestIds
 from daskserve.cluster.base import Process
-from daskserve.cluster.local.values import LocalValues
+from daskserve.cluster.local.values import LocalTransfer
 from daskserve.cluster.local.world import LocalWorld
-from daskserve.cluster.values import may_hold_values, take_out
 from daskserve.errors import BadRequestError, BlockingCallError, ClusterUnreachableError, NotRunningError
 from daskserve.loops.hops import Hop, Hops, Landing
-from daskserve.payload import load_bytes
-from daskserve.types import InstanceName, Payload
+from daskserve.types import InstanceName
 
 T = TypeVar("T")
 
@@ -31,6 +29,7 @@ class LocalLink:
         self.rng = world.rng
         self.request_ids = RequestIds(self.rng)
         self.hops = Hops()
+        self.values = LocalTransfer()
         self._landing: Landing | None = None
         self._world = world
         self._process = process
@@ -78,20 +77,6 @@ class LocalLink:
         if instance != self._world.instance:
             raise NotRunningError(f"Instance {instance!r} does not run on this cluster.")
         return self._process
-
-    def take_values(
-        self, payload: Payload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> LocalValues | None:
-        """Take the values of Dask out of a call's arguments; return None if there are none."""
-        if not may_hold_values(payload, args, kwargs):
-            return None
-        payload, values = take_out((args, kwargs))
-        return LocalValues(payload, values) if values else None
-
-    async def fetch_values(self, keys: bytes) -> list[Any]:
-        """Return the values that `take_values` took out."""
-        found: list[Any] = load_bytes(keys)
-        return found
 
     async def drop_cluster(self, instance: InstanceName) -> None:
         """Stop listening to the instance."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dask.base import compute
 from distributed import Future
 
-from daskserve.payload import dump_bytes
+from daskserve.cluster.values import may_hold_values, take_out
+from daskserve.payload import dump_bytes, load_bytes
 from daskserve.types import Payload
 
 
@@ -23,6 +24,22 @@ class LocalValues:
 
     async def wait(self) -> None:
         self.keys = await asyncio.to_thread(lambda: dump_bytes([_compute(value) for value in self._values]))
+
+
+class LocalTransfer:
+    """A `daskserve.cluster.base.ValueTransfer`."""
+
+    def take(self, payload: Payload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LocalValues | None:
+        """Take Dask's values out of a call's arguments; return None if there are none."""
+        if not may_hold_values(payload, args, kwargs):
+            return None
+        payload, values = take_out((args, kwargs))
+        return LocalValues(payload, values) if values else None
+
+    async def fetch(self, keys: bytes) -> list[Any]:
+        """Return the values that `take` took out."""
+        found: list[Any] = load_bytes(keys)
+        return found
 
 
 def _compute(value: Any) -> Any:

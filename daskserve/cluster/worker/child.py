@@ -49,7 +49,12 @@ from daskserve.cluster.actor_calls import control_call
 from daskserve.cluster.base import Process
 from daskserve.cluster.channel.channel import Channel
 from daskserve.cluster.channel.transport import SocketTransport, Transport
-from daskserve.cluster.distributed_internals import WorkerStandIn, as_current_worker, scheduler_address
+from daskserve.cluster.distributed_internals import (
+    WorkerStandIn,
+    as_current_worker,
+    facts_of_worker,
+    scheduler_address,
+)
 from daskserve.cluster.link import DaskLink, default_client, link_of
 from daskserve.cluster.worker.log_thread import LogThread
 from daskserve.cluster.worker.user_clients import UserClients
@@ -321,7 +326,8 @@ def dump_access(cluster: Process) -> bytes:
     address = scheduler_address(link.client) if isinstance(link, DaskLink) else None
     if not isinstance(link, DaskLink) or address is None or address.startswith("inproc"):
         return dump_bytes(("", None, {}))
-    return dump_bytes((address, link.client.security, link.worker_facts()))
+    facts = {} if link.worker is None else facts_of_worker(link.worker)
+    return dump_bytes((address, link.client.security, facts))
 
 
 class ChildView:

@@ -246,7 +246,7 @@ class Handle:
         if own_s is not None:
             deadline = earliest(deadline, link.loop.time() + own_s)
         payload = dump((args, kwargs))
-        values = link.take_values(payload, args, kwargs) if may_mention_dask(payload) else None
+        values = link.values.take(payload, args, kwargs) if may_mention_dask(payload) else None
         if deadline is None and pipe is None and values is None:
             future = self._start_direct(link, payload, request_id)
         else:

@@ -156,7 +156,7 @@ class LocalCode:
     async def _fetch_values(self, keys: bytes) -> list[Any]:
         # In a child process, the first use of the link connects to the cluster, and blocks.
         link = await asyncio.to_thread(lambda: self._context.cluster.link)
-        found: list[Any] = await link.fetch_values(keys)
+        found: list[Any] = await link.values.fetch(keys)
         return found
 
     def needs_task(self, envelope: Envelope) -> bool:
