@@ -129,6 +129,8 @@ class ClientVerbs(BackendVerbs, EndpointVerbs, DeploymentVerbs):
         self._connection.check_open()
         known = handles.get(endpoint_name)
         if known is not None:
+            if link.is_closed:
+                raise link.closed_error()
             return known
         try:
             facts = await self._call("get_endpoint", name=endpoint_name)
