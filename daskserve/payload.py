@@ -3,6 +3,9 @@
 User code and arguments are pickled with the standard pickler if possible, and with cloudpickle if necessary
 (lambdas, classes of ``__main__``). Buffers of 4 KiB and more stay out of band, so an array crosses a channel
 without being copied into the pickle. Only the replica, and the caller for the result, ever unpickle them.
+
+Buffers of 1 MiB and more are read-only after unpickling. Processes of one machine share their memory, and
+code must not depend on where the other process runs.
 """
 
 from __future__ import annotations
@@ -102,7 +105,7 @@ class FilledPayload(Payload):
     values: Sequence[Any] = ()
 
     def load(self) -> Any:
-        unpickler = _FillingUnpickler(io.BytesIO(self.data), buffers=self.buffers)
+        unpickler = _FillingUnpickler(io.BytesIO(self.data), buffers=self.guarded_buffers())
         unpickler.values = self.values
         return unpickler.load()
 

@@ -125,16 +125,29 @@ class WorkerInfo:
     is_retiring: bool = False
 
 
+#: Buffers of at least this size travel through shared memory where that is possible.
+SHARED_BYTES = 1024 * 1024
+
+
+def _guarded(buffer: Any) -> Any:
+    view = memoryview(buffer)
+    return view.toreadonly() if view.nbytes >= SHARED_BYTES else buffer
+
+
 @dataclass(slots=True)
 class Payload:
     """A pickled Python value: the pickle and its out-of-band buffers (pickle protocol 5)."""
 
-    data: bytes
+    data: bytes | memoryview
     buffers: tuple[Any, ...] = ()
 
     def load(self) -> Any:
         """Unpickle the value. A pickle can run any code, so never call this on untrusted data."""
-        return pickle.loads(self.data, buffers=self.buffers)
+        return pickle.loads(self.data, buffers=self.guarded_buffers())
+
+    def guarded_buffers(self) -> tuple[Any, ...]:
+        """Return the buffers for unpickling: those that may be shared are read-only, also if they are not."""
+        return tuple(map(_guarded, self.buffers)) if self.buffers else ()
 
     @property
     def nbytes(self) -> int:

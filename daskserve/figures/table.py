@@ -154,8 +154,12 @@ SECTIONS: Mapping[str, Sequence[MetricSpec]] = {
         MetricSpec("channel_connections", _C, (), "Channels opened, from either side."),
         MetricSpec("channel_reconnects", _C, (), "Channels opened because the last one broke."),
         MetricSpec("channel_dial_failures", _C, (), "Channels that failed to open."),
-        MetricSpec("channel_sent_bytes", _C, (), "Bytes written to channels."),
-        MetricSpec("channel_received_bytes", _C, (), "Bytes read from channels."),
+        MetricSpec(
+            "channel_sent_bytes", _C, (), "Bytes sent over channels, those in shared memory included."
+        ),
+        MetricSpec(
+            "channel_received_bytes", _C, (), "Bytes received over channels, those in shared memory included."
+        ),
     ),
     "The supervisor, in the scheduler's process": (
         MetricSpec("supervisor_instances", _G, (), "Instances on this Dask cluster."),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import logging
 import pickle
 from collections.abc import Callable
@@ -18,6 +19,7 @@ with needs(PYTHON, ">=3.11,<3.15") as check:
     check.attributes(PicklerInPython, "dump", "save")
     check.parameters(PicklerInPython.save, "self", "obj", "save_persistent_id")
     check.parameters(logging.Logger.callHandlers, "self", "record")
+    check.attributes(ctypes.pythonapi, "PyObject_GetBuffer", "PyBuffer_Release")
 
 #: Passes a record to the handlers of a logger and of its ancestors.
 CallHandlers: TypeAlias = Callable[[logging.Logger, logging.LogRecord], None]
@@ -69,3 +71,25 @@ def stop_intercepting(intercept: CallHandlers, original: CallHandlers) -> None:
     """Undo `intercept_records`, unless other code has wrapped the function in the meantime."""
     if logging.Logger.callHandlers is intercept:
         logging.Logger.callHandlers = original  # type: ignore[method-assign, assignment]
+
+
+class _PyBuffer(ctypes.Structure):
+    """``Py_buffer`` of Python's C API."""
+
+    _fields_ = (
+        ("address", ctypes.c_void_p),
+        ("holder", ctypes.c_void_p),
+        ("size_bytes", ctypes.c_ssize_t),
+        ("item_bytes", ctypes.c_ssize_t),
+        ("is_read_only", ctypes.c_int),
+        ("dimensions", ctypes.c_int),
+        ("rest", ctypes.c_void_p * 5),
+    )
+
+
+def address_of(value: Any) -> int:
+    """Return the address of the memory of a contiguous buffer, also of a read-only one."""
+    found = _PyBuffer()
+    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(value), ctypes.byref(found), 0)
+    ctypes.pythonapi.PyBuffer_Release(ctypes.byref(found))
+    return found.address or 0

@@ -22,6 +22,7 @@ from daskserve.cluster.channel.frames import (
     DATA,
     END,
     ERROR,
+    MEMORY,
     OPEN,
     is_last,
     unwire_message,
@@ -208,6 +209,8 @@ class Channel:
             give_up = self._taskless.pop(number, None) if kind == CANCEL else None
             if give_up is not None:
                 give_up()
+            elif kind == MEMORY:
+                self._transport.take_note(frame[2])
             return
         if kind == DATA:
             stream.inbox.put(*map(unwire_message, frame[2]))

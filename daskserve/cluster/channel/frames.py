@@ -11,6 +11,8 @@ A frame is a tuple. Its first two fields are the kind and the stream's number, w
     (ERROR,  n, pickled error)                            the handler raised
     (CANCEL, n)                                           the opener cancelled the stream
     (CREDIT, n, size)                                     the other side may send that many more bytes
+    (MEMORY, -1, note)                                    about shared memory; see
+                                                          `daskserve.cluster.channel.sharing`
 
 Flow control works by credit in both directions. A reader grants credit as it reads, so a body does not pile
 up at a slow reader. A handler may be `daskserve.cluster.channel.streams.WINDOW_BYTES` ahead of the opener.
@@ -28,7 +30,10 @@ from typing import Any
 from daskserve.cluster.distributed_internals import to_serialize
 from daskserve.types import Message, Payload
 
-OPEN, DATA, END, ERROR, CANCEL, CREDIT, ANSWER = range(7)
+OPEN, DATA, END, ERROR, CANCEL, CREDIT, ANSWER, MEMORY = range(8)
+
+#: The stream's number in frames that concern the whole connection.
+CONNECTION = -1
 
 #: Bytes values of at least this size travel outside the msgpack part of a write, to avoid a copy.
 OUT_OF_BAND_BYTES = 32 * 1024
@@ -40,7 +45,7 @@ def wire_payload(payload: Payload | None) -> Any:
         return None
     data: Any = payload.data
     if len(data) >= OUT_OF_BAND_BYTES:
-        data = to_serialize(data)
+        data = to_serialize(memoryview(data))  # arrives as a buffer, which saves a copy
     return (data, tuple(map(to_serialize, payload.buffers)) if payload.buffers else ())
 
 

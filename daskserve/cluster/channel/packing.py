@@ -6,21 +6,30 @@ them directly.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgpack
 
 from daskserve.cluster.channel.parts import LARGE_BYTES, MAX_PARTS, Buffer
 from daskserve.cluster.distributed_internals import Serialize
+from daskserve.types import SHARED_BYTES
 
 #: Extension types of msgpack in part 0: a reference to a later part that becomes immutable bytes, a reference
-#: that becomes a writable buffer, and a buffer that is too small for its own part.
-_BYTES, _BUFFER, _SMALL = 1, 2, 3
+#: that becomes a writable buffer, a buffer that is too small for its own part, and references to shared
+#: memory that become immutable bytes or a read-only buffer.
+_BYTES, _BUFFER, _SMALL, _SHARED_BYTES, _SHARED_BUFFER = 1, 2, 3, 4, 5
 
 
-def pack(frames: Sequence[Any]) -> tuple[bytes, list[memoryview]]:
+def pack(
+    frames: Sequence[Any], share: Callable[[memoryview], bytes | None] | None = None
+) -> tuple[bytes, list[memoryview]]:
     """Return part 0 and the large parts.
+
+    Parameters
+    ----------
+    share
+        Returns a reference to shared memory for a buffer of at least `SHARED_BYTES`, or None to send it.
 
     Raises
     ------
@@ -35,19 +44,38 @@ def pack(frames: Sequence[Any]) -> tuple[bytes, list[memoryview]]:
         view = memoryview(value.data)
         if view.nbytes < LARGE_BYTES or len(large) + 1 >= MAX_PARTS:
             return msgpack.ExtType(_SMALL, view.tobytes())
-        large.append(view.cast("B"))
-        code = _BYTES if isinstance(value.data, bytes) else _BUFFER
+        is_bytes = isinstance(value.data, bytes)
+        view = view.cast("B")
+        if view.nbytes >= SHARED_BYTES and share is not None:
+            reference = share(view)
+            if reference is not None:
+                return msgpack.ExtType(_SHARED_BYTES if is_bytes else _SHARED_BUFFER, reference)
+        large.append(view)
+        code = _BYTES if is_bytes else _BUFFER
         return msgpack.ExtType(code, len(large).to_bytes(4, "little"))
 
     return msgpack.packb(frames, default=refer), large
 
 
-def unpack(parts: Sequence[Buffer]) -> Sequence[Any]:
-    """Return the frames of a message. Its large parts must be writable and not shared."""
+def unpack(
+    parts: Sequence[Buffer], open_shared: Callable[[bytes], memoryview] | None = None
+) -> Sequence[Any]:
+    """Return the frames of a message. Its large parts must be writable and not shared.
+
+    Parameters
+    ----------
+    open_shared
+        Returns the buffer for a reference to shared memory.
+    """
 
     def refer(code: int, data: bytes) -> Any:
         if code == _SMALL:
             return memoryview(bytearray(data))
+        if code in (_SHARED_BYTES, _SHARED_BUFFER):
+            if open_shared is None:
+                raise ValueError("a message refers to shared memory, which was not offered")
+            shared = open_shared(data)
+            return bytes(shared) if code == _SHARED_BYTES else shared
         part = parts[int.from_bytes(data, "little")]
         return bytes(part) if code == _BYTES else memoryview(part)
 

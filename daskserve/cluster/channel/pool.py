@@ -8,6 +8,7 @@ from typing import Any
 
 from daskserve.cluster.channel.channel import Channel, Dispatch, DispatchNowait
 from daskserve.cluster.channel.dialling import READY
+from daskserve.cluster.channel.segments import Segments
 from daskserve.cluster.channel.transport import Traffic, Transport, take_over
 from daskserve.cluster.channel.vanishing import PeerWatch
 from daskserve.errors import ActorLostError
@@ -42,6 +43,7 @@ class ChannelPool:
         self._open_to: dict[WorkerAddress, Channel] = {}
         self._serving: dict[Channel, asyncio.Task[None]] = {}
         self._is_closed = False
+        self._segments = Segments()
         # Metrics.
         self._traffic = Traffic()
         self._opened = self._reopened = self._failed = 0
@@ -102,6 +104,7 @@ class ChannelPool:
             self.drop(worker)
         for channel in list(self._serving):
             channel.close()
+        self._segments.close()
 
     async def close(self) -> None:
         """Close every channel, accept no more, and wait for their tasks."""
@@ -145,6 +148,7 @@ class ChannelPool:
     def _open(self, transport: Transport, *, first_stream: int) -> Channel:
         self._opened += 1
         transport.traffic = self._traffic
+        transport.share(self._segments, begins=first_stream == 0)
         channel = Channel(
             transport,
             self._dispatch,

@@ -12,7 +12,8 @@ is one message::
     part 0                        the list of frames, in msgpack
     parts 1...                    large bytes, which part 0 refers to by number; never copied together
 
-All numbers are little-endian.
+All numbers are little-endian. Between processes of one machine, buffers of 1 MiB and more are no parts: part
+0 refers to shared memory instead, see `daskserve.cluster.channel.sharing`.
 """
 
 from __future__ import annotations
@@ -24,10 +25,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from daskserve.cluster.channel.frames import CONNECTION, MEMORY
 from daskserve.cluster.channel.outbox import FRAME_WORK, Frames, Outbox, Refuser
 from daskserve.cluster.channel.packing import pack, unpack
 from daskserve.cluster.channel.parts import HEAD, SIZE, Buffer, PartReader
 from daskserve.cluster.channel.readiness import Readiness
+from daskserve.cluster.channel.segments import Segments
+from daskserve.cluster.channel.sharing import Loan, Sharing
 from daskserve.cluster.distributed_internals import detach_socket, is_plain_tcp, socket_of
 
 logger = logging.getLogger("daskserve.channel")
@@ -74,6 +78,15 @@ class Transport(Protocol):
     def turn(self) -> int:
         """Number of writes so far; a frame posted in the current turn may still be changed."""
 
+    def share(self, segments: Segments, *, begins: bool) -> None:
+        """Send large buffers through shared memory where possible; call this before `run`.
+
+        Parameters
+        ----------
+        begins : bool
+            Whether this side may send before it has received anything.
+        """
+
     async def run(self, receive: Receiver, refuse: Refuser) -> None:
         """Read and write until either side closes."""
 
@@ -82,6 +95,9 @@ class Transport(Protocol):
 
     def flush(self) -> None:
         """Send the posted frames now instead of at the end of this loop iteration."""
+
+    def take_note(self, note: Sequence[Any]) -> None:
+        """Process a note of the other end about shared memory."""
 
     def abort(self) -> None:
         """End the connection at once; idempotent."""
@@ -110,6 +126,9 @@ class CommTransport:
     def unsent(self) -> Frames:
         return self._outbox
 
+    def share(self, segments: Segments, *, begins: bool) -> None:
+        """Do nothing: a Dask comm of another protocol may lead anywhere."""
+
     async def run(self, receive: Receiver, refuse: Refuser) -> None:
         writer = asyncio.create_task(self._write(refuse), name="daskserve-channel-write")
         try:
@@ -132,6 +151,9 @@ class CommTransport:
 
     def flush(self) -> None:
         """Do nothing: a separate task writes."""
+
+    def take_note(self, note: Sequence[Any]) -> None:
+        """Do nothing: the other end has a comm too, and shares no memory."""
 
     def abort(self) -> None:
         self._comm.abort()  # wakes the reader, which finishes
@@ -181,8 +203,10 @@ class SocketTransport(Outbox):
         super().__init__()
         self._socket = sock
         self.traffic = Traffic()
+        self._sharing = Sharing(None, self._send_note)
         self._peer_address = peer_address
-        self._pieces: deque[Buffer] = deque()
+        #: What is to be written; a loan stands for a message whose large buffers must be copied first.
+        self._pieces: deque[Buffer | Loan] = deque()
         self._is_full = self._is_broken = self._is_aborted = False
         self._readiness: Readiness | None = None
         self._lost: asyncio.Future[None] | None = None
@@ -197,6 +221,9 @@ class SocketTransport(Outbox):
     def sock(self) -> socket.socket:
         return self._socket
 
+    def share(self, segments: Segments, *, begins: bool) -> None:
+        self._sharing = Sharing(segments, self._send_note, begins=begins)
+
     async def run(self, receive: Receiver, refuse: Refuser) -> None:
         self._receive, self._refuse = receive, refuse
         if self._is_aborted:
@@ -207,16 +234,22 @@ class SocketTransport(Outbox):
             if self._socket.family in (socket.AF_INET, socket.AF_INET6):
                 self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._readiness = Readiness(self._socket, self._read)
+            self._sharing.begin()
             self.flush()
             await self._lost
         finally:
             self.abort()
+
+    def take_note(self, note: Sequence[Any]) -> None:
+        self._sharing.take_note(note)
+        self.flush()
 
     def abort(self) -> None:
         if self._is_aborted:
             return
         self._is_aborted = True
         self._pieces.clear()
+        self._sharing.close()
         if self._readiness is not None:
             self._readiness.close()
         self._socket.close()
@@ -239,6 +272,9 @@ class SocketTransport(Outbox):
         self.traffic.received_bytes += size_bytes
         try:
             self._parts.filled(size_bytes)
+        except ConnectionResetError as error:
+            logger.info("Lost %s: %s", self._peer_address, error)
+            self.abort()
         except Exception:
             logger.exception("Received an invalid frame from %s; closed the connection", self._peer_address)
             self.abort()
@@ -254,33 +290,74 @@ class SocketTransport(Outbox):
 
     def _unpack(self, parts: Sequence[Buffer]) -> None:
         assert self._receive is not None
-        self._receive(unpack(parts))
+        self._receive(unpack(parts, self._open_shared))
+
+    def _open_shared(self, reference: bytes) -> memoryview:
+        found = self._sharing.open(reference)
+        self.traffic.received_bytes += found.nbytes
+        return found
 
     def _can_send(self) -> bool:
-        # Before `run`, frames are kept, and `run` sends them together.
-        return self._readiness is not None and not self._is_broken and not self._is_aborted
+        # Frames are kept before `run`, and until it is known whether the other end reads shared memory.
+        is_ready = self._readiness is not None and self._sharing.is_settled
+        return is_ready and not self._is_broken and not self._is_aborted
 
     def _send(self, frames: list[Any]) -> None:
         self._queue(frames)
         if not self._is_full:
             self._write()
 
+    def _send_note(self, note: Sequence[Any]) -> None:
+        if not self._is_broken and not self._is_aborted:
+            self._send([(MEMORY, CONNECTION, note)])
+
     def _queue(self, frames: list[Any]) -> None:
-        body, large = pack(frames)
+        try:
+            body, large = pack(frames, self._sharing.lend)
+        finally:
+            loan = self._sharing.take_loan()
+        pieces = self._message(body, large)
+        if loan is None:
+            self._pieces += pieces
+        else:
+            loan.frames, loan.pieces = frames, pieces
+            self._pieces.append(loan)
+
+    def _message(self, body: bytes, large: Sequence[memoryview]) -> list[Buffer]:
         head = HEAD.pack(MAGIC, 1 + len(large)) + SIZE.pack(len(body))
         if not large and len(body) < PIECE_BYTES:
-            self._pieces.append(head + body)
-            return
-        self._pieces.append(head + b"".join([SIZE.pack(len(view)) for view in large]))
+            return [head + body]
+        pieces: list[Buffer] = [head + b"".join([SIZE.pack(len(view)) for view in large])]
         for view in (memoryview(body), *large):
-            self._pieces += [view[at : at + PIECE_BYTES] for at in range(0, len(view), PIECE_BYTES)]
+            pieces += [view[at : at + PIECE_BYTES] for at in range(0, len(view), PIECE_BYTES)]
+        return pieces
+
+    def _lend(self, loan: Loan) -> bool:
+        """Copy some of a message's buffers to shared memory; return whether it can be written."""
+        try:
+            if not loan.copy_more():
+                return False
+            pieces = loan.pieces
+            self._sharing.sent(loan)
+            self.traffic.sent_bytes += loan.size_bytes
+        except OSError as error:
+            logger.warning("Sending a large value over the connection: no shared memory (%s)", str(error))
+            pieces = self._message(*pack(loan.frames))
+        self._pieces.popleft()
+        self._pieces.extendleft(reversed(pieces))
+        return True
 
     def _write(self) -> None:
         """Write up to `TURN_BYTES` now, and the rest whenever the socket is writable."""
         left_bytes = TURN_BYTES
         while self._pieces and left_bytes > 0:
+            piece = self._pieces[0]
+            if isinstance(piece, Loan):
+                if self._lend(piece):
+                    continue
+                break
             try:
-                sent_bytes = self._socket.send(self._pieces[0])
+                sent_bytes = self._socket.send(piece)
             except (BlockingIOError, InterruptedError):
                 break
             except OSError:
@@ -292,10 +369,10 @@ class SocketTransport(Outbox):
                 break
             self.traffic.sent_bytes += sent_bytes
             left_bytes -= sent_bytes
-            if sent_bytes == len(self._pieces[0]):
+            if sent_bytes == len(piece):
                 self._pieces.popleft()
             else:
-                self._pieces[0] = memoryview(self._pieces[0])[sent_bytes:]
+                self._pieces[0] = memoryview(piece)[sent_bytes:]
         if bool(self._pieces) != self._is_full:
             self._is_full = not self._is_full
             assert self._readiness is not None

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 from daskserve.cluster.channel.outbox import Outbox, Refuser
 from daskserve.cluster.channel.packing import pack, unpack
 from daskserve.cluster.channel.parts import Buffer
+from daskserve.cluster.channel.segments import Segments
 from daskserve.cluster.channel.transport import Receiver, Traffic
 
 logger = logging.getLogger("daskserve.local")
@@ -44,6 +45,12 @@ class MemoryTransport(Outbox):
         self._early: list[Sequence[Buffer] | None] = []
         self._lost: asyncio.Future[None] | None = None
         self._receive: Receiver | None = None
+
+    def share(self, segments: Segments, *, begins: bool) -> None:
+        """Do nothing: messages are copied within this process."""
+
+    def take_note(self, note: Sequence[Any]) -> None:
+        """Do nothing: the other end shares no memory."""
 
     async def run(self, receive: Receiver, refuse: Refuser) -> None:
         if self._is_aborted:

@@ -48,6 +48,7 @@ from daskserve._version import __version__
 from daskserve.cluster.actor_calls import control_call
 from daskserve.cluster.base import Process
 from daskserve.cluster.channel.channel import Channel
+from daskserve.cluster.channel.segments import Segments
 from daskserve.cluster.channel.transport import SocketTransport, Transport
 from daskserve.cluster.distributed_internals import (
     WorkerStandIn,
@@ -122,6 +123,8 @@ class ChildProcess:
         self.on_end: Callable[[], None] | None = None
         self._process = process
         self._lifeline = lifeline
+        self._segments = Segments()
+        transport.share(self._segments, begins=True)
         self._channel = Channel(transport, _refuse, first_stream=0)
         self._serving = asyncio.create_task(self._channel.serve(), name=f"daskserve-child-{name}")
         self._watching = asyncio.create_task(self._watch(), name=f"daskserve-child-watch-{name}")
@@ -236,6 +239,7 @@ class ChildProcess:
             raise
         finally:
             os.close(self._lifeline)
+            self._segments.close()
             self.ended.set()
         if self.on_end is not None:
             self.on_end()
@@ -451,6 +455,7 @@ def _run(factory: Callable[[], Served], pair: socket.socket, lifeline: int) -> N
 
 async def _serve(factory: Callable[[], Served], pair: socket.socket) -> None:
     transport = SocketTransport(pair, f"parent://{os.getppid()}")
+    transport.share(Segments(), begins=False)
     await Channel(transport, factory().dispatch, first_stream=1).serve()
 
 
