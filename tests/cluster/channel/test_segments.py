@@ -7,6 +7,7 @@ import gc
 import os
 import pickle
 import resource
+import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -78,6 +79,28 @@ def test_a_segment_is_written_again_once_its_last_user_is_gone() -> None:
         del array
         assert filled(writer, b"c" * SIZE) is first
         assert bytes(mapped(reader, first)) == b"c" * SIZE
+
+    run(main)
+
+
+def test_a_forked_process_keeps_what_it_inherits() -> None:
+    async def main(writer: Segments, reader: Segments) -> None:
+        segment = filled(writer, bytes(SIZE))
+        view = mapped(reader, segment)
+        until, end = os.pipe()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # the child runs no other thread's code
+            child = os.fork()
+        if not child:
+            os.close(end)
+            os.read(until, 1)
+            os._exit(0)
+        os.close(until)
+        del view
+        assert segment.is_used()
+        os.close(end)
+        os.waitpid(child, 0)  # noqa: ASYNC222 - it exits at once
+        assert not segment.is_used()
 
     run(main)
 
