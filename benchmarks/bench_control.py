@@ -57,6 +57,7 @@ def spec(name: str, replicas: int) -> BackendSpec:
         env=None,
         request_id=name,
         timeout_s=None,
+        parts=(),
     )
 
 

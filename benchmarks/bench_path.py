@@ -241,6 +241,7 @@ class Bench:
             user_config=None,
             environment=None,
             debug=False,
+            code_name="b@1",
         )
         spec = ActorSpec(ActorKind.REPLICA, ADDRESS.name, 1, "i", start.encode())
         cluster: Any = None

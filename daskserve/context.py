@@ -24,6 +24,8 @@ class HasLink(Protocol):
     @property
     def link(self) -> Any: ...
 
+    async def fetch_parcel(self, code: str, parcel: Any) -> Any: ...
+
 
 @dataclass(frozen=True, slots=True)
 class ReplicaContext:

@@ -10,17 +10,18 @@ code must not depend on where the other process runs.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import pickle
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import msgpack
 
 from daskserve.errors import RemoteTraceback, ServeError, UserCodeError
-from daskserve.types import Message, Payload
+from daskserve.types import SHARED_BYTES, Message, Payload
 
 OUT_OF_BAND_BYTES = 4096
 #: Size up to which pickled arguments are searched for the names of Dask's modules.
@@ -42,13 +43,13 @@ def message_bytes(message: Message) -> int:
     return MESSAGE_BYTES + len(message.get("bytes") or message.get("text") or b"")
 
 
-def dump_with(dumps: Callable[..., bytes], value: Any) -> Payload:
+def dump_with(dumps: Callable[..., bytes], value: Any, out_of_band_bytes: int = OUT_OF_BAND_BYTES) -> Payload:
     """Pickle a value with a function that has the parameters of `pickle.dumps`."""
     buffers: list[Any] = []
 
     def keep_in_band(buffer: pickle.PickleBuffer) -> bool:
         raw = buffer.raw()
-        if raw.nbytes < OUT_OF_BAND_BYTES:
+        if raw.nbytes < out_of_band_bytes:
             return True
         buffers.append(raw)
         return False
@@ -69,7 +70,7 @@ def dump(value: Any) -> Payload:
         payload = dump_with(pickle.dumps, value)
         # The standard pickler stores functions and classes of __main__ by reference, and the receiver does
         # not have them; cloudpickle stores them by value.
-        if payload.data.find(b"__main__") < 0:  # half the time of `in`
+        if bytes(payload.data).find(b"__main__") < 0:  # half the time of `in`
             return payload
     except (pickle.PicklingError, TypeError, AttributeError, ImportError):
         pass
@@ -87,8 +88,10 @@ def _dump_code(value: Any, **how: Any) -> bytes:
 
 def may_mention_dask(payload: Payload) -> bool:
     """Return whether pickled arguments may hold values of Dask: fast, and without missing any."""
-    data = payload.data
-    return len(data) > SEARCHED_BYTES or data.find(b"dask") >= 0 or data.find(b"distributed") >= 0
+    if len(payload.data) > SEARCHED_BYTES:
+        return True
+    data = bytes(payload.data)
+    return data.find(b"dask") >= 0 or data.find(b"distributed") >= 0
 
 
 class _FillingUnpickler(pickle.Unpickler):
@@ -113,6 +116,11 @@ class FilledPayload(Payload):
 def load(payload: Payload) -> Any:
     """Unpickle a value. A pickle can run any code, so never call this on untrusted data."""
     return payload.load()
+
+
+def dump_code(value: Any) -> Payload:
+    """Pickle user code as `dump_bytes` does, with large buffers out of band."""
+    return dump_with(_dump_code, value, SHARED_BYTES)
 
 
 def dump_bytes(value: Any) -> bytes:
@@ -203,3 +211,91 @@ def load_error(data: bytes) -> BaseException:
 def _copy_note(request_ids: list[str] | None, error: BaseException) -> None:
     if request_ids is not None:
         note_logged(error, *request_ids)
+
+
+#: The first bytes of a parcel's label; pickles begin differently.
+LABEL = b"parcel:"
+ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """A pickled callable with large constructor arguments, which travels outside of messages and records.
+
+    Problem: 200 MB of weights would pass through the event loops of the controller and of every replica's
+    start. Choice: where user code stands in messages and records, a parcel has a short label. Its content
+    goes from the client to the scheduler's process, and from there to each replica, through shared memory if
+    they are processes of one machine. The content begins with the digest, which proves that a reader opened
+    the right memory. The pickle and its buffers follow, each at a multiple of `ALIGNMENT`.
+
+    Attributes
+    ----------
+    digest : str
+        Of the parts, in hexadecimal digits.
+    sizes : tuple of int
+        The sizes of the parts: the pickle and its buffers.
+    """
+
+    digest: str
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, parts: Sequence[Any]) -> Self:
+        """Return the label of some parts."""
+        sizes = tuple(memoryview(each).nbytes for each in parts)
+        digest = hashlib.sha256(repr(sizes).encode())
+        for each in parts:
+            digest.update(each)
+        return cls(digest.hexdigest(), sizes)
+
+    @classmethod
+    def labelled(cls, code: bytes) -> Self | None:
+        """Return the parcel that stands for user code; None if the code itself is there."""
+        if not code.startswith(LABEL):
+            return None
+        digest, sizes = msgpack.unpackb(code[len(LABEL) :])
+        return cls(digest, tuple(sizes))
+
+    def label(self) -> bytes:
+        """Return the bytes that stand for the parcel's content."""
+        return LABEL + bytes(msgpack.packb((self.digest, self.sizes)))
+
+    @property
+    def head(self) -> bytes:
+        """The first bytes of the content."""
+        return bytes.fromhex(self.digest)
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of the content."""
+        return self._ends()[-1]
+
+    def split(self, content: memoryview) -> list[memoryview]:
+        """Return the parts in the content."""
+        starts = self.starts()
+        return [content[start : start + size] for start, size in zip(starts, self.sizes, strict=True)]
+
+    def starts(self) -> list[int]:
+        """Return the offset of each part in the content."""
+        return self._ends()[:-1]
+
+    def _ends(self) -> list[int]:
+        # Each part starts where the one before it ends, rounded up.
+        ends = [ALIGNMENT]
+        for size in self.sizes:
+            ends.append(-(-(ends[-1] + size) // ALIGNMENT) * ALIGNMENT)
+        return ends
+
+
+def pack_code(value: Any) -> tuple[bytes, tuple[Any, ...]]:
+    """Pickle user code; return what stands for it in messages, and the parts of its parcel, if it is one."""
+    payload = dump_code(value)
+    if payload.nbytes < SHARED_BYTES:
+        return bytes(payload.data), ()
+    parts = (payload.data, *payload.buffers)
+    return Parcel.of(parts).label(), parts
+
+
+def unpack_code(code: bytes, parts: Sequence[Any]) -> Any:
+    """Unpickle the result of `pack_code`."""
+    return load(Payload(parts[0], tuple(parts[1:]))) if parts else load_bytes(code)

@@ -79,8 +79,10 @@ class ReplicaStart(StartMessage):
     Attributes
     ----------
     code : bytes
-        `daskserve.payload.dump_bytes` of ``(definition, init_args, init_kwargs)``; the definition is a
+        `daskserve.payload.pack_code` of ``(definition, init_args, init_kwargs)``; the definition is a
         function, a class, an ASGI application or an import path such as ``"pkg.mod.Name"``.
+    code_name : str
+        The name of the code's record, by which its parcel is found.
     config : BackendConfig
         After decoding, the options that a replica reads, as attributes.
     concurrency : int
@@ -104,6 +106,7 @@ class ReplicaStart(StartMessage):
     user_config: bytes | None
     environment: str | None
     debug: bool
+    code_name: str
 
 
 @dataclass(frozen=True, slots=True)

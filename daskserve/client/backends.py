@@ -94,7 +94,7 @@ class BackendVerbs(Verbs):
             env=env,
         )
         try:
-            return await self._change("create_backend", blocking=blocking, spec=spec.to_plain())
+            return await self._change("create_backend", blocking=blocking, spec=spec)
         except (KeyboardInterrupt, asyncio.CancelledError):
             await self._undo_create(spec)
             raise
@@ -181,7 +181,7 @@ class BackendVerbs(Verbs):
         """Delete the backend that an interrupted call was creating."""
         try:
             # Sending the same spec again changes nothing if it is registered, and fails if another one is.
-            await self._change("create_backend", blocking=False, spec=spec.to_plain())
+            await self._change("create_backend", blocking=False, spec=spec)
             await self._change("delete_backend", tag=spec.tag, force=True)
         except ServeError as error:
             logger.info("The interrupted creation of backend %s was not undone: %s", spec.tag, error)

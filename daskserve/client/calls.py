@@ -16,6 +16,8 @@ from daskserve.errors import (
     RequestTimeoutError,
     ServeError,
 )
+from daskserve.options.backend_spec import BackendSpec
+from daskserve.payload import Parcel
 from daskserve.types import ActorAddress, GoalId, InstanceName
 
 logger = logging.getLogger("daskserve.client")
@@ -39,12 +41,18 @@ class ControllerCalls:
         self.instance = instance
 
     async def call(self, verb: str, **message: Any) -> Any:
+        """Return the controller's answer to a verb. The message holds plain values, and may hold a spec."""
         cluster = self.link.cluster(self.instance)
+        spec = message.get("spec")
+        if isinstance(spec, BackendSpec):
+            message["spec"] = spec.to_plain()
 
         def call(controller: ActorAddress) -> Coroutine[Any, Any, Any]:
             return cluster.call(controller, verb, **message)
 
         try:
+            if isinstance(spec, BackendSpec) and (parcel := Parcel.labelled(spec.code)) is not None:
+                await cluster.send_parcel(parcel, spec.parts)
             return await call_controller(
                 cluster, call, clock=self.link.clock, check_s=CHECK_S, patience_s=CONTROLLER_S
             )

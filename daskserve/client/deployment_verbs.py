@@ -121,7 +121,7 @@ class DeploymentVerbs(Verbs):
         return await self._change(
             "deploy",
             blocking=blocking,
-            spec=spec.to_plain(),
+            spec=spec,
             route=route,
             methods=list(ALL_HTTP_METHODS),
             python_methods=methods,

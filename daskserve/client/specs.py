@@ -15,7 +15,7 @@ from daskserve.options.backend_spec import BackendSpec
 from daskserve.options.base import parse_options
 from daskserve.options.environment import parse_environment
 from daskserve.options.route_variables import check_variables
-from daskserve.payload import dump_bytes, find_unpicklable, load_bytes
+from daskserve.payload import dump_bytes, find_unpicklable, load_bytes, pack_code
 from daskserve.types import ALL_HTTP_METHODS
 
 
@@ -163,10 +163,9 @@ def make_spec(
         isolation = {"isolation": "process"}
     sealed, user_config = split_config(wanted, metadata, **isolation)
     try:
-        code = dump_bytes((definition, tuple(init_args), dict(init_kwargs)))
+        code, parts = pack_code((definition, tuple(init_args), dict(init_kwargs)))
     except Exception as error:
-        # A foreign object may raise anything when it is pickled; this error adds the tag, the place and the
-        # remedy.
+        # A foreign object may raise anything when it is pickled; this error adds the place and the remedy.
         place = find_unpicklable((definition, tuple(init_args), dict(init_kwargs)))
         raise BadRequestError(
             f"The callable of backend '{tag}', or one of its arguments, cannot be pickled: "
@@ -177,6 +176,7 @@ def make_spec(
     return BackendSpec(
         tag=tag,
         code=code,
+        parts=parts,
         config=sealed,
         user_config=user_config,
         actor_options=options,

@@ -17,6 +17,7 @@ from daskserve.context import HasLink
 from daskserve.errors import ClusterUnreachableError
 from daskserve.figures.table import MetricSample
 from daskserve.loops.hops import Hop, Hops, Landing
+from daskserve.payload import Parcel
 from daskserve.types import (
     ActorAddress,
     ActorKind,
@@ -153,9 +154,13 @@ class ReportsFigures(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StoreChange:
-    """One transaction: records to write (bytes) and to remove (None)."""
+    """One transaction: records to write (bytes) and to remove (None).
+
+    ``parcels`` are the digests of the parcels behind codes that are written, by the code's name.
+    """
 
     records: Mapping[str, bytes | None] = field(default_factory=dict)
+    parcels: Mapping[str, str] = field(default_factory=dict)
 
 
 class Store(Protocol):
@@ -252,6 +257,12 @@ class Cluster(Protocol):
 
     async def restart_worker(self, worker: WorkerAddress) -> None:
         """Request that a worker that does not answer is killed and restarted; return before that is done."""
+
+    async def send_parcel(self, parcel: Parcel, parts: Sequence[Any]) -> None:
+        """Give the scheduler's process the content of a parcel, before a change that refers to it."""
+
+    async def fetch_parcel(self, code: str, parcel: Parcel) -> Sequence[Any]:
+        """Return the parts of the parcel that stands for some code, by the code's name."""
 
     async def controller(self) -> ActorAddress:
         """Return the address of the instance's controller; raise `NotRunningError` if there is none."""

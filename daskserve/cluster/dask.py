@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from distributed import Client
@@ -22,9 +23,10 @@ from daskserve.cluster.base import Link, StoreChange, TopicHandler, UseReport
 from daskserve.cluster.channel.pool import ChannelPool
 from daskserve.cluster.distributed_internals import call_scheduler
 from daskserve.cluster.long_poll import LongPollClient
+from daskserve.cluster.parcel_memory import ParcelCarrier
 from daskserve.errors import InstanceError, NotRunningError
 from daskserve.figures.collector import PROCESS
-from daskserve.payload import load_error
+from daskserve.payload import Parcel, load_error
 from daskserve.types import ActorAddress, InstanceName, WorkerAddress, WorkerInfo
 
 #: The scheduler handler that the supervisor plugin adds.
@@ -83,6 +85,7 @@ class RemoteStore:
             instance=self._instance,
             epoch=epoch,
             records=dict(change.records),
+            parcels=dict(change.parcels),
         )
 
 
@@ -120,6 +123,7 @@ class DaskCluster(ActorCalls):
         self._worker = local_worker
         self._controller: ActorAddress | None = None
         self._listener: LongPollClient | None = None
+        self._parcels = ParcelCarrier(partial(ask_supervisor, client, instance=instance))
         self._is_ended = False
         self._handlers: list[TopicHandler] = []
         self._subscribing: asyncio.Future[None] | None = None
@@ -183,6 +187,12 @@ class DaskCluster(ActorCalls):
 
     async def restart_worker(self, worker: WorkerAddress) -> None:
         await ask_supervisor(self._client, "restart_worker", worker=worker)
+
+    async def send_parcel(self, parcel: Parcel, parts: Sequence[Any]) -> None:
+        await self._parcels.send(parcel, parts)
+
+    async def fetch_parcel(self, code: str, parcel: Parcel) -> Sequence[Any]:
+        return await self._parcels.fetch(code, parcel)
 
     async def controller(self) -> ActorAddress:
         if self._is_ended:

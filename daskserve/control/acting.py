@@ -188,6 +188,7 @@ class Acting:
                 user_config=backend.user_config,
                 environment=backend.env,
                 debug=self._debug,
+                code_name=code.name,
             ).encode(),
         )
 

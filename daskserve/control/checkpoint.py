@@ -6,8 +6,9 @@ import logging
 from collections.abc import Mapping
 
 from daskserve.cluster.base import Store, StoreChange
-from daskserve.control.records import Change, CorruptRecordError, decode, encode
+from daskserve.control.records import Change, CodeRecord, CorruptRecordError, decode, encode
 from daskserve.control.state import State
+from daskserve.payload import Parcel
 
 logger = logging.getLogger("daskserve.controller")
 
@@ -36,4 +37,10 @@ async def write(store: Store, epoch: int, change: Change) -> None:
     """Store a change as one transaction."""
     if change:
         encoded = {key: None if record is None else encode(record) for key, record in change.items()}
-        await store.commit(epoch, StoreChange(encoded))
+        await store.commit(epoch, StoreChange(encoded, _parcels(change)))
+
+
+def _parcels(change: Change) -> dict[str, str]:
+    codes = [record for record in change.values() if isinstance(record, CodeRecord)]
+    found = {code.name: Parcel.labelled(code.code) for code in codes}
+    return {name: parcel.digest for name, parcel in found.items() if parcel is not None}

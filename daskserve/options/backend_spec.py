@@ -31,6 +31,8 @@ class BackendSpec:
         The version that the user named, and the one that must be there already.
     env : str or None
         The Python environment, as `daskserve.options.environment.parse_environment` returns it.
+    parts : tuple
+        The content of the parcel that stands for the code, if it is large; stays with the client.
     request_id : str
         Tells the retry of a call from a second call.
     """
@@ -46,10 +48,11 @@ class BackendSpec:
     env: str | None
     request_id: str
     timeout_s: float | None
+    parts: tuple[Any, ...]
 
     def to_plain(self) -> dict[str, Any]:
-        """Return the spec as plain values."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        """Return the spec as plain values, without the parts of a parcel."""
+        values = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "parts"}
         return values | {"config": self.config.to_plain(), "actor_options": self.actor_options.to_plain()}
 
     @classmethod
@@ -62,4 +65,4 @@ class BackendSpec:
             "config": BackendConfig(**values["config"]),
             "actor_options": ActorOptions(**values["actor_options"]),
         }
-        return cls(**{**values, **models})
+        return cls(**{**values, **models, "parts": ()})

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 import daskserve as serve
 from daskserve.testing import local_instance
+from daskserve.types import SHARED_BYTES
 
 
 @serve.deployment
@@ -40,6 +42,21 @@ def test_bind_rejects_another_deployment_as_an_argument(bind: Callable[[Any], An
         TypeError, match=r"'Caller' cannot have 'Echo' .* serve.connect\(\).get_handle\('Echo'\)"
     ):
         bind(other)
+
+
+def test_large_arguments_arrive_read_only_at_every_replica() -> None:
+    class First:
+        def __init__(self, array: Any) -> None:
+            self.array = array
+
+        def __call__(self) -> tuple[int, bool]:
+            return len(self.array), self.array.flags.writeable
+
+    with local_instance(http_options={"location": "NoServer"}) as client:
+        client.deploy("first", First, np.zeros(SHARED_BYTES, np.uint8))
+        assert client.get_handle("first").remote().result(10) == (SHARED_BYTES, False)
+        client.update_backend_config("first", {"num_replicas": 3})
+        assert client.get_handle("first").remote().result(10) == (SHARED_BYTES, False)
 
 
 def test_other_arguments_do_not_change() -> None:

@@ -89,6 +89,7 @@ def spec(tag: str = "b", **fields: Any) -> BackendSpec:
         "env": None,
         "request_id": "request",
         "timeout_s": 60.0,
+        "parts": (),
     }
     given = {name: value for name, value in fields.items() if name in names}
     given["actor_options"] = ActorOptions(**fields.get("actor_options", {}))

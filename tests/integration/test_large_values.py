@@ -123,6 +123,48 @@ def test_arrays_share_memory_with_the_replica_until_dropped(
         client.delete_deployment("keeper")
 
 
+class Holder:
+    """Holds its constructor argument."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def __call__(self) -> tuple[int, int, int, bool]:
+        return os.getpid(), int(self.array[0]), int(self.array[-1]), self.array.flags.writeable
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+def test_replicas_share_the_memory_of_their_constructor_arguments(
+    dask: Client, client: serve.Client, isolation: str
+) -> None:
+    array = np.ones(LARGE_BYTES, np.uint8)
+    config = {"isolation": isolation, "num_replicas": 2}
+    client.deploy("holder", Holder, array, config=config)
+    try:
+        found = client.get_handle("holder").remote().result(20)
+        assert found[1:] == (1, 1, False)
+        (worker,) = pids(dask).values()
+        inodes = {each.split()[4] for each in segments_of(worker) if "-" in each.split()[1]}
+        assert len(inodes) == 1
+        array[-1] = 2
+        client.deploy("holder", Holder, array, config=config)
+        assert client.get_handle("holder").remote().result(20)[1:] == (1, 2, False)
+        os.kill(worker, signal.SIGKILL)
+        handle = client.get_handle("holder")
+        assert poll_for(lambda: answer(handle), 60)[1:] == (1, 2, False)
+    finally:
+        client.delete_deployment("holder")
+    wait_until_unshared(os.getpid(), *pids(dask).values())
+
+
+def answer(handle: Any) -> Any:
+    """Return the handle's answer; None while replicas are being replaced."""
+    try:
+        return handle.remote().result(5)
+    except (ServeError, TimeoutError):
+        return None
+
+
 @pytest.mark.parametrize("isolation", ["thread", "process"])
 def test_a_killed_caller_leaves_no_memory(dask: Client, client: serve.Client, isolation: str) -> None:
     client.deploy("keeper", Keeper, config={"isolation": isolation})

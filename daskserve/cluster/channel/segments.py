@@ -38,7 +38,7 @@ MAX_KEPT_BYTES = 512 * 1024 * 1024
 HAS_SEGMENTS = sys.platform == "linux" and hasattr(os, "memfd_create")
 
 
-class Segment:
+class MemorySegment:
     """Memory that this process writes. It is closed with its last reference.
 
     Raises
@@ -164,11 +164,10 @@ class Mapping(mmap.mmap):
 def mapping_under(view: memoryview) -> tuple[Mapping, int] | None:
     """Return the mapping that holds the memory of a contiguous view, and the offset of the view in it."""
     for each in _holders(view):
-        if isinstance(each, ctypes.Array):
-            mapping = vars(each).get("mapping")
-            if isinstance(mapping, Mapping):
-                at = address_of(view) - address_of(mapping)
-                return (mapping, at) if 0 <= at <= len(mapping) - view.nbytes else None
+        mapping = vars(each).get("mapping") if isinstance(each, ctypes.Array) else each
+        if isinstance(mapping, Mapping):
+            at = address_of(view) - address_of(mapping)
+            return (mapping, at) if 0 <= at <= len(mapping) - view.nbytes else None
     return None
 
 
@@ -188,14 +187,14 @@ class Segments:
 
     def __init__(self) -> None:
         #: Segments that no message refers to any more; others may still use them.
-        self._kept: list[Segment] = []
+        self._kept: list[MemorySegment] = []
         #: The mapped segments of others, by key: they are likely to be written and sent again.
         self._mapped: dict[int, Mapping] = {}
         self._timer: asyncio.TimerHandle | None = None
         #: Descriptors are numbered from the lowest free one; above this number, they are nearly used up.
         self._max_descriptor = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
 
-    def take(self, size_bytes: int) -> Segment:
+    def take(self, size_bytes: int) -> MemorySegment:
         """Return a segment that nobody uses, of this size or up to twice as large.
 
         Raises
@@ -208,9 +207,9 @@ class Segments:
                 self._kept.remove(each)
                 each.reuse()
                 return each
-        return Segment(size_bytes, secrets.randbits(63))
+        return MemorySegment(size_bytes, secrets.randbits(63))
 
-    def keep(self, segment: Segment) -> None:
+    def keep(self, segment: MemorySegment) -> None:
         """Keep a segment for a while, to be used again; every reader has opened it."""
         self._kept.append(segment)
         while len(self._kept) > MAX_KEPT or sum(each.size_bytes for each in self._kept) > MAX_KEPT_BYTES:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from daskserve.cluster.channel.parts import Buffer
-from daskserve.cluster.channel.segments import HAS_SEGMENTS, Mapping, Segment, Segments, mapping_under
+from daskserve.cluster.channel.segments import HAS_SEGMENTS, Mapping, MemorySegment, Segments, mapping_under
 
 OFFER, ANSWER, OPENED = range(3)
 
@@ -41,12 +41,12 @@ class Loan:
         self.frames: Sequence[Any] = ()
         self.pieces: list[Buffer] = []
         #: In the order of the references: own segments, and received buffers that are sent on.
-        self.lent: list[Segment | memoryview] = []
+        self.lent: list[MemorySegment | memoryview] = []
         self.size_bytes = 0
-        self._copies: deque[tuple[Segment, memoryview]] = deque()
+        self._copies: deque[tuple[MemorySegment, memoryview]] = deque()
         self._copied_bytes = 0
 
-    def add(self, segment: Segment, data: memoryview) -> None:
+    def add(self, segment: MemorySegment, data: memoryview) -> None:
         """Lend a segment into which data must be copied."""
         self.lent.append(segment)
         self._copies.append((segment, data))
@@ -95,12 +95,12 @@ class Sharing:
         self._segments = segments
         self._send = send
         self._begins = begins
-        self._token: Segment | None = None
+        self._token: MemorySegment | None = None
         #: Whether the other end reads this end's segments; None until it has answered an offer.
         self._can_lend: bool | None = False
         self._peer = 0
         #: The segments that were sent, in order, until the other end has opened them.
-        self._lent: deque[Segment | memoryview] = deque()
+        self._lent: deque[MemorySegment | memoryview] = deque()
         self._loan: Loan | None = None
 
     def begin(self) -> None:
@@ -124,7 +124,7 @@ class Sharing:
             self._can_lend, self._token = rest[0], None
         elif kind == OPENED:
             opened = self._lent.popleft()
-            if isinstance(opened, Segment) and self._segments is not None:
+            if isinstance(opened, MemorySegment) and self._segments is not None:
                 self._segments.keep(opened)
 
     def lend(self, view: memoryview) -> bytes | None:
@@ -137,7 +137,7 @@ class Sharing:
         loan = self._loan or Loan()
         found = mapping_under(view)
         if found is not None:
-            holder: Segment | Mapping
+            holder: MemorySegment | Mapping
             holder, at = found
             loan.lent.append(view)
         else:
@@ -186,7 +186,7 @@ class Sharing:
             return
         token = secrets.token_bytes(16)
         try:
-            self._token = Segment(len(token), 0)
+            self._token = MemorySegment(len(token), 0)
             self._token.write(memoryview(token), 0)
         except OSError:  # too many open files
             return

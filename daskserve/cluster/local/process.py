@@ -20,6 +20,7 @@ from daskserve.cluster.local.topic import plain_copy
 from daskserve.cluster.local.world import LocalWorld
 from daskserve.cluster.long_poll import LongPollClient
 from daskserve.errors import InstanceError, StaleEpochError
+from daskserve.payload import Parcel
 from daskserve.types import ActorAddress, Envelope, Load, OnAnswer, Receive, Send, WorkerAddress, WorkerInfo
 
 
@@ -54,6 +55,8 @@ class LocalProcess(ActorCalls):
         self.clock = state.clock
         self.is_ended = False
         self.shared: dict[str, Any] = {}
+        #: The parts of the parcels that were sent from here, by digest.
+        self.parcels: dict[str, Sequence[Any]] = {}
         self.link = LocalLink(world, self)
         self.store: Store = _ProcessStore(world, state)
         if book is None:
@@ -131,6 +134,14 @@ class LocalProcess(ActorCalls):
     async def restart_worker(self, worker: WorkerAddress) -> None:
         await self.state.wait_until_running()
         self._world.remove_worker(worker)
+
+    async def send_parcel(self, parcel: Parcel, parts: Sequence[Any]) -> None:
+        await self.state.wait_until_running()
+        self._world.program.parcels[parcel.digest] = [bytes(each) for each in parts]
+
+    async def fetch_parcel(self, code: str, parcel: Parcel) -> Sequence[Any]:
+        await self.state.wait_until_running()
+        return self._world.program.parcels[parcel.digest]
 
     async def controller(self) -> ActorAddress:
         await self.state.wait_until_running()

@@ -15,11 +15,20 @@ from daskserve.cluster.local.transport import WhenAwake
 from daskserve.types import ActorAddress, InstanceName, WorkerAddress, WorkerInfo
 
 
+class HoldsParcels(Protocol):
+    """The user's program, which keeps what it has sent."""
+
+    @property
+    def parcels(self) -> dict[str, Sequence[Any]]: ...
+
+
 class LocalWorld(Protocol):
     """See `daskserve.cluster.local.cluster.LocalCluster`, which implements it."""
 
     reported: UseReport
 
+    @property
+    def program(self) -> HoldsParcels: ...
     @property
     def instance(self) -> InstanceName: ...
     @property

@@ -17,6 +17,7 @@ from daskserve.cluster.actor_calls import create_actor, destroy_actor, list_acto
 from daskserve.cluster.base import ActorSpec, InstanceStore
 from daskserve.cluster.long_poll import CONTROLLER, WORKERS
 from daskserve.cluster.scheduler.hosts import HostRegistry
+from daskserve.cluster.scheduler.parcels import InstanceParcels
 from daskserve.errors import ActorLostError, ServeError
 from daskserve.types import ActorAddress, ActorKind, InstanceName, WorkerAddress
 
@@ -54,6 +55,10 @@ class Instance:
     is_ending: bool = False
     ending: asyncio.Task[None] | None = None
     grace: asyncio.TimerHandle | None = None
+    parcels: InstanceParcels = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.parcels = InstanceParcels(self.store)
 
 
 def plain(address: ActorAddress) -> dict[str, Any]:

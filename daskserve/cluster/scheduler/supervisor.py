@@ -28,6 +28,7 @@ from daskserve.cluster.scheduler.controllers import START_TIMEOUT_S, ControllerK
 from daskserve.cluster.scheduler.discovery import Targets
 from daskserve.cluster.scheduler.figures import SupervisorFigures
 from daskserve.cluster.scheduler.hosts import HostRegistry
+from daskserve.cluster.scheduler.parcels import parcel_verbs
 from daskserve.cluster.scheduler.scale_route import ScaleRoute
 from daskserve.cluster.scheduler.splice import Splices
 from daskserve.cluster.scheduler.topics import EndedTopics
@@ -102,6 +103,7 @@ class Supervisor(SchedulerPlugin):
             "workers": self._hosts.describe,
             "load_records": self._load_records,
             "commit_records": self._commit_records,
+            **parcel_verbs(lambda instance: self._known(instance).parcels),
             "report": self._report,
             "restart_worker": self._hosts.restart,
             "targets": self._targets.describe,
@@ -260,6 +262,7 @@ class Supervisor(SchedulerPlugin):
         self._topics.sweep()
         self._capacity.forget(entry.name)
         self._reported.set()
+        entry.parcels.close()
         await entry.store.close()
         async with self._lock:
             self._instances.pop(entry.name, None)
@@ -286,17 +289,24 @@ class Supervisor(SchedulerPlugin):
         }
 
     async def _load_records(self, instance: InstanceName) -> dict[str, Any]:
-        store = self._known(instance).store
-        return {"records": await store.load(), "problems": dict(store.problems())}
+        entry = self._known(instance)
+        records = entry.parcels.without_rows(await entry.store.load())
+        return {"records": records, "problems": dict(entry.store.problems())}
 
     async def _commit_records(
-        self, instance: InstanceName, epoch: int, records: Mapping[str, bytes | None]
+        self,
+        instance: InstanceName,
+        epoch: int,
+        records: Mapping[str, bytes | None],
+        parcels: Mapping[str, str],
     ) -> None:
         entry = self._known(instance)
         if epoch < entry.epoch:
             # The store itself refuses the old epoch only after the new controller's first write.
             raise StaleEpochError(f"Controller epoch {epoch} was replaced by {entry.epoch}.")
-        await entry.store.commit(epoch, StoreChange(records))
+        rows = entry.parcels.rows_of(records, parcels)
+        await entry.store.commit(epoch, StoreChange({**records, **rows}))
+        entry.parcels.committed(records, parcels)
 
     async def _report(
         self,

@@ -35,7 +35,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol
@@ -63,7 +63,7 @@ from daskserve.errors import ClusterUnreachableError, InstanceError, VersionMism
 from daskserve.internals.python import run_exit_functions
 from daskserve.loops.event_loop import new_event_loop, running_loop
 from daskserve.options.environment import Interpreter
-from daskserve.payload import dump_bytes, load_bytes
+from daskserve.payload import Parcel, dump_bytes, load_bytes
 from daskserve.types import (
     ActorAddress,
     Envelope,
@@ -204,10 +204,9 @@ class ChildProcess:
         address = ActorAddress(self.name, f"process {self.pid}", number)
         return await self._channel.request(address, envelope, receive, send)
 
-    async def call(self, verb: str, payload: bytes | None = None, **message: Any) -> Any:
-        """Call a verb of the child with plain values and, optionally, bytes of any size."""
-        wrapped = None if payload is None else Payload(payload)
-        return await control_call(partial(self.request, 0), verb, message, wrapped)
+    async def call(self, verb: str, payload: Payload | None = None, **message: Any) -> Any:
+        """Call a verb of the child with plain values and, optionally, bytes and buffers of any size."""
+        return await control_call(partial(self.request, 0), verb, message, payload)
 
     async def end(self) -> None:
         """Close the connection so that the process exits, kill it if it does not, and wait for its end."""
@@ -340,8 +339,11 @@ class ChildView:
     The child's own Dask client connects on first use.
     """
 
-    def __init__(self, instance: InstanceName, access: bytes, connect_timeout_s: float) -> None:
+    def __init__(
+        self, instance: InstanceName, access: bytes, connect_timeout_s: float, parts: Sequence[Any] = ()
+    ) -> None:
         self.instance = instance
+        self._parts = parts
         self._access = access
         self._connect_timeout_s = connect_timeout_s
         self._lock = threading.Lock()
@@ -363,6 +365,11 @@ class ChildView:
             if self._client is None:
                 self._client = self._connect()
             return link_of(self._client)
+
+    async def fetch_parcel(self, code: str, parcel: Parcel) -> Sequence[Any]:
+        """Return the parts of the parcel that came with the start, once."""
+        parts, self._parts = self._parts, ()
+        return parts
 
     def as_current_worker(self) -> AbstractContextManager[None]:
         """Let Dask's ``get_worker()`` and ``get_client()`` work in this context and its copies."""

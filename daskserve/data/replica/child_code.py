@@ -26,6 +26,7 @@ from daskserve.data.replica.autoscaling_stats import ChildStats
 from daskserve.data.replica.child_figures import ReportedFigures, keep_asking_for_figures
 from daskserve.data.replica.child_runner import ChildRunner
 from daskserve.data.replica.interpreters import find_interpreter
+from daskserve.data.replica.local_code import parts_of
 from daskserve.data.replica.slots import Slots
 from daskserve.data.replica.user_code import CLOSE_GRACE_S
 from daskserve.errors import ActorLostError, BadRequestError, ReplicaStartError
@@ -33,7 +34,7 @@ from daskserve.figures.replica import ReplicaFigures
 from daskserve.figures.table import MetricSample
 from daskserve.figures.user import UserSample
 from daskserve.starts import ReplicaStart, read_config
-from daskserve.types import Envelope, EnvelopeKind, Load, Message, Receive, Send
+from daskserve.types import Envelope, EnvelopeKind, Load, Message, Payload, Receive, Send
 
 logger = logging.getLogger("daskserve.replica")
 
@@ -132,10 +133,11 @@ class ChildCode:
     async def _start_child(self, child: ChildProcess) -> Mapping[str, Any]:
         spec = self._context.spec
         unprobed = {**self._start.config.for_replicas(), "health_check_period_s": NEVER_S}
+        parts = await parts_of(self._start, self._context.cluster)
         try:
             facts: Mapping[str, Any] = await child.call(
                 "start",
-                replace(self._start, config=read_config(unprobed)).encode(),
+                Payload(replace(self._start, config=read_config(unprobed)).encode(), tuple(parts)),
                 name=spec.name,
                 incarnation=spec.incarnation,
                 instance=spec.instance,

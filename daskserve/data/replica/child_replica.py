@@ -103,7 +103,7 @@ class ReplicaServer:
 
     async def _run(self, verb: str, payload: Payload | None, message: Mapping[str, Any]) -> Any:
         if verb in self._own_verbs:
-            more = {} if payload is None else {"payload": payload.data}
+            more = {} if payload is None else {"payload": payload}
             return await self._own_verbs[verb](**message, **more)
         return await self._started().verbs[verb](**message)
 
@@ -114,11 +114,11 @@ class ReplicaServer:
 
     @verb
     async def start(
-        self, payload: bytes, name: str, incarnation: int, instance: str, worker: str, access: bytes
+        self, payload: Payload, name: str, incarnation: int, instance: str, worker: str, access: bytes
     ) -> Mapping[str, Any]:
         """Create the replica from its start message, start it, and return its facts."""
-        view = self._view = ChildView(instance, access, settings.timeouts().connect_s)
-        spec = ActorSpec(ActorKind.REPLICA, name, incarnation, instance, bytes(payload))
+        view = self._view = ChildView(instance, access, settings.timeouts().connect_s, payload.buffers)
+        spec = ActorSpec(ActorKind.REPLICA, name, incarnation, instance, bytes(payload.data))
         # User code sees only those parts of the view that handles and clients need.
         context = ContextWith(spec, view, LoopClock(), system_rng(), worker)
         self._replica = ChildReplica(context)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,10 +29,17 @@ from daskserve.errors import ActorLostError, BadRequestError, ReplicaStartError,
 from daskserve.figures.replica import ReplicaFigures
 from daskserve.figures.table import MetricSample
 from daskserve.figures.user import UserSample
+from daskserve.payload import Parcel
 from daskserve.starts import ReplicaStart, read_config
 from daskserve.types import Envelope, EnvelopeKind
 
 logger = logging.getLogger("daskserve.replica")
+
+
+async def parts_of(start: ReplicaStart, cluster: HasLink) -> Sequence[Any]:
+    """Return the parts of the parcel that stands for a replica's code; nothing without a parcel."""
+    parcel = Parcel.labelled(start.code)
+    return () if parcel is None else await cluster.fetch_parcel(start.code_name, parcel)
 
 
 class LocalCode:
@@ -87,7 +94,8 @@ class LocalCode:
         step = "could not be loaded"
         try:
             load = partial(load_definition, backend_tag=start.backend_tag, is_debug=start.debug)
-            servable = self._servable = await wall.run_sync(load, start.code)
+            parts = await parts_of(start, self._context.cluster)
+            servable = self._servable = await wall.run_sync(load, start.code, parts)
             servable.check_batching(start.config.max_batch_size)
             step = "failed in its constructor"
             await construct(wall, servable)

@@ -21,6 +21,7 @@ from daskserve.data.replica.lifespan import Lifespan
 from daskserve.data.replica.message_pipe import MessagePipe
 from daskserve.data.replica.requests import HTTPRequest, legacy_argument
 from daskserve.errors import ActorLostError, BadRequestError, ReplicaBusyError, UnavailableError
+from daskserve.payload import unpack_code
 from daskserve.types import Payload, Receive
 
 logger = logging.getLogger("daskserve.replica")
@@ -29,9 +30,14 @@ logger = logging.getLogger("daskserve.replica")
 # ---- loading
 
 
-def load_definition(code: bytes, *, backend_tag: str, is_debug: bool = False) -> Servable:
-    """Return the servable in `daskserve.starts.ReplicaStart.code`, not yet constructed."""
-    definition, init_args, init_kwargs = pickled.load_bytes(code)
+def load_definition(
+    code: bytes, parts: Sequence[Any] = (), *, backend_tag: str, is_debug: bool = False
+) -> Servable:
+    """Return the servable in `daskserve.starts.ReplicaStart.code`, not yet constructed.
+
+    ``parts`` are those of the parcel, if one stands for the code.
+    """
+    definition, init_args, init_kwargs = unpack_code(code, parts)
     if isinstance(definition, str):
         definition = import_definition(definition)
         if isinstance(definition, str):

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from daskserve.cluster.channel import segments as module
-from daskserve.cluster.channel.segments import HAS_SEGMENTS, Segment, Segments, mapping_under
+from daskserve.cluster.channel.segments import HAS_SEGMENTS, MemorySegment, Segments, mapping_under
 
 np = pytest.importorskip("numpy")
 pytestmark = pytest.mark.skipif(not HAS_SEGMENTS, reason="this system has no anonymous files")
@@ -42,13 +42,13 @@ def _closes_all() -> Iterator[None]:
     assert open_segments() == before
 
 
-def filled(pool: Segments, data: bytes) -> Segment:
+def filled(pool: Segments, data: bytes) -> MemorySegment:
     segment = pool.take(len(data))
     segment.write(memoryview(data), 0)
     return segment
 
 
-def mapped(pool: Segments, segment: Segment, at: int = 0, size_bytes: int = SIZE) -> memoryview:
+def mapped(pool: Segments, segment: MemorySegment, at: int = 0, size_bytes: int = SIZE) -> memoryview:
     return pool.map(os.getpid(), segment.key, segment.descriptor, segment.inode, at, size_bytes)
 
 

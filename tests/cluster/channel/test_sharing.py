@@ -17,10 +17,10 @@ from distributed.protocol import to_serialize
 
 from daskserve.cluster.channel import sharing
 from daskserve.cluster.channel.frames import MEMORY
-from daskserve.cluster.channel.segments import HAS_SEGMENTS, Mapping, Segment, Segments, mapping_under
+from daskserve.cluster.channel.segments import HAS_SEGMENTS, Mapping, MemorySegment, Segments, mapping_under
 from daskserve.cluster.channel.transport import SocketTransport
 from daskserve.loops.event_loop import new_event_loop
-from daskserve.payload import SHARED_BYTES
+from daskserve.types import SHARED_BYTES
 
 pytestmark = pytest.mark.skipif(not HAS_SEGMENTS, reason="this system has no anonymous files")
 
@@ -162,8 +162,10 @@ def test_the_memory_is_written_again_once_the_reader_drops_it() -> None:
 
 def test_a_received_buffer_is_sent_on_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     writes = []
-    write = Segment.write
-    monkeypatch.setattr(Segment, "write", lambda *given: (writes.append(len(given[1])), write(*given))[1])
+    write = MemorySegment.write
+    monkeypatch.setattr(
+        MemorySegment, "write", lambda *given: (writes.append(len(given[1])), write(*given))[1]
+    )
 
     async def main() -> None:
         async with sharing_pair() as (here, there):
@@ -200,7 +202,7 @@ def test_another_machine_gets_buffers_over_the_connection(
         raise ConnectionResetError("no such process")
 
     if reason == "another token":
-        monkeypatch.setattr(Segment, "write", lambda *given: None)  # the file then holds zeros
+        monkeypatch.setattr(MemorySegment, "write", lambda *given: None)  # the file then holds zeros
     elif reason == "no such process":
         monkeypatch.setattr(Mapping, "open", refuse)
     else:
@@ -227,7 +229,9 @@ def test_without_memory_or_files_buffers_go_over_the_connection(
         async with sharing_pair() as (here, there):
             here.transport.post("settled")
             await there.take()
-            monkeypatch.setattr(*((Segment, "write") if code == errno.ENOSPC else (Segments, "take")), refuse)
+            monkeypatch.setattr(
+                *((MemorySegment, "write") if code == errno.ENOSPC else (Segments, "take")), refuse
+            )
             here.transport.post((buffer(SHARED_BYTES), "one"))
             here.transport.post("two")
             (large, one), two = await there.take(2)

@@ -30,6 +30,7 @@ def replica_start(
         user_config=user_config,
         environment=environment,
         debug=debug,
+        code_name="b@1",
     )
 
 

@@ -143,6 +143,7 @@ class Plant:
             user_config=None,
             environment=None,
             debug=False,
+            code_name="b@1",
         )
         spec = ActorSpec(ActorKind.REPLICA, f"i/replica/{tag}", 1, "i", start.encode())
         nothing = cast(Cluster, SimpleNamespace())

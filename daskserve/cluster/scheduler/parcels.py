@@ -1,0 +1,182 @@
+"""The parcels of an instance in the scheduler's process; see `daskserve.payload.Parcel`.
+
+A client gives a parcel before the change that refers to it. When the controller commits the code, the
+content becomes rows of the same transaction, next to the records and invisible to the controller. The rows
+are deleted with the code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from daskserve.cluster.base import InstanceStore
+from daskserve.cluster.parcel_memory import PIECE_BYTES, ParcelMemory, Place
+from daskserve.errors import BadRequestError, InstanceError
+from daskserve.types import InstanceName
+
+#: How long the content of a parcel is kept for a change that does not come.
+PATIENCE_S = 600.0
+_CODE, _ROW = "code/", "parcel/"
+
+
+def parcel_verbs(
+    find: Callable[[InstanceName], InstanceParcels],
+) -> dict[str, Callable[..., Awaitable[Any]]]:
+    """Return the supervisor's verbs for parcels, given the parcels of each instance."""
+
+    def verb(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        return lambda instance, **message: method(find(instance), **message)
+
+    return {
+        "offer_parcel": verb(InstanceParcels.offer),
+        "add_to_parcel": verb(InstanceParcels.add),
+        "find_parcel": verb(InstanceParcels.find),
+        "read_parcel": verb(InstanceParcels.read),
+    }
+
+
+class InstanceParcels:
+    """See the module."""
+
+    def __init__(self, store: InstanceStore) -> None:
+        self._store = store
+        self._memory: dict[str, ParcelMemory] = {}
+        #: What arrives in pieces.
+        self._arriving: dict[str, ParcelMemory] = {}
+        #: The digest of the parcel behind each code, and the number of its rows, by the code's name.
+        self._digests: dict[str, str] = {}
+        self._rows: dict[str, int] = {}
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._reading = asyncio.Lock()
+
+    # ---- verbs of clients and replicas
+
+    async def offer(self, digest: str, place: Sequence[int] | None) -> bool:
+        """Return whether the content is here, given where a client holds it."""
+        if digest not in self._memory and place is not None:
+            opened = ParcelMemory.opened(place, digest)
+            if opened is not None:
+                self._memory[digest] = opened
+        self._keep_for_a_while(digest)
+        return digest in self._memory
+
+    async def add(self, digest: str, size_bytes: int, at: int, piece: bytes) -> None:
+        """Take the next piece of a parcel's content."""
+        if not at:
+            self._arriving[digest] = ParcelMemory(size_bytes)
+        memory = self._arriving.get(digest)
+        if memory is None:
+            raise InstanceError(f"Parcel {digest[:16]} arrived without its beginning; deploy again.")
+        memory.write(piece, at)
+        if at + len(piece) == size_bytes:
+            self._memory[digest] = self._arriving.pop(digest)
+        self._keep_for_a_while(digest)
+
+    async def find(self, code: str, digest: str) -> Place | None:
+        """Return where processes of this machine find the content."""
+        return (await self._read(code, digest)).place
+
+    async def read(self, code: str, digest: str, at: int, size_bytes: int) -> bytes:
+        """Return a piece of the content."""
+        return bytes((await self._read(code, digest)).content[at : at + size_bytes])
+
+    # ---- with the controller's transactions
+
+    def without_rows(self, records: Mapping[str, bytes]) -> dict[str, bytes]:
+        """Return what a controller loads; the rows of parcels are only counted."""
+        rows = [key for key in records if key.startswith(_ROW)]
+        self._rows.clear()
+        for key in rows:
+            code = key.removeprefix(_ROW).rpartition("/")[0]
+            self._rows[code] = self._rows.get(code, 0) + 1
+        return {key: value for key, value in records.items() if not key.startswith(_ROW)}
+
+    def rows_of(self, records: Mapping[str, bytes | None], parcels: Mapping[str, str]) -> dict[str, Any]:
+        """Return the rows to write and to remove together with some records.
+
+        Parameters
+        ----------
+        parcels
+            The digest of the parcel behind each code that is written, by the code's name.
+
+        Raises
+        ------
+        BadRequestError
+            A parcel is not here.
+        """
+        rows: dict[str, Any] = {}
+        for key, value in records.items():
+            code = key.removeprefix(_CODE)
+            if key.startswith(_CODE) and (value is None or code in parcels):
+                rows |= {f"{_ROW}{code}/{number}": None for number in range(self._rows.get(code, 0))}
+        for code, digest in parcels.items():
+            if digest not in self._memory:
+                raise BadRequestError(
+                    f"The constructor arguments of {code} are not at the scheduler any more; deploy again."
+                )
+            content = self._memory[digest].content
+            pieces = range(0, len(content), PIECE_BYTES)
+            rows |= {
+                f"{_ROW}{code}/{number}": content[at : at + PIECE_BYTES] for number, at in enumerate(pieces)
+            }
+        return rows
+
+    def committed(self, records: Mapping[str, bytes | None], parcels: Mapping[str, str]) -> None:
+        """Note that a transaction is in the store."""
+        for key, value in records.items():
+            if key.startswith(_CODE) and value is None:
+                self._rows.pop(key.removeprefix(_CODE), None)
+                digest = self._digests.pop(key.removeprefix(_CODE), None)
+                if digest is not None and digest not in self._digests.values() and digest not in self._timers:
+                    self._memory.pop(digest, None)
+        for code, digest in parcels.items():
+            self._digests[code] = digest
+            self._rows[code] = -(-len(self._memory[digest].content) // PIECE_BYTES)
+            self._stop_timer(digest)
+
+    def close(self) -> None:
+        """Drop everything."""
+        for digest in list(self._timers):
+            self._stop_timer(digest)
+        self._memory.clear()
+        self._arriving.clear()
+
+    # ---- private
+
+    async def _read(self, code: str, digest: str) -> ParcelMemory:
+        async with self._reading:
+            if digest not in self._memory:
+                # The scheduler has been restarted since.
+                records = await self._store.load()
+                rows = [f"{_ROW}{code}/{number}" for number in range(self._rows.get(code, 0))]
+                if not rows or any(each not in records for each in rows):
+                    raise InstanceError(f"The store has lost the constructor arguments of {code}.")
+                self._memory[digest] = await asyncio.to_thread(_join, [records[each] for each in rows])
+                self._digests[code] = digest
+            return self._memory[digest]
+
+    def _keep_for_a_while(self, digest: str) -> None:
+        self._stop_timer(digest)
+        self._timers[digest] = asyncio.get_running_loop().call_later(PATIENCE_S, self._give_up, digest)
+
+    def _stop_timer(self, digest: str) -> None:
+        timer = self._timers.pop(digest, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _give_up(self, digest: str) -> None:
+        self._timers.pop(digest, None)
+        self._arriving.pop(digest, None)
+        if digest not in self._digests.values():
+            self._memory.pop(digest, None)
+
+
+def _join(pieces: Sequence[Any]) -> ParcelMemory:
+    memory = ParcelMemory(sum(map(len, pieces)))
+    at = 0
+    for piece in pieces:
+        memory.write(piece, at)
+        at += len(piece)
+    return memory
