@@ -28,6 +28,7 @@ import traceback
 from collections import deque
 from typing import NamedTuple
 
+from daskserve.amounts import shown
 from daskserve.internals.python import CallHandlers, intercept_records, stop_intercepting
 
 logger = logging.getLogger("daskserve.logging")
@@ -110,7 +111,7 @@ class LogThread:
         if thread.is_alive() and sys.stderr is not None:
             sys.stderr.write(
                 f"daskserve: about {self._queue.qsize() + self._dropped} log records are lost, because the "
-                f"handlers of logging did not receive them within {FLUSH_S:g} s.\n"
+                f"handlers of logging did not receive them within {shown(FLUSH_S)} s.\n"
             )
 
     def _put(self, source: logging.Logger, record: logging.LogRecord) -> bool:

@@ -30,8 +30,14 @@ class LoopPlace(Protocol):
 
     loop: asyncio.AbstractEventLoop
     runs: set[CodeRun]
-    to_user: Post
-    to_worker: Post
+
+    @property
+    def to_user(self) -> Post:
+        """Calls a function on the loop of user code."""
+
+    @property
+    def to_worker(self) -> Post:
+        """Calls a function on the worker's loop."""
 
 
 class LoopRun(CodeRun):
@@ -99,8 +105,6 @@ class UserLoop:
         self.loop = new_event_loop()
         self.hop = Hop(self.loop)
         self.thread = threading.Thread(target=context.run, args=(self._main,), name=name, daemon=True)
-        self.to_user: Post = self.hop.post_soon
-        self.to_worker: Post = to_worker.post_soon
         self._worker = to_worker
         self._is_closing = False
         self._closing: asyncio.Future[None] | None = None
@@ -112,6 +116,19 @@ class UserLoop:
     ) -> LoopRun:
         """Run a coroutine function in a task; see `daskserve.data.replica.runner.Runner`."""
         return LoopRun(self, function, args, context, on_end)
+
+    def to_user(self, function: Callable[..., object], *args: Any) -> None:
+        """Call a function on this loop."""
+        self._post(self.hop, function, args)
+
+    def to_worker(self, function: Callable[..., object], *args: Any) -> None:
+        """Call a function on the worker's loop."""
+        self._post(self._worker, function, args)
+
+    def _post(self, hop: Hop, function: Callable[..., object], args: tuple[Any, ...]) -> None:
+        # A request that is alone waits for nothing else, so its wake-ups are not shared.
+        post = hop.post_soon if len(self.runs) > 1 else hop.post
+        post(function, *args)
 
     async def close(self, grace_s: float) -> bool:
         """Cancel running code, end the loop and its thread; return False if user code does not end."""
