@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 #: Number of schedules in every run of the suite. The profile ``nightly`` runs more, different ones each time.
-SCHEDULES = 500
+SCHEDULES = 400
 STEPS = 30
 
 
