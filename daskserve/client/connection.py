@@ -99,7 +99,7 @@ class Verbs:
     async def _change(self, verb: str, *, blocking: bool = True, **message: Any) -> GoalId | None:
         """Call a verb that changes something; see `ControllerCalls.change`.
 
-        Whoever watches sees what a slow change waits for.
+        The progress display shows what a slow change waits for.
         """
         self._connection.check_open()
         calls = self._connection.calls

@@ -1,4 +1,4 @@
-"""Serving until the instance ends or the program is told to stop, and saying what changes meanwhile."""
+"""Serves until the instance or the program ends, and prints what changes."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ async def serve_until_ended(link: ClientLink, instance: InstanceName, *, asynchr
 
 
 def _print(line: str) -> None:
-    # Serving goes on if nobody reads the output any more.
+    # A closed output must not end the serving.
     with suppress(OSError, ValueError):
         sys.stdout.write(f"{line}\n")
         sys.stdout.flush()

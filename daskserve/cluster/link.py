@@ -298,7 +298,7 @@ class DaskLink:
         """Close what daskserve created for this link, if this was its last instance: a cluster or client."""
         self._started.pop(instance, None)
         if self.runs_here() and not is_asynchronous(self.client):
-            return  # Dask stops the thread of this loop only if it is told to on another thread
+            return  # Dask can stop the thread of this loop only from another thread
         # A cluster that was created for this instance alone ends with it.
         ends_scheduler = instance in self.owning_instances
         self.owning_instances.discard(instance)

@@ -337,8 +337,8 @@ class Channel:
 
     def _opener_left(self, number: int, stream: Accepted) -> None:
         self._accepted.pop(number, None)
-        # Code that is not cancelled may still read. It is told after the task has ended, so that code that
-        # is cancelled never sees this.
+        # Code that was not cancelled may still read, and receives this. It comes after the end of the task,
+        # so cancelled code never receives it.
         stream.inbox.put({"type": "http.disconnect"})
 
     def _finish(self) -> None:

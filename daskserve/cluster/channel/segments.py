@@ -5,7 +5,7 @@ Shared memory with a name stays behind when processes are killed. Choice: anonym
 which others open through ``/proc/PID/fd`` and which the kernel frees with their last user. The writer keeps a
 segment for a moment and uses it again, and the reader its mapping, which takes a fifth of the time.
 
-A segment may only be written again when nobody uses its content any more. For each received buffer, a reader
+A segment can be written again once its content is no longer in use. For each received buffer, a reader
 opens the segment once more and locks that file, shared, until the buffer's last user drops it. The kernel
 drops the lock of a process that ends in any way, and a forked process holds it as well. The writer asks for
 an exclusive lock.
@@ -195,7 +195,7 @@ class Segments:
         self._max_descriptor = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
 
     def take(self, size_bytes: int) -> MemorySegment:
-        """Return a segment that nobody uses, of this size or up to twice as large.
+        """Return a free segment of at least this size, and at most twice this size.
 
         Raises
         ------
@@ -221,7 +221,7 @@ class Segments:
     ) -> memoryview:
         """Return a part of another process's segment; see `Mapping.open`.
 
-        It is a copy if this process has so many open files that it may run out of them.
+        The part is copied if this process is about to run out of file descriptors.
         """
         mapping = self._mapped.get(key)
         if mapping is None:

@@ -3,43 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import pickle
 import resource
 import warnings
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from open_segments import open_segments
 
 from daskserve.cluster.channel import segments as module
 from daskserve.cluster.channel.segments import HAS_SEGMENTS, MemorySegment, Segments, mapping_under
 
 np = pytest.importorskip("numpy")
-pytestmark = pytest.mark.skipif(not HAS_SEGMENTS, reason="this system has no anonymous files")
+pytestmark = [
+    pytest.mark.skipif(not HAS_SEGMENTS, reason="this system has no anonymous files"),
+    pytest.mark.usefixtures("closes_all_segments"),
+]
 
 SIZE = 64 * 1024
 DEADLINE_S = 10.0
-
-
-def open_segments() -> int:
-    """Return how many descriptors of this process lead to segments."""
-    found = 0
-    for each in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):
-            found += "memfd:daskserve" in os.readlink(each)
-    return found
-
-
-@pytest.fixture(autouse=True)
-def _closes_all() -> Iterator[None]:
-    before = open_segments()
-    yield
-    gc.collect()
-    assert open_segments() == before
 
 
 def filled(pool: Segments, data: bytes) -> MemorySegment:

@@ -7,13 +7,13 @@ import errno
 import gc
 import os
 import socket
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, suppress
-from pathlib import Path
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 from distributed.protocol import to_serialize
+from open_segments import open_segments
 
 from daskserve.cluster.channel import sharing
 from daskserve.cluster.channel.frames import MEMORY
@@ -22,7 +22,10 @@ from daskserve.cluster.channel.transport import SocketTransport
 from daskserve.loops.event_loop import new_event_loop
 from daskserve.types import SHARED_BYTES
 
-pytestmark = pytest.mark.skipif(not HAS_SEGMENTS, reason="this system has no anonymous files")
+pytestmark = [
+    pytest.mark.skipif(not HAS_SEGMENTS, reason="this system has no anonymous files"),
+    pytest.mark.usefixtures("closes_all_segments"),
+]
 
 DEADLINE_S = 10.0
 
@@ -80,22 +83,6 @@ async def sharing_pair(*, is_shared_there: bool = True) -> AsyncIterator[tuple[S
 def runner(request: pytest.FixtureRequest) -> Any:
     with asyncio.Runner(loop_factory=new_event_loop if request.param == "uvloop" else None) as runner:
         yield runner
-
-
-def open_segments() -> int:
-    found = 0
-    for each in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):
-            found += "memfd:daskserve" in os.readlink(each)
-    return found
-
-
-@pytest.fixture(autouse=True)
-def _closes_all() -> Iterator[None]:
-    before = open_segments()
-    yield
-    gc.collect()
-    assert open_segments() == before
 
 
 def buffer(size_bytes: int, fill: int = 7) -> Any:

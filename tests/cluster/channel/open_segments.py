@@ -1,0 +1,16 @@
+"""How much shared memory this process has open."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+
+def open_segments() -> int:
+    """Return how many descriptors of this process lead to segments."""
+    found = 0
+    for each in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            found += "memfd:daskserve" in os.readlink(each)
+    return found
