@@ -52,6 +52,8 @@ DONE: Awaitable[None] = cast(Awaitable[None], _Done())
 
 #: The name under which ``serve.start(detached=True)`` is found by ``serve.connect()``.
 DEFAULT_INSTANCE: InstanceName = "daskserve"
+#: The application that ``serve.run`` deploys unless it names another one.
+DEFAULT_APPLICATION = "default"
 
 ALL_HTTP_METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS", "TRACE", "PATCH")
 
