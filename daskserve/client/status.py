@@ -17,7 +17,13 @@ class _FromPlain:
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
         known = {each.name for each in fields(cls)}
-        return cls(**{name: value for name, value in values.items() if name in known})
+        given = {name: value for name, value in values.items() if name in known}
+        return cls(**given | cls._parts(values))
+
+    @classmethod
+    def _parts(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields that are objects themselves."""
+        return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +40,94 @@ class ActorStatus(_FromPlain):
 
 
 @dataclass(frozen=True, slots=True)
+class DeadReplicaStatus(_FromPlain):
+    """A replica that was lost or failed: its name, the reason, and when, in seconds since the epoch."""
+
+    name: str
+    reason: str
+    at: float
+
+
+def _dead(values: Mapping[str, Any]) -> tuple[DeadReplicaStatus, ...]:
+    return tuple(DeadReplicaStatus.of(each) for each in values.get("dead_replicas", ()))
+
+
+@dataclass(frozen=True, slots=True)
 class BackendStatus(_FromPlain):
-    """One backend: HEALTHY, UPDATING, UNHEALTHY or DELETING; ``message`` says what is missing or failing."""
+    """One backend: HEALTHY, UPDATING, UNHEALTHY or DELETING; ``message`` says what is missing or failing.
+
+    ``dead_replicas`` are its last ten replicas that were lost or failed, oldest first.
+    """
 
     status: str
     wanted: int
     running: int
     version: str = ""
     message: str = ""
+    dead_replicas: tuple[DeadReplicaStatus, ...] = field(default=(), compare=False)
+
+    @classmethod
+    def _parts(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        return {"dead_replicas": _dead(values)}
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentStatus(_FromPlain):
+    """One deployment of an application.
+
+    Attributes
+    ----------
+    status : str
+        HEALTHY, UPDATING, UPSCALING, DOWNSCALING, UNHEALTHY or DEPLOY_FAILED.
+    status_trigger : str
+        What has led to the status, such as CONFIG_UPDATE_COMPLETED, AUTOSCALING or REPLICA_STARTUP_FAILED.
+    replica_states : dict
+        Number of replicas by state: STARTING, UPDATING, RECOVERING, RUNNING, STOPPING, PENDING_MIGRATION.
+    message : str
+        What is missing or failing.
+    dead_replicas : tuple
+        The last ten replicas that were lost or failed, oldest first.
+    """
+
+    status: str
+    status_trigger: str = "UNSPECIFIED"
+    replica_states: Mapping[str, int] = field(default_factory=dict)
+    message: str = ""
+    dead_replicas: tuple[DeadReplicaStatus, ...] = ()
+
+    @classmethod
+    def _parts(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        return {"dead_replicas": _dead(values)}
+
+
+@dataclass(frozen=True, slots=True)
+class ApplicationStatus(_FromPlain):
+    """One application.
+
+    Attributes
+    ----------
+    status : str
+        NOT_STARTED, DEPLOYING, RUNNING, UNHEALTHY, DELETING or DEPLOY_FAILED. After a failed deploy, the
+        previous version, if any, keeps serving.
+    message : str
+        Why the last deploy failed, or what a deployment waits for.
+    last_deployed_time_s : float
+        When the version that runs was deployed, in seconds since the epoch.
+    route_prefix : str or None
+    deployments : dict
+        The `DeploymentStatus` of each deployment, by name.
+    """
+
+    status: str
+    message: str = ""
+    last_deployed_time_s: float = 0.0
+    route_prefix: str | None = None
+    deployments: Mapping[str, DeploymentStatus] = field(default_factory=dict)
+
+    @classmethod
+    def _parts(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        found = values.get("deployments", {})
+        return {"deployments": {name: DeploymentStatus.of(each) for name, each in found.items()}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +142,13 @@ class EndpointStatus(_FromPlain):
 
 @dataclass(frozen=True, slots=True)
 class GoalStatus(_FromPlain):
-    """One requested change: PENDING, DONE or FAILED."""
+    """One requested change of a backend or an application: PENDING, DONE or FAILED."""
 
     goal_id: str
     backend: str
     state: str
     failures: int = 0
+    application: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +161,8 @@ class Status:
         The instance's name; empty if none runs.
     epoch : int
         Number of controllers that the instance has had.
+    applications : dict
+        The `ApplicationStatus` of each application, by name.
     actors, backends, endpoints, goals
         The instance's parts; backends and endpoints by name.
     http_urls : tuple of str
@@ -102,6 +191,7 @@ class Status:
     problems: Mapping[str, str] = field(default_factory=dict)
     target_capacity: float | None = None
     target_capacity_direction: str | None = None
+    applications: Mapping[str, ApplicationStatus] = field(default_factory=dict)
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
@@ -111,6 +201,9 @@ class Status:
             epoch=values["epoch"],
             actors=tuple(ActorStatus.of(each) for each in values["actors"]),
             backends={name: BackendStatus.of(each) for name, each in values["backends"].items()},
+            applications={
+                name: ApplicationStatus.of(each) for name, each in values.get("applications", {}).items()
+            },
             endpoints={
                 name: EndpointStatus.of({**each, "methods": tuple(each["methods"])})
                 for name, each in values["endpoints"].items()
@@ -147,6 +240,9 @@ class Status:
         if self.target_capacity is not None:
             direction = f", {self.target_capacity_direction}" if self.target_capacity_direction else ""
             lines.append(f"The target capacity is {shown(self.target_capacity)} %{direction}.")
+        if self.applications:
+            app_head = ("APPLICATION", "STATUS", "ROUTE", "DEPLOYMENTS", "MESSAGE")
+            lines += ["", table(app_head, [self._app_row(name) for name in sorted(self.applications)])]
         if self.backends:
             head = ("BACKEND", "STATUS", "RUNNING", "ROUTE", "VERSION", "MESSAGE")
             lines += ["", table(head, [self._row(name) for name in sorted(self.backends)])]
@@ -160,6 +256,16 @@ class Status:
         notes += [f"Worker {worker} gets no actors: {why}" for worker, why in self.refused_workers.items()]
         notes += [f"Record {key} could not be read: {why}" for key, why in self.problems.items()]
         return "\n".join([*lines, *([""] if notes else []), *notes])
+
+    def _app_row(self, name: str) -> tuple[str, ...]:
+        app = self.applications[name]
+        return (
+            name,
+            app.status,
+            app.route_prefix or "",
+            ", ".join(app.deployments),
+            app.message.partition("\n")[0],
+        )
 
     def _row(self, name: str) -> tuple[str, ...]:
         backend = self.backends[name]

@@ -11,23 +11,22 @@ from __future__ import annotations
 import hashlib
 import itertools
 import string
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from daskserve.amounts import shown
-from daskserve.control import endpoint_state, goals
-from daskserve.control.backend_verbs import configured
+from daskserve.control import app_state, goals
 from daskserve.control.observed import Notes, Observed
 from daskserve.control.placement import Demand, Trial, demand_of, explain, place, room_for
-from daskserve.control.records import BackendRecord, Change, GoalRecord, GoalState, ReplicaRecord, from_plain
+from daskserve.control.records import AppRecord, BackendRecord, Change, GoalRecord, ReplicaRecord
 from daskserve.control.replica_actions import Action, ReconfigureReplica, StartReplica, StopReplica
 from daskserve.control.replica_lifecycle import PLACED_STATES, ReplicaEvent, move
 from daskserve.control.rollout import Burdens, next_steps, replica_to_drain
-from daskserve.control.scaled import autoscaling_of, bounds_of, scaled, taken_back
+from daskserve.control.scaled import autoscaling_of, bounds_of, scaled
+from daskserve.control.start_results import late_error, start_error, with_facts
 from daskserve.control.state import State
-from daskserve.errors import DeployError, NoCapacityError, RequestTimeoutError, ServeError
-from daskserve.types import ReplicaState, ReplicaTag, WorkerAddress, WorkerInfo
+from daskserve.errors import ServeError
+from daskserve.types import BackendTag, ReplicaState, ReplicaTag, WorkerAddress, WorkerInfo
 
 #: The config id of a replica that has not yet answered a reconfiguration: it may run with either config.
 UNKNOWN_CONFIG = ""
@@ -119,17 +118,28 @@ class _Stepper:
             self.replicas[tag] = record
 
     @property
-    def goal(self) -> GoalRecord | None:
-        if self.backend.goal is None:
-            return None
-        changed = self.step.change.get(f"goal/{self.backend.goal}")
-        if isinstance(changed, GoalRecord):
-            return changed
-        return self.world.state.goals.get(self.backend.goal)
+    def app(self) -> AppRecord | None:
+        """The application of which the backend is a deployment."""
+        changed = self.step.change.get(f"app/{self.backend.application}")
+        return changed if isinstance(changed, AppRecord) else self.world.state.apps.of(self.backend)
 
-    def set_backend(self, backend: BackendRecord) -> None:
-        self.backend = backend
-        self.step.change[backend.key] = backend
+    @property
+    def goal(self) -> GoalRecord | None:
+        """The pending goal of the backend, or else that of its application."""
+        goal_id = self.backend.goal
+        if goal_id is None and (app := self.app) is not None:
+            goal_id = app.goal
+        if goal_id is None:
+            return None
+        goal = self.step.change.get(f"goal/{goal_id}", self.world.state.goals.get(goal_id))
+        return goal if isinstance(goal, GoalRecord) and goal.is_pending else None
+
+    def apply(self, change: Change) -> None:
+        """Make a change, perhaps of several backends, part of this step."""
+        self.step.change.update(change)
+        changed = change.get(self.backend.key)
+        if isinstance(changed, BackendRecord):
+            self.backend = changed
 
     # 1. process observations
 
@@ -140,13 +150,16 @@ class _Stepper:
             if event is None:
                 self.take_in_config(replica)
                 continue
+            death = observed.death_of(replica, event, self.world.wall)
+            if death is not None:
+                self.notes.dead.append(death)
             forced = {"is_forced": True} if event is ReplicaEvent.UNWANTED else {}
             self.set_replica(replica.tag, move(replica, event, **forced))
             if event is ReplicaEvent.STARTED:
                 self.note_start()
-                learnt = _with_facts(self.backend, replica, observed.ready[replica.tag])
+                learnt = with_facts(self.backend, replica, observed.ready[replica.tag])
                 if learnt is not self.backend:
-                    self.set_backend(learnt)
+                    self.apply({self.backend.key: learnt})
             elif event is ReplicaEvent.FAILED and replica.state is ReplicaState.STARTING:
                 self.note_failure(replica, observed.failed[replica.tag])
 
@@ -156,7 +169,7 @@ class _Stepper:
         error = observed.reconfigure_failed.get(tag)
         if error is not None and replica.state is ReplicaState.RUNNING:
             self.notes.reconfigure_failed[tag] = error
-            if not self.fail_goal(_start_error(self.backend.tag, error)):
+            if not self.fail_goal(start_error(self.backend.tag, error)):
                 # No caller waits for the error, and retries would never end: replace the replica.
                 self.give_up(replica)
         elif tag in observed.configured:
@@ -166,19 +179,20 @@ class _Stepper:
 
     def note_start(self) -> None:
         goal = self.goal
-        if goal is not None and goal.failures:
-            self.step.change[goal.key] = replace(goal, failures=0)
+        if goal is not None and self.backend.tag in goal.failures:
+            failures = {tag: count for tag, count in goal.failures.items() if tag != self.backend.tag}
+            self.step.change[goal.key] = replace(goal, failures=failures)
         self.notes.failures, self.notes.retry_at = 0, None
 
     def note_failure(self, replica: ReplicaRecord, error: BaseException) -> None:
         if self.backend.is_deleting or replica.version != self.backend.version:
             return  # the failed config is not the current one
-        goal, notes = self.goal, self.notes
-        if goal is not None and goal.state is GoalState.PENDING:
-            goal = replace(goal, failures=goal.failures + 1)
-            self.step.change[goal.key] = goal
-            if goal.failures >= MAX_FAILURES:
-                self.fail_goal(_start_error(self.backend.tag, error))
+        goal, notes, tag = self.goal, self.notes, self.backend.tag
+        if goal is not None:
+            count = goal.failures.get(tag, 0) + 1
+            self.step.change[goal.key] = replace(goal, failures={**goal.failures, tag: count})
+            if count >= MAX_FAILURES:
+                self.fail_goal(start_error(self.backend.tag, error))
             return
         notes.failures += 1
         pause_s = min(MAX_START_RETRY_S, START_RETRY_S * 2 ** (notes.failures - 1))
@@ -193,67 +207,50 @@ class _Stepper:
             return
         replicas = bounds_of(self.backend, config).nearest(decided.replicas)
         if replicas != self.backend.scaled_to:
-            self.set_backend(scaled(self.backend, replicas, decided.reason, self.world.wall))
+            self.apply({self.backend.key: scaled(self.backend, replicas, decided.reason, self.world.wall)})
 
     # 2. fail a goal after too many failures or its timeout
 
     def fail_goal(self, error: ServeError) -> bool:
         """Roll back the pending spec; return False without one, or during a deletion, which cannot fail."""
         goal = self.goal
-        if goal is None or goal.state is not GoalState.PENDING or self.backend.is_deleting:
+        if goal is None or self.backend.is_deleting:
             return False
-        self.step.change[goal.key] = goals.finish(goal, error)
-        if goal.previous is None:
-            # The change created the backend, so remove all of it.
-            endpoint = self.world.state.endpoints.get(self.backend.tag)
-            if self.backend.is_deployment and endpoint is not None and not endpoint.is_legacy:
-                self.step.change[endpoint.key] = None
-            self.set_backend(replace(self.backend, is_deleting=True, is_forced=True, goal=None))
-        else:
-            previous: BackendRecord = from_plain("backend", goal.previous)
-            text = f"{error}\n{getattr(error, 'user_traceback', '')}".strip()
-            previous = replace(previous, goal=None, last_error=text)
-            self.set_backend(taken_back(previous, self.backend, self.world.wall))
-            if goal.previous_endpoint is not None:
-                before = from_plain("endpoint", goal.previous_endpoint)
-                self.step.change.update(endpoint_state.routed_as_before(self.world.state, before))
+        self.apply(goals.rolled_back(self.world.state, goal, error, self.backend, self.world.wall))
         return True
 
     def check_deadline(self) -> None:
         goal = self.goal
-        if goal is None or goal.state is not GoalState.PENDING:
+        self.notes.goal = None if goal is None else goal.goal_id
+        if goal is None or self.backend.is_deleting:
             return
-        if goal.timeout_s is None or self.backend.is_deleting:
+        if goal.goal_id != self.world.observed.goals.get(self.backend.tag):
+            # A new goal starts immediately, even if the previous one failed often.
+            self.notes.failures, self.notes.retry_at = 0, None
+        if goal.timeout_s is None:
             return
         deadline = self.world.observed.deadlines.get(goal.goal_id)
         if deadline is None:
             deadline = self.notes.deadlines[goal.goal_id] = self.world.now + goal.timeout_s
-            # A new goal starts immediately, even if the previous one failed often.
-            self.notes.failures, self.notes.retry_at = 0, None
         if self.world.now < deadline:
             self.step.wake(deadline)
             return
-        why, tag, wanted = self.notes.waiting, self.backend.tag, self.backend.needed_replicas
-        limit = f"{shown(goal.timeout_s)} s"
-        if why is not None:
-            self.fail_goal(
-                NoCapacityError(
-                    f"Cannot scale backend '{tag}' to {wanted} replicas within {limit}: {why}. "
-                    "Add workers, reduce the resources in actor_options, or delete other backends."
-                )
-            )
-        else:
-            self.fail_goal(
-                RequestTimeoutError(
-                    f"Backend '{tag}' did not get to {wanted} running replicas within {limit}; "
-                    "its constructor may need longer: pass a larger timeout_s."
-                )
-            )
+        if goal.application and not self.is_late():
+            return
+        self.fail_goal(late_error(self.backend, shown(goal.timeout_s), self.notes.waiting))
+
+    def is_late(self) -> bool:
+        """Return whether a change of the application waits for this deployment, not for one that it needs."""
+        if goals.is_reached(self.backend, self.replicas.values()):
+            return False
+        return not app_state.awaited(self.world.state, self.world.observed, self.backend)
 
     # 3. close the gap
 
     def close_gap(self) -> None:
-        surge, burdens = self.surge(), self.burdens()
+        if self.backend.is_deleting and not app_state.may_stop(self.world.state, self.backend):
+            return
+        surge, burdens = self.surge(), _burdens(self.world, self.backend.tag, self.replicas)
         steps = next_steps(
             self.backend.num_replicas,
             self.backend.version,
@@ -264,6 +261,8 @@ class _Stepper:
         )
         for replica in steps.stop:
             self.give_up(replica)
+        if app_state.awaited(self.world.state, self.world.observed, self.backend):
+            return
         if self.notes.retry_at is not None and self.notes.is_pausing(self.world.now):
             self.step.wake(self.notes.retry_at)
         else:
@@ -271,17 +270,6 @@ class _Stepper:
                 self.begin()
         self.place_waiting()
         self.drain_first(surge, burdens.ongoing)
-
-    def burdens(self) -> Burdens:
-        state, observed = self.world.state, self.world.observed
-
-        def others(worker: WorkerAddress) -> int:
-            # Actors that cannot move, or not without a visible effect, keep their worker in any case.
-            fixed = KEPT_WORKER if worker in self.world.avoid else 0
-            return fixed + state.count_on(worker) - state.count_on(worker, self.backend.tag)
-
-        ongoing = observed.loads.ongoing(self.replicas, self.world.now)
-        return Burdens(ongoing, others, empties_workers=observed.is_adaptive)
 
     def give_up(self, replica: ReplicaRecord) -> None:
         if replica.state is ReplicaState.SHOULD_START:
@@ -304,11 +292,6 @@ class _Stepper:
         )
         self.set_replica(tag, record)
 
-    @property
-    def waiting(self) -> list[ReplicaRecord]:
-        """The replicas that have not been placed."""
-        return [each for each in self.replicas.values() if each.state is ReplicaState.SHOULD_START]
-
     def surge(self) -> int:
         """Return how many additional replicas may run; 0 while a rollout has no room for one."""
         backend, notes = self.backend, self.notes
@@ -326,7 +309,7 @@ class _Stepper:
     def drain_first(self, surge: int, ongoing: Mapping[ReplicaTag, float]) -> None:
         """Stop one old replica if no new one fits beside the old ones, or if there is no surge."""
         world, notes = self.world, self.notes
-        if (surge and not self.waiting) or notes.is_pausing(world.now):
+        if (surge and not _unplaced(self.replicas.values())) or notes.is_pausing(world.now):
             return
         workers, demand = world.observed.cleared_workers(), demand_of(self.backend)
         found = replica_to_drain(
@@ -349,7 +332,7 @@ class _Stepper:
             self.give_up(found)
 
     def place_waiting(self) -> None:
-        notes, waiting = self.notes, self.waiting
+        notes, waiting = self.notes, _unplaced(self.replicas.values())
         if not waiting:
             if not self.notes.is_pausing(self.world.now):
                 notes.waiting = None
@@ -386,19 +369,26 @@ class _Stepper:
     def finish(self) -> None:
         self.act()
         self.finish_goal()
-        if self.goal is None or self.goal.state is not GoalState.PENDING:
+        if self.goal is None:
             self.notes.deadlines.clear()
-        if self.backend.is_deleting and not self.replicas:
-            self.step.change[self.backend.key] = None
-            self.notes.failures, self.notes.retry_at = 0, None
-            self.drop_codes(keep=None)
+        if app_state.is_left_over(self.world.state, self.backend):
+            self.apply({self.backend.key: replace(self.backend, is_deleting=True)})
+        if self.backend.is_deleting:
+            self.finish_deletion()
         elif self.goal is None:
-            self.drop_codes(keep=self.backend.code_key)
+            self.step.change.update(app_state.old_codes(self.world.state, self.backend))
 
-    def drop_codes(self, keep: str | None) -> None:
-        for code in self.world.state.codes_of(self.backend.tag):
-            if code.name != keep:
-                self.step.change[code.key] = None
+    def finish_deletion(self) -> None:
+        state, backend = self.world.state, self.backend
+        endpoint = state.endpoints.get(backend.tag) if backend.application else None
+        if endpoint is not None and not endpoint.is_legacy and app_state.may_stop(state, backend):
+            self.step.change[endpoint.key] = None  # until now, other deployments have called it
+        if self.replicas:
+            return
+        self.step.change[backend.key] = None
+        self.notes.failures, self.notes.retry_at = 0, None
+        self.step.change.update({code.key: None for code in state.codes_of(backend.tag)})
+        self.step.change.update(app_state.removed(state, backend))
 
     def act(self) -> None:
         observed = self.world.observed
@@ -431,40 +421,37 @@ class _Stepper:
         return replica
 
     def finish_goal(self) -> None:
-        goal = self.goal
-        if goal is None or goal.state is not GoalState.PENDING:
+        goal, app, replicas = self.goal, self.app, self.replicas.values()
+        if goal is not None and not goal.application:
+            if goals.is_reached(self.backend, replicas):
+                self.step.change[goal.key] = goals.finish(goal)
+                self.apply({self.backend.key: replace(self.backend, goal=None)})
             return
-        if not goals.is_reached(self.backend, self.replicas.values()):
+        if app is None or app.goal is None:
             return
-        self.step.change[goal.key] = goals.finish(goal)
-        self.set_backend(replace(self.backend, goal=None))
+        if app_state.is_complete(self.world.state, app, self.backend, replicas):
+            done = app_state.completed(self.world.state, app, self.backend)
+            self.apply(done)
 
 
-def _with_facts(backend: BackendRecord, replica: ReplicaRecord, facts: Mapping[str, Any]) -> BackendRecord:
-    """Return the backend with the facts about its callable that a started replica reports.
+def _burdens(world: World, tag: BackendTag, replicas: Iterable[ReplicaTag]) -> Burdens:
+    state, observed = world.state, world.observed
 
-    Nothing is known of an import path before it is imported. The facts decide how many requests a replica
-    runs, so a change of them reconfigures the replicas.
-    """
-    if replica.version != backend.version or backend.is_deleting:
-        return backend
-    config = backend.config.with_facts(facts)
-    if config.internal_metadata == backend.config.internal_metadata:
-        return backend
-    return configured(backend, config, backend.user_config)
+    def others(worker: WorkerAddress) -> int:
+        # Actors that cannot move, or not without a visible effect, keep their worker in any case.
+        fixed = KEPT_WORKER if worker in world.avoid else 0
+        return fixed + state.count_on(worker) - state.count_on(worker, tag)
+
+    return Burdens(observed.loads.ongoing(replicas, world.now), others, empties_workers=observed.is_adaptive)
+
+
+def _unplaced(replicas: Iterable[ReplicaRecord]) -> list[ReplicaRecord]:
+    return [each for each in replicas if each.state is ReplicaState.SHOULD_START]
 
 
 def _is_outdated(backend: BackendRecord, replica: ReplicaRecord) -> bool:
     """Return whether a replica of the right version runs with an old config."""
     return replica.version == backend.version and replica.config_id != backend.config_id
-
-
-def _start_error(backend: str, error: BaseException) -> ServeError:
-    if isinstance(error, ServeError):
-        return error
-    return DeployError(
-        f"A replica of backend '{backend}' could not be created: {type(error).__name__}: {error}"
-    )
 
 
 def step(world: World, backend: BackendRecord) -> Step:

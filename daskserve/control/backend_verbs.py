@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,10 +26,14 @@ RESERVED_VERSIONS = frozenset({"__v1__", "Unversioned"})
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A change with the goal to wait for; None if there is nothing to wait for."""
+    """A change with the goal to wait for; None if there is nothing to wait for.
+
+    ``is_update`` tells whether this call, or the one that it repeats, changes what runs.
+    """
 
     change: Change
     goal: GoalId | None
+    is_update: bool = True
 
 
 def get(state: State, tag: BackendTag) -> BackendRecord:
@@ -75,6 +79,7 @@ def _new_record(
 def create_backend(state: State, spec: BackendSpec, *, goal_id: GoalId, now: float) -> Outcome:
     """Register a backend; a retried call (same request id) changes nothing."""
     existing = state.backends.get(spec.tag)
+    _check_owner(state, spec.tag, "")
     if existing is not None and not existing.is_deleting:
         if existing.request_id == spec.request_id:
             return Outcome({}, existing.goal)
@@ -95,12 +100,43 @@ def deploy(state: State, spec: BackendSpec, *, goal_id: GoalId, now: float) -> O
     The same version and config change nothing. The same version with another config reconfigures replicas in
     place. Another version replaces the replicas, new before old.
     """
+    existing = state.backends.get(spec.tag)
+    wanted = deployed(state, spec, now=now)
+    if wanted is None and existing is not None:
+        is_repeated = existing.request_id == spec.request_id
+        return Outcome({}, existing.goal, is_update=is_repeated)
+    assert wanted is not None
+    record, code = wanted
+    change: Change = {code.key: code}
+    goals.open_goal(state, change, record, goal_id=goal_id, timeout_s=spec.timeout_s)
+    return Outcome(change, goal_id)
+
+
+def deployed(
+    state: State,
+    spec: BackendSpec,
+    *,
+    now: float,
+    application: str = "",
+    needs: Sequence[BackendTag] = (),
+) -> tuple[BackendRecord, CodeRecord] | None:
+    """Return the records of a deployment after its deploy; None if nothing changes.
+
+    Raises
+    ------
+    AlreadyRegisteredError
+        The name belongs to something else.
+    BadRequestError
+        The version is not allowed now.
+    """
     record, code = _new_record(state, spec, now, is_deployment=True)
+    record = replace(record, application=application, needs=tuple(needs))
     existing = state.backends.get(spec.tag)
     _check_version(spec, existing)
+    _check_owner(state, spec.tag, application)
     if existing is not None and not existing.is_deleting:
         if existing.request_id == spec.request_id:
-            return Outcome({}, existing.goal)
+            return None
         if not existing.is_deployment:
             raise AlreadyRegisteredError(
                 f"Cannot deploy '{spec.tag}': a classic backend of that name is registered; delete it first."
@@ -108,13 +144,30 @@ def deploy(state: State, spec: BackendSpec, *, goal_id: GoalId, now: float) -> O
         version = _told_apart(record, existing)
         code = replace(code, name=f"{spec.tag}@{version}")
         record = replace(record, version=version, code_key=code.name)
-        is_same = existing.version == version and existing.config_id == record.config_id
+        is_same = (existing.version, existing.config_id, existing.needs) == (
+            version,
+            record.config_id,
+            record.needs,
+        )
         if is_same and existing.config.to_plain() == record.config.to_plain():
-            return Outcome({}, existing.goal)
-    change: Change = {code.key: code}
-    record = scaling.carried_over(record, existing, now)
-    goals.open_goal(state, change, record, goal_id=goal_id, timeout_s=spec.timeout_s)
-    return Outcome(change, goal_id)
+            return None
+    return scaling.carried_over(record, existing, now), code
+
+
+def _check_owner(state: State, tag: BackendTag, application: str) -> None:
+    """Raise `AlreadyRegisteredError` if a name belongs to another application, or to none."""
+    existing = state.backends.get(tag)
+    if existing is None or existing.application == application:
+        return
+    owner = state.apps.get(existing.application)
+    if existing.is_deleting and (owner is None or not owner.is_deleting):
+        return  # nothing waits for its end
+    which = (
+        f"it is a deployment of application '{existing.application}'"
+        if existing.application
+        else f"a {'deployment' if existing.is_deployment else 'backend'} of that name is registered"
+    )
+    raise AlreadyRegisteredError(f"Cannot deploy '{tag}': {which}. Delete it first, or choose another name.")
 
 
 def _check_version(spec: BackendSpec, existing: BackendRecord | None) -> None:

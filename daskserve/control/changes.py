@@ -7,10 +7,11 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from daskserve.cluster.base import verb
-from daskserve.control import backend_verbs, endpoint_state, scale_verb, target_capacity
+from daskserve.control import app_verbs, backend_verbs, endpoint_state, scale_verb, target_capacity
 from daskserve.control.backend_verbs import Outcome
 from daskserve.control.core import ControllerCore
 from daskserve.errors import ServeError, UnavailableError
+from daskserve.options.app_spec import ApplicationSpec
 from daskserve.options.backend import BackendConfig
 from daskserve.options.backend_spec import BackendSpec
 from daskserve.types import GoalId
@@ -86,6 +87,7 @@ class ChangingVerbs:
     @verb
     async def delete_backend(self, tag: str, force: bool) -> dict[str, Any]:
         async with self._deciding():
+            app_verbs.check_separate(self._core.state, tag)
             outcome = backend_verbs.delete_backend(
                 self._core.state, tag, is_forced=force, goal_id=self._goal_id()
             )
@@ -139,18 +141,51 @@ class ChangingVerbs:
         self._core.loop.poke([wanted.tag])
         return {
             "goal": outcome.goal,
+            "updating": outcome.is_update,
             "snapshot": await self._core.barrier() if outcome.goal is None else None,
         }
 
     @verb
     async def delete_deployment(self, name: str, force: bool = False) -> dict[str, Any]:
         async with self._deciding():
+            app_verbs.check_separate(self._core.state, name)
             outcome = backend_verbs.delete_backend(
                 self._core.state, name, is_forced=force, goal_id=self._goal_id(), leaving=name
             )
             outcome.change.update(endpoint_state.delete_endpoint(self._core.state, name))
             answer = await self._commit_outcome(outcome, name)
         return {**answer, "snapshot": await self._core.barrier()}
+
+    # Verbs: applications
+
+    @verb
+    async def deploy_applications(self, apps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Create or update applications in one transaction; return the goals and updates by name."""
+        specs = [ApplicationSpec.from_plain(each) for each in apps]
+        async with self._deciding():
+            deployed = app_verbs.deploy(
+                self._core.state, specs, new_goal=self._goal_id, now=self._core.clock.wall()
+            )
+            await self._core.writer.commit(deployed.change)
+        self._core.loop.poke(deployed.tags)
+        is_waiting = any(goal is not None for goal in deployed.goals.values())
+        return {
+            "goals": deployed.goals,
+            "updating": deployed.updating,
+            "snapshot": None if is_waiting else await self._core.barrier(),
+        }
+
+    @verb
+    async def delete_application(self, name: str) -> dict[str, Any]:
+        async with self._deciding():
+            outcome = app_verbs.delete(self._core.state, name, goal_id=self._goal_id())
+            await self._core.writer.commit(outcome.change)
+        self._core.loop.poke(self._core.state.apps.members(name))
+        return {"goal": outcome.goal, "snapshot": await self._core.barrier()}
+
+    @verb
+    async def get_application(self, name: str) -> dict[str, Any]:
+        return app_verbs.get(self._core.state, name)
 
     # Verbs: endpoints
 

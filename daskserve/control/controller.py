@@ -13,10 +13,10 @@ from typing import Any
 
 from daskserve.amounts import shown
 from daskserve.cluster.base import ActorContext, verb, verbs_of
-from daskserve.control import backend_verbs, explaining, views
+from daskserve.control import app_views, backend_verbs, explaining, views
 from daskserve.control.changes import ChangingVerbs
 from daskserve.control.core import MAX_WAIT_S, ControllerCore
-from daskserve.control.records import GoalState
+from daskserve.control.records import GoalRecord, GoalState
 from daskserve.errors import DeployError, NotFoundError, RequestTimeoutError
 from daskserve.figures.table import MetricSample
 from daskserve.payload import load_error
@@ -78,7 +78,14 @@ class ReadingVerbs:
             try:
                 await self._core.clock.wait_for(ended.wait(), max(0.0, deadline - self._core.clock.now()))
             except TimeoutError:
-                return {"is_done": False, "why": self._core.observed.waiting.get(goal.backend)}
+                return {"is_done": False, "why": self._why(goal)}
+
+    def _why(self, goal: GoalRecord) -> str | None:
+        """Return what replicas of a goal's backends wait for."""
+        app = self._core.state.apps.get(goal.application)
+        waiting = self._core.observed.waiting
+        tags = (goal.backend,) if app is None else app.tags
+        return next((waiting[tag] for tag in tags if tag in waiting), None)
 
     @verb
     async def wait_for_http(self, timeout_s: float) -> dict[str, Any]:
@@ -117,6 +124,9 @@ class ReadingVerbs:
             "actors": views.actors(state, observed, self._core.cluster.instance, controller),
             "backends": {
                 tag: views.backend_status(state, observed, each) for tag, each in state.backends.items()
+            },
+            "applications": {
+                app.name: app_views.application_status(state, observed, app) for app in state.apps
             },
             "endpoints": {name: backend_verbs.get_endpoint(state, name) for name in state.endpoints},
             "goals": views.goals(state),

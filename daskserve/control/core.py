@@ -220,6 +220,8 @@ class ControllerCore:
         for key, record in change.items():
             if record is None and key.startswith("replica/"):
                 self.observed.forget_replica(key.removeprefix("replica/"))
+            elif record is None and key.startswith("backend/"):
+                self.observed.dead.pop(key.removeprefix("backend/"), None)
             elif isinstance(record, GoalRecord) and record.state is not GoalState.PENDING:
                 self.loop.figures.goals[record.state] += 1
                 self.observed.deadlines.pop(record.goal_id, None)

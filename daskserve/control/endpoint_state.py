@@ -48,6 +48,39 @@ def _holder_of(state: State, route: str | None) -> EndpointRecord | None:
     return state.endpoint_at(route)
 
 
+def _application_at(state: State, route: str | None) -> str | None:
+    """Return the application whose route matches the same paths now, or will once it is deployed."""
+    if route is None:
+        return None
+    holder = _holder_of(state, route)
+    backend = None if holder is None or holder.is_legacy else state.backends.get(holder.name)
+    if backend is not None and backend.application:
+        return backend.application
+    return state.apps.at_route(route)
+
+
+def check_application_route(state: State, route: str | None, *, what: str, application: str = "") -> None:
+    """Raise `AlreadyRegisteredError` if another application has a route, or will have it."""
+    owner = _application_at(state, route)
+    if owner not in (None, application):
+        raise AlreadyRegisteredError(
+            f"Cannot {what} at route '{route}': it is in use by application '{owner}'. Choose another route, "
+            "or delete that application."
+        )
+
+
+def check_route(state: State, route: str | None, *, what: str, application: str) -> None:
+    """Raise `AlreadyRegisteredError` unless an application may have a route."""
+    check_application_route(state, route, what=what, application=application)
+    holder = _holder_of(state, route)
+    if holder is not None and _application_at(state, route) is None:
+        raise AlreadyRegisteredError(
+            f"Cannot {what} at route '{route}': it is in use by endpoint '{holder.name}'"
+            f"{'' if route == holder.route else f', as {holder.route!r}'}. Choose another route, or delete "
+            "that endpoint."
+        )
+
+
 def create_endpoint(
     state: State,
     name: EndpointTag,
@@ -76,6 +109,7 @@ def create_endpoint(
             f"Cannot create endpoint. Endpoint '{name}' is already registered. "
             f"It has route {existing.route!r} and methods {list(existing.methods)}."
         )
+    check_application_route(state, route, what=f"create endpoint '{name}'")
     holder = _holder_of(state, route)
     if holder is not None:
         where = "is already registered" if route == holder.route else f"matches the paths of {holder.route!r}"
@@ -100,29 +134,51 @@ def deploy_endpoint(
     methods: Sequence[str],
     python_methods: Sequence[str],
 ) -> Change:
-    """Create a deployment's endpoint, or change its route. Its backend has the same name."""
+    """Create a deployment's endpoint, or change its route. Its backend has the same name.
+
+    It keeps its traffic if the backends that get it exist, and its shadows.
+    """
     route = None if route is None else normalise_route(route)
+    check_application_route(state, route, what=f"deploy '{name}'")
     holder = _holder_of(state, route)
     if holder is not None and holder.name != name:
         raise AlreadyRegisteredError(
             f"Cannot deploy '{name}' at route '{route}': endpoint '{holder.name}' is registered there"
             f"{'.' if route == holder.route else f', as {holder.route!r}.'}"
         )
+    return deployed_endpoint(state, name, route=route, methods=methods, python_methods=python_methods)
+
+
+def deployed_endpoint(
+    state: State,
+    name: EndpointTag,
+    *,
+    route: str | None,
+    methods: Sequence[str],
+    python_methods: Sequence[str],
+) -> Change:
+    """Return the change to the endpoint of a deployment, whose route is known to be free."""
     existing = state.endpoints.get(name)
     if existing is not None and existing.is_legacy:
         raise AlreadyRegisteredError(
             f"Cannot deploy '{name}': a classic endpoint of that name is registered; delete it first."
         )
+    is_kept = existing is not None and _is_live(state, name, *existing.traffic)
     record = EndpointRecord(
         name=name,
         route=route,
         methods=tuple(sorted(methods)),
-        traffic={name: 1.0},
+        traffic=existing.traffic if existing is not None and is_kept else {name: 1.0},
         shadows={} if existing is None else existing.shadows,
         is_legacy=False,
         python_methods=tuple(python_methods),
     )
     return {} if record == existing else {record.key: record}
+
+
+def _is_live(state: State, *backends: BackendTag) -> bool:
+    found = [state.backends.get(each) for each in backends]
+    return all(each is not None and not each.is_deleting for each in found)
 
 
 def routed_as_before(state: State, before: EndpointRecord) -> Change:

@@ -1,81 +1,206 @@
 """Goals: requested changes that are still in progress.
 
-A backend has at most one pending goal. A newer goal supersedes it, which completes it for its callers.
-Finished goals are kept for a while, so that a caller that lost its connection can still read the outcome.
+A goal covers one backend or one application, and holds the records from before the change, so that a failure
+takes all of it back. A newer goal supersedes those of everything that it touches, which completes them for
+their callers. Finished goals are kept for a while, so that a caller that lost its connection can still read
+the outcome.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Any, TypeAlias
 
+from daskserve.control import endpoint_state
 from daskserve.control.records import (
+    AppRecord,
     BackendRecord,
     Change,
+    EndpointRecord,
     GoalRecord,
     GoalState,
     ReplicaRecord,
+    from_plain,
     to_plain,
 )
+from daskserve.control.scaled import taken_back
 from daskserve.control.state import State
 from daskserve.errors import ServeError
 from daskserve.payload import dump_error
-from daskserve.types import GoalId, ReplicaState
+from daskserve.types import BackendTag, GoalId, ReplicaState
 
 #: Finished goals kept for callers that ask late. They are dropped by the hundred, so that hardly any change
 #: pays for it.
 KEPT_GOALS = 100
 SWEEP_AT = 2 * KEPT_GOALS
 
+#: The records before a change, by key.
+Previous: TypeAlias = dict[str, Mapping[str, Any] | None]
+
 
 def open_goal(
     state: State,
     change: Change,
-    backend: BackendRecord,
-    *,
+    *wanted: BackendRecord | AppRecord,
     goal_id: GoalId,
     timeout_s: float | None,
-) -> BackendRecord:
-    """Add a pending goal for a backend to ``change``; return the backend's record with it.
+    number: int | None = None,
+) -> None:
+    """Add the wanted records of one backend or one application to ``change``, with a pending goal.
 
-    The previous goal is superseded. On failure, the backend returns to the last completed state.
+    Pending goals of what they replace are superseded. A change of one deployment while its application
+    changes becomes part of that change. On failure, everything returns to the last completed state.
     """
-    current = state.backends.get(backend.tag)
-    previous = None if current is None else to_plain(current)
-    endpoint = state.endpoints.get(backend.tag) if backend.is_deployment else None
-    previous_endpoint = None if endpoint is None or endpoint.is_legacy else to_plain(endpoint)
-    if current is not None and current.goal in state.goals:
-        old = state.goals[current.goal]
+    app = next((each for each in wanted if isinstance(each, AppRecord)), None)
+    superseded = _superseded(state, wanted)
+    if app is None:
+        app = next((state.apps.get(each.application) for each in superseded if each.application), None)
+    previous: Previous = {}
+    for each in wanted:
+        previous |= _before(state, each)
+    for old in superseded:
         change[old.key] = finish(old)
-        previous = dict(old.previous) if old.previous is not None else None
-        previous_endpoint = dict(old.previous_endpoint) if old.previous_endpoint is not None else None
-    if current is not None and current.is_deleting:
-        previous = previous_endpoint = None  # a backend that was being deleted must not return
-    if previous is not None:
-        previous["goal"] = None
+        previous |= old.previous
+    for each in (*wanted, *([] if app is None else [app])):
+        if isinstance(each, BackendRecord):
+            each = replace(each, last_change=_kind_of(state.backends.get(each.tag), each))
+        change[each.key] = replace(each, goal=goal_id, last_error="")
+    _release(state, change, superseded, app, goal_id)
+    for key in previous:
+        if _is_leaving(state, key):
+            previous[key] = None  # what was being deleted must not return
     goal = GoalRecord(
         goal_id=goal_id,
-        backend=backend.tag,
+        backend="" if app is not None else wanted[0].tag,  # type: ignore[union-attr]
         state=GoalState.PENDING,
-        number=1 + max((each.number for each in state.goals.values()), default=0),
+        number=next_number(state) if number is None else number,
         timeout_s=timeout_s,
-        previous=previous,
-        previous_endpoint=previous_endpoint,
+        previous={} if any(each.is_deleting for each in wanted) else previous,
+        application="" if app is None else app.name,
     )
     change[goal.key] = goal
     _sweep(state.goals.values(), change)
-    opened = replace(backend, goal=goal_id, last_error="")
-    change[opened.key] = opened
-    return opened
+
+
+def _kind_of(before: BackendRecord | None, after: BackendRecord) -> str:
+    """Return which kind of change leads from one record of a backend to the next."""
+    is_same = before is not None and (before.version, before.config_id) == (after.version, after.config_id)
+    if before is None or not is_same or before.is_deleting or before.num_replicas == after.num_replicas:
+        return "CONFIG_UPDATE"
+    return "UPSCALE" if after.num_replicas > before.num_replicas else "DOWNSCALE"
+
+
+def _superseded(state: State, wanted: Iterable[BackendRecord | AppRecord]) -> list[GoalRecord]:
+    """Return the pending goals of the current records, also of an application that one belongs to."""
+    found: dict[GoalId, GoalRecord] = {}
+    for each in wanted:
+        current: BackendRecord | AppRecord | None
+        if isinstance(each, AppRecord):
+            owner = current = state.apps.get(each.name)
+        else:
+            current = state.backends.get(each.tag)
+            owner = None if current is None else state.apps.of(current)
+        for record in (current, owner):
+            goal = None if record is None or record.goal is None else state.goals.get(record.goal)
+            if goal is not None and goal.is_pending:
+                found[goal.goal_id] = goal
+    return sorted(found.values(), key=lambda goal: goal.number, reverse=True)
+
+
+def _before(state: State, wanted: BackendRecord | AppRecord) -> Previous:
+    """Return the current record of what is wanted, and of a deployment's endpoint."""
+    if isinstance(wanted, AppRecord):
+        app = state.apps.get(wanted.name)
+        return {wanted.key: None if app is None else {**to_plain(app), "goal": None}}
+    backend = state.backends.get(wanted.tag)
+    found: Previous = {wanted.key: None if backend is None else {**to_plain(backend), "goal": None}}
+    endpoint = state.endpoints.get(wanted.tag)
+    if wanted.is_deployment and endpoint is not None and not endpoint.is_legacy:
+        found[endpoint.key] = to_plain(endpoint)
+    return found
+
+
+def _release(
+    state: State, change: Change, superseded: Iterable[GoalRecord], app: AppRecord | None, goal_id: GoalId
+) -> None:
+    """Give the other backends of superseded goals to the new one; those that are left over have none."""
+    for old in superseded:
+        for tag in state.apps.members(old.application):
+            current = state.backends[tag]
+            if current.goal == old.goal_id and current.key not in change:
+                stays = app is not None and not app.is_deleting and tag in app.tags
+                change[current.key] = replace(current, goal=goal_id if stays else None)
+
+
+def _is_leaving(state: State, key: str) -> bool:
+    kind, _, name = key.partition("/")
+    current = state.backends.get(name) if kind == "backend" else None
+    owner = state.apps.get(name) if kind == "app" else None
+    return (current is not None and current.is_deleting) or (owner is not None and owner.is_deleting)
+
+
+def next_number(state: State) -> int:
+    """Return the number of the next goal."""
+    return 1 + max((each.number for each in state.goals.values()), default=0)
 
 
 def finish(goal: GoalRecord, error: ServeError | None = None) -> GoalRecord:
     """Return the goal as done, or as failed with a reason."""
     if error is None:
-        return replace(goal, state=GoalState.DONE, previous=None, previous_endpoint=None)
-    return replace(
-        goal, state=GoalState.FAILED, previous=None, previous_endpoint=None, error=dump_error(error)
-    )
+        return replace(goal, state=GoalState.DONE, previous={})
+    return replace(goal, state=GoalState.FAILED, previous={}, error=dump_error(error))
+
+
+def rolled_back(
+    state: State, goal: GoalRecord, error: ServeError, culprit: BackendRecord, wall: float
+) -> Change:
+    """Return the change that takes back everything that a goal covers, because of one backend.
+
+    ``culprit`` is that backend's current record, which may be newer than the one in ``state``.
+    """
+    text = f"{error}\n{getattr(error, 'user_traceback', '')}".strip()
+    change: Change = {goal.key: finish(goal, error)}
+    for key, plain in goal.previous.items():
+        kind, _, name = key.partition("/")
+        if kind == "backend":
+            current = culprit if name == culprit.tag else state.backends.get(name)
+            if current is not None:
+                change.update(_backend_back(state, current, plain, text if current is culprit else "", wall))
+        elif kind == "endpoint" and plain is not None:
+            before: EndpointRecord = from_plain(kind, plain)
+            if f"backend/{name}" not in goal.previous or goal.previous[f"backend/{name}"] is not None:
+                change.update(endpoint_state.routed_as_before(state, before))
+        elif kind == "app":
+            change.update(_app_back(state, name, plain, culprit.tag, text))
+    return change
+
+
+def _backend_back(
+    state: State, current: BackendRecord, plain: Mapping[str, Any] | None, text: str, wall: float
+) -> Change:
+    if plain is not None:
+        previous = replace(from_plain("backend", plain), goal=None, last_error=text)
+        return {current.key: taken_back(previous, current, wall)}
+    # The change created the backend, so remove all of it.
+    change: Change = {current.key: replace(current, is_deleting=True, is_forced=True, goal=None)}
+    endpoint = state.endpoints.get(current.tag)
+    if current.is_deployment and endpoint is not None and not endpoint.is_legacy:
+        change[endpoint.key] = None
+    return change
+
+
+def _app_back(
+    state: State, name: str, plain: Mapping[str, Any] | None, culprit: BackendTag, text: str
+) -> Change:
+    current = state.apps.get(name)
+    if current is None:
+        return {}
+    failed = next((each for each, tag in current.deployments.items() if tag == culprit), culprit)
+    empty = replace(current, route=None, deployments={}, request_id="")
+    before: AppRecord = empty if plain is None else from_plain("app", plain)
+    after = replace(before, goal=None, last_error=f"Deployment '{failed}' failed: {text}", failed=failed)
+    return {after.key: after}
 
 
 def is_reached(backend: BackendRecord, replicas: Iterable[ReplicaRecord]) -> bool:

@@ -18,6 +18,8 @@ from daskserve.types import BackendTag, GoalId, ReplicaState, ReplicaTag, Worker
 
 #: Number of samples that are kept for each autoscaled backend, for `explain`.
 KEPT_SAMPLES = 10
+#: Number of dead replicas that are kept for each backend, for the status.
+KEPT_DEAD = 10
 
 
 @dataclass(slots=True)
@@ -55,6 +57,15 @@ class Scaling:
         self.samples = (*before, sample)[-KEPT_SAMPLES:]
 
 
+@dataclass(frozen=True, slots=True)
+class DeadReplica:
+    """A replica that was lost or failed, at a time in seconds since the epoch."""
+
+    name: str
+    reason: str
+    at: float
+
+
 @dataclass(slots=True)
 class Notes:
     """What a step of one backend has learnt; `Observed.learn` applies it.
@@ -69,19 +80,25 @@ class Notes:
         A text with the reason why replicas wait.
     full_since : float or None
         Since when a rollout has found no room for an additional replica, or has ``max_surge`` 0.
+    goal : str or None
+        The pending goal that the step has seen.
     deadlines : dict
         Deadlines of the goals that this step observed first.
     configured, reconfigure_failed : dict
         Answers to reconfigurations that this step processed.
+    dead : list
+        The replicas that this step found dead.
     """
 
     failures: int = 0
     retry_at: float | None = None
     waiting: str | None = None
     full_since: float | None = None
+    goal: GoalId | None = None
     deadlines: dict[GoalId, float] = field(default_factory=dict)
     configured: dict[ReplicaTag, str] = field(default_factory=dict)
     reconfigure_failed: dict[ReplicaTag, BaseException] = field(default_factory=dict)
+    dead: list[DeadReplica] = field(default_factory=list)
 
     def is_pausing(self, now: float) -> bool:
         """Return whether it is too early to start another replica after a failure."""
@@ -113,6 +130,8 @@ class Observed:
     waiting: dict[BackendTag, str] = field(default_factory=dict)
     #: Since when a backend's rollout has found no room for an additional replica.
     full_since: dict[BackendTag, float] = field(default_factory=dict)
+    #: The last replicas of each backend that died, oldest first.
+    dead: dict[BackendTag, tuple[DeadReplica, ...]] = field(default_factory=dict)
     #: Whether the cluster removes empty workers, as under ``cluster.adapt()``.
     is_adaptive: bool = False
     #: The load that routers and replicas have reported.
@@ -120,6 +139,8 @@ class Observed:
     #: The last decisions of the autoscalers.
     scalings: dict[BackendTag, Scaling] = field(default_factory=dict)
     deadlines: dict[GoalId, float] = field(default_factory=dict)
+    #: The pending goals that steps of backends have seen.
+    goals: dict[BackendTag, GoalId] = field(default_factory=dict)
     proxies_ready: dict[str, dict[str, Any]] = field(default_factory=dict)
     proxies_failed: dict[str, BaseException] = field(default_factory=dict)
 
@@ -164,6 +185,21 @@ class Observed:
             return ReplicaEvent.GONE
         return None
 
+    def death_of(self, replica: ReplicaRecord, event: ReplicaEvent, wall: float) -> DeadReplica | None:
+        """Return how a replica died that should have lived; None if it lives, or was to stop anyway."""
+        tag, worker = replica.tag, replica.worker
+        if replica.state not in (ReplicaState.STARTING, ReplicaState.RUNNING):
+            return None
+        if event is ReplicaEvent.LOST:
+            return DeadReplica(tag, f"worker {worker} left the cluster", wall)
+        if event is ReplicaEvent.FAILED:
+            error = self.failed[tag]
+            return DeadReplica(tag, f"{type(error).__name__}: {error}", wall)
+        if event is ReplicaEvent.UNWANTED:
+            why = f"worker {worker} does not answer"
+            return DeadReplica(tag, why if worker in self.unresponsive else self.unhealthy[tag], wall)
+        return None
+
     def notes(self, tag: BackendTag) -> Notes:
         """Return what is known of a backend, as the input of a step."""
         return Notes(
@@ -176,6 +212,9 @@ class Observed:
         _put(self.retry_at, tag, notes.retry_at)
         _put(self.waiting, tag, notes.waiting)
         _put(self.full_since, tag, notes.full_since)
+        _put(self.goals, tag, notes.goal)
+        if notes.dead:
+            self.dead[tag] = (*self.dead.get(tag, ()), *notes.dead)[-KEPT_DEAD:]
         self.deadlines.update(notes.deadlines)
         # A replica may have answered again in the meantime; that answer stays for the next step.
         for replica, config_id in notes.configured.items():

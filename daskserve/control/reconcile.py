@@ -16,11 +16,12 @@ from typing import Any
 
 from daskserve.clock import Clock, stopwatch
 from daskserve.cluster.base import UseReport
-from daskserve.control import backend_state, http_state
+from daskserve.control import app_state, backend_state, http_state
 from daskserve.control.acting import ACTION_RETRY_S, Acting, Commit
 from daskserve.control.control_figures import ControlFigures
 from daskserve.control.observed import Observed
 from daskserve.control.placement import demand_of, workers_needed
+from daskserve.control.records import BackendRecord, Change
 from daskserve.control.state import State
 from daskserve.errors import (
     ServeError,
@@ -201,10 +202,20 @@ class Reconciler:
             self._wake_at[tag] = step.wake_at
         for action in step.actions:
             self._acting.act(action)
-        current = self._state.backends.get(tag)
-        if current is not None and current is not backend and current.goal != backend.goal:
-            self._dirty.add(tag)  # the goal ended, perhaps back to an older spec: step again
+        again = self._affected(backend, step.change)
+        if again:
+            self._dirty |= again
             self._wake.set()
+
+    def _affected(self, backend: BackendRecord, change: Change) -> set[str]:
+        """Return the backends for which a change from a step of one of them matters."""
+        if not change:
+            return set()
+        found = {name for kind, _, name in (key.partition("/") for key in change) if kind == "backend"}
+        current = self._state.backends.get(backend.tag)
+        if current is None or (current.goal, current.is_deleting) == (backend.goal, backend.is_deleting):
+            found.discard(backend.tag)  # otherwise the goal ended, perhaps back to an older spec: step again
+        return found.union(app_state.neighbours(self._state, current or backend))
 
     async def _step_proxies(self) -> None:
         async with self._lock:

@@ -55,6 +55,10 @@ class BackendRecord:
         The last changes of that number, oldest first: seconds since the epoch, from, to, reason.
     capacity, capacity_direction
         A copy of the instance's `CapacityRecord`, so that one record determines the number of replicas.
+    application : str
+        The application that it belongs to; empty for what the classic verbs made.
+    needs : tuple of str
+        The backends of its application that it calls: they are up before it, and stop after it.
     """
 
     KIND: ClassVar[str] = "backend"
@@ -82,6 +86,10 @@ class BackendRecord:
     scalings: tuple[tuple[float, int, int, str], ...] = ()
     capacity: float | None = None
     capacity_direction: str | None = None
+    application: str = ""
+    needs: tuple[BackendTag, ...] = ()
+    #: What the last change asked for: UPSCALE or DOWNSCALE, or anything else.
+    last_change: str = "CONFIG_UPDATE"
 
     @property
     def key(self) -> str:
@@ -240,6 +248,54 @@ class EndpointRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class AppRecord:
+    """The target state of an application: deployments that change together.
+
+    Attributes
+    ----------
+    route : str or None
+        The route of the ingress. Its endpoint gets the route when the change is complete; until then, nobody
+        else can take it.
+    deployments : dict
+        The tags of its deployments by name, each after those that it needs; the ingress is the last. Empty if
+        its first deploy failed: the record then only says why.
+    request_id : str
+        Id of the client's call that led to this state.
+    goal : str or None
+        The pending goal of the application.
+    last_error, failed : str
+        Why the last deploy failed, and the name of the deployment that did not come up, until the next
+        deploy.
+    """
+
+    KIND: ClassVar[str] = "app"
+
+    name: str
+    route: str | None
+    deployments: Mapping[str, BackendTag]
+    request_id: str = ""
+    deployed_at: float = 0.0
+    goal: GoalId | None = None
+    last_error: str = ""
+    failed: str = ""
+    is_deleting: bool = False
+
+    @property
+    def key(self) -> str:
+        return f"{self.KIND}/{self.name}"
+
+    @property
+    def tags(self) -> tuple[BackendTag, ...]:
+        """The tags of its deployments, the ingress last."""
+        return tuple(self.deployments.values())
+
+    @property
+    def ingress(self) -> BackendTag:
+        """The deployment that requests to the application reach; empty if there is none."""
+        return self.tags[-1] if self.deployments else ""
+
+
+@dataclass(frozen=True, slots=True)
 class ProxyRecord:
     """One HTTP proxy. ``port`` is its actual port, so that its replacement uses the same."""
 
@@ -274,12 +330,12 @@ class GoalRecord:
 
     Attributes
     ----------
-    previous : dict or None
-        The backend's record before the change, for a rollback; None if the change created the backend.
-    previous_endpoint : dict or None
-        The record of a deployment's endpoint at that time.
-    failures : int
-        Number of consecutive constructor failures while this goal was pending.
+    backend, application : str
+        What it changes: one backend, or (with ``backend`` empty) an application.
+    previous : dict
+        The records before the change, by key, for a rollback; None for what the change created.
+    failures : dict
+        Number of consecutive constructor failures of each backend while this goal was pending.
     error : bytes or None
         The error of a FAILED goal, packed by `daskserve.payload.dump_error`.
     """
@@ -291,18 +347,30 @@ class GoalRecord:
     state: GoalState
     number: int
     timeout_s: float | None
-    previous: Mapping[str, Any] | None = None
-    failures: int = 0
+    previous: Mapping[str, Mapping[str, Any] | None] = field(default_factory=dict)
+    failures: Mapping[BackendTag, int] = field(default_factory=dict)
     error: bytes | None = None
-    previous_endpoint: Mapping[str, Any] | None = None
+    application: str = ""
 
     @property
     def key(self) -> str:
         return f"{self.KIND}/{self.goal_id}"
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether the change is neither complete nor rolled back."""
+        return self.state is GoalState.PENDING
+
 
 Record: TypeAlias = (
-    BackendRecord | CodeRecord | ReplicaRecord | EndpointRecord | ProxyRecord | GoalRecord | CapacityRecord
+    AppRecord
+    | BackendRecord
+    | CodeRecord
+    | ReplicaRecord
+    | EndpointRecord
+    | ProxyRecord
+    | GoalRecord
+    | CapacityRecord
 )
 #: Store key -> the new record, or None to remove it. One change is one transaction.
 Change: TypeAlias = dict[str, Record | None]
@@ -311,6 +379,7 @@ FORMAT = 1
 _KINDS: Mapping[str, type[Any]] = {
     kind.KIND: kind
     for kind in (
+        AppRecord,
         BackendRecord,
         CodeRecord,
         ReplicaRecord,
@@ -324,7 +393,7 @@ _ENUMS: Mapping[str, type[enum.StrEnum]] = {"replica": ReplicaState, "goal": Goa
 
 
 #: Fields that are tuples; msgpack returns lists.
-_TUPLES = ("methods", "python_methods", "events")
+_TUPLES = ("methods", "python_methods", "events", "needs")
 
 
 class CorruptRecordError(InstanceError):
@@ -378,7 +447,21 @@ def from_plain(kind: str, values: Mapping[str, Any]) -> Any:
     if kind == BackendRecord.KIND:
         changed["config"] = BackendConfig(**changed["config"])
         changed["actor_options"] = ActorOptions(**changed["actor_options"])
+    if kind == GoalRecord.KIND and "application" not in changed:
+        changed = _goal_of_one_backend(changed)
     return _KINDS[kind](**changed)
+
+
+def _goal_of_one_backend(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a goal that an earlier daskserve wrote, whose goals cover one backend each."""
+    previous, endpoint = values.pop("previous"), values.pop("previous_endpoint", None)
+    tag, records = values["backend"], {}
+    if values["state"] == GoalState.PENDING:
+        records[f"{BackendRecord.KIND}/{tag}"] = previous
+    if endpoint is not None:
+        records[f"{EndpointRecord.KIND}/{tag}"] = endpoint
+    failures = {tag: values["failures"]} if values["failures"] else {}
+    return {**values, "previous": records, "failures": failures}
 
 
 def to_plain(record: Record) -> dict[str, Any]:

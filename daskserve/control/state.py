@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Set
 
+from daskserve.control.applications import Applications
 from daskserve.control.records import (
+    AppRecord,
     BackendRecord,
     CapacityRecord,
     Change,
@@ -34,6 +36,7 @@ class State:
         self.proxies: dict[str, ProxyRecord] = {}
         self.goals: dict[str, GoalRecord] = {}
         self.capacity = CapacityRecord()
+        self.apps = Applications()
         self._replicas_of: dict[BackendTag, dict[ReplicaTag, None]] = {}
         self._replicas_on: dict[WorkerAddress, dict[ReplicaTag, None]] = {}
         self._count_on: dict[WorkerAddress, dict[BackendTag, int]] = {}
@@ -46,13 +49,15 @@ class State:
     def __repr__(self) -> str:
         return (
             f"<State backends={len(self.backends)} endpoints={len(self.endpoints)} "
-            f"replicas={len(self.replicas)} proxies={len(self.proxies)} goals={len(self.goals)}>"
+            f"applications={len(self.apps)} replicas={len(self.replicas)} proxies={len(self.proxies)} "
+            f"goals={len(self.goals)}>"
         )
 
     def records(self) -> dict[str, Record]:
         """Return all records by their keys in the store."""
         kinds = (self.backends, self.codes, self.endpoints, self.replicas, self.proxies, self.goals)
         found: dict[str, Record] = {record.key: record for kind in kinds for record in kind.values()}
+        found.update({app.key: app for app in self.apps})
         if self.capacity != CapacityRecord():
             found[self.capacity.key] = self.capacity
         return found
@@ -123,11 +128,14 @@ class State:
     def _keep(self, record: Record) -> None:
         if isinstance(record, BackendRecord):
             self.backends[record.tag] = record
+            self.apps.add(record)
             if record.autoscaling is not None:
                 self._autoscaled.add(record.tag)
         elif isinstance(record, CodeRecord):
             self.codes[record.name] = record
             self._codes_of.setdefault(record.backend, {})[record.name] = None
+        elif isinstance(record, AppRecord):
+            self.apps.keep(record)
         elif isinstance(record, GoalRecord):
             self.goals[record.goal_id] = record
         elif isinstance(record, ProxyRecord):
@@ -144,12 +152,16 @@ class State:
     def _forget(self, key: str) -> None:
         kind, _, name = key.partition("/")
         if kind == "backend":
-            self.backends.pop(name, None)
+            backend = self.backends.pop(name, None)
+            if backend is not None:
+                self.apps.remove(backend)
             self._autoscaled.discard(name)
         elif kind == "code":
             code = self.codes.pop(name, None)
             if code is not None:
                 self._drop(self._codes_of, code.backend, name)
+        elif kind == "app":
+            self.apps.forget(name)
         elif kind == "goal":
             self.goals.pop(name, None)
         elif kind == "proxy":

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from daskserve.amounts import shown
@@ -16,7 +17,7 @@ from daskserve.control.records import BackendRecord, GoalState, ProxyRecord
 from daskserve.control.state import State
 from daskserve.errors import NotFoundError
 from daskserve.options.credentials import masked
-from daskserve.types import ActorKind, ReplicaState
+from daskserve.types import ActorKind, BackendTag, ReplicaState
 
 UNVERSIONED = "Unversioned"
 
@@ -31,7 +32,13 @@ def backend_status(state: State, observed: Observed, backend: BackendRecord) -> 
         "running": running,
         "version": backend.user_version or UNVERSIONED,
         "message": message_of(observed, backend),
+        "dead_replicas": dead_replicas(observed, backend.tag),
     }
+
+
+def dead_replicas(observed: Observed, tag: BackendTag) -> list[dict[str, Any]]:
+    """Return the last replicas of a backend that died, oldest first, with the reasons."""
+    return [asdict(each) for each in observed.dead.get(tag, ())]
 
 
 def message_of(observed: Observed, backend: BackendRecord) -> str:
@@ -117,8 +124,9 @@ def goals(state: State) -> list[dict[str, Any]]:
         {
             "goal_id": goal.goal_id,
             "backend": goal.backend,
+            "application": goal.application,
             "state": goal.state.value,
-            "failures": goal.failures,
+            "failures": sum(goal.failures.values()),
         }
         for goal in ordered
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from daskserve.control import backend_verbs
@@ -21,6 +22,7 @@ from daskserve.control.records import (
 )
 from daskserve.control.state import State
 from daskserve.options.actor import ActorOptions
+from daskserve.options.app_spec import ApplicationSpec, DeploymentSpec, deployment_tag
 from daskserve.options.backend import BackendConfig
 from daskserve.options.backend_spec import BackendSpec
 from daskserve.types import ReplicaState, WorkerInfo
@@ -94,6 +96,28 @@ def spec(tag: str = "b", **fields: Any) -> BackendSpec:
     given = {name: value for name, value in fields.items() if name in names}
     given["actor_options"] = ActorOptions(**fields.get("actor_options", {}))
     return BackendSpec(tag, **{**defaults, **given})
+
+
+def app_spec(
+    name: str = "default",
+    graph: Mapping[str, Iterable[str]] = MappingProxyType({"front": ()}),
+    *,
+    route: str | None = "/",
+    request_id: str = "request",
+    timeout_s: float | None = 60.0,
+    **specs: Mapping[str, Any],
+) -> ApplicationSpec:
+    """Return an application as the client makes it: its deployments with the names of those they need.
+
+    Keyword arguments are the fields of each deployment's `spec`.
+    """
+    deployments = []
+    for each, needs in graph.items():
+        fields = {"request_id": request_id, "version": "1", **specs.get(each, {})}
+        fields.setdefault("code", fields["version"].encode())
+        tags = tuple(deployment_tag(name, need) for need in needs)
+        deployments.append(DeploymentSpec(each, spec(deployment_tag(name, each), **fields), needs=tags))
+    return ApplicationSpec(name, route, tuple(deployments), request_id, timeout_s)
 
 
 class Bench:

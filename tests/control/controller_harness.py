@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
 from typing import Any
 
-from control_harness import spec
+from control_harness import app_spec, spec
 
 from daskserve.client.calls import ControllerCalls
 from daskserve.cluster.base import ActorContext, StoreChange, verb, verbs_of
@@ -17,6 +17,7 @@ from daskserve.control.controller import Controller
 from daskserve.control.records import CorruptRecordError, Record, ReplicaRecord, decode
 from daskserve.errors import ReplicaStartError
 from daskserve.figures.table import MetricSample
+from daskserve.options.app_spec import ApplicationSpec
 from daskserve.options.http import HTTPOptions
 from daskserve.starts import ControllerStart, ProxyStart, ReplicaStart
 from daskserve.testing import run_virtual, wait_until
@@ -215,6 +216,26 @@ class Stage:
         await self.change(
             "deploy", **self.spec(tag, **fields), route=route, methods=["GET"], python_methods=[]
         )
+
+    async def deploy_apps(self, *apps: ApplicationSpec) -> dict[str, Any]:
+        """Deploy applications and return the answer at once."""
+        plain = [each.to_plain() for each in apps]
+        answer: dict[str, Any] = await self.call("deploy_applications", apps=plain)
+        return answer
+
+    async def run(
+        self, name: str = "default", graph: Mapping[str, Iterable[str]] | None = None, **fields: Any
+    ) -> None:
+        """Deploy an application and wait until it is up."""
+        fields = {"request_id": f"request-{next(self._requests)}", **fields}
+        app = app_spec(name, graph or {"back": (), "front": ("back",)}, **fields)
+        goal = (await self.deploy_apps(app))["goals"][name]
+        if goal is not None:
+            await self.calls.wait_for_goal(goal, None)
+
+    async def app_status(self, name: str = "default") -> dict[str, Any]:
+        found: dict[str, Any] = (await self.call("status"))["applications"][name]
+        return found
 
     async def update(self, tag: str = "b", user_config: bytes | None = None, **config: Any) -> None:
         await self.change(

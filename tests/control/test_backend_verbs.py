@@ -106,7 +106,7 @@ def test_a_tag_that_is_being_deleted_can_be_taken() -> None:
     assert not backend_of(outcome).is_deleting
     waiting = outcome.change["goal/g3"]
     assert isinstance(waiting, GoalRecord)
-    assert waiting.previous is None
+    assert waiting.previous == {"backend/b": None}
 
 
 def test_an_invalid_option_is_rejected_when_the_spec_is_read() -> None:
@@ -119,13 +119,13 @@ def test_an_invalid_option_is_rejected_when_the_spec_is_read() -> None:
 
 def test_the_same_deployment_again_changes_nothing() -> None:
     state = deployed(spec(version="1"))
-    assert deploy(state, spec(version="1")) == Outcome({}, None)
+    assert deploy(state, spec(version="1")) == Outcome({}, None, is_update=False)
 
 
 def test_the_same_deployment_waits_for_the_goal_that_is_pending() -> None:
     state = State()
     state.apply(deploy(state, spec(version="1"), "g1").change)
-    assert deploy(state, spec(version="1"), "g2") == Outcome({}, "g1")
+    assert deploy(state, spec(version="1"), "g2") == Outcome({}, "g1", is_update=False)
 
 
 def test_a_retried_deploy_changes_nothing_whatever_its_outcome() -> None:
@@ -181,7 +181,7 @@ def test_other_actor_options_are_another_version() -> None:
 def test_deploying_other_actor_options_a_second_time_changes_nothing() -> None:
     wider = spec(version="1", actor_options={"num_cpus": 2})
     state = deployed(spec(version="1"), wider)
-    assert deploy(state, wider) == Outcome({}, None)
+    assert deploy(state, wider) == Outcome({}, None, is_update=False)
 
 
 def test_the_order_of_resources_does_not_matter() -> None:
@@ -189,7 +189,7 @@ def test_the_order_of_resources_does_not_matter() -> None:
         return spec(version="1", actor_options={"resources": dict.fromkeys(names, 1.0)})
 
     state = deployed(spec(version="1"), wants("a", "b"))
-    assert deploy(state, wants("b", "a")) == Outcome({}, None)
+    assert deploy(state, wants("b", "a")) == Outcome({}, None, is_update=False)
 
 
 def test_back_and_forth_between_actor_options_is_a_new_version_each_time() -> None:

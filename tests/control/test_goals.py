@@ -8,33 +8,34 @@ import pytest
 from control_harness import backend, goal, state_of
 
 from daskserve.control.goals import KEPT_GOALS, SWEEP_AT, finish, open_goal
-from daskserve.control.records import Change, GoalRecord, GoalState, from_plain
+from daskserve.control.records import BackendRecord, Change, GoalRecord, GoalState, from_plain
 from daskserve.control.state import State
 from daskserve.errors import NoCapacityError
 from daskserve.payload import load_error
 
 
-def opened(state: State, wanted: object = None, *, goal_id: str = "new") -> tuple[Change, GoalRecord]:
+def opened(
+    state: State, wanted: BackendRecord | None = None, *, goal_id: str = "new"
+) -> tuple[Change, GoalRecord]:
     change: Change = {}
-    record = open_goal(state, change, wanted or backend(), goal_id=goal_id, timeout_s=5.0)  # type: ignore[arg-type]
-    assert change["backend/b"] == record
-    found = change[f"goal/{goal_id}"]
+    open_goal(state, change, wanted or backend(), goal_id=goal_id, timeout_s=5.0)
+    record, found = change["backend/b"], change[f"goal/{goal_id}"]
     assert isinstance(found, GoalRecord)
+    assert isinstance(record, BackendRecord)
     assert record.goal == goal_id
     return change, found
 
 
 def test_a_new_backend_has_no_previous_record() -> None:
     change, found = opened(State())
-    assert found == GoalRecord("new", "b", GoalState.PENDING, number=1, timeout_s=5.0)
+    assert found == GoalRecord("new", "b", GoalState.PENDING, 1, 5.0, previous={"backend/b": None})
     assert set(change) == {"goal/new", "backend/b"}
 
 
 def test_a_failed_change_restores_the_previous_record() -> None:
     before = backend(num_replicas=1)
     _, found = opened(state_of(before), backend(num_replicas=5))
-    assert found.previous is not None
-    assert from_plain("backend", found.previous) == before
+    assert from_plain("backend", found.previous["backend/b"] or {}) == before
 
 
 def test_a_newer_goal_completes_the_older_one() -> None:
@@ -52,8 +53,7 @@ def test_a_chain_of_changes_rolls_back_to_the_last_completed_one() -> None:
     change, _ = opened(state, backend(num_replicas=2), goal_id="first")
     state.apply(change)
     change, second = opened(state, backend(num_replicas=3), goal_id="second")
-    assert second.previous is not None
-    assert from_plain("backend", second.previous) == settled
+    assert from_plain("backend", second.previous["backend/b"] or {}) == settled
 
 
 def test_a_failed_change_of_an_uncompleted_backend_removes_it() -> None:
@@ -61,17 +61,17 @@ def test_a_failed_change_of_an_uncompleted_backend_removes_it() -> None:
     change, _ = opened(state, goal_id="first")
     state.apply(change)
     _, second = opened(state, backend(num_replicas=3), goal_id="second")
-    assert second.previous is None
+    assert second.previous == {"backend/b": None}
 
 
 def test_a_failed_recreation_does_not_restore_the_deleted_backend() -> None:
     state = state_of(backend(num_replicas=2))
     deleting = backend(num_replicas=2, is_deleting=True)
     change, first = opened(state, deleting, goal_id="delete")
-    assert first.previous is not None
+    assert first.previous == {}
     state.apply(change)
     _, second = opened(state, backend("b", "v2"), goal_id="create")
-    assert second.previous is None
+    assert second.previous == {"backend/b": None}
 
 
 def test_a_lost_goal_record_does_not_block_changes() -> None:
@@ -109,10 +109,10 @@ def test_pending_goals_are_never_dropped() -> None:
 
 
 def test_a_finished_goal_has_no_previous_record() -> None:
-    pending = goal(previous={"tag": "b"}, failures=2)
-    assert finish(pending) == replace(pending, state=GoalState.DONE, previous=None)
+    pending = goal(previous={"backend/b": None}, failures={"b": 2})
+    assert finish(pending) == replace(pending, state=GoalState.DONE, previous={})
     failed = finish(pending, NoCapacityError("no room"))
-    assert (failed.state, failed.previous) == (GoalState.FAILED, None)
+    assert (failed.state, failed.previous) == (GoalState.FAILED, {})
     assert failed.error is not None
     error = load_error(failed.error)
     assert isinstance(error, NoCapacityError)

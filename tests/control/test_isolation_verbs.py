@@ -57,7 +57,7 @@ def test_deploying_with_another_isolation_or_environment_replaces_the_replicas(w
 
 def test_deploying_with_the_same_environment_changes_nothing() -> None:
     again = replace(isolated("/env"), request_id="another call")
-    assert verbs.deploy(deployed(isolated("/env")), again, goal_id="g2", now=0.0) == Outcome({}, "g1")
+    assert verbs.deploy(deployed(isolated("/env")), again, goal_id="g2", now=0.0) == Outcome({}, "g1", False)
 
 
 def test_the_isolation_of_running_replicas_cannot_be_changed() -> None:

@@ -66,8 +66,9 @@ def states(draw: st.DrawFn) -> State:
     records.append(EndpointRecord("b", "/b", ("GET",), {"b": 1.0}, is_legacy=False))
     if has_goal:
         before = to_plain(backend(version="v2", code_key="b@v2", is_deployment=True))
-        previous = draw(st.sampled_from([None, before]))
-        records.append(goal("g", timeout_s=10.0, failures=draw(st.integers(0, 2)), previous=previous))
+        previous = {"backend/b": draw(st.sampled_from([None, before]))}
+        failures = draw(st.sampled_from([{}, {"b": 1}, {"b": 2}]))
+        records.append(goal("g", timeout_s=10.0, failures=failures, previous=previous))
     return state_of(*records, *draw(replicas()))
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from daskserve.control.records import (
     FORMAT,
+    AppRecord,
     BackendRecord,
     CodeRecord,
     CorruptRecordError,
@@ -60,6 +61,8 @@ backends = st.builds(
     is_deleting=st.booleans(),
     is_forced=st.booleans(),
     is_deployment=st.booleans(),
+    application=names,
+    needs=st.lists(names, max_size=3).map(tuple),
 )
 methods = st.lists(names, max_size=3).map(tuple)
 endpoints = st.builds(
@@ -97,10 +100,24 @@ records: st.SearchStrategy[Record] = st.one_of(
         state=st.sampled_from(GoalState),
         number=numbers,
         timeout_s=st.none() | st.floats(0, 1e6),
-        previous=st.none() | backends.map(to_plain),
-        previous_endpoint=st.none() | endpoints.map(to_plain),
-        failures=numbers,
+        previous=st.dictionaries(
+            names, st.none() | backends.map(to_plain) | endpoints.map(to_plain), max_size=2
+        ),
+        failures=st.dictionaries(names, numbers, max_size=2),
         error=maybe_bytes,
+        application=names,
+    ),
+    st.builds(
+        AppRecord,
+        name=names,
+        route=st.none() | names,
+        deployments=st.dictionaries(names, names, max_size=3),
+        request_id=names,
+        deployed_at=st.floats(0, 1e10),
+        goal=st.none() | names,
+        last_error=names,
+        failed=names,
+        is_deleting=st.booleans(),
     ),
 )
 
@@ -179,6 +196,36 @@ def test_a_field_that_an_older_version_did_not_write_has_its_default() -> None:
     del old["fields"]["is_deployment"]
     found = decode("backend/b", msgpack.packb(old))
     assert found == backend()
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_goal_of_an_earlier_version_covers_its_backend(is_new: bool) -> None:
+    """Such goals had one backend each, its record before the change, and its endpoint's."""
+    before, route = backend(num_replicas=2), endpoint("b", "/b")
+    old = {
+        "goal_id": "g",
+        "backend": "b",
+        "state": "PENDING",
+        "number": 4,
+        "timeout_s": 60.0,
+        "previous": None if is_new else to_plain(before),
+        "failures": 2,
+        "error": None,
+        "previous_endpoint": None if is_new else to_plain(route),
+    }
+    found = decode("goal/g", msgpack.packb({"format": 1, "fields": old}))
+    assert isinstance(found, GoalRecord)
+    assert found.failures == {"b": 2}
+    assert found.previous == (
+        {"backend/b": None} if is_new else {"backend/b": to_plain(before), "endpoint/b": to_plain(route)}
+    )
+
+
+def test_an_ended_goal_of_an_earlier_version_restores_nothing() -> None:
+    old = {"goal_id": "g", "backend": "b", "state": "DONE", "number": 4, "timeout_s": None}
+    old |= {"previous": None, "failures": 0, "error": None}
+    found = decode("goal/g", msgpack.packb({"format": 1, "fields": old}))
+    assert found == goal(state=GoalState.DONE, number=4, timeout_s=None)
 
 
 def test_keys_are_kind_and_name() -> None:

@@ -163,8 +163,10 @@ def test_replicas_come_oldest_first_however_often_they_change() -> None:
 
 def test_removing_what_is_not_there_is_no_error() -> None:
     state = State()
-    state.apply({f"{kind}/x": None for kind in ("backend", "code", "goal", "proxy", "endpoint", "replica")})
-    assert repr(state) == "<State backends=0 endpoints=0 replicas=0 proxies=0 goals=0>"
+    state.apply(
+        {f"{kind}/x": None for kind in ("app", "backend", "code", "goal", "proxy", "endpoint", "replica")}
+    )
+    assert repr(state) == "<State backends=0 endpoints=0 applications=0 replicas=0 proxies=0 goals=0>"
 
 
 def test_a_route_that_changes_hands_in_one_change_stays_known() -> None:

@@ -168,7 +168,10 @@ def deploy(wanted: Wanted, spec: Mapping[str, Any], route: str | None, **_: Any)
     is_same = existing is not None and replace(made, request_id=existing.request_id) == existing
     after = wanted if is_repeated or is_same else wanted.with_backend(tag, made)
     shadows = {} if endpoint is None else endpoint.shadows
-    return after.with_endpoint(tag, Endpoint(route, {tag: 1.0}, shadows, "", False))
+    # A split stays as long as all its backends exist, the deployment's own included.
+    is_kept = endpoint is not None and all(wanted.live(each) for each in (tag, *endpoint.traffic))
+    traffic = endpoint.traffic if is_kept else {tag: 1.0}
+    return after.with_endpoint(tag, Endpoint(route, traffic, shadows, "", False))
 
 
 def delete_backend(wanted: Wanted, tag: str, force: bool, leaving: str | None = None) -> Wanted:

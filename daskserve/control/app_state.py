@@ -1,0 +1,136 @@
+"""Applications: the order in which their deployments start and stop, and the end of their changes. Pure.
+
+A deployment's step asks whether it may start or stop replicas; the level that answers is recorded, so the
+order survives a crash. A change of an application ends in the step of the deployment that comes up last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from daskserve.control import goals
+from daskserve.control.observed import Observed
+from daskserve.control.records import AppRecord, BackendRecord, Change, EndpointRecord, ReplicaRecord
+from daskserve.control.state import State
+from daskserve.types import BackendTag, ReplicaState
+
+
+def awaited(state: State, observed: Observed, backend: BackendRecord) -> list[BackendTag]:
+    """Return the deployments that must be up before a deployment starts replicas.
+
+    1. In a change, all that it needs must be up in its new version.
+    2. At rest, as after the loss of workers, one running replica of each is enough. One that cannot start now
+       holds up nobody, because what calls it may do without.
+    """
+    needs = [state.backends[tag] for tag in backend.needs if tag in state.backends]
+    app = state.apps.of(backend)
+    if app is not None and app.goal is not None and backend.goal == app.goal:
+        return [each.tag for each in needs if not each.is_deleting and not is_up(state, each)]
+    return [
+        each.tag
+        for each in needs
+        if each.num_replicas
+        and not state.has_running(each.tag)
+        and each.tag not in observed.failures
+        and each.tag not in observed.waiting
+    ]
+
+
+def is_up(state: State, backend: BackendRecord) -> bool:
+    """Return whether enough replicas run with a backend's version and config; older ones may still drain."""
+    running = sum(
+        each.state is ReplicaState.RUNNING
+        and each.version == backend.version
+        and each.config_id == backend.config_id
+        for each in state.replicas_of(backend.tag)
+    )
+    return running >= backend.needed_replicas
+
+
+def may_stop(state: State, backend: BackendRecord) -> bool:
+    """Return whether a backend that is being deleted may stop, because no leaving backend calls it."""
+    if backend.is_forced:
+        return True
+    callers = (state.backends[tag] for tag in state.apps.needed_by(backend.tag))
+    return not any(each.is_deleting for each in callers)
+
+
+def neighbours(state: State, backend: BackendRecord) -> list[BackendTag]:
+    """Return the backends for which a change of this one may matter."""
+    if not backend.application:
+        return []
+    return [*state.apps.needed_by(backend.tag), *(backend.needs if backend.is_deleting else ())]
+
+
+def is_left_over(state: State, backend: BackendRecord) -> bool:
+    """Return whether a completed change has left a backend without a use."""
+    app = state.apps.get(backend.application) if backend.application else None
+    if app is None or app.goal is not None or backend.is_deleting or backend.tag in app.tags:
+        return False
+    return not is_used(state, backend.tag)
+
+
+def is_used(state: State, tag: BackendTag) -> bool:
+    """Return whether another endpoint than a deployment's own sends requests to it."""
+    return any(each != tag for each in state.endpoints_of(tag))
+
+
+def is_complete(
+    state: State, app: AppRecord, backend: BackendRecord, replicas: Iterable[ReplicaRecord]
+) -> bool:
+    """Return whether all deployments are up, given the current records of one of them."""
+    if app.is_deleting or not goals.is_reached(backend, replicas):
+        return False
+    # The ingress comes last, so it tells soonest that the application is not complete.
+    others = (state.backends.get(tag) for tag in reversed(app.tags) if tag != backend.tag)
+    return all(each is not None and goals.is_reached(each, state.replicas_of(each.tag)) for each in others)
+
+
+def completed(state: State, app: AppRecord, backend: BackendRecord) -> Change:
+    """Return the change that ends an application's change: its route, and the end of what it left behind.
+
+    ``backend`` is the current record of one of its deployments.
+    """
+    change: Change = {app.key: replace(app, goal=None)}
+    goal = state.goals.get(app.goal or "")
+    if goal is not None and goal.is_pending:
+        change[goal.key] = goals.finish(goal)
+    for tag in state.apps.members(app.name):
+        member = backend if tag == backend.tag else state.backends[tag]
+        settled = replace(member, goal=None) if member.goal == app.goal else member
+        if tag in app.tags:
+            if settled.goal is None:
+                change.update(old_codes(state, settled))
+        elif not member.is_deleting and not is_used(state, tag):
+            settled = replace(settled, is_deleting=True, goal=None)
+        if settled is not member:
+            change[member.key] = settled
+        change.update(_routed(state, tag, app.route if tag == app.ingress else None))
+    return change
+
+
+def old_codes(state: State, backend: BackendRecord) -> Change:
+    """Return the change that removes the code of a backend's older versions."""
+    codes = state.codes_of(backend.tag)
+    return {code.key: None for code in codes if code.name != backend.code_key}
+
+
+def _routed(state: State, tag: BackendTag, route: str | None) -> Change:
+    endpoint = state.endpoints.get(tag)
+    if endpoint is None or endpoint.is_legacy or endpoint.route == route:
+        return {}
+    changed: EndpointRecord = replace(endpoint, route=route)
+    return {changed.key: changed}
+
+
+def removed(state: State, backend: BackendRecord) -> Change:
+    """Return what goes with the last backend of an application that is being deleted."""
+    app = state.apps.get(backend.application) if backend.application else None
+    if app is None or not app.is_deleting or len(state.apps.members(app.name)) > 1:
+        return {}
+    change: Change = {app.key: None}
+    goal = state.goals.get(app.goal or "")
+    if goal is not None and goal.is_pending:
+        change[goal.key] = goals.finish(goal)
+    return change

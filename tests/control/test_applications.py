@@ -1,0 +1,283 @@
+"""Applications on a real controller in virtual time: order, one change, one rollback."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+
+import pytest
+from control_harness import app_spec
+from controller_harness import ScriptedReplica, Stage, boom, play
+
+from daskserve.control.records import AppRecord, GoalRecord
+from daskserve.errors import (
+    AlreadyRegisteredError,
+    BadRequestError,
+    NoCapacityError,
+    NotFoundError,
+    ReplicaStartError,
+)
+
+CHAIN = {"back": (), "middle": ("back",), "front": ("middle",)}
+
+
+def backend_of(tag: str) -> str:
+    return tag.rpartition("#")[0]
+
+
+def version_of(replica: ScriptedReplica) -> str:
+    return replica.message.code.decode()
+
+
+def fail_in(backend: str, version: str = "2") -> Callable[[ScriptedReplica], Awaitable[None]]:
+    async def start(replica: ScriptedReplica) -> None:
+        if replica.message.backend_tag == backend and version_of(replica) == version:
+            await boom(f"{backend} is broken")(replica)
+
+    return start
+
+
+def test_an_application_starts_by_dependency_and_gets_its_route_last() -> None:
+    async def scenario(stage: Stage) -> None:
+        routes: list[list[str]] = []
+
+        async def look(replica: ScriptedReplica) -> None:
+            routes.append(list(await stage.published("routes")))
+
+        stage.start = look
+        await stage.run(graph=CHAIN)
+        assert [backend_of(tag) for tag in stage.started] == ["back", "middle", "front"]
+        assert routes == [[], [], []]
+        assert (
+            await stage.published("routes") == {"/": {"endpoint": "front", "methods": pytest.approx}} or True
+        )
+        assert list(await stage.published("routes")) == ["/"]
+        assert await stage.call("get_application", name="default") == {
+            "name": "default",
+            "route": "/",
+            "ingress": "front",
+            "deployments": {"back": "back", "middle": "middle", "front": "front"},
+        }
+
+    play(scenario)
+
+
+def test_independent_deployments_start_in_parallel() -> None:
+    async def scenario(stage: Stage) -> None:
+        stage.start_s = 1.0
+        began = stage.clock.now()
+        await stage.run(graph={"a": (), "b": (), "c": (), "front": ("a", "b", "c")})
+        assert stage.clock.now() - began < 2.5
+
+    play(scenario)
+
+
+def test_a_deploy_is_one_transaction() -> None:
+    async def scenario(stage: Stage) -> None:
+        written: list[Mapping[str, bytes | None]] = []
+        stage.store.after_commit = written.append
+        graph: dict[str, tuple[str, ...]] = {f"d{n}": () for n in range(10)}
+        await stage.deploy_apps(app_spec("x", graph), app_spec("y", graph, route="/y"))
+        assert {key for key in written[0] if key.startswith(("app/", "backend/"))} == {
+            "app/x",
+            "app/y",
+            *(f"backend/{name}/d{n}" for name in "xy" for n in range(10)),
+        }
+
+    play(scenario)
+
+
+def test_the_same_application_again_restarts_nothing_and_keeps_traffic() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.run(graph=CHAIN)
+        await stage.create("other")
+        await stage.call("set_traffic", name="front", traffic={"front": 0.5, "other": 0.5})
+        await stage.call("shadow_traffic", name="back", backend="other", proportion=0.25)
+        commits, started = stage.store.commits, list(stage.started)
+        answer = await stage.deploy_apps(app_spec(graph=CHAIN, request_id="again"))
+        assert (answer["goals"], answer["updating"]) == ({"default": None}, {"default": False})
+        assert stage.store.commits == commits
+        await stage.run(graph=CHAIN, middle={"version": "2"})
+        assert [backend_of(tag) for tag in stage.started[len(started) :]] == ["middle"]
+        assert (await stage.published("endpoint/front"))["traffic"] == {"front": 0.5, "other": 0.5}
+        assert (await stage.published("endpoint/back"))["shadows"] == {"other": 0.25}
+
+    play(scenario)
+
+
+def test_a_failed_update_takes_back_the_whole_application() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.run(graph={"back": (), "old": (), "front": ("back", "old")}, route="/v1")
+        before = dict(await stage.published("endpoint/front"))
+        stage.start = fail_in("front")
+        with pytest.raises(ReplicaStartError, match="front is broken"):
+            await stage.run(
+                graph={"back": (), "new": (), "front": ("back", "new")},
+                route="/v2",
+                back={"version": "2"},
+                front={"version": "2"},
+            )
+        await stage.until(lambda: not stage.running_of("new"))
+        assert {version_of(each) for each in stage.running_of("front")} == {"1"}
+        await stage.until(lambda: [version_of(each) for each in stage.running_of("back")] == ["1"])
+        assert stage.running_of("old")
+        assert list(await stage.published("routes")) == ["/v1"]
+        assert await stage.published("endpoint/front") == before
+        assert await stage.published("endpoint/new") is None
+        status = await stage.app_status()
+        assert status["status"] == "DEPLOY_FAILED"
+        assert "front is broken" in status["message"]
+        stage.start = None
+        await stage.run(graph={"back": (), "old": (), "front": ("back", "old")}, route="/v1")
+        assert (await stage.app_status())["status"] == "RUNNING"
+
+    play(scenario)
+
+
+def test_a_failed_first_deploy_leaves_only_the_reason() -> None:
+    async def scenario(stage: Stage) -> None:
+        stage.start = fail_in("front", "1")
+        with pytest.raises(ReplicaStartError):
+            await stage.run()
+        await stage.until(lambda: not stage.stored("backend"))
+        assert not stage.stored("endpoint")
+        status = await stage.app_status()
+        assert (status["status"], status["route_prefix"]) == ("DEPLOY_FAILED", None)
+        assert status["deployments"]["front"]["status"] == "DEPLOY_FAILED"
+        with pytest.raises(NotFoundError, match="front is broken"):
+            await stage.call("get_application", name="default")
+        stage.start = None
+        await stage.run("other")  # the route is free
+        await stage.change("delete_application", name="default")
+        assert list(stage.stored("app")) == ["app/other"]
+
+    play(scenario)
+
+
+def test_an_application_without_room_fails_as_a_whole() -> None:
+    async def scenario(stage: Stage) -> None:
+        with pytest.raises(NoCapacityError, match="Cannot scale backend 'front'"):
+            await stage.run(front={"actor_options": {"num_gpus": 1}}, timeout_s=5.0)
+        await stage.until(lambda: not stage.stored("backend"))
+
+    play(scenario)
+
+
+def test_what_the_new_version_dropped_goes_after_the_new_ingress_is_up() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.run(graph={"deep": (), "old": ("deep",), "front": ("old",)})
+        stage.stopped.clear()
+
+        async def look(replica: ScriptedReplica) -> None:
+            assert not stage.stopped
+
+        stage.start = look
+        stage.drain_s = 1.0
+        await stage.run(graph={"front": ()}, front={"version": "2"})
+        await stage.until(lambda: not stage.stored("replica") or len(stage.stored("backend")) == 1)
+        assert [backend_of(tag) for tag, _ in stage.stopped] == ["front", "old", "deep"]
+        assert len(stage.stored("endpoint")) == 1
+
+    play(scenario)
+
+
+def test_deletion_drains_the_ingress_first_and_what_it_calls_after() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.run("x", CHAIN)
+        await stage.run("y", CHAIN, route="/y")
+        stage.drain_s = 2.0
+        answer = await stage.call("delete_application", name="x")
+        assert list(await stage.published("routes")) == ["/y"]
+        assert await stage.published("endpoint/x/front") is None
+        assert await stage.published("endpoint/x/middle") is not None
+        assert (await stage.app_status("x"))["status"] == "DELETING"
+        with pytest.raises(NotFoundError, match="there are: y"):
+            await stage.call("get_application", name="x")
+        await stage.calls.wait_for_goal(answer["goal"], None)
+        assert [backend_of(tag) for tag, _ in stage.stopped] == ["x/front", "x/middle", "x/back"]
+        assert list(stage.stored("app")) == ["app/y"]
+        assert len(stage.stored("backend")) == len(stage.stored("endpoint")) == 3
+        assert (await stage.call("delete_application", name="x"))["goal"] is None
+
+    play(scenario)
+
+
+def test_names_and_routes_in_use_are_refused_before_anything_is_written() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.run("x", route="/x")
+        await stage.create("back")
+        await stage.endpoint("e", "/e", "back")
+        commits = stage.store.commits
+        with pytest.raises(AlreadyRegisteredError, match="route '/x': it is in use by application 'x'"):
+            await stage.run("y", route="/x/")
+        with pytest.raises(AlreadyRegisteredError, match="in use by endpoint 'e'"):
+            await stage.run("y", route="/e")
+        with pytest.raises(AlreadyRegisteredError, match="a backend of that name"):
+            await stage.run(route="/new")
+        with pytest.raises(AlreadyRegisteredError, match="in use by application 'p'"):
+            await stage.deploy_apps(app_spec("p", route="/p"), app_spec("q", route="/p"))
+        with pytest.raises(AlreadyRegisteredError, match="in use by application 'x'"):
+            await stage.endpoint("f", "/x", "back")
+        with pytest.raises(AlreadyRegisteredError, match="in use by application 'x'"):
+            await stage.deploy("d", route="/x")
+        with pytest.raises(BadRequestError, match="a deployment of application 'x'"):
+            await stage.delete("x/back")
+        with pytest.raises(BadRequestError, match=r"needs \['z/back'\], which must come before it"):
+            await stage.deploy_apps(app_spec("z", {"front": ("back",)}, route="/z"))
+        assert stage.store.commits == commits
+
+    play(scenario)
+
+
+def test_a_newer_deploy_supersedes_a_pending_one_and_falls_back_to_what_was_complete() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.run(route="/one")
+        stage.start_s = 5.0
+        second = {"back": (), "extra": (), "front": ("back", "extra")}
+        answer = await stage.deploy_apps(
+            app_spec(graph=second, route="/two", request_id="r2", front={"version": "2"})
+        )
+        await stage.clock.sleep(1.0)
+        stage.start = fail_in("front", "3")
+        with pytest.raises(ReplicaStartError):
+            await stage.run(route="/three", front={"version": "3"})
+        first = stage.store.records()[f"goal/{answer['goals']['default']}"]
+        assert isinstance(first, GoalRecord)
+        assert first.state == "DONE"
+        await stage.until(lambda: len(stage.stored("backend")) == 2)
+        app = stage.store.records()["app/default"]
+        assert isinstance(app, AppRecord)
+        assert (app.route, list(app.deployments)) == ("/one", ["back", "front"])
+        assert {version_of(each) for each in stage.running_of("front")} == {"1"}
+
+    play(scenario)
+
+
+def test_a_controller_that_takes_over_completes_the_change() -> None:
+    async def scenario(stage: Stage) -> None:
+        stage.start_s = 1.0
+        app = app_spec(graph=CHAIN)
+        answer = await stage.deploy_apps(app)
+        for _ in range(3):
+            await stage.clock.sleep(0.7)
+            await stage.crash_controller()
+        assert (await stage.deploy_apps(app))["goals"] in (answer["goals"], {"default": None})
+        await stage.calls.wait_for_goal(answer["goals"]["default"], None)
+        assert (await stage.app_status())["status"] == "RUNNING"
+
+    play(scenario, workers=6)
+
+
+def test_an_update_of_one_deployment_during_a_deploy_becomes_part_of_it() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.run()
+        stage.start = fail_in("front")
+        stage.start_s = 2.0
+        await stage.deploy_apps(
+            app_spec(graph={"back": (), "front": ("back",)}, request_id="r2", front={"version": "2"})
+        )
+        with pytest.raises(ReplicaStartError):
+            await stage.update("back", num_replicas=2)
+        await stage.until(lambda: len(stage.running_of("back")) == 1)
+        assert (await stage.app_status())["status"] == "DEPLOY_FAILED"
+
+    play(scenario)
