@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from daskserve.options.actor import ActorOptions
     from daskserve.options.autoscaling import AutoscalingConfig
     from daskserve.options.backend import BackendConfig
-    from daskserve.options.environment import CondaEnv
+    from daskserve.options.environment import CondaEnv, Environment
     from daskserve.options.http import HTTPOptions
 
 #: Where each public name lives. Loaded on first use: importing daskserve must cost little and start nothing.
@@ -80,6 +80,7 @@ _HOMES: Mapping[str, str] = {
     "ActorOptions": "options.actor",
     "AutoscalingConfig": "options.autoscaling",
     "CondaEnv": "options.environment",
+    "Environment": "options.environment",
     # policies
     "AutoscalingContext": "autoscaling",
     "Decision": "autoscaling",
@@ -110,6 +111,7 @@ __all__ = [
     "CondaEnv",
     "Decision",
     "Deployment",
+    "Environment",
     "Explanation",
     "HTTPOptions",
     "Handle",

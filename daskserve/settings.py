@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import dask.config
@@ -56,6 +57,14 @@ class ProcessSettings:
     #: Whether a thread of its own calls the handlers of ``logging`` in a worker's process, so that a slow
     #: handler delays no request; see ``daskserve/cluster/worker/log_thread.py``.
     log_thread: bool = True
+    #: The folder in which this machine keeps what backends ask for in ``env``: virtual environments with
+    #: packages, and unpacked files. What is in it may be deleted while nothing runs.
+    environments_folder: str = "~/.cache/daskserve"
+
+    @property
+    def environments(self) -> Path:
+        """The path of ``environments_folder``."""
+        return Path(self.environments_folder).expanduser()
 
 
 @dataclass(frozen=True, slots=True)

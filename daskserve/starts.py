@@ -80,7 +80,8 @@ class ReplicaStart(StartMessage):
     ----------
     code : bytes
         `daskserve.payload.pack_code` of ``(definition, init_args, init_kwargs)``; the definition is a
-        function, a class, an ASGI application or an import path such as ``"pkg.mod.Name"``.
+        function, a class, an ASGI application or an import path such as ``"pkg.mod.Name"``. The files of its
+        environment, if it has any, come first (`daskserve.data.replica.working_dir.PackedFolder`).
     code_name : str
         The name of the code's record, by which its parcel is found.
     config : BackendConfig
@@ -90,8 +91,8 @@ class ReplicaStart(StartMessage):
     user_config : bytes or None
         ``dump_bytes`` of the argument of ``reconfigure``; None means that it is not called.
     environment : str or None
-        The Python environment of a child process, as `daskserve.options.environment.parse_environment`
-        returns it; None means the worker's environment.
+        The environment of a child process, as `daskserve.options.environment.Environment.to_text` returns
+        it; None means the worker's environment.
     debug : bool
         Whether HTTP responses to failed requests contain the user's traceback.
     """

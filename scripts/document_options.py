@@ -16,11 +16,15 @@ from daskserve.options.actor import ActorOptions
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.backend import BackendConfig
 from daskserve.options.base import Options
+from daskserve.options.environment import Environment
 from daskserve.options.http import HTTPOptions
 from daskserve.types import Location
 
 #: The models whose options the README lists, by name.
-MODELS = {model.__name__: model for model in (BackendConfig, ActorOptions, AutoscalingConfig, HTTPOptions)}
+MODELS = {
+    model.__name__: model
+    for model in (BackendConfig, ActorOptions, AutoscalingConfig, Environment, HTTPOptions)
+}
 #: Set by daskserve itself; not an option.
 INTERNAL = frozenset({"internal_metadata"})
 

@@ -20,6 +20,7 @@ PUBLIC = {
     "CondaEnv",
     "Decision",
     "Deployment",
+    "Environment",
     "Explanation",
     "HTTPOptions",
     "Handle",

@@ -53,11 +53,12 @@ class BackendVerbs(Verbs):
         actor_options : ActorOptions or dict, optional
             Resources of each replica and restrictions on its placement. ``ray_actor_options`` is an alias.
         config : BackendConfig or dict, optional
-        env : CondaEnv, str or path, optional
-            The Python environment for the callable: a `CondaEnv` or its name, or the path of a virtualenv or
-            conda environment. Each replica then runs in its own process. Every worker that may run the
-            backend must have the environment, with this version of daskserve and the worker's version of
-            Python. None means the worker's environment (not the caller's, as in the classic system).
+        env : Environment, dict, CondaEnv, str or path, optional
+            The environment of the replicas, each of which then runs in a process of its own: packages,
+            variables and files as in `Environment`, or only a Python, as a `CondaEnv` or its name, or the
+            path of a virtualenv or conda environment. Every worker that may run the backend must have that
+            Python, with this version of daskserve and the worker's version of Python. None means the
+            worker's environment (not the caller's, as in the classic system).
         timeout_s : float, optional
             Time in seconds after which the backend is removed and the call fails. The default comes from
             ``daskserve.timeouts.change-s`` (60).
@@ -78,7 +79,8 @@ class BackendVerbs(Verbs):
         VersionMismatchError
             The environment has no daskserve, or another version of daskserve or Python.
         ReplicaStartError
-            The constructor failed three times; the error carries its traceback.
+            The constructor failed three times, or packages of the environment could not be installed; the
+            error carries the traceback or the installer's output.
         NoCapacityError
             No worker had room within ``timeout_s``.
         """

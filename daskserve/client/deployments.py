@@ -10,6 +10,7 @@ from daskserve.data.replica.definitions import inspect_definition
 from daskserve.options.actor import ActorOptions
 from daskserve.options.backend import BackendConfig
 from daskserve.options.base import parse_options
+from daskserve.options.environment import parse_environment
 
 #: Distinguishes an omitted argument from None.
 _UNSET: Any = object()
@@ -25,6 +26,9 @@ class Deployment:
     actor_options: ActorOptions = field(default_factory=ActorOptions)
     version: str | None = None
     env: Any = None
+
+    def __post_init__(self) -> None:
+        parse_environment(self.env)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(
@@ -141,8 +145,8 @@ def deployment(
     actor_options : ActorOptions or dict, optional
     version : str, optional
         Version of the code; without it, every change of the code is a new version.
-    env : CondaEnv, str or path, optional
-        The Python environment of its replicas, see `daskserve.client.client.Client.create_backend`.
+    env : Environment, dict, CondaEnv, str or path, optional
+        The environment of its replicas, see `daskserve.client.client.Client.create_backend`.
     **options
         Single options of `BackendConfig`, such as ``num_replicas=2``.
     """

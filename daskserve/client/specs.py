@@ -8,12 +8,13 @@ from typing import Any
 
 from daskserve import settings
 from daskserve.data.replica.definitions import CallableFacts, inspect_definition
+from daskserve.data.replica.working_dir import pack_folder
 from daskserve.errors import BadRequestError
 from daskserve.options.actor import ActorOptions
 from daskserve.options.backend import BackendConfig, BackendMetadata
 from daskserve.options.backend_spec import BackendSpec
 from daskserve.options.base import parse_options
-from daskserve.options.environment import parse_environment
+from daskserve.options.environment import Environment, parse_environment
 from daskserve.options.route_variables import check_variables
 from daskserve.payload import dump_bytes, find_unpicklable, load_bytes, pack_code
 from daskserve.types import ALL_HTTP_METHODS
@@ -152,18 +153,13 @@ def make_spec(
         is_blocking=facts.is_blocking,
         is_asgi_app=facts.is_asgi_app,
     )
-    environment = parse_environment(env)
-    isolation: dict[str, Any] = {}
-    if environment is not None:
-        if "isolation" in wanted.model_fields_set and wanted.isolation == "thread":
-            raise BadRequestError(
-                f"Backend '{tag}' cannot have its own Python environment with isolation='thread'; leave "
-                "isolation out, or set it to 'process'."
-            )
-        isolation = {"isolation": "process"}
+    environment = _environment_of(tag, env, wanted)
+    isolation: dict[str, Any] = {} if environment is None else {"isolation": "process"}
+    files = None if environment is None else environment.working_dir
+    folder = () if files is None else (pack_folder(files),)
     sealed, user_config = split_config(wanted, metadata, **isolation)
     try:
-        code, parts = pack_code((definition, tuple(init_args), dict(init_kwargs)))
+        code, parts = pack_code((*folder, definition, tuple(init_args), dict(init_kwargs)))
     except Exception as error:
         # A foreign object may raise anything when it is pickled; this error adds the place and the remedy.
         place = find_unpicklable((definition, tuple(init_args), dict(init_kwargs)))
@@ -183,10 +179,22 @@ def make_spec(
         version=version,
         user_version=user_version,
         prev_version=prev_version,
-        env=environment,
+        env=None if environment is None else environment.to_text(),
         request_id=uuid.uuid4().hex,
         timeout_s=timeout_s if timeout_s is not None else settings.timeouts().change_s,
     )
+
+
+def _environment_of(tag: str, env: Any, config: BackendConfig) -> Environment | None:
+    """Return a user's ``env`` as options; raise `BadRequestError` if the config excludes one."""
+    environment = parse_environment(env)
+    has_thread = "isolation" in config.model_fields_set and config.isolation == "thread"
+    if environment is not None and has_thread:
+        raise BadRequestError(
+            f"Backend '{tag}' cannot have its own environment with isolation='thread'; leave isolation "
+            "out, or set it to 'process'."
+        )
+    return environment
 
 
 def _name_of(definition: Any) -> str:

@@ -30,7 +30,7 @@ class BackendSpec:
     user_version, prev_version : str or None
         The version that the user named, and the one that must be there already.
     env : str or None
-        The Python environment, as `daskserve.options.environment.parse_environment` returns it.
+        The environment, as `daskserve.options.environment.Environment.to_text` returns it.
     parts : tuple
         The content of the parcel that stands for the code, if it is large; stays with the client.
     request_id : str

@@ -1,17 +1,23 @@
-"""The Python environment of a backend.
+"""The environment of a backend: its Python, its packages, its variables and its files.
 
-A name is a conda environment; a path is the folder of a virtualenv or conda environment. The client checks
-the form; `daskserve.data.replica.interpreters` finds the environment on the machine of the replica.
+The client checks the form. On the machine of the replica, `daskserve.data.replica.interpreters` finds the
+Python, `daskserve.data.replica.packages` installs the packages, and `daskserve.data.replica.working_dir`
+unpacks the files.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from pydantic import AliasChoices, Field, field_validator, model_validator
 
 from daskserve.errors import BadRequestError
+from daskserve.options.base import Options, parse_options
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +47,73 @@ class CondaEnv:
             )
 
 
+class Environment(Options):
+    """The environment of a backend's replicas, each of which then runs in a process of its own."""
+
+    place: ClassVar[str] = "env"
+
+    python: str | None = Field(
+        None,
+        description="Python to run: the name of a conda environment, or the absolute path of a conda "
+        "environment or virtualenv, on the machines of the workers. None: the worker's Python.",
+        validation_alias=AliasChoices("python", "conda", "venv"),
+    )
+    packages: list[str] = Field(
+        default_factory=list,
+        description="Requirements to install over the worker's packages, as pip reads them, or the path of a "
+        "``requirements.txt``. Each machine installs them once, into a cached virtual environment, with uv "
+        "if it is there, otherwise with pip.",
+        validation_alias=AliasChoices("packages", "pip", "uv"),
+    )
+    env_vars: dict[str, str] = Field(default_factory=dict, description="Environment variables.")
+    working_dir: str | None = Field(
+        None,
+        description="Folder or zip file, local or a URL that fsspec opens, which is sent along, unpacked for "
+        "each replica, and is its working directory and the first place for imports.",
+    )
+
+    @field_validator("python", mode="before")
+    @classmethod
+    def _is_a_name_or_path(cls, value: Any) -> Any:
+        return None if value is None else _python(value)
+
+    @field_validator("packages", mode="before")
+    @classmethod
+    def _as_a_list(cls, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            if set(value) - {"packages", "pip_check", "pip_version", "uv_version"} or "packages" not in value:
+                raise ValueError(f"packages must be a list of requirements or a file of them, got {value!r}")
+            return value["packages"]
+        if isinstance(value, str | os.PathLike):
+            lines = [line.partition(" #")[0].strip() for line in Path(value).read_text().splitlines()]
+            return [line for line in lines if line and not line.startswith("#")]
+        return value
+
+    @model_validator(mode="after")
+    def _packages_need_the_workers_python(self) -> Self:
+        if self.packages and self.python is not None:
+            raise ValueError(
+                f"packages are installed over the worker's own packages, but python={self.python!r} names "
+                "another environment; install them there, or leave one of the two out"
+            )
+        return self
+
+    def to_text(self) -> str:
+        """Return what `from_text` reads; the same text stands for the same environment.
+
+        Without the working directory, whose files travel with the code.
+        """
+        if self.python is not None and not self.env_vars:
+            return self.python
+        values = {"python": self.python, "packages": self.packages, "env_vars": self.env_vars}
+        return json.dumps(values, sort_keys=True)
+
+    @classmethod
+    def from_text(cls, text: str) -> Self:
+        """Return the environment that `to_text` wrote."""
+        return cls(**json.loads(text)) if text.startswith("{") else cls(python=text)
+
+
 @dataclass(frozen=True, slots=True)
 class Interpreter:
     """A Python interpreter on this machine.
@@ -51,30 +124,44 @@ class Interpreter:
         Whether it is the interpreter of this process, with the same packages.
     variables : mapping or None
         The environment variables of its processes; None means those of this process.
+    first : tuple of str
+        Folders in which another interpreter looks first for what it imports.
     """
 
     python: str
     prefix: str
     is_own: bool = True
     variables: Mapping[str, str] | None = None
+    first: tuple[str, ...] = ()
 
 
-def parse_environment(value: Any) -> str | None:
-    """Return the serialized form of a user's ``env``: a name, an absolute path, or None.
+def parse_environment(value: Any) -> Environment | None:
+    """Return a user's ``env`` as options; None stands for the worker's environment.
+
+    Parameters
+    ----------
+    value : Environment, dict, CondaEnv, str, path or None
+        A name is a conda environment; a path is the folder of a virtualenv or conda environment.
 
     Raises
     ------
-    TypeError, BadRequestError
-        The value is neither a `CondaEnv` nor a name nor an absolute path.
+    TypeError, BadRequestError, pydantic.ValidationError
+        The value is none of these, or its options are wrong.
     """
     if value is None:
         return None
+    if isinstance(value, Mapping | Environment):
+        return parse_options(Environment, value, what="env")
+    return Environment(python=_python(value))
+
+
+def _python(value: Any) -> str:
     if isinstance(value, CondaEnv):
         return value.name
     if not isinstance(value, str | os.PathLike):
         raise TypeError(
-            f"env must be a CondaEnv, the name of a conda environment or the path of an environment, "
-            f"got {value!r}"
+            f"env must be an Environment or a dict of its options, a CondaEnv, the name of a conda "
+            f"environment or the path of an environment, got {value!r}"
         )
     text = os.fspath(value)
     if not isinstance(text, str):

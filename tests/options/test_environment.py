@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+import daskserve as serve
 from daskserve.client.specs import make_spec
 from daskserve.errors import BadRequestError
 from daskserve.options.backend_spec import BackendSpec
-from daskserve.options.environment import CondaEnv, parse_environment
+from daskserve.options.environment import CondaEnv, Environment, parse_environment
 
 
 @pytest.mark.parametrize(
@@ -26,7 +27,8 @@ from daskserve.options.environment import CondaEnv, parse_environment
     ],
 )
 def test_an_environment_is_a_name_or_an_absolute_path(value: Any, expected: str | None) -> None:
-    assert parse_environment(value) == expected
+    found = parse_environment(value)
+    assert (None if found is None else found.to_text()) == expected
 
 
 @pytest.mark.parametrize("value", [3, b"/env", ["x"], b"x"])
@@ -63,3 +65,36 @@ def test_an_environment_implies_a_process() -> None:
 def test_an_environment_with_thread_isolation_is_refused() -> None:
     with pytest.raises(BadRequestError, match="isolation='thread'"):
         spec(config={"isolation": "thread"}, env="x")
+
+
+def test_an_environment_has_packages_variables_and_files(tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").write_text("# models\nscikit-learn==1.5.2  # pinned\n\nnumpy\n")
+    found = parse_environment({"pip": str(tmp_path / "requirements.txt"), "env_vars": {"A": "1"}})
+    assert found is not None
+    assert found.packages == ["scikit-learn==1.5.2", "numpy"]
+    assert parse_environment({"uv": {"packages": ["x"]}}) == Environment(packages=["x"])
+    assert Environment.from_text(found.to_text()) == found
+    assert Environment.from_text("base") == Environment(python="base")
+    with_both = Environment(python="base", env_vars={"A": "1"})
+    assert Environment.from_text(with_both.to_text()) == with_both
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"packages": ["x"], "conda": "base"}, "names another environment"),
+        ({"packages": {"requirements": "x"}}, "must be a list of requirements"),
+        ({"packages": [3]}, "packages"),
+        ({"env_vars": {"A": 1}}, "env_vars"),
+        ({"variables": {}}, "variables.*env_vars"),
+        ({"venv": "envs/x"}, "absolute path"),
+    ],
+)
+def test_wrong_options_of_an_environment_are_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=f"(?s){text}"):
+        parse_environment(options)
+
+
+def test_a_deployment_checks_its_environment_where_it_is_written() -> None:
+    with pytest.raises(ValueError, match="nothing"):
+        serve.deployment(env={"nothing": 1})(len)

@@ -94,6 +94,7 @@ while not line.endswith(b"\\n"):
     line += part
 options = json.loads(line.decode())
 if options["path"] is not None: sys.path[:] = options["path"]
+sys.path[:0] = options["first"]
 facts = {"python": "%d.%d" % sys.version_info[:2], "version": None, "detail": ""}
 main = None
 try:
@@ -265,7 +266,8 @@ async def _greet(pair: socket.socket, interpreter: Interpreter, factory: str) ->
     path = [entry or os.getcwd() for entry in sys.path] if interpreter.is_own else None
     line = b""
     try:
-        await loop.sock_sendall(pair, json.dumps({"path": path, "factory": factory}).encode() + b"\n")
+        options = {"path": path, "first": list(interpreter.first), "factory": factory}
+        await loop.sock_sendall(pair, json.dumps(options).encode() + b"\n")
         while not line.endswith(b"\n"):
             part = await loop.sock_recv(pair, 65536)
             if not part:

@@ -25,7 +25,7 @@ from daskserve.data.replica.answer import Answer
 from daskserve.data.replica.autoscaling_stats import ChildStats
 from daskserve.data.replica.child_figures import ReportedFigures, keep_asking_for_figures
 from daskserve.data.replica.child_runner import ChildRunner
-from daskserve.data.replica.interpreters import find_interpreter
+from daskserve.data.replica.interpreters import interpreter_of
 from daskserve.data.replica.local_code import parts_of
 from daskserve.data.replica.slots import Slots
 from daskserve.data.replica.user_code import CLOSE_GRACE_S
@@ -118,10 +118,11 @@ class ChildCode:
         VersionMismatchError, InstanceError
             Its interpreter has no daskserve of the same version, or does not run.
         ReplicaStartError
-            The user's code failed (the error has the traceback), or ended its process.
+            The user's code failed (the error has the traceback), or ended its process, or its packages
+            cannot be installed.
         """
         start = self._start
-        interpreter = find_interpreter(start.environment, settings.process_variables())
+        interpreter = await interpreter_of(start.environment, settings.process_variables())
         child = self._child = await ChildProcess.start(start.replica_tag, interpreter, FACTORY)
         self._runner = ChildRunner(child, self._explain)
         child.on_end = self._note_end
@@ -143,6 +144,7 @@ class ChildCode:
                 instance=spec.instance,
                 worker=self._context.worker,
                 access=dump_access(self._context.cluster),
+                archives=str(settings.process().environments),
             )
         except ActorLostError:
             await child.ended.wait()

@@ -6,6 +6,7 @@ import asyncio
 import gc
 from collections import deque
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from daskserve import settings
@@ -16,6 +17,7 @@ from daskserve.context import HasLink
 from daskserve.data.replica.child_figures import tell
 from daskserve.data.replica.child_runner import PACKED
 from daskserve.data.replica.replica import Replica
+from daskserve.data.replica.working_dir import archives_folder
 from daskserve.errors import ServeError, UnavailableError
 from daskserve.payload import dump_error
 from daskserve.types import ActorKind, Envelope, EnvelopeKind, Load, Payload, Receive, Send
@@ -114,13 +116,24 @@ class ReplicaServer:
 
     @verb
     async def start(
-        self, payload: Payload, name: str, incarnation: int, instance: str, worker: str, access: bytes
+        self,
+        payload: Payload,
+        name: str,
+        incarnation: int,
+        instance: str,
+        worker: str,
+        access: bytes,
+        archives: str,
     ) -> Mapping[str, Any]:
-        """Create the replica from its start message, start it, and return its facts."""
+        """Create the replica from its start message, start it, and return its facts.
+
+        ``archives`` is the folder for the files of its environment.
+        """
         view = self._view = ChildView(instance, access, settings.timeouts().connect_s, payload.buffers)
         spec = ActorSpec(ActorKind.REPLICA, name, incarnation, instance, bytes(payload.data))
         # User code sees only those parts of the view that handles and clients need.
         context = ContextWith(spec, view, LoopClock(), system_rng(), worker)
+        archives_folder.set(Path(archives))
         self._replica = ChildReplica(context)
         with view.as_current_worker():
             return await self._replica.start()

@@ -1,4 +1,4 @@
-"""The interpreter of a Python environment on this machine.
+"""The interpreter of a backend's environment on this machine.
 
 This runs on the replica's machine, because environments differ between machines. It looks into conda's
 folders itself: running ``conda`` takes a second.
@@ -6,13 +6,17 @@ folders itself: running ``conda`` takes a second.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
+from daskserve import settings
+from daskserve.data.replica.packages import install
 from daskserve.errors import BadRequestError
-from daskserve.options.environment import Interpreter
+from daskserve.options.environment import Environment, Interpreter
 
 #: Names of the root environment of a conda installation.
 _BASE_NAMES = frozenset({"base", "root"})
@@ -21,13 +25,44 @@ _OF_THIS_INTERPRETER = frozenset({"PYTHONPATH", "PYTHONHOME", "PYTHONEXECUTABLE"
 _OF_AN_ENVIRONMENT = frozenset({"VIRTUAL_ENV", "CONDA_PREFIX", "CONDA_DEFAULT_ENV"})
 
 
+async def interpreter_of(text: str | None, variables: Mapping[str, str]) -> Interpreter:
+    """Return the interpreter of an environment, with its variables; install its packages if needed.
+
+    Parameters
+    ----------
+    text : str or None
+        What `daskserve.options.environment.Environment.to_text` returned.
+    variables : mapping
+        This process's environment variables.
+
+    Raises
+    ------
+    BadRequestError
+        There is no such environment here; the message lists the places searched.
+    ReplicaStartError
+        Its packages cannot be installed.
+    """
+    if text is None:
+        return find_interpreter(None, variables)
+    environment = Environment.from_text(text)
+    if environment.packages:
+        root = settings.process().environments
+        found = await asyncio.to_thread(install, environment.packages, root, variables)
+    else:
+        found = find_interpreter(environment.python, variables)
+    if not environment.env_vars:
+        return found
+    base = variables if found.variables is None else found.variables
+    return replace(found, variables={**base, **environment.env_vars})
+
+
 def find_interpreter(environment: str | None, variables: Mapping[str, str]) -> Interpreter:
-    """Return the interpreter of an environment on this machine; None stands for this process's own.
+    """Return the interpreter of a Python environment on this machine; None stands for this process's own.
 
     Parameters
     ----------
     environment : str or None
-        What `parse_environment` returned.
+        A name is a conda environment, a path is a folder.
     variables : mapping
         This process's environment variables.
 

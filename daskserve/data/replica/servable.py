@@ -37,7 +37,7 @@ def load_definition(
 
     ``parts`` are those of the parcel, if one stands for the code.
     """
-    definition, init_args, init_kwargs = unpack_code(code, parts)
+    *_, definition, init_args, init_kwargs = unpack_code(code, parts)
     if isinstance(definition, str):
         definition = import_definition(definition)
         if isinstance(definition, str):

@@ -1,0 +1,231 @@
+"""Environments of replicas: packages installed once, variables, and files to work in."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import random
+import sys
+import types
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import dask.config
+import numpy
+import pytest
+
+from daskserve import payload
+from daskserve.client.specs import make_spec
+from daskserve.clock import LoopClock
+from daskserve.cluster.base import ActorContext, ActorSpec
+from daskserve.data.replica import packages, working_dir
+from daskserve.data.replica.child_code import ChildCode
+from daskserve.data.replica.interpreters import interpreter_of
+from daskserve.data.replica.replica import Replica
+from daskserve.errors import BadRequestError, ReplicaStartError
+from daskserve.options.environment import Environment
+from daskserve.starts import ReplicaStart
+from daskserve.types import ActorKind, Envelope, EnvelopeKind, nothing_to_receive
+
+DEADLINE_S = 60
+
+
+def make_wheel(folder: Path, *, version: str) -> str:
+    """Create a wheel of a package with one module, which says its version, and a command."""
+    name = f"daskserve_test_layer-{version}"
+    path = folder / f"{name}-py3-none-any.whl"
+    head = f"Metadata-Version: 2.1\nName: daskserve-test-layer\nVersion: {version}\n"
+    files = {
+        "daskserve_test_layer.py": f"VERSION = {version!r}\n",
+        f"{name}.dist-info/METADATA": head,
+        f"{name}.dist-info/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    record = f"{name}.dist-info/RECORD"
+    with zipfile.ZipFile(path, "w") as wheel:
+        for place, text in files.items():
+            wheel.writestr(place, text)
+        wheel.writestr(record, "".join(f"{place},,\n" for place in (*files, record)))
+    return str(path)
+
+
+def facts() -> dict[str, Any]:
+    """Return what a replica's process sees; runs there."""
+    import daskserve_test_layer  # type: ignore[import-not-found]
+
+    return {
+        "version": daskserve_test_layer.VERSION,
+        "variable": os.environ.get("LAYER"),
+        "prefix": sys.prefix,
+        "numpy": numpy.__file__,
+    }
+
+
+class Facts:
+    """Calls what `facts` of the working directory's module returns, or that of this module."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def ask(self) -> Any:
+        if self.where == "packages":
+            return facts()
+        import helper_in_folder  # type: ignore[import-not-found]
+
+        return {"text": helper_in_folder.text(), "cwd": os.getcwd(), "data": Path("data/a.txt").read_text()}
+
+
+def run_replica(where: str, env: Any) -> Any:
+    """Start a replica as the controller would, call it, stop it, and return what it answered."""
+    spec = make_spec("b", Facts, (where,), {}, actor_options=None, config=None, timeout_s=None, env=env)
+    start = ReplicaStart(
+        backend_tag="b",
+        replica_tag="b#AAAAAA",
+        code=spec.code,
+        config=spec.config,
+        concurrency=2,
+        user_config=None,
+        environment=spec.env,
+        debug=False,
+        code_name="b@1",
+    )
+    actor = ActorSpec(ActorKind.REPLICA, "an-instance/replica/b#AAAAAA", 1, "an-instance", start.encode())
+    context = ActorContext(actor, types.SimpleNamespace(link=None), LoopClock(), random.Random(0))  # type: ignore[arg-type]
+
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def main() -> None:
+        replica = Replica(context, ChildCode)
+        head = {"method": "ask", "legacy": False, "request_id": ""}
+        async with asyncio.timeout(DEADLINE_S):
+            await replica.start()
+            try:
+                call = Envelope(EnvelopeKind.CALL, head, payload.dump(((), {})))
+                await replica.handle(call, nothing_to_receive, send)
+            finally:
+                await replica.stop(0)
+
+    asyncio.run(main())
+    return payload.load(sent[-1]["payload"])
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of environments of this machine, shared by the tests: an installation takes seconds."""
+    folder = tmp_path_factory.mktemp("environments")
+    with dask.config.set({"daskserve.process.environments-folder": str(folder)}):
+        yield folder
+
+
+def test_packages_are_installed_once_over_those_of_the_worker(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env = {"pip": [make_wheel(tmp_path, version="1.0")], "env_vars": {"LAYER": "over"}}
+    found = run_replica("packages", env)
+    (folder,) = (path for path in cache.iterdir() if path.is_dir())
+    assert (found["version"], found["variable"], found["prefix"]) == ("1.0", "over", str(folder))
+    assert found["numpy"] == numpy.__file__  # the worker's
+    monkeypatch.setattr(packages, "_run", None)  # nothing is installed any more
+    assert run_replica("packages", env) == found
+
+
+def test_an_interrupted_installation_is_done_anew(cache: Path, tmp_path: Path) -> None:
+    wheel = make_wheel(tmp_path, version="2.0")
+    broken = packages.folder_of([wheel], cache)
+    broken.mkdir(parents=True)
+    (broken / "bin").write_text("what a killed process left")
+    assert run_replica("packages", {"packages": [wheel]})["version"] == "2.0"
+
+
+def test_packages_that_cannot_be_installed_say_why(cache: Path, tmp_path: Path) -> None:
+    with pytest.raises(ReplicaStartError, match=r"(?s)/no/such\.whl.* cannot be installed on .*exited with"):
+        run_replica("packages", {"packages": ["/no/such.whl"]})
+
+
+def test_uv_is_used_where_it_is_installed(tmp_path: Path) -> None:
+    assert packages.find_installer({"PATH": str(tmp_path)}) in (None, str(Path(sys.prefix, "bin", "uv")))
+    uv = tmp_path / "uv"
+    uv.write_text("#!/bin/sh\n")
+    uv.chmod(0o755)
+    assert packages.find_installer({"PATH": str(tmp_path)}) == str(uv)
+    command = packages._command(tmp_path, ["x==1"], str(uv))
+    assert command[:3] == [str(uv), "pip", "install"]
+    assert command[-3:] == ["--python", f"{tmp_path}/bin/python", "x==1"]
+
+
+def test_the_files_of_a_folder_are_there_before_the_code_is_loaded(cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.txt").write_text("some data")
+    (tmp_path / "helper_in_folder.py").write_text("def text(): return 'from the folder'\n")
+    found = run_replica("folder", {"working_dir": str(tmp_path)})
+    assert (found["text"], found["data"]) == ("from the folder", "some data")
+    assert Path(found["cwd"]).parent == cache
+
+
+def test_the_same_files_are_the_same_code(tmp_path: Path) -> None:
+    def code() -> bytes:
+        options: dict[str, Any] = {"actor_options": None, "config": None, "timeout_s": None}
+        return make_spec("b", Facts, ("x",), {}, env={"working_dir": str(tmp_path)}, **options).code
+
+    file = tmp_path / "a.py"
+    file.write_text("one")
+    before = code()
+    (tmp_path / "__pycache__").mkdir()
+    (tmp_path / "__pycache__" / "a.pyc").write_text("left out")
+    file.touch()
+    assert code() == before
+    file.write_text("two")
+    assert code() != before
+
+
+def test_files_keep_their_modes_and_are_unpacked_once(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "run.sh").write_text("#!/bin/sh\n")
+    (source / "run.sh").chmod(0o755)
+    archive = working_dir.pack_folder(str(source)).archive
+    folder = working_dir.unpack(archive, tmp_path / "cache")
+    assert os.access(folder / "run.sh", os.X_OK)
+    (folder / "mark").touch()
+    assert working_dir.unpack(archive, tmp_path / "cache") == folder
+    assert (folder / "mark").exists()
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [folder.name]
+
+
+def test_an_archive_is_only_passed_on_outside_of_replicas(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("one")
+    packed = working_dir.pack_folder(str(tmp_path))
+    here, path = os.getcwd(), list(sys.path)
+    again = pickle.loads(pickle.dumps(packed, protocol=5))
+    assert bytes(again.archive) == packed.archive
+    assert (os.getcwd(), sys.path) == (here, path)
+
+
+def test_a_zip_file_is_a_working_directory_too(tmp_path: Path) -> None:
+    path = tmp_path / "code.zip"
+    with zipfile.ZipFile(path, "w") as packed:
+        packed.writestr("a.py", "one")
+    for place in (str(path), f"file://{path}"):
+        assert working_dir.pack_folder(place).archive == path.read_bytes()
+
+
+def test_a_wrong_working_directory_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "text.zip").write_text("no archive")
+    for place in ("/no/such/folder", str(tmp_path / "text.zip"), "nosuchprotocol://x"):
+        with pytest.raises(BadRequestError, match="neither a folder nor a zip file"):
+            working_dir.pack_folder(place)
+    monkeypatch.setattr(working_dir, "MAX_BYTES", 5)
+    with pytest.raises(BadRequestError, match="the maximum"):
+        working_dir.pack_folder(str(tmp_path))
+
+
+def test_variables_alone_keep_the_workers_python() -> None:
+    text = Environment(env_vars={"A": "1"}).to_text()
+    found = asyncio.run(interpreter_of(text, {"B": "2"}))
+    assert found.is_own
+    assert found.variables == {"A": "1", "B": "2"}
