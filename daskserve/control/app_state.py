@@ -57,10 +57,16 @@ def may_stop(state: State, backend: BackendRecord) -> bool:
 
 
 def neighbours(state: State, backend: BackendRecord) -> list[BackendTag]:
-    """Return the backends for which a change of this one may matter."""
+    """Return the backends for which a change of this one may matter.
+
+    The ingress looks whether a change of the application is complete, in case several came up together.
+    """
     if not backend.application:
         return []
-    return [*state.apps.needed_by(backend.tag), *(backend.needs if backend.is_deleting else ())]
+    app = state.apps.get(backend.application)
+    ingress = () if app is None or app.goal is None else (app.ingress,)
+    called = backend.needs if backend.is_deleting else ()
+    return [*ingress, *state.apps.needed_by(backend.tag), *called]
 
 
 def is_left_over(state: State, backend: BackendRecord) -> bool:

@@ -58,6 +58,13 @@ class Step:
     wake_at: float | None = None
     incarnation: int = 0
 
+    def is_own(self, backend: BackendRecord) -> bool:
+        """Return whether the change is one of the backend and its replicas alone, and keeps the backend."""
+        return all(
+            key.startswith("replica/") or (key == backend.key and record is not None)
+            for key, record in self.change.items()
+        )
+
     def wake(self, at: float) -> None:
         """Schedule another step at that time at the latest."""
         self.wake_at = at if self.wake_at is None else min(self.wake_at, at)
@@ -75,6 +82,8 @@ class World:
         The last incarnation number in use.
     wall : float
         Seconds since the epoch, for people to read.
+    undone : dict
+        Changes of other backends that are decided, and will be written with this one's.
     """
 
     state: State
@@ -84,6 +93,7 @@ class World:
     incarnation: int
     avoid: Collection[WorkerAddress] = ()
     wall: float = 0.0
+    undone: Change = field(default_factory=dict)
 
 
 def replica_tag(backend: str, seed: int, number: int) -> str:
@@ -292,6 +302,10 @@ class _Stepper:
         )
         self.set_replica(tag, record)
 
+    def trial(self) -> Trial:
+        """Return the ledger after the changes so far."""
+        return Trial(self.world.state, self.world.undone | self.step.change)
+
     def surge(self) -> int:
         """Return how many additional replicas may run; 0 while a rollout has no room for one."""
         backend, notes = self.backend, self.notes
@@ -302,7 +316,15 @@ class _Stepper:
             placed = sum(each.state in PLACED_STATES for each in self.replicas.values())
             more = backend.num_replicas - placed + 1
             workers = self.world.observed.cleared_workers()
-            if room_for(Trial(self.world.state, self.step.change), workers, demand_of(backend), more) == more:
+            if (
+                room_for(
+                    self.trial(),
+                    workers,
+                    demand_of(backend),
+                    more,
+                )
+                == more
+            ):
                 notes.full_since = None
         return surge if notes.full_since is None else 0
 
@@ -315,7 +337,7 @@ class _Stepper:
         found = replica_to_drain(
             self.backend,
             list(self.replicas.values()),
-            Trial(self.world.state, self.step.change),
+            self.trial(),
             workers,
             demand,
             ongoing,
@@ -339,7 +361,7 @@ class _Stepper:
             return
         demand = demand_of(self.backend)
         workers = self.world.observed.cleared_workers()
-        trial = Trial(self.world.state, self.step.change)
+        trial = self.trial()
         for replica in waiting:
             if not self.place_on(workers, trial, replica, demand):
                 notes.waiting = explain(trial, workers, demand)

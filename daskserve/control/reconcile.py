@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Iterable
+from collections.abc import Awaitable, Iterable
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any
@@ -35,6 +35,8 @@ logger = logging.getLogger("daskserve.controller")
 TICK_S = 5.0
 #: Number of backends that a tick checks.
 TICK_SLICE = 50
+#: Number of backends whose changes are written as one transaction.
+BATCH = 50
 
 #: Represents the proxies among the tags of backends, which are never empty.
 PROXIES = ""
@@ -147,17 +149,28 @@ class Reconciler:
             self._dirty_all = False
             dirty = {PROXIES, *self._state.backends}
         dirty.update(tag for tag, at in self._wake_at.items() if at <= now)
-        for tag in sorted(dirty):
+        for tag in dirty:
             self._wake_at.pop(tag, None)
-            try:
-                await (self._step_proxies() if tag == PROXIES else self._step_backend(tag))
-            except StaleEpochError:
-                raise
-            except Exception as error:
-                # Process each of them, even if another one or the store fails.
-                self._failed_step(tag, error)
+        if PROXIES in dirty:
+            dirty.discard(PROXIES)
+            await self._attempt([PROXIES], self._step_proxies())
+        tags = sorted(dirty)
+        while tags:
+            some, tags = tags[:BATCH], tags[BATCH:]
+            tags = await self._attempt(some, self._step_backends(some)) + tags
         self._forget_lost_workers()
         self._report()
+
+    async def _attempt(self, tags: list[str], stepping: Awaitable[list[str]]) -> list[str]:
+        """Return what is left to do of a step; continue with others if it or the store fails."""
+        try:
+            return await stepping
+        except StaleEpochError:
+            raise
+        except Exception as error:
+            for tag in tags:
+                self._failed_step(tag, error)
+            return []
 
     def _failed_step(self, tag: str, error: Exception) -> None:
         self.figures.failures += 1
@@ -180,32 +193,65 @@ class Reconciler:
         in_use, retiring = self._state.workers_in_use(), self._observed.retiring()
         self._acting.tell_scheduler(self._epoch, UseReport(frozenset(in_use), frozenset(retiring), more))
 
-    async def _step_backend(self, tag: str) -> None:
+    async def _step_backends(self, tags: list[str]) -> list[str]:
+        """Step some backends and write all changes as one transaction; return those that are left.
+
+        Many replicas start at once when an application is deployed, and a transaction takes much longer than
+        a step. A step that changes more than its own backend and replicas is written alone, because it
+        depends on the records of others.
+        """
+        taken: list[tuple[BackendRecord, backend_state.Step]] = []
+        change: Change = {}
         async with self._lock:
-            backend = self._state.backends.get(tag)
-            if backend is None:
-                return
-            world = backend_state.World(
-                state=self._state,
-                observed=self._observed,
-                now=self._clock.now(),
-                seed=self._rng.getrandbits(64),
-                incarnation=self._incarnation,
-                avoid=self._workers_to_avoid(),
-                wall=self._clock.wall(),
-            )
-            step = backend_state.step(world, backend)
-            # Keep them even if the commit fails, because the store may still have these numbers.
-            self._incarnation = step.incarnation
-            await self._commit(step.change, partial(self._observed.learn, tag, step.notes))
-        if step.wake_at is not None:
-            self._wake_at[tag] = step.wake_at
-        for action in step.actions:
-            self._acting.act(action)
-        again = self._affected(backend, step.change)
-        if again:
-            self._dirty |= again
-            self._wake.set()
+            left = list(tags)
+            while left:
+                backend = self._state.backends.get(left[0])
+                step = None if backend is None else self._decide(backend, change)
+                if backend is not None and step is not None:
+                    if change and not step.is_own(backend):
+                        break
+                    # Keep them even if the commit fails, because the store may still have these numbers.
+                    self._incarnation = step.incarnation
+                    change |= step.change
+                    taken.append((backend, step))
+                    if not step.is_own(backend):
+                        left.pop(0)
+                        break
+                left.pop(0)
+            await self._commit(change, partial(self._learn, taken))
+        for backend, step in taken:
+            if step.wake_at is not None:
+                self._wake_at[backend.tag] = step.wake_at
+            for action in step.actions:
+                self._acting.act(action)
+            again = self._affected(backend, step.change)
+            if again:
+                self._dirty |= again
+                self._wake.set()
+        return left
+
+    def _decide(self, backend: BackendRecord, undone: Change) -> backend_state.Step | None:
+        """Return the step of a backend, given changes that are not applied yet; None if it fails."""
+        world = backend_state.World(
+            state=self._state,
+            observed=self._observed,
+            now=self._clock.now(),
+            seed=self._rng.getrandbits(64),
+            incarnation=self._incarnation,
+            avoid=self._workers_to_avoid(),
+            wall=self._clock.wall(),
+            undone=undone,
+        )
+        try:
+            return backend_state.step(world, backend)
+        except Exception as error:
+            # A faulty backend must not hold up the others.
+            self._failed_step(backend.tag, error)
+            return None
+
+    def _learn(self, taken: list[tuple[BackendRecord, backend_state.Step]]) -> None:
+        for backend, step in taken:
+            self._observed.learn(backend.tag, step.notes)
 
     def _affected(self, backend: BackendRecord, change: Change) -> set[str]:
         """Return the backends for which a change from a step of one of them matters."""
@@ -217,7 +263,7 @@ class Reconciler:
             found.discard(backend.tag)  # otherwise the goal ended, perhaps back to an older spec: step again
         return found.union(app_state.neighbours(self._state, current or backend))
 
-    async def _step_proxies(self) -> None:
+    async def _step_proxies(self) -> list[str]:
         async with self._lock:
             step = http_state.step(
                 self._state,
@@ -231,6 +277,7 @@ class Reconciler:
             await self._commit(step.change, partial(self._observed.forget_proxies, step.lost))
         for action in step.actions:
             self._acting.act_on_proxy(action)
+        return []
 
     def _workers_to_avoid(self) -> set[WorkerAddress]:
         return {self._worker, *(proxy.worker for proxy in self._state.proxies.values())}
