@@ -51,11 +51,130 @@ def _pickled(user_config: str | None) -> bytes | None:
     return None if user_config is None else user_config.encode()
 
 
-class ControlMachine(RuleBasedStateMachine):
-    """See the module."""
+class FaultyWorld(RuleBasedStateMachine):
+    """The rules that do not depend on what clients ask for."""
 
     simulation: Simulation | None = None
     focus: str | None = None
+
+    @property
+    def world(self) -> Simulation:
+        assert self.simulation is not None
+        return self.simulation
+
+    def _backend(self, tag: str) -> str:
+        return self.focus or tag
+
+    def _call(self, verb: str, seconds: float, **message: Any) -> None:
+        self.world.call(verb, message, seconds=seconds)
+
+    @rule(index=INDEX, seconds=SECONDS)
+    def repeat(self, index: int, seconds: float) -> None:
+        self.world.repeat(index, seconds=seconds)
+
+    @rule(index=INDEX)
+    def cancel_call(self, index: int) -> None:
+        self.world.cancel_call(index)
+
+    # ---- behaviour of replicas
+
+    @rule(
+        tag=ANY_BACKEND,
+        outcomes=st.lists(st.sampled_from(["fail", "hang", "slow", "well"]), min_size=1, max_size=4),
+    )
+    def script_starts(self, tag: str, outcomes: list[str]) -> None:
+        self.world.script.starts[self._backend(tag)].extend(outcomes)
+
+    @rule(
+        tag=ANY_BACKEND,
+        outcomes=st.lists(
+            st.sampled_from(["refuse", "half", "slow", "late", "hang", "well"]), min_size=1, max_size=3
+        ),
+        stops=st.sampled_from(["well", "drain", "hang"]),
+    )
+    def script_lives(self, tag: str, outcomes: list[str], stops: str) -> None:
+        self.world.script.reconfigurations[self._backend(tag)].extend(outcomes)
+        self.world.script.stops[self._backend(tag)].append(stops)
+
+    @rule(index=INDEX, kind=st.sampled_from(["fail_checks", "vanish"]))
+    def spoil_actor(self, index: int, kind: str) -> None:
+        self.world.fail_checks(index) if kind == "fail_checks" else self.world.vanish(index)
+
+    # ---- faults of workers
+
+    @rule(
+        index=INDEX,
+        kind=st.sampled_from(["kill", "restart", "suspend", "suspend", "retire", "disconnect"]),
+        seconds=SECONDS,
+    )
+    def harm_worker(self, index: int, kind: str, seconds: float) -> None:
+        self.world.harm_worker(index, kind)
+        self.world.advance(seconds)
+
+    @rule(index=INDEX, seconds=SECONDS)
+    def resume_worker(self, index: int, seconds: float) -> None:
+        self.world.resume_worker(index)
+        self.world.advance(seconds)
+
+    @rule()
+    def add_worker(self) -> None:
+        self.world.add_worker()
+
+    # ---- faults of the controller
+
+    @rule(kind=st.sampled_from(["kill", "restart", "suspend"]), seconds=st.sampled_from([0.0, 0.5, 5.0, 9.0]))
+    def harm_controller(self, kind: str, seconds: float) -> None:
+        self.world.harm_controller(kind)
+        self.world.advance(seconds)
+
+    @rule(commits=st.integers(1, 6), kind=st.sampled_from(["kill", "restart", "suspend"]))
+    def harm_controller_after(self, commits: int, kind: str) -> None:
+        self.world.harm_controller_after(commits, kind)
+
+    @rule(index=INDEX, traffic=st.sampled_from([{"a": 1.0}, {"b": 1.0}, {"d": 1.0}]), seconds=SECONDS)
+    def call_old_controller(self, index: int, traffic: dict[str, float], seconds: float) -> None:
+        message = {"name": "e", "traffic": traffic}
+        self.world.call_old_controller(index, "set_traffic", message, seconds=seconds)
+
+    @rule()
+    def restart_cluster(self) -> None:
+        self.world.restart_cluster()
+
+    # ---- faults of the store and of updates
+
+    @rule(kind=st.sampled_from(["answers", "reach"]), amount=st.integers(1, 3))
+    def harm_store(self, kind: str, amount: int) -> None:
+        if kind == "answers":
+            self.world.lose_answers(amount)
+        else:
+            self.world.lose_store((0.3, 4.0, 20.0)[amount - 1])
+
+    @rule(kind=st.sampled_from(["good", "lossy", "late", "doubled", "shuffled"]))
+    def deliver(self, kind: str) -> None:
+        self.world.deliver(kind)
+
+    # ---- time
+
+    @rule(seconds=st.sampled_from([0.001, 0.05, 0.5, 1.0, 3.0, 7.0, 20.0, 45.0]))
+    def wait(self, seconds: float) -> None:
+        self.world.advance(seconds)
+
+    @precondition(lambda self: self.simulation is not None and self.simulation.witness.records)
+    @rule()
+    def rest(self) -> None:
+        self.world.rest()
+
+    def teardown(self) -> None:
+        if self.simulation is None:
+            return
+        try:
+            self.simulation.rest()
+        finally:
+            self.simulation.close()
+
+
+class ControlMachine(FaultyWorld):
+    """See the module."""
 
     @initialize(
         seed=st.integers(0, 1000),
@@ -94,23 +213,12 @@ class ControlMachine(RuleBasedStateMachine):
             self.deploy("d", "1", None, 2, "one", {}, "/x", 2.0)
 
     @property
-    def world(self) -> Simulation:
-        assert self.simulation is not None
-        return self.simulation
-
-    @property
     def has_backends(self) -> bool:
         return self.simulation is not None and bool(self.simulation.witness.wanted.backends)
 
     @property
     def has_endpoints(self) -> bool:
         return self.simulation is not None and bool(self.simulation.witness.wanted.endpoints)
-
-    def _backend(self, tag: str) -> str:
-        return self.focus or tag
-
-    def _call(self, verb: str, seconds: float, **message: Any) -> None:
-        self.world.call(verb, message, seconds=seconds)
 
     def _spec(self, tag: str, **fields: Any) -> dict[str, Any]:
         made: dict[str, Any] = {
@@ -264,107 +372,3 @@ class ControlMachine(RuleBasedStateMachine):
         self._call(
             "shadow_traffic", seconds, name=name, backend=self._backend(backend), proportion=proportion
         )
-
-    @rule(index=INDEX, seconds=SECONDS)
-    def repeat(self, index: int, seconds: float) -> None:
-        self.world.repeat(index, seconds=seconds)
-
-    @rule(index=INDEX)
-    def cancel_call(self, index: int) -> None:
-        self.world.cancel_call(index)
-
-    # ---- behaviour of replicas
-
-    @rule(
-        tag=ANY_BACKEND,
-        outcomes=st.lists(st.sampled_from(["fail", "hang", "slow", "well"]), min_size=1, max_size=4),
-    )
-    def script_starts(self, tag: str, outcomes: list[str]) -> None:
-        self.world.script.starts[self._backend(tag)].extend(outcomes)
-
-    @rule(
-        tag=ANY_BACKEND,
-        outcomes=st.lists(
-            st.sampled_from(["refuse", "half", "slow", "late", "hang", "well"]), min_size=1, max_size=3
-        ),
-        stops=st.sampled_from(["well", "drain", "hang"]),
-    )
-    def script_lives(self, tag: str, outcomes: list[str], stops: str) -> None:
-        self.world.script.reconfigurations[self._backend(tag)].extend(outcomes)
-        self.world.script.stops[self._backend(tag)].append(stops)
-
-    @rule(index=INDEX, kind=st.sampled_from(["fail_checks", "vanish"]))
-    def spoil_actor(self, index: int, kind: str) -> None:
-        self.world.fail_checks(index) if kind == "fail_checks" else self.world.vanish(index)
-
-    # ---- faults of workers
-
-    @rule(
-        index=INDEX,
-        kind=st.sampled_from(["kill", "restart", "suspend", "suspend", "retire", "disconnect"]),
-        seconds=SECONDS,
-    )
-    def harm_worker(self, index: int, kind: str, seconds: float) -> None:
-        self.world.harm_worker(index, kind)
-        self.world.advance(seconds)
-
-    @rule(index=INDEX, seconds=SECONDS)
-    def resume_worker(self, index: int, seconds: float) -> None:
-        self.world.resume_worker(index)
-        self.world.advance(seconds)
-
-    @rule()
-    def add_worker(self) -> None:
-        self.world.add_worker()
-
-    # ---- faults of the controller
-
-    @rule(kind=st.sampled_from(["kill", "restart", "suspend"]), seconds=st.sampled_from([0.0, 0.5, 5.0, 9.0]))
-    def harm_controller(self, kind: str, seconds: float) -> None:
-        self.world.harm_controller(kind)
-        self.world.advance(seconds)
-
-    @rule(commits=st.integers(1, 6), kind=st.sampled_from(["kill", "restart", "suspend"]))
-    def harm_controller_after(self, commits: int, kind: str) -> None:
-        self.world.harm_controller_after(commits, kind)
-
-    @rule(index=INDEX, traffic=st.sampled_from([{"a": 1.0}, {"b": 1.0}, {"d": 1.0}]), seconds=SECONDS)
-    def call_old_controller(self, index: int, traffic: dict[str, float], seconds: float) -> None:
-        message = {"name": "e", "traffic": traffic}
-        self.world.call_old_controller(index, "set_traffic", message, seconds=seconds)
-
-    @rule()
-    def restart_cluster(self) -> None:
-        self.world.restart_cluster()
-
-    # ---- faults of the store and of updates
-
-    @rule(kind=st.sampled_from(["answers", "reach"]), amount=st.integers(1, 3))
-    def harm_store(self, kind: str, amount: int) -> None:
-        if kind == "answers":
-            self.world.lose_answers(amount)
-        else:
-            self.world.lose_store((0.3, 4.0, 20.0)[amount - 1])
-
-    @rule(kind=st.sampled_from(["good", "lossy", "late", "doubled", "shuffled"]))
-    def deliver(self, kind: str) -> None:
-        self.world.deliver(kind)
-
-    # ---- time
-
-    @rule(seconds=st.sampled_from([0.001, 0.05, 0.5, 1.0, 3.0, 7.0, 20.0, 45.0]))
-    def wait(self, seconds: float) -> None:
-        self.world.advance(seconds)
-
-    @precondition(lambda self: self.simulation is not None and self.simulation.witness.records)
-    @rule()
-    def rest(self) -> None:
-        self.world.rest()
-
-    def teardown(self) -> None:
-        if self.simulation is None:
-            return
-        try:
-            self.simulation.rest()
-        finally:
-            self.simulation.close()

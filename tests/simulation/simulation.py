@@ -36,8 +36,8 @@ from daskserve.starts import ControllerStart
 from daskserve.testing import VirtualTimeLoop
 from daskserve.types import ActorAddress, ActorKind, Location, ReplicaState, WorkerInfo
 
-BACKENDS = ("a", "b", "d")
-ENDPOINTS = ("d", "e", "f")
+BACKENDS = ("a", "b", "d", "x/a", "x/d")
+ENDPOINTS = ("d", "e", "f", "a", "b", "x/a", "x/d")
 #: Timeout of constructors.
 START_S = 8.0
 #: How long after a worker's fault has ended its replicas may still fail.
@@ -75,6 +75,8 @@ class Simulation:
         Maximum latency between two processes, and to the store; each message takes a random share of it.
     has_nannies : bool
         Whether workers that are killed on purpose restart, at another address.
+    witness
+        The class of the witness.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class Simulation:
         location: str = "NoServer",
         latency_s: float = 0.0,
         has_nannies: bool = True,
+        witness: type[Witness] = Witness,
     ) -> None:
         self.rng = random.Random(seed)
         self.latency_s = latency_s
@@ -104,7 +107,7 @@ class Simulation:
         #: Waiting requests in the program's router.
         self.queues = {tag: Queue() for tag in BACKENDS}
         self.loaded_at = float("-inf")
-        self.witness = Witness(
+        self.witness = witness(
             now=self.loop.time,
             is_excused=self._is_excused,
             is_serving=self._is_serving,
@@ -172,7 +175,7 @@ class Simulation:
         for goal in self.witness.of(GoalRecord):
             if goal.state is GoalState.PENDING and goal.timeout_s is not None:
                 since = max(self.witness.goals[goal.goal_id].opened_at, self.disturbed_at)
-                is_deleting = self.witness.wanted.live(goal.backend) is None
+                is_deleting = self.witness.is_deleting(goal)
                 if now - since > goal.timeout_s + GOAL_MARGIN_S and not is_deleting:
                     self.witness.report(f"{goal} hangs since {since:.3f} s")
         for call in self.calls:
@@ -221,8 +224,9 @@ class Simulation:
                 self.witness.acknowledged(call, answer)
                 if answer.get("snapshot") is not None:
                     self._check_received(call)
-                if answer.get("goal") is not None:
-                    self.goal_waits.append(asyncio.create_task(self._wait_for_goal(call, answer["goal"])))
+                for goal in (answer.get("goal"), *answer.get("goals", {}).values()):
+                    if goal is not None:
+                        self.goal_waits.append(asyncio.create_task(self._wait_for_goal(call, goal)))
 
         async def begin() -> None:
             call.task = asyncio.create_task(carry_out())
@@ -412,7 +416,7 @@ class Simulation:
         """Let the health checks of a replica fail from now on."""
         address = self._replica(index)
         if address is not None:
-            tag = address.name.rpartition("/")[2]
+            tag = address.name.partition("/replica/")[2]
             self.script.sick.add(tag)
             self.script.spoiled.add(tag)
 
@@ -424,7 +428,7 @@ class Simulation:
         )
         if found:
             address = found[index % len(found)]
-            self.script.spoiled.add(address.name.rpartition("/")[2])
+            self.script.spoiled.add(address.name.partition("/replica/")[2])
             self.cluster.drop_actor(address)
 
     # ---- the store and updates
@@ -485,7 +489,7 @@ class Simulation:
 
     def _check_written_ahead(self, context: ActorContext) -> None:
         """Check that the store knows a replica before it is created."""
-        tag = context.spec.name.rpartition("/")[2]
+        tag = context.spec.name.partition("/replica/")[2]
         if self.witness.incarnations.get(context.spec.incarnation) != tag:
             self.witness.report(f"{tag} was created, but is not in the store")
         record = self.witness.records.get(f"replica/{tag}")

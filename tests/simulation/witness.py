@@ -16,6 +16,7 @@ from typing import Any
 from reference_model import Wanted, after, backend_of, capacity_of, endpoint_of
 
 from daskserve.control.records import (
+    AppRecord,
     BackendRecord,
     CapacityRecord,
     CodeRecord,
@@ -113,6 +114,10 @@ class Witness:
     def of(self, kind: type[Any]) -> list[Any]:
         """Return the records of a kind."""
         return [each for each in self.records.values() if isinstance(each, kind)]
+
+    def is_deleting(self, goal: GoalRecord) -> bool:
+        """Return whether a goal is one of a deletion, which has no deadline."""
+        return self.wanted.live(goal.backend) is None
 
     def backend(self, tag: str) -> BackendRecord | None:
         found = self.records.get(f"backend/{tag}")
@@ -387,10 +392,11 @@ class Witness:
         for backend in backends.values():
             if (backend.capacity, backend.capacity_direction) != (capacity.percent, capacity.direction):
                 self.report(f"{backend} does not have the capacity of the instance, {capacity}")
+        apps = {each.name: each for each in self.of(AppRecord)}
         for goal in goals.values():
-            owner = backends.get(goal.backend)
+            owner = apps.get(goal.application) if goal.application else backends.get(goal.backend)
             if goal.state is GoalState.PENDING and (owner is None or owner.goal != goal.goal_id):
-                self.report(f"no backend works on goal {goal}")
+                self.report(f"nothing works on goal {goal}")
         codes = {each.name for each in self.of(CodeRecord)}
         for backend in backends.values():
             if backend.goal is not None and (

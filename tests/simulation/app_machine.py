@@ -1,0 +1,139 @@
+"""The rules that generate schedules of applications, under the same faults as `control_machine`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from app_witness import AppWitness
+from control_machine import SECONDS, TIMEOUT_S, FaultyWorld
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, precondition, rule
+from simulation import Simulation
+
+from daskserve.options.app_spec import deployment_tag
+
+#: Deployments with those that they need; the last is the ingress.
+GRAPHS: dict[str, dict[str, tuple[str, ...]]] = {
+    "one": {"d": ()},
+    "chain": {"a": (), "b": ("a",), "d": ("b",)},
+    "two": {"a": (), "d": ("a",)},
+    "fan": {"a": (), "b": (), "d": ("a", "b")},
+    "turned": {"d": (), "a": ("d",)},
+}
+NAMES = st.sampled_from(["default", "default", "x"])
+SHAPES = st.sampled_from(sorted(GRAPHS))
+VERSIONS = st.lists(st.sampled_from(["1", "2"]), min_size=3, max_size=3)
+ROUTES = st.sampled_from(["/x", "/y", None])
+
+
+class AppMachine(FaultyWorld):
+    """See the module."""
+
+    @initialize(
+        seed=st.integers(0, 1000),
+        workers=st.integers(1, 4),
+        location=st.sampled_from(["NoServer", "NoServer", "EveryNode"]),
+        latency_s=st.sampled_from([0.0, 0.004, 0.02]),
+        has_nannies=st.booleans(),
+        shape=st.sampled_from(["", "two", "chain", "fan"]),
+    )
+    def begin(
+        self, seed: int, workers: int, location: str, latency_s: float, has_nannies: bool, shape: str
+    ) -> None:
+        """Start an instance, perhaps with an application."""
+        self.simulation = Simulation(
+            seed=seed,
+            workers=workers,
+            location=location,
+            latency_s=latency_s,
+            has_nannies=has_nannies,
+            witness=AppWitness,
+        )
+        if shape:
+            self.deploy("default", shape, ["1", "1", "1"], 1, "/x", 0, 2.0)
+
+    @property
+    def has_apps(self) -> bool:
+        return self.simulation is not None and any(
+            key.startswith("app/") for key in self.simulation.witness.records
+        )
+
+    def _app(
+        self, name: str, shape: str, versions: Sequence[str], replicas: int, route: str | None, cpus: int
+    ) -> dict[str, Any]:
+        request_id = self.world.request_id()
+        graph = GRAPHS[shape]
+        return {
+            "name": name,
+            "route": route,
+            "request_id": request_id,
+            "timeout_s": TIMEOUT_S,
+            "deployments": [
+                {
+                    "name": each,
+                    "python_methods": [],
+                    "needs": [deployment_tag(name, need) for need in needs],
+                    "spec": {
+                        "tag": deployment_tag(name, each),
+                        "code": f"code-{version}".encode(),
+                        "config": {"num_replicas": replicas},
+                        "user_config": None,
+                        "actor_options": {"num_cpus": cpus} if cpus else {},
+                        "version": version,
+                        "user_version": version,
+                        "prev_version": None,
+                        "env": None,
+                        "request_id": request_id,
+                        "timeout_s": TIMEOUT_S,
+                    },
+                }
+                for (each, needs), version in zip(graph.items(), versions, strict=False)
+            ],
+        }
+
+    @rule(
+        name=NAMES,
+        shape=SHAPES,
+        versions=VERSIONS,
+        replicas=st.integers(1, 2),
+        route=ROUTES,
+        cpus=st.sampled_from([0, 0, 0, 2]),
+        seconds=SECONDS,
+    )
+    def deploy(
+        self,
+        name: str,
+        shape: str,
+        versions: Sequence[str],
+        replicas: int,
+        route: str | None,
+        cpus: int,
+        seconds: float,
+    ) -> None:
+        apps = [self._app(name, shape, versions, replicas, route, cpus)]
+        self._call("deploy_applications", seconds, apps=apps)
+
+    @rule(shape=SHAPES, versions=VERSIONS, seconds=SECONDS)
+    def deploy_both(self, shape: str, versions: Sequence[str], seconds: float) -> None:
+        first = self._app("default", shape, versions, 1, "/x", 0)
+        second = self._app("x", "two", versions, 1, "/y", 0)
+        self._call("deploy_applications", seconds, apps=[first, second])
+
+    @precondition(lambda self: self.has_apps)
+    @rule(name=NAMES, seconds=SECONDS)
+    def delete(self, name: str, seconds: float) -> None:
+        self._call("delete_application", seconds, name=name)
+
+    @precondition(lambda self: self.has_apps)
+    @rule(tag=st.sampled_from(["a", "d", "x/a"]), replicas=st.integers(1, 3), seconds=SECONDS)
+    def scale(self, tag: str, replicas: int, seconds: float) -> None:
+        self._call(
+            "update_backend_config",
+            seconds,
+            tag=tag,
+            config={"num_replicas": replicas},
+            user_config=None,
+            sets_user_config=False,
+            timeout_s=TIMEOUT_S,
+        )

@@ -1,0 +1,183 @@
+"""A witness of applications: each is always as one deploy asked for it, never half as another one did."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+from reference_model import Wanted, endpoint_of
+from witness import Call, Witness
+
+from daskserve.control.records import (
+    AppRecord,
+    BackendRecord,
+    EndpointRecord,
+    GoalRecord,
+    GoalState,
+    Record,
+    ReplicaRecord,
+)
+from daskserve.types import ReplicaState
+
+#: The route of an application, and the versions of its deployments by tag.
+Signature: TypeAlias = tuple[str | None, tuple[tuple[str, str], ...]]
+
+
+def asked_by(message: Mapping[str, Any]) -> dict[str, Signature]:
+    """Return what a deploy asks for, by application."""
+    return {
+        app["name"]: (
+            app["route"],
+            tuple((each["spec"]["tag"], each["spec"]["version"]) for each in app["deployments"]),
+        )
+        for app in message.get("apps", ())
+    }
+
+
+class AppWitness(Witness):
+    """See the module."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        #: What clients have asked for, and to what each application last settled.
+        self.asked: dict[str, set[Signature]] = {}
+        self.settled: dict[str, Signature | None] = {}
+
+    def is_deleting(self, goal: GoalRecord) -> bool:
+        app = self.app(goal.application)
+        return super().is_deleting(goal) if app is None else app.is_deleting
+
+    def app(self, name: str) -> AppRecord | None:
+        found = self.records.get(f"app/{name}")
+        return found if isinstance(found, AppRecord) else None
+
+    def signature(self, app: AppRecord) -> Signature:
+        """Return what an application is now."""
+        found = {tag: self.backend(tag) for tag in app.tags}
+        for tag, backend in found.items():
+            if app.is_deleting:
+                continue
+            if backend is None or backend.application != app.name:
+                self.report(f"{app} has lost {tag}: {backend}")
+            elif backend.is_deleting:
+                self.report(f"{tag} is being deleted, and {app} is not")
+        return app.route, tuple(
+            (tag, "?" if backend is None else backend.version.partition("+")[0])
+            for tag, backend in found.items()
+        )
+
+    # Calls
+
+    def begin(self, verb: str, message: Mapping[str, Any]) -> Call:
+        for name, signature in asked_by(message).items():
+            self.asked.setdefault(name, set()).add(signature)
+        return super().begin(verb, message)
+
+    def acknowledged(self, call: Call, answer: Mapping[str, Any]) -> None:
+        call.answer = answer
+        self.open_calls.remove(call)
+        for goal in (answer.get("goal"), *answer.get("goals", {}).values()):
+            if goal is not None and goal not in self.goals:
+                self.report(f"{call} was answered with goal {goal}, which is not in the store")
+
+    def failed(self, call: Call, error: BaseException) -> None:
+        call.error = error
+
+    # Changes
+
+    def _check_wanted(self, records: Mapping[str, Record], changed: Mapping[str, Record | None]) -> None:
+        endpoints = {each.name: endpoint_of(each) for each in self.of(EndpointRecord)}
+        if endpoints != self.wanted.endpoints:
+            self.history.append(Wanted(endpoints=endpoints))
+        for app in self.of(AppRecord):
+            before = records.get(app.key)
+            signature = self.signature(app)
+            if app.deployments and not app.is_deleting and signature not in self.asked[app.name]:
+                self.report(f"{app.name} is {signature}, which no deploy has asked for")
+            if isinstance(before, AppRecord) and before.goal is not None and app.goal is None:
+                self._check_settled(app, self.records.get(f"goal/{before.goal}"), signature)
+            if app.is_deleting:
+                self.settled[app.name] = None
+            elif app.goal is None and app.deployments:
+                self.settled[app.name] = signature
+        for key in changed:
+            if key.startswith("app/") and changed[key] is None:
+                name = key.removeprefix("app/")
+                self.settled.pop(name, None)
+                left = [each.tag for each in self.of(BackendRecord) if each.application == name]
+                if left and any(each.deployments for each in [records[key]] if isinstance(each, AppRecord)):
+                    self.report(f"{name} is gone, and {left} are left")
+        self._check_order(records, changed)
+        self._record_goals()
+
+    def _check_settled(self, app: AppRecord, goal: Any, signature: Signature) -> None:
+        """Check that a change came about as a whole, or was taken back as a whole."""
+        if goal.state is GoalState.FAILED:
+            fallback = self.settled.get(app.name)
+            if (signature if app.deployments else None) != fallback:
+                self.report(f"{app.name} failed and became {signature}, it was {fallback}")
+            age_s = self.now() - self.goals[goal.goal_id].opened_at
+            tags = {tag for each in self.asked[app.name] for tag, _ in each[1]}
+            is_late = goal.timeout_s is not None and age_s >= goal.timeout_s - 0.001
+            if not is_late and all(self.blamed_at(tag) is None for tag in tags):
+                self.report(f"{goal} failed after {age_s:g} s for no reason")
+            return
+        for tag in app.tags:
+            backend = self.backend(tag)
+            replicas = self.replicas(tag)
+            if backend is None or len(replicas) != backend.num_replicas:
+                self.report(f"{app.name} is up, and {tag} has {replicas}")
+            elif any(self._is_old(each, backend) for each in replicas):
+                self.report(f"{app.name} is up, and of {backend} run {replicas}")
+            endpoint = self.records.get(f"endpoint/{tag}")
+            route = app.route if tag == app.ingress else None
+            if isinstance(endpoint, EndpointRecord) and endpoint.route != route:
+                self.report(f"{app.name} is up, and {endpoint} has not the route {route}")
+
+    @staticmethod
+    def _is_old(replica: ReplicaRecord, backend: BackendRecord) -> bool:
+        is_running = replica.state is ReplicaState.RUNNING
+        return not is_running or (replica.version, replica.config_id) != (backend.version, backend.config_id)
+
+    def _check_order(self, records: Mapping[str, Record], changed: Mapping[str, Record | None]) -> None:
+        for key, record in changed.items():
+            old = records.get(key)
+            if not isinstance(record, ReplicaRecord):
+                continue
+            backend = self.backend(record.backend)
+            if backend is None or not backend.application:
+                continue
+            if record.state is ReplicaState.STARTING and old is not None and old != record:
+                self._check_start(backend, records)
+            is_leaving = isinstance(old, ReplicaRecord) and old.state is ReplicaState.RUNNING
+            if is_leaving and record.state is ReplicaState.SHOULD_STOP and not self.is_excused(record):
+                self._check_stop(backend)
+
+    def _check_start(self, backend: BackendRecord, before: Mapping[str, Record]) -> None:
+        app = self.app(backend.application)
+        if app is None or app.goal is None or backend.goal != app.goal:
+            return
+        for need in (self.backend(tag) for tag in backend.needs):
+            if need is None or need.is_deleting:
+                self.report(f"{backend.tag} starts without {need}")
+                continue
+            is_up = [
+                sum(
+                    isinstance(each, ReplicaRecord)
+                    and each.backend == need.tag
+                    and not self._is_old(each, need)
+                    for each in known.values()
+                )
+                >= need.num_replicas
+                for known in (before, self.records)
+            ]
+            if not any(is_up):
+                self.report(f"{backend.tag} starts before {need.tag} is up")
+
+    def _check_stop(self, backend: BackendRecord) -> None:
+        """Check that a deletion stops nothing that another deployment still calls."""
+        if not backend.is_deleting or backend.is_forced:
+            return
+        for caller in self.of(BackendRecord):
+            if backend.tag in caller.needs and caller.is_deleting and self.replicas(caller.tag):
+                self.report(f"{backend.tag} stops before {caller.tag} is gone")
