@@ -402,8 +402,10 @@ class _Stepper:
 
     def finish_deletion(self) -> None:
         state, backend = self.world.state, self.backend
+        if not app_state.may_stop(state, backend):
+            return
         endpoint = state.endpoints.get(backend.tag) if backend.application else None
-        if endpoint is not None and not endpoint.is_legacy and app_state.may_stop(state, backend):
+        if endpoint is not None and not endpoint.is_legacy:
             self.step.change[endpoint.key] = None  # until now, other deployments have called it
         if self.replicas:
             return

@@ -201,6 +201,18 @@ def test_deletion_drains_the_ingress_first_and_what_it_calls_after() -> None:
     play(scenario)
 
 
+def test_a_deployment_without_replicas_waits_for_its_callers_too() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.run()
+        await stage.call("set_target_capacity", percent=0)
+        await stage.until(lambda: not stage.running)
+        answer = await stage.call("delete_application", name="default")
+        await stage.calls.wait_for_goal(answer["goal"], None)
+        assert not {**stage.stored("backend"), **stage.stored("endpoint"), **stage.stored("app")}
+
+    play(scenario)
+
+
 def test_names_and_routes_in_use_are_refused_before_anything_is_written() -> None:
     async def scenario(stage: Stage) -> None:
         await stage.run("x", route="/x")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
 from reference_model import Wanted, endpoint_of
@@ -65,6 +65,18 @@ class AppWitness(Witness):
             (tag, "?" if backend is None else backend.version.partition("+")[0])
             for tag, backend in found.items()
         )
+
+    def unsettled(self) -> Iterator[str]:
+        for app in self.of(AppRecord):
+            if app.goal is not None or app.is_deleting:
+                yield f"{app} has not come to rest"
+        for backend in self.of(BackendRecord):
+            owner = self.app(backend.application)
+            if owner is None or backend.tag not in owner.tags:
+                yield f"{backend} is a deployment of {owner}"
+        for endpoint in self.of(EndpointRecord):
+            if self.backend(endpoint.name) is None:
+                yield f"{endpoint} has no backend"
 
     # Calls
 
@@ -147,10 +159,11 @@ class AppWitness(Witness):
             backend = self.backend(record.backend)
             if backend is None or not backend.application:
                 continue
-            if record.state is ReplicaState.STARTING and old is not None and old != record:
+            former = old.state if isinstance(old, ReplicaRecord) else ReplicaState.SHOULD_START
+            if (former, record.state) == (ReplicaState.SHOULD_START, ReplicaState.STARTING):
                 self._check_start(backend, records)
-            is_leaving = isinstance(old, ReplicaRecord) and old.state is ReplicaState.RUNNING
-            if is_leaving and record.state is ReplicaState.SHOULD_STOP and not self.is_excused(record):
+            is_stopped = record.state in (ReplicaState.SHOULD_STOP, ReplicaState.STOPPING)
+            if former is ReplicaState.RUNNING and is_stopped and not self.is_excused(record):
                 self._check_stop(backend)
 
     def _check_start(self, backend: BackendRecord, before: Mapping[str, Record]) -> None:

@@ -536,6 +536,7 @@ class Simulation:
         """Return everything that is wrong at rest."""
         return [
             *self._unfinished(),
+            *self.witness.unsettled(),
             *self._wrong_replicas(),
             *self._wrong_actors(),
             *self._wrong_updates(),

@@ -9,7 +9,7 @@ errors in `violations`, because it is called from inside the code that it checks
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -114,6 +114,10 @@ class Witness:
     def of(self, kind: type[Any]) -> list[Any]:
         """Return the records of a kind."""
         return [each for each in self.records.values() if isinstance(each, kind)]
+
+    def unsettled(self) -> Iterator[str]:
+        """Yield what must be at rest but is not, besides replicas, actors and updates."""
+        yield from ()
 
     def is_deleting(self, goal: GoalRecord) -> bool:
         """Return whether a goal is one of a deletion, which has no deadline."""
