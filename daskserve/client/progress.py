@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TextIO, TypeAlias
 
 from daskserve.client.status import Status
+from daskserve.options.app_spec import deployment_tag
 from daskserve.types import GoalId
 
 #: How long a change may take without a display, and how often the display changes.
@@ -93,9 +94,17 @@ def _is_notebook() -> bool:
 
 def waits_for(status: Status, goal: GoalId) -> str:
     """Return what a change waits for, in a line."""
-    name = next((each.backend for each in status.goals if each.goal_id == goal), None)
-    backend = None if name is None else status.backends.get(name)
-    if name is None or backend is None:
+    found = next((each for each in status.goals if each.goal_id == goal), None)
+    name = "" if found is None else found.backend
+    if found is not None and found.application in status.applications:
+        app = status.applications[found.application]
+        late = [each for each, state in app.deployments.items() if state.status != "HEALTHY"]
+        if not late:
+            return f"{found.application}: {app.status}"
+        # The first ones are those that the others wait for.
+        name = deployment_tag(found.application, late[0])
+    backend = status.backends.get(name)
+    if backend is None:
         return "Waiting for a change"
     states = [each.state for each in status.replicas(name)]
     text = f"{name}: {backend.running} of {backend.wanted} replicas run"

@@ -109,6 +109,7 @@ def completed(state: State, app: AppRecord, backend: BackendRecord) -> Change:
             if settled.goal is None:
                 change.update(old_codes(state, settled))
         elif not member.is_deleting and not is_used(state, tag):
+            change.update(goals.ended(state, member, app.goal))
             settled = replace(settled, is_deleting=True, goal=None)
         if settled is not member:
             change[member.key] = settled

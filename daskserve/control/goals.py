@@ -152,6 +152,12 @@ def finish(goal: GoalRecord, error: ServeError | None = None) -> GoalRecord:
     return replace(goal, state=GoalState.FAILED, previous={}, error=dump_error(error))
 
 
+def ended(state: State, backend: BackendRecord, goal_id: GoalId | None) -> Change:
+    """Return the end of a backend's own pending goal, because that of its application decides."""
+    own = None if backend.goal in (None, goal_id) else state.goals.get(backend.goal or "")
+    return {own.key: finish(own)} if own is not None and own.is_pending else {}
+
+
 def rolled_back(
     state: State, goal: GoalRecord, error: ServeError, culprit: BackendRecord, wall: float
 ) -> Change:
@@ -166,6 +172,7 @@ def rolled_back(
         if kind == "backend":
             current = culprit if name == culprit.tag else state.backends.get(name)
             if current is not None:
+                change.update(ended(state, current, goal.goal_id))
                 change.update(_backend_back(state, current, plain, text if current is culprit else "", wall))
         elif kind == "endpoint" and plain is not None:
             before: EndpointRecord = from_plain(kind, plain)

@@ -14,7 +14,14 @@ import pytest
 
 from daskserve.client import progress
 from daskserve.client.progress import LineDisplay, RichDisplay, find_display, wait_visibly, waits_for
-from daskserve.client.status import ActorStatus, BackendStatus, GoalStatus, Status
+from daskserve.client.status import (
+    ActorStatus,
+    ApplicationStatus,
+    BackendStatus,
+    DeploymentStatus,
+    GoalStatus,
+    Status,
+)
 from daskserve.testing import local_instance
 
 
@@ -52,6 +59,25 @@ def test_the_text_counts_replicas_and_says_why_they_wait() -> None:
     )
     assert waits_for(status(["RUNNING"]), "g") == "echo: 1 of 3 replicas run"
     assert waits_for(status([]), "another goal") == "Waiting for a change"
+
+
+def test_a_deploy_of_an_application_shows_the_deployment_that_the_others_wait_for() -> None:
+    deployments = {
+        "front": DeploymentStatus("HEALTHY"),
+        "back": DeploymentStatus("UPDATING"),
+        "last": DeploymentStatus("UPDATING"),
+    }
+    app = ApplicationStatus("DEPLOYING", deployments=deployments)
+    found = Status(
+        instance="daskserve",
+        actors=(ActorStatus("replica", "x/back#1", "STARTING"),),
+        backends={"x/back": BackendStatus("UPDATING", 2, 0)},
+        goals=(GoalStatus("g", "", "PENDING", application="x"),),
+        applications={"x": app},
+    )
+    assert waits_for(found, "g") == "x/back: 0 of 2 replicas run, 1 starting"
+    found.applications["x"].deployments.clear()  # type: ignore[attr-defined]
+    assert waits_for(found, "g") == "x: DEPLOYING"
 
 
 def test_a_fast_change_shows_nothing() -> None:

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from daskserve.client.status import ActorStatus, BackendStatus, EndpointStatus, Status
+from daskserve.client.status import (
+    ActorStatus,
+    ApplicationStatus,
+    BackendStatus,
+    DeploymentStatus,
+    EndpointStatus,
+    Status,
+)
 from daskserve.client.table import table
 
 METHODS = ("GET",)
@@ -35,6 +42,17 @@ def test_a_status_is_a_table_of_backends_and_one_of_actors() -> None:
             "text": EndpointStatus("/text", METHODS, {"words": 1.0, "digits": 0.0}, {}),
             "hidden": EndpointStatus(None, METHODS, {"words": 1.0}, {}),
         },
+        applications={
+            "default": ApplicationStatus(
+                "DEPLOY_FAILED",
+                "Deployment 'digits' failed: no room\nTraceback",
+                route_prefix="/digits",
+                deployments={
+                    "words": DeploymentStatus("HEALTHY"),
+                    "digits": DeploymentStatus("DEPLOY_FAILED"),
+                },
+            )
+        },
         http_urls=("http://127.0.0.1:8000",),
         target_capacity=50.0,
         target_capacity_direction="DOWN",
@@ -45,6 +63,9 @@ def test_a_status_is_a_table_of_backends_and_one_of_actors() -> None:
     assert str(status).splitlines() == [
         "daskserve at http://127.0.0.1:8000: 1 of 2 backends are healthy.",
         "The target capacity is 50 %, DOWN.",
+        "",
+        "APPLICATION  STATUS         ROUTE    DEPLOYMENTS    MESSAGE",
+        "default      DEPLOY_FAILED  /digits  words, digits  Deployment 'digits' failed: no room",
         "",
         "BACKEND  STATUS    RUNNING  ROUTE    VERSION  MESSAGE",
         "digits   UPDATING  0 of 1   /digits  v2       a replica failed to start",

@@ -293,3 +293,14 @@ def test_an_update_of_one_deployment_during_a_deploy_becomes_part_of_it() -> Non
         assert (await stage.app_status())["status"] == "DEPLOY_FAILED"
 
     play(scenario)
+
+
+def test_a_change_of_a_deployment_that_the_new_version_drops_ends_with_it() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.run()
+        stage.start_s = 2.0
+        await stage.deploy_apps(app_spec(graph={"front": ()}, request_id="r2", front={"version": "2"}))
+        await stage.update("back", num_replicas=200)  # more than fit
+        await stage.until(lambda: list(stage.stored("backend")) == ["backend/front"])
+
+    play(scenario)

@@ -1,0 +1,156 @@
+"""The status of applications and their deployments."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from control_harness import backend, replica, state_of, worker
+from controller_harness import Stage, play
+
+from daskserve.client.status import Status
+from daskserve.control.app_views import application_status
+from daskserve.control.observed import Observed
+from daskserve.control.records import AppRecord, BackendRecord, Record
+from daskserve.errors import ReplicaStartError
+from daskserve.types import ReplicaState
+
+APP = AppRecord("x", "/x", {"back": "b", "front": "f"}, deployed_at=7.0)
+
+
+def member(tag: str, **fields: Any) -> BackendRecord:
+    return backend(tag, application="x", is_deployment=True, **fields)
+
+
+def status(*records: Record, app: AppRecord = APP, observed: Observed | None = None) -> dict[str, Any]:
+    observed = observed or Observed(ready={"b#1": {}, "f#1": {}})
+    return application_status(state_of(app, *records), observed, app)
+
+
+def word(found: dict[str, Any], name: str = "back") -> tuple[str, str]:
+    return found["deployments"][name]["status"], found["deployments"][name]["status_trigger"]
+
+
+HEALTHY = (member("b"), member("f"), replica("b#1"), replica("f#1"))
+
+
+def test_an_application_whose_deployments_are_healthy_is_running() -> None:
+    found = status(*HEALTHY)
+    assert (found["status"], found["message"]) == ("RUNNING", "")
+    assert (found["route_prefix"], found["last_deployed_time_s"]) == ("/x", 7.0)
+    assert list(found["deployments"]) == ["back", "front"]
+    assert word(found) == ("HEALTHY", "CONFIG_UPDATE_COMPLETED")
+    assert found["deployments"]["back"]["replica_states"] == {"RUNNING": 1}
+
+
+def test_an_application_is_as_bad_as_its_worst_deployment() -> None:
+    observed = Observed(ready={"f#1": {}}, failures={"b": 2}, waiting={"b": "a replica failed to start"})
+    found = status(member("b"), member("f"), replica("f#1"), observed=observed)
+    assert (found["status"], found["message"]) == ("UNHEALTHY", "back: a replica failed to start")
+    assert word(found) == ("UNHEALTHY", "REPLICA_STARTUP_FAILED")
+    assert word(status(member("b"), member("f"))) == ("UNHEALTHY", "HEALTH_CHECK_FAILED")
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [("CONFIG_UPDATE", "UPDATING"), ("UPSCALE", "UPSCALING"), ("DOWNSCALE", "DOWNSCALING")],
+)
+def test_a_change_under_way_and_after_it(change: str, expected: str) -> None:
+    wanted = member("b", num_replicas=2, goal="g", last_change=change)
+    found = status(wanted, member("f"), replica("b#1"), replica("f#1"))
+    assert word(found) == (expected, "CONFIG_UPDATE_STARTED")
+    assert found["status"] == "DEPLOYING"
+    done = replace(wanted, goal=None)
+    found = status(done, member("f"), replica("b#1"), replica("b#2"), replica("f#1"))
+    assert word(found) == ("HEALTHY", f"{change}_COMPLETED")
+
+
+def test_the_autoscaler_does_not_make_a_deploy() -> None:
+    config = {"autoscaling_config": {"min_replicas": 1, "max_replicas": 5}}
+    scaled = member("b", config=config, scaled_to=2, scalings=((9.0, 1, 2, "load"),), deployed_at=7.0)
+    found = status(scaled, member("f"), replica("b#1"), replica("f#1"))
+    assert (found["status"], word(found)) == ("RUNNING", ("UPSCALING", "AUTOSCALING"))
+    found = status(scaled, member("f"), replica("b#1"), replica("b#2"), replica("f#1"))
+    assert word(found) == ("HEALTHY", "UPSCALE_COMPLETED")
+
+
+def test_an_application_that_deploys_and_one_that_is_deleted() -> None:
+    deploying = replace(APP, goal="g")
+    news = [replace(each, goal="g") for each in (member("b"), member("f", needs=("b",)))]
+    found = status(*news, app=deploying)
+    assert found["status"] == "NOT_STARTED"
+    assert found["deployments"]["front"]["message"] == "waits for b"
+    starting = replica("b#1", ReplicaState.STARTING)
+    found = status(*news, starting, app=deploying)
+    assert found["status"] == "DEPLOYING"
+    assert found["deployments"]["back"]["replica_states"] == {"STARTING": 1}
+    leaving = member("b", is_deleting=True)
+    found = status(leaving, app=replace(APP, is_deleting=True))
+    assert (found["status"], word(found)) == ("DELETING", ("UPDATING", "DELETING"))
+
+
+def test_what_a_change_does_not_touch_stays_healthy_meanwhile() -> None:
+    changing = replace(member("f", version="v2"), goal="g")
+    found = status(member("b"), changing, replica("b#1"), replica("f#1"), app=replace(APP, goal="g"))
+    assert word(found) == ("HEALTHY", "CONFIG_UPDATE_COMPLETED")
+    assert word(found, "front") == ("UPDATING", "CONFIG_UPDATE_STARTED")
+
+
+def test_a_failed_deploy_is_shown_until_the_next_one() -> None:
+    found = status(*HEALTHY, app=replace(APP, last_error="no room", failed="front"))
+    assert (found["status"], found["message"]) == ("DEPLOY_FAILED", "no room")
+    assert word(found, "front") == ("DEPLOY_FAILED", "REPLICA_STARTUP_FAILED")
+    assert word(found) == ("HEALTHY", "CONFIG_UPDATE_COMPLETED")
+
+
+def test_the_states_of_replicas() -> None:
+    observed = Observed(
+        ready={f"b#{n}": {} for n in range(1, 6)},
+        workers={"w1": worker(1), "w2": worker(2, is_retiring=True)},
+    )
+    replicas = [
+        replica("b#1"),
+        replica("b#2", worker="w2"),
+        replica("b#3", config_id="old"),
+        replica("b#4", ReplicaState.STOPPING),
+        replica("b#6"),
+        replica("b#7", ReplicaState.SHOULD_START),
+    ]
+    found = status(member("b"), member("f"), *replicas, observed=observed)
+    assert found["deployments"]["back"]["replica_states"] == {
+        "RUNNING": 1,
+        "PENDING_MIGRATION": 1,
+        "UPDATING": 1,
+        "STOPPING": 1,
+        "RECOVERING": 1,
+        "STARTING": 1,
+    }
+
+
+def test_the_last_ten_replicas_that_died_are_listed_with_the_reasons() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.run("x")
+        for _ in range(11):
+            (one,) = stage.running_of("x/front")
+            stage.cluster.remove_worker(one.worker)
+            stage.cluster.add_worker()
+            await stage.until(lambda gone=one.tag: [e for e in stage.running_of("x/front") if e.tag != gone])
+        found = Status.of(await stage.call("status"))
+        dead = found.applications["x"].deployments["front"].dead_replicas
+        assert len(dead) == 10
+        assert all(each.name.startswith("x/front#") for each in dead)
+        assert dead[-1].reason == f"worker {one.worker} left the cluster"
+        assert dead == found.backends["x/front"].dead_replicas
+
+        async def fail(replica: Any) -> None:
+            if replica.message.code == b"2":
+                raise ReplicaStartError("it is broken")
+
+        stage.start = fail
+        with pytest.raises(ReplicaStartError):
+            await stage.run("x", front={"version": "2"})
+        dead = Status.of(await stage.call("status")).applications["x"].deployments["front"].dead_replicas
+        assert [each.reason for each in dead[-3:]] == ["ReplicaStartError: it is broken"] * 3
+
+    play(scenario, workers=2)
