@@ -48,6 +48,13 @@ def is_up(state: State, backend: BackendRecord) -> bool:
     return running >= backend.needed_replicas
 
 
+def is_late(
+    state: State, observed: Observed, backend: BackendRecord, replicas: Iterable[ReplicaRecord]
+) -> bool:
+    """Return whether a change of an application waits for this deployment, not for one that it needs."""
+    return not goals.is_reached(backend, replicas) and not awaited(state, observed, backend)
+
+
 def may_stop(state: State, backend: BackendRecord) -> bool:
     """Return whether a backend that is being deleted may stop, because no leaving backend calls it."""
     if backend.is_forced:

@@ -245,15 +245,10 @@ class _Stepper:
         if self.world.now < deadline:
             self.step.wake(deadline)
             return
-        if goal.application and not self.is_late():
+        world, replicas = self.world, self.replicas.values()
+        if goal.application and not app_state.is_late(world.state, world.observed, self.backend, replicas):
             return
         self.fail_goal(late_error(self.backend, shown(goal.timeout_s), self.notes.waiting))
-
-    def is_late(self) -> bool:
-        """Return whether a change of the application waits for this deployment, not for one that it needs."""
-        if goals.is_reached(self.backend, self.replicas.values()):
-            return False
-        return not app_state.awaited(self.world.state, self.world.observed, self.backend)
 
     # 3. close the gap
 
