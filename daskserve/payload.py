@@ -16,7 +16,8 @@ import pickle
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from functools import partial
+from typing import Any, Self, TypeAlias
 
 import msgpack
 
@@ -118,9 +119,28 @@ def load(payload: Payload) -> Any:
     return payload.load()
 
 
-def dump_code(value: Any) -> Payload:
+#: Returns what to pickle in place of an object, as ``__reduce__`` does, or `NotImplemented`.
+Substitute: TypeAlias = Callable[[Any], Any]
+
+
+def dump_code(value: Any, substitute: Substitute | None = None) -> Payload:
     """Pickle user code as `dump_bytes` does, with large buffers out of band."""
-    return dump_with(_dump_code, value, SHARED_BYTES)
+    return dump_with(partial(_dump_code, substitute=substitute), value, SHARED_BYTES)
+
+
+def visit(value: Any, visitor: Substitute) -> None:
+    """Call a function with the objects in a value, in the order in which they would be pickled.
+
+    It is called with objects that have a class of their own, but not with numbers, text, bytes, lists,
+    tuples, sets and dicts. Of an object for which it returns a substitute, nothing else is visited.
+    """
+    from daskserve.internals.cloudpickle import CodePickler
+
+    CodePickler(_Dropped(), protocol=5, buffer_callback=lambda _: False, substitute=visitor).dump(value)
+
+
+class _Dropped:
+    def write(self, data: Any) -> None: ...
 
 
 def dump_bytes(value: Any) -> bytes:
@@ -128,11 +148,11 @@ def dump_bytes(value: Any) -> bytes:
     return _dump_code(value, protocol=5)
 
 
-def find_unpicklable(value: Any) -> str:
-    """Return in words which part of a value `dump_bytes` cannot pickle; empty if that is unknown."""
+def find_unpicklable(value: Any, substitute: Substitute | None = None) -> str:
+    """Return in words which part of a value `dump_code` cannot pickle; empty if that is unknown."""
     from daskserve.internals.cloudpickle import find_unpicklable
 
-    return find_unpicklable(value)
+    return find_unpicklable(value, substitute)
 
 
 def load_bytes(data: bytes) -> Any:
@@ -287,9 +307,9 @@ class Parcel:
         return ends
 
 
-def pack_code(value: Any) -> tuple[bytes, tuple[Any, ...]]:
+def pack_code(value: Any, substitute: Substitute | None = None) -> tuple[bytes, tuple[Any, ...]]:
     """Pickle user code; return what stands for it in messages, and the parts of its parcel, if it is one."""
-    payload = dump_code(value)
+    payload = dump_code(value, substitute)
     if payload.nbytes < SHARED_BYTES:
         return bytes(payload.data), ()
     parts = (payload.data, *payload.buffers)

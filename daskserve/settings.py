@@ -114,6 +114,11 @@ def local_cluster_size() -> LocalClusterSize:
     return LocalClusterSize(**_known("daskserve.local-cluster", LocalClusterSize))
 
 
+def is_local() -> bool:
+    """Return whether ``serve.run`` always serves in this process, from ``daskserve.local-testing-mode``."""
+    return bool(dask.config.get("daskserve.local-testing-mode", default=False))
+
+
 def http_defaults() -> dict[str, Any]:
     """Return defaults for `daskserve.options.http.HTTPOptions`, from ``daskserve.http.*``."""
     return _section("daskserve.http")

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import selectors
-import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -213,7 +212,9 @@ def local_instance(
     ...     client.create_endpoint("double", backend="double")
     ...     assert client.get_handle("double").remote(21).result() == 42
     """
-    with _loop_in_thread() as loop, _instance_on(loop, workers, http_options, timeout_s) as client:
+    from daskserve.client.local import loop_in_thread
+
+    with loop_in_thread() as loop, _instance_on(loop, workers, http_options, timeout_s) as client:
         yield client
 
 
@@ -268,62 +269,8 @@ async def _running_instance(
     workers: int, http_options: HTTPOptions | Mapping[str, Any] | None, timeout_s: float
 ) -> AsyncIterator[InstanceConnection]:
     # Imported here, so that `run_virtual` does not load these layers.
-    from daskserve import actors, settings
-    from daskserve.client.calls import ControllerCalls, wait_for_http
     from daskserve.client.connection import InstanceConnection
-    from daskserve.cluster.local.cluster import LocalCluster
-    from daskserve.options.base import parse_options
-    from daskserve.options.http import HTTPOptions
-    from daskserve.payload import dump_bytes
-    from daskserve.starts import ControllerStart
-    from daskserve.types import ActorKind, Location
+    from daskserve.client.local import running_cluster
 
-    no_server = {"location": Location.NO_SERVER}
-    options = parse_options(
-        HTTPOptions, no_server if http_options is None else http_options, what="http_options"
-    )
-    message = ControllerStart(
-        http=options,
-        middlewares=dump_bytes(options.middlewares) if options.middlewares else None,
-        start_timeout_s=settings.timeouts().start_s,
-    )
-    factories: dict[ActorKind, Any] = {
-        ActorKind.CONTROLLER: actors.make_controller,
-        ActorKind.PROXY: actors.ProxyActor,
-        ActorKind.REPLICA: actors.make_replica,
-    }
-    cluster = LocalCluster(factories, workers=workers)
-    link = cluster.program.link
-    try:
-        await cluster.start(message.encode())
-        await wait_for_http(ControllerCalls(link, cluster.instance), timeout_s)
-        yield InstanceConnection(link, cluster.instance)
-    finally:
-        await cluster.close()
-
-
-@contextmanager
-def _loop_in_thread(
-    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
-) -> Iterator[asyncio.AbstractEventLoop]:
-    started = threading.Event()
-    loops: list[asyncio.AbstractEventLoop] = []
-    stopping = asyncio.Event()
-
-    async def serve() -> None:
-        loops.append(asyncio.get_running_loop())
-        started.set()
-        await stopping.wait()
-
-    def run() -> None:
-        with asyncio.Runner(loop_factory=loop_factory) as runner:
-            runner.run(serve())
-
-    thread = threading.Thread(target=run, name="daskserve-local", daemon=True)
-    thread.start()
-    started.wait()
-    try:
-        yield loops[0]
-    finally:
-        loops[0].call_soon_threadsafe(stopping.set)
-        thread.join()
+    async with running_cluster(workers, http_options, timeout_s) as cluster:
+        yield InstanceConnection(cluster.program.link, cluster.instance)

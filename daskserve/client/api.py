@@ -17,19 +17,17 @@ from daskserve import settings
 from daskserve.client.calls import ControllerCalls, wait_for_http
 from daskserve.client.client import ClientVerbs
 from daskserve.client.connection import InstanceConnection
-from daskserve.client.deployment_verbs import python_methods
-from daskserve.client.deployments import Application, Deployment
 from daskserve.client.ending import end_instance
 from daskserve.client.explanation import Explanation
 from daskserve.client.forms import ClientT, Form, awaitable, blocking
 from daskserve.client.links import dial_link, find_link, launch
-from daskserve.client.specs import check_name, check_route, make_spec
+from daskserve.client.local import running_instance
+from daskserve.client.specs import check_name
 from daskserve.client.status import Status
 from daskserve.client.warning import warn_caller
 from daskserve.cluster.link import DaskLink
 from daskserve.cluster.scheduler.install import start_instance
 from daskserve.context import current_replica
-from daskserve.data.caller.handle import Handle
 from daskserve.errors import AlreadyRunningError, ClosedError, NotRunningError
 from daskserve.options.base import parse_options
 from daskserve.options.http import HTTPOptions
@@ -100,6 +98,41 @@ async def _start(
     """
     options = _http_options(http_host, http_port, http_middlewares, http_options)
     _check_instance_name(name, detached, store)
+    return await start_with(
+        form,
+        options,
+        detached=detached,
+        dask_client=dask_client,
+        address=address,
+        store=store,
+        name=name,
+        dashboard=dashboard,
+    )
+
+
+start = blocking(_start)
+start_async = awaitable(_start)
+
+
+async def start_with(
+    form: Form[ClientT],
+    options: HTTPOptions,
+    *,
+    detached: bool = False,
+    dask_client: Any = None,
+    address: str | None = None,
+    store: str = "memory://",
+    name: str | None = None,
+    dashboard: bool = True,
+    is_default: bool = False,
+) -> ClientT:
+    """Start an instance with checked arguments; see `start`.
+
+    Parameters
+    ----------
+    is_default : bool
+        Whether `connect` finds the instance, and `run` uses it in other programs.
+    """
     found = await find_link(form, dask_client, address)
     link = await launch(form, detached=detached, dashboard=dashboard) if found is None else found
     instance = name or (DEFAULT_INSTANCE if detached else _new_name(link))
@@ -107,6 +140,7 @@ async def _start(
     owns_cluster = detached and found is None
     start_id = uuid.uuid4().hex
     message = {"owner": owner, "owns_cluster": owns_cluster, "store": store, "start_id": start_id}
+    message["is_default"] = is_default
     try:
         if owns_cluster:
             link.owning_instances.add(instance)
@@ -120,10 +154,6 @@ async def _start(
         if address is not None:
             await link.disconnect(instance, asynchronous=form.asynchronous)
         raise
-
-
-start = blocking(_start)
-start_async = awaitable(_start)
 
 
 def _check_instance_name(name: str | None, detached: bool, store: str) -> None:
@@ -149,6 +179,14 @@ async def _end_failed_start(form: Form[Any], link: DaskLink, instance: InstanceN
         logger.exception("Instance %s failed to start, and its cleanup failed", instance)
 
 
+def checked_http(http_options: HTTPOptions | Mapping[str, Any] | None) -> HTTPOptions:
+    """Return HTTP options as the model, with the defaults of Dask's configuration for a dict."""
+    if isinstance(http_options, HTTPOptions):
+        return http_options
+    given = parse_options(HTTPOptions, http_options, what="http_options")
+    return HTTPOptions(**{**settings.http_defaults(), **given.model_dump(exclude_unset=True)})
+
+
 def _http_options(
     http_host: Any,
     http_port: Any,
@@ -169,10 +207,7 @@ def _http_options(
         warn_caller(f"{names}: use http_options instead.", DeprecationWarning)
         old["middlewares"] = list(old.get("middlewares", []))
         return HTTPOptions(**{**settings.http_defaults(), **old})
-    if isinstance(http_options, HTTPOptions):
-        return http_options
-    given = parse_options(HTTPOptions, http_options, what="http_options")
-    return HTTPOptions(**{**settings.http_defaults(), **given.model_dump(exclude_unset=True)})
+    return checked_http(http_options)
 
 
 async def _start_on(
@@ -204,7 +239,9 @@ async def _connect(form: Form[ClientT], *, dask_client: Any = None, address: str
 
     Inside a backend this is the backend's own instance. Elsewhere it is the detached instance of the
     cluster given by ``dask_client``, ``address``, Dask's default client or Dask's ``scheduler-address``
-    configuration, in this order.
+    configuration, in this order; without a detached instance, the one that ``serve.run`` started there.
+    While ``serve.run(..., local=True)`` serves in this process, it is that instance, unless the call names a
+    cluster.
 
     Raises
     ------
@@ -213,9 +250,9 @@ async def _connect(form: Form[ClientT], *, dask_client: Any = None, address: str
     ClusterUnreachableError
         No Dask scheduler answers at the address.
     """
-    replica = current_replica.get()
-    if replica is not None and replica.cluster is not None and dask_client is None and address is None:
-        return form.client(InstanceConnection(replica.cluster.link, replica.instance))
+    near = _near_instance() if dask_client is None and address is None else None
+    if near is not None:
+        return form.client(near)
     link = await find_link(form, dask_client, address)
     if link is None:
         address = dask.config.get("scheduler-address", None)
@@ -237,11 +274,20 @@ connect = blocking(_connect)
 connect_async = awaitable(_connect)
 
 
+def _near_instance() -> InstanceConnection | None:
+    """Return a connection to the caller's own instance, in a replica, or to this process's local one."""
+    replica = current_replica.get()
+    if replica is not None and replica.cluster is not None:
+        return InstanceConnection(replica.cluster.link, replica.instance)
+    local = running_instance()
+    return None if local is None else InstanceConnection(local.link, local.instance)
+
+
 async def _detached_instance(form: Form[Any], link: DaskLink) -> InstanceConnection:
     timeouts = settings.timeouts()
     no_instance = NotRunningError(
         f"No detached instance runs on the cluster {link.scheduler_address}; start one with "
-        "serve.start(detached=True)."
+        "serve.start(detached=True), or run an application with serve.run()."
     )
     if not await form.run(link, link.check_scheduler(timeouts.connect_s)):
         raise no_instance
@@ -249,19 +295,25 @@ async def _detached_instance(form: Form[Any], link: DaskLink) -> InstanceConnect
         running = await form.run(link, link.ask("instances"))
     except NotRunningError:
         raise no_instance from None
-    if DEFAULT_INSTANCE not in running:
+    defaults = [name for name, facts in running.items() if facts["is_default"]]
+    found = DEFAULT_INSTANCE if DEFAULT_INSTANCE in running else next(reversed(defaults), None)
+    if found is None:
         raise no_instance
-    if running[DEFAULT_INSTANCE]["owns_cluster"]:
-        link.owning_instances.add(DEFAULT_INSTANCE)
-    return InstanceConnection(link, DEFAULT_INSTANCE)
+    if running[found]["owns_cluster"]:
+        link.owning_instances.add(found)
+    return InstanceConnection(link, found)
 
 
-async def _find_default(form: Form[Any]) -> InstanceConnection | None:
-    """Return a connection to the instance that module-level functions use.
+async def find_default(form: Form[Any], *, may_be_local: bool = True) -> InstanceConnection | None:
+    """Return a connection to the instance that module-level functions use; None if there is none.
 
-    It is the instance that `run` started in this process; otherwise the latest running instance that `start`
-    started here; otherwise the detached instance of this process's Dask cluster.
+    In a replica it is the replica's own. Elsewhere it is the local one of this process; otherwise the
+    instance that `run` started in this process; otherwise the latest running instance that `start` started
+    here; otherwise the one that `connect` finds on this process's Dask cluster.
     """
+    near = _near_instance()
+    if near is not None and (may_be_local or current_replica.get() is not None):
+        return near
     link = await find_link(form, None, None)
     if link is None:
         return None
@@ -272,22 +324,25 @@ async def _find_default(form: Form[Any]) -> InstanceConnection | None:
     if started is not None:
         return InstanceConnection(link, started)
     try:
-        found = (await _connect(form))._connection
-        return found
+        return await _detached_instance(form, link)
     except NotRunningError:
         return None
 
 
-async def _default_verbs(form: Form[Any]) -> ClientVerbs:
-    connection = await _find_default(form)
+async def default_verbs(form: Form[Any]) -> ClientVerbs:
+    """Return the verbs of the instance of `find_default`; raise `NotRunningError` if there is none."""
+    connection = await find_default(form)
     if connection is None:
         raise NotRunningError("No instance runs here; deploy something with serve.run() first.")
     return form.verbs(connection)
 
 
 async def _shutdown(form: Form[Any]) -> None:
-    """End the instance that `run` uses; do nothing if there is none."""
-    connection = await _find_default(form)
+    """End the instance that `run` uses, and the local one of this process; do nothing if there is none."""
+    local = running_instance()
+    if local is not None and current_replica.get() is None:
+        await local.shutdown(asynchronous=form.asynchronous)
+    connection = await find_default(form)
     if connection is not None:
         await form.verbs(connection).shutdown()
 
@@ -298,7 +353,7 @@ shutdown_async = awaitable(_shutdown)
 
 async def _status(form: Form[Any]) -> Status:
     """Return the status of the instance that `run` uses; empty if no instance runs."""
-    connection = await _find_default(form)
+    connection = await find_default(form)
     try:
         return Status() if connection is None else await form.verbs(connection).status()
     except ClosedError:
@@ -322,7 +377,7 @@ async def _explain(form: Form[Any], name: str) -> Explanation:
     NotRunningError
         No instance runs.
     """
-    return await (await _default_verbs(form)).explain(name)
+    return await (await default_verbs(form)).explain(name)
 
 
 explain = blocking(_explain)
@@ -345,7 +400,7 @@ async def _scale(form: Form[Any], name: str, target_num_replicas: int) -> int:
     NotRunningError
         No instance runs.
     """
-    return await (await _default_verbs(form)).scale(name, target_num_replicas)
+    return await (await default_verbs(form)).scale(name, target_num_replicas)
 
 
 scale = blocking(_scale)
@@ -364,94 +419,8 @@ async def _set_target_capacity(form: Form[Any], percent: float | None) -> None:
     NotRunningError
         No instance runs.
     """
-    await (await _default_verbs(form)).set_target_capacity(percent)
+    await (await default_verbs(form)).set_target_capacity(percent)
 
 
 set_target_capacity = blocking(_set_target_capacity)
 set_target_capacity_async = awaitable(_set_target_capacity)
-
-
-async def _run(
-    form: Form[Any],
-    target: Any,
-    *,
-    route_prefix: str | None = "/",
-    blocking: bool = False,
-    http_options: HTTPOptions | Mapping[str, Any] | None = None,
-    timeout_s: float | None = None,
-) -> Handle:
-    """Deploy an application and return its handle once it answers requests.
-
-    Uses the default instance of this process's Dask cluster, or starts it. Without a Dask cluster, it also
-    starts a local cluster of processes. Running the same application again changes nothing. A changed
-    application replaces the old one: new replicas start before old ones stop.
-
-    Parameters
-    ----------
-    target : Application
-        What ``.bind()`` returns.
-    route_prefix : str, optional
-        Path prefix for HTTP requests; it may have variables, such as ``/users/{id:int}``. None makes the
-        application reachable by handle only.
-    blocking : bool
-        Whether to serve until Ctrl-C and then end the instance. Prints the address, and a line for each
-        change after that.
-    http_options : HTTPOptions or dict, optional
-        HTTP options of the instance, if this call starts it.
-    timeout_s : float, optional
-        Time in seconds after which the deployment is rolled back and the call fails.
-
-    Raises
-    ------
-    TypeError
-        The target is not an application.
-    ReplicaStartError, NoCapacityError
-        See `daskserve.client.client.Client.create_backend`.
-    """
-    if not isinstance(target, Application):
-        hint = " (did you forget .bind()?)" if isinstance(target, Deployment) else ""
-        raise TypeError(f"serve.run() takes what .bind() returns, got {target!r}{hint}")
-    check_route(route_prefix)
-    verbs = await _default_instance(form, http_options)
-    handle = await deploy(verbs, target, route_prefix=route_prefix, timeout_s=timeout_s)
-    if blocking:
-        await verbs.serve_until_interrupted()
-    return handle
-
-
-run = blocking(_run)
-run_async = awaitable(_run)
-
-
-async def _default_instance(
-    form: Form[Any], http_options: HTTPOptions | Mapping[str, Any] | None
-) -> ClientVerbs:
-    """Return the verbs of the default instance, starting one if there is none; see `_find_default`."""
-    connection = await _find_default(form)
-    if connection is None:
-        connection = (await _start(form, http_options=http_options))._connection
-        connection.become_default()
-    elif http_options is not None:
-        warn_caller("An instance is already running; its HTTP options do not change.")
-    return form.verbs(connection)
-
-
-async def deploy(
-    verbs: ClientVerbs, target: Application, *, route_prefix: str | None, timeout_s: float | None = None
-) -> Handle:
-    """Deploy an application on an instance; see `run`."""
-    deployment = target.deployment
-    spec = make_spec(
-        deployment.name,
-        deployment.definition,
-        target.args,
-        target.kwargs,
-        actor_options=deployment.actor_options,
-        config=deployment.config,
-        timeout_s=timeout_s,
-        version=deployment.version,
-        user_version=deployment.version,
-        env=deployment.env,
-    )
-    await verbs.deploy_spec(spec, route=route_prefix, methods=python_methods(deployment.definition))
-    return await verbs.get_handle(deployment.name)

@@ -9,7 +9,7 @@ from typing import Any
 
 from daskserve import settings
 from daskserve.client.connection import Verbs
-from daskserve.client.specs import join_config, make_spec, split_config
+from daskserve.client.specs import check_name, join_config, make_spec, split_config
 from daskserve.errors import ServeError
 from daskserve.options.actor import ActorOptions
 from daskserve.options.backend import BackendConfig
@@ -85,6 +85,7 @@ class BackendVerbs(Verbs):
             No worker had room within ``timeout_s``.
         """
         self._connection.check_open()
+        check_name(backend_tag, "backend_tag")
         spec = make_spec(
             backend_tag,
             backend_def,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 from daskserve.amounts import shown
@@ -16,6 +16,7 @@ from daskserve.errors import (
     RequestTimeoutError,
     ServeError,
 )
+from daskserve.options.app_spec import ApplicationSpec
 from daskserve.options.backend_spec import BackendSpec
 from daskserve.payload import Parcel
 from daskserve.types import ActorAddress, GoalId, InstanceName
@@ -41,18 +42,21 @@ class ControllerCalls:
         self.instance = instance
 
     async def call(self, verb: str, **message: Any) -> Any:
-        """Return the controller's answer to a verb. The message holds plain values, and may hold a spec."""
+        """Return the controller's answer to a verb.
+
+        The message holds plain values, and may hold a ``spec``, or several in ``apps``.
+        """
         cluster = self.link.cluster(self.instance)
-        spec = message.get("spec")
-        if isinstance(spec, BackendSpec):
-            message["spec"] = spec.to_plain()
+        specs = _specs_in(message)
+        message = {name: _plain(value) for name, value in message.items()}
 
         def call(controller: ActorAddress) -> Coroutine[Any, Any, Any]:
             return cluster.call(controller, verb, **message)
 
         try:
-            if isinstance(spec, BackendSpec) and (parcel := Parcel.labelled(spec.code)) is not None:
-                await cluster.send_parcel(parcel, spec.parts)
+            for spec in specs:
+                if (parcel := Parcel.labelled(spec.code)) is not None:
+                    await cluster.send_parcel(parcel, spec.parts)
             return await call_controller(
                 cluster, call, clock=self.link.clock, check_s=CHECK_S, patience_s=CONTROLLER_S
             )
@@ -101,6 +105,18 @@ class ControllerCalls:
                 await cluster.listener.wait_for_snapshot((snapshot[0], snapshot[1]), POLL_S)
             except TimeoutError:
                 logger.warning("This process received no notification of a change within %s s", POLL_S)
+
+
+def _specs_in(message: Mapping[str, Any]) -> list[BackendSpec]:
+    spec = message.get("spec")
+    found = [spec] if isinstance(spec, BackendSpec) else []
+    return found + [each.spec for app in message.get("apps", ()) for each in app.deployments]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (BackendSpec, ApplicationSpec)):
+        return value.to_plain()
+    return [_plain(each) for each in value] if isinstance(value, list) else value
 
 
 async def wait_for_http(calls: ControllerCalls, timeout_s: float) -> None:

@@ -9,18 +9,18 @@ import json
 from collections.abc import Mapping
 from typing import Any, Self
 
+from daskserve.client.application_verbs import ApplicationVerbs
 from daskserve.client.backends import BackendVerbs
 from daskserve.client.connection import InstanceConnection
 from daskserve.client.deployment_verbs import DeploymentVerbs
 from daskserve.client.endpoints import EndpointVerbs
 from daskserve.client.explanation import Explanation
-from daskserve.client.known_handles import open_router
 from daskserve.client.methods import method
 from daskserve.client.serving import serve_until_ended
 from daskserve.client.status import Status
 from daskserve.client.warning import warn_caller
 from daskserve.data.caller.handle import Handle
-from daskserve.errors import NotFoundError, ServeError
+from daskserve.errors import ServeError
 from daskserve.loops.event_loop import running_loop
 from daskserve.options.bounds import checked_capacity
 from daskserve.types import GoalId, InstanceName, SnapshotId
@@ -59,7 +59,7 @@ class InstanceClient:
         return self._connection.link.scheduler_address
 
 
-class ClientVerbs(BackendVerbs, EndpointVerbs, DeploymentVerbs):
+class ClientVerbs(BackendVerbs, EndpointVerbs, DeploymentVerbs, ApplicationVerbs):
     """The verbs of both kinds of client."""
 
     async def wait_for_goal(self, goal_id: GoalId, timeout_s: float | None = None) -> bool:
@@ -111,46 +111,6 @@ class ClientVerbs(BackendVerbs, EndpointVerbs, DeploymentVerbs):
             )
         finally:
             await self.shutdown()
-
-    async def get_handle(self, endpoint_name: str, missing_ok: bool = False) -> Handle:
-        """Return a handle that calls an endpoint from Python, the same one until the endpoint changes.
-
-        Parameters
-        ----------
-        missing_ok : bool
-            Whether to skip the check that the endpoint exists.
-
-        Raises
-        ------
-        NotFoundError
-            A `KeyError`: there is no such endpoint.
-        """
-        link, instance, handles = self._connection.link, self._connection.instance, self._connection.handles
-        self._connection.check_open()
-        known = handles.get(endpoint_name)
-        if known is not None:
-            if link.is_closed:
-                raise link.closed_error()
-            return known
-        try:
-            facts = await self._call("get_endpoint", name=endpoint_name)
-            exists = True
-        except NotFoundError:
-            if not missing_ok:
-                raise
-            facts, exists = {"is_legacy": True, "python_methods": []}, False
-        cluster = link.cluster(instance)
-        router = await self._run(open_router(cluster, endpoint_name, exists=exists))
-        handle = Handle(
-            instance,
-            endpoint_name,
-            is_legacy=facts["is_legacy"],
-            python_methods=tuple(facts["python_methods"]),
-            route=facts.get("route"),
-            cluster=cluster,
-        )
-        handles.keep(handle, cluster, router, facts)
-        return handle
 
     async def http_urls(self) -> list[str]:
         """Return the URLs at which the proxies listen, for example ``["http://127.0.0.1:8000"]``."""
@@ -309,6 +269,13 @@ class Client(InstanceClient):
     get_deployment_info = method(ClientVerbs.get_deployment_info)
     list_deployments = method(ClientVerbs.list_deployments)
     delete_deployment = method(ClientVerbs.delete_deployment)
+
+    run = method(ClientVerbs.run)
+    run_many = method(ClientVerbs.run_many)
+    deploy_specs = method(ClientVerbs.deploy_specs)
+    get_app_handle = method(ClientVerbs.get_app_handle)
+    get_deployment_handle = method(ClientVerbs.get_deployment_handle)
+    delete_application = method(ClientVerbs.delete_application)
 
     wait_for_goal = method(ClientVerbs.wait_for_goal)
     scale = method(ClientVerbs.scale)

@@ -103,12 +103,20 @@ class Verbs:
         """
         self._connection.check_open()
         calls = self._connection.calls
-        make_display = find_display() if blocking else None
-        if make_display is None:
+        if not blocking or find_display() is None:
             return await self._run(calls.change(verb, blocking=blocking, **message))
         goal = await self._run(calls.change(verb, blocking=False, **message))
-        if goal is None:
-            return None
+        if goal is not None:
+            await self._wait_visibly(goal)
+        return None
+
+    async def _wait_visibly(self, goal: GoalId) -> None:
+        """Wait until a goal is reached; the progress display shows what it waits for."""
+        calls = self._connection.calls
+        make_display = find_display()
+        if make_display is None:
+            await self._run(calls.wait_for_goal(goal, None))
+            return
 
         def wait(seconds: float) -> Coroutine[Any, Any, bool]:
             return self._run(calls.wait_for_goal(goal, seconds))
@@ -117,4 +125,3 @@ class Verbs:
             return waits_for(Status.of(await self._call("status")), goal)
 
         await wait_visibly(make_display, wait, describe)
-        return None

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from daskserve.client.connection import Verbs
-from daskserve.client.specs import check_route, make_spec
+from daskserve.client.specs import check_name, check_route, make_spec
+from daskserve.data.replica.definitions import python_methods
 from daskserve.options.actor import ActorOptions
 from daskserve.options.backend import BackendConfig
 from daskserve.options.backend_spec import BackendSpec
@@ -36,17 +36,6 @@ def _info_of(found: Mapping[str, Any]) -> tuple[DeploymentInfo, str | None]:
     known = {field.name: found[field.name] for field in fields(DeploymentInfo)}
     known["python_methods"] = tuple(known["python_methods"])
     return DeploymentInfo(**known), found["route"]
-
-
-def python_methods(definition: Any) -> list[str]:
-    """Return the names of the public methods of a class, which a handle may call."""
-    if not inspect.isclass(definition):
-        return []
-    return sorted(
-        name
-        for name, value in inspect.getmembers(definition, callable)
-        if not name.startswith("_") and not inspect.isclass(value)
-    )
 
 
 class DeploymentVerbs(Verbs):
@@ -94,6 +83,7 @@ class DeploymentVerbs(Verbs):
         ReplicaStartError, NoCapacityError
             The new version did not start; the old version, if any, keeps running. See `create_backend`.
         """
+        check_name(name, "backend_tag")
         return await self.deploy_spec(
             make_spec(
                 name,

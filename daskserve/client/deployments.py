@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
-from daskserve.data.replica.definitions import inspect_definition
+from daskserve.data.replica.definitions import inspect_definition, python_methods
 from daskserve.options.actor import ActorOptions
 from daskserve.options.backend import BackendConfig
 from daskserve.options.base import parse_options
@@ -60,43 +60,81 @@ class Deployment:
         )
 
     def bind(self, *args: Any, **kwargs: Any) -> Application:
-        """Return the application that `run` deploys: this deployment with its constructor's arguments.
+        """Return this deployment with its constructor's arguments: an application that `run` deploys.
+
+        The arguments may contain other applications and their methods (``other.method``), also in lists,
+        tuples, sets, dicts and attributes of objects. Each is deployed with this one, once, and the
+        constructor gets a `Handle` in its place.
 
         Raises
         ------
         TypeError
-            An argument is or contains another deployment or application: an application is one deployment.
+            The callable cannot be served, or an argument contains a deployment that is not bound.
+        ValueError
+            There are arguments, but the callable is no class.
         """
         inspect_definition(self.definition, args, kwargs)
-        other = _deployment_in((args, kwargs))
-        if other is not None:
-            raise TypeError(
-                f"Deployment {self.name!r} cannot have {other!r} as an argument: an application is one "
-                f"deployment. Run {other!r} separately, and get its handle in the constructor of "
-                f"{self.name!r} with serve.connect().get_handle({other!r})."
-            )
+        unbound = _unbound_in((args, kwargs))
+        if unbound is not None:
+            raise unbound_error(self.name, unbound)
         return Application(self, args, kwargs)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Application:
-    """A deployment with the arguments its replicas are constructed with."""
+    """A deployment with the arguments its replicas are constructed with, which may be other applications.
+
+    Two applications are equal only if they are the same object: each is a deployment of its own. The
+    attributes of an application are the methods of its class, to bind to other deployments.
+    """
 
     deployment: Deployment
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
+    def __getattr__(self, name: str) -> ApplicationMethod:
+        if name.startswith("_"):
+            raise AttributeError(f"An application has no attribute {name!r}.")
+        definition = self.deployment.definition
+        methods = python_methods(definition)
+        if name in methods or isinstance(definition, str):
+            return ApplicationMethod(self, name)
+        raise AttributeError(
+            f"Application {self.deployment.name!r} has no method {name!r}; it has: "
+            f"{', '.join(methods) or 'none'}."
+        )
 
-def _deployment_in(arguments: tuple[Any, ...]) -> str | None:
-    """Return the name of a deployment among arguments or inside containers in them; None without one."""
+    def __repr__(self) -> str:
+        return f"<Application {self.deployment.name!r}>"
+
+
+@dataclass(frozen=True)
+class ApplicationMethod:
+    """A method of an application; as an argument of another one, it stands for a handle of the method."""
+
+    application: Application
+    name: str
+
+    def __repr__(self) -> str:
+        return f"<method {self.name!r} of application {self.application.deployment.name!r}>"
+
+
+def unbound_error(name: str, unbound: Deployment) -> TypeError:
+    """Return the error of a deployment with one that is not bound among its arguments."""
+    return TypeError(
+        f"Deployment {name!r} has the deployment {unbound.name!r} as an argument, which is not bound; pass "
+        f"{unbound.name}.bind(...), and {name!r} gets a handle of it."
+    )
+
+
+def _unbound_in(arguments: tuple[Any, ...]) -> Deployment | None:
+    """Return a deployment that is among arguments or inside containers in them; None without one."""
     found: list[Any] = [arguments]
     seen: set[int] = set()
     while found:
         value = found.pop()
-        if isinstance(value, Application):
-            return value.deployment.name
         if isinstance(value, Deployment):
-            return value.name
+            return value
         if isinstance(value, (list, tuple, set, frozenset, Mapping)) and id(value) not in seen:
             seen.add(id(value))  # it may contain itself
             found.extend(value.values() if isinstance(value, Mapping) else value)

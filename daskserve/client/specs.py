@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from daskserve import settings
@@ -16,7 +16,7 @@ from daskserve.options.backend_spec import BackendSpec
 from daskserve.options.base import parse_options
 from daskserve.options.environment import Environment, parse_environment
 from daskserve.options.route_variables import check_variables
-from daskserve.payload import dump_bytes, find_unpicklable, load_bytes, pack_code
+from daskserve.payload import Substitute, dump_bytes, find_unpicklable, load_bytes, pack_code
 from daskserve.types import ALL_HTTP_METHODS
 
 
@@ -121,6 +121,15 @@ def join_config(found: Mapping[str, Any]) -> BackendConfig:
     return result
 
 
+class MisplacedObject(Exception):
+    """An object can be pickled but must not be where it is; becomes a `BadRequestError` that says where."""
+
+    def __init__(self, problem: str = "", remedy: str = "") -> None:
+        super().__init__(problem, remedy)
+        self.problem = problem
+        self.remedy = remedy
+
+
 def make_spec(
     tag: str,
     definition: Any,
@@ -134,15 +143,23 @@ def make_spec(
     user_version: str | None = None,
     prev_version: str | None = None,
     env: Any = None,
+    substitution: Callable[[], Substitute] | None = None,
 ) -> BackendSpec:
     """Check a client's arguments and return them as a spec for the controller, with user code as bytes.
+
+    Parameters
+    ----------
+    tag
+        The checked name of the backend.
+    substitution
+        Returns a function that returns what to pickle in place of an object, and that raises
+        `MisplacedObject` for an object that must not be there.
 
     Raises
     ------
     TypeError, ValueError
         The definition, its arguments or its options are wrong, or cannot be pickled.
     """
-    check_name(tag, "backend_tag")
     facts = inspect_definition(definition, init_args, init_kwargs)
     options = parse_options(ActorOptions, actor_options, what="actor_options")
     wanted = parse_options(BackendConfig, config, what="config")
@@ -158,17 +175,8 @@ def make_spec(
     files = None if environment is None else environment.working_dir
     folder = () if files is None else (pack_folder(files),)
     sealed, user_config = split_config(wanted, metadata, **isolation)
-    try:
-        code, parts = pack_code((*folder, definition, tuple(init_args), dict(init_kwargs)))
-    except Exception as error:
-        # A foreign object may raise anything when it is pickled; this error adds the place and the remedy.
-        place = find_unpicklable((definition, tuple(init_args), dict(init_kwargs)))
-        raise BadRequestError(
-            f"The callable of backend '{tag}', or one of its arguments, cannot be pickled: "
-            f"{type(error).__name__}: {str(error).rstrip('.')}{place and f' ({place})'}. Create such objects "
-            "where the replica runs: in the class's __init__, or in the start-up of an ASGI application. Or "
-            'pass the import path of the callable, "module:name".'
-        ) from error
+    arguments = (init_args if substitution else tuple(init_args), dict(init_kwargs))
+    code, parts = _packed(tag, (*folder, definition, *arguments), substitution)
     return BackendSpec(
         tag=tag,
         code=code,
@@ -195,6 +203,24 @@ def _environment_of(tag: str, env: Any, config: BackendConfig) -> Environment | 
             "out, or set it to 'process'."
         )
     return environment
+
+
+def _packed(
+    tag: str, whole: tuple[Any, ...], substitution: Callable[[], Substitute] | None
+) -> tuple[bytes, tuple[Any, ...]]:
+    try:
+        return pack_code(whole, substitution and substitution())
+    except Exception as error:
+        # A foreign object may raise anything when it is pickled; this error adds the place and the remedy.
+        place = find_unpicklable(whole, substitution and substitution())
+        if isinstance(error, MisplacedObject):
+            raise BadRequestError(f"{error.problem}{place and f' ({place})'}. {error.remedy}") from None
+        raise BadRequestError(
+            f"The callable of backend '{tag}', or one of its arguments, cannot be pickled: "
+            f"{type(error).__name__}: {str(error).rstrip('.')}{place and f' ({place})'}. Create such objects "
+            "where the replica runs: in the class's __init__, or in the start-up of an ASGI application. Or "
+            'pass the import path of the callable, "module:name".'
+        ) from error
 
 
 def _name_of(definition: Any) -> str:

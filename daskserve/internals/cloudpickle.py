@@ -49,10 +49,24 @@ class NewLock:
 
 
 class CodePickler(Pickler):  # type: ignore[misc]
-    """Pickles what user code needs, by value where the receiver has no module of it."""
+    """Pickles what user code needs, by value where the receiver has no module of it.
+
+    Parameters
+    ----------
+    substitute : callable, optional
+        Returns what to pickle in place of an object, as ``__reduce__`` does, or `NotImplemented`.
+    """
+
+    def __init__(self, file: Any, *, substitute: Callable[[Any], Any] | None = None, **how: Any) -> None:
+        super().__init__(file, **how)
+        self._substitute = substitute
 
     def reducer_override(self, value: Any) -> Any:
         """Return how to rebuild a value, or `NotImplemented` for the default."""
+        if self._substitute is not None:
+            substituted = self._substitute(value)
+            if substituted is not NotImplemented:
+                return substituted
         reduced = super().reducer_override(value)
         if isinstance(value, type):
             if reduced is not NotImplemented and NAMESPACE in vars(value):
@@ -75,9 +89,9 @@ def _with_new_locks(value: Any) -> Any:
 # ---- why something cannot be pickled
 
 
-def find_unpicklable(value: Any) -> str:
+def find_unpicklable(value: Any, substitute: Callable[[Any], Any] | None = None) -> str:
     """Return in words where the part of a value is that cannot be pickled; empty if that is unknown."""
-    pickler = TracingPickler(CodePickler(BytesIO(), protocol=pickle.HIGHEST_PROTOCOL))
+    pickler = TracingPickler(CodePickler(BytesIO(), protocol=pickle.HIGHEST_PROTOCOL, substitute=substitute))
     try:
         pickler.dump(value)
     except Exception:  # the caller has seen the error, which a foreign object raised

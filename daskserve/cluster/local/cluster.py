@@ -182,6 +182,11 @@ class LocalCluster:
             raise InstanceError("The local cluster has not been started.")
         return self._loop
 
+    @property
+    def is_ended(self) -> bool:
+        """Whether the instance has been shut down."""
+        return self._is_ended
+
     # Lifecycle
 
     async def start(self, payload: bytes) -> ActorAddress:

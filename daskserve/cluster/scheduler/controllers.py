@@ -42,6 +42,8 @@ class Instance:
     store: InstanceStore
     #: Id of the ``serve.start()`` call that started the instance.
     start_id: str = ""
+    #: Whether ``serve.run()`` started the instance, so that other programs use it.
+    is_default: bool = False
     epoch: int = 0
     #: Number of controllers started so far.
     starts: int = 0

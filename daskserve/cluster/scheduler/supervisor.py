@@ -186,6 +186,7 @@ class Supervisor(SchedulerPlugin):
         store: str,
         timeout_s: float,
         start_id: str = "",
+        is_default: bool = False,
     ) -> dict[str, Any]:
         if self._is_closed:
             raise NotRunningError("The supervisor unregistered after its last instance; register it again.")
@@ -203,7 +204,7 @@ class Supervisor(SchedulerPlugin):
         except ServeError:
             await self._unregister_if_unused()
             raise
-        entry = Instance(instance, owner, owns_cluster, grace_s, payload, opened, start_id)
+        entry = Instance(instance, owner, owns_cluster, grace_s, payload, opened, start_id, is_default)
         self._instances[instance] = entry
         self._topics.sweep()  # messages may have arrived after the end of an earlier instance
         try:
@@ -283,7 +284,11 @@ class Supervisor(SchedulerPlugin):
 
     async def _list_instances(self) -> dict[str, Any]:
         return {
-            name: {"owns_cluster": entry.owns_cluster}
+            # One whose owner has left is about to end.
+            name: {
+                "owns_cluster": entry.owns_cluster,
+                "is_default": entry.is_default and entry.grace is None,
+            }
             for name, entry in self._instances.items()
             if not entry.is_ending
         }

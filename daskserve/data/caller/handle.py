@@ -158,7 +158,7 @@ class Handle:
         endpoint: str,
         *,
         is_legacy: bool = True,
-        python_methods: tuple[str, ...] = (),
+        python_methods: tuple[str, ...] | None = (),
         route: str | None = None,
         options: CallOptions | None = None,
         cluster: Process | None = None,
@@ -176,18 +176,21 @@ class Handle:
         return f"<Handle of {self._endpoint!r} route={route!r} method={method!r}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        facts = (self._is_legacy, self._python_methods, self._known_route())
+        facts = (self._is_legacy, self._known_methods(), self._known_route())
         return (_rebuild, (self._instance, self._endpoint, *facts, self._options))
 
     def __getattr__(self, name: str) -> Handle:
-        if name in self.__dict__.get("_python_methods", ()):
+        if "_python_methods" not in self.__dict__:
+            raise AttributeError(name)  # this object is about to be unpickled
+        methods = self._known_methods()
+        if name in methods if methods is not None else not name.startswith("_"):
             return self.options(method_name=name)
-        if self.__dict__.get("_is_legacy", True):
+        if self._is_legacy:
             raise AttributeError(
                 f"A handle has no attribute {name!r}; to call another method of the backend, use "
                 f"handle.options(method_name={name!r}).remote(...)."
             )
-        known = ", ".join(self.__dict__.get("_python_methods", ())) or "none"
+        known = ", ".join(methods or ()) or "none"
         raise AttributeError(f"Deployment {self._endpoint!r} has no method {name!r}; it has: {known}.")
 
     @overload
@@ -216,13 +219,28 @@ class Handle:
 
     def _known_route(self) -> str | None:
         # Not a public name: that could be a method of the deployment.
-        routers: Routers | None = None if self._cluster is None else self._cluster.shared.get("routers")
-        published = None if routers is None else routers.published(self._endpoint)
+        published = self._published()
         return self._route if published is None else published.get("route")
+
+    def _published(self) -> Any:
+        routers: Routers | None = None if self._cluster is None else self._cluster.shared.get("routers")
+        return None if routers is None else routers.published(self._endpoint)
+
+    def _known_methods(self) -> tuple[str, ...] | None:
+        """Return the methods of the deployment; None if they are not known yet."""
+        if self._python_methods is not None:
+            return self._python_methods
+        published = self._published()
+        return None if published is None else tuple(published["python_methods"])
 
     @property
     def _process(self) -> Process:
         """This process's view of the instance, resolved on first use."""
+        if self._cluster is None and not self._instance:
+            raise ClosedError(
+                f"The handle of {self._endpoint!r} belongs to the arguments of a deployment; it can call "
+                "where the deployment runs."
+            )
         if self._cluster is None:
             self._cluster = find_link().cluster(self._instance)
         return self._cluster
@@ -394,7 +412,7 @@ def _rebuild(
     instance: str,
     endpoint: str,
     is_legacy: bool,
-    python_methods: tuple[str, ...],
+    python_methods: tuple[str, ...] | None,
     route: str | None,
     options: CallOptions,
 ) -> Handle:

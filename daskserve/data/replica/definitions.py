@@ -95,6 +95,17 @@ def inspect_definition(
     )
 
 
+def python_methods(definition: Any) -> list[str]:
+    """Return the names of the public methods of a class, which a handle may call."""
+    if not inspect.isclass(definition):
+        return []
+    return sorted(
+        name
+        for name, value in inspect.getmembers(definition, callable)
+        if not name.startswith("_") and not inspect.isclass(value)
+    )
+
+
 def _describe(definition: Any) -> str:
     if inspect.isclass(definition):
         return f"class {definition.__name__}"

@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import daskserve as serve
-from daskserve.testing import _instance_on, _loop_in_thread
+from daskserve.client.local import loop_in_thread
+from daskserve.testing import _instance_on
 
 #: Speed of the clock: fast enough for short tests, slow enough that health checks pass on a busy machine.
 SPEED = 10
@@ -41,7 +42,7 @@ def quick_instance(
     *, workers: int = 2, http_options: Mapping[str, Any] | None = None
 ) -> Iterator[serve.Client]:
     """Yield the client of an instance on a `QuickLoop`."""
-    with _loop_in_thread(QuickLoop) as loop, _instance_on(loop, workers, http_options, 60.0) as client:
+    with loop_in_thread(QuickLoop) as loop, _instance_on(loop, workers, http_options, 60.0) as client:
         yield client
 
 

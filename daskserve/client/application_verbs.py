@@ -1,0 +1,198 @@
+"""The client's methods for applications: deployments that call each other, deployed as one change."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from daskserve import settings
+from daskserve.amounts import shown
+from daskserve.client.deployments import Deployment
+from daskserve.client.graph import ApplicationGraph
+from daskserve.client.handle_verbs import HandleVerbs
+from daskserve.client.targets import application_of
+from daskserve.context import current_replica
+from daskserve.data.caller.handle import Handle
+from daskserve.errors import BadRequestError, NotFoundError, RequestTimeoutError
+from daskserve.options.app_spec import ApplicationSpec, deployment_tag
+from daskserve.types import DEFAULT_APPLICATION, BackendTag, GoalId, InstanceName
+
+#: How long the deletion of an application may take.
+DELETE_S = 60.0
+
+
+@dataclass(frozen=True)
+class RunTarget:
+    """One application for `daskserve.run_many`; the fields are arguments of `daskserve.run`."""
+
+    target: Any
+    name: str = DEFAULT_APPLICATION
+    route_prefix: str | None = "/"
+    args: Mapping[str, Any] | None = None
+    external_scaler_enabled: bool = False
+
+
+def application_in(tag: BackendTag) -> str:
+    """Return the name of the application that a deployment's tag belongs to."""
+    application, slash, _ = tag.rpartition("/")
+    return application if slash else DEFAULT_APPLICATION
+
+
+class ApplicationVerbs(HandleVerbs):
+    """Methods of a `Client` that run, find and delete applications."""
+
+    async def run(
+        self,
+        target: Any,
+        *,
+        name: str = DEFAULT_APPLICATION,
+        route_prefix: str | None = "/",
+        args: Mapping[str, Any] | None = None,
+        external_scaler_enabled: bool = False,
+        timeout_s: float | None = None,
+    ) -> Handle:
+        """Deploy an application and return its handle once it answers requests; see `daskserve.run`."""
+        one = RunTarget(target, name, route_prefix, args, external_scaler_enabled)
+        (handle,) = await self.run_many([one], timeout_s=timeout_s)
+        return handle
+
+    async def run_many(
+        self, targets: Sequence[RunTarget], *, timeout_s: float | None = None, blocking: bool = True
+    ) -> list[Handle]:
+        """Deploy several applications in one change and return their handles; see `daskserve.run_many`.
+
+        With ``blocking=False``, the call returns as soon as the change is accepted.
+        """
+        self._connection.check_open()
+        specs = specs_of(targets, instance=self._connection.instance, timeout_s=timeout_s)
+        return await self.deploy_specs(specs, blocking=blocking)
+
+    async def deploy_specs(self, specs: Sequence[ApplicationSpec], *, blocking: bool = True) -> list[Handle]:
+        """Deploy what `specs_of` returned."""
+        answer = await self._call("deploy_applications", apps=list(specs))
+        if blocking:
+            # All of them: one that fails does not end the others.
+            failures = [await self._failure(goal) for goal in answer["goals"].values() if goal is not None]
+            for failure in failures:
+                if failure is not None:
+                    raise failure
+        await self._run(self._connection.calls.wait_until_applied(answer["snapshot"]))
+        return [await self.get_handle(each.ingress.spec.tag) for each in specs]
+
+    async def delete_application(
+        self, name: str, *, blocking: bool = True, timeout_s: float = DELETE_S
+    ) -> None:
+        """Stop an application and remove it; do nothing if there is no application of this name.
+
+        Raises
+        ------
+        RequestTimeoutError
+            A `TimeoutError`: it took longer than ``timeout_s``. The deletion continues.
+        """
+        answer = await self._call("delete_application", name=name)
+        goal: GoalId | None = answer["goal"]
+        calls = self._connection.calls
+        if goal is not None and blocking and not await self._run(calls.wait_for_goal(goal, timeout_s)):
+            raise RequestTimeoutError(
+                f"Application {name!r} was not deleted within {shown(timeout_s)} s; its requests may still "
+                "be running. See serve.status()."
+            )
+        await self._run(calls.wait_until_applied(answer["snapshot"]))
+
+    async def get_app_handle(self, name: str = DEFAULT_APPLICATION) -> Handle:
+        """Return a handle of an application's ingress.
+
+        Raises
+        ------
+        NotFoundError
+            There is no such application.
+        """
+        return await self.get_handle((await self._call("get_application", name=name))["ingress"])
+
+    async def get_deployment_handle(self, deployment_name: str, app_name: str | None = None) -> Handle:
+        """Return a handle of an application's deployment.
+
+        Parameters
+        ----------
+        app_name : str, optional
+            Default: the application of the replica that calls this.
+
+        Raises
+        ------
+        BadRequestError
+            There is no ``app_name``, and the caller is not a replica.
+        NotFoundError
+            A `KeyError`: there is no such deployment.
+        """
+        replica = current_replica.get()
+        if app_name is None and replica is None:
+            raise BadRequestError(
+                f"Name the application of deployment {deployment_name!r}: only replicas belong to one. Pass "
+                "app_name=..."
+            )
+        name = application_in(replica.backend_tag) if app_name is None and replica is not None else app_name
+        assert name is not None
+        try:
+            return await self.get_handle(deployment_tag(name, deployment_name))
+        except NotFoundError:
+            raise NotFoundError(
+                f"Deployment {deployment_name!r} in application {name!r} does not exist."
+            ) from None
+
+    async def _failure(self, goal: GoalId) -> Exception | None:
+        """Wait for a goal and return its error; None if it was reached."""
+        try:
+            await self._wait_visibly(goal)
+        except Exception as error:  # the caller raises it, after all goals have ended
+            return error
+        return None
+
+
+def specs_of(
+    targets: Sequence[RunTarget],
+    *,
+    instance: InstanceName = "",
+    timeout_s: float | None = None,
+    is_local: bool = False,
+) -> list[ApplicationSpec]:
+    """Check the targets of `run_many` and return their specs.
+
+    Parameters
+    ----------
+    instance, is_local
+        See `ApplicationGraph.spec`.
+
+    Raises
+    ------
+    TypeError, BadRequestError
+        A target is no `RunTarget` or cannot be deployed; there are none, or two have one name or route.
+    """
+    _check_names(targets)
+    specs = []
+    for each in targets:
+        graph = ApplicationGraph(application_of(each.target, each.args), each.name)
+        spec = graph.spec(
+            route=each.route_prefix,
+            request_id=uuid.uuid4().hex,
+            timeout_s=settings.timeouts().change_s if timeout_s is None else timeout_s,
+            external_scaler_enabled=each.external_scaler_enabled,
+            instance=instance,
+            is_local=is_local,
+        )
+        specs.append(spec)
+    return specs
+
+
+def _check_names(targets: Sequence[Any]) -> None:
+    if not targets:
+        raise BadRequestError("No applications provided; pass a list of serve.RunTarget(...).")
+    names = set()
+    for each in targets:
+        if not isinstance(each, RunTarget):
+            hint = f": serve.RunTarget({each!r})" if isinstance(each, Deployment) else ""
+            raise TypeError(f"serve.run_many() takes serve.RunTarget(...) objects, got {each!r}{hint}")
+        if each.name in names:
+            raise BadRequestError(f"Two applications have the name {each.name!r}; give each its own name=.")
+        names.add(each.name)

@@ -1,0 +1,52 @@
+"""The client's method for handles."""
+
+from __future__ import annotations
+
+from daskserve.client.connection import Verbs
+from daskserve.client.known_handles import open_router
+from daskserve.data.caller.handle import Handle
+from daskserve.errors import NotFoundError
+
+
+class HandleVerbs(Verbs):
+    """The method of a `Client` that returns handles."""
+
+    async def get_handle(self, endpoint_name: str, missing_ok: bool = False) -> Handle:
+        """Return a handle that calls an endpoint from Python, the same one until the endpoint changes.
+
+        Parameters
+        ----------
+        missing_ok : bool
+            Whether to skip the check that the endpoint exists.
+
+        Raises
+        ------
+        NotFoundError
+            A `KeyError`: there is no such endpoint.
+        """
+        link, instance, handles = self._connection.link, self._connection.instance, self._connection.handles
+        self._connection.check_open()
+        known = handles.get(endpoint_name)
+        if known is not None:
+            if link.is_closed:
+                raise link.closed_error()
+            return known
+        try:
+            facts = await self._call("get_endpoint", name=endpoint_name)
+            exists = True
+        except NotFoundError:
+            if not missing_ok:
+                raise
+            facts, exists = {"is_legacy": True, "python_methods": []}, False
+        cluster = link.cluster(instance)
+        router = await self._run(open_router(cluster, endpoint_name, exists=exists))
+        handle = Handle(
+            instance,
+            endpoint_name,
+            is_legacy=facts["is_legacy"],
+            python_methods=tuple(facts["python_methods"]),
+            route=facts.get("route"),
+            cluster=cluster,
+        )
+        handles.keep(handle, cluster, router, facts)
+        return handle
