@@ -111,10 +111,9 @@ class LocalInstance(threading.Thread):
     async def _serve(self) -> None:
         async with running_cluster(1, None, START_S) as cluster:
             ended = asyncio.Event()
-            link = cluster.program.link
-            link.when_ended = self._wait_for_end
-            cluster.topic.subscribe(lambda _: ended.set() if cluster.is_ended else None)
-            self.connection = InstanceConnection(link, cluster.instance, is_owner=True)
+            loop = asyncio.get_running_loop()
+            cluster.when_ended = lambda: self._end(loop, ended)
+            self.connection = InstanceConnection(cluster.program.link, cluster.instance, is_owner=True)
             self._begun.set()
             await ended.wait()
 
@@ -127,10 +126,12 @@ class LocalInstance(threading.Thread):
             raise self._failure
         return self.connection
 
-    def _wait_for_end(self) -> None:
-        # A replica that ends its own instance cannot wait for its own end.
-        if current_replica.get() is None:
-            self.join()
+    def _end(self, loop: asyncio.AbstractEventLoop, ended: asyncio.Event) -> None:
+        if self.is_alive():
+            loop.call_soon_threadsafe(ended.set)
+            # A replica that ends its own instance cannot wait for its own end.
+            if current_replica.get() is None:
+                self.join()
 
 
 def running_instance() -> InstanceConnection | None:

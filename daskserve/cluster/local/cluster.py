@@ -114,6 +114,8 @@ class LocalCluster:
         The result of the controller's reports: whether the cluster is adaptive.
     epoch : int
         The epoch of the newest controller, running or starting.
+    when_ended : callable, optional
+        Called in the thread of whoever has shut the instance down, and may block it.
     refused : dict
         The result of `Cluster.refused_workers`.
 
@@ -154,6 +156,7 @@ class LocalCluster:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._payload: bytes | None = None
         self.epoch = 0
+        self.when_ended: Callable[[], None] | None = None
         self.reported = UseReport()
         self._controller: ActorAddress | None = None
         self._controller_up = asyncio.Event()
@@ -181,11 +184,6 @@ class LocalCluster:
         if self._loop is None:
             raise InstanceError("The local cluster has not been started.")
         return self._loop
-
-    @property
-    def is_ended(self) -> bool:
-        """Whether the instance has been shut down."""
-        return self._is_ended
 
     # Lifecycle
 

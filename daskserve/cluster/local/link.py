@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from daskserve.clock import RequestIds
@@ -30,8 +30,6 @@ class LocalLink:
         self.request_ids = RequestIds(self.rng)
         self.hops = Hops()
         self.values = LocalTransfer()
-        #: Returns once the cluster is closed; called when the instance has been shut down.
-        self.when_ended: Callable[[], None] | None = None
         self._landing: Landing | None = None
         self._world = world
         self._process = process
@@ -125,7 +123,7 @@ class LocalLink:
         """Do nothing: the creator of a local cluster closes it."""
 
     async def instance_ended(self, instance: InstanceName, *, asynchronous: bool) -> None:
-        """Wait until the creator of the local cluster has closed it, if it said how."""
-        if self.when_ended is None or self.runs_here():
-            return
-        await asyncio.to_thread(self.when_ended) if asynchronous else self.when_ended()
+        """Let the creator of the local cluster close it, if it wants to know."""
+        close = self._world.when_ended
+        if close is not None:
+            await asyncio.to_thread(close) if asynchronous else close()

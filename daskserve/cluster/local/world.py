@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
 from daskserve.clock import Clock
@@ -26,6 +26,7 @@ class LocalWorld(Protocol):
     """See `daskserve.cluster.local.cluster.LocalCluster`, which implements it."""
 
     reported: UseReport
+    when_ended: Callable[[], None] | None
 
     @property
     def program(self) -> HoldsParcels: ...
