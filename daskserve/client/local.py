@@ -10,18 +10,20 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from daskserve import actors, settings
+from daskserve import settings
 from daskserve.client.calls import ControllerCalls, wait_for_http
 from daskserve.client.connection import InstanceConnection
-from daskserve.cluster.local.cluster import LocalCluster
 from daskserve.context import current_replica
 from daskserve.options.base import parse_options
 from daskserve.options.http import HTTPOptions
 from daskserve.payload import dump_bytes
 from daskserve.starts import ControllerStart
 from daskserve.types import ActorKind, InstanceName, Location
+
+if TYPE_CHECKING:
+    from daskserve.cluster.local.cluster import LocalCluster
 
 #: How long a local instance may take to start.
 START_S = 10.0
@@ -35,6 +37,10 @@ async def running_cluster(
     instance: InstanceName = "local",
 ) -> AsyncIterator[LocalCluster]:
     """Yield a local cluster whose instance runs; without ``http_options``, it has no HTTP proxies."""
+    # Imported here: most programs run no actors.
+    from daskserve import actors
+    from daskserve.cluster.local.cluster import LocalCluster
+
     no_server = {"location": Location.NO_SERVER}
     options = parse_options(
         HTTPOptions, no_server if http_options is None else http_options, what="http_options"

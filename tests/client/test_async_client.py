@@ -24,7 +24,10 @@ from daskserve.errors import (
 from daskserve.loops.blocking import finish
 from daskserve.testing import local_instance, local_instance_async, wait_until
 
-FUNCTIONS = ("connect", "explain", "run", "scale", "set_target_capacity", "shutdown", "start", "status")
+FUNCTIONS = (
+    *("connect", "delete", "explain", "get_app_handle", "get_deployment_handle", "run", "run_many", "scale"),
+    *("set_target_capacity", "shutdown", "start", "status"),
+)
 
 
 class Model:

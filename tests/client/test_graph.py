@@ -1,0 +1,247 @@
+"""Applications as graphs: their order, their names, what travels in place of a handle, and mistakes in them."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pytest
+
+import daskserve as serve
+from daskserve.client.graph import ApplicationGraph
+from daskserve.context import ReplicaContext, current_replica
+from daskserve.data.caller.handle import Handle
+from daskserve.errors import BadRequestError, ClosedError
+from daskserve.options.app_spec import ApplicationSpec
+from daskserve.payload import unpack_code
+from daskserve.types import SHARED_BYTES
+
+
+@serve.deployment
+class Model:
+    def __init__(self, *values: Any) -> None:
+        self.values = values
+
+    def __call__(self) -> Any:
+        return self.values
+
+    def greet(self) -> str:
+        return "hello"
+
+
+@serve.deployment
+class Caller:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.args, self.kwargs = args, kwargs
+
+    def __call__(self) -> None: ...
+
+
+@dataclass
+class Config:
+    model: Any
+    size: int = 1
+
+
+GLOBAL_APPLICATION = Model.bind()
+
+
+def spec(application: serve.Application, name: str = "default", **options: Any) -> ApplicationSpec:
+    return ApplicationGraph(application, name).spec(route="/", request_id="r", **options)
+
+
+def versions(found: ApplicationSpec) -> dict[str, str | None]:
+    return {each.name: each.spec.version for each in found.deployments}
+
+
+def arguments(found: ApplicationSpec) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments with which a replica of the ingress is constructed."""
+    part = found.ingress.spec
+    token = current_replica.set(ReplicaContext("instance", part.tag, f"{part.tag}#1"))
+    try:
+        _, args, kwargs = unpack_code(part.code, part.parts)
+    finally:
+        current_replica.reset(token)
+    return args, kwargs
+
+
+def endpoint(handle: Handle) -> tuple[str, str]:
+    return handle._endpoint, handle._options.method_name
+
+
+def test_deployments_come_after_those_that_they_need() -> None:
+    low = Model.bind()
+    middle = Caller.options(name="middle").bind(low)
+    found = spec(Caller.options(name="top").bind(middle, low), "shop")
+    assert [each.name for each in found.deployments] == ["Model", "middle", "top"]
+    assert [each.needs for each in found.deployments] == [(), ("shop/Model",), ("shop/middle", "shop/Model")]
+    assert found.ingress.spec.tag == "shop/top"
+    assert found.deployments[0].python_methods == ("greet",)
+
+
+def test_one_application_is_deployed_once_and_two_of_a_name_are_numbered() -> None:
+    one = Model.bind()
+    found = spec(Caller.bind(one, Model.bind(), [one], other=Model.bind()))
+    assert [each.name for each in found.deployments] == ["Model", "Model_1", "Model_2", "Caller"]
+
+
+def test_a_numbered_name_that_is_taken_is_passed_over() -> None:
+    found = spec(Caller.bind(Model.options(name="Model_1").bind(), Model.bind(), Model.bind()))
+    assert [each.name for each in found.deployments] == ["Model_1", "Model", "Model_2", "Caller"]
+
+
+def test_handles_arrive_wherever_an_application_was_bound() -> None:
+    model = Model.bind()
+    shared = [model]
+    args, kwargs = arguments(
+        spec(Caller.bind([shared, (model,)], shared, {"k": {model}}, config=Config(model), m=model.greet))
+    )
+    assert args[0][0] is args[1]
+    (in_a_set,) = args[2]["k"]
+    handles = [args[1][0], args[0][1][0], in_a_set, kwargs["config"].model]
+    assert {endpoint(each) for each in handles} == {("Model", "__call__")}
+    assert len({id(each) for each in handles}) == 1
+    assert endpoint(kwargs["m"]) == ("Model", "greet")
+    assert handles[0]._instance == "instance"
+
+
+def test_a_handle_calls_methods_that_it_does_not_know_yet() -> None:
+    """The bytes say nothing of the other deployment, so it may gain methods without a restart of its callers."""
+    ((handle,), _) = arguments(spec(Caller.bind(Model.bind())))
+    assert endpoint(handle.anything) == ("Model", "anything")
+    with pytest.raises(AttributeError):
+        _ = handle._private
+
+
+def test_arguments_unpickled_outside_of_replicas_can_be_deployed_again() -> None:
+    first = spec(Caller.bind(Model.bind()))
+    _, args, _ = unpack_code(first.ingress.spec.code, ())
+    with pytest.raises(ClosedError, match="'Model' belongs to the arguments of a deployment"):
+        args[0].remote()
+    again = spec(Caller.bind(*args))
+    assert versions(again) == {"Caller": versions(first)["Caller"]}
+
+
+def test_a_handle_among_the_arguments_travels_without_its_instance() -> None:
+    handle = Handle("mine", "elsewhere", is_legacy=False).options(timeout_s=3)
+    ((arrived,), _) = arguments(spec(Caller.bind(handle), instance="mine"))
+    assert (arrived._instance, arrived._endpoint) == ("instance", "elsewhere")
+    assert arrived._options.timeout_s == 3
+    ((foreign,), _) = arguments(spec(Caller.bind(handle), instance="other"))
+    assert foreign._instance == "mine"
+
+
+# ---- versions
+
+
+def made(value: Any = 1) -> serve.Application:
+    return Caller.bind(Model.bind(value), ["text", b"bytes", 1.5, ("text",)], key=Config(Model.bind(2)))
+
+
+def test_what_did_not_change_has_the_same_version() -> None:
+    application = made()
+    assert versions(spec(application)) == versions(spec(application)) == versions(spec(made()))
+    large = Model.bind(np.zeros(SHARED_BYTES, np.uint8))
+    assert versions(spec(large)) == versions(spec(large))
+
+
+def test_equal_texts_need_not_be_the_same_object() -> None:
+    text = "one text"
+    copies = ["".join(list(text)) for _ in range(2)]
+    assert copies[0] is not copies[1]
+    assert versions(spec(Model.bind(text, text))) == versions(spec(Model.bind(*copies)))
+
+
+def test_objects_that_are_one_differ_from_equal_ones() -> None:
+    one: list[int] = []
+    assert versions(spec(Model.bind(one, one))) != versions(spec(Model.bind([], [])))
+
+
+@pytest.mark.parametrize("value", [2, "1", 1.0, b"1", None, [1]], ids=repr)
+def test_another_argument_is_another_version_of_that_deployment_only(value: Any) -> None:
+    before, after = versions(spec(made())), versions(spec(made(value)))
+    assert {name for name in before if before[name] != after[name]} == {"Model"}
+
+
+def test_a_large_argument_that_changes_is_another_version() -> None:
+    array = np.zeros(SHARED_BYTES, np.uint8)
+    before = versions(spec(Model.bind(array)))
+    array[-1] = 1
+    assert versions(spec(Model.bind(array))) != before
+
+
+def test_a_version_that_the_user_names_is_kept() -> None:
+    part = spec(Model.options(version="7").bind()).ingress.spec
+    assert (part.version, part.user_version) == ("7", "7")
+    assert spec(Model.bind()).ingress.spec.user_version is None
+
+
+# ---- mistakes
+
+
+def cycle() -> serve.Application:
+    inside: list[Any] = []
+    application = Caller.options(name="first").bind(inside)
+    inside.append(Caller.options(name="second").bind(application))
+    return application
+
+
+def uses_a_global() -> serve.Application:
+    def code() -> Any:
+        return GLOBAL_APPLICATION
+
+    code.__module__ = "__main__"  # so that it is pickled by value
+    return serve.deployment(code).bind()
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "match"),
+    [
+        (cycle, BadRequestError, "cycle: 'first' needs 'second' needs 'first'"),
+        (
+            lambda: Caller.bind(Config(Model)),
+            TypeError,
+            r"'Caller' has the deployment 'Model' as an argument, which is not bound; pass Model.bind",
+        ),
+        (uses_a_global, BadRequestError, r"refers to application 'Model' \(variable 'GLOBAL_APPLICATION' of"),
+        (lambda: Caller.bind(Model.bind(), lambda: GLOBAL_APPLICATION), BadRequestError, "Pass it to bind"),
+        (
+            lambda: Caller.bind(Model.bind(threading.Lock())),
+            BadRequestError,
+            "The callable of backend 'Model', or one of its arguments, cannot be pickled",
+        ),
+        (lambda: Caller.bind(Model.options(name="a/b").bind()), BadRequestError, "without '#' and '/'"),
+        (lambda: Model.options(name="a#b").bind(), BadRequestError, "a#b"),
+    ],
+    ids=["cycle", "unbound", "global", "lambda", "lock", "slash", "hash"],
+)
+def test_a_mistake_in_a_graph_is_one_clear_error(
+    make: Callable[[], serve.Application], error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        spec(make())
+
+
+def test_names_of_applications_are_checked() -> None:
+    with pytest.raises(BadRequestError, match="name must be a name without '#'"):
+        spec(Model.bind(), "")
+    with pytest.raises(TypeError, match="name must be a string, got 3"):
+        spec(Model.bind(), 3)  # type: ignore[arg-type]
+
+
+def test_an_application_has_the_methods_of_its_class() -> None:
+    assert repr(Model.bind().greet) == "<method 'greet' of application 'Model'>"
+    with pytest.raises(AttributeError, match=r"Application 'Model' has no method 'gret'; it has: greet\."):
+        _ = Model.bind().gret
+    assert serve.deployment("os.path.basename").bind().anything.name == "anything"
+
+
+def test_an_application_can_be_copied_and_pickled() -> None:
+    application = Caller.bind("x", Model.bind())
+    for copied in (copy.deepcopy(application), cloudpickle.loads(cloudpickle.dumps(application))):
+        assert [each.name for each in spec(copied).deployments] == ["Model", "Caller"]

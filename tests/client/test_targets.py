@@ -1,0 +1,111 @@
+"""What `serve.run` takes: applications, builders and import paths."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+import daskserve as serve
+from daskserve.client.targets import application_of
+from daskserve.errors import BadRequestError
+
+
+@serve.deployment
+class Model:
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+
+    def __call__(self) -> Any:
+        return self.value
+
+
+class Arguments(BaseModel):
+    size: int
+    name: str = "none"
+
+
+def from_dict(args: dict[str, Any]) -> serve.Application:
+    return Model.bind(args)
+
+
+def from_model(args: Arguments) -> serve.Application:
+    return Model.bind(args)
+
+
+def from_anything(args) -> serve.Application:  # type: ignore[no-untyped-def]
+    return Model.bind(args)
+
+
+BUILT = Model.bind()
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> str:
+    found = ModuleType("targets_of_a_test")
+    vars(found).update(app=BUILT, builder=from_dict, model=Model, text="app")
+    monkeypatch.setitem(sys.modules, found.__name__, found)
+    return found.__name__
+
+
+def test_an_application_is_itself() -> None:
+    assert application_of(BUILT) is BUILT
+    assert application_of(BUILT, {}) is BUILT
+
+
+def test_a_builder_gets_its_arguments_as_a_dict_or_a_model() -> None:
+    for builder in (from_dict, from_anything):
+        assert application_of(builder, {"size": 3}).args == ({"size": 3},)
+        assert application_of(builder).args == ({},)
+    assert application_of(from_model, {"size": "3"}).args == (Arguments(size=3),)
+
+
+def test_the_models_own_error_is_raised() -> None:
+    with pytest.raises(ValidationError, match="size"):
+        application_of(from_model, {"size": "three"})
+
+
+def test_an_import_path_names_an_application_or_a_builder(module: str) -> None:
+    assert application_of(f"{module}:app") is BUILT
+    assert application_of(f"{module}.app") is BUILT
+    assert application_of(f"{module}:builder", {"a": 1}).args == ({"a": 1},)
+    with pytest.raises(BadRequestError, match="has no 'missing'"):
+        application_of(f"{module}:missing")
+    with pytest.raises(TypeError, match="must name an application or a builder, not 'app'"):
+        application_of(f"{module}:text")
+
+
+def test_arguments_for_an_application_are_refused() -> None:
+    with pytest.raises(BadRequestError, match=r"'Model' is already built, .* got \['a'\]"):
+        application_of(BUILT, {"a": 1})
+
+
+def local_annotation() -> Any:
+    class Local(BaseModel):
+        size: int
+
+    def builder(args: Local) -> serve.Application:
+        return Model.bind(args)
+
+    return builder
+
+
+@pytest.mark.parametrize(
+    ("target", "match"),
+    [
+        (Model, r"got Deployment\(.* \(did you forget .bind\(\)\?\)"),
+        (3, "takes what .bind.. returns, a function that returns it, .* got 3"),
+        (lambda: BUILT, "exactly one parameter, for its arguments, but has 0"),
+        (lambda a, b: BUILT, "exactly one parameter, for its arguments, but has 2"),
+        (lambda args: Model, r"must return what .bind\(\) returns, .*did you forget .bind"),
+        (lambda args: 3, r"must return what .bind\(\) returns, got 3"),
+        (local_annotation(), r"annotation 'Local' .* cannot be resolved"),
+    ],
+    ids=["unbound", "number", "none", "two", "returns a deployment", "returns a number", "local model"],
+)
+def test_a_wrong_target_is_a_type_error(target: Any, match: str) -> None:
+    with pytest.raises(TypeError, match=match):
+        application_of(target)
