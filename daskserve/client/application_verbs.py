@@ -15,7 +15,7 @@ from daskserve.client.handle_verbs import HandleVerbs
 from daskserve.client.targets import application_of
 from daskserve.context import current_replica
 from daskserve.data.caller.handle import Handle
-from daskserve.errors import BadRequestError, NotFoundError, RequestTimeoutError
+from daskserve.errors import BadRequestError, DeployError, NotFoundError, RequestTimeoutError
 from daskserve.options.app_spec import ApplicationSpec, deployment_tag
 from daskserve.types import DEFAULT_APPLICATION, BackendTag, GoalId, InstanceName
 
@@ -74,7 +74,8 @@ class ApplicationVerbs(HandleVerbs):
         answer = await self._call("deploy_applications", apps=list(specs))
         if blocking:
             # All of them: one that fails does not end the others.
-            failures = [await self._failure(goal) for goal in answer["goals"].values() if goal is not None]
+            goals = [(name, goal) for name, goal in answer["goals"].items() if goal is not None]
+            failures = [await self._failure(name, goal) for name, goal in goals]
             for failure in failures:
                 if failure is not None:
                     raise failure
@@ -141,11 +142,12 @@ class ApplicationVerbs(HandleVerbs):
                 f"Deployment {deployment_name!r} in application {name!r} does not exist."
             ) from None
 
-    async def _failure(self, goal: GoalId) -> Exception | None:
-        """Wait for a goal and return its error; None if it was reached."""
+    async def _failure(self, name: str, goal: GoalId) -> DeployError | None:
+        """Wait for an application's goal and return its error; None if it was reached."""
         try:
             await self._wait_visibly(goal)
-        except Exception as error:  # the caller raises it, after all goals have ended
+        except DeployError as error:
+            error.args = (f"Deploying application {name!r} failed: {error}",)
             return error
         return None
 
