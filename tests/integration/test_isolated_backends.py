@@ -15,9 +15,7 @@ import pytest
 from dask_processes import ExternalCluster, alive, dask_worker, fetch, poll_for, wait_until_gone
 
 import daskserve as serve
-from daskserve.client.api import deploy
 from daskserve.errors import BadRequestError, VersionMismatchError
-from daskserve.loops.blocking import finish
 
 ISOLATED = {"isolation": "process"}
 
@@ -167,11 +165,11 @@ def test_backends_and_deployments_run_in_their_own_environments(
     assert client.get_backend_config("classic").isolation == "process"
 
     modern = serve.deployment(name="modern", env=one)(prefix)
-    finish(deploy(client._verbs, modern.bind(), route_prefix="/modern"))
+    client.run(modern.bind(), route_prefix="/modern")
     pid = pid_of(f"{url}/modern")
-    finish(deploy(client._verbs, modern.options(max_concurrent_queries=3).bind(), route_prefix="/modern"))
+    client.run(modern.options(max_concurrent_queries=3).bind(), route_prefix="/modern")
     assert fetch(f"{url}/modern").json == [pid, one]
-    finish(deploy(client._verbs, modern.options(env=two).bind(), route_prefix="/modern"))
+    client.run(modern.options(env=two).bind(), route_prefix="/modern")
     assert fetch(f"{url}/modern").json[1] == two
 
 
