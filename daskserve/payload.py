@@ -123,9 +123,15 @@ def load(payload: Payload) -> Any:
 Substitute: TypeAlias = Callable[[Any], Any]
 
 
-def dump_code(value: Any, substitute: Substitute | None = None) -> Payload:
-    """Pickle user code as `dump_bytes` does, with large buffers out of band."""
-    return dump_with(partial(_dump_code, substitute=substitute), value, SHARED_BYTES)
+def dump_code(
+    value: Any, substitute: Substitute | None = None, classes: dict[type, bool] | None = None
+) -> Payload:
+    """Pickle user code as `dump_bytes` does, with large buffers out of band.
+
+    ``classes`` gets all classes, with whether this process pickles them by value for the first time.
+    """
+    dumps = partial(_dump_code, substitute=substitute, classes=classes)
+    return dump_with(dumps, value, SHARED_BYTES)
 
 
 def visit(value: Any, visitor: Substitute) -> None:
@@ -307,9 +313,14 @@ class Parcel:
         return ends
 
 
-def pack_code(value: Any, substitute: Substitute | None = None) -> tuple[bytes, tuple[Any, ...]]:
-    """Pickle user code; return what stands for it in messages, and the parts of its parcel, if it is one."""
-    payload = dump_code(value, substitute)
+def pack_code(
+    value: Any, substitute: Substitute | None = None, classes: dict[type, bool] | None = None
+) -> tuple[bytes, tuple[Any, ...]]:
+    """Pickle user code; return what stands for it in messages, and the parts of its parcel, if it is one.
+
+    The other arguments are those of `dump_code`.
+    """
+    payload = dump_code(value, substitute, classes)
     if payload.nbytes < SHARED_BYTES:
         return bytes(payload.data), ()
     parts = (payload.data, *payload.buffers)

@@ -15,7 +15,6 @@ from functools import partial
 from types import FunctionType
 from typing import Any
 
-from daskserve.client.code_digest import code_digest
 from daskserve.client.deployments import Application, ApplicationMethod, Deployment, unbound_error
 from daskserve.client.specs import MisplacedObject, check_name, check_route, make_spec
 from daskserve.client.warning import warn_caller
@@ -154,8 +153,6 @@ class ApplicationGraph:
             env=deployment.env,
             substitution=partial(Substitution, node.name, tags, instance),
         )
-        if spec.version is None:
-            spec = replace(spec, version=code_digest(spec.parts or (spec.code,)))
         methods = tuple(python_methods(deployment.definition))
         return DeploymentSpec(node.name, spec, methods, tuple(dict.fromkeys(tags.values())))
 

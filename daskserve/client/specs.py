@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from daskserve import settings
+from daskserve.client.code_digest import code_digest, settle_ids
 from daskserve.data.replica.definitions import CallableFacts, inspect_definition
 from daskserve.data.replica.working_dir import pack_folder
 from daskserve.errors import BadRequestError
@@ -176,7 +177,7 @@ def make_spec(
     folder = () if files is None else (pack_folder(files),)
     sealed, user_config = split_config(wanted, metadata, **isolation)
     arguments = (init_args if substitution else tuple(init_args), dict(init_kwargs))
-    code, parts = _packed(tag, (*folder, definition, *arguments), substitution)
+    code, parts, digest = _packed(tag, (*folder, definition, *arguments), substitution)
     return BackendSpec(
         tag=tag,
         code=code,
@@ -184,7 +185,7 @@ def make_spec(
         config=sealed,
         user_config=user_config,
         actor_options=options,
-        version=version,
+        version=version or digest,
         user_version=user_version,
         prev_version=prev_version,
         env=None if environment is None else environment.to_text(),
@@ -207,9 +208,15 @@ def _environment_of(tag: str, env: Any, config: BackendConfig) -> Environment | 
 
 def _packed(
     tag: str, whole: tuple[Any, ...], substitution: Callable[[], Substitute] | None
-) -> tuple[bytes, tuple[Any, ...]]:
+) -> tuple[bytes, tuple[Any, ...], str]:
+    """Return pickled code, the parts of its parcel, and its digest."""
     try:
-        return pack_code(whole, substitution and substitution())
+        classes: dict[type, bool] = {}
+        code, parts = pack_code(whole, substitution and substitution(), classes)
+        if any(classes.values()):
+            settle_ids(classes, parts or (code,))
+            code, parts = pack_code(whole, substitution and substitution())
+        return code, parts, code_digest(parts or (code,), classes)
     except Exception as error:
         # A foreign object may raise anything when it is pickled; this error adds the place and the remedy.
         place = find_unpicklable(whole, substitution and substitution())

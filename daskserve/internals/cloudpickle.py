@@ -20,7 +20,13 @@ from daskserve.internals.python import TracingPickler
 
 with needs("cloudpickle", ">=3.0,<4") as check:
     from cloudpickle import Pickler
-    from cloudpickle.cloudpickle import _class_getstate, _dynamic_class_reduce
+    from cloudpickle.cloudpickle import (
+        _DYNAMIC_CLASS_TRACKER_BY_CLASS,
+        _DYNAMIC_CLASS_TRACKER_BY_ID,
+        _DYNAMIC_CLASS_TRACKER_LOCK,
+        _class_getstate,
+        _dynamic_class_reduce,
+    )
 
     check.attributes(Pickler, "reducer_override")
     # The third item of what they return for a class: its attributes, and its slots.
@@ -55,11 +61,21 @@ class CodePickler(Pickler):  # type: ignore[misc]
     ----------
     substitute : callable, optional
         Returns what to pickle in place of an object, as ``__reduce__`` does, or `NotImplemented`.
+    classes : dict, optional
+        Gets all classes, with whether they are pickled by value here for the first time in this process.
     """
 
-    def __init__(self, file: Any, *, substitute: Callable[[Any], Any] | None = None, **how: Any) -> None:
+    def __init__(
+        self,
+        file: Any,
+        *,
+        substitute: Callable[[Any], Any] | None = None,
+        classes: dict[type, bool] | None = None,
+        **how: Any,
+    ) -> None:
         super().__init__(file, **how)
         self._substitute = substitute
+        self._classes = classes
 
     def reducer_override(self, value: Any) -> Any:
         """Return how to rebuild a value, or `NotImplemented` for the default."""
@@ -67,12 +83,16 @@ class CodePickler(Pickler):  # type: ignore[misc]
             substituted = self._substitute(value)
             if substituted is not NotImplemented:
                 return substituted
+        may_be_new = isinstance(value, type) and value not in _DYNAMIC_CLASS_TRACKER_BY_CLASS
         reduced = super().reducer_override(value)
         if isinstance(value, type):
+            if self._classes is not None:
+                self._classes[value] = may_be_new and value in _DYNAMIC_CLASS_TRACKER_BY_CLASS
             if reduced is not NotImplemented and NAMESPACE in vars(value):
                 attributes, _ = reduced[2]
-                del attributes[NAMESPACE]
-                attributes |= needed_namespace(value)
+                # cloudpickle leaves out what equals the attribute of a base class, as at the top of a module.
+                if attributes.pop(NAMESPACE, None) is not None:
+                    attributes |= needed_namespace(value)
         elif reduced is NotImplemented and type(value).__module__.startswith(FRAMEWORKS):
             return _with_new_locks(value)
         return reduced
@@ -84,6 +104,20 @@ def _with_new_locks(value: Any) -> Any:
         return NotImplemented
     make, arguments, state, *rest = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     return make, arguments, state | {name: NewLock(factory) for name, factory in locks.items()}, *rest
+
+
+def class_id(cls: type) -> str:
+    """Return the id by which processes recognize a class that is pickled by value."""
+    return str(_DYNAMIC_CLASS_TRACKER_BY_CLASS[cls])
+
+
+def set_class_id(cls: type, wanted: str) -> None:
+    """Change that id, before another process has seen it; do nothing if another class has the new id."""
+    with _DYNAMIC_CLASS_TRACKER_LOCK:
+        if wanted not in _DYNAMIC_CLASS_TRACKER_BY_ID:
+            _DYNAMIC_CLASS_TRACKER_BY_ID.pop(_DYNAMIC_CLASS_TRACKER_BY_CLASS[cls], None)
+            _DYNAMIC_CLASS_TRACKER_BY_CLASS[cls] = wanted
+            _DYNAMIC_CLASS_TRACKER_BY_ID[wanted] = cls
 
 
 # ---- why something cannot be pickled

@@ -1,8 +1,11 @@
-"""Applications as graphs: their order, their names, what travels in place of a handle, and mistakes in them."""
+"""Applications as graphs: their order and names, what travels in place of handles, and mistakes in them."""
 
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -111,7 +114,7 @@ def test_handles_arrive_wherever_an_application_was_bound() -> None:
 
 
 def test_a_handle_calls_methods_that_it_does_not_know_yet() -> None:
-    """The bytes say nothing of the other deployment, so it may gain methods without a restart of its callers."""
+    """The bytes say nothing of the other deployment: its callers need no restart when it gains methods."""
     ((handle,), _) = arguments(spec(Caller.bind(Model.bind())))
     assert endpoint(handle.anything) == ("Model", "anything")
     with pytest.raises(AttributeError):
@@ -179,6 +182,56 @@ def test_a_version_that_the_user_names_is_kept() -> None:
     part = spec(Model.options(version="7").bind()).ingress.spec
     assert (part.version, part.user_version) == ("7", "7")
     assert spec(Model.bind()).ingress.spec.user_version is None
+
+
+#: Deploys what pickle writes in another order, or with other names, in each process.
+PROGRAM = """
+from pydantic import BaseModel
+import daskserve as serve
+from daskserve.client.graph import ApplicationGraph
+
+class Item(BaseModel):
+    number: int
+
+class Base:
+    words = {"a", "b", "c", "d"}
+
+def is_known(word):
+    return word in {"alpha", "beta", "gamma", "delta"}
+
+@serve.deployment
+class Model(Base):
+    def __call__(self, word):
+        return Item(number=is_known(word))
+
+found = ApplicationGraph(Model.bind({"x", "y", "z"}, Item(number=1)), "a").spec(route="/", request_id="")
+print(found.ingress.spec.version)
+"""
+
+
+def test_the_same_program_has_the_same_versions_each_time_it_runs() -> None:
+    found = set()
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        command = [sys.executable, "-c", PROGRAM]
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+        assert ended.stdout, ended.stderr
+        found.add(ended.stdout)
+    assert len(found) == 1
+
+
+def test_two_classes_of_one_code_stay_two_classes() -> None:
+    def make() -> Any:
+        class Same: ...
+
+        return Same
+
+    first, second = make(), make()
+    spec(Model.bind(first))
+    spec(Model.bind(second))
+    one, two = (cloudpickle.loads(cloudpickle.dumps(each)) for each in (first, second))
+    assert one is first
+    assert two is second
 
 
 # ---- mistakes

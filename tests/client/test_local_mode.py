@@ -147,7 +147,7 @@ def test_an_error_of_a_constructor_is_raised_at_once_and_leaves_nothing() -> Non
 
         def __call__(self) -> None: ...
 
-    with pytest.raises(ReplicaStartError, match="Deploying application 'default' failed: .*no weights"):
+    with pytest.raises(ReplicaStartError, match=r"Deploying application 'default' failed: .*no weights"):
         serve.run(serve.deployment(Broken).bind(Adder.bind()), local=True)
     poll_for(lambda: serve.status().backends == {})
 
@@ -163,7 +163,7 @@ def test_a_mistake_starts_nothing() -> None:
     ):
         with pytest.raises(BadRequestError, match=error):
             serve.run_many(targets, local=True)
-    with pytest.raises(TypeError, match="takes serve.RunTarget"):
+    with pytest.raises(TypeError, match=r"takes serve\.RunTarget"):
         serve.run_many([Adder.bind()], local=True)  # type: ignore[list-item]
     assert threading.enumerate() == before
 

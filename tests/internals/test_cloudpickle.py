@@ -154,3 +154,12 @@ def test_the_error_of_a_deploy_names_the_variable_and_the_remedies() -> None:
     assert f"lock' object ({expected}). Create such objects where the replica runs" in message
     assert "__init__" in message
     assert '"module:name"' in message
+
+
+class TopLevel(BaseModel):
+    number: int
+
+
+def test_a_model_at_the_top_level_of_a_program_can_be_pickled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TopLevel, "__module__", "__main__")  # so that it is pickled by value
+    assert load_bytes(dump_bytes(TopLevel(number=3))).number == 3

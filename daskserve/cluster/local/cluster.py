@@ -114,8 +114,6 @@ class LocalCluster:
         The result of the controller's reports: whether the cluster is adaptive.
     epoch : int
         The epoch of the newest controller, running or starting.
-    when_ended : callable, optional
-        Called in the thread of whoever has shut the instance down, and may block it.
     refused : dict
         The result of `Cluster.refused_workers`.
 
@@ -156,7 +154,6 @@ class LocalCluster:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._payload: bytes | None = None
         self.epoch = 0
-        self.when_ended: Callable[[], None] | None = None
         self.reported = UseReport()
         self._controller: ActorAddress | None = None
         self._controller_up = asyncio.Event()

@@ -57,6 +57,8 @@ class LocalProcess(ActorCalls):
         self.shared: dict[str, Any] = {}
         #: The parts of the parcels that were sent from here, by digest.
         self.parcels: dict[str, Sequence[Any]] = {}
+        #: Called in the thread of whoever has shut the instance down, and may block it.
+        self.when_ended: Callable[[], None] | None = None
         self.link = LocalLink(world, self)
         self.store: Store = _ProcessStore(world, state)
         if book is None:

@@ -15,8 +15,10 @@ from daskserve.cluster.local.transport import WhenAwake
 from daskserve.types import ActorAddress, InstanceName, WorkerAddress, WorkerInfo
 
 
-class HoldsParcels(Protocol):
-    """The user's program, which keeps what it has sent."""
+class UserProgram(Protocol):
+    """The user's program, which keeps what it has sent, and learns when the instance was shut down."""
+
+    when_ended: Callable[[], None] | None
 
     @property
     def parcels(self) -> dict[str, Sequence[Any]]: ...
@@ -26,10 +28,9 @@ class LocalWorld(Protocol):
     """See `daskserve.cluster.local.cluster.LocalCluster`, which implements it."""
 
     reported: UseReport
-    when_ended: Callable[[], None] | None
 
     @property
-    def program(self) -> HoldsParcels: ...
+    def program(self) -> UserProgram: ...
     @property
     def instance(self) -> InstanceName: ...
     @property
