@@ -4,7 +4,9 @@
    and 64 calls in flight; with user code in threads (the default) and with ``event_loop="worker"``. Floor: a
    bare channel between two processes with an echo at its end.
 2. This program sends a replica an array of 1 MiB and gets it back. Floor: the same over a bare Dask comm.
-3. With ``--python DIR/bin/python``, an environment with Ray Serve (see ``bench_peers.py``): its handle and
+3. Three deployments in a chain: each calls the next one with 100 bytes, in another process or in its own.
+   Compared with a call of one deployment, by the same program in turns.
+4. With ``--python DIR/bin/python``, an environment with Ray Serve (see ``bench_peers.py``): its handle and
    daskserve's in turns, with 64 calls in flight.
 
 Run: ``python benchmarks/bench_handles.py [--runs N]``. It prints a line per case, with medians of the runs.
@@ -67,6 +69,16 @@ class Caller:
         return statistics.median(alone), IN_FLIGHT * CALLS_OF_EACH / (time.perf_counter() - began)
 
 
+class Link:
+    """Calls the next deployment of a chain."""
+
+    def __init__(self, following: Any = None) -> None:
+        self._following = following
+
+    async def __call__(self, value: Any) -> Any:
+        return value if self._following is None else await self._following.remote(value)
+
+
 @contextmanager
 def echo_process() -> Iterator[str]:
     """Run the echo process of the floors; yield its address."""
@@ -118,8 +130,8 @@ def deployed(config: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
             one, other = dask.scheduler_info(n_workers=-1)["workers"]
             called = serve.deployment(name="echo", config=config, actor_options={"workers": [other]})(echo)
             caller = serve.deployment(name="caller", config=config, actor_options={"workers": [one]})(Caller)
-            handle = serve.run(called.bind(), route_prefix=None)
-            yield serve.run(caller.bind(handle), route_prefix=None), handle
+            application = caller.bind(called.bind())
+            yield serve.run(application, route_prefix=None), serve.get_deployment_handle("echo", "default")
             assert {each.worker for each in client.status().replicas("echo")} == {other}
     finally:
         dask.close()
@@ -143,6 +155,48 @@ def measure_calls(runs: int, address: str) -> None:
             f"bare {floor_rate:.0f}/s",
             flush=True,
         )
+
+
+def measure_chain(runs: int) -> None:
+    cluster, dask = start_local_cluster(LocalClusterSize(2, 2), has_dashboard=False)
+    try:
+        with serve.start(http_options={"location": "NoServer"}, dask_client=dask):
+            one, other = dask.scheduler_info(n_workers=-1)["workers"]
+
+            def chain(*workers: str) -> serve.Application:
+                bound = None
+                for worker in workers:
+                    link = serve.deployment(name="link", actor_options={"workers": [worker]})(Link)
+                    bound = link.bind() if bound is None else link.bind(bound)
+                assert bound is not None
+                return bound
+
+            targets = {"alone": chain(one), "apart": chain(one, other, one), "together": chain(one, one, one)}
+            handles = serve.run_many(
+                [serve.RunTarget(each, name=name, route_prefix=None) for name, each in targets.items()]
+            )
+            ratios: dict[str, list[float]] = {name: [] for name in targets}
+            for _ in range(runs):
+                took = [_median_call(handle) for handle in handles]
+                for name, seconds in zip(targets, took, strict=True):
+                    ratios[name].append(seconds / took[0])
+    finally:
+        dask.close()
+        cluster.close()
+    print(
+        f"three deployments in a chain: {statistics.median(ratios['apart']):.2f} x one call; in one process "
+        f"{statistics.median(ratios['together']):.2f} x",
+        flush=True,
+    )
+
+
+def _median_call(handle: Any) -> float:
+    took = []
+    for _ in range(CALLS):
+        began = time.perf_counter()
+        handle.remote(bytes(100)).result()
+        took.append(time.perf_counter() - began)
+    return statistics.median(took)
 
 
 def measure_peer(runs: int, python: str) -> None:
@@ -193,6 +247,7 @@ def main() -> None:
     with echo_process() as address:
         measure_calls(given.runs, address)
         measure_arrays(given.runs, address)
+    measure_chain(given.runs)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from daskserve.context import current_replica
 from daskserve.data.caller.handle import Handle
 from daskserve.errors import BadRequestError, DeployError, NotFoundError, RequestTimeoutError
 from daskserve.options.app_spec import ApplicationSpec, deployment_tag
-from daskserve.types import DEFAULT_APPLICATION, BackendTag, GoalId, InstanceName
+from daskserve.types import DEFAULT_APPLICATION, BackendTag, EndpointTag, GoalId, InstanceName
 
 #: How long the deletion of an application may take.
 DELETE_S = 60.0
@@ -66,12 +66,16 @@ class ApplicationVerbs(HandleVerbs):
         With ``blocking=False``, the call returns as soon as the change is accepted.
         """
         self._connection.check_open()
-        specs = specs_of(targets, instance=self._connection.instance, timeout_s=timeout_s)
-        return await self.deploy_specs(specs, blocking=blocking)
+        built = build(targets, instance=self._connection.instance, timeout_s=timeout_s)
+        return await self._deploy_built(built, blocking=blocking)
 
-    async def deploy_specs(self, specs: Sequence[ApplicationSpec], *, blocking: bool = True) -> list[Handle]:
-        """Deploy what `specs_of` returned."""
-        answer = await self._call("deploy_applications", apps=list(specs))
+    async def _deploy_built(
+        self, applications: Sequence[BuiltApplication], *, blocking: bool = True
+    ) -> list[Handle]:
+        for each in applications:
+            await self._check_handles(each)
+        specs = [each.spec for each in applications]
+        answer = await self._call("deploy_applications", apps=specs)
         if blocking:
             # All of them: one that fails does not end the others.
             goals = [(name, goal) for name, goal in answer["goals"].items() if goal is not None]
@@ -142,6 +146,24 @@ class ApplicationVerbs(HandleVerbs):
                 f"Deployment {deployment_name!r} in application {name!r} does not exist."
             ) from None
 
+    async def _check_handles(self, built: BuiltApplication) -> None:
+        """Raise `BadRequestError` if a deployment has a handle of one that this change removes."""
+        name, kept = built.spec.name, {each.spec.tag for each in built.spec.deployments}
+        suspects = [tag for tag in built.handles if application_in(tag) == name and tag not in kept]
+        if not suspects:
+            return
+        try:
+            running = set((await self._call("get_application", name=name))["deployments"].values())
+        except NotFoundError:
+            return
+        for tag in suspects:
+            if tag in running:
+                raise BadRequestError(
+                    f"Deployment {built.handles[tag]!r} refers to a handle of {tag!r}, a deployment that this "
+                    f"change removes from application {name!r}. Pass the bound deployment to bind() instead "
+                    "of its handle, or run the two as applications of different names."
+                )
+
     async def _failure(self, name: str, goal: GoalId) -> DeployError | None:
         """Wait for an application's goal and return its error; None if it was reached."""
         try:
@@ -152,14 +174,22 @@ class ApplicationVerbs(HandleVerbs):
         return None
 
 
-def specs_of(
+@dataclass(frozen=True)
+class BuiltApplication:
+    """An application that is ready to be deployed; ``handles`` are those of `ApplicationGraph`."""
+
+    spec: ApplicationSpec
+    handles: Mapping[EndpointTag, str]
+
+
+def build(
     targets: Sequence[RunTarget],
     *,
     instance: InstanceName = "",
     timeout_s: float | None = None,
     is_local: bool = False,
-) -> list[ApplicationSpec]:
-    """Check the targets of `run_many` and return their specs.
+) -> list[BuiltApplication]:
+    """Check the targets of `run_many` and return them ready to be deployed.
 
     Parameters
     ----------
@@ -172,7 +202,7 @@ def specs_of(
         A target is no `RunTarget` or cannot be deployed; there are none, or two have one name or route.
     """
     _check_names(targets)
-    specs = []
+    built = []
     for each in targets:
         graph = ApplicationGraph(application_of(each.target, each.args), each.name)
         spec = graph.spec(
@@ -183,8 +213,8 @@ def specs_of(
             instance=instance,
             is_local=is_local,
         )
-        specs.append(spec)
-    return specs
+        built.append(BuiltApplication(spec, graph.handles))
+    return built
 
 
 def _check_names(targets: Sequence[Any]) -> None:

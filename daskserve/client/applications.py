@@ -11,7 +11,7 @@ from typing import Any
 
 from daskserve import settings
 from daskserve.client.api import checked_http, default_verbs, find_default, start_with
-from daskserve.client.application_verbs import DELETE_S, RunTarget, specs_of
+from daskserve.client.application_verbs import DELETE_S, RunTarget, build
 from daskserve.client.connection import InstanceConnection
 from daskserve.client.forms import Form, awaitable, blocking
 from daskserve.client.local import running_instance, shared_instance
@@ -128,7 +128,7 @@ async def _run_many(
     # Checked first, so that a mistake starts no instance.
     connection = running_instance() if is_local else await find_default(form, may_be_local=False)
     instance = "" if connection is None else connection.instance
-    specs = specs_of(targets, instance=instance, timeout_s=timeout_s, is_local=is_local)
+    built = build(targets, instance=instance, timeout_s=timeout_s, is_local=is_local)
     if is_local and connection is None:
         connection = await asyncio.to_thread(shared_instance) if form.asynchronous else shared_instance()
     elif connection is None:
@@ -136,7 +136,7 @@ async def _run_many(
     elif http_options is not None and not is_local:
         warn_caller("An instance is already running; its HTTP options do not change.")
     verbs = form.verbs(connection)
-    handles = await verbs.deploy_specs(specs, blocking=wait_for_applications_running)
+    handles = await verbs._deploy_built(built, blocking=wait_for_applications_running)
     if blocking:
         await verbs.serve_until_interrupted()
     return handles

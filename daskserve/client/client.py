@@ -272,7 +272,6 @@ class Client(InstanceClient):
 
     run = method(ClientVerbs.run)
     run_many = method(ClientVerbs.run_many)
-    deploy_specs = method(ClientVerbs.deploy_specs)
     get_app_handle = method(ClientVerbs.get_app_handle)
     get_deployment_handle = method(ClientVerbs.get_deployment_handle)
     delete_application = method(ClientVerbs.delete_application)

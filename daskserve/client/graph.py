@@ -26,7 +26,7 @@ from daskserve.options.actor import ActorOptions
 from daskserve.options.app_spec import ApplicationSpec, DeploymentSpec, deployment_tag
 from daskserve.options.backend import BackendConfig
 from daskserve.payload import visit
-from daskserve.types import BackendTag, InstanceName
+from daskserve.types import BackendTag, EndpointTag, InstanceName
 
 logger = logging.getLogger("daskserve.client")
 
@@ -66,6 +66,8 @@ class ApplicationGraph:
     def __init__(self, target: Application, name: str) -> None:
         check_name(name, "name")
         self.name = name
+        #: The endpoints of handles that are pickled with a deployment, with the deployment's name.
+        self.handles: dict[EndpointTag, str] = {}
         self._nodes: dict[Application, _Node] = {}
         self._names: set[str] = set()
         self._order: list[_Node] = []
@@ -151,7 +153,7 @@ class ApplicationGraph:
             version=deployment.version,
             user_version=deployment.version,
             env=deployment.env,
-            substitution=partial(Substitution, node.name, tags, instance),
+            substitution=partial(Substitution, node.name, tags, instance, self.handles),
         )
         methods = tuple(python_methods(deployment.definition))
         return DeploymentSpec(node.name, spec, methods, tuple(dict.fromkeys(tags.values())))
@@ -200,7 +202,14 @@ def applications_in(application: Application) -> list[Application]:
 class Substitution:
     """Says what is pickled in place of the applications and handles among the arguments of a deployment."""
 
-    def __init__(self, name: str, tags: Mapping[Application, BackendTag], instance: InstanceName) -> None:
+    def __init__(
+        self,
+        name: str,
+        tags: Mapping[Application, BackendTag],
+        instance: InstanceName,
+        handles: dict[EndpointTag, str],
+    ) -> None:
+        self._handles = handles
         self._name = name
         self._tags = tags
         self._instance = instance
@@ -216,7 +225,10 @@ class Substitution:
         if isinstance(value, ApplicationMethod):
             return self._handle(value.application, CallOptions(method_name=value.name))
         if isinstance(value, Handle):
-            return stand_in(value, self._instance)
+            reduced = stand_in(value, self._instance)
+            if reduced is not NotImplemented:
+                self._handles[reduced[1][0]] = self._name
+            return reduced
         return NotImplemented
 
     def _handle(self, application: Application, options: CallOptions) -> Reduced:

@@ -176,6 +176,24 @@ def test_a_route_of_another_application_is_refused() -> None:
         serve.get_app_handle("other")
 
 
+def test_a_handle_of_a_deployment_that_goes_is_refused() -> None:
+    """Running the default application again would remove the deployment behind the handle."""
+    handle = serve.run(Adder.bind(1), local=True)
+
+    class Uses:
+        def __call__(self, number: int) -> int:
+            return handle.remote(number).result()
+
+    for target in (Caller.bind(handle), serve.deployment(Uses).bind()):
+        with pytest.raises(
+            BadRequestError, match=r"refers to a handle of 'Adder'.*Pass the bound deployment"
+        ):
+            serve.run(target, local=True)
+    assert handle.remote(1).result(10) == 2
+    other = serve.run(serve.deployment(Uses).bind(), name="other", route_prefix=None, local=True)
+    assert other.remote(2).result(10) == 3
+
+
 def test_options_about_places_are_ignored() -> None:
     adder = Adder.options(
         config={"num_replicas": 3, "isolation": "process"}, actor_options={"num_gpus": 2}, env="/missing"
