@@ -7,7 +7,8 @@ same order. `daskserve.clock.LoopClock` reads that loop's time, so code that tak
 
 Virtual time covers timers only. The loop checks sockets only when nothing else is left to do. Threads, and so
 the user code of real replicas, run in real time while virtual time jumps ahead. To test those, use
-`local_instance`, which runs an instance on an ordinary loop in one process.
+`local_instance`, which runs an instance on an ordinary loop in one process, or the shorter
+``daskserve.run(app, local=True)``, which shares one such instance in the process, without HTTP.
 """
 
 from __future__ import annotations
@@ -207,10 +208,9 @@ def local_instance(
 
     Examples
     --------
-    >>> with local_instance() as client:  # doctest: +SKIP
-    ...     client.create_backend("double", lambda request: 2 * request.data)
-    ...     client.create_endpoint("double", backend="double")
-    ...     assert client.get_handle("double").remote(21).result() == 42
+    >>> with local_instance(http_options={"port": 0}) as client:  # doctest: +SKIP
+    ...     handle = client.run(Ingress.bind(Translator.bind({"hello": "bonjour"})))
+    ...     assert requests.get(client.http_urls()[0], {"word": "hello"}).text == "bonjour"
     """
     from daskserve.client.local import loop_in_thread
 

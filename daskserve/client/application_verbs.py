@@ -159,8 +159,8 @@ class ApplicationVerbs(HandleVerbs):
         for tag in suspects:
             if tag in running:
                 raise BadRequestError(
-                    f"Deployment {built.handles[tag]!r} refers to a handle of {tag!r}, a deployment that this "
-                    f"change removes from application {name!r}. Pass the bound deployment to bind() instead "
+                    f"Deployment {built.handles[tag]!r} refers to a handle of {tag!r}, which this change "
+                    f"removes from application {name!r}. Pass the bound deployment to bind() instead "
                     "of its handle, or run the two as applications of different names."
                 )
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import dask
+import httpx
 import pytest
 
 import daskserve as serve
@@ -19,6 +22,7 @@ from daskserve.errors import (
     NotRunningError,
     ReplicaStartError,
 )
+from daskserve.testing import local_instance
 
 
 def poll_for(condition: Callable[[], Any], timeout_s: float = 10) -> None:
@@ -215,3 +219,40 @@ def test_a_builder_is_run_with_its_arguments() -> None:
         return Adder.bind(args["more"])
 
     assert serve.run(builder, args={"more": 7}, local=True).remote(0).result(10) == 7
+
+
+def test_the_readme_composes_and_tests_an_application() -> None:
+    readme = (Path(__file__).parent.parent.parent / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```$", readme, re.DOTALL | re.MULTILINE)
+    composing = next(block for block in blocks if "class Translator" in block)
+    testing = next(block for block in blocks if "local=True" in block)
+    names: dict[str, Any] = {"serve": serve, "__name__": "a_reader"}
+    with dask.config.set({"daskserve.local-testing-mode": True}):
+        exec(composing, names)
+        assert sorted(serve.status().backends) == ["Ingress", "Translator"]
+        exec(testing, names)
+    assert serve.status().instance == ""
+
+
+@serve.deployment
+class Page:
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __call__(self, request: Any) -> str:
+        return self.text
+
+
+def test_a_client_runs_applications_side_by_side_over_http() -> None:
+    with local_instance(http_options={"port": 0}) as client:
+        (url,) = client.http_urls()
+        client.run(Page.bind("one"), name="one", route_prefix="/one")
+        client.run(Page.bind("root"))
+        client.run(Page.bind("hidden"), name="hidden", route_prefix=None)
+        assert [httpx.get(f"{url}{path}").text for path in ("/one", "/", "/hidden")] == [
+            "one",
+            "root",
+            "root",
+        ]
+        client.delete_application("default")
+        assert [httpx.get(f"{url}{path}").status_code for path in ("/one", "/")] == [200, 404]
