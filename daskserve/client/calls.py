@@ -110,7 +110,8 @@ class ControllerCalls:
 def _specs_in(message: Mapping[str, Any]) -> list[BackendSpec]:
     spec = message.get("spec")
     found = [spec] if isinstance(spec, BackendSpec) else []
-    return found + [each.spec for app in message.get("apps", ()) for each in app.deployments]
+    apps = [each for each in message.get("apps", ()) if isinstance(each, ApplicationSpec)]
+    return found + [each.spec for app in apps for each in app.deployments]
 
 
 def _plain(value: Any) -> Any:
