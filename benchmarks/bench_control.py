@@ -3,7 +3,9 @@
 1. tick: one idle iteration of the control loop with 1,000 deployments and 10,000 replicas; bound 5 ms.
 2. recovery: from the store's records of this instance to a state that makes decisions; bound 2 s.
 3. grow: adding one replica in this instance, compared with an instance of 10 deployments; bound 1.5 times.
-4. create: the 1,000th backend compared with the 10th, in SQLite: time (bound 1.5 times), records and bytes
+4. applications: 1,000 of two deployments each; the last deploy compared with the tenth (bound 1.5 times), the
+   status of all (bound 1 s), recovery (bound 2 s), and one call that deploys all of them (bound 2 s).
+5. create: the 1,000th backend compared with the 10th, in SQLite: time (bound 1.5 times), records and bytes
    (equal).
 
 Run: ``python benchmarks/bench_control.py``. It prints a line per metric and exits with 1 if a bound is
@@ -18,20 +20,21 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from daskserve.cluster.base import ActorContext, StoreChange
 from daskserve.cluster.local.cluster import LocalCluster
 from daskserve.cluster.store.opening import open_store
-from daskserve.control import backend_state, backend_verbs, checkpoint
+from daskserve.control import app_verbs, app_views, backend_state, backend_verbs, checkpoint
 from daskserve.control.controller import Controller
 from daskserve.control.observed import Observed
 from daskserve.control.records import Change, encode
 from daskserve.control.replica_actions import StartReplica
 from daskserve.control.state import State
 from daskserve.options.actor import ActorOptions
+from daskserve.options.app_spec import ApplicationSpec, DeploymentSpec
 from daskserve.options.backend import BackendConfig
 from daskserve.options.backend_spec import BackendSpec
 from daskserve.options.http import HTTPOptions
@@ -40,6 +43,7 @@ from daskserve.types import ActorKind, Location, WorkerInfo
 
 DEPLOYMENTS, REPLICAS_EACH, WORKERS = 1000, 10, 500
 TICK_BOUND_S, RECOVERY_BOUND_S, GROWTH_BOUND = 0.005, 2.0, 1.5
+APPLICATIONS, STATUS_BOUND_S = 1000, 1.0
 RUNS = 20
 
 
@@ -146,10 +150,8 @@ async def tick_s(world: World) -> float:
 
 def recovery_s(world: World) -> float:
     """Return the seconds from reading all records to a state that has decided once."""
-    records: dict[str, bytes] = {}
     state = world.state
-    for table in (state.backends, state.codes, state.replicas, state.goals):
-        records |= {record.key: encode(record) for record in table.values()}
+    records = {key: encode(record) for key, record in state.records().items()}
     began = time.perf_counter()
     restored, corrupt = checkpoint.restore(records)
     assert not corrupt
@@ -157,6 +159,38 @@ def recovery_s(world: World) -> float:
     fresh.state = restored
     for name in restored.backends:
         fresh.step(name)
+    return time.perf_counter() - began
+
+
+def app_spec(number: int) -> ApplicationSpec:
+    """Return an application of an ingress and what it calls."""
+    name = f"app{number:05d}"
+    back, front = f"{name}/back", f"{name}/front"
+    deployments = (
+        DeploymentSpec("back", spec(back, 1)),
+        DeploymentSpec("front", spec(front, 1), needs=(back,)),
+    )
+    return ApplicationSpec(name, f"/{name}", deployments, name, None)
+
+
+def deploy_apps(world: World, numbers: Sequence[int]) -> float:
+    """Deploy applications in one call and settle them; return the seconds that this took."""
+    specs = [app_spec(number) for number in numbers]
+    began = time.perf_counter()
+    deployed = app_verbs.deploy(world.state, specs, new_goal=world.next_goal, now=0.0)
+    world.state.apply(deployed.change)
+    for tag in (*deployed.tags, *deployed.tags):
+        world.settle(tag)
+    took = time.perf_counter() - began
+    assert all(app.goal is None for app in world.state.apps)
+    return took
+
+
+def status_s(world: World) -> float:
+    """Return the seconds that the status of all applications takes."""
+    began = time.perf_counter()
+    found = [app_views.application_status(world.state, world.observed, app) for app in world.state.apps]
+    assert {each["status"] for each in found} == {"RUNNING"}
     return time.perf_counter() - began
 
 
@@ -249,6 +283,21 @@ def main() -> int:
         here / there <= GROWTH_BOUND,
         f"{GROWTH_BOUND} times",
     )
+    apps = World(0)
+    deploys = [deploy_apps(apps, [number]) for number in range(APPLICATIONS)]
+    late, early = statistics.median(deploys[-RUNS:]), statistics.median(deploys[RUNS : 2 * RUNS])
+    show(
+        "the 1,000th application vs. the 20th",
+        f"{late * 1e3:.2f} ms, {early * 1e3:.2f} ms: {late / early:.2f} times",
+        late / early <= GROWTH_BOUND,
+        f"{GROWTH_BOUND} times",
+    )
+    listed = statistics.median(status_s(apps) for _ in range(3))
+    show("the status of 1,000 applications", f"{listed:.2f} s", listed < STATUS_BOUND_S, "1 s")
+    recovery = statistics.median(recovery_s(apps) for _ in range(3))
+    show("their recovery", f"{recovery:.2f} s", recovery < RECOVERY_BOUND_S, "2 s")
+    at_once = deploy_apps(World(0), range(APPLICATIONS))
+    show("their deploy by one call", f"{at_once:.2f} s", at_once < RECOVERY_BOUND_S, "2 s")
     with tempfile.TemporaryDirectory() as folder:
         took, written = asyncio.run(creations(Path(folder)))
     late, early = statistics.median(took[-RUNS:]), statistics.median(took[:RUNS])
