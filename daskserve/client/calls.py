@@ -69,22 +69,6 @@ class ControllerCalls:
                 f"The connection to the Dask scheduler {self.link.scheduler_address} was lost: {error}"
             ) from error
 
-    async def change(self, verb: str, *, blocking: bool = True, **message: Any) -> GoalId | None:
-        """Call a verb that changes something; return when the change is complete and visible here.
-
-        With ``blocking=False`` it returns as soon as the controller accepts the change, with the goal to wait
-        for.
-        """
-        answer = await self.call(verb, **message)
-        goal: GoalId | None = answer.get("goal")
-        if goal is not None and not blocking:
-            return goal
-        if goal is not None:
-            await self.wait_for_goal(goal, None)
-        else:
-            await self.wait_until_applied(answer.get("snapshot"))
-        return None
-
     async def wait_for_goal(self, goal: GoalId, timeout_s: float | None) -> bool:
         """Return whether a goal was reached in time; raise the goal's error if it failed."""
         deadline = None if timeout_s is None else self.link.clock.now() + timeout_s

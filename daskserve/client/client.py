@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from daskserve.client.application_verbs import ApplicationVerbs
 from daskserve.client.backends import BackendVerbs
+from daskserve.client.classic_handles import classic_handle
 from daskserve.client.connection import InstanceConnection
 from daskserve.client.deployment_verbs import DeploymentVerbs
 from daskserve.client.endpoints import EndpointVerbs
@@ -18,10 +19,8 @@ from daskserve.client.explanation import Explanation
 from daskserve.client.methods import method
 from daskserve.client.serving import serve_until_ended
 from daskserve.client.status import Status
-from daskserve.client.warning import warn_caller
 from daskserve.data.caller.handle import Handle
 from daskserve.errors import ServeError
-from daskserve.loops.event_loop import running_loop
 from daskserve.options.bounds import checked_capacity
 from daskserve.types import GoalId, InstanceName, SnapshotId
 
@@ -239,16 +238,16 @@ class Client(InstanceClient):
         missing_ok : bool
             Whether to skip the check that the endpoint exists.
         sync : bool
-            Whether you will call ``.result()`` (True) or await (False). Both work on every handle; a
-            mismatch with the calling context only causes a warning.
+            Whether ``remote`` returns a `Response` (True), or is a coroutine that returns it, as in the
+            classic system: ``await (await handle.remote())`` (False). A handle that does not fit the calling
+            context causes a warning.
 
         Raises
         ------
         NotFoundError
             A `KeyError`: there is no such endpoint.
         """
-        _warn_about_loop(sync)
-        return self._get_handle(endpoint_name, missing_ok)
+        return classic_handle(self._get_handle(endpoint_name, missing_ok), sync)
 
     _get_handle = method(ClientVerbs.get_handle)
 
@@ -289,17 +288,3 @@ class Client(InstanceClient):
     shutdown = method(ClientVerbs.shutdown)
     disconnect = method(ClientVerbs.disconnect)
     serve_until_interrupted = method(ClientVerbs.serve_until_interrupted)
-
-
-def _warn_about_loop(sync: bool) -> None:
-    is_in_loop = running_loop() is not None
-    if sync and is_in_loop:
-        warn_caller(
-            "You requested a handle with sync=True inside an event loop; .result() would block it. "
-            "Use sync=False and await the responses."
-        )
-    elif not sync and not is_in_loop:
-        warn_caller(
-            "You requested a handle with sync=False outside an event loop; its responses can only be "
-            "awaited inside one. Use sync=True and .result() in blocking code."
-        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
 
 from daskserve.client.calls import ControllerCalls
@@ -97,21 +97,32 @@ class Verbs:
         return await self._run(self._connection.calls.call(verb, **message))
 
     async def _change(self, verb: str, *, blocking: bool = True, **message: Any) -> GoalId | None:
-        """Call a verb that changes something; see `ControllerCalls.change`.
+        """Call a verb that changes something; return when the change is complete and visible here.
 
-        The progress display shows what a slow change waits for.
+        With ``blocking=False`` it returns as soon as the controller accepts the change, with the goal to wait
+        for.
         """
-        self._connection.check_open()
+        return await self._complete(await self._accept(verb, **message), blocking=blocking)
+
+    async def _accept(self, verb: str, **message: Any) -> dict[str, Any]:
+        """Return the controller's answer to a verb that changes something, for `_complete`."""
+        answer: dict[str, Any] = await self._call(verb, **message)
+        return answer
+
+    async def _complete(self, answer: Mapping[str, Any], *, blocking: bool = True) -> GoalId | None:
+        """Wait until an accepted change is complete and visible here, unless ``blocking`` is False."""
         calls = self._connection.calls
-        if not blocking or find_display() is None:
-            return await self._run(calls.change(verb, blocking=blocking, **message))
-        goal = await self._run(calls.change(verb, blocking=False, **message))
-        if goal is not None:
-            await self._wait_visibly(goal)
+        goal: GoalId | None = answer.get("goal")
+        if goal is None:
+            await self._run(calls.wait_until_applied(answer.get("snapshot")))
+            return None
+        if not blocking:
+            return goal
+        await self._wait_visibly(goal)
         return None
 
     async def _wait_visibly(self, goal: GoalId) -> None:
-        """Wait until a goal is reached; the progress display shows what it waits for."""
+        """Wait until a goal is reached; the progress display shows what a slow change waits for."""
         calls = self._connection.calls
         make_display = find_display()
         if make_display is None:

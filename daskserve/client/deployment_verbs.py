@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from daskserve.client.connection import Verbs
 from daskserve.client.specs import check_name, check_route, make_spec
+from daskserve.client.stored_code import StoredCode
 from daskserve.data.replica.definitions import python_methods
 from daskserve.options.actor import ActorOptions
 from daskserve.options.backend import BackendConfig
 from daskserve.options.backend_spec import BackendSpec
 from daskserve.types import ALL_HTTP_METHODS, GoalId
 
+logger = logging.getLogger("daskserve.client")
+
 #: Distinguishes an omitted route from None, which means no route.
-_NAME_AS_ROUTE: Any = object()
+NAME_AS_ROUTE: Any = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,14 @@ class DeploymentInfo:
     python_methods: tuple[str, ...]
     deployed_at: float
     running: int
+
+
+class StoredDeployment(NamedTuple):
+    """A deployment as its instance keeps it."""
+
+    spec: BackendSpec
+    route: str | None
+    code: StoredCode
 
 
 def _info_of(found: Mapping[str, Any]) -> tuple[DeploymentInfo, str | None]:
@@ -49,14 +61,14 @@ class DeploymentVerbs(Verbs):
         *init_args: Any,
         version: str | None = None,
         prev_version: str | None = None,
-        route_prefix: str | None = _NAME_AS_ROUTE,
+        route_prefix: str | None = NAME_AS_ROUTE,
         config: BackendConfig | Mapping[str, Any] | None = None,
         actor_options: ActorOptions | Mapping[str, Any] | None = None,
         env: Any = None,
         timeout_s: float | None = None,
         blocking: bool = True,
         **init_kwargs: Any,
-    ) -> GoalId | None:
+    ) -> GoalId | bool | None:
         """Deploy a callable under a name, or update the deployment of that name to this code and config.
 
         The same version with the same config changes nothing. The same version with another config
@@ -73,8 +85,14 @@ class DeploymentVerbs(Verbs):
             Path prefix for HTTP requests, by default a slash and the name; it may have variables, such as
             ``/users/{id:int}``. None makes it reachable by handle only.
         blocking : bool
-            Whether to wait. With False, the call returns immediately, with the goal for `wait_for_goal`, or
-            None if nothing changes.
+            Whether to wait; see the return value.
+
+        Returns
+        -------
+        bool, str or None
+            Whether the deployment was updated, or was already at this version and config. With
+            ``blocking=False``, the call returns immediately, with the goal for `wait_for_goal`, or None if
+            nothing changes.
 
         Raises
         ------
@@ -98,24 +116,26 @@ class DeploymentVerbs(Verbs):
                 user_version=version,
                 prev_version=prev_version,
             ),
-            route=f"/{name}" if route_prefix is _NAME_AS_ROUTE else route_prefix,
+            route=f"/{name}" if route_prefix is NAME_AS_ROUTE else route_prefix,
             methods=python_methods(deployment_def),
             blocking=blocking,
         )
 
     async def deploy_spec(
         self, spec: BackendSpec, *, route: str | None, methods: list[str], blocking: bool = True
-    ) -> GoalId | None:
-        """Deploy a spec that `daskserve.client.specs.make_spec` returned."""
+    ) -> GoalId | bool | None:
+        """Deploy a spec that `daskserve.client.specs.make_spec` returned; see `deploy`."""
         check_route(route)
-        return await self._change(
-            "deploy",
-            blocking=blocking,
-            spec=spec,
-            route=route,
-            methods=list(ALL_HTTP_METHODS),
-            python_methods=methods,
+        answer = await self._accept(
+            "deploy", spec=spec, route=route, methods=list(ALL_HTTP_METHODS), python_methods=methods
         )
+        version = "no version" if spec.user_version is None else f"version {spec.user_version!r}"
+        if answer["updating"]:
+            logger.info("Deployment %s is updated to %s", spec.tag, version)
+        else:
+            logger.info("Deployment %s is already at %s and is not updated", spec.tag, version)
+        goal = await self._complete(answer, blocking=blocking)
+        return bool(answer["updating"]) if blocking else goal
 
     async def delete_deployment(
         self, name: str, force: bool = False, *, blocking: bool = True
@@ -131,3 +151,19 @@ class DeploymentVerbs(Verbs):
         """Return the info and route of every deployment, by name."""
         found = await self._call("view", name="list_deployments")
         return {name: _info_of(each) for name, each in found.items()}
+
+    async def stored_deployments(self, name: str | None = None) -> dict[str, StoredDeployment]:
+        """Return one deployment, or all, by name, as they were deployed; for `daskserve.get_deployment`.
+
+        Raises
+        ------
+        NotFoundError
+            A `KeyError`: there is no deployment of this name.
+        """
+        found = await self._call("stored_deployments", name=name)
+        return {each: self._stored(values) for each, values in found.items()}
+
+    def _stored(self, found: Mapping[str, Any]) -> StoredDeployment:
+        spec = BackendSpec.from_plain(found["spec"])
+        code = StoredCode(spec.tag, spec.code, found["code_name"], self._connection)
+        return StoredDeployment(spec, found["route"], code)

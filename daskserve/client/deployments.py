@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, overload
+from typing import Any, Self
 
 from daskserve.data.replica.definitions import inspect_definition, python_methods
 from daskserve.options.actor import ActorOptions
@@ -13,7 +13,7 @@ from daskserve.options.base import parse_options
 from daskserve.options.environment import parse_environment
 
 #: Distinguishes an omitted argument from None.
-_UNSET: Any = object()
+UNSET: Any = object()
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class Deployment:
         config: BackendConfig | Mapping[str, Any] | None = None,
         actor_options: ActorOptions | Mapping[str, Any] | None = None,
         version: str | None = None,
-        env: Any = _UNSET,
+        env: Any = UNSET,
         **options: Any,
-    ) -> Deployment:
+    ) -> Self:
         """Return a copy with the given options changed."""
-        changes = _config_of(config, options)
+        changes = config_of(config, options)
         return replace(
             self,
             name=self.name if name is None else name,
@@ -56,7 +56,7 @@ class Deployment:
             if actor_options is None
             else parse_options(ActorOptions, actor_options, what="actor_options"),
             version=self.version if version is None else version,
-            env=self.env if env is _UNSET else env,
+            env=self.env if env is UNSET else env,
         )
 
     def bind(self, *args: Any, **kwargs: Any) -> Application:
@@ -141,63 +141,7 @@ def _unbound_in(arguments: tuple[Any, ...]) -> Deployment | None:
     return None
 
 
-def _config_of(config: BackendConfig | Mapping[str, Any] | None, options: Mapping[str, Any]) -> BackendConfig:
+def config_of(config: BackendConfig | Mapping[str, Any] | None, options: Mapping[str, Any]) -> BackendConfig:
+    """Return a config with single options changed."""
     base = parse_options(BackendConfig, config, what="config")
     return base.merged(BackendConfig(**options)) if options else base
-
-
-@overload
-def deployment(definition: Callable[..., Any], /) -> Deployment: ...
-
-
-@overload
-def deployment(
-    *,
-    name: str | None = None,
-    config: BackendConfig | Mapping[str, Any] | None = None,
-    actor_options: ActorOptions | Mapping[str, Any] | None = None,
-    version: str | None = None,
-    env: Any = None,
-    **options: Any,
-) -> Callable[[Callable[..., Any]], Deployment]: ...
-
-
-def deployment(
-    definition: Any = None,
-    /,
-    *,
-    name: str | None = None,
-    config: BackendConfig | Mapping[str, Any] | None = None,
-    actor_options: ActorOptions | Mapping[str, Any] | None = None,
-    version: str | None = None,
-    env: Any = None,
-    **options: Any,
-) -> Any:
-    """Turn a class or function into a `Deployment`; usable as a decorator with or without arguments.
-
-    Parameters
-    ----------
-    name : str, optional
-        Name of the deployment; by default, that of the class or function.
-    config : BackendConfig or dict, optional
-    actor_options : ActorOptions or dict, optional
-    version : str, optional
-        Version of the code; without it, every change of the code is a new version.
-    env : Environment, dict, CondaEnv, str or path, optional
-        The environment of its replicas, see `daskserve.client.client.Client.create_backend`.
-    **options
-        Single options of `BackendConfig`, such as ``num_replicas=2``.
-    """
-
-    def decorate(target: Any) -> Deployment:
-        inspect_definition(target)
-        return Deployment(
-            definition=target,
-            name=name or str(getattr(target, "__name__", type(target).__name__)),
-            config=_config_of(config, options),
-            actor_options=parse_options(ActorOptions, actor_options, what="actor_options"),
-            version=version,
-            env=env,
-        )
-
-    return decorate if definition is None else decorate(definition)

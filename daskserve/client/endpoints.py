@@ -58,13 +58,14 @@ class EndpointVerbs(Verbs):
         await self._change("delete_endpoint", name=endpoint)
 
     async def list_endpoints(self) -> dict[str, dict[str, Any]]:
-        """Return ``{name: {"route", "methods", "traffic", "shadows"}}``."""
+        """Return ``{name: {"route", "methods", "traffic", "shadows", "python_methods"}}``."""
         return {
             name: {
                 "route": facts["route"],
                 "methods": list(facts["methods"]),
                 "traffic": dict(facts["traffic"]),
                 "shadows": dict(facts["shadows"]),
+                "python_methods": list(facts["python_methods"]),
             }
             for name, facts in (await self._call("list_endpoints")).items()
         }

@@ -39,8 +39,13 @@ class Form(Generic[ClientT]):
         return ClientVerbs(connection, asynchronous=self.asynchronous)
 
 
-def blocking(body: Callable[Concatenate[Form[Client], P], Coroutine[Any, Any, T]]) -> Callable[P, T]:
-    """Return the blocking form of a function, named as its body without the underscore."""
+def blocking(
+    body: Callable[Concatenate[Form[Client], P], Coroutine[Any, Any, T]], *, owner: str = "serve"
+) -> Callable[P, T]:
+    """Return the blocking form of a function, named as its body without the underscore.
+
+    ``owner`` is what users write before the name: the package, or the object whose method it is.
+    """
     name = body.__name__.removeprefix("_")
 
     @functools.wraps(body)
@@ -49,8 +54,8 @@ def blocking(body: Callable[Concatenate[Form[Client], P], Coroutine[Any, Any, T]
             return finish(body(Form(False, Client), *args, **kwargs))
         except BlockingCallError:
             raise BlockingCallError(
-                f"serve.{name}() would block the event loop that has to run it; use `await "
-                f"serve.{name}_async(...)`, or call it from another thread (asyncio.to_thread)."
+                f"{owner}.{name}() would block the event loop that has to run it; use `await "
+                f"{owner}.{name}_async(...)`, or call it from another thread (asyncio.to_thread)."
             ) from None
 
     _name(form, name, body)

@@ -36,6 +36,12 @@ def check_endpoint_name(name: Any, what: str) -> None:
         raise BadRequestError(f"{what} must be a name without '#', got {name!r}")
 
 
+def check_version(version: Any, what: str) -> None:
+    """Raise `TypeError` unless a version is a string or None."""
+    if not (version is None or isinstance(version, str)):
+        raise TypeError(f"{what} must be a string or None, got {version!r}")
+
+
 def check_route(route: Any) -> None:
     """Raise `TypeError` or `BadRequestError` unless the route is None or a valid path."""
     if route is None:
@@ -111,10 +117,7 @@ def split_config(
 
 def join_config(found: Mapping[str, Any]) -> BackendConfig:
     """Return a config from the controller's plain values, with defaults that depend on the callable."""
-    config = dict(found["config"])
-    if found["user_config"] is not None:
-        config["user_config"] = load_bytes(found["user_config"])
-    result = BackendConfig(**config)
+    result = join_user_config(BackendConfig(**found["config"]), found["user_config"])
     if result.max_concurrent_queries is None:
         result.max_concurrent_queries = result.concurrency()
     if result.autoscaling_config is not None:
@@ -129,6 +132,13 @@ class MisplacedObject(Exception):
         super().__init__(problem, remedy)
         self.problem = problem
         self.remedy = remedy
+
+
+def join_user_config(config: BackendConfig, user_config: bytes | None) -> BackendConfig:
+    """Return what `split_config` split, except for user code that only the controller may load."""
+    return (
+        config if user_config is None else config.merged(BackendConfig(user_config=load_bytes(user_config)))
+    )
 
 
 def make_spec(
@@ -161,6 +171,8 @@ def make_spec(
     TypeError, ValueError
         The definition, its arguments or its options are wrong, or cannot be pickled.
     """
+    check_version(user_version, "version")
+    check_version(prev_version, "prev_version")
     facts = inspect_definition(definition, init_args, init_kwargs)
     options = parse_options(ActorOptions, actor_options, what="actor_options")
     wanted = parse_options(BackendConfig, config, what="config")

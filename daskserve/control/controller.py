@@ -17,6 +17,7 @@ from daskserve.control import app_views, backend_verbs, explaining, views
 from daskserve.control.changes import ChangingVerbs
 from daskserve.control.core import MAX_WAIT_S, ControllerCore
 from daskserve.control.records import GoalRecord, GoalState
+from daskserve.control.stored_deployments import stored_deployments
 from daskserve.errors import DeployError, NotFoundError, RequestTimeoutError
 from daskserve.figures.table import MetricSample
 from daskserve.payload import load_error
@@ -168,6 +169,10 @@ class ReadingVerbs:
     @verb
     async def get_deployment_info(self, name: str) -> dict[str, Any]:
         return views.deployment_info(self._core.state, name)
+
+    @verb
+    async def stored_deployments(self, name: str | None = None) -> dict[str, Any]:
+        return stored_deployments(self._core.state, name)
 
     @verb
     async def snapshot(self) -> dict[str, Any]:

@@ -1,0 +1,305 @@
+"""The deployments of programs: with the classic verbs ``deploy``, ``get_handle`` and ``delete``.
+
+`daskserve.client.deployments.Deployment` is the value that an application is made of; this one knows the
+instance. A client needs the first, and this one needs a client.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Self, overload
+
+from daskserve.client.api import default_verbs
+from daskserve.client.classic_handles import classic_handle
+from daskserve.client.deployment_verbs import NAME_AS_ROUTE, python_methods
+from daskserve.client.deployments import Deployment, config_of
+from daskserve.client.forms import Form, awaitable, blocking
+from daskserve.client.specs import check_name, check_route, check_version, make_spec
+from daskserve.client.stored_code import StoredCode, UserCode
+from daskserve.data.caller.handle import Handle
+from daskserve.data.replica.definitions import inspect_definition
+from daskserve.loops.blocking import finish
+from daskserve.options.actor import ActorOptions
+from daskserve.options.backend import BackendConfig
+from daskserve.options.base import parse_options
+from daskserve.types import GoalId
+
+
+async def _deploy(
+    form: Form[Any], self: ClassicDeployment, /, *init_args: Any, _blocking: bool = True, **init_kwargs: Any
+) -> GoalId | bool | None:
+    """Deploy this deployment, or update the one of its name; see `daskserve.client.client.Client.deploy`.
+
+    It uses the instance of `daskserve.run`, which must be running; `daskserve.start` starts one.
+
+    Parameters
+    ----------
+    *init_args, **init_kwargs
+        Arguments for the constructor. Without any, it gets those of the options of the same names.
+
+    Returns
+    -------
+    bool, str or None
+        Whether anything was updated; with ``_blocking=False`` the goal for `Client.wait_for_goal`, or None if
+        nothing changes.
+    """
+    verbs = await default_verbs(form)
+    await self._load(asynchronous=form.asynchronous)
+    has_arguments = bool(init_args or init_kwargs)
+    spec = make_spec(
+        self.name,
+        self.definition,
+        init_args if has_arguments else self.init_args,
+        init_kwargs if has_arguments else self.init_kwargs,
+        actor_options=self.actor_options,
+        config=self.config,
+        timeout_s=None,
+        version=self.version,
+        user_version=self.version,
+        prev_version=self.prev_version,
+        env=self.env,
+    )
+    return await verbs.deploy_spec(
+        spec, route=self.route_prefix, methods=python_methods(self.definition), blocking=_blocking
+    )
+
+
+async def _delete(form: Form[Any], self: ClassicDeployment, /) -> None:
+    """Delete the deployment of this name; do nothing if there is none."""
+    await (await default_verbs(form)).delete_deployment(self.name)
+
+
+async def _get_handle(form: Form[Any], self: ClassicDeployment, /) -> Handle:
+    """Return a handle of the deployment of this name, which may be deployed later."""
+    return await (await default_verbs(form)).get_handle(self.name, missing_ok=True)
+
+
+async def _url(form: Form[Any], self: ClassicDeployment, /) -> str | None:
+    """Return the URL of the deployment of this name; None if it has no route, or no proxy listens."""
+    urls = await (await default_verbs(form)).http_urls()
+    if self.route_prefix is None or not urls:
+        return None
+    return f"{urls[0].rstrip('/')}{self.route_prefix}"
+
+
+_get_handle_now = blocking(_get_handle, owner="deployment")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ClassicDeployment(Deployment):
+    """A class or function with its deployment options; `daskserve.deployment` returns one.
+
+    Bind its arguments and run the application, or deploy it alone, as in the classic system. Each classic
+    verb has an awaitable form with the suffix ``_async``.
+    """
+
+    # Without defaults of the class: `get_deployment` leaves them out, and `__getattr__` loads them.
+    init_args: tuple[Any, ...] = field(default_factory=tuple)
+    init_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    prev_version: str | None = None
+    given_route: str | None = NAME_AS_ROUTE
+
+    def __post_init__(self) -> None:
+        check_name(self.name, "name")
+        check_version(self.version, "version")
+        check_version(self.prev_version, "prev_version")
+        if self.given_route is not NAME_AS_ROUTE:
+            check_route(self.given_route)
+        # Not those that are loaded later.
+        values = vars(self)
+        if "definition" in values and not (callable(self.definition) or isinstance(self.definition, str)):
+            raise TypeError(
+                f"A deployment is made of a function, a class, an ASGI application or an import path, got "
+                f"{self.definition!r}"
+            )
+        if not isinstance(values.get("init_args", ()), tuple):
+            raise TypeError(f"init_args must be a tuple, got {self.init_args!r}")
+        if not isinstance(values.get("init_kwargs", {}), Mapping):
+            raise TypeError(f"init_kwargs must be a dict, got {self.init_kwargs!r}")
+
+    @classmethod
+    def stored(cls, code: StoredCode, *, route: str | None, **options: Any) -> Self:
+        """Return a deployment as its instance keeps it; its code is unpickled on first use."""
+        self = cls.__new__(cls)
+        route = NAME_AS_ROUTE if route == f"/{options['name']}" else route
+        vars(self).update(options, prev_version=None, given_route=route, _code=code)
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name in UserCode._fields and "_code" in vars(self):
+            finish(self._load(asynchronous=False))
+            return vars(self)[name]
+        raise AttributeError(f"A deployment has no attribute {name!r}.")
+
+    async def _load(self, *, asynchronous: bool) -> None:
+        if "_code" in vars(self) and "definition" not in vars(self):
+            vars(self).update((await vars(self)["_code"].load(asynchronous=asynchronous))._asdict())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+    def __repr__(self) -> str:
+        return f"Deployment(name={self.name},version={self.version},route_prefix={self.route_prefix})"
+
+    def __eq__(self, other: object) -> bool:
+        # Without the code: what an instance gives back is a copy.
+        return isinstance(other, ClassicDeployment) and self._facts() == other._facts()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _facts(self) -> tuple[Any, ...]:
+        names = ("name", "version", "config", "actor_options", "env", "init_args", "route_prefix")
+        return (*(getattr(self, each) for each in names), dict(self.init_kwargs))
+
+    def options(
+        self,
+        func_or_class: Any = None,
+        *,
+        init_args: tuple[Any, ...] | None = None,
+        init_kwargs: Mapping[str, Any] | None = None,
+        prev_version: str | None = None,
+        route_prefix: str | None = NAME_AS_ROUTE,
+        **options: Any,
+    ) -> Self:
+        """Return a copy with the given options changed; see `deployment`.
+
+        Only ``prev_version`` is not copied: it is a condition for one deploy.
+        """
+        given = {
+            "definition": func_or_class,
+            "init_args": init_args,
+            "init_kwargs": init_kwargs,
+            "given_route": None if route_prefix is NAME_AS_ROUTE else route_prefix,
+        }
+        changes = {name: value for name, value in given.items() if value is not None}
+        if route_prefix is None:
+            changes["given_route"] = None
+        changed = replace(self, **changes, prev_version=prev_version)
+        return Deployment.options(changed, **options)
+
+    # ---- the classic properties
+
+    @property
+    def route_prefix(self) -> str | None:
+        """The path prefix of `deploy`; by default a slash and the name. None: by handle only."""
+        return f"/{self.name}" if self.given_route is NAME_AS_ROUTE else self.given_route
+
+    @property
+    def func_or_class(self) -> Any:
+        """The callable."""
+        return self.definition
+
+    @property
+    def num_replicas(self) -> int:
+        """The configured number of replicas."""
+        return self.config.num_replicas
+
+    @property
+    def user_config(self) -> Any:
+        """The argument of ``reconfigure``."""
+        return self.config.user_config
+
+    @property
+    def max_concurrent_queries(self) -> int:
+        """The maximum number of requests that one replica runs concurrently."""
+        return self.config.concurrency()
+
+    @property
+    def ray_actor_options(self) -> dict[str, Any]:
+        """The options of each replica's actor that were set."""
+        return self.actor_options.to_plain()
+
+    # ---- the classic verbs
+
+    deploy = blocking(_deploy, owner="deployment")
+    deploy_async = awaitable(_deploy)
+    delete = blocking(_delete, owner="deployment")
+    delete_async = awaitable(_delete)
+    get_handle_async = awaitable(_get_handle)
+    url = property(blocking(_url, owner="deployment"), doc=_url.__doc__)
+    url_async = awaitable(_url)
+
+    def get_handle(self, sync: bool = True) -> Handle:
+        """Return a handle of the deployment of this name, which may be deployed later.
+
+        Parameters
+        ----------
+        sync : bool
+            Whether you will call ``.result()``; see `daskserve.client.client.Client.get_handle`.
+        """
+        return classic_handle(_get_handle_now(self), sync)
+
+
+@overload
+def deployment(definition: Callable[..., Any], /) -> ClassicDeployment: ...
+
+
+@overload
+def deployment(
+    *,
+    name: str | None = None,
+    config: BackendConfig | Mapping[str, Any] | None = None,
+    actor_options: ActorOptions | Mapping[str, Any] | None = None,
+    version: str | None = None,
+    env: Any = None,
+    init_args: tuple[Any, ...] | None = None,
+    init_kwargs: Mapping[str, Any] | None = None,
+    prev_version: str | None = None,
+    route_prefix: str | None = NAME_AS_ROUTE,
+    **options: Any,
+) -> Callable[[Callable[..., Any]], ClassicDeployment]: ...
+
+
+def deployment(
+    definition: Any = None,
+    /,
+    *,
+    name: str | None = None,
+    config: BackendConfig | Mapping[str, Any] | None = None,
+    actor_options: ActorOptions | Mapping[str, Any] | None = None,
+    version: str | None = None,
+    env: Any = None,
+    init_args: tuple[Any, ...] | None = None,
+    init_kwargs: Mapping[str, Any] | None = None,
+    prev_version: str | None = None,
+    route_prefix: str | None = NAME_AS_ROUTE,
+    **options: Any,
+) -> Any:
+    """Turn a class or function into a `Deployment`; usable as a decorator with or without arguments.
+
+    Parameters
+    ----------
+    name : str, optional
+        Name of the deployment; by default, that of the class or function.
+    config : BackendConfig or dict, optional
+    actor_options : ActorOptions or dict, optional
+    version : str, optional
+        Version of the code; without it, every change of the code is a new version.
+    env : CondaEnv, str or path, optional
+        The Python environment of its replicas, see `daskserve.client.client.Client.create_backend`.
+    init_args, init_kwargs, prev_version, route_prefix
+        Defaults for ``deploy``, see `daskserve.client.client.Client.deploy`. Applications do not use them:
+        pass arguments to ``bind``, and a route to `daskserve.run`.
+    **options
+        Single options of `BackendConfig`, such as ``num_replicas=2``.
+    """
+
+    def decorate(target: Any) -> ClassicDeployment:
+        if not inspect.isclass(target):  # whose methods are checked when it is bound or deployed
+            inspect_definition(target)
+        return ClassicDeployment(
+            definition=target,
+            name=name or str(getattr(target, "__name__", type(target).__name__)),
+            config=config_of(config, options),
+            actor_options=parse_options(ActorOptions, actor_options, what="actor_options"),
+            version=version,
+            env=env,
+            init_args=() if init_args is None else init_args,
+            init_kwargs={} if init_kwargs is None else init_kwargs,
+            prev_version=prev_version,
+            given_route=route_prefix,
+        )
+
+    return decorate if definition is None else decorate(definition)

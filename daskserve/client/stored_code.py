@@ -1,0 +1,75 @@
+"""The code of a deployment as its instance keeps it, for a program that deploys it again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from daskserve.client.connection import InstanceConnection
+from daskserve.errors import BadRequestError, BlockingCallError, InstanceError, NotFoundError
+from daskserve.payload import Parcel, unpack_code
+
+
+class UserCode(NamedTuple):
+    """A callable with the arguments of its constructor."""
+
+    definition: Any
+    init_args: tuple[Any, ...]
+    init_kwargs: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredCode:
+    """The pickled code of a deployment, or the label of the parcel that holds it.
+
+    Attributes
+    ----------
+    code_name : str
+        The controller's name of the code.
+    """
+
+    deployment: str
+    code: bytes
+    code_name: str
+    connection: InstanceConnection
+
+    async def load(self, *, asynchronous: bool) -> UserCode:
+        """Return the code, unpickled in this process.
+
+        Raises
+        ------
+        BadRequestError
+            It cannot be unpickled here.
+        NotFoundError
+            It is large, so it stayed with the instance, which does not have it any more.
+        """
+        parcel = Parcel.labelled(self.code)
+        parts = () if parcel is None else await self._fetch(parcel, asynchronous=asynchronous)
+        try:
+            definition, args, kwargs = unpack_code(self.code, parts)
+        except Exception as error:
+            # A foreign object may raise anything when it is unpickled.
+            raise BadRequestError(
+                f"The code of deployment '{self.deployment}' cannot be unpickled in this process: "
+                f"{type(error).__name__}: {error}. Install or import here what it needs, or replace it with "
+                ".options(func_or_class=..., init_args=..., init_kwargs=...)."
+            ) from error
+        return UserCode(definition, tuple(args), dict(kwargs))
+
+    async def _fetch(self, parcel: Parcel, *, asynchronous: bool) -> Any:
+        link = self.connection.link
+        if not asynchronous and link.runs_here():
+            raise BlockingCallError(
+                f"The code of deployment '{self.deployment}' is large and not here yet, and waiting for it "
+                "would block the event loop that has to fetch it; use `await deployment.deploy_async(...)`, or "
+                "do this in another thread (asyncio.to_thread)."
+            )
+        fetching = link.cluster(self.connection.instance).fetch_parcel(self.code_name, parcel)
+        try:
+            return await link.wait(fetching) if asynchronous else link.sync(fetching)
+        except (KeyError, InstanceError) as error:
+            raise NotFoundError(
+                f"The code of deployment '{self.deployment}' is no longer stored: the deployment was deleted "
+                "or changed meanwhile. Call serve.get_deployment() again."
+            ) from error

@@ -1,0 +1,60 @@
+"""Deployments as clients deployed them, from the records, for clients that deploy them again. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from daskserve.control.records import BackendRecord
+from daskserve.control.state import State
+from daskserve.errors import NotFoundError
+from daskserve.options.backend_spec import BackendSpec
+
+
+def stored_deployments(state: State, name: str | None) -> dict[str, dict[str, Any]]:
+    """Return one deployment, or all if the name is None: spec, route and name of the code, by name.
+
+    Raises
+    ------
+    NotFoundError
+        A `KeyError`: there is no deployment of this name.
+    """
+    found = {
+        tag: _stored(state, backend)
+        for tag, backend in (state.backends if name is None else _only(state, name)).items()
+        if backend.is_deployment and not backend.is_deleting
+    }
+    if name is not None and not found:
+        raise NotFoundError(f"Deployment {name} does not exist.")
+    return found
+
+
+def _only(state: State, name: str) -> dict[str, BackendRecord]:
+    backend = state.backends.get(name)
+    return {} if backend is None else {name: backend}
+
+
+def _stored(state: State, backend: BackendRecord) -> dict[str, Any]:
+    endpoint = state.endpoints.get(backend.tag)
+    spec = BackendSpec(
+        tag=backend.tag,
+        code=state.codes[backend.code_key].code,
+        config=backend.config,
+        user_config=backend.user_config,
+        actor_options=backend.actor_options,
+        version=None,
+        user_version=backend.user_version,
+        prev_version=None,
+        env=backend.env,
+        request_id="",
+        timeout_s=None,
+        parts=(),
+    ).to_plain()
+    # Not the user's: facts about the callable, and what follows from the environment.
+    spec["config"].pop("internal_metadata", None)
+    if backend.env is not None:
+        spec["config"].pop("isolation", None)
+    return {
+        "spec": spec,
+        "route": None if endpoint is None else endpoint.route,
+        "code_name": backend.code_key,
+    }
