@@ -13,7 +13,7 @@ from typing import Any, Self, overload
 
 from daskserve.client.api import default_verbs
 from daskserve.client.classic_handles import classic_handle
-from daskserve.client.deployment_verbs import NAME_AS_ROUTE, python_methods
+from daskserve.client.deployment_verbs import NAME_AS_ROUTE, new_version, python_methods
 from daskserve.client.deployments import Deployment, config_of
 from daskserve.client.forms import Form, awaitable, blocking
 from daskserve.client.specs import check_name, check_route, check_version, make_spec
@@ -56,7 +56,7 @@ async def _deploy(
         actor_options=self.actor_options,
         config=self.config,
         timeout_s=None,
-        version=self.version,
+        version=self.version or new_version(),
         user_version=self.version,
         prev_version=self.prev_version,
         env=self.env,

@@ -50,6 +50,11 @@ def _info_of(found: Mapping[str, Any]) -> tuple[DeploymentInfo, str | None]:
     return DeploymentInfo(**known), found["route"]
 
 
+def new_version() -> str:
+    """Return a version for a deploy without one, which always replaces the replicas."""
+    return f"unversioned-{uuid.uuid4().hex[:16]}"
+
+
 class DeploymentVerbs(Verbs):
     """Methods of a `Client` that deploy callables, with versions."""
 
@@ -112,7 +117,7 @@ class DeploymentVerbs(Verbs):
                 config=config,
                 timeout_s=timeout_s,
                 env=env,
-                version=version or f"unversioned-{uuid.uuid4().hex[:16]}",
+                version=version or new_version(),
                 user_version=version,
                 prev_version=prev_version,
             ),

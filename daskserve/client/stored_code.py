@@ -62,8 +62,8 @@ class StoredCode:
         if not asynchronous and link.runs_here():
             raise BlockingCallError(
                 f"The code of deployment '{self.deployment}' is large and not here yet, and waiting for it "
-                "would block the event loop that has to fetch it; use `await deployment.deploy_async(...)`, or "
-                "do this in another thread (asyncio.to_thread)."
+                "would block the event loop that has to fetch it; use `await deployment.deploy_async(...)`, "
+                "or do this in another thread (asyncio.to_thread)."
             )
         fetching = link.cluster(self.connection.instance).fetch_parcel(self.code_name, parcel)
         try:
