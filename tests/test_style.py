@@ -278,7 +278,7 @@ CONSTANT_MAKERS = frozenset(
     "bool bytes float frozenset int object str tuple range slice getLogger TypeVar ParamSpec TypeVarTuple "
     "NewType ContextVar MappingProxyType namedtuple compile Struct Path PurePosixPath version encode "
     "timedelta Decimal ConfigDict JSONEncoder JSONDecoder "
-    "blocking awaitable".split()  # the two forms of a function, see daskserve.client.forms
+    "blocking awaitable both_forms".split()  # the two forms of a function, see daskserve.client.forms
 )
 
 

@@ -69,6 +69,20 @@ class ControllerCalls:
                 f"The connection to the Dask scheduler {self.link.scheduler_address} was lost: {error}"
             ) from error
 
+    async def complete(self, answer: Mapping[str, Any], *, blocking: bool = True) -> GoalId | None:
+        """Return when the change that a verb's answer accepts is complete and visible here.
+
+        With ``blocking=False``, do not wait for its goal, but return it.
+        """
+        goal: GoalId | None = answer.get("goal")
+        if goal is not None and not blocking:
+            return goal
+        if goal is not None:
+            await self.wait_for_goal(goal, None)
+        else:
+            await self.wait_until_applied(answer.get("snapshot"))
+        return None
+
     async def wait_for_goal(self, goal: GoalId, timeout_s: float | None) -> bool:
         """Return whether a goal was reached in time; raise the goal's error if it failed."""
         deadline = None if timeout_s is None else self.link.clock.now() + timeout_s

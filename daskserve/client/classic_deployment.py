@@ -13,13 +13,13 @@ from typing import Any, Self, overload
 
 from daskserve.client.api import default_verbs
 from daskserve.client.classic_handles import classic_handle
-from daskserve.client.deployment_verbs import NAME_AS_ROUTE, new_version, python_methods
+from daskserve.client.deployment_verbs import NAME_AS_ROUTE, new_version
 from daskserve.client.deployments import Deployment, config_of
 from daskserve.client.forms import Form, awaitable, blocking
 from daskserve.client.specs import check_name, check_route, check_version, make_spec
-from daskserve.client.stored_code import StoredCode, UserCode
+from daskserve.client.stored_code import CODE_FIELDS, StoredCode
 from daskserve.data.caller.handle import Handle
-from daskserve.data.replica.definitions import inspect_definition
+from daskserve.data.replica.definitions import inspect_definition, python_methods
 from daskserve.loops.blocking import finish
 from daskserve.options.actor import ActorOptions
 from daskserve.options.backend import BackendConfig
@@ -128,14 +128,14 @@ class ClassicDeployment(Deployment):
         return self
 
     def __getattr__(self, name: str) -> Any:
-        if name in UserCode._fields and "_code" in vars(self):
+        if name in CODE_FIELDS and "_code" in vars(self):
             finish(self._load(asynchronous=False))
             return vars(self)[name]
         raise AttributeError(f"A deployment has no attribute {name!r}.")
 
     async def _load(self, *, asynchronous: bool) -> None:
         if "_code" in vars(self) and "definition" not in vars(self):
-            vars(self).update((await vars(self)["_code"].load(asynchronous=asynchronous))._asdict())
+            vars(self).update(await vars(self)["_code"].load(asynchronous=asynchronous))
 
     def __getstate__(self) -> dict[str, Any]:
         return {each.name: getattr(self, each.name) for each in fields(self)}

@@ -267,6 +267,7 @@ class Client(InstanceClient):
     deploy_spec = method(ClientVerbs.deploy_spec)
     get_deployment_info = method(ClientVerbs.get_deployment_info)
     list_deployments = method(ClientVerbs.list_deployments)
+    stored_deployments = method(ClientVerbs.stored_deployments)
     delete_deployment = method(ClientVerbs.delete_deployment)
 
     run = method(ClientVerbs.run)

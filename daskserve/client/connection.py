@@ -102,22 +102,13 @@ class Verbs:
         With ``blocking=False`` it returns as soon as the controller accepts the change, with the goal to wait
         for.
         """
-        return await self._complete(await self._accept(verb, **message), blocking=blocking)
+        return await self._complete(await self._call(verb, **message), blocking=blocking)
 
-    async def _accept(self, verb: str, **message: Any) -> dict[str, Any]:
-        """Return the controller's answer to a verb that changes something, for `_complete`."""
-        answer: dict[str, Any] = await self._call(verb, **message)
-        return answer
-
-    async def _complete(self, answer: Mapping[str, Any], *, blocking: bool = True) -> GoalId | None:
-        """Wait until an accepted change is complete and visible here, unless ``blocking`` is False."""
-        calls = self._connection.calls
+    async def _complete(self, answer: Mapping[str, Any], *, blocking: bool) -> GoalId | None:
+        """Return when an accepted change is complete; see `ControllerCalls.complete`."""
         goal: GoalId | None = answer.get("goal")
-        if goal is None:
-            await self._run(calls.wait_until_applied(answer.get("snapshot")))
-            return None
-        if not blocking:
-            return goal
+        if goal is None or not blocking or find_display() is None:
+            return await self._run(self._connection.calls.complete(answer, blocking=blocking))
         await self._wait_visibly(goal)
         return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import logging
 import uuid
 from collections.abc import Mapping
@@ -19,8 +20,14 @@ from daskserve.types import ALL_HTTP_METHODS, GoalId
 
 logger = logging.getLogger("daskserve.client")
 
-#: Distinguishes an omitted route from None, which means no route.
-NAME_AS_ROUTE: Any = object()
+
+class DefaultRoute(enum.Enum):
+    """Distinguishes an omitted route from None, which means no route; the same object in every process."""
+
+    NAME = "a slash and the name"
+
+
+NAME_AS_ROUTE: Any = DefaultRoute.NAME
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +138,7 @@ class DeploymentVerbs(Verbs):
     ) -> GoalId | bool | None:
         """Deploy a spec that `daskserve.client.specs.make_spec` returned; see `deploy`."""
         check_route(route)
-        answer = await self._accept(
+        answer = await self._call(
             "deploy", spec=spec, route=route, methods=list(ALL_HTTP_METHODS), python_methods=methods
         )
         version = "no version" if spec.user_version is None else f"version {spec.user_version!r}"

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from daskserve.client.connection import InstanceConnection
 from daskserve.errors import BadRequestError, BlockingCallError, InstanceError, NotFoundError
 from daskserve.payload import Parcel, unpack_code
 
-
-class UserCode(NamedTuple):
-    """A callable with the arguments of its constructor."""
-
-    definition: Any
-    init_args: tuple[Any, ...]
-    init_kwargs: Mapping[str, Any]
+#: What `StoredCode.load` returns: the fields of `daskserve.client.classic_deployment.ClassicDeployment` that
+#: hold user code.
+CODE_FIELDS = ("definition", "init_args", "init_kwargs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +29,8 @@ class StoredCode:
     code_name: str
     connection: InstanceConnection
 
-    async def load(self, *, asynchronous: bool) -> UserCode:
-        """Return the code, unpickled in this process.
+    async def load(self, *, asynchronous: bool) -> dict[str, Any]:
+        """Return the values of `CODE_FIELDS`, unpickled in this process.
 
         Raises
         ------
@@ -55,7 +50,7 @@ class StoredCode:
                 f"{type(error).__name__}: {error}. Install or import here what it needs, or replace it with "
                 ".options(func_or_class=..., init_args=..., init_kwargs=...)."
             ) from error
-        return UserCode(definition, tuple(args), dict(kwargs))
+        return dict(zip(CODE_FIELDS, (definition, tuple(args), dict(kwargs)), strict=True))
 
     async def _fetch(self, parcel: Parcel, *, asynchronous: bool) -> Any:
         link = self.connection.link

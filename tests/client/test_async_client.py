@@ -27,6 +27,9 @@ from daskserve.testing import local_instance, local_instance_async, wait_until
 FUNCTIONS = (
     *("connect", "delete", "explain", "get_app_handle", "get_deployment_handle", "run", "run_many", "scale"),
     *("set_target_capacity", "shutdown", "start", "status"),
+    *("create_backend", "update_backend_config", "get_backend_config", "list_backends", "delete_backend"),
+    *("create_endpoint", "list_endpoints", "set_traffic", "shadow_traffic", "delete_endpoint"),
+    *("get_deployment", "list_deployments", "get_deployment_info", "delete_deployment", "wait_for_goal"),
 )
 
 

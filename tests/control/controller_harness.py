@@ -203,7 +203,7 @@ class Stage:
         return await self.calls.call(verb, **message)
 
     async def change(self, verb: str, **message: Any) -> None:
-        await self.calls.change(verb, **message)
+        await self.calls.complete(await self.calls.call(verb, **message))
 
     def spec(self, tag: str = "b", **fields: Any) -> dict[str, Any]:
         request_id = f"request-{next(self._requests)}"

@@ -125,6 +125,7 @@ def test_list_endpoints(backends: serve.Client) -> None:
             "methods": ["GET", "POST"],
             "traffic": {"a": 0.25, "b": 0.75},
             "shadows": {"b": 0.5},
+            "python_methods": [],
         }
     }
 

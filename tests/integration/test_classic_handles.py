@@ -58,7 +58,7 @@ def test_get_handle_warns_about_the_wrong_kind(client: serve.Client, echo: serve
     """CL31: a sync handle in an event loop and an async one outside warn; both work."""
     with pytest.warns(UserWarning, match="sync=False outside an event loop"):
         handle = client.get_handle("echo", sync=False)
-    assert handle.remote(text="x").result()["text"] == "x"
+    assert asyncio.run(handle.remote(text="x")).result()["text"] == "x"
 
     async def inside() -> Any:
         with pytest.warns(UserWarning, match="sync=True inside an event loop"):
@@ -66,7 +66,7 @@ def test_get_handle_warns_about_the_wrong_kind(client: serve.Client, echo: serve
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             fitting = client.get_handle("echo", sync=False)
-        return await asyncio.gather(sync.remote(text="a"), fitting.remote(text="b"))
+        return await asyncio.gather(sync.remote(text="a"), await fitting.remote(text="b"))
 
     assert [each["text"] for each in asyncio.run(inside())] == ["a", "b"]
 
