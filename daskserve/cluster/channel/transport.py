@@ -167,11 +167,11 @@ class CommTransport:
             frames, self._outbox = self._outbox, []
             self.turn += 1
             try:
-                self.traffic.sent_bytes += _written(await self._comm.write(frames))
+                await self._send(frames)
             except OSError:
                 self._comm.abort()
                 return
-            except (TypeError, ValueError):
+            except (TypeError, ValueError, OverflowError):
                 # A frame that cannot be packed must not prevent sending the others.
                 await self._write_one_by_one(frames, refuse)
             except Exception:
@@ -183,12 +183,19 @@ class CommTransport:
     async def _write_one_by_one(self, frames: list[Any], refuse: Refuser) -> None:
         for frame in frames:
             try:
-                self.traffic.sent_bytes += _written(await self._comm.write([frame]))
-            except (TypeError, ValueError) as error:
+                await self._send([frame])
+            except (TypeError, ValueError, OverflowError) as error:
                 refuse(frame, error)
             except OSError:
                 self._comm.abort()
                 return
+
+    async def _send(self, frames: Sequence[Any]) -> None:
+        if self.peer_address.startswith("inproc://"):
+            # Such a comm passes objects on as they are: wrapped buffers, and memory of the sender.
+            body, large = pack(frames)
+            frames = unpack([body, *map(bytearray, large)])
+        self.traffic.sent_bytes += _written(await self._comm.write(frames))
 
 
 def _written(found: Any) -> int:
