@@ -14,12 +14,13 @@ from typing import Any, Self, overload
 from daskserve.client.api import default_verbs
 from daskserve.client.classic_handles import classic_handle
 from daskserve.client.deployment_verbs import NAME_AS_ROUTE, new_version
-from daskserve.client.deployments import Deployment, config_of
+from daskserve.client.deployments import Application, Deployment, config_of
 from daskserve.client.forms import Form, awaitable, blocking
 from daskserve.client.specs import check_name, check_route, check_version, make_spec
 from daskserve.client.stored_code import CODE_FIELDS, StoredCode
 from daskserve.data.caller.handle import Handle
 from daskserve.data.replica.definitions import inspect_definition, python_methods
+from daskserve.errors import BadRequestError
 from daskserve.loops.blocking import finish
 from daskserve.options.actor import ActorOptions
 from daskserve.options.backend import BackendConfig
@@ -179,6 +180,25 @@ class ClassicDeployment(Deployment):
         changed = replace(self, **changes, prev_version=prev_version)
         return Deployment.options(changed, **options)
 
+    def bind(self, *args: Any, **kwargs: Any) -> Application:
+        """Return this deployment with its arguments, as `Deployment.bind` does.
+
+        Without arguments, those of the options ``init_args`` and ``init_kwargs`` are bound.
+
+        Raises
+        ------
+        BadRequestError
+            It has a ``route_prefix``, which only `deploy` uses.
+        """
+        if self.given_route is not NAME_AS_ROUTE:
+            raise BadRequestError(
+                f"Deployment {self.name!r} has route_prefix={self.given_route!r}, which is for deploy(); "
+                "leave it out, and pass it to serve.run(..., route_prefix=...)."
+            )
+        if args or kwargs:
+            return super().bind(*args, **kwargs)
+        return super().bind(*self.init_args, **self.init_kwargs)
+
     # ---- the classic properties
 
     @property
@@ -280,8 +300,8 @@ def deployment(
     env : CondaEnv, str or path, optional
         The Python environment of its replicas, see `daskserve.client.client.Client.create_backend`.
     init_args, init_kwargs, prev_version, route_prefix
-        Defaults for ``deploy``, see `daskserve.client.client.Client.deploy`. Applications do not use them:
-        pass arguments to ``bind``, and a route to `daskserve.run`.
+        Defaults for ``deploy``, see `daskserve.client.client.Client.deploy`. In an application, pass
+        arguments to ``bind``, and a route to `daskserve.run`.
     **options
         Single options of `BackendConfig`, such as ``num_replicas=2``.
     """

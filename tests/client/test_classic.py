@@ -321,3 +321,11 @@ def test_the_default_route_follows_the_name() -> None:
     assert Echo.options(name="other").route_prefix == "/other"
     assert Echo.options(route_prefix="/x").options(name="other").route_prefix == "/x"
     assert Echo.options(route_prefix=None).route_prefix is None
+
+
+def test_an_application_has_the_arguments_of_the_options_and_no_route_of_a_deployment() -> None:
+    deployment = Echo.options(init_args=(1,), init_kwargs={"k": 2})
+    for application, expected in ((deployment.bind(), ((1,), {"k": 2})), (deployment.bind(3), ((3,), {}))):
+        assert (application.args, application.kwargs) == expected
+    with pytest.raises(BadRequestError, match=r"route_prefix='/x', which is for deploy\(\).* serve.run"):
+        Echo.options(route_prefix="/x").bind()
