@@ -17,6 +17,7 @@ from daskserve.client.deployment_verbs import StoredDeployment
 from daskserve.client.forms import Form, awaitable, blocking
 from daskserve.client.specs import join_user_config
 from daskserve.data.caller.handle import Handle
+from daskserve.options.environment import Environment
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -101,5 +102,5 @@ def _restored(found: StoredDeployment) -> ClassicDeployment:
         config=join_user_config(spec.config, spec.user_config),
         actor_options=spec.actor_options,
         version=spec.user_version,
-        env=spec.env,
+        env=None if spec.env is None else Environment.from_text(spec.env),
     )

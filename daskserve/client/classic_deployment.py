@@ -20,11 +20,13 @@ from daskserve.client.specs import check_name, check_route, check_version, make_
 from daskserve.client.stored_code import CODE_FIELDS, StoredCode
 from daskserve.data.caller.handle import Handle
 from daskserve.data.replica.definitions import inspect_definition, python_methods
+from daskserve.data.replica.working_dir import PackedFolder
 from daskserve.errors import BadRequestError
 from daskserve.loops.blocking import finish
 from daskserve.options.actor import ActorOptions
 from daskserve.options.backend import BackendConfig
 from daskserve.options.base import parse_options
+from daskserve.options.environment import parse_environment
 from daskserve.types import GoalId
 
 
@@ -61,6 +63,7 @@ async def _deploy(
         user_version=self.version,
         prev_version=self.prev_version,
         env=self.env,
+        files=self.files,
     )
     return await verbs.deploy_spec(
         spec, route=self.route_prefix, methods=python_methods(self.definition), blocking=_blocking
@@ -101,8 +104,11 @@ class ClassicDeployment(Deployment):
     init_kwargs: Mapping[str, Any] = field(default_factory=dict)
     prev_version: str | None = None
     given_route: str | None = NAME_AS_ROUTE
+    # The files of ``env``, if the instance has them and this program need not.
+    files: PackedFolder | None = field(default_factory=lambda: None)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_name(self.name, "name")
         check_version(self.version, "version")
         check_version(self.prev_version, "prev_version")
@@ -151,8 +157,10 @@ class ClassicDeployment(Deployment):
     __hash__ = None  # type: ignore[assignment]
 
     def _facts(self) -> tuple[Any, ...]:
-        names = ("name", "version", "config", "actor_options", "env", "init_args", "route_prefix")
-        return (*(getattr(self, each) for each in names), dict(self.init_kwargs))
+        names = ("name", "version", "config", "actor_options", "init_args", "route_prefix")
+        env = parse_environment(self.env)
+        env_text = None if env is None else env.to_text()
+        return (*(getattr(self, each) for each in names), dict(self.init_kwargs), env_text)
 
     def options(
         self,
@@ -177,6 +185,9 @@ class ClassicDeployment(Deployment):
         changes = {name: value for name, value in given.items() if value is not None}
         if route_prefix is None:
             changes["given_route"] = None
+        if "env" in options or set(CODE_FIELDS) - {"files"} <= set(changes):
+            # The stored files go with the environment, or with the code that they are stored with.
+            changes["files"] = None
         changed = replace(self, **changes, prev_version=prev_version)
         return Deployment.options(changed, **options)
 
@@ -297,8 +308,8 @@ def deployment(
     actor_options : ActorOptions or dict, optional
     version : str, optional
         Version of the code; without it, every change of the code is a new version.
-    env : CondaEnv, str or path, optional
-        The Python environment of its replicas, see `daskserve.client.client.Client.create_backend`.
+    env : Environment, dict, CondaEnv, str or path, optional
+        The environment of its replicas, see `daskserve.client.client.Client.create_backend`.
     init_args, init_kwargs, prev_version, route_prefix
         Defaults for ``deploy``, see `daskserve.client.client.Client.deploy`. In an application, pass
         arguments to ``bind``, and a route to `daskserve.run`.

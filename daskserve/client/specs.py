@@ -9,7 +9,7 @@ from typing import Any
 from daskserve import settings
 from daskserve.client.code_digest import code_digest, settle_ids
 from daskserve.data.replica.definitions import CallableFacts, inspect_definition
-from daskserve.data.replica.working_dir import pack_folder
+from daskserve.data.replica.working_dir import PackedFolder, pack_folder
 from daskserve.errors import BadRequestError
 from daskserve.options.actor import ActorOptions
 from daskserve.options.backend import BackendConfig, BackendMetadata
@@ -154,6 +154,7 @@ def make_spec(
     user_version: str | None = None,
     prev_version: str | None = None,
     env: Any = None,
+    files: PackedFolder | None = None,
     substitution: Callable[[], Substitute] | None = None,
 ) -> BackendSpec:
     """Check a client's arguments and return them as a spec for the controller, with user code as bytes.
@@ -162,6 +163,8 @@ def make_spec(
     ----------
     tag
         The checked name of the backend.
+    files
+        The files of the environment, if it does not name a folder.
     substitution
         Returns a function that returns what to pickle in place of an object, and that raises
         `MisplacedObject` for an object that must not be there.
@@ -185,8 +188,9 @@ def make_spec(
     )
     environment = _environment_of(tag, env, wanted)
     isolation: dict[str, Any] = {} if environment is None else {"isolation": "process"}
-    files = None if environment is None else environment.working_dir
-    folder = () if files is None else (pack_folder(files),)
+    if environment is not None and environment.working_dir is not None:
+        files = pack_folder(environment.working_dir)
+    folder = () if files is None else (files,)
     sealed, user_config = split_config(wanted, metadata, **isolation)
     arguments = (init_args if substitution else tuple(init_args), dict(init_kwargs))
     code, parts, digest = _packed(tag, (*folder, definition, *arguments), substitution)

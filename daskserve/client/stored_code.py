@@ -11,7 +11,7 @@ from daskserve.payload import Parcel, unpack_code
 
 #: What `StoredCode.load` returns: the fields of `daskserve.client.classic_deployment.ClassicDeployment` that
 #: hold user code.
-CODE_FIELDS = ("definition", "init_args", "init_kwargs")
+CODE_FIELDS = ("definition", "init_args", "init_kwargs", "files")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +42,16 @@ class StoredCode:
         parcel = Parcel.labelled(self.code)
         parts = () if parcel is None else await self._fetch(parcel, asynchronous=asynchronous)
         try:
-            definition, args, kwargs = unpack_code(self.code, parts)
+            *files, definition, args, kwargs = unpack_code(self.code, parts)
         except Exception as error:
             # A foreign object may raise anything when it is unpickled.
             raise BadRequestError(
                 f"The code of deployment '{self.deployment}' cannot be unpickled in this process: "
                 f"{type(error).__name__}: {error}. Install or import here what it needs, or replace it with "
-                ".options(func_or_class=..., init_args=..., init_kwargs=...)."
+                ".options(func_or_class=..., init_args=..., init_kwargs=...), and env=... if it has one."
             ) from error
-        return dict(zip(CODE_FIELDS, (definition, tuple(args), dict(kwargs)), strict=True))
+        values = (definition, tuple(args), dict(kwargs), files[0] if files else None)
+        return dict(zip(CODE_FIELDS, values, strict=True))
 
     async def _fetch(self, parcel: Parcel, *, asynchronous: bool) -> Any:
         link = self.connection.link

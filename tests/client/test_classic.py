@@ -6,6 +6,7 @@ import asyncio
 import logging
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -238,6 +239,22 @@ class TestStored:
         asyncio.run(serve.get_deployment("Echo").options(version="2").deploy_async())
         found.options(version="3").deploy()
         assert found.get_handle().arguments.remote().result(10)[0][0].sum() == SHARED_BYTES
+
+    def test_its_environment_comes_back_with_the_files(self, tmp_path: Path) -> None:
+        (tmp_path / "module_of_files.py").write_text("")
+        deployment = Echo.options(env={"env_vars": {"A": "b"}, "working_dir": str(tmp_path)})
+        deployment.deploy(_blocking=False)
+        found = serve.get_deployment("Echo")
+        assert found == deployment
+        assert found.files is not None
+        before = Path.cwd()
+        changed = found.options(user_config=1)
+        assert changed.files is found.files
+        assert Path.cwd() == before
+        changed.deploy(_blocking=False)
+        again = serve.get_deployment("Echo")
+        assert bytes(again.files.archive) == bytes(found.files.archive)
+        assert again.options(env=None).files is None
 
     def test_code_that_does_not_unpickle_here_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
         module = ModuleType("only_there")
