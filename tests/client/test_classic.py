@@ -242,7 +242,10 @@ class TestStored:
 
     def test_its_environment_comes_back_with_the_files(self, tmp_path: Path) -> None:
         (tmp_path / "module_of_files.py").write_text("")
-        deployment = Echo.options(env={"env_vars": {"A": "b"}, "working_dir": str(tmp_path)})
+        # No worker has room, so no process of the environment starts.
+        deployment = Echo.options(
+            env={"env_vars": {"A": "b"}, "working_dir": str(tmp_path)}, actor_options={"num_cpus": 1000}
+        )
         deployment.deploy(_blocking=False)
         found = serve.get_deployment("Echo")
         assert found == deployment
