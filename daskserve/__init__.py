@@ -85,6 +85,7 @@ if TYPE_CHECKING:
     from daskserve.data.caller.handle import Handle, Response
     from daskserve.data.caller.response_stream import ResponseGenerator
     from daskserve.data.replica.accept_batch import accept_batch
+    from daskserve.data.replica.class_app import ingress
     from daskserve.data.replica.requests import ServeRequest
     from daskserve.errors import ServeError
     from daskserve.options.actor import ActorOptions
@@ -127,6 +128,7 @@ _HOMES: Mapping[str, str] = {
     "get_deployment_handle": "client.applications",
     "get_deployment_handle_async": "client.applications",
     "deployment": "client.classic_deployment",
+    "ingress": "data.replica.class_app",
     "Deployment": "client.deployments",
     "Application": "client.deployments",
     # the classic system
@@ -250,6 +252,7 @@ __all__ = [
     "list_deployments_async",
     "list_endpoints",
     "list_endpoints_async",
+    "ingress",
     "metrics",
     "run",
     "run_async",

@@ -14,6 +14,7 @@ from types import CoroutineType
 from typing import Any
 
 from daskserve import payload as pickled
+from daskserve.data.replica.class_app import has_app, own_app
 from daskserve.data.replica.conversion import ConvertedResponse, Unfinished, dump_result, failure, to_answer
 from daskserve.data.replica.definitions import CALL, Method, import_definition, inspect_definition
 from daskserve.data.replica.joined_response import JoinedResponse
@@ -155,6 +156,8 @@ class Servable:
             self.construct_in_thread()
 
     def _adopt(self, made: Any) -> None:
+        if has_app(self._definition):
+            own_app(made)  # here, because the lifespan protocol hides errors of the application
         self.target = made
         self._bound = {name: getattr(made, name) if self.is_class else made for name in self.methods}
 
