@@ -71,6 +71,7 @@ PUBLIC = {
     "list_deployments_async",
     "list_endpoints",
     "list_endpoints_async",
+    "ingress",
     "metrics",
     "run",
     "run_async",
