@@ -1,4 +1,4 @@
-"""The command ``daskserve``. Each group of commands has its own module, which is imported on use."""
+"""The command ``daskserve``. Commands and groups have their own modules, which are imported on use."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ import click
 
 from daskserve._version import __version__
 
-#: The location and the help text of each group: ``name -> ("module:group", "help")``.
-GROUPS: Mapping[str, tuple[str, str]] = {
+#: The location and the help text of each command or group: ``name -> ("module:command", "help")``.
+COMMANDS: Mapping[str, tuple[str, str]] = {
     "metrics": ("daskserve.cli.metrics:metrics", "Set up Prometheus and Grafana for daskserve."),
+    "run": ("daskserve.cli.run:run", "Serve an application until Ctrl-C."),
+    "shutdown": ("daskserve.cli.run:shutdown", "End the instance on a cluster."),
     "simulate": ("daskserve.cli.simulate:simulate", "Try autoscaling policies on a recorded load."),
+    "status": ("daskserve.cli.run:status", "Show what runs on a cluster."),
 }
 
 
@@ -20,21 +23,21 @@ class LazyGroup(click.Group):
     """A group that imports its commands only when they run, so that ``daskserve --help`` is fast."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names of all groups."""
-        return sorted(GROUPS)
+        """Return the names of all commands."""
+        return sorted(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import and return a group; None if there is no group of that name."""
-        if cmd_name not in GROUPS:
+        """Import and return a command; None if there is none of that name."""
+        if cmd_name not in COMMANDS:
             return None
-        module_name, _, name = GROUPS[cmd_name][0].partition(":")
+        module_name, _, name = COMMANDS[cmd_name][0].partition(":")
         found: click.Command = getattr(importlib.import_module(module_name), name)
         return found
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the names and help texts of the groups without importing them."""
+        """Write the names and help texts of the commands without importing them."""
         with formatter.section("Commands"):
-            formatter.write_dl([(name, GROUPS[name][1]) for name in self.list_commands(ctx)])
+            formatter.write_dl([(name, COMMANDS[name][1]) for name in self.list_commands(ctx)])
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

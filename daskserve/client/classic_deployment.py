@@ -14,7 +14,7 @@ from typing import Any, Self, overload
 from daskserve.client.api import default_verbs
 from daskserve.client.classic_handles import classic_handle
 from daskserve.client.deployment_verbs import NAME_AS_ROUTE, new_version
-from daskserve.client.deployments import Application, Deployment, config_of
+from daskserve.client.deployments import Application, Deployment, config_of, default_name
 from daskserve.client.forms import Form, awaitable, blocking
 from daskserve.client.specs import check_name, check_route, check_version, make_spec
 from daskserve.client.stored_code import CODE_FIELDS, StoredCode
@@ -264,7 +264,7 @@ class ClassicDeployment(Deployment):
 
 
 @overload
-def deployment(definition: Callable[..., Any], /) -> ClassicDeployment: ...
+def deployment(definition: Callable[..., Any] | str, /) -> ClassicDeployment: ...
 
 
 @overload
@@ -300,10 +300,12 @@ def deployment(
 ) -> Any:
     """Turn a class or function into a `Deployment`; usable as a decorator with or without arguments.
 
+    Or pass it an ASGI application, or the import path of any of these, such as ``"module:name"``.
+
     Parameters
     ----------
     name : str, optional
-        Name of the deployment; by default, that of the class or function.
+        Name of the deployment; by default, that of the class or function, or the last part of an import path.
     config : BackendConfig or dict, optional
     actor_options : ActorOptions or dict, optional
     version : str, optional
@@ -322,7 +324,7 @@ def deployment(
             inspect_definition(target)
         return ClassicDeployment(
             definition=target,
-            name=name or str(getattr(target, "__name__", type(target).__name__)),
+            name=name or default_name(target),
             config=config_of(config, options),
             actor_options=parse_options(ActorOptions, actor_options, what="actor_options"),
             version=version,

@@ -141,6 +141,13 @@ def _unbound_in(arguments: tuple[Any, ...]) -> Deployment | None:
     return None
 
 
+def default_name(definition: Any) -> str:
+    """Return the name of a deployment that is given none: that of its callable."""
+    if isinstance(definition, str):
+        return definition.replace(":", ".").rpartition(".")[2]
+    return str(getattr(definition, "__name__", type(definition).__name__))
+
+
 def config_of(config: BackendConfig | Mapping[str, Any] | None, options: Mapping[str, Any]) -> BackendConfig:
     """Return a config with single options changed."""
     base = parse_options(BackendConfig, config, what="config")

@@ -20,6 +20,7 @@ from daskserve.client.specs import MisplacedObject, check_name, check_route, mak
 from daskserve.client.warning import warn_caller
 from daskserve.data.caller.bound import Reduced, reduce_handle, stand_in
 from daskserve.data.caller.handle import CallOptions, Handle
+from daskserve.data.replica.class_app import has_app
 from daskserve.data.replica.definitions import python_methods
 from daskserve.errors import BadRequestError
 from daskserve.options.actor import ActorOptions
@@ -60,7 +61,7 @@ class ApplicationGraph:
     TypeError
         A deployment that is not bound is among the arguments of another one.
     BadRequestError
-        Applications need each other in a cycle, or a name is not valid.
+        Applications need each other in a cycle, a name is not valid, or several classes have routes.
     """
 
     def __init__(self, target: Application, name: str) -> None:
@@ -72,6 +73,7 @@ class ApplicationGraph:
         self._names: set[str] = set()
         self._order: list[_Node] = []
         self._add(target, [])
+        self._check_apps()
 
     def spec(
         self,
@@ -124,6 +126,15 @@ class ApplicationGraph:
         node.name = self._free_name(application.deployment.name)
         self._order.append(node)
         return node
+
+    def _check_apps(self) -> None:
+        names = [each.name for each in self._order if has_app(each.application.deployment.definition)]
+        if len(names) > 1:
+            raise BadRequestError(
+                f"Application {self.name!r} has several deployments with @serve.ingress (FastAPI or another "
+                f"ASGI application): {', '.join(map(repr, names))}. Only the ingress answers HTTP requests: "
+                "let one of them have the routes, and call the others by handle."
+            )
 
     def _free_name(self, wanted: str) -> str:
         check_name(wanted, "name")

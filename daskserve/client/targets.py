@@ -5,10 +5,12 @@ from __future__ import annotations
 import inspect
 import typing
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import FunctionType
 from typing import Any
 
-from daskserve.client.deployments import Application, Deployment
+from daskserve.client.deployments import Application, Deployment, default_name
+from daskserve.data.replica.class_app import ingress, is_asgi_app
 from daskserve.data.replica.definitions import import_definition
 from daskserve.errors import BadRequestError
 
@@ -18,9 +20,10 @@ def application_of(target: Any, args: Mapping[str, Any] | None = None) -> Applic
 
     Parameters
     ----------
-    target : Application, function or str
-        What ``.bind()`` returns; a builder, which is a function with exactly one parameter that returns an
-        application; or the import path of one of them, such as ``"module:app"``.
+    target : Application, ASGI application, function or str
+        What ``.bind()`` returns; an ASGI application such as one of FastAPI; a builder, which is a function
+        with exactly one parameter that returns one of these; or the import path of one of them, such as
+        ``"module:app"``. The replicas import an ASGI application by its path.
     args : dict, optional
         The argument of a builder. If the builder's parameter is annotated with a pydantic model, the builder
         gets the model.
@@ -34,23 +37,52 @@ def application_of(target: Any, args: Mapping[str, Any] | None = None) -> Applic
     pydantic.ValidationError
         A `ValueError`: the model refuses the arguments.
     """
+    found = target
     if isinstance(target, str):
-        path, target = target, import_definition(target)
-        if isinstance(target, str):
-            raise TypeError(f"Import path {path!r} must name an application or a builder, not {target!r}.")
-    if isinstance(target, Application):
-        if args:
-            raise BadRequestError(
-                f"Application {target.deployment.name!r} is already built, so it takes no arguments, got "
-                f"{sorted(args)}; pass a function that takes them and returns the application."
-            )
-        return target
-    if isinstance(target, FunctionType):
-        return _built(target, args or {})
-    hint = " (did you forget .bind()?)" if isinstance(target, Deployment) else ""
+        found = import_definition(target)
+        if isinstance(found, str):
+            raise TypeError(f"Import path {target!r} must name an application or a builder, not {found!r}.")
+    if isinstance(found, FunctionType) and not is_asgi_app(found):
+        return _built(found, args or {})
+    # Replicas import an ASGI application by its path, as its server would: pickled, it would be another
+    # object than the one that its module refers to.
+    application = _bound(target if isinstance(target, str) and is_asgi_app(found) else found)
+    if args:
+        raise BadRequestError(
+            f"Application {application.deployment.name!r} is already built, so it takes no arguments, got "
+            f"{sorted(args)}; pass a function that takes them and returns the application."
+        )
+    return application
+
+
+def factory_application(path: str) -> Application:
+    """Return the application of the import path of a function that returns an ASGI application.
+
+    Each replica calls the function, without arguments.
+    """
+    build = partial(_call, path)
+    return Deployment(ingress(build)(), default_name(path)).bind()
+
+
+def _call(path: str) -> Any:
+    return import_definition(path)()
+
+
+def _bound(found: Any, builder: str = "") -> Application:
+    if isinstance(found, Application):
+        return found
+    if isinstance(found, str) or is_asgi_app(found):
+        return Deployment(found, default_name(found)).bind()
+    is_unbound = isinstance(found, Deployment)
+    got = f"deployment {found.name!r}, which is not bound: call its bind()" if is_unbound else repr(found)
+    if builder:
+        raise TypeError(
+            f"Application builder {builder} must return what .bind() returns, or an ASGI application, "
+            f"got {got}"
+        )
     raise TypeError(
-        "serve.run() takes what .bind() returns, a function that returns it, or the import path of one of "
-        f"them, got {target!r}{hint}"
+        "serve.run() takes what .bind() returns, an ASGI application, a function that returns one of them, "
+        f"or the import path of one of them, got {got}"
     )
 
 
@@ -60,14 +92,11 @@ def _built(builder: Callable[[Any], Any], args: Mapping[str, Any]) -> Applicatio
     if len(parameters) != 1:
         raise TypeError(
             f"Application builder {name} must have exactly one parameter, for its arguments, but has "
-            f"{len(parameters)}."
+            f"{len(parameters)}. For a function that builds an ASGI application in each replica, run "
+            "serve.deployment(serve.ingress(function)()).bind()."
         )
     model = _model_of(builder, parameters[0])
-    built = builder(dict(args) if model is None else model(**args))
-    if not isinstance(built, Application):
-        hint = " (did you forget .bind()?)" if isinstance(built, Deployment) else ""
-        raise TypeError(f"Application builder {name} must return what .bind() returns, got {built!r}{hint}")
-    return built
+    return _bound(builder(dict(args) if model is None else model(**args)), builder=name)
 
 
 def _model_of(builder: Callable[[Any], Any], parameter: inspect.Parameter) -> type[Any] | None:

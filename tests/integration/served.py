@@ -29,3 +29,10 @@ class NotOnTheOtherSide(Exception):
         super().__init__(reason)
         self.reason = reason
         self.code = code
+
+
+async def asgi(scope: Any, receive: Any, send: Any) -> None:
+    """Answer HTTP requests with the path below the route; has no lifespan."""
+    assert scope["type"] == "http"
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": scope["path"].encode()})

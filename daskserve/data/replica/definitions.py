@@ -19,6 +19,7 @@ CALL = "__call__"
 #: Methods with public names that only daskserve calls.
 HOOKS = frozenset({"reconfigure", "check_health"})
 
+MODULE_REMEDY = "Install it on the workers, too, or put its folder on their PYTHONPATH."
 
 ASGI_PARAMETERS = ("scope", "receive", "send")
 
@@ -180,7 +181,9 @@ def import_definition(path: str) -> Any:
         missing = error.name or ""
         if module_name != missing and not module_name.startswith(f"{missing}."):
             raise
-        raise BadRequestError(f"Import path {path!r}: there is no module {missing!r} here.") from error
+        raise BadRequestError(
+            f"Import path {path!r}: there is no module {missing!r} here. {MODULE_REMEDY}"
+        ) from error
     for part in name.split("."):
         try:
             found = getattr(found, part)

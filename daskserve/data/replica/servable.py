@@ -16,7 +16,13 @@ from typing import Any
 from daskserve import payload as pickled
 from daskserve.data.replica.class_app import has_app, own_app
 from daskserve.data.replica.conversion import ConvertedResponse, Unfinished, dump_result, failure, to_answer
-from daskserve.data.replica.definitions import CALL, Method, import_definition, inspect_definition
+from daskserve.data.replica.definitions import (
+    CALL,
+    MODULE_REMEDY,
+    Method,
+    import_definition,
+    inspect_definition,
+)
 from daskserve.data.replica.joined_response import JoinedResponse
 from daskserve.data.replica.lifespan import Lifespan
 from daskserve.data.replica.message_pipe import MessagePipe
@@ -38,7 +44,10 @@ def load_definition(
 
     ``parts`` are those of the parcel, if one stands for the code.
     """
-    *_, definition, init_args, init_kwargs = unpack_code(code, parts)
+    try:
+        *_, definition, init_args, init_kwargs = unpack_code(code, parts)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"{error}. {MODULE_REMEDY}", name=error.name) from error
     if isinstance(definition, str):
         definition = import_definition(definition)
         if isinstance(definition, str):
