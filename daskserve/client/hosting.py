@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from daskserve.client.api import checked_http, find_default, start_with
-from daskserve.client.application_verbs import RunTarget, specs_of
+from daskserve.client.application_verbs import RunTarget, build
 from daskserve.client.client import ClientVerbs
 from daskserve.client.connection import InstanceConnection
 from daskserve.client.forms import Form, blocking
@@ -40,7 +40,7 @@ async def _host(
     try:
         running = None if link is None else await find_default(form)
         # A mistake starts nothing.
-        specs = specs_of([target], instance="" if running is None else running.instance)
+        built = build([target], instance="" if running is None else running.instance)
         connection = running or await _started(form, http_options, detached=not is_blocking)
         if link is None:
             report(f"Started a Dask cluster at {connection.link.scheduler_address}.")
@@ -49,7 +49,7 @@ async def _host(
         verbs = form.verbs(connection)
         is_kept = False
         try:
-            await verbs.deploy_specs(specs)
+            await verbs._deploy_built(built)
             if is_blocking:
                 await serve_until_ended(connection.link, connection.instance, asynchronous=form.asynchronous)
             else:

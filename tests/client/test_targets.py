@@ -96,12 +96,12 @@ def local_annotation() -> Any:
 @pytest.mark.parametrize(
     ("target", "match"),
     [
-        (Model, r"got Deployment\(.* \(did you forget .bind\(\)\?\)"),
-        (3, "takes what .bind.. returns, a function that returns it, .* got 3"),
+        (Model, r"got deployment 'Model', which is not bound: call its bind\(\)"),
+        (3, "takes what .bind.. returns, an ASGI application, a function .* got 3"),
         (lambda: BUILT, "exactly one parameter, for its arguments, but has 0"),
         (lambda a, b: BUILT, "exactly one parameter, for its arguments, but has 2"),
-        (lambda args: Model, r"must return what .bind\(\) returns, .*did you forget .bind"),
-        (lambda args: 3, r"must return what .bind\(\) returns, got 3"),
+        (lambda args: Model, r"must return what .bind\(\) returns, .* which is not bound: call its bind"),
+        (lambda args: 3, r"must return what .bind\(\) returns, or an ASGI application, got 3"),
         (local_annotation(), r"annotation 'Local' .* cannot be resolved"),
     ],
     ids=["unbound", "number", "none", "two", "returns a deployment", "returns a number", "local model"],
