@@ -243,7 +243,10 @@ async def creations(folder: Path) -> tuple[list[float], list[tuple[int, int]]]:
     async with cluster:
         await cluster.start(
             ControllerStart(
-                http=HTTPOptions(location=Location.NO_SERVER), middlewares=None, start_timeout_s=600.0
+                http=HTTPOptions(location=Location.NO_SERVER),
+                middlewares=None,
+                start_timeout_s=600.0,
+                callback=None,
             ).encode()
         )
         view = cluster.process("w0")

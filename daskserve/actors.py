@@ -7,6 +7,8 @@ import logging
 from collections.abc import Coroutine
 from typing import Any
 
+from starlette.middleware import Middleware
+
 from daskserve.cluster.base import ActorContext, verb, verbs_of
 from daskserve.data.caller.handle import routers_of
 from daskserve.data.replica.child_code import ChildCode
@@ -14,6 +16,7 @@ from daskserve.data.replica.local_code import LocalCode
 from daskserve.data.replica.replica import Replica
 from daskserve.errors import BadRequestError, ServeError
 from daskserve.figures.table import MetricSample
+from daskserve.importing import call_imported
 from daskserve.payload import load_bytes
 from daskserve.proxies.ingress.app import IngressApp, build_app
 from daskserve.proxies.ingress.forwarded import ForwardedHeaders
@@ -45,6 +48,23 @@ def make_replica(context: ActorContext) -> Any:
     return Replica(context, ChildCode if start.config.isolation == "process" else LocalCode)
 
 
+def middlewares_from(path: str) -> list[Middleware]:
+    """Return the middlewares of the function that ``proxy_callback`` names.
+
+    Raises
+    ------
+    BadRequestError
+        It failed, or returned something else.
+    """
+    found = call_imported(path, "proxy_callback")
+    if not isinstance(found, list) or not all(isinstance(each, Middleware) for each in found):
+        raise BadRequestError(
+            f"proxy_callback={path!r} must return a list of starlette.middleware.Middleware objects, got "
+            f"{found!r}"
+        )
+    return found
+
+
 class ProxyActor:
     """One HTTP listener with its ingress; the process's routers are shared."""
 
@@ -65,6 +85,8 @@ class ProxyActor:
         self._stop_watching = self._cluster.listener.watch("routes", self._update_routes)
         options = self._start.options
         middlewares = load_bytes(self._start.middlewares) if self._start.middlewares else []
+        if options.proxy_callback is not None:
+            middlewares = [*await asyncio.to_thread(middlewares_from, options.proxy_callback), *middlewares]
         self._ingress = IngressApp(
             options=options,
             routes=lambda: self._routes,

@@ -68,6 +68,15 @@ class ProcessSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class ControllerSettings:
+    """Settings of the controllers of instances that this process starts."""
+
+    #: Import path of a function that each controller calls, without arguments, when it starts: to configure
+    #: logging, for example. The proxies have ``daskserve.http.proxy-callback``.
+    callback: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ChannelSettings:
     """Settings of the connections from a user program to the workers."""
 
@@ -97,6 +106,11 @@ def channel() -> ChannelSettings:
             "least 3, or to 0 to leave this to TCP."
         )
     return found
+
+
+def controller() -> ControllerSettings:
+    """Return the settings of controllers, from ``daskserve.controller.*``."""
+    return ControllerSettings(**_known("daskserve.controller", ControllerSettings))
 
 
 def process() -> ProcessSettings:

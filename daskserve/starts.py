@@ -147,6 +147,8 @@ class ControllerStart(StartMessage):
         As in `ProxyStart`; the controller passes them on without decoding them.
     start_timeout_s : float
         Timeout of a replica's start or reconfiguration.
+    callback : str or None
+        Import path of a function that the controller calls when it starts.
     """
 
     OPTIONS: ClassVar[Mapping[str, Any]] = {"http": dump_http}
@@ -154,3 +156,4 @@ class ControllerStart(StartMessage):
     http: HTTPOptions
     middlewares: bytes | None
     start_timeout_s: float
+    callback: str | None

@@ -37,6 +37,7 @@ CAPTIONS: Mapping[str, tuple[str, str]] = {
     "figures": ("what is measured", GRAY),
     "loops": ("event loops and threads", GRAY),
     "internals": ("private parts of libraries", GRAY),
+    "importing": ("import paths", GRAY),
     "payload": ("pickles", GRAY),
     "starts": ("what a new actor needs", GRAY),
     "types": ("nouns and messages", GRAY),

@@ -218,6 +218,7 @@ async def _start_on(
         http=options,
         middlewares=dump_bytes(options.middlewares) if options.middlewares else None,
         start_timeout_s=timeouts.start_s,
+        callback=settings.controller().callback,
     )
     await start_instance(
         link,

@@ -49,6 +49,7 @@ async def running_cluster(
         http=options,
         middlewares=dump_bytes(options.middlewares) if options.middlewares else None,
         start_timeout_s=settings.timeouts().start_s,
+        callback=settings.controller().callback,
     )
     factories: dict[ActorKind, Any] = {
         ActorKind.CONTROLLER: actors.make_controller,

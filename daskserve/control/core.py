@@ -26,6 +26,7 @@ from daskserve.control.watch import WorkerWatch
 from daskserve.control.writing import Writer
 from daskserve.errors import InstanceError, ServeError, StaleEpochError
 from daskserve.figures.table import MetricSample
+from daskserve.importing import call_imported
 from daskserve.options.http import HTTPOptions
 from daskserve.starts import ControllerStart, ProxyStart
 from daskserve.types import Location, SnapshotId, WorkerInfo
@@ -63,6 +64,8 @@ class ControllerCore:
 
     async def start(self) -> dict[str, Any]:
         """Load the state from the store and start to reconcile it with what runs."""
+        if self._start.callback is not None:
+            await asyncio.to_thread(call_imported, self._start.callback, "daskserve.controller.callback")
         records = await self.cluster.store.load()
         self.state, corrupt = checkpoint.restore(records)
         self.corrupt = corrupt

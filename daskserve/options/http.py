@@ -25,6 +25,11 @@ class HTTPOptions(Options):
         default_factory=list,
         description="Starlette ``Middleware`` objects wrapped around the ingress, first one outermost.",
     )
+    proxy_callback: str | None = Field(
+        None,
+        description="Import path of a function that each proxy calls when it starts. It returns a list of "
+        "Starlette ``Middleware`` objects, which are wrapped around those of ``middlewares``.",
+    )
     server: Literal["tornado", "uvicorn"] = Field(
         "tornado",
         description="HTTP server: Tornado, which is always installed, or uvicorn, which is faster and needs "

@@ -194,7 +194,7 @@ class Stage:
         assert record.incarnation == incarnation
 
     async def open(self, start_timeout_s: float = 600.0) -> ActorAddress:
-        message = ControllerStart(self.http, None, start_timeout_s)
+        message = ControllerStart(self.http, None, start_timeout_s, None)
         return await self.cluster.start(message.encode())
 
     # asking

@@ -458,7 +458,10 @@ def test_a_controller_that_fails_to_start_raises_the_reason() -> None:
                 1,
                 "local",
                 ControllerStart(
-                    http=HTTPOptions(location=Location.NO_SERVER), middlewares=None, start_timeout_s=600.0
+                    http=HTTPOptions(location=Location.NO_SERVER),
+                    middlewares=None,
+                    start_timeout_s=600.0,
+                    callback=None,
                 ).encode(),
             )
             process = stage.cluster.process(stage.cluster.workers()[0].address)

@@ -107,6 +107,14 @@ def test_start_refuses_invalid_arguments(external: ExternalCluster) -> None:
         pytest.raises(ValueError, match=r"daskserve\.timeouts\.chnage_s, which is not an option"),
     ):
         serve.start(http_options=NO_SERVER, dask_client=external.client)
+    with (
+        dask.config.set({"daskserve.controller.callback": "nowhere:callback"}),
+        pytest.raises(
+            ValueError, match=r"daskserve\.controller\.callback='nowhere:callback' failed: .* no module"
+        ),
+        within(5),
+    ):
+        serve.start(http_options=NO_SERVER, dask_client=external.client)
 
 
 def test_clusters_without_workers_or_with_busy_workers_are_refused(tmp_path: Path) -> None:

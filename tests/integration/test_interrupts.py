@@ -233,7 +233,10 @@ async def start_late(link: DaskLink) -> None:
         owns_cluster=False,
         grace_s=0.0,
         payload=ControllerStart(
-            http=HTTPOptions(location=Location.NO_SERVER), middlewares=None, start_timeout_s=600.0
+            http=HTTPOptions(location=Location.NO_SERVER),
+            middlewares=None,
+            start_timeout_s=600.0,
+            callback=None,
         ).encode(),
         store="memory://",
         timeout_s=10.0,

@@ -137,7 +137,7 @@ class Simulation:
         for _ in range(workers):
             self._add_worker()
         message = ControllerStart(
-            http=HTTPOptions(location=self.location), middlewares=None, start_timeout_s=START_S
+            http=HTTPOptions(location=self.location), middlewares=None, start_timeout_s=START_S, callback=None
         )
         self.reports = LoadReports(
             cast(Any, self.cluster.program), self.cluster.program.clock, cast(Any, self.queues)

@@ -18,7 +18,7 @@ from daskserve.cluster.base import ActorSpec, InstanceStore
 from daskserve.cluster.long_poll import CONTROLLER, WORKERS
 from daskserve.cluster.scheduler.hosts import HostRegistry
 from daskserve.cluster.scheduler.parcels import InstanceParcels
-from daskserve.errors import ActorLostError, ServeError
+from daskserve.errors import ActorLostError, BadRequestError, ServeError
 from daskserve.types import ActorAddress, ActorKind, InstanceName, WorkerAddress
 
 logger = logging.getLogger("daskserve.supervisor")
@@ -127,6 +127,8 @@ class ControllerKeeper:
                 async with asyncio.timeout(START_TIMEOUT_S):
                     await self._create(entry, address)
             except (OSError, TimeoutError, ServeError) as error:
+                if is_first and isinstance(error, BadRequestError):
+                    raise  # it is the caller's, on every worker
                 # A worker that has left, as all do when the cluster closes, is nothing to warn of.
                 level = logging.INFO if isinstance(error, ActorLostError) else logging.WARNING
                 logger.log(level, "The controller of %s did not start on %s: %r", entry.name, worker, error)

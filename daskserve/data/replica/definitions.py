@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copyreg
 import functools
-import importlib
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,13 +12,10 @@ from typing import Any
 from starlette.datastructures import State
 
 from daskserve.data.replica.accept_batch import MARK
-from daskserve.errors import BadRequestError
 
 CALL = "__call__"
 #: Methods with public names that only daskserve calls.
 HOOKS = frozenset({"reconfigure", "check_health"})
-
-MODULE_REMEDY = "Install it on the workers, too, or put its folder on their PYTHONPATH."
 
 ASGI_PARAMETERS = ("scope", "receive", "send")
 
@@ -159,34 +155,3 @@ def is_async(function: Any) -> bool:
     if not (inspect.isroutine(function) or inspect.isclass(function)):
         function = type(function).__call__  # an object made callable by its class
     return inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
-
-
-def import_definition(path: str) -> Any:
-    """Import and return the object that ``"pkg.mod.Name"`` or ``"pkg.mod:Name"`` names.
-
-    Raises
-    ------
-    BadRequestError
-        The path has another form, there is no such module, or the module has no such name. Errors raised
-        by the module itself, such as a missing import, are not changed.
-    """
-    module_name, colon, name = path.partition(":")
-    if not colon:
-        module_name, _, name = path.rpartition(".")
-    if not all(part.isidentifier() for part in [*module_name.split("."), *name.split(".")]):
-        raise BadRequestError(f"Import path {path!r} must have the form 'pkg.mod.Name' or 'pkg.mod:Name'.")
-    try:
-        found = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        missing = error.name or ""
-        if module_name != missing and not module_name.startswith(f"{missing}."):
-            raise
-        raise BadRequestError(
-            f"Import path {path!r}: there is no module {missing!r} here. {MODULE_REMEDY}"
-        ) from error
-    for part in name.split("."):
-        try:
-            found = getattr(found, part)
-        except AttributeError as error:
-            raise BadRequestError(f"Import path {path!r}: {module_name} has no {name!r}.") from error
-    return found

@@ -18,9 +18,7 @@ from daskserve.data.replica.class_app import has_app, own_app
 from daskserve.data.replica.conversion import ConvertedResponse, Unfinished, dump_result, failure, to_answer
 from daskserve.data.replica.definitions import (
     CALL,
-    MODULE_REMEDY,
     Method,
-    import_definition,
     inspect_definition,
 )
 from daskserve.data.replica.joined_response import JoinedResponse
@@ -28,6 +26,7 @@ from daskserve.data.replica.lifespan import Lifespan
 from daskserve.data.replica.message_pipe import MessagePipe
 from daskserve.data.replica.requests import HTTPRequest, legacy_argument
 from daskserve.errors import ActorLostError, BadRequestError, ReplicaBusyError, UnavailableError
+from daskserve.importing import MODULE_REMEDY, import_definition
 from daskserve.payload import unpack_code
 from daskserve.types import Payload, Receive
 

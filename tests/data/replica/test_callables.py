@@ -25,13 +25,13 @@ from daskserve.data.replica.conversion import Unfinished
 from daskserve.data.replica.definitions import (
     CALL,
     CallableFacts,
-    import_definition,
     inspect_definition,
     is_async,
 )
 from daskserve.data.replica.lifespan import Lifespan
 from daskserve.data.replica.servable import Servable, load_definition
 from daskserve.errors import ActorLostError, BadRequestError, ServeError, UnavailableError
+from daskserve.importing import import_definition
 from daskserve.types import Message
 
 pytestmark = pytest.mark.smoke
