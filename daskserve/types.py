@@ -7,6 +7,7 @@ times are not frozen, because creating a frozen dataclass takes three times as l
 
 from __future__ import annotations
 
+import asyncio
 import enum
 import pickle
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping
@@ -49,6 +50,44 @@ WHOLE_RESPONSE = "daskserve.response"
 
 #: The return value of a `Send` that need not wait; creating a coroutine costs several times as much.
 DONE: Awaitable[None] = cast(Awaitable[None], _Done())
+
+
+class OpenSocket(Protocol):
+    """An open WebSocket without anything between user code and the connection. Used on one event loop."""
+
+    async def receive(self) -> Message:
+        """Return the client's next message; after the end, every call returns the disconnect."""
+
+    async def send(self, message: Message) -> None:
+        """Send a message; wait until the client has room for more. Raises ``OSError`` after the end."""
+
+    def leave(self) -> None:
+        """Close the connection with code 1001. Idempotent."""
+
+    def abort(self) -> None:
+        """End the connection at once."""
+
+
+class SocketPlace(Protocol):
+    """The event loop of user code, to which the connection of a WebSocket can move."""
+
+    loop: asyncio.AbstractEventLoop
+
+    def post(self, function: Callable[..., object], *args: Any) -> None:
+        """Call a function on `loop`, from any thread."""
+
+    def expect_socket(self) -> None:
+        """Note that the socket will come, and that nothing more may be sent on the way of the accept."""
+
+    def take_socket(self, socket: OpenSocket) -> None:
+        """Take the open socket; called once, on `loop`, after `expect_socket`."""
+
+    def drop_socket(self, socket: OpenSocket) -> None:
+        """Note that the connection has ended; called on `loop`."""
+
+
+#: The key of a ``websocket.accept`` whose value is the `SocketPlace` of user code in the proxy's process.
+SOCKET_PLACE = "daskserve.place"
 
 #: The name under which ``serve.start(detached=True)`` is found by ``serve.connect()``.
 DEFAULT_INSTANCE: InstanceName = "daskserve"
@@ -200,7 +239,8 @@ class Envelope:
     ``deadline`` is the time by which it must be answered, on the clock of this process's event loop.
     ``has_body`` says whether messages of the caller follow; if not, the handler reads one message with an
     empty body. If it is `ON_DEMAND`, the caller's ``receive`` is called only once user code reads. Without
-    ``patience``, a full replica refuses the request at once.
+    ``patience``, a full replica refuses the request at once. In a WebSocket that ``is_direct``, nothing
+    between the server and a replica in its process needs to see the messages; this does not cross a channel.
     """
 
     kind: EnvelopeKind
@@ -209,6 +249,7 @@ class Envelope:
     deadline: float | None = None
     has_body: bool | Literal[2] = True
     patience: Patience | None = None
+    is_direct: bool = False
 
 
 @dataclass(slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import select
 import ssl
 from collections.abc import Callable
 from typing import Protocol
@@ -12,7 +11,7 @@ from daskserve.clock import Clock
 from daskserve.proxies.asgi import ASGI_VERSIONS, ASGIApp, Scope
 from daskserve.proxies.exchange.idle import IdleWatch
 from daskserve.proxies.exchange.response_head import DateHeader, HeadCache
-from daskserve.proxies.exchange.stream import Stream, addresses_of
+from daskserve.proxies.exchange.stream import Stream, addresses_of, can_tell_hangups
 from daskserve.proxies.exchange.websocket import WebSocketSession
 
 
@@ -79,14 +78,6 @@ class Carrier:
             task.cancel()
             # A task that is cancelled before its first step does not remove itself.
             task.add_done_callback(self.tasks.discard)
-
-
-def can_tell_hangups() -> bool:
-    """Whether the operating system can tell if a client has left, as Linux does.
-
-    If not, the end of a client's data counts as that.
-    """
-    return hasattr(select, "POLLRDHUP")
 
 
 def _ignore(connection: Connection) -> None: ...

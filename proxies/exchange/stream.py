@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import select
 import socket
-from collections.abc import Awaitable, Callable
+import threading
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol
 
 from tornado.iostream import StreamClosedError
 
-#: With more unread bytes than this, reading from the transport pauses.
+#: With more bytes than this that nobody has read yet, reading from the transport pauses.
 READ_AHEAD_BYTES = 64 * 1024
+#: Size of what is read or parsed at once; small, so that it does not block other tasks.
+READ_BYTES = 16 * 1024
 
 
 class Stream(Protocol):
@@ -30,8 +35,21 @@ class Stream(Protocol):
     def sent_bytes(self) -> int:
         """How many bytes the operating system has taken; it grows while a client reads a long message."""
 
-    def read_bytes(self, num_bytes: int, *, partial: bool) -> Awaitable[bytes]:
-        """Return the next bytes. Raises ``StreamClosedError``."""
+    def start_reading(self, on_data: Callable[[bytes], None], /) -> None:
+        """Call ``on_data(data)`` with all that is received, until `pause_reading`."""
+
+    def pause_reading(self) -> None:
+        """Receive nothing more for now. Idempotent."""
+
+    def resume_reading(self) -> None:
+        """Receive again. Idempotent."""
+
+    def leave_for(self, loop: asyncio.AbstractEventLoop, /) -> tuple[socket.socket, bytes] | None:
+        """Return a socket for a `TransportStream` on ``loop``, and what was received and not read yet.
+
+        This stream is closed then, and the connection is not. None if it has to stay where it is, or is a
+        `TransportStream` of that loop.
+        """
 
     def set_nodelay(self, value: bool, /) -> None:
         """Send small parts at once."""
@@ -80,8 +98,10 @@ class TransportStream(asyncio.Protocol):
         self._accepted_bytes = 0
         self._unread = bytearray()
         self._is_reading_paused = False
-        self._reading: tuple[int, asyncio.Future[bytes]] | None = None
+        self._on_data: Callable[[bytes], None] | None = None
         self._on_close: Callable[[], None] | None = None
+        #: Held while another thread ends the connection: its descriptor must not be closed meanwhile.
+        self._ending = threading.Lock()
 
     def write(self, data: bytes | memoryview, /) -> asyncio.Future[None]:
         if self._transport.is_closing():
@@ -122,23 +142,51 @@ class TransportStream(asyncio.Protocol):
         self._transport.set_write_buffer_limits(1, 0)
         self._transport.set_protocol(self)
 
-    def read_bytes(self, num_bytes: int, *, partial: bool) -> asyncio.Future[bytes]:
-        """Return up to ``num_bytes`` as soon as there are any."""
-        future: asyncio.Future[bytes] = self._loop.create_future()
-        if not self._unread and self.closed():
-            raise StreamClosedError
-        self._reading = (num_bytes, future)
-        self._hand_over()
-        return future
+    def start_reading(self, on_data: Callable[[bytes], None], /) -> None:
+        self._on_data = on_data
+        self.resume_reading()
+        if self._unread:
+            data, self._unread = bytes(self._unread), bytearray()
+            on_data(data)
+
+    def pause_reading(self) -> None:
+        if not self._is_reading_paused and not self.closed():
+            self._is_reading_paused = True
+            self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        if self._is_reading_paused and not self.closed():
+            self._is_reading_paused = False
+            self._transport.resume_reading()
+
+    def leave_for(self, loop: asyncio.AbstractEventLoop, /) -> tuple[socket.socket, bytes] | None:
+        is_bound = self._transport.get_extra_info("ssl_object") is not None or self.writing()
+        if loop is self._loop or is_bound or self.closed():
+            return None
+        left = duplicate(self.socket), bytes(self._unread)
+        self._on_close = None
+        self.close()
+        return left
+
+    def cut(self, goodbye: bytes) -> None:
+        """End the connection from any thread, after ``goodbye`` if that can be sent without waiting."""
+        with self._ending:
+            if self._is_lost:
+                return
+            with suppress(OSError), duplicate(self.socket) as sock:
+                if not self.writing():
+                    sock.send(goodbye)
+                sock.shutdown(socket.SHUT_RDWR)
 
     # ---- called by the transport, or by the protocol that reads before `take_over`
 
     def data_received(self, data: bytes) -> None:
+        if self._on_data is not None:
+            self._on_data(data)
+            return
         self._unread += data
-        self._hand_over()
-        if len(self._unread) > READ_AHEAD_BYTES and not self._is_reading_paused and not self.closed():
-            self._is_reading_paused = True
-            self._transport.pause_reading()
+        if len(self._unread) > READ_AHEAD_BYTES:
+            self.pause_reading()
 
     def pause_writing(self) -> None:
         if self._room.done():
@@ -149,36 +197,51 @@ class TransportStream(asyncio.Protocol):
             self._room.set_result(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._is_lost = True
+        with self._ending:
+            self._is_lost = True
         self._open_streams.discard(self)
         if not self._room.done():
             self._room.set_exception(StreamClosedError())
             self._room.exception()  # retrieved here: it may have no waiter
-        if self._reading is not None:
-            _, future = self._reading
-            self._reading = None
-            if not future.done():
-                future.set_exception(StreamClosedError())
+        self._on_data = None
         # Later, so that a reader of the last bytes sees them before the end.
         self._loop.call_soon(self._tell)
-
-    def _hand_over(self) -> None:
-        if self._reading is None or not self._unread:
-            return
-        num_bytes, future = self._reading
-        self._reading = None
-        if future.done():
-            return  # cancelled
-        future.set_result(bytes(self._unread[:num_bytes]))
-        del self._unread[:num_bytes]
-        if self._is_reading_paused and len(self._unread) <= READ_AHEAD_BYTES // 2 and not self.closed():
-            self._is_reading_paused = False
-            self._transport.resume_reading()
 
     def _tell(self) -> None:
         callback, self._on_close = self._on_close, None
         if callback is not None:
             callback()
+
+
+class _Opening(asyncio.Protocol):
+    """Makes the stream of a new transport its protocol."""
+
+    stream: TransportStream
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self.stream = TransportStream(transport, set())
+        self.stream.take_over()
+
+
+async def open_stream(sock: socket.socket) -> TransportStream:
+    """Return a stream over a connected socket on the running event loop; raise ``OSError`` if it was lost."""
+    _, opened = await asyncio.get_running_loop().connect_accepted_socket(_Opening, sock)
+    return opened.stream
+
+
+def duplicate(sock: Any) -> socket.socket:
+    """Return another descriptor of a connection, which stays open when the first one is closed."""
+    copy = socket.fromfd(sock.fileno(), sock.family, sock.type, sock.proto)
+    copy.setblocking(False)
+    return copy
+
+
+def can_tell_hangups() -> bool:
+    """Whether the operating system can tell if a client has left, as Linux does.
+
+    If not, the end of a client's data counts as that.
+    """
+    return hasattr(select, "POLLRDHUP")
 
 
 def addresses_of(

@@ -16,7 +16,8 @@ import asyncio
 import select
 from collections.abc import Iterable
 
-from daskserve.proxies.exchange.carrier import Carrier, Connection, can_tell_hangups
+from daskserve.proxies.exchange.carrier import Carrier, Connection
+from daskserve.proxies.exchange.stream import can_tell_hangups
 from daskserve.proxies.exchange.websocket import WebSocketSession
 
 #: How often the operating system is asked.

@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import socket
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
@@ -28,9 +29,11 @@ from tornado.httputil import HTTPHeaders, HTTPInputError, parse_request_start_li
 from tornado.ioloop import IOLoop
 from tornado.iostream import IOStream, SSLIOStream, StreamClosedError, UnsatisfiableReadError
 
+from daskserve.clock import LoopClock
 from daskserve.proxies.exchange.carrier import Carrier, Connection
 from daskserve.proxies.exchange.exchange import Exchange
 from daskserve.proxies.exchange.request_head import FRAMING_HEADERS, MAX_HEADER_BYTES, RequestHead
+from daskserve.proxies.exchange.stream import READ_BYTES, duplicate
 
 log = logging.getLogger("daskserve.proxies")
 
@@ -55,6 +58,9 @@ class RequestStream(IOStream):
     #: How many bytes the operating system has taken.
     sent_bytes = 0
     _has_nodelay = False
+    _on_data: Callable[[bytes], None]
+    _reading: asyncio.Task[None] | None = None
+    _is_reading_paused = False
     #: Returns whether a response is still to be written when the client ends its side of the connection.
     stays_open: Callable[[], bool] = staticmethod(lambda: False)
 
@@ -87,9 +93,54 @@ class RequestStream(IOStream):
             self._has_nodelay = True
             super().set_nodelay(True)
 
+    # ---- for a WebSocket
+
+    def start_reading(self, on_data: Callable[[bytes], None]) -> None:
+        """Call ``on_data(data)`` with all that is received."""
+        self._on_data = on_data
+        self.resume_reading()
+
+    def pause_reading(self) -> None:
+        """Receive nothing more for now, at most what is being received."""
+        self._is_reading_paused = True
+
+    def resume_reading(self) -> None:
+        """Receive again."""
+        self._is_reading_paused = False
+        if self._reading is None or self._reading.done():
+            self._reading = asyncio.get_running_loop().create_task(self._read())
+
+    async def _read(self) -> None:
+        with suppress(StreamClosedError):
+            while not self._is_reading_paused:
+                reading = asyncio.ensure_future(self.read_bytes(READ_BYTES, partial=True))
+                if reading.done():  # buffered data: yield to other tasks
+                    await LoopClock().sleep(0)
+                self._on_data(await reading)
+
+    def leave_for(self, loop: asyncio.AbstractEventLoop) -> tuple[socket.socket, bytes] | None:
+        """Return a copy of the socket and what was received; see `daskserve.proxies.exchange.stream.Stream`.
+
+        An asyncio transport takes less time for a message, also on the same loop.
+        """
+        if self.writing() or self.closed():
+            return None
+        sock = duplicate(self.socket)
+        # The whole buffer, or else at most one piece of what the socket has.
+        received = asyncio.ensure_future(self.read_bytes(self.max_buffer_size, partial=True))
+        self.set_close_callback(None)
+        self.close((None, None, None))  # not for the end of the client's data
+        if received.done() and received.exception() is None:
+            return sock, received.result()
+        received.add_done_callback(asyncio.Future.exception)  # retrieved
+        return sock, b""
+
 
 class TLSRequestStream(RequestStream, SSLIOStream):
     """The same over TLS; the first read includes the handshake."""
+
+    def leave_for(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Return None: the state of TLS cannot leave the stream."""
 
 
 class TornadoConnection:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 
 import pytest
-from http_harness import run
+from http_harness import poll_for, run
 from tornado.iostream import StreamClosedError
 
-from daskserve.proxies.exchange.stream import TransportStream
+from daskserve.proxies.exchange.stream import TransportStream, open_stream
 
 SERVER = "uvicorn"
 pytestmark = pytest.mark.usefixtures("carrier")
@@ -61,28 +62,62 @@ def test_data_written_just_before_the_close_is_sent_as_far_as_it_fits() -> None:
     run(test)
 
 
-def test_received_data_can_be_read_after_the_client_disconnected() -> None:
+def test_data_received_before_the_reader_starts_is_read_first() -> None:
     async def test() -> None:
         stream, client = await make_stream()
-        ended = asyncio.Event()
-        stream.set_close_callback(ended.set)
-        client.send(b"0123456789")
-        client.close()
-        await ended.wait()
-        assert await stream.read_bytes(4, partial=True) == b"0123"
-        assert await stream.read_bytes(100, partial=True) == b"456789"
-        with pytest.raises(StreamClosedError):
-            await stream.read_bytes(1, partial=True)
+        received: list[bytes] = []
+        with client:
+            client.send(b"0123")
+            await poll_for(lambda: stream._unread)
+            stream.start_reading(received.append)
+            client.send(b"4567")
+            await poll_for(lambda: len(received) == 2)
+            stream.pause_reading()
+            client.send(b"89")
+            await asyncio.sleep(0.01)
+            assert received == [b"0123", b"4567"]
+            stream.resume_reading()
+            await poll_for(lambda: len(received) == 3)
+            stream.close()
 
     run(test)
 
 
-def test_a_waiting_reader_is_notified_of_the_end() -> None:
+def test_a_connection_leaves_for_another_stream_with_what_was_received() -> None:
     async def test() -> None:
         stream, client = await make_stream()
-        reading = stream.read_bytes(4, partial=True)
-        client.close()
-        with pytest.raises(StreamClosedError):
-            await reading
+        with client:
+            client.send(b"early")
+            await poll_for(lambda: stream._unread)
+            assert stream.leave_for(asyncio.get_running_loop()) is None  # it is there
+            other = asyncio.new_event_loop()
+            left = stream.leave_for(other)
+            other.close()
+            assert left is not None
+            sock, unread = left
+            assert (unread, stream.closed()) == (b"early", True)
+            await asyncio.sleep(0.01)  # the old descriptor is closed
+            moved = await open_stream(sock)
+            moved.write(b"hello")
+            assert await asyncio.get_running_loop().sock_recv(client, 100) == b"hello"
+            moved.close()
+
+    run(test)
+
+
+def test_another_thread_can_end_a_connection() -> None:
+    async def test() -> None:
+        stream, client = await make_stream()
+        with client:
+            ended = asyncio.Event()
+            stream.set_close_callback(ended.set)
+            thread = threading.Thread(target=stream.cut, args=(b"goodbye",))
+            thread.start()
+            thread.join()
+            loop = asyncio.get_running_loop()
+            assert await loop.sock_recv(client, 100) == b"goodbye"
+            assert await loop.sock_recv(client, 100) == b""
+            await ended.wait()
+            stream.cut(b"once more")
 
     run(test)
