@@ -240,7 +240,9 @@ class Envelope:
     ``has_body`` says whether messages of the caller follow; if not, the handler reads one message with an
     empty body. If it is `ON_DEMAND`, the caller's ``receive`` is called only once user code reads. Without
     ``patience``, a full replica refuses the request at once. In a WebSocket that ``is_direct``, nothing
-    between the server and a replica in its process needs to see the messages; this does not cross a channel.
+    between the server and a replica in its process needs to see the messages. ``note_turn`` is called, from
+    any thread, with the seconds for which user code worked on each message of a WebSocket. Neither crosses a
+    channel.
     """
 
     kind: EnvelopeKind
@@ -250,6 +252,7 @@ class Envelope:
     has_body: bool | Literal[2] = True
     patience: Patience | None = None
     is_direct: bool = False
+    note_turn: Callable[[float], object] | None = None
 
 
 @dataclass(slots=True)

@@ -8,9 +8,11 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from tornado.iostream import StreamClosedError
+
+Socket: TypeAlias = socket.socket
 
 #: With more bytes than this that nobody has read yet, reading from the transport pauses.
 READ_AHEAD_BYTES = 64 * 1024
@@ -44,7 +46,7 @@ class Stream(Protocol):
     def resume_reading(self) -> None:
         """Receive again. Idempotent."""
 
-    def leave_for(self, loop: asyncio.AbstractEventLoop, /) -> tuple[socket.socket, bytes] | None:
+    def leave_for(self, loop: asyncio.AbstractEventLoop, /) -> tuple[Socket, bytes] | None:
         """Return a socket for a `TransportStream` on ``loop``, and what was received and not read yet.
 
         This stream is closed then, and the connection is not. None if it has to stay where it is, or is a
@@ -159,7 +161,7 @@ class TransportStream(asyncio.Protocol):
             self._is_reading_paused = False
             self._transport.resume_reading()
 
-    def leave_for(self, loop: asyncio.AbstractEventLoop, /) -> tuple[socket.socket, bytes] | None:
+    def leave_for(self, loop: asyncio.AbstractEventLoop, /) -> tuple[Socket, bytes] | None:
         is_bound = self._transport.get_extra_info("ssl_object") is not None or self.writing()
         if loop is self._loop or is_bound or self.closed():
             return None

@@ -282,6 +282,7 @@ class IngressApp:
         if timeout_s is not None:
             return self._call_until(request, endpoint, head, receive, timeout_s)
         envelope = Envelope(EnvelopeKind.HTTP, head, None, None, request.has_body or is_socket)
+        envelope.is_direct = is_socket and self._takes_whole
         return self._dispatch(endpoint, envelope, receive, request.send)
 
     async def _call_until(

@@ -175,10 +175,14 @@ class ReplicaSet:
             The replica was lost after the request had begun, and the request must not be retried.
         """
         replay = None
+        roster = self._roster
+        is_socket = False
         if envelope.kind is EnvelopeKind.HTTP:  # calls have no messages to repeat
             replay = Replay(envelope, receive, send)
             receive, send = replay.receive, replay.send
-        roster = self._roster
+            is_socket = envelope.head["type"] == "websocket"
+            if is_socket:
+                envelope = replace(envelope, note_turn=roster.turns.note)
         metrics = self._metrics
         is_rejected = refused is not None
         if refused is None:
@@ -193,6 +197,7 @@ class ReplicaSet:
             if replica is None:
                 replica = await self._wait(is_rejected)
             has_queued_request = replica.has_queued_request
+            replica.sockets += is_socket
             try:
                 if has_queued_request:
                     if queued_since is None:
@@ -206,9 +211,10 @@ class ReplicaSet:
                 metrics.note_retry(error)
                 is_rejected = True
             else:
-                roster.report(replica, load, self._clock.now())
+                roster.report(replica, load, self._clock.now(), is_answer=not is_socket)
                 return
             finally:
+                replica.sockets -= is_socket
                 roster.release(replica)
                 if self._waiting:
                     self._serve_waiting()

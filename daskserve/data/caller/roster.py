@@ -11,6 +11,9 @@ the longer queue of the local one costs less time than a hop: each request of th
 computes for 10 ms gets no request while another copy of it is idle. An idle replica is found in constant
 time, too. A replica that joins a backend in service gets the next request.
 
+An open WebSocket counts like a request, until the turns of its backend are known to be light: see
+`daskserve.data.caller.turns`. Then it does not count between near and far, and new ones stay near.
+
 A replica that is full with the requests of other processes reports that when it refuses a request, and in its
 answers. From then on it gets only requests for which no other replica has room. They queue at the replica
 (`daskserve.data.replica.slots`), one at a time per router. This ends when the replica reports room, or has
@@ -29,6 +32,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 
 from daskserve.data.caller.routing import choose
+from daskserve.data.caller.turns import TurnMeter
 from daskserve.types import ActorAddress, Load, ReplicaTag, WorkerAddress
 
 #: Load reports older than this are ignored.
@@ -64,6 +68,7 @@ class ReplicaEntry:
         "peers",
         "reported",
         "reported_at",
+        "sockets",
         "tag",
     )
 
@@ -72,7 +77,10 @@ class ReplicaEntry:
         self.address = address
         self.concurrency = 1
         self.in_flight = 0
+        #: How many of these are WebSockets.
+        self.sockets = 0
         #: Mean time between two answers while requests are in flight; infinite until there is an answer.
+        #: WebSockets do not count.
         self.pace_s = math.inf
         #: When the last answer came, or the first request if there was none in flight.
         self.busy_since = 0.0
@@ -122,6 +130,8 @@ class Roster:
         #: many of them are queued there.
         self.in_flight = 0
         self.queued = 0
+        #: The turns of this process's WebSockets.
+        self.turns = TurnMeter()
 
     def __repr__(self) -> str:
         return " ".join(f"{each.tag}={each.in_flight}/{each.concurrency}" for each in self._entries.values())
@@ -189,10 +199,12 @@ class Roster:
         local, remote = self._local, self._remote
         if local:
             entry = local[0] if len(local) == 1 else _draw(local, self._idle_local, now, rng)
-            if remote and (score := entry.score(now)) * entry.pace_s > HOP_S:
-                other = self._newcomer() or _draw(remote, self._idle_remote, now, rng)
-                if score > LOCAL_FACTOR * other.score(now) + HOP_S / entry.pace_s:
-                    entry = other
+            if remote and entry.score(now) * entry.pace_s > HOP_S:
+                work = self._work(entry, now)
+                if work * entry.pace_s > HOP_S:
+                    other = self._newcomer() or _draw(remote, self._idle_remote, now, rng)
+                    if work > LOCAL_FACTOR * self._work(other, now) + HOP_S / entry.pace_s:
+                        entry = other
         elif remote:
             entry = (self._newcomers and self._newcomer()) or (
                 remote[0] if len(remote) == 1 else _draw(remote, self._idle_remote, now, rng)
@@ -204,12 +216,19 @@ class Roster:
         else:
             return None
         self.in_flight += 1
-        if not entry.in_flight:
+        if entry.in_flight == entry.sockets:
             entry.busy_since = now
         entry.in_flight += 1
         if entry.has_queued_request or entry.in_flight >= entry.concurrency:
             self._remove(entry)
         return entry
+
+    def _work(self, entry: ReplicaEntry, now: float) -> float:
+        """Return the score of a replica for the choice between near and far."""
+        score = entry.score(now)
+        if entry.sockets and self.turns.is_light(now, HOP_S):
+            return max(0.0, score - entry.sockets)
+        return score
 
     def leave_queue(self, entry: ReplicaEntry) -> None:
         """Record that the request queued at a replica has its slot, or has left."""
@@ -232,14 +251,15 @@ class Roster:
         if entry.peers is self._remote:
             self._newcomers.appendleft(entry)
 
-    def report(self, entry: ReplicaEntry, load: Load, now: float) -> None:
-        """Record the load that a replica reports with an answer."""
-        wait_s = now - entry.busy_since
-        entry.busy_since = now
-        if entry.pace_s == math.inf:
-            entry.pace_s = wait_s
-        else:
-            entry.pace_s += PACE_WEIGHT * (wait_s - entry.pace_s)
+    def report(self, entry: ReplicaEntry, load: Load, now: float, *, is_answer: bool = True) -> None:
+        """Record the load that a replica reports with an answer, a refusal or the end of a WebSocket."""
+        if is_answer:
+            wait_s = now - entry.busy_since
+            entry.busy_since = now
+            if entry.pace_s == math.inf:
+                entry.pace_s = wait_s
+            else:
+                entry.pace_s += PACE_WEIGHT * (wait_s - entry.pace_s)
         entry.reported = load.ongoing + load.queued
         entry.reported_at = now
         is_full = load.ongoing >= entry.concurrency
@@ -248,9 +268,7 @@ class Roster:
 
     def note_busy(self, entry: ReplicaEntry, ongoing: int, now: float, *, was_queued: bool) -> None:
         """Record that a replica refused a request, at once or after it was queued there."""
-        pace_s = entry.pace_s
-        self.report(entry, Load(max(ongoing, entry.concurrency)), now)
-        entry.pace_s = pace_s  # a refusal is no answer
+        self.report(entry, Load(max(ongoing, entry.concurrency)), now, is_answer=False)
         if was_queued:
             self.suspend(entry, now + BUSY_BACKOFF_S)
 

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import replace
 from typing import Any
 
 from daskserve.amounts import shown
@@ -118,6 +119,8 @@ class Router:
     async def _send_with_copies(
         self, backend: BackendTag, shadows: list[BackendTag], envelope: Envelope, receive: Receive, send: Send
     ) -> None:
+        if envelope.is_direct:
+            envelope = replace(envelope, is_direct=False)  # the copies need the messages
         copies = [self._routers.send_shadow(shadow, envelope) for shadow in shadows]
         if not envelope.has_body:
             for copy in copies:

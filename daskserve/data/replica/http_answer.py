@@ -12,6 +12,7 @@ from daskserve.data.replica.message_pipe import MessagePipe, open_pipe
 from daskserve.data.replica.method_header import named_method, no_call_error
 from daskserve.data.replica.requests import read_body
 from daskserve.data.replica.serving import LocalAnswer
+from daskserve.data.replica.socket_pipe import open_socket_pipe
 from daskserve.types import ON_DEMAND, Message, Receive, Send
 
 #: From version 2.4 on, ``send`` fails once the client has left, which users of uvicorn do not expect.
@@ -129,11 +130,16 @@ class HTTPAnswer(LocalAnswer):
 
     def _open_pipe(self, first: Message | None) -> MessagePipe:
         kind = self._scope["type"]
-        pipe = self.pipe = open_pipe(self.code.wall, kind, self._receive, self._send, first)
+        code, receive, send = self.code, self._receive, self._send
+        pipe: MessagePipe
+        if kind == "websocket":
+            pipe = open_socket_pipe(code.wall, self.envelope, receive, send, first)
+            code.sockets.add(pipe)
+        else:
+            pipe = open_pipe(code.wall, kind, receive, send, first)
+        self.pipe = pipe
         pipe.is_body_assumed = first is not None and not self.envelope.has_body
         pipe.owner = self
-        if kind == "websocket":
-            self.code.sockets.add(pipe)
         return pipe
 
 

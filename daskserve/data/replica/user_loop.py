@@ -11,9 +11,11 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from contextvars import Context
 from typing import Any, Protocol, TypeAlias
 
+from daskserve.clock import LoopClock
 from daskserve.data.replica.runner import CodeRun, RunListener, reportable
 from daskserve.data.replica.user_threads import wait_for_event
 from daskserve.loops.event_loop import new_event_loop
@@ -38,6 +40,13 @@ class LoopPlace(Protocol):
     @property
     def to_worker(self) -> Post:
         """Calls a function on the worker's loop."""
+
+
+class Guest(Protocol):
+    """A connection that lives on the user's loop; see `daskserve.types.OpenSocket`."""
+
+    def abort(self) -> None:
+        """End the connection at once."""
 
 
 class LoopRun(CodeRun):
@@ -110,6 +119,8 @@ class UserLoop:
         self._closing: asyncio.Future[None] | None = None
         self._grace_s = 0.0
         self._ended = asyncio.Event()
+        self._guests: set[Guest] = set()
+        self._no_guests = asyncio.Event()
 
     def start(
         self, function: Callable[..., Any], args: tuple[Any, ...], context: Context, on_end: RunListener
@@ -129,6 +140,16 @@ class UserLoop:
         # A request that is alone waits for nothing else, so its wake-ups are not shared.
         post = hop.post_soon if len(self.runs) > 1 else hop.post
         post(function, *args)
+
+    def admit(self, guest: Guest) -> None:
+        """Let a connection live on this loop, where this is called; it must not outlive the loop."""
+        self._guests.add(guest)
+
+    def dismiss(self, guest: Guest) -> None:
+        """Note that a connection has ended."""
+        self._guests.discard(guest)
+        if not self._guests:
+            self._no_guests.set()
 
     async def close(self, grace_s: float) -> bool:
         """Cancel running code, end the loop and its thread; return False if user code does not end."""
@@ -152,7 +173,10 @@ class UserLoop:
                 pass  # the loop was stopped
             except (SystemExit, KeyboardInterrupt) as error:
                 logger.error("User code raised %s in a background task", type(error).__name__)
+        ends_at = self.loop.time() + self._grace_s
         self._cancel_tasks()
+        if self._guests:
+            self.loop.run_until_complete(self._end_guests(ends_at))
         self.loop.run_until_complete(self.loop.shutdown_asyncgens())
         asyncio.set_event_loop(None)
         self.loop.close()
@@ -176,3 +200,14 @@ class UserLoop:
             task.cancel()
         if tasks:
             self.loop.run_until_complete(asyncio.wait(tasks, timeout=self._grace_s))
+
+    async def _end_guests(self, ends_at: float) -> None:
+        """Let connections that are being closed end in peace, for the rest of the grace period."""
+        clock = LoopClock()
+        self._no_guests.clear()
+        with suppress(TimeoutError):
+            await clock.wait_for(self._no_guests.wait(), ends_at - clock.now())
+        for guest in list(self._guests):
+            guest.abort()
+        for _ in range(2):  # until their transports are closed
+            await clock.sleep(0)

@@ -1,0 +1,47 @@
+"""How much work the messages of WebSockets are, for the choice between a near replica and a far one.
+
+A WebSocket stays at its replica for as long as it is open, and holds a slot. How much work it is depends on
+its messages: a chat sends one a minute, and a model computes for each. A *turn* is the time from the message
+that user code receives to the moment when it asks for the next.
+"""
+
+from __future__ import annotations
+
+import math
+
+#: Over how long the busy share is averaged, at least.
+WINDOW_S = 1.0
+#: The weight of the newest turn in their mean.
+TURN_WEIGHT = 0.1
+
+
+class TurnMeter:
+    """The turns of the WebSockets that this process has at its own replicas of one backend."""
+
+    __slots__ = ("_busy_before_s", "_busy_s", "_share", "_since", "_turn_s")
+
+    def __init__(self) -> None:
+        self._turn_s = math.inf
+        self._busy_s = self._busy_before_s = self._share = 0.0
+        self._since = -math.inf
+
+    def note(self, turn_s: float) -> None:
+        """Count a turn; called from the threads of user code. A count that is lost does no harm."""
+        self._busy_s += turn_s
+        if self._turn_s == math.inf:
+            self._turn_s = turn_s
+        else:
+            self._turn_s += TURN_WEIGHT * (turn_s - self._turn_s)
+
+    def is_light(self, now: float, hop_s: float) -> bool:
+        """Whether a hop would cost more than the turns do; False until there was a turn.
+
+        ``hop_s`` is the cost of a hop. It covers less the busier the process is with turns already, because a
+        message then waits for others.
+        """
+        elapsed_s = now - self._since
+        if elapsed_s >= WINDOW_S:
+            self._share = min(1.0, (self._busy_s - self._busy_before_s) / elapsed_s)
+            self._since = now
+            self._busy_before_s = self._busy_s
+        return self._turn_s <= hop_s * (1.0 - self._share)
