@@ -250,13 +250,10 @@ class WebSocketLine:
             await self._arrive(data, unread)
         else:
             self._owner.line_moves(place)
-            place.post(self._start_to_arrive, data, unread)
+            # The task is held by what it waits for, and ends with the loop at the latest.
+            place.post(lambda: loop.create_task(self._arrive(data, unread)))
 
     # ---- where the line moves to
-
-    def _start_to_arrive(self, data: bytes, unread: bytes) -> None:
-        # The task is in the callbacks of what it waits for, and ends with the loop at the latest.
-        asyncio.get_running_loop().create_task(self._arrive(data, unread))
 
     async def _arrive(self, data: bytes, unread: bytes) -> None:
         """Open the connection on the running loop, and accept the handshake with ``data``."""

@@ -5,77 +5,16 @@ from __future__ import annotations
 import base64
 import os
 import signal
-import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
+from blocking_websocket import talk
 from clusters import nannied_cluster, pids, worker_of
 from dask_processes import ExternalCluster, fetch, poll_for, within
-from wsproto import ConnectionType, WSConnection
-from wsproto.events import (
-    AcceptConnection,
-    BytesMessage,
-    CloseConnection,
-    Message,
-    RejectConnection,
-    RejectData,
-    Request,
-    TextMessage,
-)
+from wsproto.events import AcceptConnection, CloseConnection, Message, RejectConnection, RejectData
 
 import daskserve as serve
-
-
-class WebSocketClient:
-    """A blocking client of one WebSocket."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        self._protocol = WSConnection(ConnectionType.CLIENT)
-        self._events: list[Any] = []
-
-    def send(self, event: Any) -> None:
-        self._sock.sendall(self._protocol.send(event))
-
-    def event(self) -> Any:
-        while not self._events:
-            data = self._sock.recv(1 << 20)
-            self._protocol.receive_data(data or None)
-            self._events += self._protocol.events()
-            if not data:
-                return None
-        return self._events.pop(0)
-
-    def message(self) -> Any:
-        parts = []
-        while True:
-            event = self.event()
-            assert isinstance(event, (TextMessage, BytesMessage)), event
-            parts.append(event.data)
-            if event.message_finished:
-                return type(parts[0])().join(parts)
-
-    def ask(self, data: Any) -> Any:
-        self.send(Message(data=data))
-        return self.message()
-
-    def closed(self) -> int:
-        event = self.event()
-        assert isinstance(event, CloseConnection), event
-        self.send(event.response())
-        return int(event.code)
-
-
-@contextmanager
-def talk(url: str) -> Iterator[WebSocketClient]:
-    parts = urlsplit(url)
-    with socket.create_connection((parts.hostname, parts.port), timeout=20) as sock:
-        client = WebSocketClient(sock)
-        client.send(Request(host="test", target=parts.path))
-        yield client
 
 
 def application() -> Any:

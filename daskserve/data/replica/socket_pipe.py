@@ -122,7 +122,7 @@ class SocketPipe(MessagePipe):
         self._turns.end()
         while True:
             place = self._place
-            if place is not None and place.socket is not None:
+            if place is not None and place.socket is not None and not self._inbox:
                 return self._turns.begin(await place.socket.receive())
             try:
                 return self._turns.begin(await super().receive())
@@ -187,8 +187,30 @@ class SocketPipe(MessagePipe):
             self._place.give_up()
 
 
+class WorkerPlace:
+    """The worker's loop as the `SocketPlace` of one WebSocket, which needs no move."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.socket: OpenSocket | None = None
+
+    def post(self, function: Callable[..., object], *args: Any) -> None:
+        """Call a function on this loop, where everything is."""
+        function(*args)
+
+    def expect_socket(self) -> None:
+        """Do nothing: the pipe reads only while user code does."""
+
+    def take_socket(self, socket: OpenSocket) -> None:
+        """Take the connection: all messages pass through it from now on."""
+        self.socket = socket
+
+    def drop_socket(self, socket: OpenSocket) -> None:
+        """Do nothing: the session ends the connection."""
+
+
 class DirectSocketPipe(DirectPipe):
-    """The same for user code on the worker's loop, which needs no move; it is its own `SocketPlace`."""
+    """The same for user code on the worker's loop."""
 
     def __init__(
         self,
@@ -199,40 +221,28 @@ class DirectSocketPipe(DirectPipe):
         first: Message | None,
     ) -> None:
         super().__init__(wall, "websocket", receive, send, first)
-        self._is_direct = envelope.is_direct
         self._turns = _Turns(envelope.note_turn or _ignore)
-        self.loop = wall.loop
-        self._socket: OpenSocket | None = None
-
-    def post(self, function: Any, *args: Any) -> None:
-        """Call a function on the worker's loop, where everything is."""
-        function(*args)
+        self._is_direct = envelope.is_direct
+        self._place = WorkerPlace(wall.loop)
 
     async def receive(self) -> Message:
         self._turns.end()
-        receive = super().receive if self._socket is None else self._socket.receive
-        return self._turns.begin(await receive())
+        socket = self._place.socket
+        if socket is None or self._inbox:
+            return self._turns.begin(await super().receive())
+        return self._turns.begin(await socket.receive())
 
     async def send(self, message: Message) -> None:
-        if self._socket is not None:
-            try:
-                await self._socket.send(message)
-            except OSError:
-                pass  # user code receives the disconnect, and may have to clean up
-        elif message["type"] == "websocket.accept" and self._is_direct:
-            await super().send({**message, SOCKET_PLACE: self})
-        else:
+        socket = self._place.socket
+        if socket is None:
+            if message["type"] == "websocket.accept" and self._is_direct:
+                message = {**message, SOCKET_PLACE: self._place}
             await super().send(message)
-
-    def expect_socket(self) -> None:
-        """Do nothing: the connection comes from the same loop."""
-
-    def take_socket(self, socket: OpenSocket) -> None:
-        """Take the connection: all messages pass through it from now on."""
-        self._socket = socket
-
-    def drop_socket(self, socket: OpenSocket) -> None:
-        """Do nothing: the session ends the connection."""
+            return
+        try:
+            await socket.send(message)
+        except OSError:
+            pass  # user code receives the disconnect, and may have to clean up
 
 
 def open_socket_pipe(

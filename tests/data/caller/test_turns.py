@@ -1,0 +1,98 @@
+"""When the messages of WebSockets are less work than a hop."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from test_roster import roster_of
+
+from daskserve.data.caller.roster import HOP_S, ReplicaEntry, Roster
+from daskserve.data.caller.turns import TurnMeter
+from daskserve.types import Load
+
+
+@pytest.mark.parametrize(
+    ("turn_s", "turns", "is_light"),
+    [
+        (0.0001, 1, True),
+        (0.002, 1, False),  # more than a hop
+        (0.0004, 500, True),  # a fifth of the second
+        (0.0009, 500, False),  # each is less than a hop, but the process is half busy
+        (0.00005, 19_900, False),  # and here it has no time left
+    ],
+)
+def test_turns_are_light_if_a_hop_would_cost_more(turn_s: float, turns: int, is_light: bool) -> None:
+    meter = TurnMeter()
+    assert not meter.is_light(0.0, HOP_S)
+    for _ in range(turns):
+        meter.note(turn_s)
+    assert meter.is_light(1.0, HOP_S) is is_light
+
+
+def test_a_busy_time_that_is_over_does_not_count() -> None:
+    meter = TurnMeter()
+    meter.is_light(0.0, HOP_S)
+    for _ in range(1000):
+        meter.note(0.0009)
+    assert not meter.is_light(1.0, HOP_S)
+    assert meter.is_light(2.0, HOP_S)
+
+
+def test_one_slow_message_does_not_make_the_others_heavy_for_long() -> None:
+    meter = TurnMeter()
+    meter.note(0.1)
+    assert not meter.is_light(0.0, HOP_S)
+    for _ in range(60):
+        meter.note(0.00005)
+    assert meter.is_light(1.0, HOP_S)
+
+
+def open_sockets(roster: Roster, count: int) -> list[ReplicaEntry]:
+    rng = random.Random(1)
+    opened = []
+    for _ in range(count):
+        entry = roster.take(0.0, rng)
+        assert entry is not None
+        entry.sockets += 1
+        opened.append(entry)
+    return opened
+
+
+def test_websockets_of_unknown_or_heavy_messages_are_spread() -> None:
+    for turns_s in ((), (0.1,)):
+        roster = roster_of("a", "b", "c", concurrency=100, local="a")
+        for turn_s in turns_s:
+            roster.turns.note(turn_s)
+        near = sum(entry.tag == "a" for entry in open_sockets(roster, 30))
+        assert 8 <= near <= 12
+
+
+def test_websockets_of_light_messages_stay_near_while_there_is_room() -> None:
+    roster = roster_of("a", "b", concurrency=20, local="a")
+    roster.turns.note(0.0001)
+    opened = open_sockets(roster, 25)
+    assert [entry.tag for entry in opened] == ["a"] * 20 + ["b"] * 5
+
+
+def test_a_replica_that_works_on_requests_is_not_near_to_a_websocket() -> None:
+    roster = roster_of("a", "b", concurrency=20, local="a")
+    roster.turns.note(0.0001)
+    open_sockets(roster, 5)
+    (request,) = (roster.take(0.0, random.Random(1)),)
+    assert request is not None
+    assert request.tag == "a"
+    roster.report(request, Load(6), 0.1)  # its requests take 0.1 s
+    assert [entry.tag for entry in open_sockets(roster, 1)] == ["b"]
+
+
+def test_the_pace_of_requests_does_not_depend_on_open_websockets() -> None:
+    roster = roster_of("a", concurrency=20, local="a")
+    (socket,) = open_sockets(roster, 1)
+    request = roster.take(60.0, random.Random(1))
+    assert request is socket
+    roster.report(request, Load(2), 60.01)
+    assert request.pace_s == pytest.approx(0.01)
+    roster.release(request)
+    roster.report(socket, Load(1), 1000.0, is_answer=False)
+    assert socket.pace_s == pytest.approx(0.01)
