@@ -55,7 +55,7 @@ DONE: Awaitable[None] = cast(Awaitable[None], _Done())
 class OpenSocket(Protocol):
     """An open WebSocket without anything between user code and the connection. Used on one event loop."""
 
-    async def receive(self) -> Message:
+    def receive(self) -> Awaitable[Message]:
         """Return the client's next message; after the end, every call returns the disconnect."""
 
     async def send(self, message: Message) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -181,9 +181,9 @@ class WebSocketLine:
 
     # ---- the application's side
 
-    async def receive(self) -> Message:
+    def receive(self) -> Awaitable[Message]:
         """Return the client's next message; after a disconnect, every call returns the disconnect."""
-        return await self.inbox.take()
+        return self.inbox.take()
 
     async def send(self, message: Message) -> None:
         """Send one ASGI message; wait until the client has room for more.
@@ -199,7 +199,9 @@ class WebSocketLine:
         if kind == "websocket.send" and self.is_accepted and not self.is_closing and not self.is_gone:
             data = message.get("bytes")
             frame = DataMessage(data=message["text"] if data is None else bytes(data))
-            await self._writer.flush(self._writer.write(self._writer.pack(frame)))
+            flushed = self._writer.write(self._writer.pack(frame))
+            if not flushed.done():
+                await self._writer.flush(flushed)
         elif self.is_gone or (self.is_closing and kind != "websocket.http.response.body"):
             # Yield, so that an application in a send loop can still receive the disconnect.
             await self._clock.sleep(0)

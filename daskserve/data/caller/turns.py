@@ -11,27 +11,29 @@ import math
 
 #: Over how long the busy share is averaged, at least.
 WINDOW_S = 1.0
-#: The weight of the newest turn in their mean.
-TURN_WEIGHT = 0.1
+#: The weight of the newest turn in their mean, once there are many.
+TURN_WEIGHT = 0.02
+#: The most that a turn counts in the mean: on a busy machine the process is stopped within some of them.
+MAX_TURN_S = 0.004
 
 
 class TurnMeter:
     """The turns of the WebSockets that this process has at its own replicas of one backend."""
 
-    __slots__ = ("_busy_before_s", "_busy_s", "_share", "_since", "_turn_s")
+    __slots__ = ("_busy_before_s", "_busy_s", "_count", "_share", "_since", "_turn_s")
 
     def __init__(self) -> None:
-        self._turn_s = math.inf
+        self._count = 0
+        self._turn_s = 0.0
         self._busy_s = self._busy_before_s = self._share = 0.0
         self._since = -math.inf
 
     def note(self, turn_s: float) -> None:
         """Count a turn; called from the threads of user code. A count that is lost does no harm."""
         self._busy_s += turn_s
-        if self._turn_s == math.inf:
-            self._turn_s = turn_s
-        else:
-            self._turn_s += TURN_WEIGHT * (turn_s - self._turn_s)
+        self._count += 1
+        counted_s = min(turn_s, MAX_TURN_S)
+        self._turn_s += max(TURN_WEIGHT, 1 / self._count) * (counted_s - self._turn_s)
 
     def is_light(self, now: float, hop_s: float) -> bool:
         """Whether a hop would cost more than the turns do; False until there was a turn.
@@ -44,4 +46,4 @@ class TurnMeter:
             self._share = min(1.0, (self._busy_s - self._busy_before_s) / elapsed_s)
             self._since = now
             self._busy_before_s = self._busy_s
-        return self._turn_s <= hop_s * (1.0 - self._share)
+        return self._count > 0 and self._turn_s <= hop_s * (1.0 - self._share)
