@@ -252,7 +252,7 @@ class Roster:
             self._newcomers.appendleft(entry)
 
     def report(self, entry: ReplicaEntry, load: Load, now: float, *, is_answer: bool = True) -> None:
-        """Record the load that a replica reports with an answer, a refusal or the end of a WebSocket."""
+        """Record the load that a replica reports with an answer, or with the end of a WebSocket."""
         if is_answer:
             wait_s = now - entry.busy_since
             entry.busy_since = now
@@ -268,7 +268,9 @@ class Roster:
 
     def note_busy(self, entry: ReplicaEntry, ongoing: int, now: float, *, was_queued: bool) -> None:
         """Record that a replica refused a request, at once or after it was queued there."""
-        self.report(entry, Load(max(ongoing, entry.concurrency)), now, is_answer=False)
+        pace_s = entry.pace_s
+        self.report(entry, Load(max(ongoing, entry.concurrency)), now)
+        entry.pace_s = pace_s  # a refusal is no answer
         if was_queued:
             self.suspend(entry, now + BUSY_BACKOFF_S)
 
