@@ -21,6 +21,7 @@ from daskserve.internals.starlette import AppCopier, BoundEndpoint
 with needs("fastapi", ">=0.115.7,<1") as check:
     from fastapi import FastAPI
     from fastapi.datastructures import Default
+    from fastapi.encoders import encoders_by_class_tuples
     from fastapi.params import Depends
     from fastapi.routing import APIRoute, APIWebSocketRoute
 
@@ -113,6 +114,11 @@ class FastAPICopier(AppCopier):
         made = copy.copy(depends)
         object.__setattr__(made, "dependency", self._function(bound))  # it is frozen
         return made
+
+
+def encode_types(types: tuple[type[Any], ...], encode: Callable[[Any], Any]) -> None:
+    """Let FastAPI turn objects of more types into JSON, in this process."""
+    encoders_by_class_tuples[encode] = types
 
 
 def _awaitable(first: Callable[[HTTPConnection], Any]) -> Any:

@@ -20,6 +20,7 @@ from starlette.requests import HTTPConnection
 from starlette.routing import Router
 
 from daskserve.data.replica.definitions import CALL, inspect_definition
+from daskserve.data.replica.jsonable import array_types, plain
 from daskserve.internals.starlette import AppCopier, BoundEndpoint
 from daskserve.types import Message, Receive, Send
 
@@ -201,8 +202,9 @@ def _built(builder: Builder) -> Any:
 def _copier(change: Callable[[Any], Any]) -> AppCopier:
     if "fastapi" not in sys.modules:  # then no application can be one of FastAPI
         return AppCopier(change)
-    from daskserve.internals.fastapi import FastAPICopier
+    from daskserve.internals.fastapi import FastAPICopier, encode_types
 
+    encode_types(array_types(), plain)  # as for results of plain methods
     return FastAPICopier(change)
 
 

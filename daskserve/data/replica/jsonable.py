@@ -36,23 +36,30 @@ def to_json(value: Any) -> bytes:
         The value, or a value in it, has no JSON form; the message names its type.
     """
     try:
-        return pydantic_core.to_json(_plain(value), inf_nan_mode="constants")
+        return pydantic_core.to_json(plain(value), inf_nan_mode="constants")
     except (ValueError, RecursionError) as error:
         raise UserCodeError(f"A result of type {_name(value)} cannot be written as JSON: {error}") from error
 
 
-def _plain(value: Any) -> Any:
+def array_types() -> tuple[type[Any], ...]:
+    """Return the types of numpy and pandas, as far as these are loaded."""
+    names = {"numpy": ("ndarray", "generic"), "pandas": ("DataFrame", "Series", "Index")}
+    loaded = [(sys.modules[module], names[module]) for module in names if module in sys.modules]
+    return tuple(getattr(module, name) for module, found in loaded for name in found if hasattr(module, name))
+
+
+def plain(value: Any) -> Any:
     """Return a value in types whose JSON form in `pydantic_core` is the one that clients expect."""
     if isinstance(value, (list, tuple)):
-        return [item if type(item) in _WRITTEN else _plain(item) for item in value]
+        return [item if type(item) in _WRITTEN else plain(item) for item in value]
     if isinstance(value, (dict, Mapping)):  # dict first: a check against an abstract class takes longer
         return {
-            key if type(key) is str else _key(key): item if type(item) in _WRITTEN else _plain(item)
+            key if type(key) is str else _key(key): item if type(item) in _WRITTEN else plain(item)
             for key, item in value.items()
         }
     if isinstance(value, _SCALARS) or _is_model(value):
         return value
-    return _plain(_convert(value))
+    return plain(_convert(value))
 
 
 def _key(key: Any) -> Any:

@@ -12,6 +12,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Annotated, Any
 
+import numpy as np
 import pytest
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, WebSocket
 from fastapi.openapi.utils import get_openapi
@@ -298,6 +299,18 @@ def test_starlette_routes_bind_methods_through_middlewares() -> None:
         answer = get(Shop(), path)
         assert (answer.text, answer.headers["x-mark"]) == (text, marks)
     assert get(Shop(), "/host", headers={"host": "other"}).text == "shop/host"
+
+
+def test_arrays_and_frames_are_json() -> None:
+    app = FastAPI()
+
+    @ingress(app)
+    class Shop:
+        @app.get("/")
+        def root(self):  # type: ignore[no-untyped-def]
+            return {"array": np.zeros(2), "number": np.float32(0.5)}
+
+    assert get(Shop(), "/").json() == {"array": [0, 0], "number": 0.5}
 
 
 # ---- what classes share
