@@ -91,6 +91,7 @@ setup(
         "dashboard": ["bokeh>=3.1"],
         "uvloop": ["uvloop>=0.19; sys_platform != 'win32'"],
         "uvicorn": UVICORN,
+        "orjson": ["orjson>=3.9"],
         "redis": REDIS,
         "progress": PROGRESS,
         "examples": EXAMPLES,

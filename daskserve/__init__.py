@@ -82,7 +82,8 @@ if TYPE_CHECKING:
     from daskserve.client.status import Status
     from daskserve.context import get_current_backend_tag, get_current_replica_tag
     from daskserve.data.batching.decorator import batch
-    from daskserve.data.caller.handle import Handle, Response
+    from daskserve.data.caller.handle import Handle
+    from daskserve.data.caller.response import Response
     from daskserve.data.caller.response_stream import ResponseGenerator
     from daskserve.data.replica.accept_batch import accept_batch
     from daskserve.data.replica.class_app import ingress
@@ -176,7 +177,7 @@ _HOMES: Mapping[str, str] = {
     "Decision": "autoscaling",
     # calls
     "Handle": "data.caller.handle",
-    "Response": "data.caller.handle",
+    "Response": "data.caller.response",
     "ResponseGenerator": "data.caller.response_stream",
     "ServeRequest": "data.replica.requests",
     "accept_batch": "data.replica.accept_batch",

@@ -6,7 +6,7 @@ them in a copy of its actor's context before user code runs.
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
@@ -15,7 +15,7 @@ from daskserve.errors import ServeError
 from daskserve.figures.replica import ReplicaFigures
 from daskserve.loops.event_loop import running_loop
 from daskserve.loops.pending_call import PendingCall
-from daskserve.types import BackendTag, InstanceName, ReplicaTag
+from daskserve.types import DEFAULT_APPLICATION, BackendTag, InstanceName, ReplicaTag
 
 
 class HasLink(Protocol):
@@ -58,8 +58,25 @@ class RequestContext:
     #: The deadline, on the clock of the replica's event loop; None for no deadline.
     deadline: float | None = None
     # Class attributes, until an instance changes them.
+    #: The options of the handle's call; empty without one.
+    multiplexed_model_id: ClassVar[str] = ""
+    session_id: ClassVar[str] = ""
+    #: How the result is serialized; empty for the default.
+    response_serialization: ClassVar[str] = ""
     _calls: ClassVar[Set[PendingCall[Any]]] = frozenset()
     _is_cancelled: ClassVar[bool] = False
+
+    @property
+    def app_name(self) -> str:
+        """The application whose deployment answers the request."""
+        replica = current_replica.get()
+        tag = "" if replica is None else replica.backend_tag
+        application, slash, _ = tag.rpartition("/")
+        return application if slash else DEFAULT_APPLICATION
+
+    def add_facts(self, facts: Mapping[str, str]) -> None:
+        """Take over what the call of a handle tells about itself."""
+        vars(self).update(facts)
 
     def add_call(self, call: PendingCall[Any]) -> None:
         """Record a call; any thread may call this."""
@@ -98,6 +115,20 @@ def get_replica_context() -> ReplicaContext:
             "This code does not run in a daskserve replica; call it from a backend's constructor or methods."
         )
     return replica
+
+
+def get_request_context() -> RequestContext:
+    """Return the request that the current code answers, with its id, route and application.
+
+    Raises
+    ------
+    ServeError
+        The code does not answer a request.
+    """
+    request = current_request.get()
+    if request is None:
+        raise ServeError("This code does not answer a daskserve request; call it from a backend's methods.")
+    return request
 
 
 def get_current_backend_tag() -> BackendTag:

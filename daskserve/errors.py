@@ -23,10 +23,15 @@
     │   └── NoCapacityError                        no worker has room
     ├── BackPressureError                    503   retry later
     ├── UnavailableError                     503   retry: no replica could take the request
+    │   ├── DeploymentUnavailableError             deploy it again: its last deploy failed
+    │   ├── DeploymentIsBeingDeletedError          deploy it again, or call another one
+    │   ├── ReplicaUnavailableError                choose another replica
     │   ├── StaleEpochError                        a newer controller has taken over
     │   ├── ReplicaBusyError                       not begun: another replica may take it
     │   └── ActorLostError                         the actor is gone; `begun`: user code may have run
     ├── RequestTimeoutError    (TimeoutError) 408
+    ├── RequestCancelledError  (CancelledError) 499 the call was cancelled
+    ├── PassedResponseError    (RuntimeError) 500  await the response, or pass it to another handle
     └── UserCodeError                        500   an error of user code that cannot be pickled
 
 Every class takes one message, plus keyword fields with defaults that live in ``__dict__``. This lets
@@ -35,6 +40,7 @@ Every class takes one message, plus keyword fields with defaults that live in ``
 
 from __future__ import annotations
 
+from concurrent.futures import CancelledError
 from typing import Any, ClassVar
 
 
@@ -220,6 +226,22 @@ class ActorLostError(UnavailableError):
         self.is_disconnected = is_disconnected
 
 
+class DeploymentUnavailableError(UnavailableError):
+    """The last deploy of this deployment failed, and it has no replica."""
+
+    is_retryable = False
+
+
+class DeploymentIsBeingDeletedError(UnavailableError):
+    """The deployment is being deleted, or was deleted while the request waited."""
+
+    is_retryable = False
+
+
+class ReplicaUnavailableError(UnavailableError):
+    """The chosen replica has stopped, or was lost."""
+
+
 class StaleEpochError(UnavailableError):
     """A newer controller has taken over; retry the call there."""
 
@@ -229,6 +251,19 @@ class RequestTimeoutError(ServeError, TimeoutError):
 
     http_status = 408
     is_retryable = True
+
+
+class RequestCancelledError(ServeError, CancelledError):
+    """The call was cancelled: by ``cancel``, or because the request that made the call was cancelled.
+
+    It is a ``concurrent.futures.CancelledError``, not the ``asyncio.CancelledError`` of a cancelled task.
+    """
+
+    http_status = 499
+
+
+class PassedResponseError(ServeError, RuntimeError):
+    """The response of a call was pickled; only handles accept responses as arguments."""
 
 
 class UserCodeError(ServeError):

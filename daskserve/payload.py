@@ -95,25 +95,6 @@ def may_mention_dask(payload: Payload) -> bool:
     return data.find(b"dask") >= 0 or data.find(b"distributed") >= 0
 
 
-class _FillingUnpickler(pickle.Unpickler):
-    values: Sequence[Any]
-
-    def persistent_load(self, number: Any) -> Any:
-        return self.values[number]
-
-
-@dataclass(slots=True)
-class FilledPayload(Payload):
-    """Arguments of a call, and the values of Dask that were taken out of them."""
-
-    values: Sequence[Any] = ()
-
-    def load(self) -> Any:
-        unpickler = _FillingUnpickler(io.BytesIO(self.data), buffers=self.guarded_buffers())
-        unpickler.values = self.values
-        return unpickler.load()
-
-
 def load(payload: Payload) -> Any:
     """Unpickle a value. A pickle can run any code, so never call this on untrusted data."""
     return payload.load()

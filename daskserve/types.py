@@ -166,6 +166,9 @@ class WorkerInfo:
     is_retiring: bool = False
 
 
+#: Answers of at least this size stay at the actor until the caller asks for them: it may pass them on unseen.
+KEPT_BYTES = 4 * 1024 * 1024
+
 #: Buffers of at least this size travel through shared memory where that is possible.
 SHARED_BYTES = 1024 * 1024
 
@@ -195,6 +198,32 @@ class Payload:
         if not self.buffers:
             return len(self.data)
         return len(self.data) + sum(memoryview(b).nbytes for b in self.buffers)
+
+
+@dataclass(slots=True, eq=False)
+class KeptPayload:
+    """A large answer that has stayed in the process of its actor, until the caller drops this object.
+
+    Attributes
+    ----------
+    release : callable
+        Lets the actor's process drop the answer; any thread may call it.
+    """
+
+    worker: WorkerAddress
+    token: str
+    nbytes: int
+    release: Callable[[], None]
+
+    def __del__(self) -> None:
+        self.release()
+
+
+class MayLeaveAnswer(Protocol):
+    """A call whose caller decides, when the answer exists, whether a large one stays at its actor."""
+
+    @property
+    def leaves_value(self) -> bool: ...
 
 
 class EnvelopeKind(enum.StrEnum):
@@ -253,6 +282,8 @@ class Envelope:
     patience: Patience | None = None
     is_direct: bool = False
     note_turn: Callable[[float], object] | None = None
+    #: The call that the answer is for; stays in this process.
+    call: MayLeaveAnswer | None = None
 
 
 @dataclass(slots=True)

@@ -27,6 +27,7 @@ from daskserve.cluster.base import (
     verb,
     verbs_of,
 )
+from daskserve.cluster.channel.kept import KeptAnswers
 from daskserve.errors import ActorLostError, BadRequestError, UnavailableError
 from daskserve.figures.collector import PROCESS
 from daskserve.loops.tasks import TaskSet, is_cancelling
@@ -37,6 +38,7 @@ from daskserve.types import (
     InstanceName,
     Load,
     OnAnswer,
+    Payload,
     Receive,
     Send,
     WorkerAddress,
@@ -100,6 +102,8 @@ class ActorBook:
     ----------
     entries : dict
         The actors by name, ready or not.
+    kept : KeptAnswers
+        The large answers of the actors that stay here for other processes.
     """
 
     def __init__(
@@ -114,6 +118,7 @@ class ActorBook:
     ) -> None:
         self.worker = worker
         self.entries: dict[str, Entry] = {}
+        self.kept = KeptAnswers(worker)
         self._pid = pid
         self._clock = clock
         self._make = make
@@ -147,7 +152,8 @@ class ActorBook:
 
     async def _control(self, name: str, incarnation: int, envelope: Envelope, send: Send) -> Load:
         value = await self.call(name, incarnation, envelope.head["verb"], envelope.head["message"])
-        await send({"type": "control.result", "value": value})
+        key = "payload" if isinstance(value, Payload) else "value"
+        await send({"type": "control.result", key: value})
         return Load()
 
     @verb
@@ -231,6 +237,11 @@ class ActorBook:
             for entry in self.entries.values()
             if entry.spec.instance == instance
         ]
+
+    @verb
+    async def kept_answer(self, token: str) -> Payload:
+        """Return an answer that stays here; raise `UnavailableError` if its caller has dropped it."""
+        return self.kept.find(token)
 
     async def end_instance(self, instance: InstanceName) -> None:
         """Stop an instance's actors, the controller first so that it does not replace the others."""

@@ -8,12 +8,13 @@ one. The scheduler calls Hosts as Dask actors; it shares the functions that form
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 from daskserve.cluster.actor_book import HOST_ACTOR, ActorBook
 from daskserve.cluster.base import ActorSpec
 from daskserve.cluster.channel.pool import ChannelPool
-from daskserve.errors import ActorLostError
+from daskserve.errors import ActorLostError, UnavailableError
 from daskserve.types import (
     ActorAddress,
     Envelope,
@@ -44,7 +45,7 @@ async def control_call(
     message: Mapping[str, Any],
     payload: Payload | None = None,
 ) -> Any:
-    """Call a verb over a request stream and return its value."""
+    """Call a verb over a request stream and return its value: plain, or a `Payload`."""
     answer: list[Message] = []
 
     async def keep(item: Message) -> None:
@@ -52,7 +53,7 @@ async def control_call(
 
     envelope = Envelope(EnvelopeKind.CONTROL, {"verb": verb, "message": message}, payload)
     await request(envelope, nothing_to_receive, keep)
-    return answer[0]["value"]
+    return answer[0]["payload"] if "payload" in answer[0] else answer[0]["value"]
 
 
 async def create_actor(call: Call, spec: ActorSpec, worker: WorkerAddress) -> Mapping[str, Any]:
@@ -118,6 +119,16 @@ class ActorCalls:
             return self.request(address, envelope, receive, send)
 
         return await control_call(request, verb, message)
+
+    async def fetch_answer(self, worker: WorkerAddress, token: str) -> Payload:
+        try:
+            found = await control_call(partial(self.request, host_of(worker)), "kept_answer", {"token": token})
+        except ActorLostError as error:
+            raise UnavailableError(
+                f"A result that a call was to get directly from worker {worker} is lost with it: {error}"
+            ) from error
+        assert isinstance(found, Payload)
+        return found
 
     def request(
         self, address: ActorAddress, envelope: Envelope, receive: Receive, send: Send

@@ -264,6 +264,12 @@ class Cluster(Protocol):
     async def fetch_parcel(self, code: str, parcel: Parcel) -> Sequence[Any]:
         """Return the parts of the parcel that stands for some code, by the code's name."""
 
+    async def fetch_answer(self, worker: WorkerAddress, token: str) -> Payload:
+        """Return an answer that stayed in a worker, by its token; raise `UnavailableError` if it is lost.
+
+        See `daskserve.types.KeptPayload`.
+        """
+
     async def controller(self) -> ActorAddress:
         """Return the address of the instance's controller; raise `NotRunningError` if there is none."""
 
@@ -341,8 +347,9 @@ class RemoteValues(Protocol):
 
     #: The arguments without the values.
     payload: Payload
-    #: The pickled list of their keys.
-    keys: bytes
+    #: How the replica finds the values, in plain values: a pickled list of keys, or a mapping of
+    #: `daskserve.data.caller.chaining`.
+    keys: Any
 
     async def wait(self) -> None:
         """Return when all values exist; raise the error of a task that failed."""
@@ -353,6 +360,12 @@ class ValueTransfer(Protocol):
 
     def take(self, payload: Payload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> RemoteValues | None:
         """Take Dask's values out of a call's arguments and have them computed; None if there are none."""
+
+    def is_value(self, value: Any) -> bool:
+        """Return whether a value is one of Dask's."""
+
+    def hold(self, payload: Payload, values: Sequence[Any]) -> RemoteValues:
+        """Have values computed that the caller took out of a call's arguments, which are ``payload``."""
 
     async def fetch(self, keys: bytes) -> list[Any]:
         """Return the values that `take` took out in another process."""

@@ -130,6 +130,7 @@ class DaskLink:
             None if book is None else book.dispatch_nowait,
             self.landing,
             lost_after_s=channel.lost_after_s,
+            kept=None if book is None else book.kept,
         )
         PROCESS.add(self.channels)
         self.values = DaskTransfer(client)

@@ -8,7 +8,6 @@ it has the answer, so that the cluster keeps the values.
 
 from __future__ import annotations
 
-import io
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
@@ -17,11 +16,11 @@ from typing import Any
 from dask.base import is_dask_collection
 from distributed import Client, Future
 
+from daskserve.arguments import take_out
 from daskserve.cluster.distributed_internals import call_scheduler, desire_keys, scheduler_address
 from daskserve.errors import BadRequestError, UnavailableError
-from daskserve.internals.cloudpickle import CodePickler
 from daskserve.loops.event_loop import on_loop
-from daskserve.payload import SEARCHED_BYTES, dump_with, load_bytes
+from daskserve.payload import SEARCHED_BYTES, load_bytes
 from daskserve.types import Payload
 
 #: In arguments that are too large to be searched, so many items of each container are looked at, to this
@@ -49,39 +48,13 @@ def _holds_values(value: Any, depth: int) -> bool:
     elif isinstance(value, dict):
         items = value.values()
     else:
-        return _is_value(value)
+        return is_dask_value(value)
     return depth >= 0 and any(_holds_values(item, depth - 1) for item in islice(items, MAX_ITEMS))
 
 
-def _is_value(value: Any) -> bool:
+def is_dask_value(value: Any) -> bool:
+    """Return whether a value is a future, a delayed value or a collection of Dask."""
     return isinstance(value, Future) or is_dask_collection(value)
-
-
-class _SeparatingPickler(CodePickler):
-    """Collects the values of Dask that it meets."""
-
-    # Not a class within `take_out`: it would keep the values until the next garbage collection.
-    values: list[Any]
-
-    def persistent_id(self, value: Any) -> int | None:
-        if not _is_value(value):
-            return None
-        self.values.append(value)
-        return len(self.values) - 1
-
-
-def take_out(arguments: Any) -> tuple[Payload, list[Any]]:
-    """Pickle arguments without the values of Dask among them, which are returned."""
-    values: list[Any] = []
-
-    def dumps(value: Any, **options: Any) -> bytes:
-        file = io.BytesIO()
-        pickler = _SeparatingPickler(file, **options)
-        pickler.values = values
-        pickler.dump(value)
-        return file.getvalue()
-
-    return dump_with(dumps, arguments), values
 
 
 # ---- on a Dask cluster
@@ -144,9 +117,15 @@ class DaskTransfer:
         """Take Dask's values out of a call's arguments and have them computed; None if there are none."""
         if not may_hold_values(payload, args, kwargs):
             return None
-        payload, values = take_out((args, kwargs))
-        if not values:
-            return None
+        payload, values = take_out((args, kwargs), self.is_value)
+        return self.hold(payload, values) if values else None
+
+    def is_value(self, value: Any) -> bool:
+        """Return whether a value is one of Dask's."""
+        return is_dask_value(value)
+
+    def hold(self, payload: Payload, values: Sequence[Any]) -> DaskValues:
+        """Have values computed that were taken out of a call's arguments."""
         return DaskValues(self._client, scheduler_address(self._client) or "", payload, values)
 
     async def fetch(self, keys: bytes) -> list[Any]:

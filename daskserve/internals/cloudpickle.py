@@ -98,6 +98,31 @@ class CodePickler(Pickler):  # type: ignore[misc]
         return reduced
 
 
+class SeparatingPickler(CodePickler):
+    """Leaves out the values for which ``is_taken`` returns True, and appends each of them to ``values`` once.
+
+    A number stands for each of them in the pickle, which `pickle.Unpickler.persistent_load` receives.
+    """
+
+    def __init__(
+        self, file: BytesIO, is_taken: Callable[[Any], bool], values: list[Any], **options: Any
+    ) -> None:
+        super().__init__(file, **options)
+        self._is_taken = is_taken
+        self._values = values
+        self._numbers: dict[int, int] = {}
+
+    def persistent_id(self, value: Any) -> int | None:
+        """Return the number of a value that is left out."""
+        if not self._is_taken(value):
+            return None
+        number = self._numbers.get(id(value))
+        if number is None:
+            number = self._numbers[id(value)] = len(self._values)
+            self._values.append(value)
+        return number
+
+
 def _with_new_locks(value: Any) -> Any:
     locks = {k: NEW_LOCKS[type(v)] for k, v in getattr(value, "__dict__", {}).items() if type(v) in NEW_LOCKS}
     if not locks:

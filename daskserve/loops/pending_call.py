@@ -19,13 +19,15 @@ T = TypeVar("T")
 class PendingCall(Generic[T]):
     """The outcome of a call. Every method may be called from any thread; the first end counts."""
 
-    __slots__ = ("__weakref__", "_callbacks", "_ends", "_stop")
+    __slots__ = ("__weakref__", "_callbacks", "_ends", "_stop", "leaves_value")
 
     def __init__(self) -> None:
         #: The end of the call, as (value, error). The first entry counts and is never removed.
         self._ends: list[tuple[Any, BaseException | None]] = []
         self._callbacks: list[Callable[[PendingCall[Any]], object]] = []
         self._stop: list[Callable[[], object]] | None = None
+        #: Whether a large value may stay where it was made, because the caller only passes it on.
+        self.leaves_value = False
 
     def done(self) -> bool:
         """Return whether the call has ended, with a value or an error."""

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ from daskserve.cluster.channel.frames import (
     END,
     ERROR,
     MEMORY,
+    OFFER,
     OPEN,
     is_last,
     unwire_message,
@@ -30,22 +32,26 @@ from daskserve.cluster.channel.frames import (
     wire_message,
     wire_payload,
 )
+from daskserve.cluster.channel.kept import KeptAnswers, is_large
 from daskserve.cluster.channel.outbox import CALL_WORK, FRAME_WORK, Frames
-from daskserve.cluster.channel.streams import WINDOW_BYTES, Accepted, AcceptedOnDemand, Asked, Opened
+from daskserve.cluster.channel.streams import WINDOW_BYTES, Accepted, AcceptedOnDemand, Asked, Offer, Opened
 from daskserve.cluster.channel.transport import Transport
 from daskserve.errors import ActorLostError
 from daskserve.loops.deadlines import until
 from daskserve.loops.hops import Landing
 from daskserve.payload import dump_error, load_error, message_bytes
 from daskserve.types import (
+    DONE,
     ON_DEMAND,
     ActorAddress,
     Envelope,
     EnvelopeKind,
+    KeptPayload,
     Load,
     Message,
     OnAnswer,
     Patience,
+    Payload,
     Receive,
     Rest,
     Send,
@@ -75,6 +81,7 @@ class Channel:
         first_stream: int,
         dispatch_nowait: DispatchNowait | None = None,
         landing: Landing | None = None,
+        kept: KeptAnswers | None = None,
     ) -> None:
         self._transport = transport
         self._post = transport.post
@@ -84,6 +91,9 @@ class Channel:
         self._accepted: dict[int, Accepted] = {}
         #: Streams that are answered without a task, each with the function that cancels it.
         self._taskless: dict[int, Callable[[], None]] = {}
+        #: Where this side keeps large answers, and those that were offered, by stream; None if it sends all.
+        self._kept = kept
+        self._offered: dict[int, tuple[str, Load]] = {}
         self._dispatch_nowait = dispatch_nowait
         self._landing = landing
         self.is_closed = False
@@ -122,7 +132,7 @@ class Channel:
             raise ActorLostError(closed, begun=False, is_disconnected=True)
         stream = self._next_stream
         self._next_stream += 2
-        opened = self._opened[stream] = Opened()
+        opened = self._opened[stream] = Opened(envelope.call)
         pump = None
         taken_bytes = 0
         if envelope.has_body and envelope.kind is EnvelopeKind.HTTP:
@@ -142,6 +152,9 @@ class Channel:
                             taken_bytes = 0
                     elif isinstance(item, Load):
                         return item
+                    elif type(item) is Offer:
+                        await send(item.message())
+                        return item.load
                     else:
                         raise item
         except BaseException:
@@ -162,7 +175,9 @@ class Channel:
         """
         stream = self._next_stream
         self._next_stream += 2
-        self._opened[stream] = Asked(stream, self._opened, self._transport, on_answer)
+        self._opened[stream] = Asked(
+            stream, self._opened, self._transport, on_answer, envelope.call
+        )
         self._post(_open_frame(stream, address, envelope), CALL_WORK)
         return partial(self._give_up, stream)
 
@@ -206,11 +221,7 @@ class Channel:
         # The two sides use different numbers, so a stream is in at most one of these; otherwise it has ended.
         stream = self._opened.get(number) or self._accepted.get(number)
         if stream is None:
-            give_up = self._taskless.pop(number, None) if kind == CANCEL else None
-            if give_up is not None:
-                give_up()
-            elif kind == MEMORY:
-                self._transport.take_note(frame[2])
+            self._receive_other(kind, number, frame)
             return
         if kind == DATA:
             stream.inbox.put(*map(unwire_message, frame[2]))
@@ -229,6 +240,56 @@ class Channel:
             stream.inbox.put(Load(frame[2], frame[3]))
         elif kind == ERROR:
             stream.inbox.put(load_error(frame[2]))
+        elif kind == OFFER:
+            self._take_offer(number, stream, *frame[2:])
+
+    def _receive_other(self, kind: int, number: int, frame: Any) -> None:
+        """Handle a frame of no stream that a task carries, or that this side opened."""
+        if kind == CANCEL:
+            give_up = self._taskless.pop(number, None)
+            if give_up is not None:
+                give_up()
+            elif number in self._offered:
+                self._withdraw(number)
+        elif kind == CREDIT and number in self._offered:
+            payload, load = self._withdraw(number)
+            message = wire_message({"type": "call.result", "payload": payload})
+            self._post((ANSWER, number, [message], load.ongoing, load.queued))
+        elif kind == MEMORY:
+            self._transport.take_note(frame[2])
+
+    # ---- large answers
+
+    def _offer(self, number: int, payload: Payload, load: Load) -> None:
+        """Keep an answer until the other side asks for it, or closes the stream."""
+        assert self._kept is not None
+        token = self._kept.add(payload)
+        self._offered[number] = token, load
+        self._post((OFFER, number, self._kept.worker, token, payload.nbytes, load.ongoing, load.queued))
+
+    def _withdraw(self, number: int) -> tuple[Payload, Load]:
+        assert self._kept is not None
+        token, load = self._offered.pop(number)
+        return self._kept.drop(token), load
+
+    def _take_offer(
+        self, number: int, stream: Any, worker: str, token: str, size_bytes: int, ongoing: int, queued: int
+    ) -> None:
+        if stream.call is None or not stream.call.leaves_value:
+            self._post((CREDIT, number, size_bytes))
+            return
+        loop = asyncio.get_running_loop()
+
+        def release() -> None:
+            # Through the loop, because the garbage collector may call this on any thread at any time.
+            with suppress(RuntimeError):  # what a closed loop raises
+                loop.call_soon_threadsafe(self._release, number)
+
+        stream.inbox.put(Offer(KeptPayload(worker, token, size_bytes, release), Load(ongoing, queued)))
+
+    def _release(self, number: int) -> None:
+        if not self.is_closed:
+            self._post((CANCEL, number))
 
     def _accept_stream(
         self,
@@ -290,8 +351,13 @@ class Channel:
         if self._taskless.pop(number, None) is None:
             return  # cancelled
         if isinstance(outcome, Load):
+            work = FRAME_WORK
+            if envelope.kind is EnvelopeKind.CALL:
+                work = CALL_WORK
+                if self._kept is not None and message is not None and is_large(message["payload"]):
+                    self._offer(number, message["payload"], outcome)
+                    return
             messages = [] if message is None else [wire_message(message)]
-            work = CALL_WORK if envelope.kind is EnvelopeKind.CALL else FRAME_WORK
             self._post((ANSWER, number, messages, outcome.ongoing, outcome.queued), work)
         elif isinstance(outcome, Exception):
             self._post((ERROR, number, dump_error(outcome)))
@@ -307,9 +373,18 @@ class Channel:
         stream: Accepted,
         rest: Rest | None,
     ) -> None:
+        send, large = stream.send, []
+        if self._kept is not None and envelope.kind is EnvelopeKind.CALL:
+
+            def send(message: Message) -> Awaitable[None]:
+                if message["type"] == "call.result" and is_large(message["payload"]):
+                    large.append(message["payload"])
+                    return DONE
+                return stream.send(message)
+
         try:
             if rest is None:
-                answering: Any = self._dispatch(name, incarnation, envelope, stream.receive, stream.send)
+                answering: Any = self._dispatch(name, incarnation, envelope, stream.receive, send)
             else:
                 answering = rest.carry(stream.receive, stream.send)
             if envelope.deadline is not None:
@@ -317,7 +392,10 @@ class Channel:
                     envelope.deadline, answering, f"The deadline of a request to {name} passed."
                 )
             load = await answering
-            stream.end(load)
+            if large:
+                self._offer(number, large[0], load)
+            else:
+                stream.end(load)
         except asyncio.CancelledError:
             # Either the opener cancelled it and no longer listens, or the actor was stopped.
             stopped = ActorLostError(f"{name} was stopped.", begun=True)
@@ -350,6 +428,8 @@ class Channel:
             opened.inbox.put(ActorLostError(lost, begun=number not in unsent, is_disconnected=True))
         for number, accepted in list(self._accepted.items()):
             self._cancel(number, accepted)
+        for number in list(self._offered):
+            self._withdraw(number)
         taskless, self._taskless = self._taskless, {}
         for give_up in taskless.values():
             give_up()

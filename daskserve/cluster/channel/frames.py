@@ -11,6 +11,8 @@ A frame is a tuple. Its first two fields are the kind and the stream's number, w
     (ERROR,  n, pickled error)                            the handler raised
     (CANCEL, n)                                           the opener cancelled the stream
     (CREDIT, n, size)                                     the other side may send that many more bytes
+    (OFFER,  n, worker, token, size, ongoing, queued)     a large answer is ready: CREDIT has it sent, CANCEL
+                                                          drops it; see `daskserve.cluster.channel.kept`
     (MEMORY, -1, note)                                    about shared memory; see
                                                           `daskserve.cluster.channel.sharing`
 
@@ -30,7 +32,7 @@ from typing import Any
 from daskserve.cluster.distributed_internals import to_serialize
 from daskserve.types import Message, Payload
 
-OPEN, DATA, END, ERROR, CANCEL, CREDIT, ANSWER, MEMORY = range(8)
+OPEN, DATA, END, ERROR, CANCEL, CREDIT, ANSWER, MEMORY, OFFER = range(9)
 
 #: The stream's number in frames that concern the whole connection.
 CONNECTION = -1

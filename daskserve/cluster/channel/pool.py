@@ -8,6 +8,7 @@ from typing import Any
 
 from daskserve.cluster.channel.channel import Channel, Dispatch, DispatchNowait
 from daskserve.cluster.channel.dialling import READY
+from daskserve.cluster.channel.kept import KeptAnswers
 from daskserve.cluster.channel.segments import Segments
 from daskserve.cluster.channel.transport import Traffic, Transport, take_over
 from daskserve.cluster.channel.vanishing import PeerWatch
@@ -32,11 +33,13 @@ class ChannelPool:
         landing: Landing | None = None,
         *,
         lost_after_s: float = 0.0,
+        kept: KeptAnswers | None = None,
     ) -> None:
         self._dispatch = dispatch
         self._dispatch_nowait = dispatch_nowait
         self._landing = landing
         self._lost_after_s = lost_after_s
+        self._kept = kept
         self._connect = connect
         self._dialled: dict[WorkerAddress, asyncio.Task[Channel]] = {}
         #: The channels that were dialled and are open.
@@ -155,6 +158,7 @@ class ChannelPool:
             first_stream=first_stream,
             dispatch_nowait=self._dispatch_nowait,
             landing=self._landing,
+            kept=self._kept,
         )
         if transport.sock is not None:
             PeerWatch(transport.sock, self._lost_after_s, channel.close)

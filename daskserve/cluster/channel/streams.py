@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from daskserve.cluster.channel.frames import ANSWER, CREDIT, DATA, END, is_last, wire_message
 from daskserve.payload import message_bytes
-from daskserve.types import DONE, Load, Message, OnAnswer, Receive
+from daskserve.types import DONE, KeptPayload, Load, MayLeaveAnswer, Message, OnAnswer, Receive
 
 #: How many bytes of a body may be in flight. A reader grants credit in steps of half a window, so that short
 #: streams need no credit frames.
@@ -83,13 +84,26 @@ class Window:
             await self._room.wait()
 
 
+@dataclass(slots=True)
+class Offer:
+    """An answer that stays on the other side, until this side asks for it or closes the stream."""
+
+    kept: KeptPayload
+    load: Load
+
+    def message(self) -> Message:
+        """Return the message that stands for the answer."""
+        return {"type": "call.result", "payload": self.kept}
+
+
 class Opened:
-    """A stream that this side opened; its inbox gets messages, then a load or an error."""
+    """A stream that this side opened; its inbox gets messages, then a load, an offer or an error."""
 
-    __slots__ = ("inbox", "window")
+    __slots__ = ("call", "inbox", "window")
 
-    def __init__(self) -> None:
+    def __init__(self, call: MayLeaveAnswer | None) -> None:
         self.inbox = Inbox()
+        self.call = call
         #: Credit for the request body: one message of any size until the handler grants more.
         self.window = Window(1)
 
@@ -107,11 +121,17 @@ class Opened:
 class Asked:
     """A single-answer stream that this side opened. The answer goes to a callback; no task waits."""
 
-    __slots__ = ("_message", "_number", "_on_answer", "_outlet", "_streams")
+    __slots__ = ("_message", "_number", "_on_answer", "_outlet", "_streams", "call")
 
     def __init__(
-        self, number: int, streams: MutableMapping[int, Any], outlet: Outlet, on_answer: OnAnswer
+        self,
+        number: int,
+        streams: MutableMapping[int, Any],
+        outlet: Outlet,
+        on_answer: OnAnswer,
+        call: MayLeaveAnswer | None,
     ) -> None:
+        self.call = call
         self._number = number
         self._streams = streams
         self._outlet = outlet
@@ -131,7 +151,10 @@ class Asked:
     def put(self, *items: Any) -> None:
         for item in items:
             if type(item) is not dict:
-                self._end(self._message, item)
+                if type(item) is Offer:
+                    self._end(item.message(), item.load)
+                else:
+                    self._end(self._message, item)
                 return
             self._message = item
             size_bytes = message_bytes(item)

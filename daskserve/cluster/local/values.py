@@ -9,7 +9,8 @@ from typing import Any
 from dask.base import compute
 from distributed import Future
 
-from daskserve.cluster.values import may_hold_values, take_out
+from daskserve.arguments import take_out
+from daskserve.cluster.values import is_dask_value, may_hold_values
 from daskserve.payload import dump_bytes, load_bytes
 from daskserve.types import Payload
 
@@ -33,8 +34,16 @@ class LocalTransfer:
         """Take Dask's values out of a call's arguments; return None if there are none."""
         if not may_hold_values(payload, args, kwargs):
             return None
-        payload, values = take_out((args, kwargs))
-        return LocalValues(payload, values) if values else None
+        payload, values = take_out((args, kwargs), self.is_value)
+        return self.hold(payload, values) if values else None
+
+    def is_value(self, value: Any) -> bool:
+        """Return whether a value is one of Dask's."""
+        return is_dask_value(value)
+
+    def hold(self, payload: Payload, values: Sequence[Any]) -> LocalValues:
+        """Keep values that were taken out of a call's arguments."""
+        return LocalValues(payload, values)
 
     async def fetch(self, keys: bytes) -> list[Any]:
         """Return the values that `take` took out."""

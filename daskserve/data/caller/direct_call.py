@@ -20,7 +20,7 @@ from daskserve.data.caller.router import Router
 from daskserve.errors import ActorLostError, ReplicaBusyError, ServeError
 from daskserve.loops.pending_call import PendingCall
 from daskserve.payload import PackedError, load_error
-from daskserve.types import Envelope, Load, Message, Payload, Rest
+from daskserve.types import Envelope, KeptPayload, Load, Message, Payload, Rest
 
 
 class DirectCall:
@@ -50,7 +50,7 @@ class DirectCall:
         router: Router,
         replicas: ReplicaSet,
         envelope: Envelope,
-        call: PendingCall[Payload],
+        call: PendingCall[Payload | KeptPayload],
         continue_call: Callable[[DirectCall, ReplicaBusyError | ActorLostError], None],
     ) -> None:
         self.link = link

@@ -7,32 +7,39 @@ loop of that process's link. Callers may be on any thread or loop.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, overload
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any, Literal, TypeAlias, overload
 
-from daskserve.amounts import shown
 from daskserve.clock import stopwatch
 from daskserve.cluster.base import Link, Process, RemoteValues
 from daskserve.cluster.present import find_link
 from daskserve.context import current_request
+from daskserve.data.caller.call_options import CallOptions
+from daskserve.data.caller.chaining import chained_arguments
 from daskserve.data.caller.direct_call import DirectCall, no_answer_error
-from daskserve.data.caller.pending import begin_call, pause, start_call, waiter_for
+from daskserve.data.caller.pending import begin_call, pause, start_call
+from daskserve.data.caller.response import Response
 from daskserve.data.caller.response_stream import Pipe, ResponseGenerator
 from daskserve.data.caller.router import Router, Routers
-from daskserve.errors import (
-    ActorLostError,
-    BadRequestError,
-    ClosedError,
-    ReplicaBusyError,
-    RequestTimeoutError,
-)
+from daskserve.errors import ActorLostError, ClosedError, PassedResponseError, ReplicaBusyError
 from daskserve.figures.collector import PROCESS
 from daskserve.loops.deadlines import earliest, is_over, until
 from daskserve.loops.pending_call import PendingCall
-from daskserve.payload import PackedError, dump, load_error, may_mention_dask
-from daskserve.types import DONE, Envelope, EnvelopeKind, Message, Payload, Send, nothing_to_receive
+from daskserve.payload import PackedError, load_error, may_mention_dask
+from daskserve.serialization import serialize
+from daskserve.types import (
+    DONE,
+    Envelope,
+    EnvelopeKind,
+    KeptPayload,
+    Message,
+    Payload,
+    Send,
+    nothing_to_receive,
+)
+
+#: What a call tells user code about its request: the ids of `CallOptions`, and the route.
+Facts: TypeAlias = Mapping[str, str] | None
 
 
 async def routers_of(cluster: Process) -> Routers:
@@ -45,104 +52,6 @@ async def routers_of(cluster: Process) -> Routers:
     if not cluster.listener.is_started:
         await routers.start()
     return routers
-
-
-@dataclass(frozen=True, slots=True)
-class CallOptions:
-    """The options of a handle's calls.
-
-    Attributes
-    ----------
-    method_name : str
-        The method of the backend's class.
-    shard_key : str
-        Calls with the same key go to the same backend until the traffic policy changes.
-    http_method, http_headers
-        The method and headers of the request object that a classic backend receives.
-    timeout_s : float or None
-        Timeout of the call in seconds; after it the call raises `RequestTimeoutError`. A call made while a
-        request is handled also ends at the deadline of that request.
-    stream : bool
-        Whether the method is a generator; its calls then return a `ResponseGenerator`.
-    """
-
-    method_name: str = "__call__"
-    shard_key: str = ""
-    http_method: str = "GET"
-    http_headers: Mapping[str, str] = field(default_factory=dict)
-    timeout_s: float | None = None
-    stream: bool = False
-
-    def __post_init__(self) -> None:
-        if self.timeout_s is not None and not self.timeout_s > 0:
-            raise BadRequestError(f"timeout_s must be more than 0, or None; got {self.timeout_s!r}.")
-
-
-class Response:
-    """The pending answer to one call. Await it, or call `result` from a thread that may block."""
-
-    def __init__(self, future: PendingCall[Payload], link: Link, request_id: str) -> None:
-        self._future = future
-        self._link = link
-        self._loaded: Any = None
-        self._is_loaded = False
-        self.request_id = request_id
-
-    def __repr__(self) -> str:
-        state = "cancelled" if self._future.cancelled() else "done" if self._future.done() else "pending"
-        return f"<Response {self.request_id} {state}>"
-
-    def __await__(self) -> Generator[Any, None, Any]:
-        # Inlined for speed: every step passes through each generator in between.
-        future = self._future
-        if not future.done():
-            try:
-                yield from waiter_for(self._link, future)
-            except asyncio.CancelledError:
-                future.cancel()
-                raise
-        return self._value()
-
-    def _value(self) -> Any:
-        # Unpickling may run user code, so it happens once and on the caller's side.
-        if not self._is_loaded:
-            self._loaded = self._future.result().load()
-            self._is_loaded = True
-        return self._loaded
-
-    def result(self, timeout_s: float | None = None) -> Any:
-        """Return the answer; wait up to ``timeout_s`` seconds, or without limit if None.
-
-        Raises
-        ------
-        RequestTimeoutError
-            The answer took longer. The request continues.
-        RuntimeError
-            Called on the event loop that has to produce the answer.
-        Exception
-            The error that the backend raised, with its own type.
-        """
-        if not self._future.done() and self._link.runs_here():
-            raise RuntimeError(
-                "result() would block the event loop that has to produce the answer; await the response."
-            )
-        try:
-            self._future.result(timeout_s)
-        except TimeoutError:
-            if self._future.done() or timeout_s is None:
-                raise  # a TimeoutError of user code
-            raise RequestTimeoutError(
-                f"No answer to request {self.request_id} within {shown(timeout_s)} s."
-            ) from None
-        return self._value()
-
-    def done(self) -> bool:
-        """Return whether the call has ended, with an answer or an error."""
-        return self._future.done()
-
-    def cancel(self) -> bool:
-        """Cancel the request, on a best-effort basis; return whether it was still pending."""
-        return self._future.cancel()
 
 
 class Handle:
@@ -168,7 +77,8 @@ class Handle:
         self._is_legacy = is_legacy
         self._python_methods = python_methods
         self._route = route
-        self._options = options or CallOptions()
+        self._options = options = options or CallOptions()
+        self._facts: Facts = options.carried()
         self._cluster = cluster
 
     def __repr__(self) -> str:
@@ -201,12 +111,7 @@ class Handle:
 
     def options(self, **changes: Any) -> Handle:
         """Return a copy with changed `CallOptions`; options that are not named keep their values."""
-        try:
-            options = replace(self._options, **changes)
-        except TypeError:
-            known = ", ".join(CallOptions.__dataclass_fields__)
-            unknown = sorted(set(changes) - set(CallOptions.__dataclass_fields__))
-            raise TypeError(f"A handle has no option {unknown[0]!r}; known options: {known}.") from None
+        options = self._options.changed(changes)
         return _kind_of(options)(
             self._instance,
             self._endpoint,
@@ -250,44 +155,62 @@ class Handle:
 
         The arguments are pickled before this returns, so later changes to them have no effect.
         """
-        return Response(*self._start(args, kwargs))
+        return Response(*self._start(args, kwargs), self._process)
 
     def _start(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], pipe: Pipe | None = None
     ) -> tuple[PendingCall[Any], Link, str]:
         """Start a call and return its future, link and id; the items of a stream go into ``pipe``."""
         link = self._process.link
-        current = current_request.get()
+        options, current = self._options, current_request.get()
         request_id = (current.request_id if current is not None else "") or link.request_ids.next()
-        own_s = self._options.timeout_s
+        own_s = options.timeout_s
         deadline = None if current is None else current.deadline
         if own_s is not None:
             deadline = earliest(deadline, link.loop.time() + own_s)
-        payload = dump((args, kwargs))
-        values = link.values.take(payload, args, kwargs) if may_mention_dask(payload) else None
-        if deadline is None and pipe is None and values is None:
-            future = self._start_direct(link, payload, request_id)
+        values: RemoteValues | None
+        try:
+            payload = serialize(options.request_serialization, (args, kwargs))
+        except PassedResponseError:
+            values = chained_arguments(link, args, kwargs, by_reference=options.by_reference)
+            payload = values.payload
         else:
-            call = self._call(payload, request_id, deadline, None if pipe is None else pipe.put, values)
+            values = link.values.take(payload, args, kwargs) if may_mention_dask(payload) else None
+        facts = self._facts
+        if current is not None and current.route:
+            facts = {**(facts or {}), "route": current.route}
+        if deadline is None and pipe is None and values is None:
+            future = self._start_direct(link, payload, request_id, facts)
+        else:
+            future = PendingCall()
+            put = None if pipe is None else pipe.put
+            call = self._call(payload, request_id, facts, deadline, put, values, future)
             if deadline is not None:
                 call = until(deadline, call, f"Request {request_id} was not answered before its deadline.")
-            future = start_call(link, call)
+            start_call(link, call, future)
         if current is not None:
             current.add_call(future)
         return future, link, request_id
 
-    def _start_direct(self, link: Link, payload: Payload, request_id: str) -> PendingCall[Any]:
+    def _start_direct(
+        self, link: Link, payload: Payload, request_id: str, facts: Facts
+    ) -> PendingCall[Payload | KeptPayload]:
         if link.is_closed:
             raise link.closed_error()
-        future: PendingCall[Payload] = PendingCall()
+        future: PendingCall[Payload | KeptPayload] = PendingCall()
         if link.runs_here():
-            self._send_direct(link, payload, request_id, future)
+            self._send_direct(link, payload, request_id, facts, future)
         else:
-            link.hop.post(self._send_direct, link, payload, request_id, future)
+            link.hop.post(self._send_direct, link, payload, request_id, facts, future)
         return future
 
     def _send_direct(
-        self, link: Link, payload: Payload, request_id: str, future: PendingCall[Payload]
+        self,
+        link: Link,
+        payload: Payload,
+        request_id: str,
+        facts: Facts,
+        future: PendingCall[Payload | KeptPayload],
     ) -> None:
         """Send a call directly, or start a task if it has to wait; runs on the link's loop."""
         if future.cancelled():
@@ -299,7 +222,8 @@ class Handle:
                 router = routers.router(self._endpoint)
                 replicas = router.only  # set only if the endpoint is known and exists, and the instance runs
                 if replicas is not None:
-                    envelope = Envelope(EnvelopeKind.CALL, self._head(router, request_id, None), payload)
+                    head = self._head(router, request_id, facts)
+                    envelope = Envelope(EnvelopeKind.CALL, head, payload, call=future)
                     if DirectCall(link, router, replicas, envelope, future, self._continue_call).start(
                         cluster
                     ):
@@ -307,7 +231,7 @@ class Handle:
         except Exception as error:  # the caller gets it
             future.set_error(error)
             return
-        begin_call(link, self._call(payload, request_id, None, None, None), future)
+        begin_call(link, self._call(payload, request_id, facts, None, None, None, future), future)
 
     def _continue_call(self, call: DirectCall, refused: ReplicaBusyError | ActorLostError) -> None:
         """Continue a call that a replica has refused, in a task."""
@@ -320,7 +244,7 @@ class Handle:
         sending = self._send_and_record(call.router, call.envelope, send, call.began)
         begin_call(call.link, sending, call.call, pauses_itself=True)
 
-    def _head(self, router: Router, request_id: str, put: Send | None) -> dict[str, Any]:
+    def _head(self, router: Router, request_id: str, facts: Facts) -> dict[str, Any]:
         options = self._options
         head: dict[str, Any] = {"method": options.method_name, "request_id": request_id}
         if router.is_legacy:
@@ -329,22 +253,24 @@ class Handle:
                 "http_method": options.http_method,
                 "http_headers": dict(options.http_headers),
             }
-        if put is not None:
-            head["stream"] = True
+        if facts is not None:
+            head["facts"] = facts
         return head
 
     async def _call(
         self,
         payload: Payload,
         request_id: str,
+        facts: Facts,
         deadline: float | None,
         put: Send | None,
         values: RemoteValues | None,
+        future: PendingCall[Any],
     ) -> Any:
         cluster = self._process
         if values is not None:
-            payload = values.payload
             await values.wait()
+            payload = values.payload
         if cluster.is_ended:
             raise ClosedError(
                 f"Instance {self._instance!r} has been shut down; get a new handle from a running instance."
@@ -352,14 +278,17 @@ class Handle:
         router = (await routers_of(cluster)).router(self._endpoint)
         if not router.is_known:
             await router.wait_until_known()
-        head = self._head(router, request_id, put)
+        head = self._head(router, request_id, facts)
         if values is not None:
             head |= {"stream": put is not None, "values": values.keys}
-        envelope = Envelope(EnvelopeKind.CALL, head, payload, deadline)
+        elif put is not None:
+            head["stream"] = True
+        envelope = Envelope(EnvelopeKind.CALL, head, payload, deadline, call=future)
         router.calls.begun += 1
+        shard_key = self._options.shard_key or self._options.session_id
 
         def send(keep: Send) -> Coroutine[Any, Any, None]:
-            return router.send(envelope, nothing_to_receive, put or keep, shard_key=self._options.shard_key)
+            return router.send(envelope, nothing_to_receive, put or keep, shard_key=shard_key)
 
         return await self._send_and_record(router, envelope, send, stopwatch())
 
@@ -370,7 +299,7 @@ class Handle:
         send: Callable[[Send], Coroutine[Any, Any, None]],
         began: float,
     ) -> Any:
-        answers: list[Payload] = []
+        answers: list[Payload | KeptPayload] = []
 
         def keep(message: Message) -> Awaitable[None]:
             answers.append(message["payload"])

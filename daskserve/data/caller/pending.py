@@ -21,7 +21,9 @@ from daskserve.loops.pending_call import PendingCall
 T = TypeVar("T")
 
 
-def start_call(link: Link, coroutine: Coroutine[Any, Any, T]) -> PendingCall[T]:
+def start_call(
+    link: Link, coroutine: Coroutine[Any, Any, T], call: PendingCall[T] | None = None
+) -> PendingCall[T]:
     """Run a coroutine on the link's loop and return its call; cancelling the call cancels the coroutine.
 
     The coroutine does not see the caller's context variables.
@@ -34,7 +36,8 @@ def start_call(link: Link, coroutine: Coroutine[Any, Any, T]) -> PendingCall[T]:
     if link.is_closed:
         coroutine.close()
         raise link.closed_error()
-    call: PendingCall[T] = PendingCall()
+    if call is None:
+        call = PendingCall()
     if link.runs_here():
         begin_call(link, coroutine, call)
     else:

@@ -8,7 +8,6 @@ all items that have arrived in the meantime.
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -17,16 +16,13 @@ from functools import partial
 from typing import Any, NoReturn, Self
 
 from daskserve.cluster.base import Link
+from daskserve.data.caller.response import cancelled_error, refuse_in_loop
 from daskserve.loops.pending_call import PendingCall
 from daskserve.payload import load, message_bytes
 from daskserve.types import Message, Payload
 
 #: Maximum size of the items that wait for the reader; one item may wait whatever its size.
 MAX_BUFFERED_BYTES = 64 * 1024
-
-
-class _Cancelled(concurrent.futures.CancelledError):
-    """The stream itself was cancelled, as opposed to a cancellation inside user code."""
 
 
 class Pipe:
@@ -62,10 +58,10 @@ class Pipe:
 
     # ---- anywhere
 
-    def close_after(self, call: PendingCall[None]) -> None:
+    def close_after(self, request_id: str, call: PendingCall[None]) -> None:
         """Close the pipe with the outcome of a call that has ended."""
         if call.cancelled():
-            self.close(_Cancelled("The call was cancelled."), at_once=True)
+            self.close(cancelled_error(request_id), at_once=True)
         else:
             self.close(call.exception())
 
@@ -154,7 +150,7 @@ class ResponseGenerator:
         self._link = link
         self.request_id = request_id
         # Only the pipe is referenced here, so this object is collected when its reader drops it.
-        future.add_done_callback(pipe.close_after)
+        future.add_done_callback(partial(pipe.close_after, request_id))
 
     def __repr__(self) -> str:
         state = "cancelled" if self._future.cancelled() else "done" if self._future.done() else "pending"
@@ -192,8 +188,6 @@ class ResponseGenerator:
                 payload = self._pipe.take(partial(_wake_on, loop, changed))
             except StopIteration:
                 raise StopAsyncIteration from None
-            except _Cancelled:
-                raise asyncio.CancelledError(f"Request {self.request_id} was cancelled.") from None
             if payload is not None:
                 return load(payload)
             try:
@@ -213,10 +207,7 @@ class ResponseGenerator:
             if payload is not None:
                 return load(payload)
             try:
-                if self._link.runs_here():
-                    raise RuntimeError(
-                        "`for` would block the event loop that has to produce the items; use `async for`."
-                    )
+                refuse_in_loop(self._link, "`for`", "use `async for`")
                 changed.wait()
             finally:
                 self._pipe.forget_reader()
@@ -228,8 +219,12 @@ class ResponseGenerator:
         """Return whether the call has ended; items may still wait for the reader."""
         return self._future.done()
 
+    def cancelled(self) -> bool:
+        """Return whether the call was cancelled before it ended."""
+        return self._future.cancelled()
+
     def cancel(self) -> bool:
-        """Cancel the call; its reader gets a ``CancelledError``. Return whether it was still running."""
+        """Cancel the call; its reader gets a `RequestCancelledError`. Return whether it still ran."""
         if self._future.done() or self._link.loop.is_closed():
             return False
         return self._future.cancel()

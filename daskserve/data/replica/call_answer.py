@@ -13,7 +13,6 @@ from daskserve.data.replica.message_pipe import open_pipe
 from daskserve.data.replica.serving import LocalAnswer
 from daskserve.data.replica.streaming import finish_stream, finish_stream_in_thread, stream, stream_in_thread
 from daskserve.errors import StreamOptionError
-from daskserve.payload import FilledPayload
 from daskserve.types import Message, Receive, Send
 
 
@@ -82,7 +81,7 @@ class StreamAnswer(CallAnswer):
 
 
 class ValuesAnswer(LocalAnswer):
-    """The answer to a call with values of Dask among its arguments, which are fetched first."""
+    """The answer to a call with responses or values of Dask among its arguments, which are fetched first."""
 
     __slots__ = ()
 
@@ -93,8 +92,7 @@ class ValuesAnswer(LocalAnswer):
         envelope = self.envelope
         payload = envelope.payload
         assert payload is not None
-        values = await self.code.fetch_values(envelope.head["values"])
-        self.envelope = replace(envelope, payload=FilledPayload(payload.data, payload.buffers, values))
+        self.envelope = replace(envelope, payload=await self.code.fill(payload, envelope.head["values"]))
         preparing = super().begin(receive, send)
         if preparing is not None:
             await preparing

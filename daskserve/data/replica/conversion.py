@@ -29,6 +29,7 @@ from daskserve.data.replica.jsonable import to_json
 from daskserve.data.replica.message_pipe import MessagePipe
 from daskserve.errors import StreamOptionError, UserCodeError
 from daskserve.payload import dump
+from daskserve.serialization import serialize
 from daskserve.types import WHOLE_RESPONSE, Message, Payload
 
 OCTETS = b"application/octet-stream"
@@ -155,8 +156,8 @@ def finish_in_thread(
     return ConvertedResponse()
 
 
-def dump_result(name: str, result: Any) -> Payload:
-    """Pickle the result of a Python call.
+def dump_result(name: str, result: Any, serialization: str = "") -> Payload:
+    """Pickle the result of a Python call, with the serialization of the present request by default.
 
     Raises
     ------
@@ -165,8 +166,12 @@ def dump_result(name: str, result: Any) -> Payload:
     StreamOptionError
         It is a generator.
     """
+    if not serialization:
+        request = current_request.get()
+        if request is not None:
+            serialization = request.response_serialization
     try:
-        return dump(result)
+        return serialize(serialization, result) if serialization else dump(result)
     except Exception as error:
         if isinstance(result, (Generator, AsyncGenerator)):
             raise StreamOptionError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextvars
 import logging
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from daskserve.data.replica.answer import Answer
 from daskserve.data.replica.autoscaling_stats import StatsRecorder
 from daskserve.data.replica.batches import ReplicaBatches
 from daskserve.data.replica.call_answer import CallAnswer, call_answer_for
+from daskserve.data.replica.chained_values import filled
 from daskserve.data.replica.construction import construct, destruct
 from daskserve.data.replica.definitions import is_async
 from daskserve.data.replica.failures import user_traceback
@@ -31,7 +31,7 @@ from daskserve.figures.table import MetricSample
 from daskserve.figures.user import UserSample
 from daskserve.payload import Parcel
 from daskserve.starts import ReplicaStart, read_config
-from daskserve.types import Envelope, EnvelopeKind
+from daskserve.types import Envelope, EnvelopeKind, Payload
 
 logger = logging.getLogger("daskserve.replica")
 
@@ -113,7 +113,7 @@ class LocalCode:
             # Raised outside of the handler: the traceback of the user's error refers to the user's object.
             raise failure
         self._serving = ServingCode(wall, servable, self._batches, self.slots, self._figures)
-        self._serving.fetch_values = self._fetch_values
+        self._serving.fill = self._fill
         self._serving.has_method_header = start.config.method_header
         self._serving.on_disconnect = start.config.on_disconnect
         facts = servable.facts
@@ -161,11 +161,9 @@ class LocalCode:
         answer.code = serving
         return answer
 
-    async def _fetch_values(self, keys: bytes) -> list[Any]:
-        # In a child process, the first use of the link connects to the cluster, and blocks.
-        link = await asyncio.to_thread(lambda: self._context.cluster.link)
-        found: list[Any] = await link.values.fetch(keys)
-        return found
+    async def _fill(self, payload: Payload, keys: Any) -> Payload:
+        context = self._context
+        return await filled(payload, keys, lambda: context.cluster.link, context.spec.instance)
 
     def needs_task(self, envelope: Envelope) -> bool:
         """Whether a request can only be answered from a task."""

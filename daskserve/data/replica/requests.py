@@ -227,7 +227,10 @@ def request_context(envelope: Envelope) -> RequestContext:
             return RequestContext(ours["request_id"], ours["route"], envelope.deadline)
         except (KeyError, TypeError):  # not by way of the ingress
             return RequestContext(deadline=envelope.deadline)
-    return RequestContext(head.get("request_id") or "", deadline=envelope.deadline)
+    context = RequestContext(head.get("request_id") or "", deadline=envelope.deadline)
+    if "facts" in head:
+        context.add_facts(head["facts"])
+    return context
 
 
 def request_id_of(head: Mapping[str, Any]) -> str:

@@ -16,7 +16,7 @@ from daskserve.data.replica.servable import Servable
 from daskserve.data.replica.slots import Slots
 from daskserve.data.replica.wall import Wall
 from daskserve.figures.replica import ReplicaFigures
-from daskserve.types import Envelope, EnvelopeKind
+from daskserve.types import Envelope, EnvelopeKind, Payload
 
 
 class ServingCode:
@@ -34,8 +34,8 @@ class ServingCode:
         self.sockets: set[MessagePipe] = set()
         #: Whether a header of an HTTP request may name the method to call.
         self.has_method_header = False
-        #: Returns the values of Dask that the caller took out of a call's arguments.
-        self.fetch_values: Callable[[bytes], Awaitable[list[Any]]]
+        #: Returns a call's arguments with the values that the caller took out of them.
+        self.fill: Callable[[Payload, Any], Awaitable[Payload]]
         #: The option ``on_disconnect``.
         self.on_disconnect: str | None = None
 

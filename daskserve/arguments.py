@@ -1,0 +1,61 @@
+"""Arguments of calls that travel without some of their values, which the replica puts in again."""
+
+from __future__ import annotations
+
+import enum
+import io
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from daskserve.payload import dump_with
+from daskserve.types import Payload
+
+
+class Source(enum.StrEnum):
+    """Where a replica finds a value that was taken out of a call's arguments."""
+
+    #: On the Dask cluster, by its key.
+    DASK = "dask"
+    #: Among the buffers of the call itself.
+    HERE = "here"
+    #: In the process of the actor that made it.
+    KEPT = "kept"
+
+
+def take_out(arguments: Any, is_taken: Callable[[Any], bool]) -> tuple[Payload, list[Any]]:
+    """Pickle arguments without the values for which ``is_taken`` returns True; return these, each once."""
+    from daskserve.internals.cloudpickle import SeparatingPickler  # late, as in `daskserve.payload`
+
+    values: list[Any] = []
+
+    def dumps(value: Any, **options: Any) -> bytes:
+        file = io.BytesIO()
+        SeparatingPickler(file, is_taken, values, **options).dump(value)
+        return file.getvalue()
+
+    return dump_with(dumps, arguments), values
+
+
+class _FillingUnpickler(pickle.Unpickler):
+    values: list[Any]
+
+    def persistent_load(self, number: Any) -> Any:
+        value = self.values[number]
+        if isinstance(value, Payload):
+            # Here, because unpickling may run user code; once, because the arguments may name it twice.
+            value = self.values[number] = value.load()
+        return value
+
+
+@dataclass(slots=True)
+class FilledPayload(Payload):
+    """Arguments of a call, and the values that `take_out` took out of them: as they are, or pickled."""
+
+    values: Sequence[Any] = ()
+
+    def load(self) -> Any:
+        unpickler = _FillingUnpickler(io.BytesIO(self.data), buffers=self.guarded_buffers())
+        unpickler.values = list(self.values)
+        return unpickler.load()

@@ -1,0 +1,57 @@
+"""Large answers to calls that stay in the process of their actor.
+
+Problem: a caller often passes a result on without reading it, and a large one should not travel through the
+caller's process. Choice: the answering end of a channel offers an answer of `daskserve.types.KEPT_BYTES` or
+more, and sends it when the caller asks for it, which costs one trip of a small frame. A caller that passes
+the result on does not ask, and the processes that need the result fetch it by its token. The answer is
+dropped when the caller closes its stream, or when the connection ends.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+
+from daskserve.errors import UnavailableError
+from daskserve.types import KEPT_BYTES, Payload, WorkerAddress
+
+
+def is_large(payload: Payload) -> bool:
+    """Return whether an answer is offered instead of sent."""
+    if payload.buffers:
+        return payload.nbytes >= KEPT_BYTES
+    return len(payload.data) >= KEPT_BYTES
+
+
+class KeptAnswers:
+    """The answers that stay in one worker's process, by token."""
+
+    def __init__(self, worker: WorkerAddress) -> None:
+        self.worker = worker
+        self._payloads: dict[str, Payload] = {}
+        # A worker that restarts at the same address has other tokens.
+        self._prefix = secrets.token_hex(4)
+        self._numbers = itertools.count(1)
+
+    def __len__(self) -> int:
+        return len(self._payloads)
+
+    def add(self, payload: Payload) -> str:
+        """Keep an answer and return its token."""
+        token = f"{self._prefix}-{next(self._numbers)}"
+        self._payloads[token] = payload
+        return token
+
+    def find(self, token: str) -> Payload:
+        """Return an answer; raise `UnavailableError` if it was dropped."""
+        payload = self._payloads.get(token)
+        if payload is None:
+            raise UnavailableError(
+                f"A result that was to be fetched from worker {self.worker} is not there any more: the "
+                "process that made the call has ended, or dropped its response."
+            )
+        return payload
+
+    def drop(self, token: str) -> Payload:
+        """Remove an answer and return it."""
+        return self._payloads.pop(token)

@@ -1,0 +1,95 @@
+"""The options of a handle's calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+from daskserve.errors import BadRequestError
+from daskserve.serialization import check_serialization
+
+#: Options that begin with an underscore in Ray Serve, and so do here.
+_UNDERSCORED: Mapping[str, str] = {
+    "_prefer_local_routing": "prefer_local_routing",
+    "_by_reference": "by_reference",
+}
+#: Options that travel with each call to the replica.
+_CARRIED = ("multiplexed_model_id", "session_id", "response_serialization")
+
+
+@dataclass(frozen=True, slots=True)
+class CallOptions:
+    """The options of a handle's calls.
+
+    Attributes
+    ----------
+    method_name : str
+        The method of the backend's class.
+    shard_key : str
+        Calls with the same key go to the same backend until the traffic policy changes.
+    http_method, http_headers
+        The method and headers of the request object that a classic backend receives.
+    timeout_s : float or None
+        Timeout of the call in seconds; after it the call raises `RequestTimeoutError`. A call made while a
+        request is handled also ends at the deadline of that request.
+    stream : bool
+        Whether the method is a generator; its calls then return a `ResponseGenerator`.
+    multiplexed_model_id, session_id : str
+        Ids that user code in the replica reads from its request context. A ``session_id`` is also the shard
+        key of calls that have none.
+    request_serialization, response_serialization : str
+        How arguments and results are serialized: ``"cloudpickle"`` (by the standard pickler if it can),
+        ``"pickle"``, ``"msgpack"`` or ``"orjson"``.
+    by_reference : bool
+        Whether a response that is passed as an argument goes to the replica directly from where it was made.
+        If not, it goes through this process. Spelled ``_by_reference``.
+    prefer_local_routing : bool
+        Without effect: a replica in the caller's process is preferred whenever it answers sooner. Spelled
+        ``_prefer_local_routing``.
+    """
+
+    method_name: str = "__call__"
+    shard_key: str = ""
+    http_method: str = "GET"
+    http_headers: Mapping[str, str] = field(default_factory=dict)
+    timeout_s: float | None = None
+    stream: bool = False
+    multiplexed_model_id: str = ""
+    session_id: str = ""
+    request_serialization: str = "cloudpickle"
+    response_serialization: str = "cloudpickle"
+    by_reference: bool = True
+    prefer_local_routing: bool = True
+
+    def __post_init__(self) -> None:
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise BadRequestError(f"timeout_s must be more than 0, or None; got {self.timeout_s!r}.")
+        for name in ("method_name", "multiplexed_model_id", "session_id"):
+            if not isinstance(getattr(self, name), str):
+                raise BadRequestError(f"{name} must be a string; got {getattr(self, name)!r}.")
+        check_serialization("request_serialization", self.request_serialization)
+        check_serialization("response_serialization", self.response_serialization)
+
+    def changed(self, changes: Mapping[str, Any]) -> Self:
+        """Return a copy with changed options; raise `TypeError` for an unknown one, with the valid names."""
+        named = {_UNDERSCORED.get(name, name): value for name, value in changes.items()}
+        unknown = sorted(name for name in changes if name not in option_names())
+        if unknown:
+            raise TypeError(
+                f"A handle has no option {unknown[0]!r}; known options: {', '.join(option_names())}."
+            )
+        return replace(self, **named)
+
+    def carried(self) -> dict[str, str] | None:
+        """Return the options that travel with each call; None if all of them have their defaults."""
+        found = {name: getattr(self, name) for name in _CARRIED}
+        if found["response_serialization"] == "cloudpickle":
+            del found["response_serialization"]
+        return {name: value for name, value in found.items() if value} or None
+
+
+def option_names() -> list[str]:
+    """Return the names of the options as callers write them."""
+    spelled = {field: name for name, field in _UNDERSCORED.items()}
+    return [spelled.get(name, name) for name in CallOptions.__dataclass_fields__]

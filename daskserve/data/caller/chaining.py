@@ -1,0 +1,87 @@
+"""Responses among the arguments of a call: ``b.remote(a.remote(x))``.
+
+Problem: the caller does not need A's result, and it may be large. It must not wait for it either. Choice: the
+responses are taken out of the pickled arguments, as Dask's values are. The call to B is sent once all of them
+have ended: a request that waits at its replica would hold a slot there, which A may need. A result up to
+`daskserve.types.KEPT_BYTES` has come with A's answer, unread, and goes on to B in its pickled form. A larger
+one stays in the process that runs A until B's process fetches it over their own channel, or without any
+copy if that is the same process.
+
+The caller's channel holds what stays: if the caller drops the response, or vanishes, A's process drops the
+result. If A's process ends before, the call to B fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from daskserve.arguments import Source, take_out
+from daskserve.cluster.base import Link
+from daskserve.data.caller.response import Response
+from daskserve.types import KeptPayload, Payload
+
+
+def chained_arguments(
+    link: Link, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, by_reference: bool
+) -> ChainedArguments:
+    """Pickle arguments that hold responses."""
+
+    def is_taken(value: Any) -> bool:
+        return isinstance(value, Response) or link.values.is_value(value)
+
+    payload, values = take_out((args, kwargs), is_taken)
+    return ChainedArguments(link, payload, values, by_reference=by_reference)
+
+
+class ChainedArguments:
+    """The arguments of one call without their responses; a `daskserve.cluster.base.RemoteValues`.
+
+    It holds the responses, so that their results exist until the call is answered.
+    """
+
+    def __init__(self, link: Link, payload: Payload, values: list[Any], *, by_reference: bool) -> None:
+        self.payload = payload
+        self.keys: Any = None
+        self._link = link
+        self._by_reference = by_reference
+        self._values = values
+        self._responses = [each for each in values if isinstance(each, Response)]
+        remote = [each for each in values if not isinstance(each, Response)]
+        self._dask = link.values.hold(payload, remote) if remote else None
+        for response in self._responses:
+            response.pass_on(link, by_reference=by_reference)
+
+    async def wait(self) -> None:
+        """Return when all values exist; raise the error of the first call or task that failed."""
+        await self._wait_for_responses()
+        if self._dask is not None:
+            await self._dask.wait()
+        sources: list[list[Any]] = []
+        buffers = list(self.payload.buffers)
+        for value in self._values:
+            if not isinstance(value, Response):
+                sources.append([Source.DASK])
+                continue
+            found = await value.settled(self._link, by_reference=self._by_reference)
+            if isinstance(found, KeptPayload):
+                sources.append([Source.KEPT, found.worker, found.token])
+            else:
+                sources.append([Source.HERE, 1 + len(found.buffers)])
+                buffers += [found.data, *found.buffers]
+        self.keys = {
+            "sources": sources,
+            "buffers": len(self.payload.buffers),
+            "dask": None if self._dask is None else self._dask.keys,
+        }
+        self.payload = Payload(self.payload.data, tuple(buffers))
+
+    async def _wait_for_responses(self) -> None:
+        waiting = {each.wake_when_done() for each in self._responses if not each.done()}
+        while True:
+            for each in self._responses:
+                each.raise_if_failed()
+            if not waiting:
+                return
+            _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)

@@ -1,0 +1,191 @@
+"""The pending answer to one call through a handle."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import Generator
+from concurrent.futures import CancelledError
+from typing import Any, NoReturn
+
+from daskserve.amounts import shown
+from daskserve.cluster.base import Link, Process
+from daskserve.data.caller.pending import start_call, waiter_for
+from daskserve.errors import PassedResponseError, RequestCancelledError, RequestTimeoutError
+from daskserve.loops.event_loop import running_loop
+from daskserve.loops.pending_call import PendingCall
+from daskserve.types import KeptPayload, Payload
+
+
+class Response:
+    """The pending answer to one call. Await it, or call `result` from a thread that may block.
+
+    Passed to another handle's ``remote``, at any depth of the arguments, it stands for its result. The call
+    starts as soon as the result exists. A large one goes directly from the replica that made it to the one
+    that needs it.
+    """
+
+    def __init__(
+        self, future: PendingCall[Payload | KeptPayload], link: Link, request_id: str, process: Process
+    ) -> None:
+        self._future = future
+        self._link = link
+        self._process = process
+        self._loaded: Any = None
+        self._is_loaded = False
+        self.request_id = request_id
+
+    def __repr__(self) -> str:
+        state = "cancelled" if self._future.cancelled() else "done" if self._future.done() else "pending"
+        return f"<Response {self.request_id} {state}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise PassedResponseError(
+            f"The response to request {self.request_id} belongs to the code that made the call and cannot be "
+            "pickled. Await it, or pass it to the remote() of another handle."
+        )
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        # Inlined for speed: every step passes through each generator in between.
+        future = self._future
+        if not future.done():
+            try:
+                yield from waiter_for(self._link, future)
+            except asyncio.CancelledError:
+                future.cancel()
+                raise
+        if not self._is_loaded and self._needs_fetch():
+            yield from waiter_for(self._link, self._future)
+        return self._value()
+
+    def _value(self) -> Any:
+        # Unpickling may run user code, so it happens once and on the caller's side.
+        if not self._is_loaded:
+            try:
+                payload = self._future.result()
+            except CancelledError:
+                if not self._future.cancelled():
+                    raise  # of user code
+                raise cancelled_error(self.request_id) from None
+            assert not isinstance(payload, KeptPayload)
+            self._loaded = payload.load()
+            self._is_loaded = True
+        return self._loaded
+
+    def _needs_fetch(self) -> bool:
+        """Begin to fetch a result that stayed with its replica; return whether there is anything to fetch."""
+        future = self._future
+        if future.exception() is not None:
+            return False
+        kept = future.result()
+        if type(kept) is not KeptPayload:
+            return False
+        self._future = start_call(self._link, self._fetch(kept))
+        return True
+
+    async def _fetch(self, kept: KeptPayload) -> Payload:
+        return await self._process.fetch_answer(kept.worker, kept.token)
+
+    def result(self, timeout_s: float | None = None) -> Any:
+        """Return the answer; wait up to ``timeout_s`` seconds, or without limit if None.
+
+        Raises
+        ------
+        RequestTimeoutError
+            A `TimeoutError`: the answer took longer. The request continues.
+        RequestCancelledError
+            The request was cancelled.
+        RuntimeError
+            Called in an event loop, which it would block.
+        Exception
+            The error that the backend raised, with its own type.
+        """
+        self._wait(timeout_s)
+        if not self._is_loaded and self._needs_fetch():
+            self._wait(timeout_s)
+        return self._value()
+
+    def _wait(self, timeout_s: float | None) -> None:
+        if self._future.done():
+            return
+        refuse_in_loop(self._link, "result()", "await the response")
+        try:
+            self._future.result(timeout_s)
+        except CancelledError:
+            pass  # `_value` raises it
+        except TimeoutError:
+            if self._future.done() or timeout_s is None:
+                raise  # a TimeoutError of user code
+            raise RequestTimeoutError(
+                f"No answer to request {self.request_id} within {shown(timeout_s)} s."
+            ) from None
+
+    def done(self) -> bool:
+        """Return whether the call has ended, with an answer or an error."""
+        return self._future.done()
+
+    def cancelled(self) -> bool:
+        """Return whether the call was cancelled before it ended."""
+        return self._future.cancelled()
+
+    def cancel(self) -> bool:
+        """Cancel the request, and the calls made for it; return whether it was still pending.
+
+        This is done on a best-effort basis, and a second call has no effect.
+        """
+        return self._future.cancel()
+
+    # ---- as an argument of another call
+
+    def pass_on(self, link: Link, *, by_reference: bool) -> None:
+        """Note that the result is for another replica, so that a large one stays where it was made."""
+        if by_reference and link is self._link:
+            self._future.leaves_value = True
+
+    def wake_when_done(self) -> asyncio.Future[None]:
+        """Return a future of the running loop that completes when the call has ended."""
+        return waiter_for(self._link, self._future)
+
+    def raise_if_failed(self) -> None:
+        """Raise the error of a call that has ended with one, or was cancelled."""
+        if self._future.cancelled():
+            raise cancelled_error(self.request_id)
+        error = self._future.exception()
+        if error is not None:
+            raise error
+
+    async def settled(self, link: Link, *, by_reference: bool) -> Payload | KeptPayload:
+        """Return the result of a call that has succeeded, or where it is; runs on the loop of ``link``."""
+        found = self._future.result()
+        if type(found) is not KeptPayload or (by_reference and link is self._link):
+            return found
+        self._needs_fetch()
+        await waiter_for(self._link, self._future)
+        return self._future.result()
+
+
+def cancelled_error(request_id: str) -> RequestCancelledError:
+    """Return the error that the reader of a cancelled call gets."""
+    return RequestCancelledError(
+        f"Request {request_id} was cancelled: by cancel(), or together with the request that made this call."
+    )
+
+
+def refuse_in_loop(link: Link, name: str, remedy: str) -> None:
+    """Raise `RuntimeError` in an event loop, which a blocking call would hold up.
+
+    Notebooks run each cell in an event loop that has nothing else to do, so they may block it.
+    """
+    if link.runs_here():
+        raise RuntimeError(f"{name} would block the event loop that has to produce the answer; {remedy}.")
+    if running_loop() is not None and not _is_notebook():
+        raise RuntimeError(
+            f"{name} would block the running event loop; {remedy}, or call it in a thread "
+            "(asyncio.to_thread)."
+        )
+
+
+def _is_notebook() -> bool:
+    return "ipykernel" in sys.modules and threading.current_thread() is threading.main_thread()
+

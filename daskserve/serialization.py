@@ -1,0 +1,94 @@
+"""The serializations of arguments and results that a handle's options name.
+
+All but the default are for code that restricts itself to what a format has: ``"msgpack"`` and ``"orjson"``
+refuse objects of user classes, which then never travel by accident. The encoded value is wrapped in a pickle,
+which the receiver opens as any other value.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgpack
+
+from daskserve.errors import BadRequestError
+from daskserve.payload import dump, dump_with
+from daskserve.types import Payload
+
+DEFAULT_SERIALIZATION = "cloudpickle"
+
+
+def _encode_json(value: Any) -> bytes:
+    import orjson
+
+    data: bytes = orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+    return data
+
+
+def _decode_json(data: bytes) -> Any:
+    import orjson
+
+    return orjson.loads(data)
+
+
+def _decode_msgpack(data: bytes) -> Any:
+    return msgpack.unpackb(data, strict_map_key=False)
+
+
+_ENCODERS: Mapping[str, tuple[Callable[[Any], bytes], Callable[[bytes], Any]]] = {
+    "msgpack": (msgpack.packb, _decode_msgpack),
+    "orjson": (_encode_json, _decode_json),
+}
+SERIALIZATIONS = (DEFAULT_SERIALIZATION, "pickle", *_ENCODERS)
+
+
+class _Encoded:
+    """Is unpickled as the value that was encoded."""
+
+    def __init__(self, serialization: str, data: bytes) -> None:
+        self._parts = (serialization, data)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, bytes]]:
+        return decode, self._parts
+
+
+def decode(serialization: str, data: bytes) -> Any:
+    """Return the value that `serialize` encoded in one of the formats that are no pickle."""
+    return _ENCODERS[serialization][1](data)
+
+
+def check_serialization(option: str, value: Any) -> None:
+    """Raise `BadRequestError`, a `ValueError`, unless an option names a serialization that works here."""
+    if value not in SERIALIZATIONS:
+        raise BadRequestError(f"{option} must be one of {', '.join(SERIALIZATIONS)}; got {value!r}.")
+    if value == "orjson":
+        try:
+            import orjson  # noqa: F401
+        except ImportError:
+            raise BadRequestError(
+                f"{option} is 'orjson', which is not installed; install it in this program and on the "
+                "workers: pip install orjson."
+            ) from None
+
+
+def serialize(serialization: str, value: Any) -> Payload:
+    """Serialize a value.
+
+    Raises
+    ------
+    BadRequestError
+        The value cannot be written in this format.
+    Exception
+        The value cannot be pickled; picklers raise different types.
+    """
+    if serialization == DEFAULT_SERIALIZATION:
+        return dump(value)
+    if serialization == "pickle":
+        return dump_with(pickle.dumps, value)
+    try:
+        data = _ENCODERS[serialization][0](value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise BadRequestError(f"The value cannot be serialized with {serialization}: {error}") from error
+    return dump_with(pickle.dumps, _Encoded(serialization, data))
