@@ -13,7 +13,7 @@ from daskserve.payload import dump_with
 from daskserve.types import Payload
 
 
-class Source(enum.StrEnum):
+class ValueSource(enum.StrEnum):
     """Where a replica finds a value that was taken out of a call's arguments."""
 
     #: On the Dask cluster, by its key.

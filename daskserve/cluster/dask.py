@@ -124,7 +124,7 @@ class DaskCluster(ActorCalls):
         self._controller: ActorAddress | None = None
         self._listener: LongPollClient | None = None
         self._parcels = ParcelCarrier(partial(ask_supervisor, client, instance=instance))
-        self._is_ended = False
+        self.is_ended = False
         self._handlers: list[TopicHandler] = []
         self._subscribing: asyncio.Future[None] | None = None
 
@@ -137,25 +137,20 @@ class DaskCluster(ActorCalls):
             self._listener.on_ended(self._mark_ended)
         return self._listener
 
-    @property
-    def is_ended(self) -> bool:
-        """Whether this process knows that the instance was shut down."""
-        return self._is_ended
-
     def _forget_worker(self, worker: WorkerAddress) -> None:
         self._channels.drop(worker)
         if self._controller is not None and self._controller.worker == worker:
             self._controller = None
 
     def _mark_ended(self) -> None:
-        self._is_ended = True
+        self.is_ended = True
         self._controller = None
         if self._subscribing is not None and self._subscribing.done():
             self._unsubscribe()  # the scheduler keeps the topic while this process listens
 
     async def close(self) -> None:
         """Stop listening. The Dask client and the channels stay open: the link owns them."""
-        has_ended = self._is_ended
+        has_ended = self.is_ended
         self._mark_ended()
         if self._listener is not None:
             await self._listener.stop()
@@ -195,7 +190,7 @@ class DaskCluster(ActorCalls):
         return await self._parcels.fetch(code, parcel)
 
     async def controller(self) -> ActorAddress:
-        if self._is_ended:
+        if self.is_ended:
             raise NotRunningError(f"Instance {self.instance!r} has been shut down.")
         if self._controller is None:
             found = await ask_supervisor(self._client, "controller", instance=self.instance)

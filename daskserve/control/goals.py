@@ -173,7 +173,13 @@ def rolled_back(
             current = culprit if name == culprit.tag else state.backends.get(name)
             if current is not None:
                 change.update(ended(state, current, goal.goal_id))
-                change.update(_backend_back(state, current, plain, text if current is culprit else "", wall))
+                is_culprit = current is culprit
+                if plain is not None:
+                    previous = replace(from_plain("backend", plain), last_error=text if is_culprit else "")
+                    change[current.key] = taken_back(replace(previous, goal=None), current, wall)
+                else:
+                    why = text if is_culprit else f"Deployment '{culprit.tag}' of the same change failed."
+                    change.update(_removed(state, current, why))
         elif kind == "endpoint" and plain is not None:
             before: EndpointRecord = from_plain(kind, plain)
             if f"backend/{name}" not in goal.previous or goal.previous[f"backend/{name}"] is not None:
@@ -183,14 +189,10 @@ def rolled_back(
     return change
 
 
-def _backend_back(
-    state: State, current: BackendRecord, plain: Mapping[str, Any] | None, text: str, wall: float
-) -> Change:
-    if plain is not None:
-        previous = replace(from_plain("backend", plain), goal=None, last_error=text)
-        return {current.key: taken_back(previous, current, wall)}
-    # The change created the backend, so remove all of it.
-    change: Change = {current.key: replace(current, is_deleting=True, is_forced=True, goal=None)}
+def _removed(state: State, current: BackendRecord, why: str) -> Change:
+    """Return the change that removes all of a backend that a failed change has created."""
+    removed = replace(current, is_deleting=True, is_forced=True, goal=None, last_error=why)
+    change: Change = {current.key: removed}
     endpoint = state.endpoints.get(current.tag)
     if current.is_deployment and endpoint is not None and not endpoint.is_legacy:
         change[endpoint.key] = None

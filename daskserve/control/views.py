@@ -199,6 +199,9 @@ def published_backend(state: State, tag: str) -> Any:
         value["autoscaled"] = True
     if backend.capacity == 0:
         value["off"] = True
+    if backend.is_deleting:
+        # Why, if its first deploy failed; else nothing.
+        value["ending"] = backend.last_error
     return value
 
 

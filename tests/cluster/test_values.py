@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import daskserve as serve
-from daskserve.cluster.values import MAX_ITEMS, may_hold_values, take_out
-from daskserve.payload import FilledPayload, dump, may_mention_dask
+from daskserve.arguments import FilledPayload, take_out
+from daskserve.cluster.values import MAX_ITEMS, is_dask_value, may_hold_values
+from daskserve.payload import dump, may_mention_dask
 from daskserve.testing import local_instance
 
 
@@ -107,7 +108,7 @@ def test_arguments_are_searched_for_values(args: tuple[Any, ...], is_expected: b
 
 def test_what_is_taken_out_is_put_in_again() -> None:
     array = np.arange(2000)
-    payload, values = take_out(([half(1), array, {"a": half(2)}], len))
+    payload, values = take_out(([half(1), array, {"a": half(2)}], len), is_dask_value)
     assert len(values) == 2
     assert payload.buffers
     with pytest.raises(pickle.UnpicklingError):

@@ -17,7 +17,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
-from daskserve.arguments import Source, take_out
+from daskserve.arguments import ValueSource, take_out
 from daskserve.cluster.base import Link
 from daskserve.data.caller.response import Response
 from daskserve.types import KeptPayload, Payload
@@ -62,13 +62,13 @@ class ChainedArguments:
         buffers = list(self.payload.buffers)
         for value in self._values:
             if not isinstance(value, Response):
-                sources.append([Source.DASK])
+                sources.append([ValueSource.DASK])
                 continue
             found = await value.settled(self._link, by_reference=self._by_reference)
             if isinstance(found, KeptPayload):
-                sources.append([Source.KEPT, found.worker, found.token])
+                sources.append([ValueSource.KEPT, found.worker, found.token])
             else:
-                sources.append([Source.HERE, 1 + len(found.buffers)])
+                sources.append([ValueSource.HERE, 1 + len(found.buffers)])
                 buffers += [found.data, *found.buffers]
         self.keys = {
             "sources": sources,

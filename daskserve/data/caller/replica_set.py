@@ -15,7 +15,14 @@ from daskserve.data.caller.queued_request import QueuedRequest
 from daskserve.data.caller.replay import Replay
 from daskserve.data.caller.roster import ReplicaEntry, Roster
 from daskserve.data.caller.router_metrics import ReplicaSetMetrics
-from daskserve.errors import ActorLostError, BackPressureError, ReplicaBusyError, UnavailableError
+from daskserve.errors import (
+    ActorLostError,
+    BackPressureError,
+    DeploymentIsBeingDeletedError,
+    DeploymentUnavailableError,
+    ReplicaBusyError,
+    UnavailableError,
+)
 from daskserve.figures.table import MetricSample
 from daskserve.loops.alarm import Alarm
 from daskserve.types import BackendTag, Envelope, EnvelopeKind, Load, Receive, Send
@@ -53,6 +60,8 @@ class ReplicaSet:
         self._is_deleted = False
         #: Whether the target capacity is 0 %, so that no replica will start.
         self._is_off = False
+        #: Why the backend is being deleted: the error of its deploy, or nothing. None if it is not.
+        self._ending: str | None = None
         #: Fires when the first suspended replica may be used again.
         self._alarm = Alarm(self._serve_waiting)
         self._metrics = ReplicaSetMetrics()
@@ -96,7 +105,8 @@ class ReplicaSet:
         self._max_queued = value["max_queued"]
         self.is_autoscaled = value.get("autoscaled", False)
         self._is_off = value.get("off", False)
-        if self._is_off and self._roster.is_empty:
+        self._ending = value.get("ending")
+        if self._ending is not None or (self._is_off and self._roster.is_empty):
             self._fail_waiting()
         self._serve_waiting()
         if is_first:
@@ -234,7 +244,7 @@ class ReplicaSet:
 
     async def _wait(self, is_rejected: bool) -> ReplicaEntry:
         """Wait for this request's turn; return a replica, counting one more request in flight."""
-        if self._is_deleted or (self._is_off and self._roster.is_empty):
+        if self._is_deleted or self._ending is not None or (self._is_off and self._roster.is_empty):
             raise self._gone()
         # A request that a replica refused has already passed the queue, so the limit does not apply to it.
         limit = self._max_queued
@@ -295,7 +305,20 @@ class ReplicaSet:
             if not waiter.done():
                 waiter.set_exception(self._gone())
 
+    def ending_error(self) -> UnavailableError | None:
+        """Return the error for requests to a backend that is being deleted, or failed to deploy; else None."""
+        if self._ending:
+            return DeploymentUnavailableError(
+                f"Deployment {self.tag!r} is unavailable because it failed to deploy: {self._ending}"
+            )
+        if self._ending is not None and not self._is_deleted:
+            return DeploymentIsBeingDeletedError(f"Deployment {self.tag!r} is being deleted.")
+        return None
+
     def _gone(self) -> UnavailableError:
+        ending = self.ending_error()
+        if ending is not None:
+            return ending
         if self._is_deleted:
             return UnavailableError(f"Backend '{self.tag}' was deleted.")
         return UnavailableError(

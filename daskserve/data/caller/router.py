@@ -22,7 +22,7 @@ from daskserve.data.caller.replica_set import ReplicaSet
 from daskserve.data.caller.router_metrics import CallMetrics
 from daskserve.data.caller.routing import TrafficPolicy, shard_draw
 from daskserve.data.caller.shadow import Shadow
-from daskserve.errors import NotFoundError, RequestTimeoutError, UnavailableError
+from daskserve.errors import NotFoundError, RequestTimeoutError, ServeError, UnavailableError
 from daskserve.figures.table import MetricSample
 from daskserve.loops.tasks import TaskSet
 from daskserve.types import BackendTag, EndpointTag, Envelope, Message, Receive, Send
@@ -77,7 +77,15 @@ class Router:
         changed.set()
 
     async def wait_until_known(self) -> None:
-        """Wait until the endpoint is known; raise `NotFoundError` if it does not exist."""
+        """Wait until the endpoint is known.
+
+        Raises
+        ------
+        NotFoundError
+            It does not exist.
+        DeploymentUnavailableError, DeploymentIsBeingDeletedError
+            Its deployment failed to deploy, or is being deleted.
+        """
         while self._policy is None and not self._is_deleted:
             try:
                 await self._routers.clock.wait_for(self._changed.wait(), ENDPOINT_TIMEOUT_S)
@@ -88,7 +96,15 @@ class Router:
                     "it may be restarting, try again."
                 ) from None
         if self._is_deleted:
-            raise NotFoundError(f"Endpoint '{self.endpoint}' does not exist.")
+            raise self._gone()
+
+    def _gone(self) -> ServeError:
+        """Return the error for requests to an endpoint that was deleted, or never existed."""
+        for backend in self._policy.backends if self._policy is not None else ():
+            error = self._routers.replica_set(backend).ending_error()
+            if error is not None:
+                return error
+        return NotFoundError(f"Endpoint '{self.endpoint}' does not exist.")
 
     def send(
         self, envelope: Envelope, receive: Receive, send: Send, *, shard_key: str = ""

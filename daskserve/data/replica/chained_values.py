@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from daskserve.arguments import FilledPayload, Source
+from daskserve.arguments import FilledPayload, ValueSource
 from daskserve.cluster.base import Link
 from daskserve.loops.event_loop import on_loop
 from daskserve.types import Payload
@@ -31,18 +31,18 @@ async def filled(
         return FilledPayload(payload.data, payload.buffers, await found_link.values.fetch(keys))
     sources = keys["sources"]
     link: Link | None = None
-    if any(kind != Source.HERE for kind, *_ in sources):
+    if any(kind != ValueSource.HERE for kind, *_ in sources):
         # In a child process, the first use of the link connects to the cluster, and blocks.
         link = await asyncio.to_thread(find_link)
     dask = [] if link is None or keys["dask"] is None else await link.values.fetch(keys["dask"])
-    kept = [where for kind, *where in sources if kind == Source.KEPT]
+    kept = [where for kind, *where in sources if kind == ValueSource.KEPT]
     fetched = [] if link is None or not kept else await on_loop(link.loop, _fetch(link, instance, kept))
     buffers = iter(payload.buffers)
     own = tuple(islice(buffers, keys["buffers"]))
-    found = {Source.DASK: iter(dask), Source.KEPT: iter(fetched)}
+    found = {ValueSource.DASK: iter(dask), ValueSource.KEPT: iter(fetched)}
     values = [
         Payload(next(buffers), tuple(islice(buffers, where[0] - 1)))
-        if kind == Source.HERE
+        if kind == ValueSource.HERE
         else next(found[kind])
         for kind, *where in sources
     ]

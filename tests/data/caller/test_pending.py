@@ -75,7 +75,7 @@ def test_a_waiter_on_another_loop_is_woken_and_its_cancellation_cancels_the_call
         call = start_call(link, hang())
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
-                await Response(call, link, "id")
+                await Response(call, link, "id", cast(Any, None))
         assert call.cancelled()
 
     asyncio.run(main())
