@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from daskserve._version import __version__
 
 if TYPE_CHECKING:
-    from daskserve import errors, metrics
+    from daskserve import context, errors, handle, metrics
     from daskserve.autoscaling.context import AutoscalingContext, Decision
     from daskserve.client.api import (
         connect,
@@ -180,9 +180,11 @@ _HOMES: Mapping[str, str] = {
     "Response": "data.caller.response",
     "ResponseGenerator": "data.caller.response_stream",
     "ServeRequest": "data.replica.requests",
+    "handle": "",
     "accept_batch": "data.replica.accept_batch",
     "batch": "data.batching.decorator",
     # inside a backend
+    "context": "",
     "get_current_backend_tag": "context",
     "get_current_replica_tag": "context",
     "metrics": "",
@@ -229,6 +231,7 @@ __all__ = [
     "delete_deployment_async",
     "delete_endpoint",
     "delete_endpoint_async",
+    "context",
     "deployment",
     "errors",
     "explain",
@@ -254,6 +257,8 @@ __all__ = [
     "list_deployments_async",
     "list_endpoints",
     "list_endpoints_async",
+    "ingress",
+    "handle",
     "metrics",
     "run",
     "run_async",

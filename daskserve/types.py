@@ -234,7 +234,10 @@ class EnvelopeKind(enum.StrEnum):
       ``payload`` holds ``(args, kwargs)``; the answer is one
       ``{"type": "call.result", "payload": Payload}``, or, if ``head["stream"]`` is true, any number of
       ``{"type": "call.item", "payload": Payload}``. A head with ``"values"`` also has ``"stream"``: values of
-      Dask were taken out of the payload, see `daskserve.cluster.values`.
+      Dask were taken out of the payload, see `daskserve.cluster.values`. With ``"reserve"``, the answer
+      begins with ``{"type": "call.reserved", "replica": ...}``, and the caller's only message,
+      ``{"type": "call.dispatch", "head": ..., "payload": ...}``, replaces head and payload. With
+      ``"broadcast"``, the replica runs the call beyond its limit.
     - CONTROL: ``head`` is ``{"verb", "message"}`` of plain values; the answer is one
       ``{"type": "control.result", "value": ...}``. Nothing in it is ever unpickled.
     """

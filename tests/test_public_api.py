@@ -47,6 +47,7 @@ PUBLIC = {
     "delete_deployment_async",
     "delete_endpoint",
     "delete_endpoint_async",
+    "context",
     "deployment",
     "errors",
     "explain",
@@ -72,6 +73,7 @@ PUBLIC = {
     "list_endpoints",
     "list_endpoints_async",
     "ingress",
+    "handle",
     "metrics",
     "run",
     "run_async",
@@ -139,7 +141,7 @@ def test_no_public_name_is_hidden_by_a_submodule() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
-    assert done.stdout.strip() == "['errors', 'metrics']"
+    assert done.stdout.strip() == "['context', 'errors', 'handle', 'metrics']"
 
 
 def test_errors_say_whether_a_retry_may_help() -> None:

@@ -122,7 +122,9 @@ class ActorCalls:
 
     async def fetch_answer(self, worker: WorkerAddress, token: str) -> Payload:
         try:
-            found = await control_call(partial(self.request, host_of(worker)), "kept_answer", {"token": token})
+            found = await control_call(
+                partial(self.request, host_of(worker)), "kept_answer", {"token": token}
+            )
         except ActorLostError as error:
             raise UnavailableError(
                 f"A result that a call was to get directly from worker {worker} is lost with it: {error}"

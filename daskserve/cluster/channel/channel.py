@@ -135,7 +135,7 @@ class Channel:
         opened = self._opened[stream] = Opened(envelope.call)
         pump = None
         taken_bytes = 0
-        if envelope.has_body and envelope.kind is EnvelopeKind.HTTP:
+        if envelope.has_body and (envelope.kind is EnvelopeKind.HTTP or "reserve" in envelope.head):
             # Created before the first post, so that its first frames leave in the same write.
             if envelope.has_body == ON_DEMAND:
                 receive = opened.on_demand(receive)
@@ -175,9 +175,7 @@ class Channel:
         """
         stream = self._next_stream
         self._next_stream += 2
-        self._opened[stream] = Asked(
-            stream, self._opened, self._transport, on_answer, envelope.call
-        )
+        self._opened[stream] = Asked(stream, self._opened, self._transport, on_answer, envelope.call)
         self._post(_open_frame(stream, address, envelope), CALL_WORK)
         return partial(self._give_up, stream)
 

@@ -64,9 +64,7 @@ class LocalProcess(ActorCalls):
         if book is None:
             self.channels = ChannelPool(_refuse, self._connect)
         else:
-            self.channels = ChannelPool(
-                book.dispatch, self._connect, book.dispatch_nowait, kept=book.kept
-            )
+            self.channels = ChannelPool(book.dispatch, self._connect, book.dispatch_nowait, kept=book.kept)
         super().__init__(world.instance, self.channels, book)
         self._world = world
         self._listener: LongPollClient | None = None

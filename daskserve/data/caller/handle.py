@@ -7,33 +7,40 @@ loop of that process's link. Callers may be on any thread or loop.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from typing import Any, Literal, TypeAlias, overload
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, Literal, NoReturn, TypeAlias, cast, overload
 
 from daskserve.clock import stopwatch
 from daskserve.cluster.base import Link, Process, RemoteValues
 from daskserve.cluster.present import find_link
 from daskserve.context import current_request
+from daskserve.data.caller.broadcast import BroadcastResponse, ReplicaOutcome, send_to_all
 from daskserve.data.caller.call_options import CallOptions
-from daskserve.data.caller.chaining import chained_arguments
-from daskserve.data.caller.direct_call import DirectCall, no_answer_error
-from daskserve.data.caller.pending import begin_call, pause, start_call
+from daskserve.data.caller.direct_call import DirectCall
+from daskserve.data.caller.pending import begin_call, pause, start_call, waiter_for
+from daskserve.data.caller.preparing import identity_of, pack, send_and_record
+from daskserve.data.caller.replica_choice import ReplicaChoice, ReplicaSelection
 from daskserve.data.caller.response import Response
 from daskserve.data.caller.response_stream import Pipe, ResponseGenerator
 from daskserve.data.caller.router import Router, Routers
-from daskserve.errors import ActorLostError, ClosedError, PassedResponseError, ReplicaBusyError
+from daskserve.errors import (
+    ActorLostError,
+    BadRequestError,
+    BlockingCallError,
+    ClosedError,
+    ReplicaBusyError,
+    StreamOptionError,
+)
 from daskserve.figures.collector import PROCESS
-from daskserve.loops.deadlines import earliest, is_over, until
+from daskserve.loops.deadlines import until
 from daskserve.loops.pending_call import PendingCall
-from daskserve.payload import PackedError, load_error, may_mention_dask
-from daskserve.serialization import serialize
 from daskserve.types import (
-    DONE,
     Envelope,
     EnvelopeKind,
     KeptPayload,
     Message,
     Payload,
+    Receive,
     Send,
     nothing_to_receive,
 )
@@ -52,6 +59,18 @@ async def routers_of(cluster: Process) -> Routers:
     if not cluster.listener.is_started:
         await routers.start()
     return routers
+
+
+class ShutDown:
+    """Stands for the process of a handle that was shut down."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._endpoint = endpoint
+        self.shared: dict[str, Any] = {}
+
+    @property
+    def link(self) -> NoReturn:
+        raise ClosedError(f"This handle of {self._endpoint!r} was shut down; get a new one.")
 
 
 class Handle:
@@ -157,25 +176,133 @@ class Handle:
         """
         return Response(*self._start(args, kwargs), self._process)
 
+    # ---- chosen replicas, all replicas
+
+    def choose_replica(self, *args: Any, **kwargs: Any) -> ReplicaChoice:
+        """Return an async context manager that reserves a slot at a replica, as for a call, and yields it.
+
+        Pass the `ReplicaSelection` to `dispatch`. At the end of the block an unused slot is free again.
+        The arguments have no effect: the choice does not depend on them.
+
+        Examples
+        --------
+        >>> async with handle.choose_replica() as selection:  # doctest: +SKIP
+        ...     answer = await handle.dispatch(selection, 1)
+        """
+        cluster, link, options = self._process, self._process.link, self._options
+        request_id, deadline = identity_of(self._options, link, current_request.get())
+        head = {"method": "", "request_id": request_id, "reserve": True, "stream": options.stream}
+        envelope = Envelope(EnvelopeKind.CALL, head, deadline=deadline)
+
+        async def reserve(receive: Receive, send: Send) -> None:
+            router = await self._known_router(cluster)
+            sending = router.send(envelope, receive, send, shard_key=options.shard_key or options.session_id)
+            if deadline is not None:
+                late = f"Request {request_id} was not answered before its deadline."
+                sending = until(deadline, sending, late)
+            await sending
+
+        return ReplicaChoice((self._instance, self._endpoint), link, reserve, is_stream=options.stream)
+
+    def dispatch(self, selection: ReplicaSelection, *args: Any, **kwargs: Any) -> Response:
+        """Call the replica that `choose_replica` has chosen, in its reserved slot, like `remote`.
+
+        Raises
+        ------
+        ValueError
+            Another handle's selection, or none.
+        RuntimeError
+            The slot was used or released before.
+        ReplicaUnavailableError
+            The replica has stopped, or was lost.
+        """
+        return Response(*self._dispatch(selection, args, kwargs), self._process)
+
+    def _dispatch(
+        self,
+        selection: ReplicaSelection,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        pipe: Pipe | None = None,
+    ) -> tuple[PendingCall[Any], Link, str]:
+        cluster, link, current = self._process, self._process.link, current_request.get()
+        choice = selection.choice if isinstance(selection, ReplicaSelection) else None
+        if choice is None or choice.owner != (self._instance, self._endpoint):
+            raise BadRequestError(
+                f"{selection!r} was not chosen by a handle of {self._endpoint!r} in this process; use the "
+                "selection that `async with handle.choose_replica()` yields."
+            )
+        if choice.is_stream is not self._options.stream:
+            raise StreamOptionError("Choose the replica with the same option `stream` as the call.")
+        request_id, _ = identity_of(self._options, link, current)
+        payload, values = pack(self._options, link, args, kwargs)
+        future: PendingCall[Any] = PendingCall()
+        choice.claim(future, None if pipe is None else pipe.put)
+
+        async def make_message() -> Message:
+            head, filled = await self._settled(
+                cluster, request_id, self._facts, payload, values, pipe is not None
+            )
+            return {"type": "call.dispatch", "head": head, "payload": filled}
+
+        choice.send(make_message())
+        if current is not None:
+            current.add_call(future)
+        return future, link, request_id
+
+    def broadcast(self, method_name: str, *args: Any, **kwargs: Any) -> BroadcastResponse:
+        """Call a method of every running replica, past their queues and limits; see `BroadcastResponse`."""
+        handle = self.options(method_name=method_name, stream=False)
+        cluster, link, current = self._process, self._process.link, current_request.get()
+        request_id, deadline = identity_of(self._options, link, current)
+        payload, values = pack(self._options, link, args, kwargs)
+
+        async def send() -> Sequence[ReplicaOutcome]:
+            head, filled = await handle._settled(cluster, request_id, handle._facts, payload, values, False)
+            router = await self._known_router(cluster)
+            head |= {"broadcast": True, "stream": False}
+            return await send_to_all(
+                cluster, await router.replicas(), Envelope(EnvelopeKind.CALL, head, filled, deadline)
+            )
+
+        future = start_call(link, send())
+        if current is not None:
+            current.add_call(future)
+        return BroadcastResponse(future, link, request_id)
+
+    # ---- the end
+
+    def shutdown(self) -> None:
+        """Release what this handle watches in its process; its calls fail from now on.
+
+        Calls that were made continue. Other handles of the endpoint work as before.
+        """
+        link = self._process.link
+        if link.runs_here():
+            raise BlockingCallError("shutdown() would block the event loop; await shutdown_async().")
+        start_call(link, self._shut_down()).result()
+
+    async def shutdown_async(self) -> None:
+        """Release what this handle watches in its process; the same as `shutdown`, for event loops."""
+        link = self._process.link
+        await waiter_for(link, start_call(link, self._shut_down()))
+
+    async def _shut_down(self) -> None:
+        routers: Routers | None = self._process.shared.get("routers")
+        if routers is not None:
+            routers.forget(self._endpoint)
+        self._cluster = cast(Process, ShutDown(self._endpoint))
+
+    # ---- one call
+
     def _start(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], pipe: Pipe | None = None
     ) -> tuple[PendingCall[Any], Link, str]:
         """Start a call and return its future, link and id; the items of a stream go into ``pipe``."""
         link = self._process.link
-        options, current = self._options, current_request.get()
-        request_id = (current.request_id if current is not None else "") or link.request_ids.next()
-        own_s = options.timeout_s
-        deadline = None if current is None else current.deadline
-        if own_s is not None:
-            deadline = earliest(deadline, link.loop.time() + own_s)
-        values: RemoteValues | None
-        try:
-            payload = serialize(options.request_serialization, (args, kwargs))
-        except PassedResponseError:
-            values = chained_arguments(link, args, kwargs, by_reference=options.by_reference)
-            payload = values.payload
-        else:
-            values = link.values.take(payload, args, kwargs) if may_mention_dask(payload) else None
+        current = current_request.get()
+        request_id, deadline = identity_of(self._options, link, current)
+        payload, values = pack(self._options, link, args, kwargs)
         facts = self._facts
         if current is not None and current.route:
             facts = {**(facts or {}), "route": current.route}
@@ -241,7 +368,7 @@ class Handle:
             await call.replicas.send(call.envelope, nothing_to_receive, keep, refused=refused)
 
         # The call is already counted as begun, so this coroutine must start in any case to count its end.
-        sending = self._send_and_record(call.router, call.envelope, send, call.began)
+        sending = send_and_record(call.router, call.envelope, send, call.began, self._process.clock)
         begin_call(call.link, sending, call.call, pauses_itself=True)
 
     def _head(self, router: Router, request_id: str, facts: Facts) -> dict[str, Any]:
@@ -268,21 +395,8 @@ class Handle:
         future: PendingCall[Any],
     ) -> Any:
         cluster = self._process
-        if values is not None:
-            await values.wait()
-            payload = values.payload
-        if cluster.is_ended:
-            raise ClosedError(
-                f"Instance {self._instance!r} has been shut down; get a new handle from a running instance."
-            )
-        router = (await routers_of(cluster)).router(self._endpoint)
-        if not router.is_known:
-            await router.wait_until_known()
-        head = self._head(router, request_id, facts)
-        if values is not None:
-            head |= {"stream": put is not None, "values": values.keys}
-        elif put is not None:
-            head["stream"] = True
+        head, payload = await self._settled(cluster, request_id, facts, payload, values, put is not None)
+        router = await self._known_router(cluster)
         envelope = Envelope(EnvelopeKind.CALL, head, payload, deadline, call=future)
         router.calls.begun += 1
         shard_key = self._options.shard_key or self._options.session_id
@@ -290,38 +404,37 @@ class Handle:
         def send(keep: Send) -> Coroutine[Any, Any, None]:
             return router.send(envelope, nothing_to_receive, put or keep, shard_key=shard_key)
 
-        return await self._send_and_record(router, envelope, send, stopwatch())
+        return await send_and_record(router, envelope, send, stopwatch(), cluster.clock)
 
-    async def _send_and_record(
+    async def _settled(
         self,
-        router: Router,
-        envelope: Envelope,
-        send: Callable[[Send], Coroutine[Any, Any, None]],
-        began: float,
-    ) -> Any:
-        answers: list[Payload | KeptPayload] = []
+        cluster: Process,
+        request_id: str,
+        facts: Facts,
+        payload: Payload,
+        values: RemoteValues | None,
+        is_stream: bool,
+    ) -> tuple[dict[str, Any], Payload]:
+        """Return the head and the arguments of a call once all values among them exist."""
+        if values is not None:
+            await values.wait()
+            payload = values.payload
+        head = self._head(await self._known_router(cluster), request_id, facts)
+        if values is not None:
+            head |= {"stream": is_stream, "values": values.keys}
+        elif is_stream:
+            head["stream"] = True
+        return head, payload
 
-        def keep(message: Message) -> Awaitable[None]:
-            answers.append(message["payload"])
-            return DONE
-
-        metrics = router.calls
-        try:
-            await send(keep)
-        except PackedError as packed:
-            error = load_error(packed.data)
-            metrics.fail(error)
-            raise error from error.__cause__  # the remote traceback
-        except BaseException as error:
-            metrics.fail(error, is_late=is_over(envelope.deadline, self._process.clock.now()))
-            raise
-        finally:
-            metrics.latency.observe(stopwatch() - began)
-        if envelope.head.get("stream"):
-            return None
-        if not answers:
-            raise no_answer_error(envelope)
-        return answers[0]
+    async def _known_router(self, cluster: Process) -> Router:
+        if cluster.is_ended:
+            raise ClosedError(
+                f"Instance {self._instance!r} has been shut down; get a new handle from a running instance."
+            )
+        router = (await routers_of(cluster)).router(self._endpoint)
+        if not router.is_known:
+            await router.wait_until_known()
+        return router
 
 
 class StreamHandle(Handle):
@@ -331,6 +444,11 @@ class StreamHandle(Handle):
         """Start a call and return a `ResponseGenerator` of its items; otherwise like `Handle.remote`."""
         pipe = Pipe()
         return ResponseGenerator(pipe, *self._start(args, kwargs, pipe))
+
+    def dispatch(self, selection: ReplicaSelection, *args: Any, **kwargs: Any) -> ResponseGenerator:  # type: ignore[override]
+        """Call a chosen replica and return a `ResponseGenerator`; otherwise like `Handle.dispatch`."""
+        pipe = Pipe()
+        return ResponseGenerator(pipe, *self._dispatch(selection, args, kwargs, pipe))
 
 
 def _kind_of(options: CallOptions) -> type[Handle]:

@@ -25,7 +25,7 @@ from daskserve.errors import (
 )
 from daskserve.figures.table import MetricSample
 from daskserve.loops.alarm import Alarm
-from daskserve.types import BackendTag, Envelope, EnvelopeKind, Load, Receive, Send
+from daskserve.types import ActorAddress, BackendTag, Envelope, EnvelopeKind, Load, Receive, Send
 
 #: How long an unreachable replica is suspended, unless the controller publishes it again.
 UNREACHABLE_BACKOFF_S = 1.0
@@ -53,11 +53,14 @@ class ReplicaSet:
         self._clock = clock
         self._rng = rng
         self._roster = Roster(cluster.is_local)
+        self._name_of = f"{cluster.instance}/replica/{{}}".format
         # Ordered, because a cancelled request leaves from any position.
         self._waiting: OrderedDict[asyncio.Future[ReplicaEntry], None] = OrderedDict()
         #: None until the controller has published it; requests that arrive earlier wait.
         self._max_queued: int | None = None
         self._is_deleted = False
+        #: Set by the first update.
+        self._known = asyncio.Event()
         #: Whether the target capacity is 0 %, so that no replica will start.
         self._is_off = False
         #: Why the backend is being deleted: the error of its deploy, or nothing. None if it is not.
@@ -87,6 +90,11 @@ class ReplicaSet:
             self._cluster.instance, self.tag, waiting=self.waiting, in_flight=self.in_flight
         )
 
+    async def addresses(self) -> list[ActorAddress]:
+        """Return the addresses of the running replicas, ordered by tag, once they are known."""
+        await self._known.wait()
+        return self._roster.addresses()
+
     @property
     def is_starving(self) -> bool:
         """Whether requests wait although there are no replicas."""
@@ -94,6 +102,7 @@ class ReplicaSet:
 
     def update(self, value: Any) -> None:
         """Apply the state of the backend that the controller published."""
+        self._known.set()
         self._is_deleted = value is None
         if value is None:
             self._roster.update({}, 1, self._name_of)
@@ -116,9 +125,6 @@ class ReplicaSet:
     def _report_load(self) -> None:
         if self.is_autoscaled and self._reports is not None:
             self._reports.poke(is_urgent=self.is_starving)
-
-    def _name_of(self, tag: str) -> str:
-        return f"{self._cluster.instance}/replica/{tag}"
 
     def forget_worker(self, worker: str) -> None:
         """Stop using the replicas of a worker that left the cluster."""
@@ -306,7 +312,7 @@ class ReplicaSet:
                 waiter.set_exception(self._gone())
 
     def ending_error(self) -> UnavailableError | None:
-        """Return the error for requests to a backend that is being deleted, or failed to deploy; else None."""
+        """Return the error of requests to a backend that failed to deploy or is being deleted; else None."""
         if self._ending:
             return DeploymentUnavailableError(
                 f"Deployment {self.tag!r} is unavailable because it failed to deploy: {self._ending}"

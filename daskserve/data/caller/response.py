@@ -188,4 +188,3 @@ def refuse_in_loop(link: Link, name: str, remedy: str) -> None:
 
 def _is_notebook() -> bool:
     return "ipykernel" in sys.modules and threading.current_thread() is threading.main_thread()
-

@@ -141,6 +141,10 @@ class Roster:
         """Whether there are no replicas, with or without room."""
         return not self._entries
 
+    def addresses(self) -> list[ActorAddress]:
+        """Return the addresses of all replicas, with or without room, ordered by tag."""
+        return [self._entries[tag].address for tag in sorted(self._entries)]
+
     @property
     def size(self) -> int:
         """The number of replicas, with or without room."""

@@ -25,7 +25,7 @@ from daskserve.data.caller.shadow import Shadow
 from daskserve.errors import NotFoundError, RequestTimeoutError, ServeError, UnavailableError
 from daskserve.figures.table import MetricSample
 from daskserve.loops.tasks import TaskSet
-from daskserve.types import BackendTag, EndpointTag, Envelope, Message, Receive, Send
+from daskserve.types import ActorAddress, BackendTag, EndpointTag, Envelope, Message, Receive, Send
 
 #: How long a request waits for the first update of its endpoint.
 ENDPOINT_TIMEOUT_S = 10.0
@@ -50,6 +50,11 @@ class Router:
         self._is_deleted = False
         #: The metrics of handle calls.
         self.calls = CallMetrics()
+
+    @property
+    def backends(self) -> frozenset[BackendTag]:
+        """The backends with traffic or copies of requests, as far as they are known."""
+        return frozenset() if self._policy is None else self._policy.backends
 
     @property
     def is_known(self) -> bool:
@@ -105,6 +110,11 @@ class Router:
             if error is not None:
                 return error
         return NotFoundError(f"Endpoint '{self.endpoint}' does not exist.")
+
+    async def replicas(self) -> list[ActorAddress]:
+        """Return the addresses of the running replicas of all backends with traffic."""
+        active = () if self._policy is None else self._policy.active
+        return [each for backend in active for each in await self._routers.replica_set(backend).addresses()]
 
     def send(
         self, envelope: Envelope, receive: Receive, send: Send, *, shard_key: str = ""
@@ -171,7 +181,8 @@ class Routers:
         self._listener = listener
         self._routers: dict[EndpointTag, Router] = {}
         self._sets: dict[BackendTag, ReplicaSet] = {}
-        self._stop_watching: list[Callable[[], None]] = []
+        #: Functions that stop watching a published value, by its key.
+        self._watches: dict[str, Callable[[], None]] = {}
         self._shadows = TaskSet(logger)
         self._reports = LoadReports(cluster, clock, self._sets)
         listener.on_worker_left(self._forget_worker)
@@ -186,8 +197,26 @@ class Routers:
         router = self._routers.get(endpoint)
         if router is None:
             router = self._routers[endpoint] = Router(endpoint, self)
-            self._stop_watching.append(self._listener.watch(f"endpoint/{endpoint}", router.update))
+            key = f"endpoint/{endpoint}"
+            self._watches[key] = self._listener.watch(key, router.update)
         return router
+
+    def forget(self, endpoint: EndpointTag) -> None:
+        """Stop watching an endpoint, and its backends unless another endpoint uses them.
+
+        Requests that were sent, or wait for a replica, continue.
+        """
+        router = self._routers.get(endpoint)
+        if router is None or (router.published is None and not router.is_deleted):
+            return  # calls may wait for the first update
+        del self._routers[endpoint]
+        self._watches.pop(f"endpoint/{endpoint}")()
+        used = {backend for each in self._routers.values() for backend in each.backends}
+        for backend in router.backends - used:
+            if not self._sets[backend].waiting:
+                self._watches.pop(f"backend/{backend}")()
+                self._sets.pop(backend).close()
+        router.published = None
 
     def published(self, endpoint: EndpointTag) -> Mapping[str, Any] | None:
         """Return the state of an endpoint that the controller published last; None if it is not known."""
@@ -201,7 +230,8 @@ class Routers:
             found = self._sets[backend] = ReplicaSet(
                 backend, self._cluster, self.clock, self.rng, reports=self._reports
             )
-            self._stop_watching.append(self._listener.watch(f"backend/{backend}", found.update))
+            key = f"backend/{backend}"
+            self._watches[key] = self._listener.watch(key, found.update)
         return found
 
     def samples(self) -> list[MetricSample]:
@@ -223,9 +253,9 @@ class Routers:
 
     def close(self) -> None:
         """Stop watching, and fail the requests that wait."""
-        for stop in self._stop_watching:
+        for stop in self._watches.values():
             stop()
-        self._stop_watching.clear()
+        self._watches.clear()
         self._reports.close()
         self._shadows.cancel()
         for each in self._sets.values():

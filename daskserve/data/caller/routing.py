@@ -34,6 +34,8 @@ class TrafficPolicy:
         self._bounds = list(itertools.accumulate(weight for _, weight in weighted))
         self._shadows = sorted(shadows.items())
         self.backends = frozenset({*traffic, *shadows})
+        #: The backends with traffic, ordered by name.
+        self.active: Sequence[BackendTag] = self._backends
         #: The only backend with traffic; None if there are several, or none.
         self.only = self._backends[0] if len(self._backends) == 1 else None
         self.has_shadows = bool(self._shadows)

@@ -123,7 +123,9 @@ class Batch:
                     f"{self._name} returned a generator for a request of its batch; a callable that takes "
                     "batches returns a single result for each call."
                 )
-            return dump_result(self._name, result, (item.head.get("facts") or {}).get("response_serialization", ""))
+            return dump_result(
+                self._name, result, (item.head.get("facts") or {}).get("response_serialization", "")
+            )
         except Exception as error:  # a result that cannot be serialized fails its own request only
             return self._failed(item, error)
 

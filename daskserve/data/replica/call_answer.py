@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from daskserve.clock import stopwatch
 from daskserve.data.replica.accept_batch import BatchItem
 from daskserve.data.replica.conversion import Unfinished
 from daskserve.data.replica.definitions import CALL, Method
@@ -86,6 +87,8 @@ class ValuesAnswer(LocalAnswer):
     __slots__ = ()
 
     def begin(self, receive: Receive | None = None, send: Send | None = None) -> Awaitable[None] | None:
+        if "values" not in self.envelope.head:
+            return super().begin(receive, send)
         return self._fetch_and_begin(receive, send)
 
     async def _fetch_and_begin(self, receive: Receive | None, send: Send | None) -> None:
@@ -110,8 +113,57 @@ class ValuesStreamAnswer(ValuesAnswer, StreamAnswer):
     __slots__ = ()
 
 
+class ReservedAnswer(ValuesAnswer):
+    """The answer to a call whose arguments follow once its caller has the slot.
+
+    See `daskserve.data.caller.replica_choice`.
+    """
+
+    __slots__ = ()
+
+    def begin(self, receive: Receive | None = None, send: Send | None = None) -> Awaitable[None] | None:
+        assert receive is not None
+        assert send is not None
+        return self._reserve_and_begin(receive, send)
+
+    async def _reserve_and_begin(self, receive: Receive, send: Send) -> None:
+        await send({"type": "call.reserved", "replica": self.code.place})
+        message = await receive()
+        self.envelope = replace(self.envelope, head=message["head"], payload=message["payload"])
+        self._began = stopwatch()  # until now, the caller has not asked for anything
+        preparing = super().begin(receive, send)
+        if preparing is not None:
+            await preparing
+
+
+class ReservedCallAnswer(ReservedAnswer, CallAnswer):
+    """The answer to a call with one result."""
+
+    __slots__ = ()
+
+
+class ReservedStreamAnswer(ReservedAnswer, StreamAnswer):
+    """The answer to a streaming call."""
+
+    __slots__ = ()
+
+
+class BroadcastAnswer(ValuesCallAnswer):
+    """The answer to a call that runs beyond the limit of the replica, with a thread of its own if need be."""
+
+    __slots__ = ()
+
+    def begin(self, receive: Receive | None = None, send: Send | None = None) -> Awaitable[None] | None:
+        self.code.wall.threads.make_room(self.slots.ongoing)
+        return super().begin(receive, send)
+
+
 def call_answer_for(head: Mapping[str, Any]) -> type[CallAnswer]:
     """Return the kind of answer to a call whose head has ``"stream"``."""
+    if "reserve" in head:
+        return ReservedStreamAnswer if head["stream"] else ReservedCallAnswer
+    if "broadcast" in head:
+        return BroadcastAnswer
     if "values" not in head:
         return StreamAnswer
     return ValuesStreamAnswer if head["stream"] else ValuesCallAnswer

@@ -29,7 +29,7 @@ async def carry(answer: Answer, receive: Receive, send: Send, clock: Clock) -> L
     """
     slots = answer.slots
     if answer.state == WAITING:
-        if answer.envelope.patience is not None or not slots.take_nowait():
+        if answer.envelope.patience is not None or not _take_slot(answer):
             await _wait_for_slot(answer, send, clock)
         answer.granted()
     answer.is_in_task = True
@@ -55,6 +55,12 @@ async def carry(answer: Answer, receive: Receive, send: Send, clock: Clock) -> L
         raise
     answer.answered()
     return slots.load()
+
+
+def _take_slot(answer: Answer) -> bool:
+    slots = answer.slots
+    # A broadcast reaches full replicas, too.
+    return slots.take_beyond() if "broadcast" in answer.envelope.head else slots.take_nowait()
 
 
 async def _wait_for_slot(answer: Answer, send: Send, clock: Clock) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -114,6 +115,12 @@ class LocalCode:
             raise failure
         self._serving = ServingCode(wall, servable, self._batches, self.slots, self._figures)
         self._serving.fill = self._fill
+        self._serving.place = {
+            "replica_tag": start.replica_tag,
+            "backend": start.backend_tag,
+            "worker": self._context.worker,
+            "pid": os.getpid(),
+        }
         self._serving.has_method_header = start.config.method_header
         self._serving.on_disconnect = start.config.on_disconnect
         facts = servable.facts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextvars import Context
 from typing import Any
 
@@ -36,6 +36,8 @@ class ServingCode:
         self.has_method_header = False
         #: Returns a call's arguments with the values that the caller took out of them.
         self.fill: Callable[[Payload, Any], Awaitable[Payload]]
+        #: What a caller that chooses this replica learns about it.
+        self.place: Mapping[str, Any] = {}
         #: The option ``on_disconnect``.
         self.on_disconnect: str | None = None
 

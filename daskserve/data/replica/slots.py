@@ -136,6 +136,11 @@ class Slots:
         self.ongoing += 1
         return True
 
+    def take_beyond(self) -> bool:
+        """Take a slot even if none is free; return False if the replica is not open."""
+        self.ongoing += self.is_open
+        return self.is_open
+
     async def take(self, envelope: Envelope, send: Send) -> None:
         """Take a slot, waiting for one as long as the request has patience.
 

@@ -101,6 +101,10 @@ class UserThreads:
     def __len__(self) -> int:
         return len(self._threads)
 
+    def make_room(self, running: int) -> None:
+        """Allow so many functions to run beside one more."""
+        self.limit = max(self.limit, running + 1)
+
     def start(
         self, function: Callable[..., Any], args: tuple[Any, ...], context: Context, on_end: RunListener
     ) -> ThreadRun:

@@ -1,0 +1,73 @@
+"""The steps of a handle's call that do not depend on the handle: its identity, its arguments, its outcome."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from daskserve.clock import Clock, stopwatch
+from daskserve.cluster.base import Link, RemoteValues
+from daskserve.context import RequestContext
+from daskserve.data.caller.call_options import CallOptions
+from daskserve.data.caller.chaining import chained_arguments
+from daskserve.data.caller.direct_call import no_answer_error
+from daskserve.data.caller.router import Router
+from daskserve.errors import PassedResponseError
+from daskserve.loops.deadlines import earliest, is_over
+from daskserve.payload import PackedError, load_error, may_mention_dask
+from daskserve.serialization import serialize
+from daskserve.types import DONE, Envelope, KeptPayload, Message, Payload, Send
+
+
+def identity_of(options: CallOptions, link: Link, current: RequestContext | None) -> tuple[str, float | None]:
+    """Return the id and the deadline of a call that the present request makes, if there is one."""
+    request_id = (current.request_id if current is not None else "") or link.request_ids.next()
+    deadline = None if current is None else current.deadline
+    if options.timeout_s is not None:
+        deadline = earliest(deadline, link.loop.time() + options.timeout_s)
+    return request_id, deadline
+
+
+def pack(
+    options: CallOptions, link: Link, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Payload, RemoteValues | None]:
+    """Serialize arguments, and take out those that do not travel with the call."""
+    try:
+        payload = serialize(options.request_serialization, (args, kwargs))
+    except PassedResponseError:
+        values = chained_arguments(link, args, kwargs, by_reference=options.by_reference)
+        return values.payload, values
+    return payload, link.values.take(payload, args, kwargs) if may_mention_dask(payload) else None
+
+
+async def send_and_record(
+    router: Router,
+    envelope: Envelope,
+    send: Callable[[Send], Coroutine[Any, Any, None]],
+    began: float,
+    clock: Clock,
+) -> Any:
+    """Send a call, count its end, and return its answer; raise its error."""
+    answers: list[Payload | KeptPayload] = []
+
+    def keep(message: Message) -> Awaitable[None]:
+        answers.append(message["payload"])
+        return DONE
+
+    metrics = router.calls
+    try:
+        await send(keep)
+    except PackedError as packed:
+        error = load_error(packed.data)
+        metrics.fail(error)
+        raise error from error.__cause__  # the remote traceback
+    except BaseException as error:
+        metrics.fail(error, is_late=is_over(envelope.deadline, clock.now()))
+        raise
+    finally:
+        metrics.latency.observe(stopwatch() - began)
+    if envelope.head.get("stream"):
+        return None
+    if not answers:
+        raise no_answer_error(envelope)
+    return answers[0]

@@ -1,0 +1,21 @@
+"""The classes of handles and responses under the names that Ray Serve has for them.
+
+``from daskserve.handle import DeploymentHandle`` is for annotations in programs that move from Ray Serve; the
+classes themselves have the shorter names of ``daskserve``.
+"""
+
+from __future__ import annotations
+
+from daskserve.data.caller.broadcast import BroadcastResponse as DeploymentBroadcastResponse
+from daskserve.data.caller.handle import Handle as DeploymentHandle
+from daskserve.data.caller.replica_choice import ReplicaSelection
+from daskserve.data.caller.response import Response as DeploymentResponse
+from daskserve.data.caller.response_stream import ResponseGenerator as DeploymentResponseGenerator
+
+__all__ = [
+    "DeploymentBroadcastResponse",
+    "DeploymentHandle",
+    "DeploymentResponse",
+    "DeploymentResponseGenerator",
+    "ReplicaSelection",
+]
