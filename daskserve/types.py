@@ -166,7 +166,7 @@ class WorkerInfo:
     is_retiring: bool = False
 
 
-#: Answers of at least this size stay at the actor until the caller asks for them: it may pass them on unseen.
+#: Answers of at least this size stay at the actor until the caller reads them: it may pass them on unseen.
 KEPT_BYTES = 4 * 1024 * 1024
 
 #: Buffers of at least this size travel through shared memory where that is possible.

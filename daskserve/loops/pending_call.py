@@ -26,8 +26,8 @@ class PendingCall(Generic[T]):
         self._ends: list[tuple[Any, BaseException | None]] = []
         self._callbacks: list[Callable[[PendingCall[Any]], object]] = []
         self._stop: list[Callable[[], object]] | None = None
-        #: Whether a large value may stay where it was made, because the caller only passes it on.
-        self.leaves_value = False
+        #: Whether a large value stays where it was made, because no caller waits to read it.
+        self.leaves_value = True
 
     def done(self) -> bool:
         """Return whether the call has ended, with a value or an error."""

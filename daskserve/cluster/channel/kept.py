@@ -2,9 +2,9 @@
 
 Problem: a caller often passes a result on without reading it, and a large one should not travel through the
 caller's process. Choice: the answering end of a channel offers an answer of `daskserve.types.KEPT_BYTES` or
-more, and sends it when the caller asks for it, which costs one trip of a small frame. A caller that passes
-the result on does not ask, and the processes that need the result fetch it by its token. The answer is
-dropped when the caller closes its stream, or when the connection ends.
+more. The other end asks for it at once if the caller waits to read it, which costs one trip of a small frame.
+Otherwise the answer stays: the caller may read it later, or pass it on to other processes, and all of them
+fetch it by its token. It is dropped when the caller closes its stream, or when the connection ends.
 """
 
 from __future__ import annotations

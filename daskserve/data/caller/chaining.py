@@ -47,6 +47,7 @@ class ChainedArguments:
         self._link = link
         self._by_reference = by_reference
         self._values = values
+        self._kept: list[KeptPayload] = []
         self._responses = [each for each in values if isinstance(each, Response)]
         remote = [each for each in values if not isinstance(each, Response)]
         self._dask = link.values.hold(payload, remote) if remote else None
@@ -66,6 +67,7 @@ class ChainedArguments:
                 continue
             found = await value.settled(self._link, by_reference=self._by_reference)
             if isinstance(found, KeptPayload):
+                self._kept.append(found)
                 sources.append([ValueSource.KEPT, found.worker, found.token])
             else:
                 sources.append([ValueSource.HERE, 1 + len(found.buffers)])

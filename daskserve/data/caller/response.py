@@ -22,9 +22,14 @@ class Response:
     """The pending answer to one call. Await it, or call `result` from a thread that may block.
 
     Passed to another handle's ``remote``, at any depth of the arguments, it stands for its result. The call
-    starts as soon as the result exists. A large one goes directly from the replica that made it to the one
-    that needs it.
+    starts as soon as the result exists. A result of 4 MiB or more stays in the process of its replica until
+    it is read, or this object is dropped; other replicas get it directly from there.
     """
+
+    # Whether a large result goes from replica to replica.
+    _is_passed_on = False
+    # The call that fetches a large result for this process.
+    _fetching: PendingCall[Payload] | None = None
 
     def __init__(
         self, future: PendingCall[Payload | KeptPayload], link: Link, request_id: str, process: Process
@@ -50,39 +55,40 @@ class Response:
         # Inlined for speed: every step passes through each generator in between.
         future = self._future
         if not future.done():
+            future.leaves_value = self._is_passed_on
             try:
                 yield from waiter_for(self._link, future)
             except asyncio.CancelledError:
                 future.cancel()
                 raise
-        if not self._is_loaded and self._needs_fetch():
-            yield from waiter_for(self._link, self._future)
+        if not self._is_loaded and (fetching := self._fetched()) is not None:
+            yield from waiter_for(self._link, fetching)
         return self._value()
 
     def _value(self) -> Any:
         # Unpickling may run user code, so it happens once and on the caller's side.
         if not self._is_loaded:
+            future: PendingCall[Any] = self._fetching or self._future
             try:
-                payload = self._future.result()
+                payload = future.result()
             except CancelledError:
-                if not self._future.cancelled():
+                if not future.cancelled():
                     raise  # of user code
                 raise cancelled_error(self.request_id) from None
             assert not isinstance(payload, KeptPayload)
             self._loaded = payload.load()
             self._is_loaded = True
+            self._future = future  # the replica's process may drop what has been fetched
         return self._loaded
 
-    def _needs_fetch(self) -> bool:
-        """Begin to fetch a result that stayed with its replica; return whether there is anything to fetch."""
+    def _fetched(self) -> PendingCall[Any] | None:
+        """Return the call that fetches a result which stayed with its replica; None if there is none."""
         future = self._future
-        if future.exception() is not None:
-            return False
-        kept = future.result()
-        if type(kept) is not KeptPayload:
-            return False
-        self._future = start_call(self._link, self._fetch(kept))
-        return True
+        if self._fetching is None and future.exception() is None:
+            kept = future.result()
+            if type(kept) is KeptPayload:
+                self._fetching = start_call(self._link, self._fetch(kept))
+        return self._fetching
 
     async def _fetch(self, kept: KeptPayload) -> Payload:
         return await self._process.fetch_answer(kept.worker, kept.token)
@@ -101,21 +107,22 @@ class Response:
         Exception
             The error that the backend raised, with its own type.
         """
-        self._wait(timeout_s)
-        if not self._is_loaded and self._needs_fetch():
-            self._wait(timeout_s)
+        self._wait(self._future, timeout_s)
+        if not self._is_loaded and (fetching := self._fetched()) is not None:
+            self._wait(fetching, timeout_s)
         return self._value()
 
-    def _wait(self, timeout_s: float | None) -> None:
-        if self._future.done():
+    def _wait(self, future: PendingCall[Any], timeout_s: float | None) -> None:
+        if future.done():
             return
         refuse_in_loop(self._link, "result()", "await the response")
+        future.leaves_value = self._is_passed_on
         try:
-            self._future.result(timeout_s)
+            future.result(timeout_s)
         except CancelledError:
             pass  # `_value` raises it
         except TimeoutError:
-            if self._future.done() or timeout_s is None:
+            if future.done() or timeout_s is None:
                 raise  # a TimeoutError of user code
             raise RequestTimeoutError(
                 f"No answer to request {self.request_id} within {shown(timeout_s)} s."
@@ -141,7 +148,7 @@ class Response:
     def pass_on(self, link: Link, *, by_reference: bool) -> None:
         """Note that the result is for another replica, so that a large one stays where it was made."""
         if by_reference and link is self._link:
-            self._future.leaves_value = True
+            self._is_passed_on = self._future.leaves_value = True
 
     def wake_when_done(self) -> asyncio.Future[None]:
         """Return a future of the running loop that completes when the call has ended."""
@@ -160,9 +167,11 @@ class Response:
         found = self._future.result()
         if type(found) is not KeptPayload or (by_reference and link is self._link):
             return found
-        self._needs_fetch()
-        await waiter_for(self._link, self._future)
-        return self._future.result()
+        fetching = self._fetched()
+        assert fetching is not None
+        await waiter_for(self._link, fetching)
+        fetched: Payload = fetching.result()
+        return fetched
 
 
 def cancelled_error(request_id: str) -> RequestCancelledError:

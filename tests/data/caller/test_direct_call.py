@@ -256,7 +256,7 @@ def test_the_duration_of_a_call_starts_at_its_first_replica(monkeypatch: pytest.
     def shown() -> float:
         return asyncio.get_running_loop().time()
 
-    for module in ("handle", "direct_call"):
+    for module in ("handle", "preparing", "direct_call"):
         monkeypatch.setattr(f"daskserve.data.caller.{module}.stopwatch", shown)
 
     async def scenario(process: Process) -> None:
