@@ -404,6 +404,10 @@ class _Stepper:
             self.step.change[endpoint.key] = None  # until now, other deployments have called it
         if self.replicas:
             return
+        known = state.backends.get(backend.tag)
+        if known is not None and not known.is_deleting:
+            self.step.wake(self.world.now)  # first, routers learn why it is deleted
+            return
         self.step.change[backend.key] = None
         self.notes.failures, self.notes.retry_at = 0, None
         self.step.change.update({code.key: None for code in state.codes_of(backend.tag)})

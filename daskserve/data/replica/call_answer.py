@@ -128,7 +128,7 @@ class ReservedAnswer(ValuesAnswer):
 
     async def _reserve_and_begin(self, receive: Receive, send: Send) -> None:
         await send({"type": "call.reserved", "replica": self.code.place})
-        message = await receive()
+        message = await self.code.arguments_of(receive)
         self.envelope = replace(self.envelope, head=message["head"], payload=message["payload"])
         self._began = stopwatch()  # until now, the caller has not asked for anything
         preparing = super().begin(receive, send)

@@ -270,8 +270,9 @@ class LocalCode:
     # ---- stop
 
     async def send_away(self) -> None:
-        """Close the WebSockets with code 1001."""
+        """Close the WebSockets with code 1001, and end the reservations."""
         if self._serving is not None:
+            self._serving.end_reservations()
             self._serving.close_websockets()
 
     async def drain(self, grace_s: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from contextvars import Context
 from typing import Any
@@ -15,8 +16,9 @@ from daskserve.data.replica.requests import request_context
 from daskserve.data.replica.servable import Servable
 from daskserve.data.replica.slots import Slots
 from daskserve.data.replica.wall import Wall
+from daskserve.errors import ActorLostError
 from daskserve.figures.replica import ReplicaFigures
-from daskserve.types import Envelope, EnvelopeKind, Payload
+from daskserve.types import Envelope, EnvelopeKind, Message, Payload, Receive
 
 
 class ServingCode:
@@ -32,6 +34,8 @@ class ServingCode:
         self.figures = figures
         #: The open WebSockets.
         self.sockets: set[MessagePipe] = set()
+        #: The reserved calls that wait for their arguments.
+        self._reservations: set[asyncio.Future[None]] = set()
         #: Whether a header of an HTTP request may name the method to call.
         self.has_method_header = False
         #: Returns a call's arguments with the values that the caller took out of them.
@@ -52,6 +56,27 @@ class ServingCode:
         if method is None or method.is_asgi or method.accepts_batches:
             return True
         return self.wall.is_closed or (method.is_async and self.wall.is_on_worker_loop)
+
+    async def arguments_of(self, receive: Receive) -> Message:
+        """Return the message with the arguments of a reserved call; raise if the replica stops before."""
+        stopping: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        arriving = asyncio.ensure_future(receive())
+        self._reservations.add(stopping)
+        try:
+            await asyncio.wait({stopping, arriving}, return_when=asyncio.FIRST_COMPLETED)
+            if arriving.done():
+                return arriving.result()
+            # As if it had begun, so that the router does not choose another replica.
+            raise ActorLostError(f"Replica {self.slots.replica_tag!r} was stopped.", begun=True)
+        finally:
+            arriving.cancel()
+            self._reservations.discard(stopping)
+
+    def end_reservations(self) -> None:
+        """Fail the reserved calls whose arguments have not arrived."""
+        for stopping in self._reservations:
+            if not stopping.done():
+                stopping.set_result(None)
 
     def close_websockets(self) -> None:
         """Close the open WebSockets with code 1001."""
