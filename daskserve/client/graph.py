@@ -19,7 +19,8 @@ from daskserve.client.deployments import Application, ApplicationMethod, Deploym
 from daskserve.client.specs import MisplacedObject, check_name, check_route, make_spec
 from daskserve.client.warning import warn_caller
 from daskserve.data.caller.bound import Reduced, reduce_handle, stand_in
-from daskserve.data.caller.handle import CallOptions, Handle
+from daskserve.data.caller.call_options import CallOptions
+from daskserve.data.caller.handle import Handle
 from daskserve.data.replica.class_app import has_app
 from daskserve.data.replica.definitions import python_methods
 from daskserve.errors import BadRequestError

@@ -103,5 +103,5 @@ def test_a_result_is_lost_with_its_worker(dask: Client, client: serve.Client) ->
     poll_for(made.done, what=lambda: made)
     (worker,) = running(client, "maker")
     os.kill(pids(dask)[worker], signal.SIGKILL)
-    with pytest.raises(UnavailableError, match="is lost with it|not there any more"):
+    with pytest.raises(UnavailableError, match=r"is lost with it|not there any more"):
         client.get_handle("reader").remote(made).result(30)

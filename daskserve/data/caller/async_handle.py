@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from daskserve.data.caller.handle import Handle, Response
+from daskserve.data.caller.handle import Handle
+from daskserve.data.caller.response import Response
 
 
 class AsyncHandle(Handle):

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from daskserve.context import current_replica
-from daskserve.data.caller.handle import CallOptions, Handle
+from daskserve.data.caller.call_options import CallOptions
+from daskserve.data.caller.handle import Handle
 from daskserve.types import EndpointTag, InstanceName
 
 #: What pickle stores for an object, see `object.__reduce__`.
@@ -19,7 +20,7 @@ def reduce_handle(endpoint: EndpointTag, options: CallOptions) -> Reduced:
     It names no instance and says nothing of what is deployed at the endpoint, so the same application gives
     the same bytes, and a new version of one deployment changes nothing in those that call it.
     """
-    return bound_handle, (endpoint, _changed(options))
+    return bound_handle, (endpoint, options.differences())
 
 
 def stand_in(handle: Handle, instance: InstanceName) -> Any:
@@ -46,11 +47,3 @@ def bound_handle(endpoint: EndpointTag, changed: tuple[tuple[str, Any], ...] = (
         cluster=cluster,
     ).options(**dict(changed))
     return handle
-
-
-def _changed(options: CallOptions) -> tuple[tuple[str, Any], ...]:
-    defaults = CallOptions()
-    names = CallOptions.__dataclass_fields__
-    return tuple(
-        (name, getattr(options, name)) for name in names if getattr(options, name) != getattr(defaults, name)
-    )

@@ -81,6 +81,16 @@ class CallOptions:
             )
         return replace(self, **named)
 
+    def differences(self) -> tuple[tuple[str, Any], ...]:
+        """Return the options that differ from the defaults, with the names that `changed` takes."""
+        defaults = CallOptions()
+        pairs = zip(option_names(), CallOptions.__dataclass_fields__, strict=True)
+        return tuple(
+            (name, getattr(self, field))
+            for name, field in pairs
+            if getattr(self, field) != getattr(defaults, field)
+        )
+
     def carried(self) -> dict[str, str] | None:
         """Return the options that travel with each call; None if all of them have their defaults."""
         found = {name: getattr(self, name) for name in _CARRIED}

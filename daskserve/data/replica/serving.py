@@ -60,10 +60,11 @@ class ServingCode:
     async def arguments_of(self, receive: Receive) -> Message:
         """Return the message with the arguments of a reserved call; raise if the replica stops before."""
         stopping: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        arriving = asyncio.ensure_future(receive())
+        arriving: asyncio.Future[Message] = asyncio.ensure_future(receive())
         self._reservations.add(stopping)
         try:
-            await asyncio.wait({stopping, arriving}, return_when=asyncio.FIRST_COMPLETED)
+            either: set[asyncio.Future[Any]] = {stopping, arriving}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if arriving.done():
                 return arriving.result()
             # As if it had begun, so that the router does not choose another replica.

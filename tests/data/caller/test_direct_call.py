@@ -14,8 +14,9 @@ import pytest
 from daskserve.clock import LoopClock
 from daskserve.cluster.base import Cluster
 from daskserve.cluster.long_poll import LongPollClient
-from daskserve.data.caller.handle import Handle, Response
+from daskserve.data.caller.handle import Handle
 from daskserve.data.caller.replica_set import UNREACHABLE_BACKOFF_S
+from daskserve.data.caller.response import Response
 from daskserve.data.caller.router import Routers
 from daskserve.errors import ActorLostError, ReplicaBusyError, ServeError, UnavailableError
 from daskserve.figures.histogram import HistogramCounts

@@ -11,8 +11,8 @@ from typing import Any, cast
 import pytest
 
 from daskserve.cluster.link import DaskLink
-from daskserve.data.caller.handle import Response
 from daskserve.data.caller.pending import start_call, waiter_for
+from daskserve.data.caller.response import Response
 from daskserve.loops.event_loop import running_loop
 from daskserve.loops.hops import Hops
 

@@ -183,16 +183,16 @@ def test_an_unknown_serialization_is_a_value_error(echo: serve.Handle, option: s
 def test_options_with_and_without_effect_are_accepted_and_others_listed(echo: serve.Handle) -> None:
     handle = echo.options(_prefer_local_routing=False, _by_reference=False, session_id="s", stream=False)
     assert handle.remote(1).result(DEADLINE_S) == 1
-    with pytest.raises(TypeError, match="no option 'by_reference'.*multiplexed_model_id.*_by_reference"):
+    with pytest.raises(TypeError, match=r"no option 'by_reference'.*multiplexed_model_id.*_by_reference"):
         echo.options(by_reference=False)
     with pytest.raises(ValueError, match="session_id must be a string; got 7"):
         echo.options(session_id=7)
 
 
 def test_an_unknown_method_lists_the_others(echo: serve.Handle) -> None:
-    with pytest.raises(AttributeError, match="has no method 'nope'; it has: .*noted"):
+    with pytest.raises(AttributeError, match=r"has no method 'nope'; it has: .*noted"):
         _ = echo.nope
-    with pytest.raises(BadRequestError, match="no public method 'nope'; it has: .*noted"):
+    with pytest.raises(BadRequestError, match=r"no public method 'nope'; it has: .*noted"):
         echo.options(method_name="nope").remote().result(DEADLINE_S)
 
 
