@@ -21,7 +21,7 @@ from daskserve.control.placement import Demand, Trial, demand_of, explain, place
 from daskserve.control.records import AppRecord, BackendRecord, Change, GoalRecord, ReplicaRecord
 from daskserve.control.replica_actions import Action, ReconfigureReplica, StartReplica, StopReplica
 from daskserve.control.replica_lifecycle import PLACED_STATES, ReplicaEvent, move
-from daskserve.control.rollout import Burdens, next_steps, replica_to_drain
+from daskserve.control.rollout import Burdens, next_steps, replicas_to_drain
 from daskserve.control.scaled import autoscaling_of, bounds_of, scaled
 from daskserve.control.start_results import late_error, start_error, with_facts
 from daskserve.control.state import State
@@ -306,7 +306,7 @@ class _Stepper:
         backend, notes = self.backend, self.notes
         surge = backend.config.surge(backend.num_replicas)
         if not any(each.version != backend.version for each in self.replicas.values()):
-            notes.full_since = None
+            notes.full_since, notes.drained_at_once = None, 1
         elif surge and notes.full_since is not None:
             placed = sum(each.state in PLACED_STATES for each in self.replicas.values())
             more = backend.num_replicas - placed + 1
@@ -324,12 +324,12 @@ class _Stepper:
         return surge if notes.full_since is None else 0
 
     def drain_first(self, surge: int, ongoing: Mapping[ReplicaTag, float]) -> None:
-        """Stop one old replica if no new one fits beside the old ones, or if there is no surge."""
+        """Stop as few old replicas as possible if no new one fits beside them, or if there is no surge."""
         world, notes = self.world, self.notes
         if (surge and not _unplaced(self.replicas.values())) or notes.is_pausing(world.now):
             return
         workers, demand = world.observed.cleared_workers(), demand_of(self.backend)
-        found = replica_to_drain(
+        found = replicas_to_drain(
             self.backend,
             list(self.replicas.values()),
             self.trial(),
@@ -337,8 +337,9 @@ class _Stepper:
             demand,
             ongoing,
         )
-        if found is None:
+        if not found:
             return
+        notes.drained_at_once = len(found)
         if notes.full_since is None:
             notes.full_since = world.now
         may_grow = world.observed.is_adaptive and self.backend.config.surge(1) > 0
@@ -346,7 +347,8 @@ class _Stepper:
         if world.now < due:
             self.step.wake(due)
         else:
-            self.give_up(found)
+            for replica in found:
+                self.give_up(replica)
 
     def place_waiting(self) -> None:
         notes, waiting = self.notes, _unplaced(self.replicas.values())

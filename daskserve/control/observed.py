@@ -82,6 +82,8 @@ class Notes:
         Since when a rollout has found no room for an additional replica, or has ``max_surge`` 0.
     goal : str or None
         The pending goal that the step has seen.
+    drained_at_once : int
+        Number of old replicas of one worker that this rollout stops together, so that a new one has room.
     deadlines : dict
         Deadlines of the goals that this step observed first.
     configured, reconfigure_failed : dict
@@ -95,6 +97,7 @@ class Notes:
     waiting: str | None = None
     full_since: float | None = None
     goal: GoalId | None = None
+    drained_at_once: int = 1
     deadlines: dict[GoalId, float] = field(default_factory=dict)
     configured: dict[ReplicaTag, str] = field(default_factory=dict)
     reconfigure_failed: dict[ReplicaTag, BaseException] = field(default_factory=dict)
@@ -132,6 +135,8 @@ class Observed:
     full_since: dict[BackendTag, float] = field(default_factory=dict)
     #: The last replicas of each backend that died, oldest first.
     dead: dict[BackendTag, tuple[DeadReplica, ...]] = field(default_factory=dict)
+    #: Number of old replicas that such a rollout stops together, where it is not 1.
+    drained_at_once: dict[BackendTag, int] = field(default_factory=dict)
     #: Whether the cluster removes empty workers, as under ``cluster.adapt()``.
     is_adaptive: bool = False
     #: The load that routers and replicas have reported.
@@ -203,7 +208,11 @@ class Observed:
     def notes(self, tag: BackendTag) -> Notes:
         """Return what is known of a backend, as the input of a step."""
         return Notes(
-            self.failures.get(tag, 0), self.retry_at.get(tag), self.waiting.get(tag), self.full_since.get(tag)
+            self.failures.get(tag, 0),
+            self.retry_at.get(tag),
+            self.waiting.get(tag),
+            self.full_since.get(tag),
+            drained_at_once=self.drained_at_once.get(tag, 1),
         )
 
     def learn(self, tag: BackendTag, notes: Notes) -> None:
@@ -215,6 +224,7 @@ class Observed:
         _put(self.goals, tag, notes.goal)
         if notes.dead:
             self.dead[tag] = (*self.dead.get(tag, ()), *notes.dead)[-KEPT_DEAD:]
+        _put(self.drained_at_once, tag, None if notes.drained_at_once == 1 else notes.drained_at_once)
         self.deadlines.update(notes.deadlines)
         # A replica may have answered again in the meantime; that answer stays for the next step.
         for replica, config_id in notes.configured.items():

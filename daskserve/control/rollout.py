@@ -2,8 +2,9 @@
 
 New before old: a replica of an older version stops only after one of the target version runs, so the number
 of running replicas does not fall below the target. During a rollout, at most ``max_surge`` additional
-replicas exist. Where none of them has room, or ``max_surge`` is 0, `replica_to_drain` names one old replica
-after another whose room a new one takes; the new one runs before the next old one stops.
+replicas exist. Where none of them has room, or ``max_surge`` is 0, `replicas_to_drain` names one old replica
+after another whose room a new one takes; the new one runs before the next old one stops. Several stop
+together only where a new replica needs the room of several on one worker.
 """
 
 from __future__ import annotations
@@ -83,17 +84,17 @@ def next_steps(
     return Steps(max(0, min(wanted - len(new), room)), stop)
 
 
-def replica_to_drain(
+def replicas_to_drain(
     backend: BackendRecord,
     replicas: Sequence[ReplicaRecord],
     trial: Trial,
     workers: Sequence[WorkerInfo],
     demand: Demand,
     ongoing: Mapping[ReplicaTag, float],
-) -> ReplicaRecord | None:
-    """Return the old replica that stops so that a new one takes its room; None if none should.
+) -> tuple[ReplicaRecord, ...]:
+    """Return the fewest old replicas of one worker that stop so that a new one takes their room.
 
-    None should while another replica starts or stops, so that one at a time is missing, whatever fails. None
+    None should while another replica starts or stops, so that whatever fails, no more are missing. None
     should either if a complete rollout would not fit.
 
     Parameters
@@ -102,22 +103,51 @@ def replica_to_drain(
         The ledger; the same afterwards.
     """
     if any(each.state in PASSING_STATES for each in replicas):
-        return None
+        return ()
     running = [each for each in replicas if each.state is ReplicaState.RUNNING]
     old = [each for each in running if each.version != backend.version]
     missing = max(1, backend.needed_replicas - (len(running) - len(old)))
     with trial.without(old):
         if room_for(trial, workers, demand, missing) < missing:
-            return None
+            return ()
 
+    def load(replica: ReplicaRecord) -> float:
+        return ongoing.get(replica.tag, 0.0)
+
+    by_worker: dict[WorkerAddress | None, list[ReplicaRecord]] = {}
+    for each in sorted(old, key=load):
+        by_worker.setdefault(each.worker, []).append(each)
+    if room_for(trial, workers, demand, 1):
+        # It has room, but must not be an additional one.
+        return tuple(min(by_worker.values(), key=lambda crowd: load(crowd[0]), default=[])[:1])
     by_address = {each.address: each for each in workers}
+    found = []
+    for address, crowd in by_worker.items():
+        here = by_address.get(address or "")
+        stop = () if here is None else _fewest(trial, here, demand, crowd)
+        if stop:
+            found.append(stop)
+    return min(found, key=lambda stop: (len(stop), sum(map(load, stop))), default=())
 
-    def makes_room(replica: ReplicaRecord) -> bool:
-        with trial.without([replica]):
-            here = by_address.get(replica.worker or "")
-            return here is not None and room_for(trial, [here], demand, 1) == 1
 
-    return min(filter(makes_room, old), key=lambda each: ongoing.get(each.tag, 0.0), default=None)
+def _fewest(
+    trial: Trial, worker: WorkerInfo, demand: Demand, crowd: Sequence[ReplicaRecord]
+) -> tuple[ReplicaRecord, ...]:
+    """Return the first few replicas on a worker without which one more fits, and none that is not needed."""
+
+    def is_enough(stop: Sequence[ReplicaRecord]) -> bool:
+        with trial.without(stop):
+            return room_for(trial, [worker], demand, 1) == 1
+
+    for count in range(1, len(crowd) + 1):
+        if is_enough(crowd[:count]):
+            stop = list(crowd[:count])
+            for each in crowd[: count - 1]:
+                fewer = [other for other in stop if other is not each]
+                if is_enough(fewer):
+                    stop = fewer
+            return tuple(stop)
+    return ()
 
 
 def _expendable(replicas: Sequence[ReplicaRecord], count: int, burdens: Burdens) -> tuple[ReplicaRecord, ...]:

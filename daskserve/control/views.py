@@ -52,7 +52,9 @@ def message_of(observed: Observed, backend: BackendRecord) -> str:
             if surge and observed.is_adaptive
             else ""
         )
-        found.insert(0, f"{cause}: draining one old replica at a time{late}")
+        count = observed.drained_at_once.get(backend.tag, 1)
+        drained = "one old replica" if count == 1 else f"{count} old replicas of one worker"
+        found.insert(0, f"{cause}: draining {drained} at a time{late}")
     return "; ".join(found) or backend.last_error
 
 

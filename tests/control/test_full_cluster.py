@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from control_harness import Bench, replica, worker
+from full_cluster import BOOM, deploy, full, lose_first, message, play, versions
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,36 +12,12 @@ from daskserve.control.backend_state import NEW_WORKER_S
 from daskserve.control.placement import Trial, demand_of
 from daskserve.control.records import GoalState
 from daskserve.control.replica_actions import StartReplica, StopReplica
-from daskserve.control.rollout import replica_to_drain
-from daskserve.control.views import backend_status
-from daskserve.errors import NoCapacityError, ReplicaStartError
+from daskserve.control.rollout import replicas_to_drain
+from daskserve.errors import NoCapacityError
 from daskserve.payload import load_error
 from daskserve.types import ReplicaState as S
 
-BOOM = ReplicaStartError("the constructor raised", user_traceback="Traceback ...")
 NO_ROOM = "no room for a new replica beside the old ones: draining one old replica at a time"
-
-
-def full(replicas: int = 2, threads: int = 1, **fields: Any) -> Bench:
-    """Return a bench whose workers are full with the first version of the deployment ``b``."""
-    bench = Bench([worker(each + 1, threads=threads) for each in range(replicas // threads)])
-    deploy(bench, "1", replicas, **fields)
-    bench.settle()
-    assert len(bench.tags(S.RUNNING)) == replicas
-    return bench
-
-
-def deploy(bench: Bench, version: str, replicas: int = 2, num_cpus: float = 1, **fields: Any) -> str:
-    counted = {} if "autoscaling_config" in fields else {"num_replicas": replicas}
-    return bench.deploy(version=version, actor_options={"num_cpus": num_cpus}, **counted, **fields)
-
-
-def versions(bench: Bench, *states: S) -> list[str]:
-    return sorted(each.version for each in bench.state.replicas_of("b") if not states or each.state in states)
-
-
-def message(bench: Bench) -> str:
-    return str(backend_status(bench.state, bench.observed, bench.state.backends["b"])["message"])
 
 
 def test_one_old_replica_at_a_time_makes_room_and_the_status_says_so() -> None:
@@ -218,10 +193,10 @@ def test_an_old_replica_whose_room_does_not_help_is_not_drained() -> None:
     deploy(bench, "2", 1, num_cpus=2, max_surge=0)
     here, there = (bench.state.replicas_on(each)[0] for each in ("w1", "w2"))
     trial, workers = Trial(bench.state, {}), bench.observed.cleared_workers()
-    found = replica_to_drain(
+    found = replicas_to_drain(
         bench.state.backends["b"], [here, there], trial, workers, demand_of(bench.state.backends["b"]), {}
     )
-    assert found == there
+    assert found == (there,)
 
 
 def test_a_worker_lost_during_the_update_drains_no_other_replica_until_it_returns() -> None:
@@ -342,18 +317,9 @@ def test_an_update_ends_and_one_replica_at_most_is_missing(
             assert stopped == 1 or before - stopped >= replicas
             assert len(bench.tags(S.RUNNING)) >= replicas - missing
         if event == "lose":
-            for each in bench.state.replicas_of("b")[:1]:
-                assert each.worker is not None or each.state is S.SHOULD_START
-                if each.worker is not None:
-                    bench.observed.lost_workers.add(each.worker)
-                    bench.step()
-                    bench.observed.lost_workers.clear()
+            lose_first(bench)
             continue
-        for action in actions if event in ("all", "fail") else actions[:1] if event == "one" else []:
-            if isinstance(action, StartReplica) and event == "fail":
-                bench.observed.failed[action.replica.tag] = BOOM
-            else:
-                bench.succeed(action)
+        play(bench, actions, event)
     bench.settle()
     bench.now += 100  # past the pause after a failure
     bench.settle()

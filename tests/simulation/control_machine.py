@@ -23,7 +23,7 @@ CLASSIC = st.sampled_from(["a", "b"])
 ANY_BACKEND = st.sampled_from(["a", "b", "d"])
 ANY_ENDPOINT = st.sampled_from(["d", "e"])
 REPLICAS = st.integers(1, 3)
-#: 0 stands for an autoscaler.
+#: 0 stands for an autoscaler, and -n for one that starts with n replicas and keeps them.
 COUNTS = st.integers(0, 3)
 AUTOSCALING: dict[str, Any] = {
     "max_replicas": 3,
@@ -42,8 +42,11 @@ TIMEOUT_S = 15.0
 
 
 def _counted(replicas: int) -> dict[str, Any]:
-    if replicas:
+    if replicas > 0:
         return {"num_replicas": replicas}
+    if replicas < 0:
+        count = {"min_replicas": 1, "initial_replicas": -replicas, "max_replicas": 8}
+        return {"autoscaling_config": {**AUTOSCALING, **count, "downscale_delay_s": 600.0}}
     return {"autoscaling_config": {"min_replicas": 1, **AUTOSCALING}}
 
 
@@ -182,7 +185,7 @@ class ControlMachine(FaultyWorld):
         location=st.sampled_from(["NoServer", "NoServer", "HeadOnly", "EveryNode", "EveryWorker"]),
         latency_s=st.sampled_from([0.0, 0.004, 0.02]),
         has_nannies=st.booleans(),
-        stock=st.sampled_from(["", "a", "d", "ad", "ad", "full", "full"]),
+        stock=st.sampled_from(["", "a", "d", "ad", "ad", "full", "crowded"]),
         focus=st.sampled_from([None, None, "a", "d"]),
     )
     def begin(
@@ -197,7 +200,8 @@ class ControlMachine(FaultyWorld):
     ) -> None:
         """Start an instance, with a backend and its endpoint (``a``), a deployment (``d``), or both.
 
-        ``full`` is a deployment that leaves no room on any worker.
+        ``full`` is a deployment that leaves no room on any worker; ``crowded`` one with two replicas on each,
+        scaled by load, so that fewer are enough for an update.
         With a ``focus``, rules for any backend apply to that one.
         """
         self.focus = focus
@@ -209,6 +213,8 @@ class ControlMachine(FaultyWorld):
             self.create_endpoint("e", "/y", "a", 0.1)
         if stock == "full":
             self.deploy("d", "1", None, workers, "one", {"num_cpus": 4}, "/x", 2.0)
+        elif stock == "crowded":
+            self.deploy("d", "1", None, -2 * workers, "one", {"num_cpus": 2}, "/x", 2.0)
         elif "d" in stock:
             self.deploy("d", "1", None, 2, "one", {}, "/x", 2.0)
 

@@ -140,6 +140,19 @@ def test_an_update_of_a_full_cluster_survives_a_worker(kind: str, max_surge: int
         assert any(each.state is ReplicaState.RUNNING for each in state.world.witness.replicas("d"))
 
 
+@pytest.mark.parametrize("kind", ["restart", "suspend", "retire"])
+def test_an_update_to_replicas_that_need_the_room_of_two_survives_a_worker(kind: str) -> None:
+    with played(stock="crowded", focus="d") as state:
+        assert len(state.world.witness.replicas("d")) == 6
+        state.script_starts("d", ["fail", "slow"])
+        state.deploy("d", "2", None, -2, None, {"num_cpus": 4}, "/x", 0.1)
+        versions = [each.version for each in state.world.witness.replicas("d") if each.worker is not None]
+        assert sorted(versions) == ["1"] * 4 + ["2"]
+        state.harm_worker(0, kind, seconds=2.0)
+        state.harm_controller("kill", seconds=2.0)
+        assert any(each.state is ReplicaState.RUNNING for each in state.world.witness.replicas("d"))
+
+
 @pytest.mark.parametrize("max_surge", [0, 1])
 def test_a_version_that_never_starts_on_a_full_cluster_costs_one_replica(max_surge: int) -> None:
     with played(stock="full", focus="d") as state:

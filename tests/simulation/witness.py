@@ -380,11 +380,19 @@ class Witness:
                 )
 
     def _makes_room(self, backend: BackendRecord, leaving: list[ReplicaRecord]) -> bool:
-        """Return whether one old replica makes room, and no other one is missing because of the update."""
-        others = [each for each in self.replicas(backend.tag) if each.tag != leaving[0].tag]
+        """Return whether one old replica makes room, and no other one is missing because of the update.
+
+        Several do only on one worker, where a new one needs more than the room of all but one of them.
+        """
+        tags = {each.tag for each in leaving}
+        others = [each for each in self.replicas(backend.tag) if each.tag not in tags]
         news = [each for each in others if each.version == backend.version]
         return (
-            [each.version == backend.version for each in leaving] == [False]
+            all(each.version != backend.version for each in leaving)
+            and len({each.worker for each in leaving}) == 1
+            and all(
+                _needs_more(backend, [other for other in leaving if other is not each]) for each in leaving
+            )
             and (bool(news) or backend.config.max_surge == 0)
             and all(each.state in (ReplicaState.SHOULD_START, ReplicaState.RUNNING) for each in others)
         )
@@ -433,3 +441,12 @@ def _scaling(backend: BackendRecord) -> tuple[Any, ...]:
 def listing(items: Iterable[Any]) -> str:
     """Return the items as lines of an error message."""
     return "".join(f"\n  {each}" for each in items)
+
+
+def _needs_more(backend: BackendRecord, replicas: list[ReplicaRecord]) -> bool:
+    """Return whether a new replica of a backend needs more than these replicas occupy."""
+    return any(
+        amount > sum(each.demand.get(name, 0.0) for each in replicas)
+        for name, amount in backend.actor_options.demand().items()
+        if amount
+    )
