@@ -6,10 +6,13 @@
 2. This program sends a replica an array of 1 MiB and gets it back. Floor: the same over a bare Dask comm.
 3. Three deployments in a chain: each calls the next one with 100 bytes, in another process or in its own.
    Compared with a call of one deployment, by the same program in turns.
-4. With ``--python DIR/bin/python``, an environment with Ray Serve (see ``bench_peers.py``): its handle and
-   daskserve's in turns, with 64 calls in flight.
+4. This program sends a replica an array of 100 MiB, different in each call, one way and there and back.
+   Floor: one copy of the array to memory that is in use.
+5. With ``--python DIR/bin/python``, an environment with Ray Serve (see ``bench_peers.py``): its handle and
+   daskserve's in turns, with 64 calls in flight, and with the array of 100 MiB.
 
-Run: ``python benchmarks/bench_handles.py [--runs N]``. It prints a line per case, with medians of the runs.
+Run: ``python benchmarks/bench_handles.py [--runs N] [--case calls|arrays]``. It prints a line per case, with
+medians of the runs. ``--case arrays`` takes half a minute.
 """
 
 from __future__ import annotations
@@ -21,8 +24,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +44,23 @@ IN_FLIGHT = 64
 #: Calls per case: enough for about a second, because the rate varies within tenths of a second.
 CALLS_OF_EACH = 500
 ARRAY_CALLS = 100
+LARGE_BYTES = 100 * 1024 * 1024
+#: Calls with a large array for each median, after a few that fill the memory which the processes use again.
+LARGE_CALLS, LARGE_WARM_UPS = 15, 3
+
+#: Asks a peer for a measurement by its name, and returns its numbers.
+Ask = Callable[[str], list[float]]
 
 
-async def echo(value: Any) -> Any:
-    return value
+class Called:
+    """The deployment that is called."""
+
+    async def __call__(self, value: Any) -> Any:
+        return value
+
+    async def first(self, array: Any) -> float:
+        """Return the array's first element."""
+        return float(array[0])
 
 
 class Caller:
@@ -121,6 +137,18 @@ def array_calls(handle: Any, array: Any) -> float:
     return statistics.median(took)
 
 
+def large_calls(array: Any, send: Callable[[Any], float]) -> float:
+    """Return the median seconds of a call with a large array; ``send`` returns the first element it finds."""
+    took = []
+    for number in range(LARGE_WARM_UPS + LARGE_CALLS):
+        array[0] = number
+        began = time.perf_counter()
+        found = send(array)
+        took.append(time.perf_counter() - began)
+        assert found == number
+    return statistics.median(took[LARGE_WARM_UPS:])
+
+
 @contextmanager
 def deployed(config: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
     """Yield the handles of the caller, in one worker, and of the called deployment, in another."""
@@ -128,7 +156,7 @@ def deployed(config: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
     try:
         with serve.start(http_options={"location": "NoServer"}, dask_client=dask) as client:
             one, other = dask.scheduler_info(n_workers=-1)["workers"]
-            called = serve.deployment(name="echo", config=config, actor_options={"workers": [other]})(echo)
+            called = serve.deployment(name="echo", config=config, actor_options={"workers": [other]})(Called)
             caller = serve.deployment(name="caller", config=config, actor_options={"workers": [one]})(Caller)
             application = caller.bind(called.bind())
             yield serve.run(application, route_prefix=None), serve.get_deployment_handle("echo", "default")
@@ -199,22 +227,34 @@ def _median_call(handle: Any) -> float:
     return statistics.median(took)
 
 
-def measure_peer(runs: int, python: str) -> None:
+@contextmanager
+def peer_process(python: str) -> Iterator[Ask]:
+    """Run Ray Serve in another environment."""
     command = [python, str(RAY_HANDLE)]
     peer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert peer.stdin is not None
-    assert peer.stdout is not None
-    with peer, deployed({}) as (caller, _):
-        assert peer.stdout.readline().strip() == "ready"
+    to, back = peer.stdin, peer.stdout
+    assert to is not None
+    assert back is not None
+
+    def ask(name: str) -> list[float]:
+        to.write(f"{name}\n")
+        to.flush()
+        return [float(each) for each in back.readline().split()]
+
+    with peer:
+        assert back.readline().strip() == "ready"
+        yield ask
+        to.close()
+
+
+def measure_peer(runs: int, ask: Ask) -> None:
+    with deployed({}) as (caller, _):
         ratios, rates = [], []
         for _ in range(runs):
-            peer.stdin.write("measure\n")
-            peer.stdin.flush()
-            theirs = float(peer.stdout.readline().split()[0])
+            theirs = ask("calls")[0]
             ours = caller.remote().result()[1]
             ratios.append(ours / theirs)
             rates.append(theirs)
-        peer.stdin.close()
     print(
         f"{IN_FLIGHT} in flight, compared with Ray Serve's handle, {statistics.median(rates):.0f}/s: "
         f"{statistics.median(ratios):.1f} times ({min(ratios):.1f} to {max(ratios):.1f})",
@@ -237,17 +277,61 @@ def measure_arrays(runs: int, address: str) -> None:
     )
 
 
+def measure_large(runs: int, ask: Ask | None) -> None:
+    array = np.random.default_rng(0).random(LARGE_BYTES // 8)
+    memory = np.empty_like(array)
+
+    def copy(array: Any) -> float:
+        np.copyto(memory, array)
+        return float(memory[0])
+
+    with deployed({}) as (_, handle):
+        sends: dict[str, Callable[[Any], float]] = {
+            "one way": lambda array: float(handle.first.remote(array).result()),
+            "there and back": lambda array: float(handle.remote(array).result()[0]),
+        }
+        floors: list[float] = []
+        ours: dict[str, list[float]] = {name: [] for name in sends}
+        theirs: dict[str, list[float]] = {name: [] for name in sends}
+        for _ in range(runs):
+            floors.append(large_calls(array, copy))
+            for name, send in sends.items():
+                ours[name].append(large_calls(array, send))
+            for name, found_s in zip(sends, ask("arrays") if ask else (), strict=False):
+                theirs[name].append(found_s)
+    print(f"one copy of 100 MiB: {_range_ms(floors)}", flush=True)
+    for name, found in ours.items():
+        over = statistics.median(each / floor for each, floor in zip(found, floors, strict=True))
+        line = f"array of 100 MiB {name:14} {_range_ms(found)}, {over:.2f} x the copy"
+        if theirs[name]:
+            ratio = statistics.median(a / b for a, b in zip(found, theirs[name], strict=True))
+            line += f";  Ray Serve {_range_ms(theirs[name])}: {ratio:.2f} times its time"
+        print(line, flush=True)
+
+
+def _range_ms(seconds: list[float]) -> str:
+    low, middle, high = (each(seconds) * 1e3 for each in (min, statistics.median, max))
+    return f"{middle:.1f} ms ({low:.1f} to {high:.1f})"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--python", default="", help="interpreter of an environment with Ray Serve")
+    parser.add_argument("--case", choices=["calls", "arrays"], help="only these cases")
     given = parser.parse_args()
-    if given.python:
-        measure_peer(given.runs, given.python)
+    with peer_process(given.python) if given.python else nullcontext() as ask:
+        if ask and given.case != "arrays":
+            measure_peer(given.runs, ask)
+        if given.case != "calls":
+            measure_large(given.runs, ask)
     with echo_process() as address:
-        measure_calls(given.runs, address)
-        measure_arrays(given.runs, address)
-    measure_chain(given.runs)
+        if given.case != "arrays":
+            measure_calls(given.runs, address)
+        if given.case != "calls":
+            measure_arrays(given.runs, address)
+    if given.case != "arrays":
+        measure_chain(given.runs)
 
 
 if __name__ == "__main__":
