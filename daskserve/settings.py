@@ -8,11 +8,10 @@ Dask's precedence applies. Arguments of a call override all of these.
 from __future__ import annotations
 
 import os
+from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
-
-import dask.config
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +91,10 @@ class ChannelSettings:
     lost_after_s: float = 5.0
 
 
+#: In a child process: the settings of its worker.
+given_process: ContextVar[ProcessSettings | None] = ContextVar("daskserve_given_process", default=None)
+
+
 def channel() -> ChannelSettings:
     """Return the channel settings, from ``daskserve.channel.*``."""
     found = ChannelSettings(**_known("daskserve.channel", ChannelSettings))
@@ -115,7 +118,7 @@ def controller() -> ControllerSettings:
 
 def process() -> ProcessSettings:
     """Return the settings of worker processes, from ``daskserve.process.*``."""
-    return ProcessSettings(**_known("daskserve.process", ProcessSettings))
+    return given_process.get() or ProcessSettings(**_known("daskserve.process", ProcessSettings))
 
 
 def timeouts() -> Timeouts:
@@ -130,7 +133,7 @@ def local_cluster_size() -> LocalClusterSize:
 
 def is_local() -> bool:
     """Return whether ``serve.run`` always serves in this process, from ``daskserve.local-testing-mode``."""
-    return bool(dask.config.get("daskserve.local-testing-mode", default=False))
+    return bool(_configured("daskserve.local-testing-mode"))
 
 
 def http_defaults() -> dict[str, Any]:
@@ -143,8 +146,14 @@ def process_variables() -> dict[str, str]:
     return dict(os.environ)
 
 
+def _configured(path: str) -> Any:
+    import dask.config  # takes 0.1 s, and child processes do not need it
+
+    return dask.config.get(path, default=None)
+
+
 def _section(path: str) -> dict[str, Any]:
-    found = dask.config.get(path, default=None) or {}
+    found = _configured(path) or {}
     return {str(name).replace("-", "_"): value for name, value in found.items()}
 
 

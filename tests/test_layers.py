@@ -62,6 +62,7 @@ SEAM = frozenset(
         "daskserve.cluster.present",
         # An isolated replica is no actor: it runs in a child process of the actor.
         "daskserve.cluster.worker.child",
+        "daskserve.cluster.worker.child_view",
     }
 )
 FACADE = "daskserve"

@@ -51,7 +51,7 @@ DOCUMENTED_MODULES: Mapping[str, frozenset[str]] = {
 #: ``"daskserve/x.py:_name": "why this file may use that private name of another library"``
 PRIVATE_EXCEPTIONS: Mapping[str, str] = {
     "daskserve/cluster/store/folders.py:_pipe_file": "fsspec documents it for its asynchronous file systems",
-    "daskserve/cluster/worker/child.py:_exit": "os._exit is documented",
+    "daskserve/cluster/worker/child_main.py:_exit": "os._exit is documented",
     "daskserve/control/scaling/importing.py:_current_frames": "sys._current_frames is documented",
     "daskserve/data/replica/loop_watch.py:_current_frames": "sys._current_frames is documented",
 }

@@ -6,7 +6,6 @@ import asyncio
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 from tornado.iostream import IOStream
@@ -23,7 +22,7 @@ with needs("distributed", ">=2025.1,<2026.9") as check:
     from distributed.comm.registry import get_backend
     from distributed.comm.tcp import TCP
     from distributed.core import Server, Status
-    from distributed.protocol import Serialize, to_serialize
+    from distributed.protocol import to_serialize
     from distributed.scheduler import WorkerState
     from distributed.utils import get_ip
     from distributed.worker import _worker_cvar
@@ -53,7 +52,7 @@ with needs("dask", ">=2025.1,<2026.9") as check:
     check.constants(dask.config.collect_env, _INHERITED_CONFIG)
 
 #: For the other modules of the cluster room.
-__all__ = ["Serialize", "get_ip", "to_serialize"]
+__all__ = ["get_ip", "to_serialize"]
 
 #: Fields of the handshake from which both ends of a connection choose an encoding.
 _HANDSHAKE_FIELDS = ("compression", "python", "pickle-protocol")
@@ -154,9 +153,9 @@ def actors_on(worker: Worker) -> list[Any]:
 
 
 @contextmanager
-def as_current_worker(worker: Worker | WorkerStandIn) -> Iterator[None]:
+def as_current_worker(worker: Worker) -> Iterator[None]:
     """Make `distributed.get_worker` return ``worker`` in this context and its copies."""
-    token = _worker_cvar.set(worker)  # type: ignore[arg-type]
+    token = _worker_cvar.set(worker)
     try:
         yield
     finally:
@@ -176,43 +175,6 @@ def answer_get_client(worker: Worker, choose: Callable[[], Client | None]) -> No
 def stop_answering_get_client(worker: Worker) -> None:
     """Undo `answer_get_client`; idempotent."""
     vars(worker).pop("_get_client", None)
-
-
-class WorkerStandIn:
-    """What `distributed.get_worker` returns in a process whose worker is another one.
-
-    It has the attributes that are the same in both processes: the worker's ``address``, ``name``, ``id`` and
-    ``local_directory``, and ``scheduler.address``.
-    """
-
-    def __init__(self, facts: Mapping[str, Any], scheduler: str, get_client: Callable[[], Client]) -> None:
-        self.scheduler = SimpleNamespace(address=scheduler)
-        self._facts = facts
-        self._find_client = get_client
-
-    def __bool__(self) -> bool:
-        return False  # a client would look for values in a worker of its own process
-
-    def __repr__(self) -> str:
-        return f"<WorkerStandIn of {self._facts.get('address')}>"
-
-    def __getattr__(self, name: str) -> Any:
-        facts = self.__dict__.get("_facts", {})
-        if name in facts:
-            return facts[name]
-        raise AttributeError(
-            f"This code runs in a process of its own, so get_worker() has no {name!r}; it has "
-            f"{', '.join(sorted(facts))} and scheduler.address. Use isolation='thread' for code that needs "
-            "more of its worker."
-        )
-
-    def _get_client(self, timeout: float | None = None) -> Client:
-        return self._find_client()
-
-
-def facts_of_worker(worker: Worker) -> dict[str, Any]:
-    """Return what a `WorkerStandIn` knows of a worker."""
-    return {name: getattr(worker, name) for name in ("address", "name", "id", "local_directory")}
 
 
 def config_variables(sections: Mapping[str, Any]) -> dict[str, str]:

@@ -13,16 +13,17 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
-
-import prometheus_client
-from prometheus_client.core import Metric
+from typing import TYPE_CHECKING, Any, Protocol
 
 from daskserve._version import __version__
 from daskserve.figures.error_log import ErrorLog
 from daskserve.figures.histogram import HistogramCounts
 from daskserve.figures.table import METRICS, MetricKind, MetricSample, MetricSpec
 from daskserve.figures.user import UserFigures, UserMetric, UserSample
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.core import Metric
 
 logger = logging.getLogger("daskserve.metrics")
 
@@ -75,10 +76,10 @@ class ProcessMetrics:
     It holds weak references to its sources.
     """
 
-    def __init__(self, registry: prometheus_client.CollectorRegistry | None = None) -> None:
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
         #: The user metrics of code outside replicas.
         self.user = UserFigures()
-        self._registry = registry or prometheus_client.REGISTRY
+        self._own_registry = registry
         self._lock = threading.Lock()
         self._sources: dict[int, _Known] = {}
         self._folded: OrderedDict[Key, float | HistogramCounts] = OrderedDict()
@@ -131,6 +132,12 @@ class ProcessMetrics:
         if not self._is_registered:
             self._is_registered = True
             self._registry.register(self)
+
+    @property
+    def _registry(self) -> CollectorRegistry:
+        from prometheus_client import REGISTRY  # takes long, and child processes are not scraped
+
+        return self._own_registry or REGISTRY
 
     def _unregister_if_idle(self) -> None:
         if self._is_registered and not self._sources and self.user.is_empty:
@@ -211,6 +218,8 @@ def _instance_of(key: Key) -> str | None:
 
 
 def _families(found: dict[Key, float | HistogramCounts]) -> Iterator[Metric]:
+    from prometheus_client.core import Metric
+
     by_name: dict[str, Metric] = {}
     for (name, labels), value in found.items():
         spec: MetricSpec = METRICS[name]
@@ -222,6 +231,8 @@ def _families(found: dict[Key, float | HistogramCounts]) -> Iterator[Metric]:
 
 
 def _user_families(samples: Iterable[UserSample]) -> Iterator[Metric]:
+    from prometheus_client.core import Metric
+
     by_name: dict[str, tuple[UserMetric, Metric]] = {}
     for sample in samples:
         metric = sample.metric

@@ -16,7 +16,6 @@ import inspect
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib import metadata
 from typing import Any
 
 from daskserve.errors import LibraryVersionError
@@ -101,6 +100,8 @@ def _error(library: str, versions: str, missing: list[str]) -> LibraryVersionErr
         installed = platform.python_version()
         remedy = f"Run a Python in that range ({PYTHON}{versions})."
     else:
+        from importlib import metadata
+
         installed = metadata.version(library)
         remedy = f"Install a version in that range: pip install '{library}{versions}'."
     return LibraryVersionError(

@@ -20,7 +20,8 @@ from distributed.comm import get_address_host
 from daskserve._version import __version__
 from daskserve.amounts import shown
 from daskserve.clock import Clock
-from daskserve.cluster.channel.transport import Transport, take_over
+from daskserve.cluster.channel.comm_transport import take_over
+from daskserve.cluster.channel.transport import Transport
 from daskserve.cluster.distributed_internals import agree, connect_comm, is_plain_tcp
 from daskserve.errors import ActorLostError
 from daskserve.payload import load_error

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from daskserve.cluster.distributed_internals import to_serialize
+from daskserve.cluster.channel.parts import OutOfBand
 from daskserve.types import Message, Payload
 
 OPEN, DATA, END, ERROR, CANCEL, CREDIT, ANSWER, MEMORY, OFFER = range(9)
@@ -47,8 +47,8 @@ def wire_payload(payload: Payload | None) -> Any:
         return None
     data: Any = payload.data
     if len(data) >= OUT_OF_BAND_BYTES:
-        data = to_serialize(memoryview(data))  # arrives as a buffer, which saves a copy
-    return (data, tuple(map(to_serialize, payload.buffers)) if payload.buffers else ())
+        data = OutOfBand(memoryview(data))  # arrives as a buffer, which saves a copy
+    return (data, tuple(map(OutOfBand, payload.buffers)) if payload.buffers else ())
 
 
 def unwire_payload(value: Any) -> Payload | None:
@@ -60,7 +60,7 @@ def wire_message(message: Message) -> Message:
     """Return a message in the form that a frame carries."""
     body = message.get("body")
     if body is not None and len(body) >= OUT_OF_BAND_BYTES:
-        return {**message, "body": to_serialize(body)}
+        return {**message, "body": OutOfBand(body)}
     payload = message.get("payload")
     if payload is not None:
         return {**message, "payload": wire_payload(payload)}

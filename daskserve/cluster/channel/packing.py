@@ -11,8 +11,7 @@ from typing import Any
 
 import msgpack
 
-from daskserve.cluster.channel.parts import LARGE_BYTES, MAX_PARTS, Buffer
-from daskserve.cluster.distributed_internals import Serialize
+from daskserve.cluster.channel.parts import LARGE_BYTES, MAX_PARTS, Buffer, OutOfBand
 from daskserve.types import SHARED_BYTES
 
 #: Extension types of msgpack in part 0: a reference to a later part that becomes immutable bytes, a reference
@@ -39,7 +38,7 @@ def pack(
     large: list[memoryview] = []
 
     def refer(value: Any) -> msgpack.ExtType:
-        if not isinstance(value, Serialize):
+        if not isinstance(value, OutOfBand):
             raise TypeError(f"a {type(value).__name__} cannot cross a channel")
         view = memoryview(value.data)
         if view.nbytes < LARGE_BYTES or len(large) + 1 >= MAX_PARTS:

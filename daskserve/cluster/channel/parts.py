@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
+from typing import Any
 
 Buffer = bytes | bytearray | memoryview
 
@@ -18,6 +19,15 @@ LARGE_BYTES = 32 * 1024
 #: Maximum number of parts; their sizes, or any part that is not large, fit into half of the buffer.
 MAX_PARTS = 16 * 1024 - 1
 BUFFER_BYTES = 256 * 1024
+
+
+class OutOfBand:
+    """Marks bytes or a buffer in a frame that travels beside the frame, without a copy."""
+
+    __slots__ = ("data",)
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
 
 
 class PartReader:

@@ -7,10 +7,11 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from daskserve.cluster.channel.channel import Channel, Dispatch, DispatchNowait
+from daskserve.cluster.channel.comm_transport import take_over
 from daskserve.cluster.channel.dialling import READY
 from daskserve.cluster.channel.kept import KeptAnswers
 from daskserve.cluster.channel.segments import Segments
-from daskserve.cluster.channel.transport import Traffic, Transport, take_over
+from daskserve.cluster.channel.transport import Traffic, Transport
 from daskserve.cluster.channel.vanishing import PeerWatch
 from daskserve.errors import ActorLostError
 from daskserve.figures.table import MetricSample

@@ -1,11 +1,6 @@
-"""Transports for the frames of a channel: a Dask comm, or the TCP socket below one.
+"""The transport for the frames of a channel over a socket.
 
-Writing and reading one message of a Dask comm takes 0.1 ms of CPU time, mostly for features that requests do
-not need. If a comm is plain TCP, `SocketTransport` takes over its socket and needs an eighth of that time.
-`CommTransport` uses the comms of all other protocols (TLS, UCX, WebSockets) unchanged.
-
-Both send all frames that are posted in one iteration of the event loop together. Over a socket, such a batch
-is one message::
+It sends all frames that are posted in one iteration of the event loop together. Such a batch is one message::
 
     magic, number of parts        4 + 4 bytes
     size of each part             8 bytes each
@@ -14,6 +9,8 @@ is one message::
 
 All numbers are little-endian. Between processes of one machine, buffers of 1 MiB and more are no parts: part
 0 refers to shared memory instead, see `daskserve.cluster.channel.sharing`.
+
+Neither this module nor what it imports imports Dask: that takes longer than the rest of a child's start.
 """
 
 from __future__ import annotations
@@ -32,7 +29,6 @@ from daskserve.cluster.channel.parts import HEAD, SIZE, Buffer, PartReader
 from daskserve.cluster.channel.readiness import Readiness
 from daskserve.cluster.channel.segments import Segments
 from daskserve.cluster.channel.sharing import Loan, Sharing
-from daskserve.cluster.distributed_internals import detach_socket, is_plain_tcp, socket_of
 
 logger = logging.getLogger("daskserve.channel")
 
@@ -101,106 +97,6 @@ class Transport(Protocol):
 
     def abort(self) -> None:
         """End the connection at once; idempotent."""
-
-
-class CommTransport:
-    """A Dask comm of any kind."""
-
-    def __init__(self, comm: Any) -> None:
-        self._comm = comm
-        #: Counts sent bytes only: a Dask comm does not report how much it read.
-        self.traffic = Traffic()
-        self._outbox: list[Any] = []
-        self._outbox_filled = asyncio.Event()
-        self.turn = 0
-
-    @property
-    def peer_address(self) -> str:
-        return str(self._comm.peer_address)
-
-    @property
-    def sock(self) -> socket.socket | None:
-        return socket_of(self._comm)
-
-    @property
-    def unsent(self) -> Frames:
-        return self._outbox
-
-    def share(self, segments: Segments, *, begins: bool) -> None:
-        """Do nothing: a Dask comm of another protocol may lead anywhere."""
-
-    async def run(self, receive: Receiver, refuse: Refuser) -> None:
-        writer = asyncio.create_task(self._write(refuse), name="daskserve-channel-write")
-        try:
-            while True:
-                try:
-                    frames = await self._comm.read()
-                except OSError:
-                    return
-                receive(frames)
-        except (TypeError, ValueError, LookupError, AttributeError):
-            # The peer does not speak this protocol, so nothing more from it can be trusted.
-            logger.exception("Received an invalid frame from %s; closed the connection", self.peer_address)
-        finally:
-            writer.cancel()
-            self._comm.abort()
-
-    def post(self, frame: Any, work: int = FRAME_WORK) -> None:
-        self._outbox.append(frame)
-        self._outbox_filled.set()
-
-    def flush(self) -> None:
-        """Do nothing: a separate task writes."""
-
-    def take_note(self, note: Sequence[Any]) -> None:
-        """Do nothing: the other end has a comm too, and shares no memory."""
-
-    def abort(self) -> None:
-        self._comm.abort()  # wakes the reader, which finishes
-
-    async def _write(self, refuse: Refuser) -> None:
-        while True:
-            await self._outbox_filled.wait()
-            if self._comm.closed():
-                return
-            self._outbox_filled.clear()
-            frames, self._outbox = self._outbox, []
-            self.turn += 1
-            try:
-                await self._send(frames)
-            except OSError:
-                self._comm.abort()
-                return
-            except (TypeError, ValueError, OverflowError):
-                # A frame that cannot be packed must not prevent sending the others.
-                await self._write_one_by_one(frames, refuse)
-            except Exception:
-                # Any other error of a transport: without a writer no request would ever be answered.
-                logger.exception("Writing to %s failed; closed the connection", self.peer_address)
-                self._comm.abort()
-                return
-
-    async def _write_one_by_one(self, frames: list[Any], refuse: Refuser) -> None:
-        for frame in frames:
-            try:
-                await self._send([frame])
-            except (TypeError, ValueError, OverflowError) as error:
-                refuse(frame, error)
-            except OSError:
-                self._comm.abort()
-                return
-
-    async def _send(self, frames: Sequence[Any]) -> None:
-        if self.peer_address.startswith("inproc://"):
-            # Such a comm passes objects on as they are: wrapped buffers, and memory of the sender.
-            body, large = pack(frames)
-            frames = unpack([body, *map(bytearray, large)])
-        self.traffic.sent_bytes += _written(await self._comm.write(frames))
-
-
-def _written(found: Any) -> int:
-    # TCP and TLS return the number of bytes written; other protocols may not.
-    return found if isinstance(found, int) else 0
 
 
 class SocketTransport(Outbox):
@@ -384,17 +280,3 @@ class SocketTransport(Outbox):
             self._is_full = not self._is_full
             assert self._readiness is not None
             self._readiness.on_writable(self._write if self._is_full else None)
-
-
-def take_over(comm: Any, *, by_socket: bool = True) -> Transport:
-    """Return the transport for a comm, and take the comm over; the caller must not use it any more.
-
-    The other side must not have sent anything yet: bytes that the comm has already buffered would be lost.
-    Both sides must choose the same kind of transport, which they do if the comm connects them directly. If
-    the comm ends at the scheduler, which forwards the bytes, ``by_socket`` says whether the far connection is
-    plain TCP too.
-    """
-    if not (by_socket and is_plain_tcp(comm)):
-        return CommTransport(comm)
-    peer_address = str(comm.peer_address)
-    return SocketTransport(detach_socket(comm), peer_address)

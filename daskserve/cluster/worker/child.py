@@ -24,24 +24,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import faulthandler
-import fcntl
-import importlib
 import json
 import logging
 import os
-import select
 import signal
 import socket
 import sys
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from functools import partial
-from typing import Any, Protocol
-
-import dask.config
-from distributed import Client, Security
+from typing import Any
 
 from daskserve import settings
 from daskserve._version import __version__
@@ -50,29 +42,13 @@ from daskserve.cluster.base import Process
 from daskserve.cluster.channel.channel import Channel
 from daskserve.cluster.channel.segments import Segments
 from daskserve.cluster.channel.transport import SocketTransport, Transport
-from daskserve.cluster.distributed_internals import (
-    WorkerStandIn,
-    as_current_worker,
-    facts_of_worker,
-    scheduler_address,
-)
-from daskserve.cluster.link import DaskLink, default_client, link_of
-from daskserve.cluster.worker.log_thread import LogThread
-from daskserve.cluster.worker.user_clients import UserClients
-from daskserve.errors import ClusterUnreachableError, InstanceError, VersionMismatchError
-from daskserve.internals.python import run_exit_functions
-from daskserve.loops.event_loop import new_event_loop, running_loop
+from daskserve.cluster.distributed_internals import scheduler_address
+from daskserve.cluster.link import DaskLink
+from daskserve.cluster.worker.child_view import FACTS, ClusterAccess
+from daskserve.errors import InstanceError, VersionMismatchError
 from daskserve.options.environment import Interpreter
-from daskserve.payload import Parcel, dump_bytes, load_bytes
-from daskserve.types import (
-    ActorAddress,
-    Envelope,
-    InstanceName,
-    Load,
-    Payload,
-    Receive,
-    Send,
-)
+from daskserve.payload import dump_bytes
+from daskserve.types import ActorAddress, Envelope, Load, Payload, Receive, Send
 
 logger = logging.getLogger("daskserve.child")
 
@@ -80,9 +56,6 @@ logger = logging.getLogger("daskserve.child")
 EXIT_GRACE_S = 0.5
 #: Maximum time for reading what a dead child had sent before.
 FLUSH_S = 0.5
-#: Interval at which a child checks for a new parent process; needed only if a fork holds its lifeline open.
-PARENT_CHECK_S = 1.0
-
 _BOOT = """\
 import json, socket, sys
 if sys.path and not sys.path[0]: del sys.path[0]
@@ -100,7 +73,7 @@ main = None
 try:
     from daskserve._version import __version__
     facts["version"] = __version__
-    from daskserve.cluster.worker.child import prepare
+    from daskserve.cluster.worker.child_main import prepare
     main = prepare(options)
 except BaseException as error:
     facts["detail"] = "%s: %s" % (type(error).__name__, error)
@@ -266,7 +239,12 @@ async def _greet(pair: socket.socket, interpreter: Interpreter, factory: str) ->
     path = [entry or os.getcwd() for entry in sys.path] if interpreter.is_own else None
     line = b""
     try:
-        options = {"path": path, "first": list(interpreter.first), "factory": factory}
+        options = {
+            "path": path,
+            "first": list(interpreter.first),
+            "factory": factory,
+            "settings": asdict(settings.process()),
+        }
         await loop.sock_sendall(pair, json.dumps(options).encode() + b"\n")
         while not line.endswith(b"\n"):
             part = await loop.sock_recv(pair, 65536)
@@ -322,165 +300,11 @@ async def _refuse(name: str, number: int, envelope: Envelope, receive: Receive, 
     raise InstanceError("A child process cannot send requests to its parent.")
 
 
-# ---- how the child reaches the Dask cluster
-
-
 def dump_access(cluster: Process) -> bytes:
-    """Return the pickled facts with which a child connects to the same Dask cluster."""
-    link = cluster.link
+    """Return the pickled `ClusterAccess` for a child."""
+    link, timeout_s = cluster.link, settings.timeouts().connect_s
     address = scheduler_address(link.client) if isinstance(link, DaskLink) else None
     if not isinstance(link, DaskLink) or address is None or address.startswith("inproc"):
-        return dump_bytes(("", None, {}))
-    facts = {} if link.worker is None else facts_of_worker(link.worker)
-    return dump_bytes((address, link.client.security, facts))
-
-
-class ChildView:
-    """The view of the cluster for code in a child, so that handles and clients work there.
-
-    The child's own Dask client connects on first use.
-    """
-
-    def __init__(
-        self, instance: InstanceName, access: bytes, connect_timeout_s: float, parts: Sequence[Any] = ()
-    ) -> None:
-        self.instance = instance
-        self._parts = parts
-        self._access = access
-        self._connect_timeout_s = connect_timeout_s
-        self._lock = threading.Lock()
-        self._client: Client | None = None
-        self._user_clients: UserClients | None = None
-
-    @property
-    def link(self) -> DaskLink:
-        """The child's link to the cluster.
-
-        Raises
-        ------
-        InstanceError
-            The cluster runs in a single process, to which others cannot connect.
-        ClusterUnreachableError
-            The scheduler does not answer.
-        """
-        with self._lock:
-            if self._client is None:
-                self._client = self._connect()
-            return link_of(self._client)
-
-    async def fetch_parcel(self, code: str, parcel: Parcel) -> Sequence[Any]:
-        """Return the parts of the parcel that came with the start, once."""
-        parts, self._parts = self._parts, ()
-        return parts
-
-    def as_current_worker(self) -> AbstractContextManager[None]:
-        """Let Dask's ``get_worker()`` and ``get_client()`` work in this context and its copies."""
-        address, _, facts = load_bytes(self._access)
-        if not facts:
-            return contextlib.nullcontext()
-        return as_current_worker(WorkerStandIn(facts, address, self._find_client))
-
-    def _find_client(self) -> Client:
-        """Return the client for user code: that of the running loop, or one that blocks."""
-        if running_loop() is None:
-            return self.link.client
-        if self._user_clients is None:
-            self._user_clients = UserClients(*self._address_and_security())
-        return self._user_clients.of_running_loop()
-
-    def _address_and_security(self) -> tuple[str, Security | None]:
-        address, security, _ = load_bytes(self._access)
-        if not address:
-            raise InstanceError(
-                "Code in a child process cannot connect to this cluster, which runs within a single "
-                "process; use isolation='thread', or a cluster of processes."
-            )
-        return address, security
-
-    def _connect(self) -> Client:
-        address, security = self._address_and_security()
-        dask.config.set({"scheduler-address": address})  # for a `Client()` in user code
-        try:
-            return Client(
-                address,
-                security=security,
-                timeout=self._connect_timeout_s,
-                set_as_default=default_client() is None,
-                name="daskserve-child",
-            )
-        except OSError as error:
-            raise ClusterUnreachableError(
-                f"The Dask scheduler at {address} did not answer: {error}"
-            ) from error
-
-    def close(self) -> None:
-        """Close the connection, if there is one."""
-        with self._lock:
-            client, self._client = self._client, None
-        if client is not None:
-            link = link_of(client)
-            link.sync(link.close())
-            client.close()
-
-
-# ---- the child's side
-
-
-class Served(Protocol):
-    """The object that answers requests in a child."""
-
-    async def dispatch(
-        self, name: str, number: int, envelope: Envelope, receive: Receive, send: Send
-    ) -> Load:
-        """Answer one stream: a `ChildProcess.call` or a `ChildProcess.request`."""
-
-
-def prepare(options: Mapping[str, Any]) -> Callable[[socket.socket, int], None]:
-    """Import the child's factory; return the main function, which takes the socket and the lifeline."""
-    module, _, name = options["factory"].partition(":")
-    return partial(_run, getattr(importlib.import_module(module), name))
-
-
-def _run(factory: Callable[[], Served], pair: socket.socket, lifeline: int) -> None:
-    _end_with_parent(lifeline)
-    with contextlib.suppress(Exception):  # raised if there is no stderr
-        faulthandler.enable()  # writes the location of a crash in native code to the worker's log
-    switch_interval_s = settings.process().switch_interval_s
-    if switch_interval_s is not None:
-        sys.setswitchinterval(
-            switch_interval_s
-        )  # as in the worker, so that user code delays the channel less
-    if settings.process().log_thread:
-        LogThread().open()  # the exit functions flush it
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        runner.run(_serve(factory, pair))
-    # A regular interpreter shutdown takes 0.1 s longer and waits for threads of user code.
-    run_exit_functions()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # one that is missing, closed or full
-            stream.flush()
-    os._exit(0)
-
-
-async def _serve(factory: Callable[[], Served], pair: socket.socket) -> None:
-    transport = SocketTransport(pair, f"parent://{os.getppid()}")
-    transport.share(Segments(), begins=False)
-    await Channel(transport, factory().dispatch, first_stream=1).serve()
-
-
-def _end_with_parent(lifeline: int) -> None:
-    group, parent = os.getpgrp(), os.getppid()
-    if sys.platform == "linux":
-        fcntl.fcntl(lifeline, fcntl.F_SETOWN, -group)
-        # The resulting signal, SIGIO, has no handler, so it ends the process whatever it is doing.
-        fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
-
-    poll = select.poll()
-    poll.register(lifeline)
-
-    def wait() -> None:
-        while not poll.poll(PARENT_CHECK_S * 1000) and os.getppid() == parent:
-            pass
-        os.killpg(group, signal.SIGKILL)
-
-    threading.Thread(target=wait, name="daskserve-lifeline", daemon=True).start()
+        return dump_bytes(ClusterAccess(timeout_s=timeout_s))
+    facts = {} if link.worker is None else {name: getattr(link.worker, name) for name in FACTS}
+    return dump_bytes(ClusterAccess(address, dump_bytes(link.client.security), facts, timeout_s))

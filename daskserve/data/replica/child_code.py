@@ -5,7 +5,7 @@ wall and batches, in a `daskserve.cluster.worker.child.ChildProcess`. This modul
 to the child. When the child ends, the replica is lost.
 
 Errors of user code may be of classes that the worker does not have. They cross pickled, as a message
-(`daskserve.data.replica.child_runner.PACKED`), and the actor passes them on without loading them.
+(`daskserve.data.replica.child_figures.PACKED`), and the actor passes them on without loading them.
 """
 
 from __future__ import annotations

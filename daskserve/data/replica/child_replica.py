@@ -9,17 +9,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from daskserve import settings
 from daskserve.clock import LoopClock, system_rng
 from daskserve.cluster.base import ActorSpec, ContextWith, verb, verbs_of
-from daskserve.cluster.worker.child import ChildView
+from daskserve.cluster.worker.child_view import ChildView
 from daskserve.context import HasLink
-from daskserve.data.replica.child_figures import tell
-from daskserve.data.replica.child_runner import PACKED
+from daskserve.data.replica.child_figures import PACKED, tell
 from daskserve.data.replica.replica import Replica
 from daskserve.data.replica.working_dir import archives_folder
 from daskserve.errors import ServeError, UnavailableError
-from daskserve.payload import dump_error
+from daskserve.payload import dump_error, load_bytes
 from daskserve.types import ActorKind, Envelope, EnvelopeKind, Load, Payload, Receive, Send
 
 
@@ -129,14 +127,14 @@ class ReplicaServer:
 
         ``archives`` is the folder for the files of its environment.
         """
-        view = self._view = ChildView(instance, access, settings.timeouts().connect_s, payload.buffers)
+        view = self._view = ChildView(instance, load_bytes(access), payload.buffers)
         spec = ActorSpec(ActorKind.REPLICA, name, incarnation, instance, bytes(payload.data))
         # User code sees only those parts of the view that handles and clients need.
         context = ContextWith(spec, view, LoopClock(), system_rng(), worker)
         archives_folder.set(Path(archives))
         self._replica = ChildReplica(context)
-        with view.as_current_worker():
-            return await self._replica.start()
+        view.answer_get_worker()
+        return await self._replica.start()
 
     @verb
     async def stop(self) -> None:

@@ -14,6 +14,7 @@ from contextvars import Context
 from typing import Any
 
 from daskserve.cluster.worker.child import ChildProcess
+from daskserve.data.replica.child_figures import PACKED
 from daskserve.data.replica.runner import CodeRun, RunListener
 from daskserve.errors import ActorLostError, RequestTimeoutError, ServeError
 from daskserve.loops.tasks import TaskSet
@@ -21,9 +22,6 @@ from daskserve.payload import PackedError
 from daskserve.types import Message, Send
 
 logger = logging.getLogger("daskserve.replica")
-
-#: The type of the message that carries an error of user code out of the child.
-PACKED = "daskserve.error"
 
 
 class ChildRun(CodeRun):

@@ -19,8 +19,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import fsspec
-
 from daskserve.amounts import shown
 from daskserve.errors import BadRequestError
 
@@ -94,6 +92,8 @@ def pack_folder(place: str) -> PackedFolder:
     if "://" not in place and path.is_dir():
         return PackedFolder(_zip_of(path))
     try:
+        import fsspec  # takes long, and replicas do not need it
+
         with fsspec.open(place if "://" in place else str(path), "rb") as file:
             archive = file.read(MAX_BYTES + 1)
     except (OSError, ImportError, ValueError) as error:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from daskserve.cluster.channel.channel import WINDOW_BYTES, Channel
+from daskserve.cluster.channel.comm_transport import CommTransport
 from daskserve.cluster.channel.dialling import READY
 from daskserve.cluster.channel.pool import ChannelPool
-from daskserve.cluster.channel.transport import CommTransport
 from daskserve.errors import ActorLostError, BadRequestError, RequestTimeoutError
 from daskserve.payload import MESSAGE_BYTES
 from daskserve.testing import run_virtual

@@ -10,8 +10,8 @@ import pytest
 
 from daskserve import settings
 from daskserve.clock import LoopClock
+from daskserve.cluster.channel.comm_transport import CommTransport
 from daskserve.cluster.channel.dialling import CHANNEL_OP, READY, SPLICE_OP, Dialler, RouteMemory
-from daskserve.cluster.channel.transport import CommTransport
 from daskserve.errors import ActorLostError
 from daskserve.payload import dump_error
 from daskserve.settings import ChannelSettings

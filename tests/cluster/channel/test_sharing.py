@@ -12,11 +12,11 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from distributed.protocol import to_serialize
 from open_segments import open_segments
 
 from daskserve.cluster.channel import sharing
 from daskserve.cluster.channel.frames import MEMORY
+from daskserve.cluster.channel.parts import OutOfBand
 from daskserve.cluster.channel.segments import HAS_SEGMENTS, Mapping, MemorySegment, Segments, mapping_under
 from daskserve.cluster.channel.transport import SocketTransport
 from daskserve.loops.event_loop import new_event_loop
@@ -86,7 +86,7 @@ def runner(request: pytest.FixtureRequest) -> Any:
 
 
 def buffer(size_bytes: int, fill: int = 7) -> Any:
-    return to_serialize(memoryview(bytearray([fill]) * size_bytes))
+    return OutOfBand(memoryview(bytearray([fill]) * size_bytes))
 
 
 @pytest.mark.parametrize("size", [SHARED_BYTES, 3 * sharing.STEP_BYTES + 1])
@@ -115,7 +115,7 @@ def test_a_large_buffer_goes_through_memory_in_both_directions(runner: asyncio.R
 def test_bytes_stay_bytes_and_smaller_buffers_stay_writable() -> None:
     async def main() -> None:
         async with sharing_pair() as (here, there):
-            here.transport.post((to_serialize(b"x" * SHARED_BYTES), buffer(SHARED_BYTES - 1)))
+            here.transport.post((OutOfBand(b"x" * SHARED_BYTES), buffer(SHARED_BYTES - 1)))
             ((large, small),) = await there.take()
             assert large == b"x" * SHARED_BYTES
             assert not small.readonly
@@ -159,7 +159,7 @@ def test_a_received_buffer_is_sent_on_without_a_copy(monkeypatch: pytest.MonkeyP
             here.transport.post(buffer(SHARED_BYTES + 100))
             (large,) = await there.take()
             writes.clear()
-            there.transport.post((to_serialize(large), to_serialize(large[50:-50])))
+            there.transport.post((OutOfBand(large), OutOfBand(large[50:-50])))
             ((whole, part),) = await here.take()
             assert writes == []
             assert bytes(whole) == b"\7" * (SHARED_BYTES + 100)

@@ -18,11 +18,10 @@ from typing import Any
 
 import msgpack
 import pytest
-from distributed.protocol import to_serialize
 
 from daskserve.cluster.channel import readiness
 from daskserve.cluster.channel.outbox import CALL_WORK, FRAME_WORK, MAX_WORK
-from daskserve.cluster.channel.parts import BUFFER_BYTES, HEAD, LARGE_BYTES, SIZE
+from daskserve.cluster.channel.parts import BUFFER_BYTES, HEAD, LARGE_BYTES, SIZE, OutOfBand
 from daskserve.cluster.channel.transport import MAGIC, PIECE_BYTES, TURN_BYTES, SocketTransport
 from daskserve.loops.event_loop import new_event_loop
 
@@ -120,7 +119,7 @@ def test_bytes_stay_bytes_and_buffers_are_writable(runner: asyncio.Runner, size:
         async with pair() as (here, there):
             data = bytes(range(256)) * (size // 256 + 1)
             data = data[:size]
-            here.transport.post((to_serialize(data), to_serialize(memoryview(bytearray(data))), data))
+            here.transport.post((OutOfBand(data), OutOfBand(memoryview(bytearray(data))), data))
             await there.until(1)
             ((first, second, third),) = there.frames
             assert bytes(first) == bytes(second) == third == data
@@ -194,7 +193,7 @@ def test_a_slow_reader_blocks_the_writer_and_gets_everything(runner: asyncio.Run
         end = End(ours)
         with theirs:
             theirs.setblocking(False)
-            frame = to_serialize(bytes(32 * TURN_BYTES))
+            frame = OutOfBand(bytes(32 * TURN_BYTES))
             end.transport.post(frame)
             async with asyncio.timeout(DEADLINE_S):
                 for _ in range(1000):
@@ -265,7 +264,7 @@ def test_a_connection_that_breaks_during_a_write_ends(
         end = End(ours)
         await asyncio.sleep(0)
         if is_waiting_for_room:
-            end.transport.post(to_serialize(bytes(8 * TURN_BYTES)))
+            end.transport.post(OutOfBand(bytes(8 * TURN_BYTES)))
             end.transport.flush()
             await asyncio.sleep(0)
         theirs.close()
@@ -311,7 +310,7 @@ def test_all_file_descriptors_are_closed(runner: asyncio.Runner) -> None:
         for _ in range(5):
             async with pair() as (here, there):
                 sockets += [here.transport._socket, there.transport._socket]
-                here.transport.post(to_serialize(bytes(8 * TURN_BYTES)))
+                here.transport.post(OutOfBand(bytes(8 * TURN_BYTES)))
                 here.transport.flush()
                 await asyncio.sleep(0)
                 assert epolls() >= before + 2
@@ -345,7 +344,7 @@ def test_a_socket_that_accepts_everything_does_not_block_the_loop(runner: asynci
             end = End(ours)
             await asyncio.sleep(0)
             end.transport._socket = taking = EndlessSink(ours)  # type: ignore[assignment]
-            end.transport.post(to_serialize(bytes(8 * TURN_BYTES)))
+            end.transport.post(OutOfBand(bytes(8 * TURN_BYTES)))
             end.transport.flush()
             async with asyncio.timeout(DEADLINE_S):
                 while sum(taking.taken_bytes) < 8 * TURN_BYTES:
@@ -366,7 +365,7 @@ def test_without_epoll_the_loop_waits_for_the_socket(
     async def main() -> None:
         async with pair() as (here, there):
             data = bytes(8 * TURN_BYTES)
-            here.transport.post(to_serialize(data))
+            here.transport.post(OutOfBand(data))
             there.transport.post("frame")
             await there.until(1)
             await here.until(1)

@@ -6,10 +6,9 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from distributed.protocol import to_serialize
-
 from daskserve.clock import LoopClock
 from daskserve.cluster.channel.frames import OUT_OF_BAND_BYTES
+from daskserve.cluster.channel.parts import OutOfBand
 from daskserve.cluster.local.run_state import RunState
 from daskserve.cluster.local.transport import MemoryTransport, connect
 from daskserve.testing import run_virtual
@@ -51,7 +50,7 @@ def test_frames_are_copies_and_large_bytes_arrive_unchanged() -> None:
     async def scenario() -> None:
         ours, theirs, *_ = pair()
         large, buffer = b"x" * OUT_OF_BAND_BYTES, bytearray(OUT_OF_BAND_BYTES)
-        ours.transport.post([[1, 2], to_serialize(large), to_serialize(buffer)])
+        ours.transport.post([[1, 2], OutOfBand(large), OutOfBand(buffer)])
         await asyncio.sleep(0.1)
         buffer[0] = 1
         ((numbers, same, copied),) = theirs.frames

@@ -1,0 +1,94 @@
+"""The child's side of `daskserve.cluster.worker.child`.
+
+It imports neither Dask nor what needs Dask, which would take longer than the rest of the start.
+`daskserve.cluster.worker.child_view` imports them when user code needs the cluster.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import fcntl
+import importlib
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Protocol
+
+from daskserve import settings
+from daskserve.cluster.channel.channel import Channel
+from daskserve.cluster.channel.segments import Segments
+from daskserve.cluster.channel.transport import SocketTransport
+from daskserve.cluster.worker.log_thread import LogThread
+from daskserve.internals.python import run_exit_functions
+from daskserve.loops.event_loop import new_event_loop
+from daskserve.types import Envelope, Load, Receive, Send
+
+#: Interval at which a child checks for a new parent process; needed only if a fork holds its lifeline open.
+PARENT_CHECK_S = 1.0
+
+
+class Served(Protocol):
+    """The object that answers requests in a child."""
+
+    async def dispatch(
+        self, name: str, number: int, envelope: Envelope, receive: Receive, send: Send
+    ) -> Load:
+        """Answer one stream: a call or a request of the parent."""
+
+
+def prepare(options: Mapping[str, Any]) -> Callable[[socket.socket, int], None]:
+    """Import the child's factory; return the main function, which takes the socket and the lifeline."""
+    settings.given_process.set(settings.ProcessSettings(**options["settings"]))
+    module, _, name = options["factory"].partition(":")
+    return partial(_run, getattr(importlib.import_module(module), name))
+
+
+def _run(factory: Callable[[], Served], pair: socket.socket, lifeline: int) -> None:
+    _end_with_parent(lifeline)
+    with contextlib.suppress(Exception):  # raised if there is no stderr
+        faulthandler.enable()  # writes the location of a crash in native code to the worker's log
+    switch_interval_s = settings.process().switch_interval_s
+    if switch_interval_s is not None:
+        # As in the worker, so that user code delays the channel less.
+        sys.setswitchinterval(switch_interval_s)
+    if settings.process().log_thread:
+        LogThread().open()  # the exit functions flush it
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        runner.run(_serve(factory, pair))
+    # A regular interpreter shutdown takes 0.1 s longer and waits for threads of user code.
+    run_exit_functions()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # one that is missing, closed or full
+            stream.flush()
+    os._exit(0)
+
+
+async def _serve(factory: Callable[[], Served], pair: socket.socket) -> None:
+    transport = SocketTransport(pair, f"parent://{os.getppid()}")
+    transport.share(Segments(), begins=False)
+    await Channel(transport, factory().dispatch, first_stream=1).serve()
+
+
+def _end_with_parent(lifeline: int) -> None:
+    group, parent = os.getpgrp(), os.getppid()
+    if sys.platform == "linux":
+        fcntl.fcntl(lifeline, fcntl.F_SETOWN, -group)
+        # The resulting signal, SIGIO, has no handler, so it ends the process whatever it is doing.
+        fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+
+    poll = select.poll()
+    poll.register(lifeline)
+
+    def wait() -> None:
+        while not poll.poll(PARENT_CHECK_S * 1000) and os.getppid() == parent:
+            pass
+        os.killpg(group, signal.SIGKILL)
+
+    threading.Thread(target=wait, name="daskserve-lifeline", daemon=True).start()
