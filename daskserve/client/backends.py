@@ -11,7 +11,7 @@ from daskserve import settings
 from daskserve.client.connection import Verbs
 from daskserve.client.specs import check_name, join_config, make_spec, split_config
 from daskserve.errors import ServeError
-from daskserve.options.actor import ActorOptions
+from daskserve.options.actor import ActorOptions, parse_actor_options
 from daskserve.options.backend import BackendConfig
 from daskserve.options.backend_spec import BackendSpec
 from daskserve.options.base import parse_options
@@ -79,19 +79,20 @@ class BackendVerbs(Verbs):
         VersionMismatchError
             The environment has no daskserve, or another version of daskserve or Python.
         ReplicaStartError
-            The constructor failed three times, or packages of the environment could not be installed; the
-            error carries the traceback or the installer's output.
+            The constructor failed too often (see ``max_constructor_retry_count``), or packages of the
+            environment could not be installed; the error carries the traceback or the installer's output.
         NoCapacityError
             No worker had room within ``timeout_s``.
         """
         self._connection.check_open()
         check_name(backend_tag, "backend_tag")
+        resources, env = parse_actor_options(actor_options, ray_actor_options, env)
         spec = make_spec(
             backend_tag,
             backend_def,
             init_args,
             init_kwargs,
-            actor_options=actor_options if actor_options is not None else ray_actor_options,
+            actor_options=resources,
             config=config,
             timeout_s=timeout_s,
             env=env,

@@ -23,10 +23,10 @@ from daskserve.data.replica.definitions import inspect_definition, python_method
 from daskserve.data.replica.working_dir import PackedFolder
 from daskserve.errors import BadRequestError
 from daskserve.loops.blocking import finish
-from daskserve.options.actor import ActorOptions
+from daskserve.options.actor import ActorOptions, parse_actor_options
 from daskserve.options.backend import BackendConfig
-from daskserve.options.base import parse_options
 from daskserve.options.environment import parse_environment
+from daskserve.options.unknown import names_of
 from daskserve.types import GoalId
 
 
@@ -273,6 +273,7 @@ def deployment(
     name: str | None = None,
     config: BackendConfig | Mapping[str, Any] | None = None,
     actor_options: ActorOptions | Mapping[str, Any] | None = None,
+    ray_actor_options: Mapping[str, Any] | None = None,
     version: str | None = None,
     env: Any = None,
     init_args: tuple[Any, ...] | None = None,
@@ -290,6 +291,7 @@ def deployment(
     name: str | None = None,
     config: BackendConfig | Mapping[str, Any] | None = None,
     actor_options: ActorOptions | Mapping[str, Any] | None = None,
+    ray_actor_options: Mapping[str, Any] | None = None,
     version: str | None = None,
     env: Any = None,
     init_args: tuple[Any, ...] | None = None,
@@ -308,6 +310,7 @@ def deployment(
         Name of the deployment; by default, that of the class or function, or the last part of an import path.
     config : BackendConfig or dict, optional
     actor_options : ActorOptions or dict, optional
+        Resources of each replica. ``ray_actor_options`` is an alias, whose ``runtime_env`` is ``env``.
     version : str, optional
         Version of the code; without it, every change of the code is a new version.
     env : Environment, dict, CondaEnv, str or path, optional
@@ -317,18 +320,25 @@ def deployment(
         arguments to ``bind``, and a route to `daskserve.run`.
     **options
         Single options of `BackendConfig`, such as ``num_replicas=2``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        The name or an option is wrong, or there is no such option.
     """
+    checked = config_of(config, options)
+    resources, environment = parse_actor_options(actor_options, ray_actor_options, env)
 
     def decorate(target: Any) -> ClassicDeployment:
         if not inspect.isclass(target):  # whose methods are checked when it is bound or deployed
             inspect_definition(target)
         return ClassicDeployment(
             definition=target,
-            name=name or default_name(target),
-            config=config_of(config, options),
-            actor_options=parse_options(ActorOptions, actor_options, what="actor_options"),
+            name=name if name is not None else default_name(target),
+            config=checked,
+            actor_options=resources,
             version=version,
-            env=env,
+            env=environment,
             init_args=() if init_args is None else init_args,
             init_kwargs={} if init_kwargs is None else init_kwargs,
             prev_version=prev_version,
@@ -336,3 +346,23 @@ def deployment(
         )
 
     return decorate if definition is None else decorate(definition)
+
+
+def _signature() -> inspect.Signature:
+    """Return the signature of `deployment`, with the single options by name; ... stands for other spellings."""
+    plain = inspect.signature(deployment)
+    own = [each for each in plain.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    fields = BackendConfig.model_fields
+    options = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=fields[name].get_default(call_default_factory=True) if name in fields else ...,
+        )
+        for name in names_of(BackendConfig)
+        if name != "internal_metadata"
+    ]
+    return plain.replace(parameters=[*own, *options])
+
+
+deployment.__dict__["__signature__"] = _signature()

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
+from daskserve.client.specs import check_name
 from daskserve.data.replica.definitions import inspect_definition, python_methods
-from daskserve.options.actor import ActorOptions
+from daskserve.options.actor import ActorOptions, parse_actor_options
 from daskserve.options.backend import BackendConfig
 from daskserve.options.base import parse_options
 from daskserve.options.environment import parse_environment
@@ -28,6 +29,7 @@ class Deployment:
     env: Any = None
 
     def __post_init__(self) -> None:
+        check_name(self.name, "name")
         parse_environment(self.env)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -42,21 +44,24 @@ class Deployment:
         name: str | None = None,
         config: BackendConfig | Mapping[str, Any] | None = None,
         actor_options: ActorOptions | Mapping[str, Any] | None = None,
+        ray_actor_options: Mapping[str, Any] | None = None,
         version: str | None = None,
         env: Any = UNSET,
         **options: Any,
     ) -> Self:
-        """Return a copy with the given options changed."""
+        """Return a copy with the given options changed; see `daskserve.deployment`."""
         changes = config_of(config, options)
+        resources, environment = parse_actor_options(
+            actor_options, ray_actor_options, None if env is UNSET else env
+        )
+        has_resources = actor_options is not None or ray_actor_options is not None
         return replace(
             self,
             name=self.name if name is None else name,
             config=self.config.merged(changes),
-            actor_options=self.actor_options
-            if actor_options is None
-            else parse_options(ActorOptions, actor_options, what="actor_options"),
+            actor_options=resources if has_resources else self.actor_options,
             version=self.version if version is None else version,
-            env=self.env if env is UNSET else env,
+            env=self.env if env is UNSET and environment is None else environment,
         )
 
     def bind(self, *args: Any, **kwargs: Any) -> Application:

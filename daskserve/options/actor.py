@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from pydantic import Field, field_validator
 
-from daskserve.options.base import Options
+from daskserve.options.base import Options, parse_options
+
+#: What a replica takes of the resource of its accelerator's type: any number of replicas may share one.
+ACCELERATOR_SHARE = 0.001
 
 
 class ActorOptions(Options):
@@ -21,6 +25,12 @@ class ActorOptions(Options):
     memory: int = Field(0, ge=0, description="Bytes of the worker's memory limit.")
     resources: dict[str, float] = Field(
         default_factory=dict, description="Amounts of declared Dask worker resources."
+    )
+    accelerator_type: str | None = Field(
+        None,
+        min_length=1,
+        description="Type of accelerator, such as ``A100``: only workers that declare the resource "
+        "``accelerator_type:A100`` are used, whatever its amount.",
     )
     workers: list[str] | None = Field(
         None, description="Addresses, names or hosts of the only workers allowed; None allows all."
@@ -40,4 +50,38 @@ class ActorOptions(Options):
         for name, amount in (("CPU", self.num_cpus), ("GPU", self.num_gpus), ("memory", self.memory)):
             if amount:
                 wanted[name] = wanted.get(name, 0) + amount
+        if self.accelerator_type is not None:
+            wanted[f"accelerator_type:{self.accelerator_type}"] = ACCELERATOR_SHARE
         return wanted
+
+
+def parse_actor_options(
+    actor_options: ActorOptions | Mapping[str, Any] | None,
+    ray_actor_options: Mapping[str, Any] | None,
+    env: Any,
+) -> tuple[ActorOptions, Any]:
+    """Return a replica's resources and its environment.
+
+    Parameters
+    ----------
+    ray_actor_options : mapping, optional
+        Ray Serve's name of ``actor_options``; its ``runtime_env`` is ``env``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        The options are wrong, or one is given under both names.
+    """
+    if ray_actor_options is None:
+        return parse_options(ActorOptions, actor_options, what="actor_options"), env
+    if actor_options is not None:
+        raise ValueError("ray_actor_options is another spelling of actor_options; give only one of them")
+    found: Any = ray_actor_options
+    if isinstance(ray_actor_options, Mapping):
+        found = dict(ray_actor_options)
+        runtime_env = found.pop("runtime_env", None)
+        if runtime_env:
+            if env is not None:
+                raise ValueError("runtime_env of ray_actor_options is another spelling of env; give only one")
+            env = runtime_env
+    return parse_options(ActorOptions, found, what="ray_actor_options"), env

@@ -9,15 +9,18 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AliasChoices, Field, field_validator, model_validator
 
 from daskserve.options.autoscaling import AutoscalingConfig
-from daskserve.options.base import CONTROLLER_ONLY, Options
+from daskserve.options.base import CONTROLLER_ONLY, REPLACES, Options
 from daskserve.options.bounds import share_or_number
 from daskserve.options.credentials import masked, validated
+from daskserve.options.ray_names import translated
 
 #: Concurrency of a replica whose callable is a plain function, and of one that is ``async def``.
 SYNC_CONCURRENCY = 8
 ASYNC_CONCURRENCY = 100
 #: Default maximum number of replicas with ``num_replicas="auto"``.
 AUTO_MAX_REPLICAS = 100
+#: Failed starts after which a change fails, for each replica that is wanted.
+STARTS_PER_REPLICA = 3
 
 
 class BackendMetadata(Options):
@@ -80,7 +83,30 @@ class BackendConfig(Options):
         1,
         description="Maximum number of additional replicas during an update: a number, or a percentage such "
         'as ``"25%"``, rounded up. 0, or no room for an additional one: one old replica at a time stops, '
-        "and a new one takes its room.",
+        "and a new one takes its room, unless ``max_unavailable`` lets more of them stop.",
+    )
+    max_unavailable: Annotated[int | str, CONTROLLER_ONLY] = Field(
+        0,
+        description="Maximum number of replicas that may be missing during an update, because old ones stop "
+        'before new ones run: a number, or a percentage such as ``"25%"``, rounded down.',
+    )
+    max_replicas_per_node: Annotated[int | None, CONTROLLER_ONLY, REPLACES] = Field(
+        None,
+        ge=1,
+        le=100,
+        description="Maximum number of replicas on the workers of one host. Others wait, and the status says "
+        "so. None: no limit.",
+    )
+    placement: Annotated[Literal["SPREAD", "PACK"], CONTROLLER_ONLY, REPLACES] = Field(
+        "SPREAD",
+        description="Where replicas go among the workers that have room: ``SPREAD`` over as many workers and "
+        "hosts as possible, or ``PACK`` onto as few as possible.",
+    )
+    max_constructor_retry_count: Annotated[int, CONTROLLER_ONLY] = Field(
+        20,
+        ge=1,
+        description="Number of consecutive failed starts of replicas after which a change fails and is "
+        f"rolled back. Not more than {STARTS_PER_REPLICA} for each replica that is wanted.",
     )
     user_config: Any = Field(None, description="Argument of the callable's ``reconfigure`` method.")
     experimental_graceful_shutdown_wait_loop_s: Annotated[float, CONTROLLER_ONLY] = Field(
@@ -123,23 +149,32 @@ class BackendConfig(Options):
         "``cancel``: user code is cancelled. ``disconnect``: it receives ``http.disconnect`` and continues, "
         "as under uvicorn. None: ``disconnect`` for ASGI applications, ``cancel`` for everything else.",
     )
-    event_loop: Literal["own", "worker"] = Field(
+    event_loop: Annotated[Literal["own", "worker"], REPLACES] = Field(
         "own",
         description="Event loop of async user code: its own loop and thread, or the worker's loop, which is "
         "faster, but user code can then block everything else in the process.",
     )
-    isolation: Literal["thread", "process"] = Field(
+    isolation: Annotated[Literal["thread", "process"], REPLACES] = Field(
         "thread",
         description="Isolation of user code: in threads of its Dask worker, or in a child process with its "
         "own interpreter lock and memory, whose crash does not affect the worker and which is killed if it "
-        "does not end. Fixed for the life of a backend.",
+        "does not end.",
     )
     internal_metadata: Annotated[BackendMetadata, CONTROLLER_ONLY] = Field(
         default_factory=BackendMetadata,
         description="Set by daskserve; read-only for users.",
     )
 
-    @field_validator("max_surge", mode="before")
+    @field_validator("max_queued_requests")
+    @classmethod
+    def _some_may_wait(cls, value: int) -> int:
+        if value == 0:
+            raise ValueError(
+                "a router must be able to queue a request; give a number from 1, or -1 for no limit"
+            )
+        return value
+
+    @field_validator("max_surge", "max_unavailable", mode="before")
     @classmethod
     def _is_a_number_or_share(cls, value: Any) -> Any:
         share_or_number(value, 1)
@@ -148,10 +183,12 @@ class BackendConfig(Options):
     @model_validator(mode="before")
     @classmethod
     def _other_spellings(cls, values: Any) -> Any:
-        """Accept ``num_replicas="auto"``, and the autoscaler's options where the classic system has them."""
+        """Accept ``num_replicas="auto"``, the autoscaler's options where the classic system has them, and
+        the options that Ray Serve spells in another way.
+        """
         if not isinstance(values, Mapping):
             return values
-        found = dict(values)
+        found = translated(values)
         metadata = found.get("internal_metadata")
         classic = metadata.get if isinstance(metadata, Mapping) else partial(getattr, metadata)
         options = found.get("autoscaling_config", classic("autoscaling_config", None))
@@ -198,6 +235,22 @@ class BackendConfig(Options):
     def surge(self, replicas: int) -> int:
         """Return how many more than these replicas may run during an update."""
         return share_or_number(self.max_surge, replicas)
+
+    def unavailable(self, replicas: int) -> int:
+        """Return how many of these replicas may be missing during an update."""
+        return share_or_number(self.max_unavailable, replicas, rounded="down")
+
+    def allowed_failures(self, replicas: int) -> int:
+        """Return after how many failed starts in a row a change to these replicas fails."""
+        return min(self.max_constructor_retry_count, STARTS_PER_REPLICA * max(1, replicas))
+
+    def fixed(self) -> dict[str, Any]:
+        """Return the options with other than default values that are fixed for the life of a replica."""
+        return {
+            name: value
+            for name, field in type(self).model_fields.items()
+            if REPLACES in field.metadata and (value := getattr(self, name)) != field.default
+        }
 
     def concurrency(self) -> int:
         """Return how many requests one replica may run, with the defaults filled in."""

@@ -16,6 +16,8 @@ from daskserve.options.unknown import explained
 
 #: Marks a field that replicas do not read, as ``Annotated[int, CONTROLLER_ONLY]``.
 CONTROLLER_ONLY: Final = "read by the controller only"
+#: Marks a field that is fixed for the life of a replica: a change of it replaces the replicas.
+REPLACES: Final = "a change replaces the replicas"
 
 
 class Options(BaseModel):

@@ -9,7 +9,7 @@ import math
 import re
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from daskserve.amounts import shown
 from daskserve.errors import BadRequestError
@@ -38,8 +38,8 @@ def share_of(replicas: int, capacity: float | None, multiple_of: int = 1) -> int
     return groups * multiple_of
 
 
-def share_or_number(value: Any, replicas: int) -> int:
-    """Return a number of replicas that is given as such, or as a percentage of ``replicas``, rounded up.
+def share_or_number(value: Any, replicas: int, rounded: Literal["up", "down"] = "up") -> int:
+    """Return a number of replicas that is given as such, or as a rounded percentage of ``replicas``.
 
     Raises
     ------
@@ -49,7 +49,8 @@ def share_or_number(value: Any, replicas: int) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
     if isinstance(value, str) and (match := re.fullmatch(r"([0-9]{1,5}(?:\.[0-9]+)?) ?%", value)):
-        return math.ceil(round(replicas * float(match[1]) / 100, 9))
+        share = round(replicas * float(match[1]) / 100, 9)
+        return math.ceil(share) if rounded == "up" else math.floor(share)
     raise ValueError(
         f'{value!r} is not a number of replicas; give a whole number from 0 on, or a percentage such as "25%"'
     )

@@ -3,33 +3,16 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from pydantic import AliasChoices, BaseModel, ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
+from daskserve.options.ray_names import INSTEAD, TRANSLATED
+
 #: The type of the error, beside pydantic's own.
 UNKNOWN_OPTION = "unknown_option"
-
-#: Options of Ray Serve by name, with what to write instead.
-_RAY: Mapping[str, str] = {
-    "ray_actor_options": "pass actor_options={...} beside the config",
-    "runtime_env": "pass env=... beside the config",
-    "route_prefix": "pass route_prefix=... to serve.run() or client.deploy()",
-    "init_args": "pass the arguments to .bind() or client.deploy()",
-    "init_kwargs": "pass the arguments to .bind() or client.deploy()",
-    "batch_wait_timeout_s": "use 'batch_wait_timeout'",
-    "upscale_smoothing_factor": "use 'upscaling_factor'",
-    "downscale_smoothing_factor": "use 'downscaling_factor'",
-    "proxy_location": "use 'location' of http_options",
-    "accelerator_type": "declare a resource on such workers, and use 'resources' of actor_options",
-    "label_selector": "name the workers with 'workers' of actor_options",
-    "max_replicas_per_node": "limit it with 'num_cpus' or 'resources' of actor_options",
-    "placement_group_bundles": "use 'resources' and 'workers' of actor_options",
-    "placement_group_strategy": "use 'resources' and 'workers' of actor_options",
-    "logging_config": "configure Python's logging on the workers",
-}
 
 
 def describe_unknown(name: str, model: str, known: Collection[str], places: Iterable[tuple[str, str]]) -> str:
@@ -45,8 +28,8 @@ def describe_unknown(name: str, model: str, known: Collection[str], places: Iter
     elsewhere = [place for option, place in places if option == name]
     similar = difflib.get_close_matches(name, known, 1)
     hint = ""
-    if name in _RAY:
-        hint = f" That is Ray Serve's name: {_RAY[name]}."
+    if name in INSTEAD:
+        hint = f" That is Ray Serve's name: {INSTEAD[name]}."
     elif elsewhere:
         hint = f" It belongs in {' or '.join(elsewhere)}."
     elif similar:
@@ -60,7 +43,11 @@ def names_of(model: type[BaseModel]) -> list[str]:
     for name, field in model.model_fields.items():
         if isinstance(field.validation_alias, AliasChoices):
             others += [each for each in field.validation_alias.choices if each != name]  # type: ignore[misc]
-    return [*model.model_fields, *others]
+    return [
+        *model.model_fields,
+        *others,
+        *(theirs for theirs, ours in TRANSLATED.items() if ours in model.model_fields),
+    ]
 
 
 def explained(error: ValidationError, model: type[BaseModel], places: Iterable[tuple[str, str]]) -> Exception:

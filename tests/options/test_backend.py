@@ -124,6 +124,37 @@ def test_the_surge_is_a_number_or_a_percentage_rounded_up(
     assert BackendConfig(max_surge=max_surge).surge(replicas) == surge
 
 
+@pytest.mark.parametrize(
+    ("options", "surge", "unavailable"),
+    [
+        ({}, 1, 0),
+        ({"max_unavailable": 2}, 1, 2),
+        ({"max_unavailable": "34%"}, 1, 1),
+        ({"max_unavailable": "33%"}, 1, 0),
+        ({"rolling_update_percentage": 1 / 3}, 1, 1),
+        ({"rolling_update_percentage": 1, "max_surge_percent": 0}, 0, 3),
+        ({"max_surge_percent": 33.4}, 2, 0),
+    ],
+)
+def test_what_may_be_missing_is_rounded_down_and_shares_are_understood(
+    options: dict[str, Any], surge: int, unavailable: int
+) -> None:
+    config = BackendConfig(**options)
+    assert (config.surge(3), config.unavailable(3)) == (surge, unavailable)
+    again = BackendConfig(**config.to_plain())
+    assert again == config
+    assert config.merged(BackendConfig(num_replicas=3)).max_unavailable == config.max_unavailable
+
+
+@pytest.mark.parametrize(
+    ("retries", "replicas", "failures"), [(20, 1, 3), (20, 7, 20), (2, 7, 2), (20, 0, 3)]
+)
+def test_a_change_fails_after_the_given_number_of_starts_but_three_for_each_replica(
+    retries: int, replicas: int, failures: int
+) -> None:
+    assert BackendConfig(max_constructor_retry_count=retries).allowed_failures(replicas) == failures
+
+
 @pytest.mark.parametrize("max_surge", [-1, True, 1.5, "1", "-5%", "%", "1e3%", "9" * 400 + "%", None])
 def test_any_other_surge_is_refused(max_surge: Any) -> None:
     with pytest.raises(ValidationError, match=r'a whole number from 0 on, or a percentage such as "25%"'):

@@ -43,6 +43,12 @@ def test_every_valid_option_is_named(model: type[Options]) -> None:
         (AutoscalingConfig, "upscale_smoothing_factor", "use 'upscaling_factor'"),
         (AutoscalingConfig, "num_replicas", "It belongs in config."),
         (ActorOptions, "runtime_env", "pass env=..."),
+        (ActorOptions, "label_selector", "declare a resource on such workers"),
+        (ActorOptions, "fallback_strategy", "list all workers that are good enough in 'workers'"),
+        (BackendConfig, "accelerator_type", "It belongs in actor_options."),
+        (BackendConfig, "logging_config", "configure Python's logging"),
+        (BackendConfig, "request_router_config", "leave it out"),
+        (BackendConfig, "max_surge_percentage", "Did you mean 'max_surge_percent'?"),
         (HTTPOptions, "prot", "Did you mean 'port'?"),
     ],
 )
@@ -71,7 +77,7 @@ def test_credentials_stay_masked() -> None:
 
 
 def test_a_deployment_names_the_valid_options() -> None:
-    with pytest.raises(ValueError, match="pass actor_options"):
-        serve.deployment(ray_actor_options={"num_cpus": 1})(lambda request: None)
+    with pytest.raises(ValueError, match=r"no option 'route_prefix'.*pass route_prefix"):
+        serve.deployment(route_prefix="/a")
     with pytest.raises(ValueError, match="has no option 'replicas'"):
         parse_options(BackendConfig, {"replicas": 1}, what="config")

@@ -1,0 +1,89 @@
+"""Options of Ray Serve that are spelled in another way here, and what to use instead of those that are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from numbers import Real
+from typing import Any
+
+#: Names of Ray Serve's options that have no counterpart of the same meaning, with what to write instead.
+INSTEAD: Mapping[str, str] = {
+    "ray_actor_options": "pass actor_options={...} beside the config",
+    "runtime_env": "pass env=... beside the config",
+    "route_prefix": "pass route_prefix=... to serve.run() or client.deploy()",
+    "init_args": "pass the arguments to .bind() or client.deploy()",
+    "init_kwargs": "pass the arguments to .bind() or client.deploy()",
+    "batch_wait_timeout_s": "use 'batch_wait_timeout'",
+    "upscale_smoothing_factor": "use 'upscaling_factor'",
+    "downscale_smoothing_factor": "use 'downscaling_factor'",
+    "proxy_location": "use 'location' of http_options",
+    "label_selector": "Dask's workers have no labels; declare a resource on such workers and use 'resources', "
+    "or name the workers with 'workers'",
+    "bundle_label_selector": "Dask's workers have no labels; declare a resource on such workers and use "
+    "'resources' of actor_options",
+    "fallback_strategy": "Dask's workers have no labels; list all workers that are good enough in 'workers'",
+    "object_store_memory": "Dask has no object store; use 'memory'",
+    "placement_group_bundles": "use 'resources' and 'workers' of actor_options",
+    "placement_group_strategy": "use 'placement'",
+    "placement_group_bundle_label_selector": "use 'resources' and 'workers' of actor_options",
+    "logging_config": "configure Python's logging on the workers",
+    "request_router_config": "requests go to the replica with the least load; leave it out",
+    "backpressure_config": "a full queue answers 503 with Retry-After; leave it out",
+}
+
+
+def translated(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a backend with those of Ray Serve in daskserve's words.
+
+    Raises
+    ------
+    ValueError
+        A value that Ray Serve does not allow, or an option that is given under both names.
+    """
+    found = dict(values)
+    for theirs, (ours, translate) in _TRANSLATIONS.items():
+        if theirs in found:
+            if ours in found:
+                raise ValueError(f"{theirs} is another spelling of {ours}; give only one of them")
+            found[ours] = translate(found.pop(theirs))
+    if found.get("max_ongoing_requests", ...) is None:
+        raise ValueError(
+            "max_ongoing_requests is None; leave it out for the default, or give a number from 1"
+        )
+    return found
+
+
+def _update_share(value: Any) -> str:
+    if not _is_number(value) or not 0 < value <= 1:
+        raise ValueError(
+            f"rolling_update_percentage is {value!r}; give a share above 0 and up to 1, or use "
+            "max_unavailable, which is a number of replicas or a percentage"
+        )
+    return _percentage(100 * value)
+
+
+def _surge_percentage(value: Any) -> str:
+    if not _is_number(value) or not 0 <= value <= 100:
+        raise ValueError(
+            f"max_surge_percent is {value!r}; give a percentage from 0 to 100, or use max_surge, which is a "
+            "number of replicas or a percentage"
+        )
+    return _percentage(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _percentage(value: float) -> str:
+    # With all digits: a third of three replicas is one, and not a little less, which would be none.
+    return f"{value:.9f}".rstrip("0").rstrip(".") + "%"
+
+
+#: Ray Serve's name -> daskserve's name, and the function that translates the value.
+_TRANSLATIONS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
+    "rolling_update_percentage": ("max_unavailable", _update_share),
+    "max_surge_percent": ("max_surge", _surge_percentage),
+}
+#: The names that `translated` understands, each with daskserve's name.
+TRANSLATED = {theirs: ours for theirs, (ours, _) in _TRANSLATIONS.items()}

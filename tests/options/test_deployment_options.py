@@ -1,0 +1,112 @@
+"""The options of `serve.deployment`: checked where they are written, under the names of Ray Serve too."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+import daskserve as serve
+from daskserve.options.actor import ActorOptions, parse_actor_options
+from daskserve.options.backend import BackendConfig
+
+#: The options of today's Ray Serve that a deployment takes, with a valid value.
+OPTIONS: Mapping[str, Any] = {
+    "name": "other",
+    "num_replicas": "auto",
+    "ray_actor_options": {"num_cpus": 1},
+    "max_replicas_per_node": 3,
+    "user_config": {"a": 1},
+    "max_ongoing_requests": 7,
+    "max_queued_requests": -1,
+    "autoscaling_config": {"max_replicas": 3},
+    "graceful_shutdown_wait_loop_s": 3,
+    "graceful_shutdown_timeout_s": 30,
+    "health_check_period_s": 20,
+    "health_check_timeout_s": 40,
+    "max_constructor_retry_count": 5,
+    "rolling_update_percentage": 0.5,
+    "max_surge_percent": 10,
+}
+
+
+class Model:
+    def __call__(self) -> None: ...
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_option_is_accepted_in_the_decorator_and_by_options(name: str) -> None:
+    options = {name: OPTIONS[name]}
+    plain = serve.deployment(Model)
+    made = serve.deployment(**options)(Model)
+    assert made != plain
+    assert plain.options(**options) == made
+    assert plain == serve.deployment(Model)
+    assert name in inspect.signature(serve.deployment).parameters
+
+
+def test_the_signature_has_every_option_of_the_model() -> None:
+    parameters = inspect.signature(serve.deployment).parameters
+    for name, field in BackendConfig.model_fields.items():
+        if name != "internal_metadata":
+            assert parameters[name].default == field.get_default(call_default_factory=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"name": "a#b"}, "name must be a name without '#'"),
+        ({"num_replicas": 0}, "num_replicas"),
+        ({"num_replicas": 2, "autoscaling_config": {"max_replicas": 3}}, "together with"),
+        ({"max_ongoing_requests": 0}, "max_ongoing_requests"),
+        ({"max_ongoing_requests": None}, "leave it out for the default"),
+        ({"max_queued_requests": -2}, "max_queued_requests"),
+        ({"max_queued_requests": 0}, "give a number from 1, or -1"),
+        ({"max_replicas_per_node": 0}, "max_replicas_per_node"),
+        ({"max_replicas_per_node": 101}, "max_replicas_per_node"),
+        ({"max_constructor_retry_count": 0}, "max_constructor_retry_count"),
+        ({"placement": "STRICT_SPREAD"}, "placement"),
+        ({"rolling_update_percentage": 0}, "rolling_update_percentage is 0; give a share"),
+        ({"rolling_update_percentage": 1.1}, "rolling_update_percentage is 1.1"),
+        ({"rolling_update_percentage": True}, "rolling_update_percentage is True"),
+        ({"rolling_update_percentage": 0.5, "max_unavailable": 1}, "another spelling of max_unavailable"),
+        ({"max_surge_percent": 101}, "max_surge_percent is 101; give a percentage"),
+        ({"max_surge_percent": "10%"}, "max_surge_percent is '10%'"),
+        ({"max_unavailable": -1}, "max_unavailable"),
+        ({"graceful_shutdown_timeout_s": -1}, "graceful_shutdown_timeout_s"),
+        ({"health_check_period_s": 0}, "health_check_period_s"),
+        ({"ray_actor_options": {"foo": 1}}, "ActorOptions has no option 'foo'"),
+        ({"ray_actor_options": {"label_selector": {}}}, "Dask's workers have no labels"),
+        ({"ray_actor_options": {}, "actor_options": {}}, "another spelling of actor_options"),
+        ({"ray_actor_options": {"runtime_env": "a"}, "env": "b"}, "another spelling of env"),
+        ({"env": "not/absolute"}, "absolute path"),
+        ({"no_such_option": 1}, r"Its options are: num_replicas, .*max_surge_percent"),
+    ],
+)
+def test_a_bad_value_is_refused_where_it_is_written(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        serve.deployment(**options)(Model)
+    with pytest.raises(ValueError, match=match):
+        serve.deployment(Model).options(**options)
+
+
+def test_options_of_another_type_are_refused() -> None:
+    with pytest.raises(TypeError, match="ray_actor_options must be a ActorOptions or a dict"):
+        serve.deployment(ray_actor_options=[1])  # type: ignore[call-overload]
+
+
+def test_the_environment_of_ray_actor_options_is_the_environment() -> None:
+    runtime_env = {"pip": ["torch"], "env_vars": {"A": "1"}}
+    made = serve.deployment(ray_actor_options={"runtime_env": runtime_env, "num_gpus": 1})(Model)
+    assert (made.env, made.actor_options) == (runtime_env, ActorOptions(num_gpus=1))
+    assert made.options(num_replicas=2).env == runtime_env
+    assert made.options(env=None).env is None
+    assert parse_actor_options(None, {"runtime_env": {}}, "torch")[1] == "torch"
+
+
+def test_a_type_of_accelerator_is_a_resource_that_many_replicas_share() -> None:
+    demand = ActorOptions(num_cpus=0, accelerator_type="A100").demand()
+    assert demand.keys() == {"accelerator_type:A100"}
+    assert 0 < demand["accelerator_type:A100"] <= 0.01
