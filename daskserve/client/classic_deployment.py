@@ -349,7 +349,7 @@ def deployment(
 
 
 def _signature() -> inspect.Signature:
-    """Return the signature of `deployment`, with the single options by name; ... stands for other spellings."""
+    """Return the signature of `deployment`, with the single options; ... stands for other spellings."""
     plain = inspect.signature(deployment)
     own = [each for each in plain.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
     fields = BackendConfig.model_fields

@@ -30,8 +30,6 @@ from daskserve.types import BackendTag, ReplicaState, ReplicaTag, WorkerAddress,
 
 #: The config id of a replica that has not yet answered a reconfiguration: it may run with either config.
 UNKNOWN_CONFIG = ""
-#: Number of consecutive constructor failures after which a goal fails.
-MAX_FAILURES = 3
 #: Delay before the next replica of a backend whose replicas fail without a goal; doubles up to the maximum.
 START_RETRY_S, MAX_START_RETRY_S = 0.5, 30.0
 #: How long a rollout without room waits for another worker of an adaptive cluster before it drains a replica.
@@ -201,7 +199,7 @@ class _Stepper:
         if goal is not None:
             count = goal.failures.get(tag, 0) + 1
             self.step.change[goal.key] = replace(goal, failures={**goal.failures, tag: count})
-            if count >= MAX_FAILURES:
+            if count >= self.backend.config.allowed_failures(self.backend.needed_replicas):
                 self.fail_goal(start_error(self.backend.tag, error))
             return
         notes.failures += 1
@@ -255,12 +253,13 @@ class _Stepper:
     def close_gap(self) -> None:
         if self.backend.is_deleting and not app_state.may_stop(self.world.state, self.backend):
             return
-        surge, burdens = self.surge(), _burdens(self.world, self.backend.tag, self.replicas)
+        surge, burdens = self.surge(), _burdens(self.world, self.backend, self.replicas)
         steps = next_steps(
             self.backend.num_replicas,
             self.backend.version,
             list(self.replicas.values()),
             max_surge=surge,
+            max_unavailable=self.backend.config.unavailable(self.backend.num_replicas),
             leaving=self.world.observed.retiring(),
             burdens=burdens,
         )
@@ -328,6 +327,8 @@ class _Stepper:
         world, notes = self.world, self.notes
         if (surge and not _unplaced(self.replicas.values())) or notes.is_pausing(world.now):
             return
+        if self.backend.config.unavailable(self.backend.num_replicas):
+            return  # then `next_steps` decides which old ones stop early
         workers, demand = world.observed.cleared_workers(), demand_of(self.backend)
         found = replicas_to_drain(
             self.backend,
@@ -459,15 +460,16 @@ class _Stepper:
             self.apply(done)
 
 
-def _burdens(world: World, tag: BackendTag, replicas: Iterable[ReplicaTag]) -> Burdens:
+def _burdens(world: World, backend: BackendRecord, replicas: Iterable[ReplicaTag]) -> Burdens:
     state, observed = world.state, world.observed
 
     def others(worker: WorkerAddress) -> int:
         # Actors that cannot move, or not without a visible effect, keep their worker in any case.
         fixed = KEPT_WORKER if worker in world.avoid else 0
-        return fixed + state.count_on(worker) - state.count_on(worker, tag)
+        return fixed + state.count_on(worker) - state.count_on(worker, backend.tag)
 
-    return Burdens(observed.loads.ongoing(replicas, world.now), others, empties_workers=observed.is_adaptive)
+    empties_workers = observed.is_adaptive or backend.config.placement == "PACK"
+    return Burdens(observed.loads.ongoing(replicas, world.now), others, empties_workers)
 
 
 def _unplaced(replicas: Iterable[ReplicaRecord]) -> list[ReplicaRecord]:

@@ -228,11 +228,12 @@ def update_backend_config(
     except ValidationError as error:
         # The client has validated each option separately.
         raise BadRequestError(f"The options of backend '{tag}' are incompatible: {error}") from error
-    if merged.isolation != current.isolation:
-        raise BadRequestError(
-            f"The isolation of backend '{tag}' is {current.isolation!r} and cannot be changed in place; "
-            "delete and recreate it, or deploy the deployment again, which replaces its replicas."
-        )
+    for name in current.fixed().keys() | merged.fixed().keys():
+        if getattr(merged, name) != getattr(current, name):
+            raise BadRequestError(
+                f"The option {name} of backend '{tag}' is {getattr(current, name)!r} and cannot be changed "
+                "in place; delete and recreate it, or deploy the deployment again, which replaces its replicas."
+            )
     wanted = configured(backend, merged, user_config if sets_user_config else backend.user_config)
     wanted = scaling.carried_over(wanted, backend, now)
     if wanted == backend:

@@ -1,9 +1,11 @@
 """Placement: which worker gets a replica.
 
 Dask reserves no resources for actors, so this module compares the resources that a worker declares with the
-requests of the replicas placed on it. A worker must be available and allowed, and must have room. Among
-these, the worker with the fewest replicas of the same backend wins; then one without a proxy or the
-controller; then the one with the fewest replicas. Ties are resolved by address, so the result is repeatable.
+requests of the replicas placed on it. A worker must be available and allowed, and must have room; its host
+must not have as many replicas as ``max_replicas_per_node`` allows. Among these, the worker with the fewest
+replicas of the same backend wins, then the one whose host has the fewest; then one without a proxy or the
+controller; then the one with the fewest replicas. With the option ``placement="PACK"``, the most replicas win
+in each case. Ties are resolved by address, so the result is repeatable.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ class Demand:
     backend: BackendTag
     amounts: Mapping[str, float]
     allowed_workers: tuple[str, ...] | None = None
+    most_per_host: int | None = None
+    is_packed: bool = False
 
 
 class Ledger(Protocol):
@@ -117,60 +121,105 @@ def place(
     avoid
         Workers to use only if no other fits: those of the controller and the proxies.
     """
-    avoided = set(avoid)
+    known, avoided = list(workers), set(avoid)
+    on_hosts = _count_on_hosts(ledger, known, demand)
     candidates = [
         worker
-        for worker in workers
+        for worker in known
         if worker.is_available
         and is_allowed(worker, demand.allowed_workers)
+        and (demand.most_per_host is None or on_hosts[worker.host] < demand.most_per_host)
         and has_room(ledger, worker, demand.amounts)
     ]
     if not candidates:
         return None
+    sign = -1 if demand.is_packed else 1
 
-    def rank(worker: WorkerInfo) -> tuple[int, bool, int, str]:
+    def rank(worker: WorkerInfo) -> tuple[int, int, bool, int, str]:
         address = worker.address
-        same = ledger.count_on(address, demand.backend)
-        return (same, address in avoided, ledger.count_on(address), address)
+        same, on_host = ledger.count_on(address, demand.backend), on_hosts[worker.host]
+        return (sign * same, sign * on_host, address in avoided, sign * ledger.count_on(address), address)
 
     return min(candidates, key=rank).address
 
 
-def room_for(ledger: Ledger, workers: Iterable[WorkerInfo], demand: Demand, most: int) -> int:
-    """Return how many replicas fit on these workers together; ``most`` is enough."""
+def room_for(
+    ledger: Ledger,
+    workers: Iterable[WorkerInfo],
+    demand: Demand,
+    most: int,
+    only: WorkerAddress | None = None,
+) -> int:
+    """Return how many replicas fit on these workers together; ``most`` is enough.
+
+    Parameters
+    ----------
+    only : str, optional
+        Count the room of this worker alone; the others count as neighbors on its host.
+    """
+    known = list(workers)
+    on_hosts = _count_on_hosts(ledger, known if demand.most_per_host is not None else (), demand)
     found = 0
-    for worker in workers:
-        if found < most and worker.is_available and is_allowed(worker, demand.allowed_workers):
-            used = ledger.used(worker.address)
-            free = {name: amount - used.get(name, 0) for name, amount in capacity(worker).items()}
-            found += _fill(free, demand.amounts, most - found)
+    for worker in known:
+        if found >= most or not worker.is_available or not is_allowed(worker, demand.allowed_workers):
+            continue
+        if only not in (None, worker.address):
+            continue
+        used = ledger.used(worker.address)
+        free = {name: amount - used.get(name, 0) for name, amount in capacity(worker).items()}
+        wanted = most - found
+        if demand.most_per_host is not None:
+            wanted = min(wanted, demand.most_per_host - on_hosts[worker.host])
+        here = _fill(free, demand.amounts, wanted)
+        on_hosts[worker.host] += here
+        found += here
     return found
+
+
+def _count_on_hosts(ledger: Ledger, workers: Iterable[WorkerInfo], demand: Demand) -> Counter[str]:
+    """Return the number of the backend's replicas on these workers, by host."""
+    counts: Counter[str] = Counter()
+    for worker in workers:
+        counts[worker.host] += ledger.count_on(worker.address, demand.backend)
+    return counts
 
 
 def demand_of(backend: BackendRecord) -> Demand:
     """Return the demand of a new replica."""
     allowed = backend.actor_options.workers
-    return Demand(backend.tag, backend.actor_options.demand(), None if allowed is None else tuple(allowed))
+    return Demand(
+        backend.tag,
+        backend.actor_options.demand(),
+        None if allowed is None else tuple(allowed),
+        backend.config.max_replicas_per_node,
+        backend.config.placement == "PACK",
+    )
 
 
 def workers_needed(waiting: Iterable[Demand], workers: Iterable[WorkerInfo]) -> int:
     """Return the number of additional workers, like the existing ones, that the waiting replicas would fill.
 
-    Replicas that do not fit on any of these workers, even if it is empty, do not count.
+    Replicas that do not fit on any of these workers, even if it is empty, do not count. Neither do those
+    that wait for another host, unless each worker has a host of its own: others would join the hosts there
+    are.
     """
     kinds = [(worker, capacity(worker)) for worker in workers]
+    have_own_hosts = len({worker.host for worker, _ in kinds}) == len(kinds)
     filled: list[tuple[WorkerInfo, dict[str, float]]] = []
     demands: dict[tuple[Any, ...], Demand] = {}
     counts: Counter[tuple[Any, ...]] = Counter()
     for demand in waiting:  # all replicas of a backend need the same
-        key = (tuple(sorted(demand.amounts.items())), demand.allowed_workers)
+        if demand.most_per_host is not None and not have_own_hosts:
+            continue
+        backend = None if demand.most_per_host is None else demand.backend
+        key = (tuple(sorted(demand.amounts.items())), demand.allowed_workers, backend)
         demands[key] = demand
         counts[key] += 1
     for key, demand in demands.items():
         left = counts[key]
         for worker, free in filled:
             if _may_join(worker, demand):
-                left -= _fill(free, demand.amounts, left)
+                left -= _fill(free, demand.amounts, _most_on(demand, left))
         new = next(
             (
                 each
@@ -181,7 +230,7 @@ def workers_needed(waiting: Iterable[Demand], workers: Iterable[WorkerInfo]) -> 
         )
         while left and new is not None:
             free = dict(new[1])
-            left -= _fill(free, demand.amounts, left)
+            left -= _fill(free, demand.amounts, _most_on(demand, left))
             filled.append((new[0], free))
     return max(len(filled), int(bool(demands) and not kinds))
 
@@ -196,6 +245,11 @@ def _fill(free: dict[str, float], amounts: Mapping[str, float], count: int) -> i
     for name, amount in amounts.items():
         free[name] = free.get(name, 0) - times * amount
     return times
+
+
+def _most_on(demand: Demand, count: int) -> int:
+    """Return how many of these replicas one host takes at most."""
+    return count if demand.most_per_host is None else min(count, demand.most_per_host)
 
 
 def _may_join(kind: WorkerInfo, demand: Demand) -> bool:
@@ -215,6 +269,13 @@ def explain(ledger: Ledger, workers: Iterable[WorkerInfo], demand: Demand) -> st
     usable = [worker for worker in allowed if worker.is_available]
     if not usable:
         return f"all {len(allowed)} allowed workers are paused or closing"
+    if demand.most_per_host is not None:
+        on_hosts = _count_on_hosts(ledger, known, demand)
+        hosts = len({each.host for each in usable})
+        usable = [each for each in usable if on_hosts[each.host] < demand.most_per_host]
+        if not usable:
+            most = demand.most_per_host
+            return f"max_replicas_per_node is {most}, and each of the {hosts} usable hosts has as many"
     lacks = []
     for name, amount in sorted(demand.amounts.items()):
         free = [capacity(each).get(name, 0) - ledger.used(each.address).get(name, 0) for each in usable]

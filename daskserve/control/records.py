@@ -110,9 +110,9 @@ class BackendRecord:
     @property
     def place_options(self) -> dict[str, Any]:
         """The options that determine placement; replicas with other ones must be replaced."""
-        found = {**self.actor_options.to_plain(), "demand": self.actor_options.demand()}
+        found = {**self.actor_options.to_plain(), "demand": self.actor_options.demand()} | self.config.fixed()
         if self.config.isolation != "thread":
-            found |= {"isolation": self.config.isolation, "env": self.env}
+            found["env"] = self.env
         return found
 
     @property

@@ -2,9 +2,10 @@
 
 New before old: a replica of an older version stops only after one of the target version runs, so the number
 of running replicas does not fall below the target. During a rollout, at most ``max_surge`` additional
-replicas exist. Where none of them has room, or ``max_surge`` is 0, `replicas_to_drain` names one old replica
-after another whose room a new one takes; the new one runs before the next old one stops. Several stop
-together only where a new replica needs the room of several on one worker.
+replicas exist, and ``max_unavailable`` may be missing, for which old ones stop first. Where no additional one
+has room, or both numbers are 0, `replicas_to_drain` names one old replica after another whose room a new one
+takes; the new one runs before the next old one stops. Several stop together only where a new replica needs the
+room of several on one worker.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ def next_steps(
     replicas: Sequence[ReplicaRecord],
     *,
     max_surge: int,
+    max_unavailable: int = 0,
     leaving: Collection[WorkerAddress] = (),
     burdens: Burdens = _NO_BURDENS,
 ) -> Steps:
@@ -77,7 +79,10 @@ def next_steps(
     idle_old = [each for each in old if each.state is not ReplicaState.RUNNING]
     serving_old = [each for each in old if each.state is ReplicaState.RUNNING]
     serving_new = sum(each.state is ReplicaState.RUNNING for each in new)
-    surplus = max(0, len(serving_old) + serving_new - wanted)
+    # Only an update makes replicas stop early: a retiring worker has time until its replicas are replaced.
+    is_update = any(each.version != version for each in old)
+    needed = max(0, wanted - max_unavailable) if is_update else wanted
+    surplus = max(0, len(serving_old) + serving_new - needed)
     stop = (*excess, *idle_old, *serving_old[:surplus])
     surge = max(max_surge, any(each.worker in leaving for each in old)) if old else 0
     room = wanted + surge - (len(live) - len(stop))
@@ -120,24 +125,18 @@ def replicas_to_drain(
     if room_for(trial, workers, demand, 1):
         # It has room, but must not be an additional one.
         return tuple(min(by_worker.values(), key=lambda crowd: load(crowd[0]), default=[])[:1])
-    by_address = {each.address: each for each in workers}
-    found = []
-    for address, crowd in by_worker.items():
-        here = by_address.get(address or "")
-        stop = () if here is None else _fewest(trial, here, demand, crowd)
-        if stop:
-            found.append(stop)
-    return min(found, key=lambda stop: (len(stop), sum(map(load, stop))), default=())
+    found = [_fewest(trial, workers, demand, crowd) for crowd in by_worker.values()]
+    return min(filter(None, found), key=lambda stop: (len(stop), sum(map(load, stop))), default=())
 
 
 def _fewest(
-    trial: Trial, worker: WorkerInfo, demand: Demand, crowd: Sequence[ReplicaRecord]
+    trial: Trial, workers: Sequence[WorkerInfo], demand: Demand, crowd: Sequence[ReplicaRecord]
 ) -> tuple[ReplicaRecord, ...]:
-    """Return the first few replicas on a worker without which one more fits, and none that is not needed."""
+    """Return the first few replicas of one worker without which another fits there, and no needless one."""
 
     def is_enough(stop: Sequence[ReplicaRecord]) -> bool:
         with trial.without(stop):
-            return room_for(trial, [worker], demand, 1) == 1
+            return room_for(trial, workers, demand, 1, only=crowd[0].worker) == 1
 
     for count in range(1, len(crowd) + 1):
         if is_enough(crowd[:count]):

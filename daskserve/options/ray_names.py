@@ -1,4 +1,4 @@
-"""Options of Ray Serve that are spelled in another way here, and what to use instead of those that are not."""
+"""Options of Ray Serve: those that are spelled in another way here, and what to use instead of the rest."""
 
 from __future__ import annotations
 
@@ -17,10 +17,8 @@ INSTEAD: Mapping[str, str] = {
     "upscale_smoothing_factor": "use 'upscaling_factor'",
     "downscale_smoothing_factor": "use 'downscaling_factor'",
     "proxy_location": "use 'location' of http_options",
-    "label_selector": "Dask's workers have no labels; declare a resource on such workers and use 'resources', "
-    "or name the workers with 'workers'",
-    "bundle_label_selector": "Dask's workers have no labels; declare a resource on such workers and use "
-    "'resources' of actor_options",
+    "label_selector": "Dask's workers have no labels; declare a resource on such workers and use "
+    "'resources', or name them with 'workers'",
     "fallback_strategy": "Dask's workers have no labels; list all workers that are good enough in 'workers'",
     "object_store_memory": "Dask has no object store; use 'memory'",
     "placement_group_bundles": "use 'resources' and 'workers' of actor_options",

@@ -18,7 +18,7 @@ from daskserve.control.backend_state import (
 )
 from daskserve.control.records import BackendRecord, GoalState, ReplicaRecord
 from daskserve.control.replica_actions import ReconfigureReplica, StartReplica, StopReplica
-from daskserve.control.views import published_backend
+from daskserve.control.views import backend_status, published_backend
 from daskserve.errors import (
     DeployError,
     NoCapacityError,
@@ -219,7 +219,7 @@ def test_an_error_of_the_cluster_becomes_a_deploy_error() -> None:
 
 def test_the_failure_of_one_replica_stops_the_others() -> None:
     bench = Bench()
-    goal = bench.create(num_replicas=4)
+    goal = bench.create(num_replicas=4, max_constructor_retry_count=3)
     starts = bench.step().actions
     bench.succeed(starts[0])
     for action in starts[1:]:
@@ -657,7 +657,8 @@ def test_a_new_version_that_fails_leaves_the_old_one_running() -> None:
     before = wish_of(bench)
     tags = bench.tags(S.RUNNING)
     goal = bench.deploy(version="2", num_replicas=2)
-    for _ in range(3):
+    for _ in range(6):
+        assert bench.goal(goal).state is GoalState.PENDING
         fail(bench)
         assert bench.tags(S.RUNNING) == tags
     bench.settle()
@@ -673,7 +674,7 @@ def test_the_running_replicas_of_a_failed_version_stop() -> None:
     (start,) = bench.step().actions
     bench.succeed(start)
     bench.step()
-    for _ in range(3):
+    for _ in range(6):
         fail(bench)
     bench.settle()
     assert bench.goal(goal).state is GoalState.FAILED
@@ -792,3 +793,43 @@ def test_goals_fail_only_with_daskserve_errors() -> None:
         fail(bench, Exception("of an unknown replica"))
     bench.step()
     assert isinstance(error_of(bench, goal), ServeError)
+
+
+def test_a_replica_above_the_limit_of_each_host_waits_and_the_status_says_so() -> None:
+    bench = Bench([worker(1, host="h1"), worker(2, host="h1"), worker(3, host="h2")])
+    goal = bench.create(num_replicas=3, max_replicas_per_node=1)
+    bench.settle()
+    assert bench.goal(goal).state is GoalState.PENDING
+    assert len(bench.tags(S.RUNNING)) == 2
+    message = backend_status(bench.state, bench.observed, bench.state.backends["b"])["message"]
+    assert message == "max_replicas_per_node is 1, and each of the 2 usable hosts has as many"
+    bench.observed.workers["w4"] = worker(4, host="h3")
+    bench.settle()
+    assert bench.goal(goal).state is GoalState.DONE
+    assert sorted(each.worker or "" for each in bench.state.replicas_of("b"))[1:] == ["w3", "w4"]
+
+
+def test_a_full_limit_of_each_host_is_updated_like_a_full_cluster() -> None:
+    bench = Bench([worker(1, host="h1"), worker(2, host="h2")])
+    options = {"num_replicas": 2, "max_replicas_per_node": 1}
+    bench.deploy(version="1", **options)
+    bench.settle()
+    goal, served = bench.deploy(version="2", **options), set()
+    while bench.goal(goal).state is GoalState.PENDING:
+        for action in bench.step().actions:
+            bench.succeed(action)
+        served.add(len(bench.tags(S.RUNNING)))
+    assert min(served) == 1
+    assert {each.version for each in bench.state.replicas_of("b")} == {"2"}
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_the_number_of_failed_starts_that_end_a_change_is_an_option(count: int) -> None:
+    bench = Bench()
+    goal, failures = bench.create(num_replicas=2, max_constructor_retry_count=count), 0
+    while bench.goal(goal).state is GoalState.PENDING:
+        (action, *_) = [each for each in bench.step().actions if isinstance(each, StartReplica)]
+        bench.observed.failed[action.replica.tag] = BOOM
+        failures += 1
+        bench.step()
+    assert failures == count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from control_harness import replica, state_of, worker
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from daskserve.control.placement import Demand, capacity, explain, has_room, place, room_for, workers_needed
+from daskserve.control.records import ReplicaRecord
 from daskserve.control.state import State
 
 ONE = Demand("b", {"CPU": 1.0})
@@ -164,3 +166,44 @@ def test_a_worker_without_a_memory_limit_has_room_for_any_memory() -> None:
     kinds = [worker(1, threads=2, memory_bytes=0)]
     assert workers_needed([demand] * 3, kinds) == 2
     assert room_for(State(), kinds, demand, 5) == 2
+
+
+def test_replicas_spread_over_hosts_before_a_host_gets_two() -> None:
+    workers = [worker(1, host="h1"), worker(2, host="h1"), worker(3, host="h2")]
+    assert place(state_of(replica("b#1", worker="w1")), workers, ONE) == "w3"
+
+
+@pytest.mark.parametrize(
+    ("records", "found"),
+    [
+        ([], "w1"),
+        ([replica("b#1", worker="w2")], "w2"),
+        ([replica("other#1", worker="w3")], "w3"),
+        # Another worker of the same host, once the first is full.
+        ([replica("b#1", worker="w1", demand={"CPU": 4.0}), replica("other#1", worker="w3")], "w2"),
+    ],
+)
+def test_packed_replicas_fill_a_worker_and_then_its_host(records: list[ReplicaRecord], found: str) -> None:
+    workers = [worker(1, host="h1"), worker(2, host="h1"), worker(3, host="h2")]
+    assert place(state_of(*records), workers, replace(ONE, is_packed=True)) == found
+
+
+def test_a_host_gets_no_more_replicas_than_it_may_have() -> None:
+    workers = [worker(1, host="h1"), worker(2, host="h1"), worker(3, host="h2"), worker(4, host="h3")]
+    capped = replace(ONE, most_per_host=1)
+    state = state_of(replica("b#1", worker="w1"), replica("other#1", worker="w3"))
+    assert room_for(state, workers, capped, 9) == 2
+    assert room_for(state, workers, capped, 9, only="w2") == 0
+    assert room_for(state, workers, replace(ONE, most_per_host=3), 9, only="w2") == 2
+    assert place(state, workers[:2], capped) is None
+    assert place(state, workers[:3], capped) == "w3"
+    text = explain(state, workers[:2], capped)
+    assert text == "max_replicas_per_node is 1, and each of the 1 usable hosts has as many"
+    assert "needs license 1" in explain(state, workers, replace(capped, amounts={"license": 1.0}))
+
+
+def test_more_workers_help_a_capped_backend_only_if_they_are_on_other_hosts() -> None:
+    capped = [replace(ONE, most_per_host=2)] * 5
+    assert workers_needed(capped, [worker(1, host="h1"), worker(2, host="h2")]) == 3
+    assert workers_needed(capped, [worker(1), worker(2)]) == 0
+    assert workers_needed([*capped, Demand("other", {"CPU": 1.0})], [worker(1), worker(2)]) == 1

@@ -42,16 +42,17 @@ replica_lists = st.lists(
 ).map(lambda pairs: [replica(f"b#{n}", state, version=version) for n, (version, state) in enumerate(pairs)])
 
 
-@given(wanted=st.integers(0, 6), replicas=replica_lists, surge=st.integers(0, 3))
-def test_no_step_goes_below_what_is_wanted_or_above_the_surge(
-    wanted: int, replicas: list[ReplicaRecord], surge: int
+@given(wanted=st.integers(0, 6), replicas=replica_lists, surge=st.integers(0, 3), missing=st.integers(0, 3))
+def test_no_step_goes_below_what_must_run_or_above_the_surge(
+    wanted: int, replicas: list[ReplicaRecord], surge: int, missing: int
 ) -> None:
-    steps = next_steps(wanted, "v3", replicas, max_surge=surge)
+    steps = next_steps(wanted, "v3", replicas, max_surge=surge, max_unavailable=missing)
     after = take(replicas, steps, "v3", "new")
     assert steps.start >= 0
     assert len({each.tag for each in steps.stop}) == len(steps.stop)
     assert {each.state for each in steps.stop} <= WANTED_STATES
-    assert serving(after) >= min(wanted, serving(replicas))
+    is_update = any(each.version != "v3" for each in live(replicas))
+    assert serving(after) >= min(wanted - missing * is_update, serving(replicas))
     if steps.start:
         assert len(live(after)) <= wanted + surge
 
@@ -59,20 +60,21 @@ def test_no_step_goes_below_what_is_wanted_or_above_the_surge(
 @given(
     wanted=st.integers(0, 5),
     replicas=replica_lists,
-    surge=st.integers(1, 3),
+    pace=st.tuples(st.integers(0, 3), st.integers(0, 3)).filter(any),
     luck=st.lists(st.sampled_from(["run one", "run all", "lose one", "fail one", "nothing"]), max_size=30),
 )
 def test_it_converges_whatever_happens_on_the_way(
-    wanted: int, replicas: list[ReplicaRecord], surge: int, luck: list[str]
+    wanted: int, replicas: list[ReplicaRecord], pace: tuple[int, int], luck: list[str]
 ) -> None:
     """Starts fail and workers are lost for a while; when that ends, what is wanted runs and nothing else."""
+    surge, missing = pace
     bound = max(wanted + surge, len(live(replicas)))
     for turn in range(len(luck) + 3 * (wanted + len(replicas) + 2)):
-        steps = next_steps(wanted, "v3", replicas, max_surge=surge)
+        steps = next_steps(wanted, "v3", replicas, max_surge=surge, max_unavailable=missing)
         served = serving(replicas)
         replicas = live(take(replicas, steps, "v3", str(turn)))
         assert len(replicas) <= bound
-        assert serving(replicas) >= min(wanted, served)
+        assert serving(replicas) >= min(wanted - missing, served)
         idle = [each for each in replicas if each.state is not S.RUNNING]
         event = luck[turn] if turn < len(luck) else "run all"
         if event == "lose one" and replicas:
@@ -178,3 +180,21 @@ def test_replicas_to_stop_are_chosen_one_at_a_time(
         left.remove(least)
         expected.append(least.tag)
     assert stopped(wanted, replicas, burdens) == expected
+
+
+def test_as_many_old_replicas_stop_first_as_may_be_missing() -> None:
+    replicas = some("v1", *[S.RUNNING] * 5)
+    steps = next_steps(5, "v2", replicas, max_surge=0, max_unavailable=2)
+    assert (steps.start, steps.stop) == (2, tuple(replicas[:2]))
+    # What starts does not serve yet, so no other one stops.
+    assert next_steps(5, "v2", take(replicas, steps, "v2", "new"), max_surge=0, max_unavailable=2) == Steps(
+        0, ()
+    )
+    both = next_steps(5, "v2", replicas, max_surge=1, max_unavailable=2)
+    assert (both.start, len(both.stop)) == (3, 2)
+
+
+def test_nothing_may_be_missing_without_an_update() -> None:
+    replicas = some("v1", S.RUNNING, S.RUNNING)
+    assert next_steps(2, "v1", replicas, max_unavailable=1) == Steps(0, ())
+    assert next_steps(2, "v1", replicas, max_unavailable=1, leaving=["w1"]) == Steps(1, ())

@@ -37,6 +37,7 @@ OPTIONS: st.SearchStrategy[dict[str, float]] = st.sampled_from(
     [{}, {}, {"num_cpus": 2}, {"num_cpus": 4}, {"num_gpus": 1}]
 )
 SURGES: st.SearchStrategy[int | str] = st.sampled_from([1, 1, 0, "50%"])
+UNAVAILABLE: st.SearchStrategy[int | str] = st.sampled_from([0, 0, 1, "50%"])
 ROUTES = st.sampled_from(["/x", "/y", None])
 TIMEOUT_S = 15.0
 
@@ -305,6 +306,7 @@ class ControlMachine(FaultyWorld):
         route=ROUTES,
         seconds=SECONDS,
         max_surge=SURGES,
+        max_unavailable=UNAVAILABLE,
     )
     def deploy(
         self,
@@ -317,14 +319,17 @@ class ControlMachine(FaultyWorld):
         route: str | None,
         seconds: float,
         max_surge: int | str = 1,
+        max_unavailable: int | str = 0,
     ) -> None:
+        pace = {"max_surge": max_surge} if max_surge != 1 else {}
+        pace |= {"max_unavailable": max_unavailable} if max_unavailable != 0 else {}
         spec = self._spec(
             tag,
             code=b"code-" + str(version).encode(),
             version=version or f"unversioned-{self.world.request_id()}",
             user_version=version,
             prev_version=prev_version,
-            config=_counted(replicas) | ({} if max_surge == 1 else {"max_surge": max_surge}),
+            config=_counted(replicas) | pace,
             user_config=_pickled(user_config),
             actor_options=options,
         )

@@ -374,7 +374,10 @@ class Witness:
             if backend is None or backend.is_deleting:
                 continue
             serving = [each for each in self.replicas(tag) if each.state is ReplicaState.RUNNING]
-            if len(serving) < backend.num_replicas and not self._makes_room(backend, replicas):
+            needed = backend.num_replicas
+            if all(each.version != backend.version for each in replicas):
+                needed -= backend.config.unavailable(needed)
+            if len(serving) < needed and not self._makes_room(backend, replicas):
                 self.report(
                     f"{replicas} left for no reason; {backend.num_replicas} are wanted, {serving} stay"
                 )
