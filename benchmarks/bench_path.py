@@ -242,6 +242,7 @@ class Bench:
             environment=None,
             debug=False,
             code_name="b@1",
+            standing=(0, 0, 0, 1),
         )
         spec = ActorSpec(ActorKind.REPLICA, ADDRESS.name, 1, "i", start.encode())
         cluster: Any = None

@@ -80,7 +80,12 @@ if TYPE_CHECKING:
     from daskserve.client.deployments import Application, Deployment
     from daskserve.client.explanation import Explanation
     from daskserve.client.status import Status
-    from daskserve.context import get_current_backend_tag, get_current_replica_tag
+    from daskserve.context import (
+        ReplicaContext,
+        get_current_backend_tag,
+        get_current_replica_tag,
+        get_replica_context,
+    )
     from daskserve.data.batching.decorator import batch
     from daskserve.data.caller.handle import Handle
     from daskserve.data.caller.response import Response
@@ -94,6 +99,7 @@ if TYPE_CHECKING:
     from daskserve.options.backend import BackendConfig
     from daskserve.options.environment import CondaEnv, Environment
     from daskserve.options.http import HTTPOptions
+    from daskserve.types import ReplicaRank
 
 #: Where each public name lives. Loaded on first use: importing daskserve must cost little and start nothing.
 _HOMES: Mapping[str, str] = {
@@ -187,6 +193,9 @@ _HOMES: Mapping[str, str] = {
     "context": "",
     "get_current_backend_tag": "context",
     "get_current_replica_tag": "context",
+    "get_replica_context": "context",
+    "ReplicaContext": "context",
+    "ReplicaRank": "types",
     "metrics": "",
     # errors
     "ServeError": "errors",
@@ -208,6 +217,8 @@ __all__ = [
     "Explanation",
     "HTTPOptions",
     "Handle",
+    "ReplicaContext",
+    "ReplicaRank",
     "Response",
     "ResponseGenerator",
     "RunTarget",
@@ -250,6 +261,7 @@ __all__ = [
     "get_deployment_info_async",
     "get_handle",
     "get_handle_async",
+    "get_replica_context",
     "handle",
     "ingress",
     "list_backends",

@@ -8,14 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
-from daskserve.errors import ServeError
+from daskserve.errors import NotInReplicaError
 from daskserve.figures.replica import ReplicaFigures
 from daskserve.loops.event_loop import running_loop
 from daskserve.loops.pending_call import PendingCall
-from daskserve.types import DEFAULT_APPLICATION, BackendTag, InstanceName, ReplicaTag
+from daskserve.types import (
+    DEFAULT_APPLICATION,
+    BackendTag,
+    InstanceName,
+    ReplicaRank,
+    ReplicaTag,
+    Standing,
+    split_deployment_tag,
+)
 
 
 class HasLink(Protocol):
@@ -28,8 +36,36 @@ class HasLink(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicaID:
+    """The id of a replica. As text, it is the replica's tag."""
+
+    app_name: str
+    deployment: str
+    unique_id: str
+    tag: ReplicaTag
+
+    def __str__(self) -> str:
+        return self.tag
+
+
+class StandingHolder:
+    """Holds a replica's rank, so that code that has run for long sees the current one."""
+
+    def __init__(self, standing: Standing = (0, 0, 0, 1)) -> None:
+        self.standing = standing
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaContext:
-    """The replica that the current code belongs to."""
+    """The replica that the current code belongs to.
+
+    Attributes
+    ----------
+    servable_object : object
+        The user's object; None in its constructor.
+    code_version : str
+        The version of the code that the replica runs.
+    """
 
     instance: InstanceName
     backend_tag: BackendTag
@@ -41,6 +77,35 @@ class ReplicaContext:
     max_concurrent_queries: int = 0
     #: The replica's counters; None in a fake replica.
     figures: ReplicaFigures | None = None
+    code_version: str = ""
+    #: The rank, which changes while the replica lives.
+    holder: StandingHolder = field(default_factory=StandingHolder)
+
+    @property
+    def app_name(self) -> str:
+        """The application of the deployment; a classic backend belongs to the default one."""
+        return split_deployment_tag(self.backend_tag)[0]
+
+    @property
+    def deployment(self) -> str:
+        """The name of the deployment within its application."""
+        return split_deployment_tag(self.backend_tag)[1]
+
+    @property
+    def replica_id(self) -> ReplicaID:
+        """The replica's id."""
+        unique_id = self.replica_tag.rpartition("#")[2]
+        return ReplicaID(self.app_name, self.deployment, unique_id, self.replica_tag)
+
+    @property
+    def rank(self) -> ReplicaRank:
+        """The replica's place among the running replicas of its deployment, at this moment."""
+        return ReplicaRank(*self.holder.standing[:3])
+
+    @property
+    def world_size(self) -> int:
+        """The number of replicas that the deployment should have, at this moment."""
+        return self.holder.standing[3]
 
 
 @dataclass
@@ -102,17 +167,18 @@ current_request: ContextVar[RequestContext | None] = ContextVar("daskserve_reque
 
 
 def get_replica_context() -> ReplicaContext:
-    """Return the replica this code runs in.
+    """Return the replica this code runs in: its names, its rank, and the user's object.
 
     Raises
     ------
-    ServeError
-        The code runs outside a replica.
+    NotInReplicaError
+        A `RuntimeError`: the code runs outside a replica, or in a thread of its own without the context.
     """
     replica = current_replica.get()
     if replica is None:
-        raise ServeError(
-            "This code does not run in a daskserve replica; call it from a backend's constructor or methods."
+        raise NotInReplicaError(
+            "This code does not run in a daskserve replica; call it from a backend's constructor or methods. "
+            "A thread of your own needs their context: Thread(target=contextvars.copy_context().run, ...)."
         )
     return replica
 
@@ -122,20 +188,22 @@ def get_request_context() -> RequestContext:
 
     Raises
     ------
-    ServeError
+    NotInReplicaError
         The code does not answer a request.
     """
     request = current_request.get()
     if request is None:
-        raise ServeError("This code does not answer a daskserve request; call it from a backend's methods.")
+        raise NotInReplicaError(
+            "This code does not answer a daskserve request; call it from a backend's methods."
+        )
     return request
 
 
 def get_current_backend_tag() -> BackendTag:
-    """Return the tag of the backend this code runs in; raises `ServeError` outside a replica."""
+    """Return the tag of the backend this code runs in; `NotInReplicaError` outside a replica."""
     return get_replica_context().backend_tag
 
 
 def get_current_replica_tag() -> ReplicaTag:
-    """Return the tag (``backend#SUFFIX``) of the replica this code runs in; `ServeError` outside one."""
+    """Return the tag (``backend#SUFFIX``) of the replica this code runs in; raises outside one."""
     return get_replica_context().replica_tag

@@ -11,6 +11,7 @@
     ├── ExternalScalerDisabledError          412   set external_scaler_enabled on the backend first
     ├── ClosedError                          500   start or connect to an instance first
     ├── BlockingCallError      (RuntimeError) 500  await the call's asynchronous form
+    ├── NotInReplicaError      (RuntimeError) 500  make the call in code that a replica runs
     ├── InstanceError                        500   start, connect, version and cluster problems
     │   ├── AlreadyRunningError
     │   ├── NotRunningError
@@ -102,6 +103,10 @@ class ClosedError(ServeError):
 
 class BlockingCallError(ServeError, RuntimeError):
     """A blocking call was made on the event loop that would have to run it."""
+
+
+class NotInReplicaError(ServeError, RuntimeError):
+    """Code that no replica runs asked for its replica."""
 
 
 class InstanceError(ServeError):

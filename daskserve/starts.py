@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 import msgpack
 
+from daskserve.types import Standing
+
 if TYPE_CHECKING:
     from daskserve.options.backend import BackendConfig
     from daskserve.options.http import HTTPOptions
@@ -83,7 +85,9 @@ class ReplicaStart(StartMessage):
         function, a class, an ASGI application or an import path such as ``"pkg.mod.Name"``. The files of its
         environment, if it has any, come first (`daskserve.data.replica.working_dir.PackedFolder`).
     code_name : str
-        The name of the code's record, by which its parcel is found.
+        The name of the code's record, ``tag@version``, by which its parcel is found.
+    standing : tuple of int
+        The replica's rank, and how many replicas are wanted.
     config : BackendConfig
         After decoding, the options that a replica reads, as attributes.
     concurrency : int
@@ -108,6 +112,7 @@ class ReplicaStart(StartMessage):
     environment: str | None
     debug: bool
     code_name: str
+    standing: Standing
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import pickle
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, Protocol, TypeAlias, cast
 
@@ -94,6 +94,13 @@ DEFAULT_INSTANCE: InstanceName = "daskserve"
 #: The application that ``serve.run`` deploys unless it names another one.
 DEFAULT_APPLICATION = "default"
 
+
+def split_deployment_tag(tag: BackendTag) -> tuple[str, str]:
+    """Return what `daskserve.options.app_spec.deployment_tag` made a tag of: the application and the name."""
+    application, _, name = tag.rpartition("/")
+    return application or DEFAULT_APPLICATION, name
+
+
 ALL_HTTP_METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS", "TRACE", "PATCH")
 
 
@@ -122,6 +129,35 @@ class ReplicaState(enum.StrEnum):
     SHOULD_STOP = "SHOULD_STOP"
     STOPPING = "STOPPING"
     STOPPED = "STOPPED"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaRank:
+    """A replica's place among the running replicas of its backend, for code that divides work.
+
+    Attributes
+    ----------
+    rank : int
+        Its number among all of them, from 0 to one less than there are.
+    node_rank : int
+        The number of its host among their hosts.
+    local_rank : int
+        Its number among those on its host.
+    """
+
+    rank: int
+    node_rank: int
+    local_rank: int
+
+
+#: The three numbers of a `ReplicaRank`, and how many replicas are wanted, as they travel to a replica.
+Standing: TypeAlias = tuple[int, int, int, int]
+
+
+def as_standing(values: Iterable[int]) -> Standing:
+    """Return a standing that travelled as a list."""
+    rank, node_rank, local_rank, world_size = values
+    return rank, node_rank, local_rank, world_size
 
 
 class Location(enum.StrEnum):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Self, overload
+from typing import Any, Self, TypeVar, overload
 
 from daskserve.client.api import default_verbs
 from daskserve.client.classic_handles import classic_handle
@@ -87,6 +87,8 @@ async def _url(form: Form[Any], self: ClassicDeployment, /) -> str | None:
         return None
     return f"{urls[0].rstrip('/')}{self.route_prefix}"
 
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 _get_handle_now = blocking(_get_handle, owner="deployment")
 
@@ -263,6 +265,24 @@ class ClassicDeployment(Deployment):
         return classic_handle(_get_handle_now(self), sync)
 
 
+def _with_options(function: FunctionT) -> FunctionT:
+    """Add the single options to a function's signature, by name; ... stands for other spellings."""
+    plain = inspect.signature(function)
+    own = [each for each in plain.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    fields = BackendConfig.model_fields
+    options = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=fields[name].get_default(call_default_factory=True) if name in fields else ...,
+        )
+        for name in names_of(BackendConfig)
+        if name != "internal_metadata"
+    ]
+    vars(function)["__signature__"] = plain.replace(parameters=[*own, *options])
+    return function
+
+
 @overload
 def deployment(definition: Callable[..., Any] | str, /) -> ClassicDeployment: ...
 
@@ -284,6 +304,7 @@ def deployment(
 ) -> Callable[[Callable[..., Any]], ClassicDeployment]: ...
 
 
+@_with_options
 def deployment(
     definition: Any = None,
     /,
@@ -346,23 +367,3 @@ def deployment(
         )
 
     return decorate if definition is None else decorate(definition)
-
-
-def _signature() -> inspect.Signature:
-    """Return the signature of `deployment`, with the single options; ... stands for other spellings."""
-    plain = inspect.signature(deployment)
-    own = [each for each in plain.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
-    fields = BackendConfig.model_fields
-    options = [
-        inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=fields[name].get_default(call_default_factory=True) if name in fields else ...,
-        )
-        for name in names_of(BackendConfig)
-        if name != "internal_metadata"
-    ]
-    return plain.replace(parameters=[*own, *options])
-
-
-deployment.__dict__["__signature__"] = _signature()

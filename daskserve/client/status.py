@@ -28,7 +28,11 @@ class _FromPlain:
 
 @dataclass(frozen=True, slots=True)
 class ActorStatus(_FromPlain):
-    """One actor: ``kind`` is controller, proxy or replica; ``pid`` is None until it is known."""
+    """One actor: ``kind`` is controller, proxy or replica; ``pid`` is None until it is known.
+
+    A replica has its ``rank``, and what the user's ``record_replica_metadata`` and ``record_routing_stats``
+    returned.
+    """
 
     kind: str
     name: str
@@ -37,6 +41,9 @@ class ActorStatus(_FromPlain):
     host: str | None = None
     pid: int | None = None
     message: str = ""
+    rank: int | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    routing_stats: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,7 +76,7 @@ class Entry:
         """Return the actor's reported health; an actor without reports is healthy."""
         actor = self.actor
         facts = actor.health() if isinstance(actor, ReportsHealth) and self.is_ready else {}
-        return {"is_healthy": facts.get("is_healthy", True), "detail": facts.get("detail", "")}
+        return {"is_healthy": True, "detail": "", **facts}
 
     def figures(self) -> dict[str, Any]:
         """Return the actor's metrics for autoscaling, if it has any."""

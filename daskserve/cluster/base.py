@@ -141,7 +141,7 @@ class ReportsHealth(Protocol):
     """An actor that checks its own health, as replicas do."""
 
     def health(self) -> Mapping[str, Any]:
-        """Return ``is_healthy`` and ``detail``."""
+        """Return ``is_healthy`` and ``detail``, and what else `Cluster.inspect` should tell of the actor."""
 
 
 @runtime_checkable
@@ -245,7 +245,7 @@ class Cluster(Protocol):
         """Return the current actors of the instance on a worker.
 
         Each is ``{"name", "kind", "incarnation", "is_ready", "is_healthy", "detail", "worker", "pid"}``, with
-        ``"figures"`` if the actor has any and is named in ``figures_of``.
+        ``"figures"`` if the actor has any and is named in ``figures_of``, and further facts of its health.
         Raises `ActorLostError` if the worker is gone, and never returns if its process is stopped.
         """
 

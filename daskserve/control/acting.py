@@ -18,12 +18,13 @@ from daskserve.clock import Clock
 from daskserve.cluster.base import STOP_MARGIN_S, ActorSpec, Cluster, UseReport
 from daskserve.control.http_state import StartProxy, StopProxy
 from daskserve.control.observed import Observed
+from daskserve.control.ranks import standing_of
 from daskserve.control.records import ProxyRecord, ReplicaRecord
 from daskserve.control.replica_actions import ReconfigureReplica, StartReplica, StopReplica
 from daskserve.control.state import State
 from daskserve.errors import ActorLostError, InstanceError, RequestTimeoutError, ServeError, UnavailableError
 from daskserve.starts import ProxyStart, ReplicaStart, dump_config
-from daskserve.types import ActorKind
+from daskserve.types import ActorKind, Standing, as_standing
 
 logger = logging.getLogger("daskserve.controller")
 
@@ -166,6 +167,8 @@ class Acting:
         else:
             # The config it runs with is the one in its record: it may have been there before this call.
             self._observed.ready[replica.tag] = dict(facts)
+            if facts.get("standing"):
+                self._observed.standings[replica.tag] = as_standing(facts["standing"])
 
     def _replica_spec(self, replica: ReplicaRecord) -> ActorSpec:
         backend = self._state.backends[replica.backend]
@@ -189,8 +192,15 @@ class Acting:
                 environment=backend.env,
                 debug=self._debug,
                 code_name=code.name,
+                standing=self._standing_of(replica),
             ).encode(),
         )
+
+    def _standing_of(self, replica: ReplicaRecord) -> Standing:
+        standing = standing_of(self._state.backends[replica.backend], replica)
+        if standing is None:
+            raise InstanceError(f"Replica {replica.tag} has been placed without a rank.")
+        return standing
 
     async def _stop_replica(self, replica: ReplicaRecord, grace_s: float) -> None:
         address = replica.address(self._cluster.instance)
@@ -207,6 +217,7 @@ class Acting:
 
     async def _reconfigure(self, replica: ReplicaRecord) -> None:
         backend = self._state.backends[replica.backend]
+        standing = self._standing_of(replica)
         try:
             call = self._cluster.call(
                 replica.address(self._cluster.instance),
@@ -214,6 +225,7 @@ class Acting:
                 user_config=backend.user_config,
                 concurrency=backend.config.concurrency(),
                 config=dump_config(backend.config),
+                standing=standing,
             )
             await self._clock.wait_for(call, self._start_timeout_s)
         except (ActorLostError, UnavailableError) as error:
@@ -228,6 +240,7 @@ class Acting:
                 self._observed.reconfigure_failed[replica.tag] = error
         else:
             self._observed.configured[replica.tag] = backend.config_id
+            self._observed.standings[replica.tag] = standing
 
     async def _start_proxy(self, proxy: ProxyRecord) -> None:
         spec = ActorSpec(

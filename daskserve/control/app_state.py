@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from daskserve.control import goals
 from daskserve.control.observed import Observed
+from daskserve.control.ranks import all_know_theirs
 from daskserve.control.records import AppRecord, BackendRecord, Change, EndpointRecord, ReplicaRecord
 from daskserve.control.state import State
 from daskserve.types import BackendTag, ReplicaState
@@ -90,14 +91,22 @@ def is_used(state: State, tag: BackendTag) -> bool:
 
 
 def is_complete(
-    state: State, app: AppRecord, backend: BackendRecord, replicas: Iterable[ReplicaRecord]
+    state: State,
+    observed: Observed,
+    app: AppRecord,
+    backend: BackendRecord,
+    replicas: Iterable[ReplicaRecord],
 ) -> bool:
     """Return whether all deployments are up, given the current records of one of them."""
-    if app.is_deleting or not goals.is_reached(backend, replicas):
+
+    def is_up(each: BackendRecord, its: Iterable[ReplicaRecord]) -> bool:
+        return goals.is_reached(each, its) and all_know_theirs(each, its, observed)
+
+    if app.is_deleting or not is_up(backend, replicas):
         return False
     # The ingress comes last, so it tells soonest that the application is not complete.
     others = (state.backends.get(tag) for tag in reversed(app.tags) if tag != backend.tag)
-    return all(each is not None and goals.is_reached(each, state.replicas_of(each.tag)) for each in others)
+    return all(each is not None and is_up(each, state.replicas_of(each.tag)) for each in others)
 
 
 def completed(state: State, app: AppRecord, backend: BackendRecord) -> Change:

@@ -16,17 +16,19 @@ from dataclasses import dataclass, field, replace
 
 from daskserve.amounts import shown
 from daskserve.control import app_state, goals
+from daskserve.control.burdens import burdens_of
 from daskserve.control.observed import Notes, Observed
 from daskserve.control.placement import Demand, Trial, demand_of, explain, place, room_for
+from daskserve.control.ranks import all_know_theirs, has_wrong_standing, ranks_to_change
 from daskserve.control.records import AppRecord, BackendRecord, Change, GoalRecord, ReplicaRecord
 from daskserve.control.replica_actions import Action, ReconfigureReplica, StartReplica, StopReplica
 from daskserve.control.replica_lifecycle import PLACED_STATES, ReplicaEvent, move
-from daskserve.control.rollout import Burdens, next_steps, replicas_to_drain
+from daskserve.control.rollout import next_steps, replicas_to_drain
 from daskserve.control.scaled import autoscaling_of, bounds_of, scaled
 from daskserve.control.start_results import late_error, start_error, with_facts
 from daskserve.control.state import State
 from daskserve.errors import ServeError
-from daskserve.types import BackendTag, ReplicaState, ReplicaTag, WorkerAddress, WorkerInfo
+from daskserve.types import ReplicaState, ReplicaTag, WorkerAddress, WorkerInfo
 
 #: The config id of a replica that has not yet answered a reconfiguration: it may run with either config.
 UNKNOWN_CONFIG = ""
@@ -34,8 +36,6 @@ UNKNOWN_CONFIG = ""
 START_RETRY_S, MAX_START_RETRY_S = 0.5, 30.0
 #: How long a rollout without room waits for another worker of an adaptive cluster before it drains a replica.
 NEW_WORKER_S = 20.0
-#: Number of replicas that a proxy or the controller counts for when workers are compared for emptying.
-KEPT_WORKER = 1_000_000
 
 
 @dataclass(slots=True)
@@ -165,6 +165,9 @@ class _Stepper:
             self.set_replica(replica.tag, move(replica, event, **forced))
             if event is ReplicaEvent.STARTED:
                 self.note_start()
+                metadata = observed.ready[replica.tag].get("metadata")
+                if metadata:
+                    self.set_replica(replica.tag, replace(self.replicas[replica.tag], metadata=metadata))
                 learnt = with_facts(self.backend, replica, observed.ready[replica.tag])
                 if learnt is not self.backend:
                     self.apply({self.backend.key: learnt})
@@ -253,7 +256,8 @@ class _Stepper:
     def close_gap(self) -> None:
         if self.backend.is_deleting and not app_state.may_stop(self.world.state, self.backend):
             return
-        surge, burdens = self.surge(), _burdens(self.world, self.backend, self.replicas)
+        surge, world = self.surge(), self.world
+        burdens = burdens_of(world.state, world.observed, self.backend, self.replicas, world.avoid, world.now)
         steps = next_steps(
             self.backend.num_replicas,
             self.backend.version,
@@ -418,6 +422,8 @@ class _Stepper:
 
     def act(self) -> None:
         observed = self.world.observed
+        for replica, rank in ranks_to_change(self.backend, self.replicas.values(), observed):
+            self.set_replica(replica.tag, replace(replica, rank=rank))
         unread = observed.reconfigure_failed.keys() - self.notes.reconfigure_failed.keys()
         for replica in list(self.replicas.values()):
             if replica.state is ReplicaState.SHOULD_STOP:
@@ -433,11 +439,12 @@ class _Stepper:
                     self.step.actions.append(StartReplica(self.in_doubt(replica)))
             elif (
                 # The watch looks for a running replica that has not been observed; it is never created again.
-                replica.tag in observed.ready
-                and replica.tag not in unread
-                and _is_outdated(self.backend, replica)
+                replica.tag in observed.ready and replica.tag not in unread
             ):
-                self.step.actions.append(ReconfigureReplica(self.in_doubt(replica)))
+                if _is_outdated(self.backend, replica):
+                    self.step.actions.append(ReconfigureReplica(self.in_doubt(replica)))
+                elif has_wrong_standing(self.backend, replica, observed):
+                    self.step.actions.append(ReconfigureReplica(replica))
 
     def in_doubt(self, replica: ReplicaRecord) -> ReplicaRecord:
         """Return the record of a replica during a reconfiguration: either config may be in force."""
@@ -449,27 +456,16 @@ class _Stepper:
     def finish_goal(self) -> None:
         goal, app, replicas = self.goal, self.app, self.replicas.values()
         if goal is not None and not goal.application:
-            if goals.is_reached(self.backend, replicas):
+            observed = self.world.observed
+            if goals.is_reached(self.backend, replicas) and all_know_theirs(self.backend, replicas, observed):
                 self.step.change[goal.key] = goals.finish(goal)
                 self.apply({self.backend.key: replace(self.backend, goal=None)})
             return
         if app is None or app.goal is None:
             return
-        if app_state.is_complete(self.world.state, app, self.backend, replicas):
+        if app_state.is_complete(self.world.state, self.world.observed, app, self.backend, replicas):
             done = app_state.completed(self.world.state, app, self.backend)
             self.apply(done)
-
-
-def _burdens(world: World, backend: BackendRecord, replicas: Iterable[ReplicaTag]) -> Burdens:
-    state, observed = world.state, world.observed
-
-    def others(worker: WorkerAddress) -> int:
-        # Actors that cannot move, or not without a visible effect, keep their worker in any case.
-        fixed = KEPT_WORKER if worker in world.avoid else 0
-        return fixed + state.count_on(worker) - state.count_on(worker, backend.tag)
-
-    empties_workers = observed.is_adaptive or backend.config.placement == "PACK"
-    return Burdens(observed.loads.ongoing(replicas, world.now), others, empties_workers)
 
 
 def _unplaced(replicas: Iterable[ReplicaRecord]) -> list[ReplicaRecord]:

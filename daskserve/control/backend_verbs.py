@@ -232,7 +232,7 @@ def update_backend_config(
         if getattr(merged, name) != getattr(current, name):
             raise BadRequestError(
                 f"The option {name} of backend '{tag}' is {getattr(current, name)!r} and cannot be changed "
-                "in place; delete and recreate it, or deploy the deployment again, which replaces its replicas."
+                "in place; delete and recreate it, or deploy it again, which replaces its replicas."
             )
     wanted = configured(backend, merged, user_config if sets_user_config else backend.user_config)
     wanted = scaling.carried_over(wanted, backend, now)

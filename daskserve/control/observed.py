@@ -5,7 +5,7 @@ Observations are not stored: a new controller queries the cluster again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from daskserve.control.loads import Loads
 from daskserve.control.records import BackendRecord, ReplicaRecord
 from daskserve.control.replica_lifecycle import ReplicaEvent
 from daskserve.options.autoscaling import AutoscalingConfig
-from daskserve.types import BackendTag, GoalId, ReplicaState, ReplicaTag, WorkerAddress, WorkerInfo
+from daskserve.types import BackendTag, GoalId, ReplicaState, ReplicaTag, Standing, WorkerAddress, WorkerInfo
 
 #: Number of samples that are kept for each autoscaled backend, for `explain`.
 KEPT_SAMPLES = 10
@@ -126,6 +126,10 @@ class Observed:
     #: The config each replica runs with, as far as it differs from its record.
     configured: dict[ReplicaTag, str] = field(default_factory=dict)
     reconfigure_failed: dict[ReplicaTag, BaseException] = field(default_factory=dict)
+    #: The rank, and the number of replicas, with which each replica runs, as far as is known.
+    standings: dict[ReplicaTag, Standing] = field(default_factory=dict)
+    #: What the user's ``record_routing_stats`` returned last.
+    routing_stats: dict[ReplicaTag, Mapping[str, Any]] = field(default_factory=dict)
     #: The earliest time at which a backend whose replicas keep failing may start another one.
     retry_at: dict[BackendTag, float] = field(default_factory=dict)
     failures: dict[BackendTag, int] = field(default_factory=dict)
@@ -160,6 +164,11 @@ class Observed:
             for address, info in self.workers.items()
             if address not in self.unresponsive and not info.is_retiring
         ]
+
+    def host_of(self, worker: WorkerAddress) -> str:
+        """Return the host of a worker; one that is not known counts as a host of its own."""
+        info = self.workers.get(worker)
+        return worker if info is None else info.host
 
     def cleared_workers(self) -> list[WorkerInfo]:
         """Return the usable workers without those that joined again before their loss was handled."""
@@ -242,8 +251,9 @@ class Observed:
 
     def forget_replica(self, tag: ReplicaTag) -> None:
         """Drop the observations of a replica whose record is gone."""
-        for levels in (self.ready, self.failed, self.unhealthy, self.configured, self.reconfigure_failed):
-            levels.pop(tag, None)
+        levels: tuple[dict[ReplicaTag, Any], ...] = (self.ready, self.failed, self.unhealthy, self.configured)
+        for each in (*levels, self.reconfigure_failed, self.standings, self.routing_stats):
+            each.pop(tag, None)
         self.gone.discard(tag)
         self.loads.forget_replica(tag)
 

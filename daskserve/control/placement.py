@@ -274,8 +274,8 @@ def explain(ledger: Ledger, workers: Iterable[WorkerInfo], demand: Demand) -> st
         hosts = len({each.host for each in usable})
         usable = [each for each in usable if on_hosts[each.host] < demand.most_per_host]
         if not usable:
-            most = demand.most_per_host
-            return f"max_replicas_per_node is {most}, and each of the {hosts} usable hosts has as many"
+            limit = demand.most_per_host
+            return f"max_replicas_per_node is {limit}, and each of the {hosts} usable hosts has as many"
     lacks = []
     for name, amount in sorted(demand.amounts.items()):
         free = [capacity(each).get(name, 0) - ledger.used(each.address).get(name, 0) for each in usable]

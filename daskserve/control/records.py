@@ -198,6 +198,10 @@ class ReplicaRecord:
     ----------
     config_id : str
         The config with which it runs; empty during a reconfiguration.
+    rank : tuple of int
+        The numbers of its `daskserve.types.ReplicaRank`; empty until it is placed.
+    metadata : dict
+        What the user's ``record_replica_metadata`` returned.
     events : tuple
         The replica's `replica_lifecycle.ReplicaEvent` values, oldest first; at most five, because no state
         repeats.
@@ -215,6 +219,8 @@ class ReplicaRecord:
     incarnation: int = 0
     is_forced: bool = False
     events: tuple[str, ...] = ()
+    rank: tuple[int, ...] = ()
+    metadata: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def key(self) -> str:
@@ -393,7 +399,7 @@ _ENUMS: Mapping[str, type[enum.StrEnum]] = {"replica": ReplicaState, "goal": Goa
 
 
 #: Fields that are tuples; msgpack returns lists.
-_TUPLES = ("methods", "python_methods", "events", "needs")
+_TUPLES = ("methods", "python_methods", "events", "needs", "rank")
 
 
 class CorruptRecordError(InstanceError):

@@ -4,17 +4,18 @@ New before old: a replica of an older version stops only after one of the target
 of running replicas does not fall below the target. During a rollout, at most ``max_surge`` additional
 replicas exist, and ``max_unavailable`` may be missing, for which old ones stop first. Where no additional one
 has room, or both numbers are 0, `replicas_to_drain` names one old replica after another whose room a new one
-takes; the new one runs before the next old one stops. Several stop together only where a new replica needs the
-room of several on one worker.
+takes; the new one runs before the next old one stops. Several stop together only where a new replica needs
+the room of several on one worker.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
+from daskserve.control.burdens import Burdens
 from daskserve.control.placement import Demand, Trial, room_for
 from daskserve.control.records import BackendRecord, ReplicaRecord
 from daskserve.control.replica_lifecycle import STOP_ORDER, WANTED_STATES
@@ -32,25 +33,6 @@ class Steps:
     stop: tuple[ReplicaRecord, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Burdens:
-    """The criteria by which replicas are chosen to stop.
-
-    Attributes
-    ----------
-    ongoing : mapping
-        The known number of running requests of each replica.
-    others : callable
-        Returns what a worker holds besides replicas of this backend, as a number.
-    empties_workers : bool
-        Whether to empty workers, because the cluster then removes them. Otherwise replicas stay spread.
-    """
-
-    ongoing: Mapping[ReplicaTag, float] = field(default_factory=dict)
-    others: Callable[[WorkerAddress], int] = lambda worker: 0
-    empties_workers: bool = False
-
-
 _NO_BURDENS = Burdens()
 
 
@@ -60,7 +42,7 @@ def next_steps(
     replicas: Sequence[ReplicaRecord],
     *,
     max_surge: int,
-    max_unavailable: int = 0,
+    max_unavailable: int,
     leaving: Collection[WorkerAddress] = (),
     burdens: Burdens = _NO_BURDENS,
 ) -> Steps:

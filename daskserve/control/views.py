@@ -114,6 +114,9 @@ def actors(state: State, observed: Observed, instance: str, controller: Mapping[
                 **where(replica.worker),
                 "pid": ready.get("pid") if ready is not None else None,
                 "message": observed.unhealthy.get(replica.tag, ""),
+                "rank": replica.rank[0] if replica.rank else None,
+                "metadata": dict(replica.metadata),
+                "routing_stats": dict(observed.routing_stats.get(replica.tag, {})),
             }
         )
     return found
@@ -197,6 +200,9 @@ def published_backend(state: State, tag: str) -> Any:
         "concurrency": backend.config.concurrency(),
         "max_queued": backend.config.max_queued_requests,
     }
+    metadata = {each.tag: dict(each.metadata) for each in state.replicas_of(tag) if each.metadata}
+    if metadata:
+        value["metadata"] = metadata
     if backend.autoscaling is not None:
         value["autoscaled"] = True
     if backend.capacity == 0:

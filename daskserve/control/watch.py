@@ -19,7 +19,7 @@ from daskserve.control.records import ReplicaRecord
 from daskserve.control.state import State
 from daskserve.errors import ActorLostError, ServeError
 from daskserve.loops.tasks import TaskSet
-from daskserve.types import ActorAddress, ActorKind, ReplicaState, WorkerAddress
+from daskserve.types import ActorAddress, ActorKind, ReplicaState, WorkerAddress, as_standing
 
 logger = logging.getLogger("daskserve.controller")
 
@@ -127,6 +127,8 @@ class WorkerWatch:
             if actor is not None and "figures" in actor:
                 now = self._clock.now()
                 self._observed.loads.answered(replica.backend, replica.tag, actor["figures"], now)
+            if actor is not None:
+                self._note_facts(replica, actor)
             if actor is None or actor["is_healthy"] or replica.tag in self._observed.unhealthy:
                 continue
             logger.warning("Replica %s is unhealthy: %s", replica.tag, actor["detail"])
@@ -134,6 +136,16 @@ class WorkerWatch:
             self._poke([replica.backend])
         self._miss_proxies(worker, there)
         self._end_orphans(worker, actors)
+
+    def _note_facts(self, replica: ReplicaRecord, actor: Mapping[str, Any]) -> None:
+        """Record the rank with which a replica runs, and the user's statistics for routing."""
+        if actor.get("standing"):
+            standing = as_standing(actor["standing"])
+            if self._observed.standings.get(replica.tag) != standing:
+                self._observed.standings[replica.tag] = standing
+                self._poke([replica.backend])
+        if "routing_stats" in actor:
+            self._observed.routing_stats[replica.tag] = actor["routing_stats"]
 
     def _look_for(self, replica: ReplicaRecord, there: Mapping[tuple[str, int], Mapping[str, Any]]) -> None:
         """Record that a replica runs, or that it should run but has vanished."""

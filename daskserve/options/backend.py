@@ -108,7 +108,11 @@ class BackendConfig(Options):
         description="Number of consecutive failed starts of replicas after which a change fails and is "
         f"rolled back. Not more than {STARTS_PER_REPLICA} for each replica that is wanted.",
     )
-    user_config: Any = Field(None, description="Argument of the callable's ``reconfigure`` method.")
+    user_config: Any = Field(
+        None,
+        description="Argument of the callable's ``reconfigure`` method. If that has a parameter ``rank``, it "
+        "gets the replica's rank too, and is called again when the rank changes. None: it is not called.",
+    )
     experimental_graceful_shutdown_wait_loop_s: Annotated[float, CONTROLLER_ONLY] = Field(
         2,
         ge=0,
@@ -141,7 +145,8 @@ class BackendConfig(Options):
     method_header: bool = Field(
         False,
         description="Whether the header ``X-SERVE-CALL-METHOD`` of an HTTP request selects the public method "
-        "that answers it; ``reconfigure`` and ``check_health`` are excluded.",
+        "that answers it; ``reconfigure``, ``check_health`` and the methods ``record_...`` that daskserve "
+        "calls are excluded.",
     )
     on_disconnect: Literal["cancel", "disconnect"] | None = Field(
         None,

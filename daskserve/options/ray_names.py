@@ -84,4 +84,4 @@ _TRANSLATIONS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "max_surge_percent": ("max_surge", _surge_percentage),
 }
 #: The names that `translated` understands, each with daskserve's name.
-TRANSLATED = {theirs: ours for theirs, (ours, _) in _TRANSLATIONS.items()}
+TRANSLATED: Mapping[str, str] = {theirs: ours for theirs, (ours, _) in _TRANSLATIONS.items()}

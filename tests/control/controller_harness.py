@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from control_harness import app_spec, spec
@@ -31,6 +31,7 @@ from daskserve.types import (
     ReplicaState,
     Send,
     WorkerAddress,
+    as_standing,
 )
 
 
@@ -75,6 +76,7 @@ class ScriptedReplica:
         self.worker = context.worker
         self.user_config = self.message.user_config
         self.concurrency = self.message.concurrency
+        self.standing = as_standing(self.message.standing)
 
     @property
     def tag(self) -> str:
@@ -88,7 +90,7 @@ class ScriptedReplica:
         if stage.start is not None:
             await stage.start(self)
         stage.running[self.tag] = self
-        return {}
+        return {"standing": self.standing}
 
     async def handle(self, envelope: Envelope, receive: Receive, send: Send) -> Load:
         return Load()
@@ -98,13 +100,14 @@ class ScriptedReplica:
 
     @verb
     async def reconfigure(
-        self, user_config: bytes | None, concurrency: int, config: Mapping[str, Any]
+        self, user_config: bytes | None, concurrency: int, config: Mapping[str, Any], standing: Sequence[int]
     ) -> None:
         self._stage.reconfigured.append(self.tag)
         if self._stage.reconfigure is not None:
             await self._stage.reconfigure(self)
         self.user_config = user_config
         self.concurrency = concurrency
+        self.standing = as_standing(standing)
 
     async def stop(self, grace_s: float) -> None:
         if self._stage.running.get(self.tag) is self:

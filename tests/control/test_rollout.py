@@ -10,12 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from daskserve.control import rollout
+from daskserve.control.burdens import Burdens
 from daskserve.control.records import ReplicaRecord
 from daskserve.control.replica_lifecycle import STOP_ORDER, WANTED_STATES
-from daskserve.control.rollout import Burdens, Steps
+from daskserve.control.rollout import Steps
 from daskserve.types import ReplicaState as S
 
-next_steps = partial(rollout.next_steps, max_surge=1)
+next_steps = partial(rollout.next_steps, max_surge=1, max_unavailable=0)
 
 
 def some(version: str, *states: S) -> list[ReplicaRecord]:

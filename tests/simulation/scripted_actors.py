@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from daskserve.cluster.base import ActorContext, verb, verbs_of
 from daskserve.errors import ReplicaStartError
 from daskserve.figures.table import MetricSample
 from daskserve.starts import ProxyStart, ReplicaStart
-from daskserve.types import Envelope, Load, Receive, Send
+from daskserve.types import Envelope, Load, Receive, Send, as_standing
 
 #: Durations of slow and of normal operations.
 SLOW_S, QUICK_S = 3.0, 0.01
@@ -66,6 +66,7 @@ class ScriptedReplica:
         self.worker = context.worker
         self.user_config = self.message.user_config
         self.concurrency = self.message.concurrency
+        self.standing = as_standing(self.message.standing)
 
     def _blame(self) -> None:
         self._script.blamed[self.backend] = self._clock.now()
@@ -80,11 +81,12 @@ class ScriptedReplica:
             raise ReplicaStartError(f"{self.tag} is scripted to fail", user_traceback="Traceback ...")
         if outcome == "hang":
             await asyncio.Event().wait()
-        return {}
+        return {"standing": self.standing}
 
     def health(self) -> dict[str, Any]:
         is_healthy = self.tag not in self._script.sick
-        return {"is_healthy": is_healthy, "detail": "" if is_healthy else "its health check fails"}
+        detail = "" if is_healthy else "its health check fails"
+        return {"is_healthy": is_healthy, "detail": detail, "standing": self.standing}
 
     async def handle(self, envelope: Envelope, receive: Receive, send: Send) -> Load:
         return Load()
@@ -93,7 +95,9 @@ class ScriptedReplica:
         return []
 
     @verb
-    async def reconfigure(self, user_config: bytes | None, concurrency: int, **options: Any) -> None:
+    async def reconfigure(
+        self, user_config: bytes | None, concurrency: int, config: Any, standing: Sequence[int]
+    ) -> None:
         async with self._reconfiguring:
             outcome = self._script.next_of(self._script.reconfigurations, self.backend)
             if outcome != "well":
@@ -107,6 +111,7 @@ class ScriptedReplica:
                 await self._clock.sleep(SLOW_S)
             self.user_config = user_config
             self.concurrency = concurrency
+            self.standing = as_standing(standing)
             if outcome == "late":
                 await self._clock.sleep(SLOW_S)
             if outcome == "half":

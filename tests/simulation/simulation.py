@@ -570,6 +570,8 @@ class Simulation:
             replicas = self.witness.replicas(backend.tag)
             if backend.is_deleting or len(replicas) != backend.num_replicas:
                 yield f"{backend} has {replicas}"
+            if sorted(each.rank[0] for each in replicas if each.rank) != list(range(len(replicas))):
+                yield f"the ranks of {backend.tag} have gaps: {replicas}"
             for replica in replicas:
                 if replica.state is not ReplicaState.RUNNING or replica.version != backend.version:
                     yield f"{replica} of {backend}"
@@ -592,6 +594,8 @@ class Simulation:
             yield f"{replica} does not have the config of {backend}"
         if (actor.user_config, actor.concurrency) != (backend.user_config, backend.config.concurrency()):
             yield f"{actor.tag} runs with {actor.user_config!r}, wanted is {backend.user_config!r}"
+        if actor.standing != (*replica.rank, backend.num_replicas):
+            yield f"{actor.tag} has the rank {actor.standing}, wanted is {replica.rank} of {backend}"
         if actor.message.code != code.code:
             yield f"{actor.tag} runs {actor.message.code!r}, wanted is {code.code!r}"
 

@@ -27,6 +27,7 @@ from daskserve.control.records import (
     ReplicaRecord,
     decode,
 )
+from daskserve.control.replica_lifecycle import PLACED_STATES
 from daskserve.control.scaled import autoscaling_of, bounds_of
 from daskserve.errors import BadRequestError, NotFoundError
 from daskserve.types import ReplicaState
@@ -192,6 +193,7 @@ class Witness:
         self._check_wanted(before, changed)
         self._check_availability(before, changed)
         self._check_references(changed)
+        self._check_ranks(changed)
 
     def _check_scaling(self, old: Any, new: BackendRecord) -> None:
         """Check that the autoscaler respects its bounds, loses nothing, and records its reasons."""
@@ -399,6 +401,14 @@ class Witness:
             and (bool(news) or backend.config.max_surge == 0)
             and all(each.state in (ReplicaState.SHOULD_START, ReplicaState.RUNNING) for each in others)
         )
+
+    def _check_ranks(self, changed: Mapping[str, Record | None]) -> None:
+        """Check that the replicas that serve, or will, have different ranks."""
+        for tag in {each.backend for each in changed.values() if isinstance(each, ReplicaRecord)}:
+            placed = [each for each in self.replicas(tag) if each.state in PLACED_STATES]
+            ranks = [each.rank[:1] for each in placed]
+            if len(set(ranks)) != len(ranks) or () in ranks:
+                self.report(f"ranks are missing or taken twice: {placed}")
 
     def _check_references(self, changed: Mapping[str, Record | None]) -> None:
         goals = {each.goal_id: each for each in self.of(GoalRecord)}

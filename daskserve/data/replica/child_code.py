@@ -34,14 +34,14 @@ from daskserve.figures.replica import ReplicaFigures
 from daskserve.figures.table import MetricSample
 from daskserve.figures.user import UserSample
 from daskserve.starts import ReplicaStart, read_config
-from daskserve.types import Envelope, EnvelopeKind, Load, Message, Payload, Receive, Send
+from daskserve.types import Envelope, EnvelopeKind, Load, Message, Payload, Receive, Send, Standing
 
 logger = logging.getLogger("daskserve.replica")
 
 #: The factory of the object that the child serves.
 FACTORY = "daskserve.data.replica.child_replica:ReplicaServer"
 #: The actor probes its child, so the child does not probe itself.
-NEVER_S = 1e9
+UNPROBED: Mapping[str, Any] = {"health_check_period_s": 1e9}
 
 
 class ForwardedAnswer(Answer):
@@ -91,6 +91,7 @@ class ChildCode:
         self._queued = 0
         self._reported = ReportedFigures()
         self._stats = ChildStats(context.clock)
+        self._routing_stats: Mapping[str, Any] = {}
         self._asking: asyncio.Task[None] | None = None
         self._has_last_figures = False
 
@@ -133,7 +134,7 @@ class ChildCode:
 
     async def _start_child(self, child: ChildProcess) -> Mapping[str, Any]:
         spec = self._context.spec
-        unprobed = {**self._start.config.for_replicas(), "health_check_period_s": NEVER_S}
+        unprobed = {**self._start.config.for_replicas(), **UNPROBED}
         parts = await parts_of(self._start, self._context.cluster)
         try:
             facts: Mapping[str, Any] = await child.call(
@@ -191,10 +192,20 @@ class ChildCode:
     # ---- verbs
 
     async def reconfigure(
-        self, user_config: bytes | None, concurrency: int, config: Mapping[str, Any]
+        self,
+        user_config: bytes | None,
+        concurrency: int,
+        config: Mapping[str, Any],
+        standing: Standing,
     ) -> None:
         """Take over changed options without a restart."""
-        await self._call("reconfigure", user_config=user_config, concurrency=concurrency, config=config)
+        await self._call(
+            "reconfigure",
+            user_config=user_config,
+            concurrency=concurrency,
+            config={**config, **UNPROBED},
+            standing=standing,
+        )
         self.slots.resize(concurrency)
 
     async def probe(self) -> None:
@@ -216,6 +227,7 @@ class ChildCode:
         """Return the counts of the child, and keep its metrics for `samples`."""
         found: dict[str, Any] = await self._call("statistics", has_stats=self._stats.is_wanted)
         self._stats.record(found.pop("custom", {}))
+        self._routing_stats = found.pop("routing_stats")
         self._reported = ReportedFigures(
             found.pop("samples"), found.pop("user_samples"), found["latency_counts"]
         )
@@ -233,6 +245,10 @@ class ChildCode:
     def figures(self) -> dict[str, Any]:
         """Return what the controller reads every second for autoscaling."""
         return self._reported.brief(self.slots.ongoing, self.own_figures.handled) | self._stats.figures()
+
+    def routing_stats(self) -> Mapping[str, Any]:
+        """Return what the user's ``record_routing_stats`` returned, as last read."""
+        return self._routing_stats
 
     def samples(self, own: list[MetricSample]) -> list[MetricSample]:
         """Return the replica's metrics, those of the child as last read."""

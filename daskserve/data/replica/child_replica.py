@@ -44,6 +44,7 @@ class ChildReplica(Replica):
     async def statistics(self, has_stats: bool = False) -> dict[str, Any]:
         """Return the replica's counts, the metrics of this process, and custom autoscaling metrics."""
         stats = {"custom": self.figures().get("custom", {})} if has_stats else {}
+        stats["routing_stats"] = self._code.routing_stats()
         return {**await super().statistics(), **tell(self.samples(), self.user_samples()), **stats}
 
     @verb

@@ -15,7 +15,15 @@ from daskserve.data.replica.accept_batch import MARK
 
 CALL = "__call__"
 #: Methods with public names that only daskserve calls.
-HOOKS = frozenset({"reconfigure", "check_health"})
+HOOKS = frozenset(
+    {
+        "reconfigure",
+        "check_health",
+        "record_autoscaling_stats",
+        "record_replica_metadata",
+        "record_routing_stats",
+    }
+)
 
 ASGI_PARAMETERS = ("scope", "receive", "send")
 
@@ -155,3 +163,13 @@ def is_async(function: Any) -> bool:
     if not (inspect.isroutine(function) or inspect.isclass(function)):
         function = type(function).__call__  # an object made callable by its class
     return inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
+
+
+def takes_rank(function: Any) -> bool:
+    """Return whether a user's ``reconfigure`` has a parameter ``rank``."""
+    try:
+        parameter = inspect.signature(function).parameters.get("rank")
+    except (ValueError, TypeError):  # some builtins have no signature
+        return False
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return parameter is not None and parameter.kind in kinds

@@ -5,22 +5,23 @@ from __future__ import annotations
 import contextvars
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from daskserve.cluster.base import ContextWith
-from daskserve.context import HasLink, ReplicaContext, current_replica
+from daskserve.context import HasLink, ReplicaContext, StandingHolder, current_replica
 from daskserve.data.replica.answer import Answer
-from daskserve.data.replica.autoscaling_stats import StatsRecorder
+from daskserve.data.replica.autoscaling_stats import AUTOSCALING, autoscaling_figures
 from daskserve.data.replica.batches import ReplicaBatches
 from daskserve.data.replica.call_answer import CallAnswer, call_answer_for
 from daskserve.data.replica.chained_values import filled
 from daskserve.data.replica.construction import construct, destruct
-from daskserve.data.replica.definitions import is_async
+from daskserve.data.replica.definitions import is_async, takes_rank
 from daskserve.data.replica.failures import user_traceback
 from daskserve.data.replica.health import probe_liveness
 from daskserve.data.replica.http_answer import HTTPAnswer
+from daskserve.data.replica.recorded_stats import METADATA, ROUTING, StatsRecorder, as_plain
 from daskserve.data.replica.servable import Servable, load_definition, run_hook, run_hook_in_thread
 from daskserve.data.replica.serving import LocalAnswer, ServingCode
 from daskserve.data.replica.slots import Slots
@@ -32,7 +33,7 @@ from daskserve.figures.table import MetricSample
 from daskserve.figures.user import UserSample
 from daskserve.payload import Parcel
 from daskserve.starts import ReplicaStart, read_config
-from daskserve.types import Envelope, EnvelopeKind, Payload
+from daskserve.types import Envelope, EnvelopeKind, Payload, ReplicaRank, Standing, as_standing
 
 logger = logging.getLogger("daskserve.replica")
 
@@ -55,9 +56,12 @@ class LocalCode:
         self._wall: Wall | None = None
         self._servable: Servable | None = None
         self._serving: ServingCode | None = None
+        self._holder = StandingHolder(as_standing(start.standing))
+        self._has_liveness_probe = start.config.liveness is not None
+        self._routing = StatsRecorder(start.replica_tag, self._parts, context.clock, ROUTING)
         #: The pickled argument with which the user's `reconfigure` was called last.
         self._user_config: bytes | None = None
-        self._stats = StatsRecorder(start.replica_tag, self._parts, context.clock)
+        self._stats = StatsRecorder(start.replica_tag, self._parts, context.clock, AUTOSCALING)
         self._batches = ReplicaBatches(
             self._parts, start.config.max_batch_size, start.config.batch_wait_timeout, figures
         )
@@ -93,6 +97,7 @@ class LocalCode:
         self._set_current_replica(None)
         failure: ReplicaStartError | None = None
         step = "could not be loaded"
+        metadata: Mapping[str, Any] = {}
         try:
             load = partial(load_definition, backend_tag=start.backend_tag, is_debug=start.debug)
             parts = await parts_of(start, self._context.cluster)
@@ -103,8 +108,11 @@ class LocalCode:
             self._set_current_replica(servable.target)
             if start.user_config is not None:
                 step = "failed in reconfigure()"
-                await self._run_hook(wall, servable, "reconfigure", start.user_config)
+                await self._run_reconfigure(wall, servable, start.user_config)
                 self._user_config = start.user_config
+            if servable.has_hook(METADATA):
+                step = f"failed in {METADATA}()"
+                metadata = as_plain(await self._run_hook(wall, servable, METADATA))
             wall.is_watched = True
             step = "failed its first health check"
             await self._context.clock.wait_for(self.probe(), start.config.health_check_timeout_s)
@@ -129,6 +137,7 @@ class LocalCode:
             "is_asgi_app": facts.is_asgi_app,
             "accepts_batches": facts.accepts_batches,
             "methods": sorted(facts.methods),
+            **({"metadata": metadata} if metadata else {}),
         }
 
     def _set_current_replica(self, servable_object: Any) -> None:
@@ -141,6 +150,8 @@ class LocalCode:
             self._context.cluster,
             self.slots.concurrency,
             self._figures,
+            self._start.code_name.removeprefix(f"{self._start.backend_tag}@"),
+            self._holder,
         )
         self._wall.context.run(current_replica.set, replica)
 
@@ -183,22 +194,29 @@ class LocalCode:
         user_config: bytes | None,
         concurrency: int,
         config: Mapping[str, Any],
+        standing: Standing,
     ) -> None:
         """Apply changed options without a restart; see `daskserve.data.replica.replica.Replica`."""
         wall, servable = self._parts()
         options = read_config(config)
         servable.check_batching(options.max_batch_size)
         failure: ReplicaStartError | None = None
-        if user_config is not None and user_config != self._user_config:
+        if user_config is not None and (
+            user_config != self._user_config or self._wants_rank(servable, standing)
+        ):
             servable.hook("reconfigure")
             self._user_config = None  # after a failure, nobody knows which one is in effect
+            before, self._holder.standing = self._holder.standing, standing
             try:
-                await self._run_hook(wall, servable, "reconfigure", user_config)
+                await self._run_reconfigure(wall, servable, user_config)
                 self._user_config = user_config
             except Exception as error:
+                self._holder.standing = before
                 failure = self._user_error("failed in reconfigure()", error)
         if failure is not None:
             raise failure  # outside of the handler, as in start()
+        self._holder.standing = standing
+        self._has_liveness_probe = options.liveness is not None
         self.slots.resize(concurrency)
         wall.threads.limit = _threads(concurrency)
         self._set_current_replica(servable.target)
@@ -220,7 +238,7 @@ class LocalCode:
             ``check_health`` raised.
         """
         wall, servable = self._parts()
-        if self._start.config.liveness is not None:
+        if self._has_liveness_probe:
             await probe_liveness(wall, servable, self._start.replica_tag, self.slots.concurrency)
         if servable.is_class and hasattr(servable.target, "check_health"):
             try:
@@ -241,7 +259,11 @@ class LocalCode:
 
     def figures(self) -> dict[str, Any]:
         """Return what the controller reads every second for autoscaling."""
-        return self._figures.brief(self.slots.load, self._stats.figures)
+        return self._figures.brief(self.slots.load, partial(autoscaling_figures, self._stats))
+
+    def routing_stats(self) -> Mapping[str, Any]:
+        """Return what the user's ``record_routing_stats`` returned last."""
+        return self._routing.values()
 
     def samples(self, own: list[MetricSample]) -> list[MetricSample]:
         """Return the replica's metrics."""
@@ -257,15 +279,26 @@ class LocalCode:
             raise ActorLostError(f"Replica {self._start.replica_tag!r} was stopped.", begun=False)
         return self._wall, self._servable
 
-    async def _run_hook(
-        self, wall: Wall, servable: Servable, name: str, *pickles: bytes, is_reserved: bool = False
-    ) -> None:
-        hook = servable.hook(name)
+    def _wants_rank(self, servable: Servable, standing: Standing) -> bool:
+        """Return whether the user's ``reconfigure`` has to learn of a changed rank."""
+        is_other = standing[:3] != self._holder.standing[:3]
+        return is_other and takes_rank(servable.hook("reconfigure"))
+
+    async def _run_reconfigure(self, wall: Wall, servable: Servable, user_config: bytes) -> None:
+        hook = servable.hook("reconfigure")
+        rank = {"rank": ReplicaRank(*self._holder.standing[:3])} if takes_rank(hook) else {}
+        await self._run(wall, partial(hook, **rank), user_config)
+
+    async def _run_hook(self, wall: Wall, servable: Servable, name: str, *, is_reserved: bool = False) -> Any:
+        return await self._run(wall, servable.hook(name), is_reserved=is_reserved)
+
+    async def _run(
+        self, wall: Wall, hook: Callable[..., Any], *pickles: bytes, is_reserved: bool = False
+    ) -> Any:
         if is_async(hook):
-            await wall.run_async(run_hook, hook, *pickles)
-        else:
-            threads = wall.reserved if is_reserved else None
-            await wall.run_sync(run_hook_in_thread, hook, *pickles, threads=threads)
+            return await wall.run_async(run_hook, hook, *pickles)
+        threads = wall.reserved if is_reserved else None
+        return await wall.run_sync(run_hook_in_thread, hook, *pickles, threads=threads)
 
     # ---- stop
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from daskserve.clock import stopwatch
@@ -27,8 +27,8 @@ from daskserve.data.replica.user_code import UserCode
 from daskserve.figures.replica import ReplicaFigures
 from daskserve.figures.table import MetricSample
 from daskserve.figures.user import UserSample
-from daskserve.starts import ReplicaStart
-from daskserve.types import Envelope, Load, OnAnswer, Receive, Send
+from daskserve.starts import ReplicaStart, read_config
+from daskserve.types import Envelope, Load, OnAnswer, Receive, Send, as_standing
 
 logger = logging.getLogger("daskserve.replica")
 
@@ -49,6 +49,7 @@ class Replica:
         self._labels = (context.spec.instance, start.backend_tag, start.replica_tag)
         self._code = place(context, start, self._figures)
         self._slots = self._code.slots
+        self._standing = as_standing(start.standing)
         self._reconfiguring = asyncio.Lock()
         self._ending: asyncio.Task[None] | None = None
         self._health = HealthWatch(
@@ -86,7 +87,7 @@ class Replica:
         self._slots.is_open = True
         self._health.start()
         self._figures.record_start(stopwatch() - began, self._context.clock.wall())
-        return facts
+        return {**facts, "standing": self._standing}
 
     # ---- requests
 
@@ -112,14 +113,23 @@ class Replica:
 
     @verb
     async def reconfigure(
-        self, user_config: bytes | None, concurrency: int, config: Mapping[str, Any]
+        self,
+        user_config: bytes | None,
+        concurrency: int,
+        config: Mapping[str, Any],
+        standing: Sequence[int],
     ) -> None:
-        """Apply changed options without a restart; a changed ``user_config`` goes to ``reconfigure``.
+        """Apply changed options without a restart.
+
+        A changed ``user_config`` goes to the user's ``reconfigure``, and so does a changed rank if it takes
+        one.
 
         Parameters
         ----------
         config
             The options of the backend, as `daskserve.starts.dump_config` returns them.
+        standing
+            The replica's rank, and how many replicas are wanted.
 
         Raises
         ------
@@ -130,7 +140,15 @@ class Replica:
         """
         self._check_open()
         async with self._reconfiguring:
-            await self._code.reconfigure(user_config, concurrency, config)
+            await self._code.reconfigure(user_config, concurrency, config, as_standing(standing))
+            self._standing = as_standing(standing)
+            options = read_config(config)
+            if self._slots.is_open:  # it may have been stopped meanwhile
+                await self._health.configure(
+                    options.health_check_period_s,
+                    options.health_check_timeout_s,
+                    options.health_check_threshold,
+                )
 
     @verb
     async def statistics(self) -> dict[str, Any]:
@@ -190,8 +208,10 @@ class Replica:
         return self._code.figures()
 
     def health(self) -> dict[str, Any]:
-        """Return the results of the replica's own health probes, in plain values."""
-        facts, loss = self._health.facts(), self._code.loss
+        """Return the results of the replica's own probes, its rank, and the user's routing statistics."""
+        facts, loss = {**self._health.facts(), "standing": self._standing}, self._code.loss
+        if stats := self._code.routing_stats():
+            facts["routing_stats"] = stats
         return {**facts, "is_healthy": False, "detail": loss} if loss else facts
 
     # ---- stop

@@ -135,11 +135,16 @@ class Servable:
         return self._descriptions[method.name]
 
     def hook(self, name: str) -> Callable[..., Any]:
-        """Return the user's ``reconfigure`` or ``check_health``; `BadRequestError` if there is none."""
+        """Return a method of the user's that only daskserve calls; `BadRequestError` if there is none."""
         hook = getattr(self.target, name, None) if self.is_class else None
         if not callable(hook):
             raise BadRequestError(f"The callable of backend {self._backend_tag!r} has no {name}() method.")
         return hook  # type: ignore[no-any-return]
+
+    def has_hook(self, name: str) -> bool:
+        """Return whether the user's class has such a method; runs no code of the user's."""
+        hook = inspect.getattr_static(type(self.target), name, None) if self.is_class else None
+        return callable(getattr(hook, "__func__", hook))
 
     def check_batching(self, max_batch_size: int | None) -> None:
         """Raise `BadRequestError` if the callable does not take batches, and the size asks for them."""
@@ -300,6 +305,6 @@ def run_hook_in_thread(hook: Callable[..., Any], *pickles: bytes) -> Any:
     return hook(*map(pickled.load_bytes, pickles))
 
 
-async def run_hook(hook: Callable[..., Any], *pickles: bytes) -> None:
-    """Call and await a user's async hook with unpickled arguments."""
-    await run_hook_in_thread(hook, *pickles)
+async def run_hook(hook: Callable[..., Any], *pickles: bytes) -> Any:
+    """Call a user's async hook with unpickled arguments, and return what it returns when awaited."""
+    return await run_hook_in_thread(hook, *pickles)

@@ -9,7 +9,7 @@ from daskserve.data.replica.answer import Answer
 from daskserve.data.replica.slots import Slots
 from daskserve.figures.table import MetricSample
 from daskserve.figures.user import UserSample
-from daskserve.types import Envelope
+from daskserve.types import Envelope, Standing
 
 #: The time for user code to handle its cancellation, and again for its destructor and the end of its threads.
 CLOSE_GRACE_S = 1.0
@@ -46,8 +46,9 @@ class UserCode(Protocol):
         user_config: bytes | None,
         concurrency: int,
         config: Mapping[str, Any],
+        standing: Standing,
     ) -> None:
-        """Take over changed options."""
+        """Take over changed options, and the rank."""
 
     async def probe(self) -> None:
         """Return if user code can run and is healthy."""
@@ -57,6 +58,9 @@ class UserCode(Protocol):
 
     def figures(self) -> dict[str, Any]:
         """Return what the controller reads every second for autoscaling."""
+
+    def routing_stats(self) -> Mapping[str, Any]:
+        """Return what the user's ``record_routing_stats`` returned last."""
 
     def samples(self, own: list[MetricSample]) -> list[MetricSample]:
         """Return the replica's metrics, given those that the replica counts itself."""

@@ -31,10 +31,16 @@ def replica_start(
         environment=environment,
         debug=debug,
         code_name="b@1",
+        standing=(0, 0, 0, 1),
     )
 
 
-def reconfiguration(concurrency: int = 4, user_config: bytes | None = None, **options: Any) -> dict[str, Any]:
+def reconfiguration(
+    concurrency: int = 4,
+    user_config: bytes | None = None,
+    standing: tuple[int, int, int, int] = (0, 0, 0, 1),
+    **options: Any,
+) -> dict[str, Any]:
     """Return the message of the verb ``reconfigure``."""
     config = dump_config(BackendConfig(**options))
-    return {"concurrency": concurrency, "user_config": user_config, "config": config}
+    return {"concurrency": concurrency, "user_config": user_config, "config": config, "standing": standing}

@@ -259,7 +259,8 @@ def test_start_returns_facts_about_the_callable(definition: Any, facts: tuple[An
         replica = make(definition)
         found = await replica.start()
         assert found == dict(
-            zip(("is_blocking", "is_asgi_app", "accepts_batches", "methods"), facts, strict=True)
+            zip(("is_blocking", "is_asgi_app", "accepts_batches", "methods"), facts, strict=True),
+            standing=(0, 0, 0, 1),
         )
         await replica.stop(1)
 

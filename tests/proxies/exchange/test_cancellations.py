@@ -144,6 +144,7 @@ class Plant:
             environment=None,
             debug=False,
             code_name="b@1",
+            standing=(0, 0, 0, 1),
         )
         spec = ActorSpec(ActorKind.REPLICA, f"i/replica/{tag}", 1, "i", start.encode())
         nothing = cast(Cluster, SimpleNamespace())
