@@ -77,7 +77,7 @@ def test_credentials_stay_masked() -> None:
 
 
 def test_a_deployment_names_the_valid_options() -> None:
-    with pytest.raises(ValueError, match=r"no option 'route_prefix'.*pass route_prefix"):
-        serve.deployment(route_prefix="/a")
+    with pytest.raises(ValueError, match=r"no option 'proxy_location'.*'location' of http_options"):
+        serve.deployment(proxy_location="HeadOnly")
     with pytest.raises(ValueError, match="has no option 'replicas'"):
         parse_options(BackendConfig, {"replicas": 1}, what="config")
