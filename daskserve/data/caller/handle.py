@@ -174,7 +174,7 @@ class Handle:
 
         The arguments are pickled before this returns, so later changes to them have no effect.
         """
-        return Response(*self._start(args, kwargs), self._process)
+        return Response(*self._start(args, kwargs), self._cluster or self._process)
 
     # ---- chosen replicas, all replicas
 

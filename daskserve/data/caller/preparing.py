@@ -14,8 +14,8 @@ from daskserve.data.caller.direct_call import no_answer_error
 from daskserve.data.caller.router import Router
 from daskserve.errors import PassedResponseError
 from daskserve.loops.deadlines import earliest, is_over
-from daskserve.payload import PackedError, load_error, may_mention_dask
-from daskserve.serialization import serialize
+from daskserve.payload import PackedError, dump, load_error, may_mention_dask
+from daskserve.serialization import DEFAULT_SERIALIZATION, serialize
 from daskserve.types import DONE, Envelope, KeptPayload, Message, Payload, Send
 
 
@@ -33,7 +33,11 @@ def pack(
 ) -> tuple[Payload, RemoteValues | None]:
     """Serialize arguments, and take out those that do not travel with the call."""
     try:
-        payload = serialize(options.request_serialization, (args, kwargs))
+        serialization = options.request_serialization
+        if serialization == DEFAULT_SERIALIZATION:
+            payload = dump((args, kwargs))
+        else:
+            payload = serialize(serialization, (args, kwargs))
     except PassedResponseError:
         values = chained_arguments(link, args, kwargs, by_reference=options.by_reference)
         return values.payload, values

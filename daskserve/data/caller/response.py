@@ -61,9 +61,17 @@ class Response:
             except asyncio.CancelledError:
                 future.cancel()
                 raise
-        if not self._is_loaded and (fetching := self._fetched()) is not None:
-            yield from waiter_for(self._link, fetching)
-        return self._value()
+        if not self._is_loaded:
+            try:
+                payload = future.result()
+            except CancelledError:
+                return self._value()  # raises the error
+            if isinstance(payload, KeptPayload):
+                yield from waiter_for(self._link, self._fetched() or future)
+                return self._value()
+            self._loaded = payload.load()
+            self._is_loaded = True
+        return self._loaded
 
     def _value(self) -> Any:
         # Unpickling may run user code, so it happens once and on the caller's side.
