@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol, TextIO, TypeAlias
+from typing import Protocol, TextIO, TypeAlias
 
 from daskserve.client.status import Status
+from daskserve.loops.event_loop import in_notebook
 from daskserve.options.app_spec import deployment_tag
 from daskserve.types import GoalId
 
@@ -74,7 +75,7 @@ def find_display() -> DisplayFactory | None:
     stream = sys.stderr
     if stream is None or threading.current_thread() is not threading.main_thread():
         return None  # such as user code in a worker, which may have inherited a terminal
-    if not stream.isatty() and not _is_notebook():
+    if not stream.isatty() and not in_notebook():
         return None
     return lambda: _make(stream)
 
@@ -84,12 +85,6 @@ def _make(stream: TextIO) -> Display:
         return RichDisplay(stream)
     except ImportError:
         return LineDisplay(stream)
-
-
-def _is_notebook() -> bool:
-    ipython: Any = sys.modules.get("IPython")
-    shell = None if ipython is None else ipython.get_ipython()
-    return shell is not None and hasattr(shell, "kernel")
 
 
 def waits_for(status: Status, goal: GoalId) -> str:

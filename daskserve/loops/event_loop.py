@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -20,6 +21,13 @@ def uses_uvloop() -> bool:
     except ImportError:
         return False
     return True
+
+
+def in_notebook() -> bool:
+    """Return whether this program is a notebook, whose cells run in an event loop."""
+    ipython: Any = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return shell is not None and hasattr(shell, "kernel")
 
 
 def running_loop() -> asyncio.AbstractEventLoop | None:

@@ -71,7 +71,10 @@ def test_the_block_runs_in_a_repl(block: str, port: int, tmp_path: Path) -> None
 def test_the_block_runs_in_a_notebook_cell(block: str, port: int, tmp_path: Path) -> None:
     """The cell runs in the main module while an event loop runs in the same thread."""
     source = f"""
-import asyncio
+import asyncio, sys, types
+
+shell = types.SimpleNamespace(kernel=None)
+sys.modules["IPython"] = types.SimpleNamespace(get_ipython=lambda: shell)
 
 async def run_cell():
     exec(compile({block!r}, "cell", "exec"), globals())

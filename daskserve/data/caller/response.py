@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import threading
 from collections.abc import Generator
 from concurrent.futures import CancelledError
@@ -13,7 +12,7 @@ from daskserve.amounts import shown
 from daskserve.cluster.base import Link, Process
 from daskserve.data.caller.pending import start_call, waiter_for
 from daskserve.errors import PassedResponseError, RequestCancelledError, RequestTimeoutError
-from daskserve.loops.event_loop import running_loop
+from daskserve.loops.event_loop import in_notebook, running_loop
 from daskserve.loops.pending_call import PendingCall
 from daskserve.types import KeptPayload, Payload
 
@@ -196,12 +195,12 @@ def refuse_in_loop(link: Link, name: str, remedy: str) -> None:
     """
     if link.runs_here():
         raise RuntimeError(f"{name} would block the event loop that has to produce the answer; {remedy}.")
-    if running_loop() is not None and not _is_notebook():
+    if running_loop() is not None and not _in_cell():
         raise RuntimeError(
             f"{name} would block the running event loop; {remedy}, or call it in a thread "
             "(asyncio.to_thread)."
         )
 
 
-def _is_notebook() -> bool:
-    return "ipykernel" in sys.modules and threading.current_thread() is threading.main_thread()
+def _in_cell() -> bool:
+    return in_notebook() and threading.current_thread() is threading.main_thread()
