@@ -135,9 +135,7 @@ class RequestContext:
     def app_name(self) -> str:
         """The application whose deployment answers the request."""
         replica = current_replica.get()
-        tag = "" if replica is None else replica.backend_tag
-        application, slash, _ = tag.rpartition("/")
-        return application if slash else DEFAULT_APPLICATION
+        return DEFAULT_APPLICATION if replica is None else replica.app_name
 
     def add_facts(self, facts: Mapping[str, str]) -> None:
         """Take over what the call of a handle tells about itself."""

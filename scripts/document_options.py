@@ -15,9 +15,10 @@ from pydantic.fields import FieldInfo
 from daskserve.options.actor import ActorOptions
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.backend import BackendConfig
-from daskserve.options.base import Options
+from daskserve.options.base import Options, effect_of
 from daskserve.options.environment import Environment
 from daskserve.options.http import HTTPOptions
+from daskserve.options.ray_names import TRANSLATED
 from daskserve.types import Location
 
 #: The models whose options the README lists, by name.
@@ -35,19 +36,27 @@ def default_of(field: FieldInfo) -> str:
     return f"`{str(value) if isinstance(value, Location) else value!r}`"
 
 
-def row(name: str, field: FieldInfo) -> str:
-    """Return the table row of one option, with its other spelling if it has one."""
+def row(model: type[Options], name: str, field: FieldInfo) -> str:
+    """Return the table row of one option, with its other spellings if it has any."""
     names = [name]
     if isinstance(field.validation_alias, AliasChoices):
         names += [str(choice) for choice in field.validation_alias.choices if choice != name]
+    names += [theirs for theirs, ours in TRANSLATED.items() if model is BackendConfig and ours == name]
     spelling = " or ".join(f"`{each}`" for each in names)
-    return f"| {spelling} | {default_of(field)} | {(field.description or '').replace('``', '`')} |"
+    cells = [spelling, default_of(field), (field.description or "").replace("``", "`")]
+    if model is BackendConfig:
+        cells.append(effect_of(field).value)
+    return f"| {' | '.join(cells)} |"
 
 
 def table(model: type[Options]) -> str:
     """Return a model's options as a Markdown table."""
-    rows = [row(name, field) for name, field in model.model_fields.items() if name not in INTERNAL]
-    return "\n".join(["| option | default | meaning |", "| --- | --- | --- |", *rows]) + "\n"
+    rows = [row(model, name, field) for name, field in model.model_fields.items() if name not in INTERNAL]
+    head = ["option", "default", "meaning"]
+    if model is BackendConfig:
+        head.append("a change")
+    rule = ["---"] * len(head)
+    return "\n".join([f"| {' | '.join(head)} |", f"| {' | '.join(rule)} |", *rows]) + "\n"
 
 
 TABLES = GeneratedTables("README.md", r"options: (\w+)", lambda model: table(MODELS[model]))

@@ -187,7 +187,9 @@ class ClassicDeployment(Deployment):
         changes = {name: value for name, value in given.items() if value is not None}
         if route_prefix is None:
             changes["given_route"] = None
-        if "env" in options or set(CODE_FIELDS) - {"files"} <= set(changes):
+        ray = options.get("ray_actor_options")
+        renews_env = "env" in options or (isinstance(ray, Mapping) and bool(ray.get("runtime_env")))
+        if renews_env or set(CODE_FIELDS) - {"files"} <= set(changes):
             # The stored files go with the environment, or with the code that they are stored with.
             changes["files"] = None
         changed = replace(self, **changes, prev_version=prev_version)

@@ -331,8 +331,6 @@ class _Stepper:
         world, notes = self.world, self.notes
         if (surge and not _unplaced(self.replicas.values())) or notes.is_pausing(world.now):
             return
-        if self.backend.config.unavailable(self.backend.num_replicas):
-            return  # then `next_steps` decides which old ones stop early
         workers, demand = world.observed.cleared_workers(), demand_of(self.backend)
         found = replicas_to_drain(
             self.backend,

@@ -200,9 +200,6 @@ def published_backend(state: State, tag: str) -> Any:
         "concurrency": backend.config.concurrency(),
         "max_queued": backend.config.max_queued_requests,
     }
-    metadata = {each.tag: dict(each.metadata) for each in state.replicas_of(tag) if each.metadata}
-    if metadata:
-        value["metadata"] = metadata
     if backend.autoscaling is not None:
         value["autoscaled"] = True
     if backend.capacity == 0:

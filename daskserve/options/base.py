@@ -7,10 +7,12 @@ configuration (`daskserve.settings`). Pydantic stays off the request path.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
 from typing import Any, ClassVar, Final, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 
 from daskserve.options.unknown import explained
 
@@ -18,6 +20,21 @@ from daskserve.options.unknown import explained
 CONTROLLER_ONLY: Final = "read by the controller only"
 #: Marks a field that is fixed for the life of a replica: a change of it replaces the replicas.
 REPLACES: Final = "a change replaces the replicas"
+
+
+class Effect(enum.StrEnum):
+    """What a change of an option does to running replicas."""
+
+    AT_ONCE = "acts at once"
+    TOLD = "reconfigures replicas"
+    REPLACES = "replaces replicas"
+
+
+def effect_of(field: FieldInfo) -> Effect:
+    """Return what a change of an option of a backend does to its running replicas."""
+    if REPLACES in field.metadata:
+        return Effect.REPLACES
+    return Effect.AT_ONCE if CONTROLLER_ONLY in field.metadata else Effect.TOLD
 
 
 class Options(BaseModel):

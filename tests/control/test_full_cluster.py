@@ -329,3 +329,12 @@ def test_an_update_ends_and_no_more_replicas_are_missing_than_may_be(
     assert bench.goal(goal).state is not GoalState.PENDING
     assert versions(bench, S.RUNNING) == versions(bench) == [version] * replicas
     assert bench.observed.full_since == {}
+
+
+@pytest.mark.parametrize("max_unavailable", [0, 1])
+def test_a_replica_that_needs_the_room_of_two_gets_it_whatever_may_be_missing(max_unavailable: int) -> None:
+    bench = full(4, threads=2)
+    goal = deploy(bench, "2", 2, num_cpus=2, max_unavailable=max_unavailable)
+    bench.settle()
+    assert bench.goal(goal).state is GoalState.DONE
+    assert versions(bench) == ["2", "2"]

@@ -39,7 +39,7 @@ class ReplicaSelection:
     availability_zone : str or None
         Always None: Dask does not know zones.
     replica_metadata : dict
-        Its ``backend``, and the process id of its worker.
+        Its ``backend``, and the process id of its worker, and what ``record_replica_metadata`` returned.
     """
 
     replica_id: str
@@ -79,7 +79,7 @@ class ReplicaSelection:
             int(port) if is_network else None,
             worker,
             None,
-            {"backend": facts["backend"], "pid": facts["pid"]},
+            {"backend": facts["backend"], "pid": facts["pid"], **facts["metadata"]},
             choice,
         )
 

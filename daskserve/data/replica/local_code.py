@@ -112,7 +112,7 @@ class LocalCode:
                 self._user_config = start.user_config
             if servable.has_hook(METADATA):
                 step = f"failed in {METADATA}()"
-                metadata = as_plain(await self._run_hook(wall, servable, METADATA))
+                metadata = as_plain(await self._run(wall, servable.hook(METADATA)))
             wall.is_watched = True
             step = "failed its first health check"
             await self._context.clock.wait_for(self.probe(), start.config.health_check_timeout_s)
@@ -121,16 +121,7 @@ class LocalCode:
         if failure is not None:
             # Raised outside of the handler: the traceback of the user's error refers to the user's object.
             raise failure
-        self._serving = ServingCode(wall, servable, self._batches, self.slots, self._figures)
-        self._serving.fill = self._fill
-        self._serving.place = {
-            "replica_tag": start.replica_tag,
-            "backend": start.backend_tag,
-            "worker": self._context.worker,
-            "pid": os.getpid(),
-        }
-        self._serving.has_method_header = start.config.method_header
-        self._serving.on_disconnect = start.config.on_disconnect
+        self._serve(wall, servable, metadata)
         facts = servable.facts
         return {
             "is_blocking": facts.is_blocking,
@@ -139,6 +130,20 @@ class LocalCode:
             "methods": sorted(facts.methods),
             **({"metadata": metadata} if metadata else {}),
         }
+
+    def _serve(self, wall: Wall, servable: Servable, metadata: Mapping[str, Any]) -> None:
+        start = self._start
+        self._serving = ServingCode(wall, servable, self._batches, self.slots, self._figures)
+        self._serving.fill = self._fill
+        self._serving.place = {
+            "replica_tag": start.replica_tag,
+            "backend": start.backend_tag,
+            "worker": self._context.worker,
+            "pid": os.getpid(),
+            "metadata": metadata,
+        }
+        self._serving.has_method_header = start.config.method_header
+        self._serving.on_disconnect = start.config.on_disconnect
 
     def _set_current_replica(self, servable_object: Any) -> None:
         assert self._wall is not None
@@ -242,7 +247,7 @@ class LocalCode:
             await probe_liveness(wall, servable, self._start.replica_tag, self.slots.concurrency)
         if servable.is_class and hasattr(servable.target, "check_health"):
             try:
-                await self._run_hook(wall, servable, "check_health", is_reserved=True)
+                await self._run(wall, servable.hook("check_health"), is_reserved=True)
             except Exception as error:
                 raise UserCodeError(
                     f"check_health() of backend {self._start.backend_tag!r} raised "
@@ -288,9 +293,6 @@ class LocalCode:
         hook = servable.hook("reconfigure")
         rank = {"rank": ReplicaRank(*self._holder.standing[:3])} if takes_rank(hook) else {}
         await self._run(wall, partial(hook, **rank), user_config)
-
-    async def _run_hook(self, wall: Wall, servable: Servable, name: str, *, is_reserved: bool = False) -> Any:
-        return await self._run(wall, servable.hook(name), is_reserved=is_reserved)
 
     async def _run(
         self, wall: Wall, hook: Callable[..., Any], *pickles: bytes, is_reserved: bool = False

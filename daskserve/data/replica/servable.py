@@ -179,22 +179,29 @@ class Servable:
         await self._lifespan.open(self._bound[CALL])
 
     async def close(self) -> None:
-        """End the lifespan and release the user's object, awaiting an async ``__del__``."""
+        """End the lifespan and release the user's object, calling its ``__del__``, which may be async."""
         await self._lifespan.close()
-        made = self.target
-        self.close_in_thread()
-        if inspect.iscoroutinefunction(getattr(made, "__del__", None)):
+        if inspect.iscoroutinefunction(getattr(self.target, "__del__", None)):
+            made = self._release()
             try:
                 await made.__del__()
             finally:
-                # Python would call it again, and no code could await that.
-                kind = type(made)
-                made.__class__ = type(kind.__name__, (kind,), {"__slots__": (), "__del__": lambda _: None})
+                _forget_destructor(made)
+        else:
+            self.close_in_thread()
 
     def close_in_thread(self) -> None:
-        """Release the user's object; unless other code refers to it, its ``__del__`` runs here."""
-        self._bound = {}
-        self.target = None
+        """Release the user's object, calling its ``__del__``, even if other code still refers to it."""
+        made = self._release()
+        if self.is_class and hasattr(type(made), "__del__"):
+            try:
+                made.__del__()
+            finally:
+                _forget_destructor(made)
+
+    def _release(self) -> Any:
+        made, self.target, self._bound = self.target, None, {}
+        return made
 
     # ---- HTTP
 
@@ -279,6 +286,13 @@ class Servable:
         if inspect.isawaitable(result):
             result = await result
         return dump_result(self.describe(method), result)
+
+
+def _forget_destructor(made: Any) -> None:
+    """Keep Python from calling a ``__del__`` again that was called, or that no code could await."""
+    kind = type(made)
+    silent = type(kind.__name__, (kind,), {"__slots__": (), "__del__": lambda _: None})
+    object.__setattr__(made, "__class__", silent)
 
 
 def call_arguments(

@@ -355,15 +355,17 @@ def test_a_chosen_replica_keeps_a_slot_for_one_call(client: Client) -> None:
 
 
 def test_reserved_slots_are_taken_from_others(client: Client) -> None:
-    client.deploy("reserved", Echo, config={"max_concurrent_queries": 1, "max_queued_requests": 0})
+    client.deploy("reserved", Echo, config={"max_concurrent_queries": 1, "max_queued_requests": 1})
     handle = client.get_handle("reserved")
 
     async def main() -> None:
         async with handle.choose_replica():
+            waiting = handle.remote(0)  # the one that may
             with pytest.raises(serve.errors.BackPressureError) as caught:
                 await handle.remote(1)
-            assert caught.value.max_queued_requests == 0
+            assert caught.value.max_queued_requests == 1
             assert caught.value.http_status == 503
+        assert await waiting == 0
 
     run(main())
 

@@ -90,6 +90,7 @@ def run_replica(where: str, env: Any) -> Any:
         environment=spec.env,
         debug=False,
         code_name="b@1",
+        standing=(0, 0, 0, 1),
     )
     actor = ActorSpec(ActorKind.REPLICA, "an-instance/replica/b#AAAAAA", 1, "an-instance", start.encode())
     context = ActorContext(actor, types.SimpleNamespace(link=None), LoopClock(), random.Random(0))  # type: ignore[arg-type]

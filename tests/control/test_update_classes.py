@@ -1,0 +1,107 @@
+"""What a change of each option does to running replicas: nothing, a reconfiguration, or a replacement."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from control_harness import Bench, spec, worker
+
+from daskserve.control import backend_verbs
+from daskserve.control.replica_actions import ReconfigureReplica, StartReplica
+from daskserve.options.backend import BackendConfig
+from daskserve.options.base import Effect, effect_of
+from daskserve.types import ReplicaState as S
+
+#: Another value than the default of each option of a backend.
+VALUES: Mapping[str, Any] = {
+    "num_replicas": 1,  # the same number, but set
+    "autoscaling_config": {"min_replicas": 1, "max_replicas": 3},
+    "external_scaler_enabled": True,
+    "max_batch_size": 3,
+    "batch_wait_timeout": 1.0,
+    "max_concurrent_queries": 3,
+    "max_queued_requests": 7,
+    "max_surge": 2,
+    "max_unavailable": 1,
+    "max_replicas_per_node": 2,
+    "placement": "PACK",
+    "max_constructor_retry_count": 2,
+    "experimental_graceful_shutdown_wait_loop_s": 3.0,
+    "experimental_graceful_shutdown_timeout_s": 3.0,
+    "liveness": None,
+    "health_check_period_s": 1.0,
+    "health_check_timeout_s": 1.0,
+    "health_check_threshold": 1,
+    "method_header": True,
+    "on_disconnect": "cancel",
+    "event_loop": "worker",
+    "isolation": "process",
+}
+#: The classes of today's Ray Serve, as far as it has the option, by daskserve's name.
+RAY = {
+    Effect.AT_ONCE: ("num_replicas", "max_queued_requests", "max_unavailable", "max_surge"),
+    Effect.REPLACES: ("max_replicas_per_node",),
+}
+
+
+def effect(before: Mapping[str, Any], after: Mapping[str, Any]) -> Effect:
+    """Deploy one version with two configs; return what the second did to the replica."""
+    bench = Bench([worker(1)])
+    bench.deploy(version="1", **before)
+    bench.settle()
+    tags, started, told = bench.tags(S.RUNNING), False, False
+    bench.deploy(version="1", **after)
+    for _ in range(10):
+        actions = bench.step().actions
+        started |= any(isinstance(each, StartReplica) for each in actions)
+        told |= any(isinstance(each, ReconfigureReplica) for each in actions)
+        for action in actions:
+            bench.succeed(action)
+    assert started == (bench.tags(S.RUNNING) != tags)
+    assert not (started and told)
+    return Effect.REPLACES if started else Effect.TOLD if told else Effect.AT_ONCE
+
+
+def test_every_option_is_in_the_table() -> None:
+    assert VALUES.keys() == BackendConfig.model_fields.keys() - {"user_config", "internal_metadata"}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_a_changed_option_acts_as_its_field_says(name: str) -> None:
+    expected = effect_of(BackendConfig.model_fields[name])
+    assert effect({}, {name: VALUES[name]}) is expected
+    assert effect({name: VALUES[name]}, {}) is expected
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_the_same_option_again_changes_nothing(name: str) -> None:
+    bench = Bench([worker(1)])
+    bench.deploy(version="1", **{name: VALUES[name]})
+    bench.settle()
+    again = spec(version="1", request_id="another", **{name: VALUES[name]})
+    outcome = backend_verbs.deploy(bench.state, again, goal_id="another", now=0.0)
+    assert (outcome.change, outcome.goal) == ({}, None)
+
+
+@pytest.mark.parametrize(
+    ("expected", "name"), [(each, name) for each, names in RAY.items() for name in names]
+)
+def test_the_classes_are_those_of_ray_serve(expected: Effect, name: str) -> None:
+    assert effect_of(BackendConfig.model_fields[name]) is expected
+
+
+def test_another_user_config_is_told_and_other_resources_replace() -> None:
+    assert effect({"user_config": b"one"}, {"user_config": b"two"}) is Effect.TOLD
+    assert effect({}, {"actor_options": {"num_cpus": 1}}) is Effect.REPLACES
+
+
+def test_more_replicas_leave_the_others_alone() -> None:
+    bench = Bench([worker(1)])
+    bench.deploy(version="1", num_replicas=2)
+    bench.settle()
+    tags = bench.tags(S.RUNNING)
+    bench.deploy(version="1", num_replicas=3)
+    bench.settle()
+    assert bench.tags(S.RUNNING)[:2] == tags
