@@ -60,5 +60,6 @@ def talk(url: str) -> Iterator[WebSocketClient]:
     parts = urlsplit(url)
     with socket.create_connection((parts.hostname, parts.port), timeout=20) as sock:
         client = WebSocketClient(sock)
-        client.send(Request(host="test", target=parts.path))
+        target = f"{parts.path}?{parts.query}" if parts.query else parts.path
+        client.send(Request(host="test", target=target))
         yield client
