@@ -61,7 +61,8 @@ def paste(instance: serve.Client, monkeypatch: pytest.MonkeyPatch) -> Iterator[A
 
     monkeypatch.setattr(serve, "run", run)
     yield paste
-    instance.delete_application("default")
+    for name in instance.status().applications:
+        instance.delete_application(name)
 
 
 def conversations(page: str) -> list[tuple[list[str], str]]:
@@ -72,11 +73,11 @@ def conversations(page: str) -> list[tuple[list[str], str]]:
 
 
 @pytest.mark.parametrize(
-    "page", ["composition.md", "fastapi.md", "streaming.md", "batching.md"], ids=lambda page: page[:-3]
+    "page",
+    ["composition.md", "fastapi.md", "streaming.md", "batching.md", "migrating.md"],
+    ids=lambda page: page[:-3],
 )
-def test_the_program_answers_curl_as_the_page_shows(
-    page: str, paste: Any, instance: serve.Client
-) -> None:
+def test_the_program_answers_curl_as_the_page_shows(page: str, paste: Any, instance: serve.Client) -> None:
     paste(page)
     (url,) = instance.http_urls()
     expected = conversations(page)
@@ -183,3 +184,15 @@ def test_the_test_file_of_the_testing_page_passes(tmp_path: Path) -> None:
     )
     sys.modules.pop("test_shop", None)
     assert (ended, collected.passed) == (0, 5)
+
+
+def test_the_names_that_replace_those_of_ray_serve_exist() -> None:
+    text = (DOCS / "migrating.md").read_text(encoding="utf-8").partition("### What differs")[0]
+    new = [row.split("|")[2] for row in text.partition("### Names old to new")[2].splitlines() if "|" in row]
+    for name in re.findall(r"`(?:serve|daskserve)\.(\w+)", " ".join(new)):
+        assert getattr(serve, name) is not None
+    same = re.findall(r"^\| (.*?) \| the same", text, re.MULTILINE)
+    names = [name for row in same for name in re.findall(r"(?<![.\w])@?(?:serve\.)?(\w+)`", row)]
+    assert {"run_many", "deployment", "batch", "get_replica_context"} <= set(names)
+    for name in names:
+        assert hasattr(serve, name)

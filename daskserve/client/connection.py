@@ -23,7 +23,8 @@ class InstanceConnection:
     """A connection to an instance on a Dask cluster, which several clients may share.
 
     An instance with an owner ends with it: when the connection is closed or garbage collected, or when the
-    program ends.
+    program ends. An owner that was never used is not missed: its instance stays for the functions of the
+    module, if they have no other. So ``serve.start(...)`` may be a statement of its own.
     """
 
     def __init__(self, link: ClientLink, instance: InstanceName, *, is_owner: bool = False) -> None:
@@ -32,20 +33,19 @@ class InstanceConnection:
         self.is_closed = False
         self.calls = ControllerCalls(link, instance)
         self.handles = KnownHandles()
-        self._finalizer: weakref.finalize[..., Any] | None = None
+        self._ownership: _Ownership | None = None
         if is_owner:
-            self._finalizer = weakref.finalize(self, abandon_instance, link, instance)
-            # weakref's own exit hook may run after Dask's, which closes the connection.
-            self._finalizer.atexit = False
-            atexit.register(self._finalizer)
+            self._ownership = _Ownership(self)
 
     @property
     def is_owner(self) -> bool:
         """Whether the instance ends with this connection."""
-        return self._finalizer is not None
+        return self._ownership is not None
 
     def check_open(self) -> None:
-        """Raise `ClosedError` if the connection was closed."""
+        """Raise `ClosedError` if the connection was closed; every use of a client starts with this."""
+        if self._ownership is not None:
+            self._ownership.is_used = True
         if self.is_closed:
             raise ClosedError("Client has already been shut down.")
 
@@ -58,9 +58,8 @@ class InstanceConnection:
         if self.is_closed:
             return
         self.is_closed = True
-        if self._finalizer is not None:
-            atexit.unregister(self._finalizer)
-            self._finalizer.detach()
+        if self._ownership is not None:
+            self._ownership.detach()
         await end_instance(self.link, self.instance, asynchronous=asynchronous)
 
     async def disconnect(self, *, asynchronous: bool) -> None:
@@ -71,6 +70,36 @@ class InstanceConnection:
             self.is_closed = True
             self.link.release_default(self.instance)
             await self.link.disconnect(self.instance, asynchronous=asynchronous)
+
+
+class _Ownership:
+    """Ends an instance when its owner is garbage collected or the program ends."""
+
+    def __init__(self, owner: InstanceConnection) -> None:
+        self._link = owner.link
+        self._instance = owner.instance
+        #: Whether a client has used the owner.
+        self.is_used = False
+        self._finalizer = weakref.finalize(owner, self._collected)
+        # weakref's own exit hook may run after Dask's, which closes the connection.
+        self._finalizer.atexit = False
+        atexit.register(self._end)
+
+    def detach(self) -> None:
+        """Leave the instance alone from now on."""
+        atexit.unregister(self._end)
+        self._finalizer.detach()
+
+    def _collected(self) -> None:
+        atexit.unregister(self._end)
+        if self.is_used or not self._link.is_open or self._link.default_instance is not None:
+            abandon_instance(self._link, self._instance)
+        else:
+            InstanceConnection(self._link, self._instance, is_owner=True).become_default()
+
+    def _end(self) -> None:
+        self.detach()
+        abandon_instance(self._link, self._instance)
 
 
 class Verbs:
