@@ -145,7 +145,6 @@ class ChildCode:
                 instance=spec.instance,
                 worker=self._context.worker,
                 access=dump_access(self._context.cluster),
-                archives=str(settings.process().environments),
             )
         except ActorLostError:
             await child.ended.wait()

@@ -6,9 +6,9 @@ import asyncio
 import gc
 from collections import deque
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
+from daskserve import settings
 from daskserve.clock import LoopClock, system_rng
 from daskserve.cluster.base import ActorSpec, ContextWith, verb, verbs_of
 from daskserve.cluster.worker.child_view import ChildView
@@ -122,17 +122,13 @@ class ReplicaServer:
         instance: str,
         worker: str,
         access: bytes,
-        archives: str,
     ) -> Mapping[str, Any]:
-        """Create the replica from its start message, start it, and return its facts.
-
-        ``archives`` is the folder for the files of its environment.
-        """
+        """Create the replica from its start message, start it, and return its facts."""
         view = self._view = ChildView(instance, load_bytes(access), payload.buffers)
         spec = ActorSpec(ActorKind.REPLICA, name, incarnation, instance, bytes(payload.data))
         # User code sees only those parts of the view that handles and clients need.
         context = ContextWith(spec, view, LoopClock(), system_rng(), worker)
-        archives_folder.set(Path(archives))
+        archives_folder.set(settings.process().environments)
         self._replica = ChildReplica(context)
         view.answer_get_worker()
         return await self._replica.start()
