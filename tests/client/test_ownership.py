@@ -48,7 +48,8 @@ def test_an_instance_whose_client_was_never_used_stays_for_the_functions_of_the_
     del client
     gc.collect()
     kept = link.default_instance
-    assert isinstance(kept, InstanceConnection) and kept.is_owner
+    assert isinstance(kept, InstanceConnection)
+    assert kept.is_owner
     assert Client(kept).list_backends() == {}
     assert kept.instance == instance
     Client(kept).shutdown()
