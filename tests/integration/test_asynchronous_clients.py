@@ -114,10 +114,16 @@ def test_a_client_by_address_closes_its_connection(external: ExternalCluster) ->
         asyncio.run(scenario())
 
 
-def test_an_owner_that_is_forgotten_ends_its_instance(external: ExternalCluster) -> None:
+def test_an_owner_that_is_forgotten_ends_its_instance_if_it_was_used(external: ExternalCluster) -> None:
     async def scenario() -> None:
         async with Client(external.address, asynchronous=True):
-            await serve.start_async(http_options=HTTP)  # the client is dropped here
+            await (await serve.start_async(http_options=HTTP)).list_backends()  # the client is dropped here
+            await wait_until(lambda: is_unused(external))
+
+            await serve.start_async(http_options=HTTP)
+            assert await (await serve.run_async(Greeter.bind())).greet.remote("you") == "Hello, you!"
+            assert len([each for each in external.leftovers() if ": listens " in each]) == 1
+            await serve.shutdown_async()
             await wait_until(lambda: is_unused(external))
 
     asyncio.run(scenario())
