@@ -346,5 +346,5 @@ def test_a_plain_function_of_a_cancelled_request_cannot_call(client: Client) -> 
     leaf = serve(client, "leaf", hang)
     serve(client, "front", RunsOn, leaf)
     disconnect_during(client, "/front")
-    poll_for(lambda: GATES.notes.count("CancelledError") == 2, lambda: GATES.notes)
+    poll_for(lambda: GATES.notes.count("RequestCancelledError") == 2, lambda: GATES.notes)
     wait_until_idle(client)

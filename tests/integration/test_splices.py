@@ -79,7 +79,7 @@ def test_a_cancelled_call_is_cancelled_in_the_replica(caller: Caller) -> None:
     caller.ask("begin_waiting", "m")
     poll_for(lambda: caller.ask("ask_model", "m", "counts") == [1, 0])
     caller.ask("cancel_waiting")
-    assert caller.ask("outcome")[0] == "CancelledError"
+    assert caller.ask("outcome")[0] == "RequestCancelledError"
     poll_for(lambda: caller.ask("ask_model", "m", "counts") == [1, 1])
 
 

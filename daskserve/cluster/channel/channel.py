@@ -352,7 +352,7 @@ class Channel:
             work = FRAME_WORK
             if envelope.kind is EnvelopeKind.CALL:
                 work = CALL_WORK
-                if self._kept is not None and message is not None and is_large(message["payload"]):
+                if self._kept is not None and message is not None and is_large(message):
                     self._offer(number, message["payload"], outcome)
                     return
             messages = [] if message is None else [wire_message(message)]
@@ -375,7 +375,7 @@ class Channel:
         if self._kept is not None and envelope.kind is EnvelopeKind.CALL:
 
             def send(message: Message) -> Awaitable[None]:
-                if message["type"] == "call.result" and is_large(message["payload"]):
+                if is_large(message):
                     large.append(message["payload"])
                     return DONE
                 return stream.send(message)

@@ -13,13 +13,16 @@ import itertools
 import secrets
 
 from daskserve.errors import UnavailableError
-from daskserve.types import KEPT_BYTES, Payload, WorkerAddress
+from daskserve.types import KEPT_BYTES, Message, Payload, WorkerAddress
 
 
-def is_large(payload: Payload) -> bool:
-    """Return whether an answer is offered instead of sent."""
+def is_large(message: Message) -> bool:
+    """Return whether a message is the result of a call that is offered instead of sent."""
+    if message["type"] != "call.result":
+        return False
+    payload = message["payload"]
     if payload.buffers:
-        return payload.nbytes >= KEPT_BYTES
+        return bool(payload.nbytes >= KEPT_BYTES)
     return len(payload.data) >= KEPT_BYTES
 
 
