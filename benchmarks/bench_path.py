@@ -243,6 +243,8 @@ class Bench:
             debug=False,
             code_name="b@1",
             standing=(0, 0, 0, 1),
+            actors={},
+            actor_of=(),
         )
         spec = ActorSpec(ActorKind.REPLICA, ADDRESS.name, 1, "i", start.encode())
         cluster: Any = None

@@ -84,9 +84,11 @@ if TYPE_CHECKING:
         ReplicaContext,
         get_current_backend_tag,
         get_current_replica_tag,
+        get_deployment_actor_context,
         get_replica_context,
     )
     from daskserve.data.batching.decorator import batch
+    from daskserve.data.caller.deployment_actor import get_deployment_actor
     from daskserve.data.caller.handle import Handle
     from daskserve.data.caller.response import Response
     from daskserve.data.caller.response_stream import ResponseGenerator
@@ -97,6 +99,7 @@ if TYPE_CHECKING:
     from daskserve.options.actor import ActorOptions
     from daskserve.options.autoscaling import AutoscalingConfig
     from daskserve.options.backend import BackendConfig
+    from daskserve.options.deployment_actor import DeploymentActorConfig
     from daskserve.options.environment import CondaEnv, Environment
     from daskserve.options.http import HTTPOptions
     from daskserve.types import ReplicaRank
@@ -176,6 +179,7 @@ _HOMES: Mapping[str, str] = {
     "BackendConfig": "options.backend",
     "ActorOptions": "options.actor",
     "AutoscalingConfig": "options.autoscaling",
+    "DeploymentActorConfig": "options.deployment_actor",
     "CondaEnv": "options.environment",
     "Environment": "options.environment",
     # policies
@@ -196,6 +200,8 @@ _HOMES: Mapping[str, str] = {
     "get_replica_context": "context",
     "ReplicaContext": "context",
     "ReplicaRank": "types",
+    "get_deployment_actor": "data.caller.deployment_actor",
+    "get_deployment_actor_context": "context",
     "metrics": "",
     # errors
     "ServeError": "errors",
@@ -213,6 +219,7 @@ __all__ = [
     "CondaEnv",
     "Decision",
     "Deployment",
+    "DeploymentActorConfig",
     "Environment",
     "Explanation",
     "HTTPOptions",
@@ -254,6 +261,8 @@ __all__ = [
     "get_current_backend_tag",
     "get_current_replica_tag",
     "get_deployment",
+    "get_deployment_actor",
+    "get_deployment_actor_context",
     "get_deployment_async",
     "get_deployment_handle",
     "get_deployment_handle_async",

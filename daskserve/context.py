@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from daskserve.errors import NotInReplicaError
 from daskserve.figures.replica import ReplicaFigures
@@ -33,6 +33,27 @@ class HasLink(Protocol):
     def link(self) -> Any: ...
 
     async def fetch_parcel(self, code: str, parcel: Any) -> Any: ...
+
+
+class DeploymentID(NamedTuple):
+    """A deployment's name and that of its application."""
+
+    name: str
+    app_name: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentActorContext:
+    """The actor that the current code belongs to: its name, and whose actor it is."""
+
+    actor_name: str
+    deployment: str
+    app_name: str
+
+    @property
+    def deployment_id(self) -> DeploymentID:
+        """The deployment whose replicas share the actor."""
+        return DeploymentID(self.deployment, self.app_name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +101,10 @@ class ReplicaContext:
     code_version: str = ""
     #: The rank, which changes while the replica lives.
     holder: StandingHolder = field(default_factory=StandingHolder)
+    #: The tags of the deployment's actors, by name.
+    actors: Mapping[str, BackendTag] = field(default_factory=dict)
+    #: For a deployment actor: the names of its deployment and of the actor.
+    actor_of: tuple[str, ...] = ()
 
     @property
     def app_name(self) -> str:
@@ -195,6 +220,24 @@ def get_request_context() -> RequestContext:
             "This code does not answer a daskserve request; call it from a backend's methods."
         )
     return request
+
+
+def get_deployment_actor_context() -> DeploymentActorContext:
+    """Return the deployment actor this code runs in.
+
+    Raises
+    ------
+    NotInReplicaError
+        The code runs elsewhere, be it in a replica.
+    """
+    replica = current_replica.get()
+    if replica is None or not replica.actor_of:
+        raise NotInReplicaError(
+            "This code does not run in a deployment actor; call it from the constructor or the methods of an "
+            "actor_class."
+        )
+    deployment, actor = replica.actor_of
+    return DeploymentActorContext(actor, deployment, replica.app_name)
 
 
 def get_current_backend_tag() -> BackendTag:

@@ -6,7 +6,7 @@ Messages are plain values in msgpack, with user code as opaque ``bytes``. They a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
@@ -99,6 +99,10 @@ class ReplicaStart(StartMessage):
         it; None means the worker's environment.
     debug : bool
         Whether HTTP responses to failed requests contain the user's traceback.
+    actors : dict
+        The tags of the deployment's actors, by name.
+    actor_of : list of str
+        For a deployment actor: the names of its deployment and of the actor.
     """
 
     OPTIONS: ClassVar[Mapping[str, Any]] = {"config": dump_config}
@@ -113,6 +117,8 @@ class ReplicaStart(StartMessage):
     debug: bool
     code_name: str
     standing: Standing
+    actors: Mapping[str, str]
+    actor_of: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)

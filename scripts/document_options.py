@@ -16,6 +16,7 @@ from daskserve.options.actor import ActorOptions
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.backend import BackendConfig
 from daskserve.options.base import Options, effect_of
+from daskserve.options.deployment_actor import DeploymentActorConfig
 from daskserve.options.environment import Environment
 from daskserve.options.http import HTTPOptions
 from daskserve.options.ray_names import TRANSLATED
@@ -24,7 +25,14 @@ from daskserve.types import Location
 #: The models whose options the README lists, by name.
 MODELS = {
     model.__name__: model
-    for model in (BackendConfig, ActorOptions, AutoscalingConfig, Environment, HTTPOptions)
+    for model in (
+        BackendConfig,
+        ActorOptions,
+        DeploymentActorConfig,
+        AutoscalingConfig,
+        Environment,
+        HTTPOptions,
+    )
 }
 #: Set by daskserve itself; not an option.
 INTERNAL = frozenset({"internal_metadata"})
@@ -32,6 +40,8 @@ INTERNAL = frozenset({"internal_metadata"})
 
 def default_of(field: FieldInfo) -> str:
     """Return a field's default in Python syntax."""
+    if field.is_required():
+        return "required"
     value: Any = field.get_default(call_default_factory=True)
     return f"`{str(value) if isinstance(value, Location) else value!r}`"
 

@@ -14,7 +14,7 @@ from typing import Any, Self, TypeVar, overload
 from daskserve.client.api import default_verbs
 from daskserve.client.classic_handles import classic_handle
 from daskserve.client.deployment_verbs import NAME_AS_ROUTE, new_version
-from daskserve.client.deployments import Application, Deployment, config_of, default_name
+from daskserve.client.deployments import Application, Deployment, DeploymentActors, config_of, default_name
 from daskserve.client.forms import Form, awaitable, blocking
 from daskserve.client.specs import check_name, check_route, check_version, make_spec
 from daskserve.client.stored_code import CODE_FIELDS, StoredCode
@@ -25,6 +25,7 @@ from daskserve.errors import BadRequestError
 from daskserve.loops.blocking import finish
 from daskserve.options.actor import ActorOptions, parse_actor_options
 from daskserve.options.backend import BackendConfig
+from daskserve.options.deployment_actor import DeploymentActorConfig
 from daskserve.options.environment import parse_environment
 from daskserve.options.unknown import names_of
 from daskserve.types import GoalId
@@ -48,6 +49,11 @@ async def _deploy(
         Whether anything was updated; with ``_blocking=False`` the goal for `Client.wait_for_goal`, or None if
         nothing changes.
     """
+    if self.actors:
+        raise BadRequestError(
+            f"Deployment {self.name!r} has deployment_actors, which are deployments of the same application; "
+            f"run it with serve.run({self.name}.bind(...)) instead of deploy()."
+        )
     verbs = await default_verbs(form)
     await self._load(asynchronous=form.asynchronous)
     has_arguments = bool(init_args or init_kwargs)
@@ -298,6 +304,7 @@ def deployment(
     ray_actor_options: Mapping[str, Any] | None = None,
     version: str | None = None,
     env: Any = None,
+    deployment_actors: DeploymentActors | None = None,
     init_args: tuple[Any, ...] | None = None,
     init_kwargs: Mapping[str, Any] | None = None,
     prev_version: str | None = None,
@@ -317,6 +324,7 @@ def deployment(
     ray_actor_options: Mapping[str, Any] | None = None,
     version: str | None = None,
     env: Any = None,
+    deployment_actors: DeploymentActors | None = None,
     init_args: tuple[Any, ...] | None = None,
     init_kwargs: Mapping[str, Any] | None = None,
     prev_version: str | None = None,
@@ -338,6 +346,8 @@ def deployment(
         Version of the code; without it, every change of the code is a new version.
     env : Environment, dict, CondaEnv, str or path, optional
         The environment of its replicas, see `daskserve.client.client.Client.create_backend`.
+    deployment_actors : list of DeploymentActorConfig, optional
+        Actors that its replicas share; they get them from `daskserve.get_deployment_actor`.
     init_args, init_kwargs, prev_version, route_prefix
         Defaults for ``deploy``, see `daskserve.client.client.Client.deploy`. In an application, pass
         arguments to ``bind``, and a route to `daskserve.run`.
@@ -366,6 +376,8 @@ def deployment(
             init_kwargs={} if init_kwargs is None else init_kwargs,
             prev_version=prev_version,
             given_route=route_prefix,
+            actors=actors,
         )
 
+    actors = DeploymentActorConfig.parse_all(deployment_actors)
     return decorate if definition is None else decorate(definition)

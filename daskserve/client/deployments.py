@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 from daskserve.client.specs import check_name
 from daskserve.data.replica.definitions import inspect_definition, python_methods
 from daskserve.options.actor import ActorOptions, parse_actor_options
 from daskserve.options.backend import BackendConfig
 from daskserve.options.base import parse_options
+from daskserve.options.deployment_actor import DeploymentActorConfig
 from daskserve.options.environment import parse_environment
 
 #: Distinguishes an omitted argument from None.
 UNSET: Any = object()
+#: The actors of a deployment, as they are written.
+DeploymentActors: TypeAlias = Sequence[DeploymentActorConfig | Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -27,10 +30,13 @@ class Deployment:
     actor_options: ActorOptions = field(default_factory=ActorOptions)
     version: str | None = None
     env: Any = None
+    actors: tuple[DeploymentActorConfig, ...] = ()
 
     def __post_init__(self) -> None:
         check_name(self.name, "name")
         parse_environment(self.env)
+        for each in self.actors:
+            inspect_definition(each.actor_class, each.init_args, each.init_kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(
@@ -47,6 +53,7 @@ class Deployment:
         ray_actor_options: Mapping[str, Any] | None = None,
         version: str | None = None,
         env: Any = UNSET,
+        deployment_actors: DeploymentActors | None = UNSET,
         **options: Any,
     ) -> Self:
         """Return a copy with the given options changed; see `daskserve.deployment`."""
@@ -62,6 +69,9 @@ class Deployment:
             actor_options=resources if has_resources else self.actor_options,
             version=self.version if version is None else version,
             env=self.env if env is UNSET and environment is None else environment,
+            actors=self.actors
+            if deployment_actors is UNSET
+            else DeploymentActorConfig.parse_all(deployment_actors),
         )
 
     def bind(self, *args: Any, **kwargs: Any) -> Application:

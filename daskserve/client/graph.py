@@ -8,8 +8,9 @@ global variable would arrive or not, depending on whether the worker has the mod
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import FunctionType
@@ -22,11 +23,12 @@ from daskserve.data.caller.bound import Reduced, reduce_handle, stand_in
 from daskserve.data.caller.call_options import CallOptions
 from daskserve.data.caller.handle import Handle
 from daskserve.data.replica.class_app import has_app
-from daskserve.data.replica.definitions import python_methods
+from daskserve.data.replica.definitions import inspect_definition, python_methods
 from daskserve.errors import BadRequestError
 from daskserve.options.actor import ActorOptions
 from daskserve.options.app_spec import ApplicationSpec, DeploymentSpec, deployment_tag
 from daskserve.options.backend import BackendConfig
+from daskserve.options.deployment_actor import SEPARATOR, DeploymentActorConfig
 from daskserve.payload import visit
 from daskserve.types import BackendTag, EndpointTag, InstanceName
 
@@ -108,7 +110,12 @@ class ApplicationGraph:
             deployment = replace(deployment, config=deployment.config.merged(changes))
             if is_local:
                 deployment = localized(deployment)
-            deployments.append(self._deployment(node, deployment, timeout_s, instance))
+            actors = [
+                self._actor(node, deployment, each, timeout_s, instance, is_local=is_local)
+                for each in deployment.actors
+            ]
+            whole = self._deployment(node, deployment, timeout_s, instance)
+            deployments += [*actors, with_actors(whole, actors)]
         return ApplicationSpec(self.name, route, tuple(deployments), request_id, timeout_s)
 
     def _add(self, application: Application, path: list[_Node]) -> _Node:
@@ -169,6 +176,55 @@ class ApplicationGraph:
         )
         methods = tuple(python_methods(deployment.definition))
         return DeploymentSpec(node.name, spec, methods, tuple(dict.fromkeys(tags.values())))
+
+    def _actor(
+        self,
+        node: _Node,
+        deployment: Deployment,
+        actor: DeploymentActorConfig,
+        timeout_s: float | None,
+        instance: InstanceName,
+        *,
+        is_local: bool,
+    ) -> DeploymentSpec:
+        name = f"{node.name}{SEPARATOR}{actor.name}"
+        facts = inspect_definition(actor.actor_class, actor.init_args, actor.init_kwargs)
+        spec = make_spec(
+            deployment_tag(self.name, name),
+            actor.actor_class,
+            InitArguments(actor.init_args),
+            actor.init_kwargs,
+            actor_options=ActorOptions() if is_local else actor.actor_options,
+            config=actor.config(is_blocking=facts.is_blocking),
+            timeout_s=timeout_s,
+            version=deployment.version,
+            user_version=deployment.version,
+            env=deployment.env,
+            substitution=partial(Substitution, name, {}, instance, self.handles),
+        )
+        version = digest_of(spec.version, sorted(spec.actor_options.demand().items()))
+        return DeploymentSpec(
+            name,
+            replace(spec, tag=f"{spec.tag}{SEPARATOR}{version}"),
+            tuple(python_methods(actor.actor_class)),
+            actor_of=(node.name, actor.name),
+        )
+
+
+def with_actors(whole: DeploymentSpec, actors: Sequence[DeploymentSpec]) -> DeploymentSpec:
+    """Return a deployment that needs its actors. Other actors make another version, unless it is named."""
+    if not actors:
+        return whole
+    tags = {each.actor_of[1]: each.spec.tag for each in actors}
+    spec = whole.spec
+    if spec.user_version is None:
+        spec = replace(spec, version=f"{spec.version}{SEPARATOR}{digest_of(sorted(tags.items()))}")
+    return replace(whole, spec=spec, needs=(*whole.needs, *tags.values()), actors=tags)
+
+
+def digest_of(*values: Any) -> str:
+    """Return a short digest of plain values."""
+    return hashlib.blake2b(repr(values).encode(), digest_size=4).hexdigest()
 
 
 def localized(deployment: Deployment) -> Deployment:

@@ -94,6 +94,8 @@ class DeploymentStatus(_FromPlain):
         What is missing or failing.
     dead_replicas : tuple
         The last ten replicas that were lost or failed, oldest first.
+    actor_of : str
+        The deployment whose actor it runs; empty for a deployment.
     """
 
     status: str
@@ -101,6 +103,7 @@ class DeploymentStatus(_FromPlain):
     replica_states: Mapping[str, int] = field(default_factory=dict)
     message: str = ""
     dead_replicas: tuple[DeadReplicaStatus, ...] = ()
+    actor_of: str = ""
 
     @classmethod
     def _parts(cls, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -270,7 +273,7 @@ class Status:
             name,
             app.status,
             app.route_prefix or "",
-            ", ".join(app.deployments),
+            ", ".join(f"{each} (actor)" if part.actor_of else each for each, part in app.deployments.items()),
             app.message.partition("\n")[0],
         )
 

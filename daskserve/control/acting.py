@@ -193,6 +193,8 @@ class Acting:
                 debug=self._debug,
                 code_name=code.name,
                 standing=self._standing_of(replica),
+                actors=backend.actors,
+                actor_of=backend.actor_of,
             ).encode(),
         )
 

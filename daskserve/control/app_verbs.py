@@ -113,7 +113,7 @@ def _deploy(
             raise AlreadyRegisteredError(
                 f"Cannot deploy '{each.spec.tag}': two applications of this call have that deployment."
             )
-        found = backend_verbs.deployed(state, each.spec, now=now, application=spec.name, needs=each.needs)
+        found = backend_verbs.deployed(state, each.spec, now=now, application=spec.name, member=each)
         if found is not None:
             record, code = found
             change[code.key] = code

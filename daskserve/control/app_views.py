@@ -69,6 +69,7 @@ def deployment_status(
         "status": "DEPLOY_FAILED" if has_failed else word,
         "status_trigger": "REPLICA_STARTUP_FAILED" if has_failed else trigger,
         "replica_states": dict(Counter(_replica_word(observed, backend, each) for each in replicas)),
+        "actor_of": backend.actor_of[0] if backend.actor_of else "",
         "message": message or (f"waits for {', '.join(awaited)}" if awaited else ""),
         "dead_replicas": views.dead_replicas(observed, backend.tag),
     }

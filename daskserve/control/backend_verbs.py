@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from daskserve.control.records import BackendRecord, Change, CodeRecord
 from daskserve.control.state import State
 from daskserve.control.target_capacity import at_capacity
 from daskserve.errors import AlreadyRegisteredError, BadRequestError, NotFoundError, NotRegisteredError
+from daskserve.options.app_spec import DeploymentSpec
 from daskserve.options.backend import BackendConfig
 from daskserve.options.backend_spec import BackendSpec
 from daskserve.types import BackendTag, EndpointTag, GoalId
@@ -118,7 +119,7 @@ def deployed(
     *,
     now: float,
     application: str = "",
-    needs: Sequence[BackendTag] = (),
+    member: DeploymentSpec | None = None,
 ) -> tuple[BackendRecord, CodeRecord] | None:
     """Return the records of a deployment after its deploy; None if nothing changes.
 
@@ -130,7 +131,14 @@ def deployed(
         The version is not allowed now.
     """
     record, code = _new_record(state, spec, now, is_deployment=True)
-    record = replace(record, application=application, needs=tuple(needs))
+    if member is not None:
+        record = replace(
+            record,
+            application=application,
+            needs=member.needs,
+            actors=member.actors,
+            actor_of=member.actor_of,
+        )
     existing = state.backends.get(spec.tag)
     _check_version(spec, existing)
     _check_owner(state, spec.tag, application)

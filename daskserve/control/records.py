@@ -59,6 +59,8 @@ class BackendRecord:
         The application that it belongs to; empty for what the classic verbs made.
     needs : tuple of str
         The backends of its application that it calls: they are up before it, and stop after it.
+    actors, actor_of
+        As in `daskserve.options.app_spec.DeploymentSpec`.
     """
 
     KIND: ClassVar[str] = "backend"
@@ -88,6 +90,8 @@ class BackendRecord:
     capacity_direction: str | None = None
     application: str = ""
     needs: tuple[BackendTag, ...] = ()
+    actors: Mapping[str, BackendTag] = field(default_factory=dict)
+    actor_of: tuple[str, ...] = ()
     #: What the last change asked for: UPSCALE or DOWNSCALE, or anything else.
     last_change: str = "CONFIG_UPDATE"
 
@@ -399,7 +403,7 @@ _ENUMS: Mapping[str, type[enum.StrEnum]] = {"replica": ReplicaState, "goal": Goa
 
 
 #: Fields that are tuples; msgpack returns lists.
-_TUPLES = ("methods", "python_methods", "events", "needs", "rank")
+_TUPLES = ("methods", "python_methods", "events", "needs", "rank", "actor_of")
 
 
 class CorruptRecordError(InstanceError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from daskserve.options.backend_spec import BackendSpec
@@ -30,12 +30,19 @@ class DeploymentSpec:
     needs : tuple of str
         The tags of the deployments whose handles are among its arguments: they are up before it, and stop
         after it.
+    actors : dict
+        The tags of its deployment actors, by name; they are among ``needs``.
+    actor_of : tuple of str
+        For a deployment actor: the names of its deployment and of the actor. The tag then also tells its
+        version apart, so that old replicas keep the old actor.
     """
 
     name: str
     spec: BackendSpec
     python_methods: tuple[str, ...] = ()
     needs: tuple[BackendTag, ...] = ()
+    actors: Mapping[str, BackendTag] = field(default_factory=dict)
+    actor_of: tuple[str, ...] = ()
 
     def to_plain(self) -> dict[str, Any]:
         """Return the spec as plain values, without the parts of a parcel."""
@@ -44,6 +51,8 @@ class DeploymentSpec:
             "spec": self.spec.to_plain(),
             "python_methods": list(self.python_methods),
             "needs": list(self.needs),
+            "actors": dict(self.actors),
+            "actor_of": list(self.actor_of),
         }
 
     @classmethod
@@ -54,6 +63,8 @@ class DeploymentSpec:
             spec=BackendSpec.from_plain(values["spec"]),
             python_methods=tuple(values["python_methods"]),
             needs=tuple(values["needs"]),
+            actors=dict(values.get("actors", {})),
+            actor_of=tuple(values.get("actor_of", ())),
         )
 
 

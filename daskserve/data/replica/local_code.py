@@ -157,6 +157,8 @@ class LocalCode:
             self._figures,
             self._start.code_name.removeprefix(f"{self._start.backend_tag}@"),
             self._holder,
+            actors=self._start.actors,
+            actor_of=tuple(self._start.actor_of),
         )
         self._wall.context.run(current_replica.set, replica)
 

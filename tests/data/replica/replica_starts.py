@@ -32,6 +32,8 @@ def replica_start(
         debug=debug,
         code_name="b@1",
         standing=(0, 0, 0, 1),
+        actors={},
+        actor_of=(),
     )
 
 

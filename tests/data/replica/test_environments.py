@@ -91,6 +91,8 @@ def run_replica(where: str, env: Any) -> Any:
         debug=False,
         code_name="b@1",
         standing=(0, 0, 0, 1),
+        actors={},
+        actor_of=(),
     )
     actor = ActorSpec(ActorKind.REPLICA, "an-instance/replica/b#AAAAAA", 1, "an-instance", start.encode())
     context = ActorContext(actor, types.SimpleNamespace(link=None), LoopClock(), random.Random(0))  # type: ignore[arg-type]

@@ -145,6 +145,8 @@ class Plant:
             debug=False,
             code_name="b@1",
             standing=(0, 0, 0, 1),
+            actors={},
+            actor_of=(),
         )
         spec = ActorSpec(ActorKind.REPLICA, f"i/replica/{tag}", 1, "i", start.encode())
         nothing = cast(Cluster, SimpleNamespace())

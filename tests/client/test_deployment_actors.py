@@ -1,0 +1,187 @@
+"""Deployment actors: objects that the replicas of a deployment share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import daskserve as serve
+from daskserve.client.graph import ApplicationGraph
+from daskserve.errors import BadRequestError, ServeError
+from daskserve.options.app_spec import ApplicationSpec
+
+
+class Counter:
+    def __init__(self, first: int = 0) -> None:
+        self.total = first
+
+    def add(self, number: int) -> int:
+        self.total += number
+        return self.total
+
+    def whose(self) -> Any:
+        context = serve.get_deployment_actor_context()
+        return context.actor_name, *context.deployment_id
+
+
+class AsyncCounter:
+    async def add(self, number: int) -> int:
+        return number
+
+
+@serve.deployment(
+    deployment_actors=[serve.DeploymentActorConfig(name="counter", actor_class=Counter, init_args=(10,))]
+)
+class Model:
+    def __init__(self) -> None:
+        serve.get_deployment_actor("counter").add.remote(1).result()
+
+    def __call__(self, number: int) -> int:
+        return serve.get_deployment_actor("counter").add.remote(number).result()
+
+    def missing(self) -> None:
+        serve.get_deployment_actor("nobody")
+
+    def context(self) -> None:
+        serve.get_deployment_actor_context()
+
+
+@serve.deployment(deployment_actors=[{"name": "counter", "actor_class": Counter}])
+class AsyncModel:
+    async def __call__(self) -> Any:
+        return await serve.get_deployment_actor("counter").whose.remote()
+
+
+@pytest.fixture
+def _ends() -> Iterator[None]:
+    yield
+    serve.shutdown()
+
+
+def spec(deployment: serve.Deployment, name: str = "default") -> ApplicationSpec:
+    return ApplicationGraph(deployment.bind(), name).spec(route="/", request_id="r")
+
+
+def actor(**options: Any) -> serve.Deployment:
+    return Model.options(deployment_actors=[{"name": "counter", "actor_class": Counter, **options}])
+
+
+@pytest.mark.usefixtures("_ends")
+def test_replicas_share_an_actor_that_is_up_before_them() -> None:
+    handle = serve.run(Model.bind(), local=True, name="shop")
+    assert handle.remote(5).result() == 16
+    other = serve.run(AsyncModel.bind(), local=True, name="other", route_prefix=None)
+    assert tuple(other.remote().result()) == ("counter", "AsyncModel", "other")
+    with pytest.raises(ServeError, match="does not run in a deployment actor"):
+        handle.context.remote().result()
+    with pytest.raises(ValueError, match="has no actor 'nobody'; it has: 'counter'"):
+        handle.missing.remote().result()
+
+
+@pytest.mark.usefixtures("_ends")
+def test_the_status_says_whose_actor_it_is_and_the_actor_has_no_route() -> None:
+    serve.run(Model.bind(), local=True)
+    status = serve.status()
+    deployments = status.applications["default"].deployments
+    assert {name: each.actor_of for name, each in deployments.items()} == {
+        "Model:counter": "Model",
+        "Model": "",
+    }
+    assert "Model:counter (actor), Model" in str(status)
+    assert [name for name, each in status.endpoints.items() if each.route] == ["Model"]
+
+
+@pytest.mark.usefixtures("_ends")
+def test_an_actor_keeps_its_state_while_its_code_stays_and_is_new_when_it_changes() -> None:
+    handle = serve.run(Model.bind(), local=True)
+    assert handle.remote(5).result() == 16
+    handle = serve.run(Model.options(max_queued_requests=7).bind(), local=True)
+    assert handle.remote(1).result() == 17
+    handle = serve.run(actor(init_args=(100,)).bind(), local=True)
+    assert handle.remote(0).result() == 101
+    tag = spec(actor(init_args=(100,))).deployments[0].spec.tag
+    deadline = time.monotonic() + 10
+    while [name for name in serve.status().backends if ":" in name] != [tag]:  # the old one ends
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.mark.usefixtures("_ends")
+def test_a_failed_update_leaves_the_old_actor_with_its_state() -> None:
+    class Broken(Counter):
+        def __init__(self) -> None:
+            raise RuntimeError("no database")
+
+    handle = serve.run(Model.bind(), local=True)
+    assert handle.remote(5).result() == 16
+    with pytest.raises(ServeError, match="no database"):
+        serve.run(actor(actor_class=Broken).bind(), local=True)
+    assert handle.remote(1).result() == 17
+    assert serve.status().applications["default"].deployments["Model:counter"].status == "DEPLOY_FAILED"
+
+
+def test_a_changed_actor_makes_another_version_of_its_deployment() -> None:
+    def versions(deployment: serve.Deployment) -> tuple[str, str | None]:
+        helper, whole = spec(deployment).deployments
+        assert whole.needs == (helper.spec.tag,) == tuple(whole.actors.values())
+        return helper.spec.tag, whole.spec.version
+
+    before, again = versions(actor()), versions(actor())
+    assert before == again
+    assert before[0].startswith("Model:counter:")
+    changes: list[dict[str, Any]] = [
+        {"init_args": (1,)},
+        {"init_kwargs": {"first": 1}},
+        {"actor_class": AsyncCounter},
+        {"actor_options": {"num_cpus": 1}},
+    ]
+    for change in changes:
+        after = versions(actor(**change))
+        assert after[0] != before[0]
+        assert after[1] != before[1]
+    # Who names the version says when the code changes.
+    assert versions(actor(init_args=(1,)).options(version="1")) == versions(actor().options(version="1"))
+
+
+def test_an_actor_runs_one_call_at_a_time_unless_it_is_async() -> None:
+    for options, expected in (
+        ({}, 1),
+        ({"actor_class": AsyncCounter}, 1000),
+        ({"max_concurrency": 4}, 4),
+    ):
+        helper = spec(actor(**options)).deployments[0].spec
+        assert helper.config.max_concurrent_queries == expected
+        assert (helper.config.health_check_period_s, helper.config.health_check_timeout_s) == (10, 30)
+
+
+def test_actors_are_checked_where_they_are_written() -> None:
+    config = {"name": "a", "actor_class": Counter}
+    with pytest.raises(BadRequestError, match="two actors named 'a'"):
+        serve.deployment(deployment_actors=[config, config])
+    for wrong, message in (
+        ({"name": "a:b"}, "a name without"),
+        ({"actor_class": 3}, "a class or its import path"),
+        ({"max_concurrency": 0}, "max_concurrency"),
+        ({"classs": Counter}, "classs"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            serve.deployment(deployment_actors=[{**config, **wrong}])
+    with pytest.raises(TypeError, match="must be a list of DeploymentActorConfig"):
+        serve.deployment(deployment_actors=config)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="public methods"):
+        actor(actor_class=object)
+
+
+def test_a_replica_is_needed_to_get_an_actor() -> None:
+    with pytest.raises(ServeError):
+        serve.get_deployment_actor("counter")
+    with pytest.raises(ServeError):
+        serve.get_deployment_actor_context()
+
+
+def test_a_deployment_with_actors_is_not_deployed_alone() -> None:
+    with pytest.raises(BadRequestError, match=r"serve.run\(Model.bind"):
+        Model.deploy()
