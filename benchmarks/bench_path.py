@@ -245,6 +245,7 @@ class Bench:
             standing=(0, 0, 0, 1),
             actors={},
             actor_of=(),
+            gang=(),
         )
         spec = ActorSpec(ActorKind.REPLICA, ADDRESS.name, 1, "i", start.encode())
         cluster: Any = None

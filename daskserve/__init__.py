@@ -81,6 +81,7 @@ if TYPE_CHECKING:
     from daskserve.client.explanation import Explanation
     from daskserve.client.status import Status
     from daskserve.context import (
+        GangContext,
         ReplicaContext,
         get_current_backend_tag,
         get_current_replica_tag,
@@ -101,6 +102,7 @@ if TYPE_CHECKING:
     from daskserve.options.backend import BackendConfig
     from daskserve.options.deployment_actor import DeploymentActorConfig
     from daskserve.options.environment import CondaEnv, Environment
+    from daskserve.options.gang import GangSchedulingConfig
     from daskserve.options.http import HTTPOptions
     from daskserve.types import ReplicaRank
 
@@ -180,6 +182,7 @@ _HOMES: Mapping[str, str] = {
     "ActorOptions": "options.actor",
     "AutoscalingConfig": "options.autoscaling",
     "DeploymentActorConfig": "options.deployment_actor",
+    "GangSchedulingConfig": "options.gang",
     "CondaEnv": "options.environment",
     "Environment": "options.environment",
     # policies
@@ -199,6 +202,7 @@ _HOMES: Mapping[str, str] = {
     "get_current_replica_tag": "context",
     "get_replica_context": "context",
     "ReplicaContext": "context",
+    "GangContext": "context",
     "ReplicaRank": "types",
     "get_deployment_actor": "data.caller.deployment_actor",
     "get_deployment_actor_context": "context",
@@ -222,6 +226,8 @@ __all__ = [
     "DeploymentActorConfig",
     "Environment",
     "Explanation",
+    "GangContext",
+    "GangSchedulingConfig",
     "HTTPOptions",
     "Handle",
     "ReplicaContext",

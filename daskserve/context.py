@@ -69,6 +69,29 @@ class ReplicaID:
         return self.tag
 
 
+@dataclass(frozen=True, slots=True)
+class GangContext:
+    """The gang of a replica.
+
+    Attributes
+    ----------
+    gang_id : str
+        Another one whenever the gang restarts.
+    rank, world_size : int
+        The replica's number in the gang, and how many replicas it has.
+    member_replica_ids : list of str
+        The tags of its replicas, by rank.
+    pg_name : str
+        Always empty: Dask has no placement groups.
+    """
+
+    gang_id: str
+    rank: int
+    world_size: int
+    member_replica_ids: list[ReplicaTag]
+    pg_name: str = ""
+
+
 class StandingHolder:
     """Holds a replica's rank, so that code that has run for long sees the current one."""
 
@@ -105,6 +128,16 @@ class ReplicaContext:
     actors: Mapping[str, BackendTag] = field(default_factory=dict)
     #: For a deployment actor: the names of its deployment and of the actor.
     actor_of: tuple[str, ...] = ()
+    #: The tags of the replicas of its gang, in order; empty without one.
+    gang: tuple[ReplicaTag, ...] = ()
+
+    @property
+    def gang_context(self) -> GangContext | None:
+        """The replica's gang; None without one."""
+        if not self.gang:
+            return None
+        rank = self.gang.index(self.replica_tag)
+        return GangContext(self.gang[0].rpartition("#")[2], rank, len(self.gang), list(self.gang))
 
     @property
     def app_name(self) -> str:

@@ -101,6 +101,8 @@ class ReplicaStart(StartMessage):
         Whether HTTP responses to failed requests contain the user's traceback.
     actors : dict
         The tags of the deployment's actors, by name.
+    gang : list of str
+        The tags of the replicas of its gang, in order; empty without one.
     actor_of : list of str
         For a deployment actor: the names of its deployment and of the actor.
     """
@@ -119,6 +121,7 @@ class ReplicaStart(StartMessage):
     standing: Standing
     actors: Mapping[str, str]
     actor_of: Sequence[str]
+    gang: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)

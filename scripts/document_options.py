@@ -18,6 +18,7 @@ from daskserve.options.backend import BackendConfig
 from daskserve.options.base import Options, effect_of
 from daskserve.options.deployment_actor import DeploymentActorConfig
 from daskserve.options.environment import Environment
+from daskserve.options.gang import GangSchedulingConfig
 from daskserve.options.http import HTTPOptions
 from daskserve.options.ray_names import TRANSLATED
 from daskserve.types import Location
@@ -29,6 +30,7 @@ MODELS = {
         BackendConfig,
         ActorOptions,
         DeploymentActorConfig,
+        GangSchedulingConfig,
         AutoscalingConfig,
         Environment,
         HTTPOptions,

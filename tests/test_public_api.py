@@ -23,6 +23,8 @@ PUBLIC = {
     "DeploymentActorConfig",
     "Environment",
     "Explanation",
+    "GangContext",
+    "GangSchedulingConfig",
     "HTTPOptions",
     "Handle",
     "Response",

@@ -195,6 +195,7 @@ class Acting:
                 standing=self._standing_of(replica),
                 actors=backend.actors,
                 actor_of=backend.actor_of,
+                gang=replica.gang,
             ).encode(),
         )
 

@@ -15,20 +15,19 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from daskserve.amounts import shown
-from daskserve.control import app_state, goals
+from daskserve.control import app_state, gangs, goals
 from daskserve.control.burdens import burdens_of
-from daskserve.control.observed import Notes, Observed
-from daskserve.control.placement import Demand, Trial, demand_of, explain, place, room_for
+from daskserve.control.observed import DeadReplica, Notes, Observed
+from daskserve.control.placement import Trial, demand_of, room_for
 from daskserve.control.ranks import all_know_theirs, has_wrong_standing, ranks_to_change
 from daskserve.control.records import AppRecord, BackendRecord, Change, GoalRecord, ReplicaRecord
 from daskserve.control.replica_actions import Action, ReconfigureReplica, StartReplica, StopReplica
 from daskserve.control.replica_lifecycle import PLACED_STATES, ReplicaEvent, move
-from daskserve.control.rollout import next_steps, replicas_to_drain
 from daskserve.control.scaled import autoscaling_of, bounds_of, scaled
 from daskserve.control.start_results import late_error, start_error, with_facts
 from daskserve.control.state import State
 from daskserve.errors import ServeError
-from daskserve.types import ReplicaState, ReplicaTag, WorkerAddress, WorkerInfo
+from daskserve.types import ReplicaState, ReplicaTag, WorkerAddress
 
 #: The config id of a replica that has not yet answered a reconfiguration: it may run with either config.
 UNKNOWN_CONFIG = ""
@@ -174,6 +173,11 @@ class _Stepper:
             elif event is ReplicaEvent.FAILED and replica.state is ReplicaState.STARTING:
                 self.note_failure(replica, observed.failed[replica.tag])
 
+        for replica in gangs.broken(self.replicas):
+            why = "another replica of its gang was lost"
+            self.notes.dead.append(DeadReplica(replica.tag, why, self.world.wall))
+            self.give_up(replica, is_forced=True)
+
     def take_in_config(self, replica: ReplicaRecord) -> None:
         """Process the answer to a reconfiguration."""
         observed, tag = self.world.observed, replica.tag
@@ -258,12 +262,10 @@ class _Stepper:
             return
         surge, world = self.surge(), self.world
         burdens = burdens_of(world.state, world.observed, self.backend, self.replicas, world.avoid, world.now)
-        steps = next_steps(
-            self.backend.num_replicas,
-            self.backend.version,
+        steps = gangs.next_steps(
+            self.backend,
             list(self.replicas.values()),
             max_surge=surge,
-            max_unavailable=self.backend.config.unavailable(self.backend.num_replicas),
             leaving=self.world.observed.retiring(),
             burdens=burdens,
         )
@@ -274,31 +276,34 @@ class _Stepper:
         if self.notes.retry_at is not None and self.notes.is_pausing(self.world.now):
             self.step.wake(self.notes.retry_at)
         else:
-            for _ in range(steps.start):
-                self.begin()
+            for _ in range(0, steps.start, self.backend.gang_size):
+                self.begin(self.backend.gang_size)
         self.place_waiting()
         self.drain_first(surge, burdens.ongoing)
 
-    def give_up(self, replica: ReplicaRecord) -> None:
+    def give_up(self, replica: ReplicaRecord, *, is_forced: bool = False) -> None:
         if replica.state is ReplicaState.SHOULD_START:
             self.set_replica(replica.tag, move(replica, ReplicaEvent.WITHDRAWN))
         else:
-            self.set_replica(
-                replica.tag, move(replica, ReplicaEvent.UNWANTED, is_forced=self.backend.is_forced)
-            )
+            is_forced = is_forced or self.backend.is_forced
+            self.set_replica(replica.tag, move(replica, ReplicaEvent.UNWANTED, is_forced=is_forced))
 
-    def begin(self) -> None:
+    def begin(self, count: int) -> None:
+        """Add replicas that start together."""
         tags = (replica_tag(self.backend.tag, self.world.seed, number) for number in itertools.count())
-        tag = next(tag for tag in tags if tag not in self.world.state.replicas and tag not in self.replicas)
-        record = ReplicaRecord(
-            tag=tag,
-            backend=self.backend.tag,
-            version=self.backend.version,
-            config_id=self.backend.config_id,
-            state=ReplicaState.SHOULD_START,
-            demand=self.backend.actor_options.demand(),
-        )
-        self.set_replica(tag, record)
+        free = (tag for tag in tags if tag not in self.world.state.replicas and tag not in self.replicas)
+        gang = tuple(itertools.islice(free, count))
+        for tag in gang:
+            record = ReplicaRecord(
+                tag=tag,
+                backend=self.backend.tag,
+                version=self.backend.version,
+                config_id=self.backend.config_id,
+                state=ReplicaState.SHOULD_START,
+                demand=self.backend.actor_options.demand(),
+                gang=gang if count > 1 else (),
+            )
+            self.set_replica(tag, record)
 
     def trial(self) -> Trial:
         """Return the ledger after the changes so far."""
@@ -307,22 +312,14 @@ class _Stepper:
     def surge(self) -> int:
         """Return how many additional replicas may run; 0 while a rollout has no room for one."""
         backend, notes = self.backend, self.notes
-        surge = backend.config.surge(backend.num_replicas)
+        surge = backend.config.surge(backend.num_replicas // backend.gang_size)
         if not any(each.version != backend.version for each in self.replicas.values()):
             notes.full_since, notes.drained_at_once = None, 1
         elif surge and notes.full_since is not None:
             placed = sum(each.state in PLACED_STATES for each in self.replicas.values())
-            more = backend.num_replicas - placed + 1
+            more = backend.num_replicas - placed + backend.gang_size
             workers = self.world.observed.cleared_workers()
-            if (
-                room_for(
-                    self.trial(),
-                    workers,
-                    demand_of(backend),
-                    more,
-                )
-                == more
-            ):
+            if room_for(self.trial(), workers, demand_of(backend), more) == more:
                 notes.full_since = None
         return surge if notes.full_since is None else 0
 
@@ -331,15 +328,11 @@ class _Stepper:
         world, notes = self.world, self.notes
         if (surge and not _unplaced(self.replicas.values())) or notes.is_pausing(world.now):
             return
+        if self.backend.config.unavailable(self.backend.num_replicas // self.backend.gang_size):
+            return  # then `next_steps` decides which old ones stop early
         workers, demand = world.observed.cleared_workers(), demand_of(self.backend)
-        found = replicas_to_drain(
-            self.backend,
-            list(self.replicas.values()),
-            self.trial(),
-            workers,
-            demand,
-            ongoing,
-        )
+        replicas = list(self.replicas.values())
+        found = gangs.to_drain(self.backend, replicas, self.trial(), workers, demand, ongoing)
         if not found:
             return
         notes.drained_at_once = len(found)
@@ -362,18 +355,16 @@ class _Stepper:
         demand = demand_of(self.backend)
         workers = self.world.observed.cleared_workers()
         trial = self.trial()
-        for replica in waiting:
-            if not self.place_on(workers, trial, replica, demand):
-                notes.waiting = explain(trial, workers, demand)
+        for gang in gangs.by_gang(waiting):
+            found = gangs.place_gang(trial, workers, demand, gang, self.world.avoid)
+            if found is None:
+                notes.waiting = gangs.why_waiting(trial, workers, demand, len(gang))
                 return
+            for replica, worker in zip(gang, found, strict=True):
+                self.place_on(worker, replica)
         notes.waiting = None
 
-    def place_on(
-        self, workers: list[WorkerInfo], trial: Trial, replica: ReplicaRecord, demand: Demand
-    ) -> bool:
-        worker = place(trial, workers, demand, self.world.avoid)
-        if worker is None:
-            return False
+    def place_on(self, worker: WorkerAddress, replica: ReplicaRecord) -> None:
         self.step.incarnation += 1
         placed = move(
             replica,
@@ -383,8 +374,6 @@ class _Stepper:
             config_id=self.backend.config_id,
         )
         self.set_replica(replica.tag, placed)
-        trial.occupy(replica.backend, worker, replica.demand)
-        return True
 
     # 4. finish
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -82,6 +82,20 @@ class Trial:
         for each, worker in placed:
             self.occupy(each.backend, worker, each.demand)
 
+    @contextmanager
+    def filled(self, workers: Iterable[WorkerInfo], demand: Demand, count: int) -> Iterator[None]:
+        """Add this many replicas, which have room, inside a ``with`` block."""
+        known = list(workers)
+        added = []
+        for _ in range(count):
+            worker = place(self, known, demand)
+            if worker is not None:
+                self.occupy(demand.backend, worker, demand.amounts)
+                added.append(worker)
+        yield
+        for worker in added:
+            self.occupy(demand.backend, worker, demand.amounts, -1)
+
     def used(self, worker: WorkerAddress) -> Mapping[str, float]:
         """Return the amounts that the replicas on a worker occupy, by resource."""
         return self._used[worker] if worker in self._used else self._state.used(worker)
@@ -112,7 +126,13 @@ def is_allowed(worker: WorkerInfo, allowed: tuple[str, ...] | None) -> bool:
 
 
 def place(
-    ledger: Ledger, workers: Iterable[WorkerInfo], demand: Demand, avoid: Iterable[WorkerAddress] = ()
+    ledger: Ledger,
+    workers: Iterable[WorkerInfo],
+    demand: Demand,
+    avoid: Iterable[WorkerAddress] = (),
+    *,
+    mates: Mapping[WorkerAddress, int] | None = None,
+    only: Collection[WorkerAddress] | None = None,
 ) -> WorkerAddress | None:
     """Return the best worker for one replica, or None if none has room.
 
@@ -120,6 +140,10 @@ def place(
     ----------
     avoid
         Workers to use only if no other fits: those of the controller and the proxies.
+    mates
+        The number of replicas of its gang on each worker, which count instead of all of its backend.
+    only
+        The workers that may be chosen; the others count as neighbors on their hosts.
     """
     known, avoided = list(workers), set(avoid)
     on_hosts = _count_on_hosts(ledger, known, demand)
@@ -127,6 +151,7 @@ def place(
         worker
         for worker in known
         if worker.is_available
+        and (only is None or worker.address in only)
         and is_allowed(worker, demand.allowed_workers)
         and (demand.most_per_host is None or on_hosts[worker.host] < demand.most_per_host)
         and has_room(ledger, worker, demand.amounts)
@@ -134,10 +159,16 @@ def place(
     if not candidates:
         return None
     sign = -1 if demand.is_packed else 1
+    near = on_hosts
+    if mates is not None:
+        near = Counter()
+        for worker in known:
+            near[worker.host] += mates.get(worker.address, 0)
 
     def rank(worker: WorkerInfo) -> tuple[int, int, bool, int, str]:
         address = worker.address
-        same, on_host = ledger.count_on(address, demand.backend), on_hosts[worker.host]
+        same = ledger.count_on(address, demand.backend) if mates is None else mates.get(address, 0)
+        on_host = near[worker.host]
         return (sign * same, sign * on_host, address in avoided, sign * ledger.count_on(address), address)
 
     return min(candidates, key=rank).address
@@ -192,7 +223,7 @@ def demand_of(backend: BackendRecord) -> Demand:
         backend.actor_options.demand(),
         None if allowed is None else tuple(allowed),
         backend.config.max_replicas_per_node,
-        backend.config.placement == "PACK",
+        backend.config.packs,
     )
 
 

@@ -125,13 +125,19 @@ class BackendRecord:
         return self.config.external_scaler_enabled
 
     @property
+    def gang_size(self) -> int:
+        """The number of replicas that start and end together."""
+        gangs = self.config.gang_scheduling_config
+        return 1 if gangs is None else gangs.gang_size
+
+    @property
     def num_replicas(self) -> int:
         """The current target number of replicas."""
         if self.is_deleting:
             return 0
         if self.scaled_to is None:
-            return share_of(self.configured_replicas, self.capacity)
-        return share_of(self.scaled_to, self.capacity) if self.is_held else self.scaled_to
+            return share_of(self.configured_replicas, self.capacity, self.gang_size)
+        return share_of(self.scaled_to, self.capacity, self.gang_size) if self.is_held else self.scaled_to
 
     @property
     def full_replicas(self) -> int:
@@ -160,7 +166,7 @@ class BackendRecord:
             return self.num_replicas
         options = self.autoscaling
         if options is None:
-            return min(self.num_replicas, share_of(self.configured_replicas, self.capacity))
+            return min(self.num_replicas, share_of(self.configured_replicas, self.capacity, self.gang_size))
         first = options.min_replicas if options.initial_replicas is None else options.initial_replicas
         return min(self.num_replicas, share_of(first, self.capacity, options.multiple_of))
 
@@ -204,6 +210,8 @@ class ReplicaRecord:
         The config with which it runs; empty during a reconfiguration.
     rank : tuple of int
         The numbers of its `daskserve.types.ReplicaRank`; empty until it is placed.
+    gang : tuple of str
+        The tags of the replicas of its gang, in order, its own among them; empty without one.
     metadata : dict
         What the user's ``record_replica_metadata`` returned.
     events : tuple
@@ -224,6 +232,7 @@ class ReplicaRecord:
     is_forced: bool = False
     events: tuple[str, ...] = ()
     rank: tuple[int, ...] = ()
+    gang: tuple[ReplicaTag, ...] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -403,7 +412,7 @@ _ENUMS: Mapping[str, type[enum.StrEnum]] = {"replica": ReplicaState, "goal": Goa
 
 
 #: Fields that are tuples; msgpack returns lists.
-_TUPLES = ("methods", "python_methods", "events", "needs", "rank", "actor_of")
+_TUPLES = ("methods", "python_methods", "events", "needs", "rank", "actor_of", "gang")
 
 
 class CorruptRecordError(InstanceError):

@@ -12,6 +12,7 @@ from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.base import CONTROLLER_ONLY, REPLACES, Options
 from daskserve.options.bounds import share_or_number
 from daskserve.options.credentials import masked, validated
+from daskserve.options.gang import GangSchedulingConfig
 from daskserve.options.ray_names import translated
 
 #: Concurrency of a replica whose callable is a plain function, and of one that is ``async def``.
@@ -101,6 +102,11 @@ class BackendConfig(Options):
         "SPREAD",
         description="Where replicas go among the workers that have room: ``SPREAD`` over as many workers and "
         "hosts as possible, or ``PACK`` onto as few as possible.",
+    )
+    gang_scheduling_config: Annotated[GangSchedulingConfig | None, CONTROLLER_ONLY, REPLACES] = Field(
+        None,
+        description="Replicas that start together or not at all, and end together, see [Gangs](#gangs). "
+        "``max_surge`` and ``max_unavailable`` then count gangs.",
     )
     max_constructor_retry_count: Annotated[int, CONTROLLER_ONLY] = Field(
         20,
@@ -224,6 +230,24 @@ class BackendConfig(Options):
             )
         return self
 
+    @model_validator(mode="after")
+    def _gangs_are_whole(self) -> BackendConfig:
+        gangs, scaling = self.gang_scheduling_config, self.autoscaling_config
+        if gangs is None or gangs.gang_size == 1:
+            return self
+        size = gangs.gang_size
+        if scaling is not None and scaling.multiple_of % size:
+            raise ValueError(
+                f"autoscaling_config has multiple_of={scaling.multiple_of}, which must be a multiple of "
+                f"gang_size={size}; set multiple_of={size}"
+            )
+        if self.num_replicas % size and (scaling is None or "num_replicas" in self.model_fields_set):
+            raise ValueError(
+                f"num_replicas={self.num_replicas} must be a multiple of gang_size={size}; the next one is "
+                f"{-(-self.num_replicas // size) * size}"
+            )
+        return self
+
     @model_validator(mode="wrap")
     @classmethod
     def _errors_without_credentials(cls, values: Any, validate: Any) -> Any:
@@ -236,6 +260,12 @@ class BackendConfig(Options):
         """
         others = {n for n, each in type(self).model_fields.items() if CONTROLLER_ONLY in each.metadata}
         return self.model_dump(exclude={"user_config", *others}, **how)
+
+    @property
+    def packs(self) -> bool:
+        """Whether replicas go where others are: those of a gang to each other, or all of the backend."""
+        gangs = self.gang_scheduling_config
+        return self.placement == "PACK" if gangs is None else gangs.gang_placement_strategy == "PACK"
 
     def surge(self, replicas: int) -> int:
         """Return how many more than these replicas may run during an update."""
@@ -252,7 +282,7 @@ class BackendConfig(Options):
     def fixed(self) -> dict[str, Any]:
         """Return the options with other than default values that are fixed for the life of a replica."""
         return {
-            name: value
+            name: value.to_plain() if isinstance(value, Options) else value
             for name, field in type(self).model_fields.items()
             if REPLACES in field.metadata and (value := getattr(self, name)) != field.default
         }

@@ -32,6 +32,7 @@ AUTOSCALING: dict[str, Any] = {
     "downscale_delay_s": 3.0,
     "look_back_period_s": 3.0,
 }
+GANGS: dict[str, Any] = {"num_replicas": 2, "gang_scheduling_config": {"gang_size": 2}}
 CONFIGS = st.sampled_from(["one", "two", None])
 OPTIONS: st.SearchStrategy[dict[str, float]] = st.sampled_from(
     [{}, {}, {"num_cpus": 2}, {"num_cpus": 4}, {"num_gpus": 1}]
@@ -307,6 +308,7 @@ class ControlMachine(FaultyWorld):
         seconds=SECONDS,
         max_surge=SURGES,
         max_unavailable=UNAVAILABLE,
+        gang=st.sampled_from([False, False, True]),
     )
     def deploy(
         self,
@@ -320,6 +322,7 @@ class ControlMachine(FaultyWorld):
         seconds: float,
         max_surge: int | str = 1,
         max_unavailable: int | str = 0,
+        gang: bool = False,
     ) -> None:
         pace = {"max_surge": max_surge} if max_surge != 1 else {}
         pace |= {"max_unavailable": max_unavailable} if max_unavailable != 0 else {}
@@ -329,7 +332,7 @@ class ControlMachine(FaultyWorld):
             version=version or f"unversioned-{self.world.request_id()}",
             user_version=version,
             prev_version=prev_version,
-            config=_counted(replicas) | pace,
+            config=(GANGS if gang else _counted(replicas)) | pace,
             user_config=_pickled(user_config),
             actor_options=options,
         )

@@ -27,7 +27,7 @@ from daskserve.control.records import (
     ReplicaRecord,
     decode,
 )
-from daskserve.control.replica_lifecycle import PLACED_STATES
+from daskserve.control.replica_lifecycle import PLACED_STATES, WANTED_STATES
 from daskserve.control.scaled import autoscaling_of, bounds_of
 from daskserve.errors import BadRequestError, NotFoundError
 from daskserve.types import ReplicaState
@@ -194,6 +194,7 @@ class Witness:
         self._check_availability(before, changed)
         self._check_references(changed)
         self._check_ranks(changed)
+        self._check_gangs(changed)
 
     def _check_scaling(self, old: Any, new: BackendRecord) -> None:
         """Check that the autoscaler respects its bounds, loses nothing, and records its reasons."""
@@ -369,7 +370,7 @@ class Witness:
             old = before.get(key)
             if isinstance(old, ReplicaRecord) and old.state is ReplicaState.RUNNING:
                 stays = isinstance(record, ReplicaRecord) and record.state is ReplicaState.RUNNING
-                if not stays and not self.is_excused(old):
+                if not stays and not self._is_excused(old, before):
                     leaving.setdefault(old.backend, []).append(old)
         for tag, replicas in leaving.items():
             backend = self.backend(tag)
@@ -378,28 +379,49 @@ class Witness:
             serving = [each for each in self.replicas(tag) if each.state is ReplicaState.RUNNING]
             needed = backend.num_replicas
             if all(each.version != backend.version for each in replicas):
-                needed -= backend.config.unavailable(needed)
+                needed -= backend.config.unavailable(needed // backend.gang_size) * backend.gang_size
             if len(serving) < needed and not self._makes_room(backend, replicas):
                 self.report(
                     f"{replicas} left for no reason; {backend.num_replicas} are wanted, {serving} stay"
                 )
 
+    def _is_excused(self, replica: ReplicaRecord, before: Mapping[str, Record]) -> bool:
+        """Return whether a replica, or another one of its gang, may leave service because of a fault."""
+        gang = [before.get(f"replica/{tag}") for tag in replica.gang]
+        return self.is_excused(replica) or any(
+            isinstance(each, ReplicaRecord) and self.is_excused(each) for each in gang
+        )
+
+    def _check_gangs(self, changed: Mapping[str, Record | None]) -> None:
+        """Check that gangs are there as a whole, with or without workers."""
+        for tag in {each.backend for each in changed.values() if isinstance(each, ReplicaRecord)}:
+            live = {each.tag: each for each in self.replicas(tag) if each.state in WANTED_STATES}
+            for each in live.values():
+                mates = [live.get(mate) for mate in each.gang]
+                if None in mates or len({mate.worker is None for mate in mates if mate}) > 1:
+                    self.report(f"the gang of {each} is not whole: {mates}")
+
     def _makes_room(self, backend: BackendRecord, leaving: list[ReplicaRecord]) -> bool:
         """Return whether one old replica makes room, and no other one is missing because of the update.
 
-        Several do only on one worker, where a new one needs more than the room of all but one of them.
+        Several do only on one worker, where a new one needs more than the room of all but one of them, and
+        for a gang.
         """
         tags = {each.tag for each in leaving}
         others = [each for each in self.replicas(backend.tag) if each.tag not in tags]
         news = [each for each in others if each.version == backend.version]
         return (
             all(each.version != backend.version for each in leaving)
-            and len({each.worker for each in leaving}) == 1
-            and all(
-                _needs_more(backend, [other for other in leaving if other is not each]) for each in leaving
-            )
+            and (backend.gang_size > 1 or bool(leaving[0].gang) or self._are_needed(backend, leaving))
             and (bool(news) or backend.config.max_surge == 0)
             and all(each.state in (ReplicaState.SHOULD_START, ReplicaState.RUNNING) for each in others)
+        )
+
+    @staticmethod
+    def _are_needed(backend: BackendRecord, leaving: list[ReplicaRecord]) -> bool:
+        rests = [[other for other in leaving if other is not each] for each in leaving]
+        return len({each.worker for each in leaving}) == 1 and all(
+            _needs_more(backend, rest) for rest in rests
         )
 
     def _check_ranks(self, changed: Mapping[str, Record | None]) -> None:

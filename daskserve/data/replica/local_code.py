@@ -159,6 +159,7 @@ class LocalCode:
             self._holder,
             actors=self._start.actors,
             actor_of=tuple(self._start.actor_of),
+            gang=tuple(self._start.gang),
         )
         self._wall.context.run(current_replica.set, replica)
 

@@ -34,6 +34,7 @@ def replica_start(
         standing=(0, 0, 0, 1),
         actors={},
         actor_of=(),
+        gang=(),
     )
 
 

@@ -93,6 +93,7 @@ def run_replica(where: str, env: Any) -> Any:
         standing=(0, 0, 0, 1),
         actors={},
         actor_of=(),
+        gang=(),
     )
     actor = ActorSpec(ActorKind.REPLICA, "an-instance/replica/b#AAAAAA", 1, "an-instance", start.encode())
     context = ActorContext(actor, types.SimpleNamespace(link=None), LoopClock(), random.Random(0))  # type: ignore[arg-type]

@@ -147,6 +147,7 @@ class Plant:
             standing=(0, 0, 0, 1),
             actors={},
             actor_of=(),
+            gang=(),
         )
         spec = ActorSpec(ActorKind.REPLICA, f"i/replica/{tag}", 1, "i", start.encode())
         nothing = cast(Cluster, SimpleNamespace())

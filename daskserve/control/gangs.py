@@ -1,0 +1,218 @@
+"""Gangs: replicas that start together or not at all, are replaced together, and end together. Pure.
+
+The record of a replica names all replicas of its gang. A rollout counts gangs where it would count replicas:
+`daskserve.control.rollout` decides over one record for each gang. Replicas without a gang are gangs of one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from daskserve.control import rollout
+from daskserve.control.burdens import Burdens
+from daskserve.control.placement import Demand, Trial, explain, place, room_for
+from daskserve.control.records import BackendRecord, ReplicaRecord
+from daskserve.control.replica_lifecycle import STOP_ORDER, WANTED_STATES
+from daskserve.control.rollout import PASSING_STATES, Steps
+from daskserve.types import ReplicaState, ReplicaTag, WorkerAddress, WorkerInfo
+
+
+def are_gangs(backend: BackendRecord, replicas: Iterable[ReplicaRecord]) -> bool:
+    """Return whether a backend has gangs, or will."""
+    return backend.gang_size > 1 or any(each.gang for each in replicas)
+
+
+def broken(replicas: Mapping[ReplicaTag, ReplicaRecord]) -> list[ReplicaRecord]:
+    """Return the replicas that must end because others of their gangs have."""
+    live = {tag for tag, each in replicas.items() if each.state in WANTED_STATES}
+    return [replicas[tag] for tag in replicas if tag in live and not live.issuperset(replicas[tag].gang)]
+
+
+def by_gang(replicas: Iterable[ReplicaRecord]) -> list[tuple[ReplicaRecord, ...]]:
+    """Return replicas by gang, in order; those without one each alone."""
+    found: dict[ReplicaTag, list[ReplicaRecord]] = {}
+    for each in replicas:
+        found.setdefault(each.gang[0] if each.gang else each.tag, []).append(each)
+    return [tuple(each) for each in found.values()]
+
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """Replicas that start and stop together, and the record that stands for them."""
+
+    members: tuple[ReplicaRecord, ...]
+    record: ReplicaRecord
+
+
+def next_steps(
+    backend: BackendRecord,
+    replicas: Sequence[ReplicaRecord],
+    *,
+    max_surge: int,
+    leaving: Collection[WorkerAddress],
+    burdens: Burdens,
+) -> Steps:
+    """Return the next steps, as `daskserve.control.rollout.next_steps` does, in whole gangs.
+
+    ``max_surge`` and the option ``max_unavailable`` count gangs.
+    """
+    size = backend.gang_size
+    wanted = backend.num_replicas // size
+    max_unavailable = backend.config.unavailable(wanted)
+    if not are_gangs(backend, replicas):
+        return rollout.next_steps(
+            wanted,
+            backend.version,
+            replicas,
+            max_surge=max_surge,
+            max_unavailable=max_unavailable,
+            leaving=leaving,
+            burdens=burdens,
+        )
+    units = {each.record.tag: each for each in _units(backend, replicas, leaving)}
+    ongoing = {tag: _ongoing(unit.members, burdens.ongoing) for tag, unit in units.items()}
+    steps = rollout.next_steps(
+        wanted,
+        backend.version,
+        [each.record for each in units.values()],
+        max_surge=max_surge,
+        max_unavailable=max_unavailable,
+        leaving=leaving,
+        burdens=replace(burdens, ongoing=ongoing),
+    )
+    stop = tuple(member for each in steps.stop for member in units[each.tag].members)
+    return Steps(steps.start * size, stop)
+
+
+def _units(
+    backend: BackendRecord, replicas: Sequence[ReplicaRecord], leaving: Collection[WorkerAddress]
+) -> Iterable[_Unit]:
+    """Return the live replicas as units of the wanted size.
+
+    Old gangs may have another size, so small ones stop together with others. One that is too large counts as
+    one: it stops once one new replica could take its place too many.
+    """
+    gangs = by_gang(each for each in replicas if each.state in WANTED_STATES)
+    small: tuple[ReplicaRecord, ...] = ()
+    for members in gangs:
+        if members[0].version != backend.version:
+            small += members
+            if len(small) < backend.gang_size:
+                continue
+            members, small = small, ()
+        yield _unit(members, backend.version, leaving)
+    if small:
+        yield _unit(small, backend.version, leaving)
+
+
+def _unit(members: tuple[ReplicaRecord, ...], version: str, leaving: Collection[WorkerAddress]) -> _Unit:
+    states = [each.state for each in members]
+    is_old = members[0].version != version
+    # What still serves of old replicas is worth keeping; a new gang serves once it is complete.
+    serves = (any if is_old else all)(state is ReplicaState.RUNNING for state in states)
+    state = ReplicaState.RUNNING if serves else min(states, key=STOP_ORDER.index)
+    on_leaving = (each for each in members if each.worker in leaving)
+    return _Unit(members, replace(next(on_leaving, members[0]), state=state))
+
+
+def _ongoing(members: Iterable[ReplicaRecord], ongoing: Mapping[ReplicaTag, float]) -> float:
+    return sum(ongoing.get(each.tag, 0.0) for each in members)
+
+
+def to_drain(
+    backend: BackendRecord,
+    replicas: Sequence[ReplicaRecord],
+    trial: Trial,
+    workers: Sequence[WorkerInfo],
+    demand: Demand,
+    ongoing: Mapping[ReplicaTag, float],
+) -> tuple[ReplicaRecord, ...]:
+    """Return the old replicas that stop so that a new gang takes their room.
+
+    As `daskserve.control.rollout.replicas_to_drain`, in whole gangs, on any workers.
+    """
+    if not are_gangs(backend, replicas):
+        return rollout.replicas_to_drain(backend, replicas, trial, workers, demand, ongoing)
+    if any(each.state in PASSING_STATES for each in replicas):
+        return ()
+    size = backend.gang_size
+    running = [each for each in replicas if each.state is ReplicaState.RUNNING]
+    old = [each for each in running if each.version != backend.version]
+    missing = max(size, backend.needed_replicas - (len(running) - len(old)))
+    with trial.without(old):
+        if room_for(trial, workers, demand, missing) < missing:
+            return ()
+
+    def is_enough(members: Iterable[ReplicaRecord]) -> bool:
+        with trial.without(members):
+            return room_for(trial, workers, demand, size) == size
+
+    gangs = sorted(by_gang(old), key=lambda members: _ongoing(members, ongoing))
+    if one := next(filter(is_enough, gangs), None):
+        return one
+    stop: tuple[ReplicaRecord, ...] = ()
+    for members in gangs:
+        stop += members
+        if is_enough(stop):
+            break
+    return stop
+
+
+def place_gang(
+    trial: Trial,
+    workers: Sequence[WorkerInfo],
+    demand: Demand,
+    gang: Sequence[ReplicaRecord],
+    avoid: Iterable[WorkerAddress] = (),
+) -> list[WorkerAddress] | None:
+    """Return a worker for each replica of a gang and occupy them; None, and no change, without room for all.
+
+    All need the same, so if there is room for all, any order of placing finds it.
+    """
+    count = len(gang)
+    if count > 1 and room_for(trial, workers, demand, count) < count:
+        return None
+    only = _one_place(trial, workers, demand, count) if count > 1 and demand.is_packed else None
+    mates: Counter[WorkerAddress] = Counter()
+    found = []
+    for each in gang:
+        worker = place(trial, workers, demand, avoid, mates=mates if count > 1 else None, only=only)
+        if worker is None:
+            return None
+        mates[worker] += 1
+        trial.occupy(each.backend, worker, each.demand)
+        found.append(worker)
+    return found
+
+
+def _one_place(
+    trial: Trial, workers: Sequence[WorkerInfo], demand: Demand, count: int
+) -> set[WorkerAddress] | None:
+    """Return the workers that have room for a whole gang each, else those of such hosts; None if none has."""
+    single = {
+        each.address
+        for each in workers
+        if room_for(trial, workers, demand, count, only=each.address) >= count
+    }
+    if single:
+        return single
+    hosts: dict[str, list[WorkerInfo]] = {}
+    for each in workers:
+        hosts.setdefault(each.host, []).append(each)
+    roomy = [known for known in hosts.values() if room_for(trial, known, demand, count) >= count]
+    return {each.address for each in min(roomy, key=len)} if roomy else None
+
+
+def why_waiting(trial: Trial, workers: Sequence[WorkerInfo], demand: Demand, count: int) -> str:
+    """Return the reason why replicas that start together wait."""
+    reason = explain(trial, workers, demand)
+    if count == 1:
+        return reason
+    room = room_for(trial, workers, demand, count)
+    if room:
+        # The reason for the first replica that has no room, beside those that have.
+        with trial.filled(workers, demand, room):
+            reason = explain(trial, workers, demand)
+    return f"the {count} replicas of a gang start together, and only {room} have room: {reason}"
