@@ -328,8 +328,6 @@ class _Stepper:
         world, notes = self.world, self.notes
         if (surge and not _unplaced(self.replicas.values())) or notes.is_pausing(world.now):
             return
-        if self.backend.config.unavailable(self.backend.num_replicas // self.backend.gang_size):
-            return  # then `next_steps` decides which old ones stop early
         workers, demand = world.observed.cleared_workers(), demand_of(self.backend)
         replicas = list(self.replicas.values())
         found = gangs.to_drain(self.backend, replicas, self.trial(), workers, demand, ongoing)

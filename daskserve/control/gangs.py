@@ -39,7 +39,7 @@ def by_gang(replicas: Iterable[ReplicaRecord]) -> list[tuple[ReplicaRecord, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _Unit:
+class _Together:
     """Replicas that start and stop together, and the record that stands for them."""
 
     members: tuple[ReplicaRecord, ...]
@@ -88,7 +88,7 @@ def next_steps(
 
 def _units(
     backend: BackendRecord, replicas: Sequence[ReplicaRecord], leaving: Collection[WorkerAddress]
-) -> Iterable[_Unit]:
+) -> Iterable[_Together]:
     """Return the live replicas as units of the wanted size.
 
     Old gangs may have another size, so small ones stop together with others. One that is too large counts as
@@ -102,19 +102,21 @@ def _units(
             if len(small) < backend.gang_size:
                 continue
             members, small = small, ()
-        yield _unit(members, backend.version, leaving)
+        yield _together(members, backend.version, leaving)
     if small:
-        yield _unit(small, backend.version, leaving)
+        yield _together(small, backend.version, leaving)
 
 
-def _unit(members: tuple[ReplicaRecord, ...], version: str, leaving: Collection[WorkerAddress]) -> _Unit:
+def _together(
+    members: tuple[ReplicaRecord, ...], version: str, leaving: Collection[WorkerAddress]
+) -> _Together:
     states = [each.state for each in members]
     is_old = members[0].version != version
     # What still serves of old replicas is worth keeping; a new gang serves once it is complete.
     serves = (any if is_old else all)(state is ReplicaState.RUNNING for state in states)
     state = ReplicaState.RUNNING if serves else min(states, key=STOP_ORDER.index)
     on_leaving = (each for each in members if each.worker in leaving)
-    return _Unit(members, replace(next(on_leaving, members[0]), state=state))
+    return _Together(members, replace(next(on_leaving, members[0]), state=state))
 
 
 def _ongoing(members: Iterable[ReplicaRecord], ongoing: Mapping[ReplicaTag, float]) -> float:

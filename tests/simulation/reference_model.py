@@ -149,6 +149,9 @@ def update_backend_config(
         kept.pop("num_replicas", None)
     elif "num_replicas" in config and kept.get("autoscaling_config") and "autoscaling_config" not in config:
         raise Rejected
+    gangs = kept.get("gang_scheduling_config")
+    if gangs and (config.get("autoscaling_config") or config.get("num_replicas", 0) % gangs["gang_size"]):
+        raise Rejected
     changed = replace(existing, config={**kept, **config})
     if sets_user_config:
         changed = replace(changed, user_config=user_config)
