@@ -27,6 +27,7 @@ VALUES: Mapping[str, Any] = {
     "max_unavailable": 1,
     "max_replicas_per_node": 2,
     "placement": "PACK",
+    "gang_scheduling_config": {"gang_size": 1},
     "max_constructor_retry_count": 2,
     "experimental_graceful_shutdown_wait_loop_s": 3.0,
     "experimental_graceful_shutdown_timeout_s": 3.0,
@@ -42,7 +43,7 @@ VALUES: Mapping[str, Any] = {
 #: The classes of today's Ray Serve, as far as it has the option, by daskserve's name.
 RAY = {
     Effect.AT_ONCE: ("num_replicas", "max_queued_requests", "max_unavailable", "max_surge"),
-    Effect.REPLACES: ("max_replicas_per_node",),
+    Effect.REPLACES: ("max_replicas_per_node", "gang_scheduling_config"),
 }
 
 
