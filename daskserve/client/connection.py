@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 from daskserve.client.calls import ControllerCalls
 from daskserve.client.ending import abandon_instance, end_instance
-from daskserve.client.known_handles import KnownHandles
 from daskserve.client.progress import find_display, wait_visibly, waits_for
 from daskserve.client.status import Status
 from daskserve.cluster.base import ClientLink
@@ -32,7 +31,6 @@ class InstanceConnection:
         self.instance = instance
         self.is_closed = False
         self.calls = ControllerCalls(link, instance)
-        self.handles = KnownHandles()
         self._ownership: _Ownership | None = None
         if is_owner:
             self._ownership = _Ownership(self)

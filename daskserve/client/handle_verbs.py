@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from daskserve.client.connection import Verbs
-from daskserve.client.known_handles import open_router
+from daskserve.client.known_handles import handles_of, open_router
 from daskserve.data.caller.handle import Handle
 from daskserve.errors import NotFoundError
 
@@ -24,12 +24,14 @@ class HandleVerbs(Verbs):
         NotFoundError
             A `KeyError`: there is no such endpoint.
         """
-        link, instance, handles = self._connection.link, self._connection.instance, self._connection.handles
+        link, instance = self._connection.link, self._connection.instance
         self._connection.check_open()
+        if link.is_closed:
+            raise link.closed_error()
+        cluster = link.cluster(instance)
+        handles = handles_of(cluster)
         known = handles.get(endpoint_name)
         if known is not None:
-            if link.is_closed:
-                raise link.closed_error()
             return known
         try:
             facts = await self._call("get_endpoint", name=endpoint_name)
@@ -38,7 +40,6 @@ class HandleVerbs(Verbs):
             if not missing_ok:
                 raise
             facts, exists = {"is_legacy": True, "python_methods": []}, False
-        cluster = link.cluster(instance)
         router = await self._run(open_router(cluster, endpoint_name, exists=exists))
         handle = Handle(
             instance,
@@ -48,5 +49,5 @@ class HandleVerbs(Verbs):
             route=facts.get("route"),
             cluster=cluster,
         )
-        handles.keep(handle, cluster, router, facts)
+        handles.keep(handle, router, facts)
         return handle

@@ -13,20 +13,26 @@ from daskserve.errors import NotFoundError, RequestTimeoutError
 from daskserve.types import EndpointTag
 
 
+def handles_of(cluster: Process) -> KnownHandles:
+    """Return the handles that a process has for an instance, whichever of its clients asked for them."""
+    handles: KnownHandles = cluster.shared.setdefault("handles", KnownHandles())
+    return handles
+
+
 class KnownHandles:
-    """The handles of one connection, by endpoint, each with the published state that it was made of."""
+    """The handles of a process for an instance, by endpoint, each with the published state it was made of."""
 
     def __init__(self) -> None:
-        self._handles: dict[EndpointTag, tuple[Handle, Process, Router, Any]] = {}
+        self._handles: dict[EndpointTag, tuple[Handle, Router, Any]] = {}
 
     def get(self, endpoint: EndpointTag) -> Handle | None:
         """Return the handle of an endpoint; None if there is none, or the endpoint has changed since."""
         if endpoint not in self._handles:
             return None
-        handle, cluster, router, published = self._handles[endpoint]
-        return handle if router.published is published and not cluster.is_ended else None
+        handle, router, published = self._handles[endpoint]
+        return handle if router.published is published else None
 
-    def keep(self, handle: Handle, cluster: Process, router: Router, facts: Mapping[str, Any]) -> None:
+    def keep(self, handle: Handle, router: Router, facts: Mapping[str, Any]) -> None:
         """Keep a handle made of the controller's facts, if the published state agrees with them."""
         published = router.published
         if (
@@ -34,7 +40,7 @@ class KnownHandles:
             and published["legacy"] == facts["is_legacy"]
             and list(published["python_methods"]) == list(facts["python_methods"])
         ):
-            self._handles[router.endpoint] = (handle, cluster, router, published)
+            self._handles[router.endpoint] = (handle, router, published)
 
 
 async def open_router(cluster: Process, endpoint: EndpointTag, *, exists: bool) -> Router:

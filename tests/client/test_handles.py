@@ -63,6 +63,12 @@ def test_a_handle_is_cached_until_its_endpoint_changes(client: Client, calls: li
     assert client.get_handle("cached").remote(1).result() == [1, {}]
 
 
+def test_clients_of_an_instance_share_cached_handles(client: Client) -> None:
+    client.create_endpoint("shared", backend="echo")
+    other = Client(InstanceConnection(client._connection.link, client.instance_name))
+    assert client.get_handle("shared") is other.get_handle("shared")
+
+
 def test_a_handle_of_a_missing_endpoint_is_not_cached(client: Client) -> None:
     missing = client.get_handle("later", missing_ok=True)
     client.create_endpoint("later", backend="echo")
