@@ -227,6 +227,12 @@ class Status:
             target_capacity_direction=values.get("target_capacity_direction"),
         )
 
+    @property
+    def proxies(self) -> dict[str, str]:
+        """The state of each proxy, by name: STARTING or HEALTHY."""
+        proxies = (each for each in self.actors if each.kind == "proxy")
+        return {each.name: "HEALTHY" if each.state == "RUNNING" else each.state for each in proxies}
+
     def routes(self, backend: str) -> list[str]:
         """Return the routes whose traffic goes to a backend, sorted."""
         return sorted(

@@ -48,15 +48,19 @@ def _holder_of(state: State, route: str | None) -> EndpointRecord | None:
     return state.endpoint_at(route)
 
 
+def _application_of(state: State, endpoint: EndpointRecord) -> str:
+    """Return the application that an endpoint belongs to; empty if none."""
+    backend = None if endpoint.is_legacy else state.backends.get(endpoint.name)
+    return "" if backend is None else backend.application
+
+
 def _application_at(state: State, route: str | None) -> str | None:
     """Return the application whose route matches the same paths now, or will once it is deployed."""
     if route is None:
         return None
     holder = _holder_of(state, route)
-    backend = None if holder is None or holder.is_legacy else state.backends.get(holder.name)
-    if backend is not None and backend.application:
-        return backend.application
-    return state.apps.at_route(route)
+    owner = "" if holder is None else _application_of(state, holder)
+    return owner or state.apps.at_route(route)
 
 
 def check_application_route(state: State, route: str | None, *, what: str, application: str = "") -> None:
@@ -245,8 +249,11 @@ def published(endpoint: EndpointRecord | None) -> Any:
 
 
 def published_routes(state: State) -> dict[str, Any]:
-    """Return the route table for proxies."""
-    return {
-        route: {"endpoint": endpoint.name, "methods": list(endpoint.methods)}
-        for route, endpoint in state.routes().items()
-    }
+    """Return the route table for proxies; a route of an application has its name."""
+    table: dict[str, Any] = {}
+    for route, endpoint in state.routes().items():
+        table[route] = {"endpoint": endpoint.name, "methods": list(endpoint.methods)}
+        application = _application_of(state, endpoint)
+        if application:
+            table[route]["application"] = application
+    return table

@@ -235,7 +235,7 @@ class IngressApp:
         if table is None:
             await self._refuse(request, 503, NOT_POPULATED)
         elif path == "/-/routes":
-            body = json.dumps(table.endpoints()).encode()
+            body = json.dumps(table.names()).encode()
             await send_whole(request.send, 200, body, content_type=JSON)
         elif self._is_draining:
             await self._refuse(request, 503, DRAINING)

@@ -22,6 +22,8 @@ class Route:
     ----------
     route : str
         As it was written, without a trailing slash unless it is ``"/"``.
+    application : str
+        The application that it belongs to; empty if none.
     prefix : str
         The part of the path that it matched; empty for ``"/"``.
     path_params : mapping or None
@@ -31,6 +33,7 @@ class Route:
     route: str
     endpoint: str
     methods: frozenset[str]
+    application: str = ""
     prefix: str = ""
     path_params: Mapping[str, Any] | None = None
 
@@ -41,7 +44,8 @@ class RouteTable:
     Parameters
     ----------
     routes : mapping
-        ``{route: {"endpoint": name, "methods": [...]}}``. Trailing slashes are ignored; of two routes that
+        ``{route: {"endpoint": name, "methods": [...], "application": name}}``, the last for routes of
+        applications. Trailing slashes are ignored; of two routes that
         differ only in them, the later one is used.
     """
 
@@ -51,7 +55,8 @@ class RouteTable:
         for written, target in routes.items():
             prefix = normalize_prefix(written)
             methods = frozenset(str(method).upper() for method in target["methods"])
-            self._routes[prefix] = Route(prefix or "/", str(target["endpoint"]), methods, prefix)
+            application = str(target.get("application", ""))
+            self._routes[prefix] = Route(prefix or "/", str(target["endpoint"]), methods, application, prefix)
         self._max_segments = max((prefix.count("/") for prefix in self._routes), default=0)
         self._tree = _Segment.tree(self._routes) if any(map(has_variables, self._routes)) else None
 
@@ -77,6 +82,11 @@ class RouteTable:
     def endpoints(self) -> dict[str, str]:
         """Return ``{route: endpoint}``, in the order of the routes."""
         return {route.route: route.endpoint for _, route in sorted(self._routes.items())}
+
+    def names(self) -> dict[str, str]:
+        """Return the name of the application, or else of the endpoint, at each route, in their order."""
+        routes = sorted(self._routes.items())
+        return {route.route: route.application or route.endpoint for _, route in routes}
 
     def __len__(self) -> int:
         return len(self._routes)

@@ -25,6 +25,14 @@ def test_no_instance_is_said_in_words() -> None:
     assert str(Status()) == "No instance runs."
 
 
+def test_the_proxies_are_listed_with_their_state() -> None:
+    words = {"one": "RUNNING", "two": "STARTING"}
+    actors = [ActorStatus("proxy", name, word) for name, word in words.items()]
+    status = Status(actors=(ActorStatus("controller", "c", "RUNNING"), *actors))
+    assert status.proxies == {"one": "HEALTHY", "two": "STARTING"}
+    assert Status().proxies == {}
+
+
 def test_a_status_is_a_table_of_backends_and_one_of_actors() -> None:
     status = Status(
         instance="daskserve",

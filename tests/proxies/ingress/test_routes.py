@@ -48,7 +48,7 @@ def test_the_longest_route_that_ends_at_a_slash_matches(
 
 def test_a_route_carries_its_endpoint_and_methods_in_upper_case() -> None:
     routes = RouteTable({"/a/": {"endpoint": "one", "methods": ["get", "POST"]}})
-    assert routes.match("/a") == Route("/a", "one", frozenset({"GET", "POST"}), "/a")
+    assert routes.match("/a") == Route("/a", "one", frozenset({"GET", "POST"}), prefix="/a")
 
 
 @pytest.mark.parametrize(
@@ -103,6 +103,17 @@ def test_endpoints_lists_each_route_once() -> None:
     routes = table("/b", "/", "/a/")
     assert routes.endpoints() == {"/": "at /", "/a": "at /a/", "/b": "at /b"}
     assert len(routes) == 3
+
+
+def test_a_route_of_an_application_is_listed_with_its_name() -> None:
+    routes = RouteTable(
+        {
+            "/e": {"endpoint": "e", "methods": ["GET"]},
+            "/shop": {"endpoint": "shop/cart", "methods": ["GET"], "application": "shop"},
+        }
+    )
+    assert routes.names() == {"/e": "e", "/shop": "shop"}
+    assert routes.endpoints() == {"/e": "e", "/shop": "shop/cart"}
 
 
 def test_a_path_costs_no_more_lookups_than_the_deepest_route_has_segments() -> None:
