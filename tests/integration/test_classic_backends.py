@@ -104,7 +104,7 @@ def test_create_backend_refuses_invalid_arguments(client: serve.Client) -> None:
         client.create_backend("bad", "served.echo", config=[("num_replicas", 1)])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="init arguments"):
         client.create_backend("bad", lambda request: "", 1)
-    for definition in (NotCallable, 42, None):
+    for definition in (NotCallable(), 42, None):
         with pytest.raises(TypeError, match="Backend definition must be a function, a class"):
             client.create_backend("bad", definition)
     with pytest.raises(TypeError, match="backend_tag"):

@@ -87,10 +87,11 @@ def inspect_definition(
         methods = {}
     call = methods.get(CALL)
     answering = [call] if call else [each for each in methods.values() if each.name not in HOOKS]
-    if not answering:
+    # A class may do all of its work in the constructor, and in threads that this starts.
+    if not answering and not inspect.isclass(definition):
         raise TypeError(
-            "Backend definition must be a function, a class with __call__ or other public methods, an ASGI "
-            f"application or an import path, got {_describe(definition)}"
+            "Backend definition must be a function, a class, an ASGI application or an import path, "
+            f"got {_describe(definition)}"
         )
     return CallableFacts(
         is_blocking=any(not each.is_async for each in answering),
