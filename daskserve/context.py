@@ -58,15 +58,14 @@ class DeploymentActorContext:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaID:
-    """The id of a replica. As text, it is the replica's tag."""
+    """The id of a replica. Its ``unique_id`` is the replica's tag, and so is its text."""
 
     app_name: str
     deployment: str
-    unique_id: str
-    tag: ReplicaTag
+    unique_id: ReplicaTag
 
     def __str__(self) -> str:
-        return self.tag
+        return self.unique_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +151,7 @@ class ReplicaContext:
     @property
     def replica_id(self) -> ReplicaID:
         """The replica's id."""
-        unique_id = self.replica_tag.rpartition("#")[2]
-        return ReplicaID(self.app_name, self.deployment, unique_id, self.replica_tag)
+        return ReplicaID(self.app_name, self.deployment, self.replica_tag)
 
     @property
     def rank(self) -> ReplicaRank:

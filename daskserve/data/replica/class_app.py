@@ -64,7 +64,8 @@ class IngressDecorator:
     def __call__(self, cls: Any = None, /) -> Any:
         """Give a class the routes of the application, and return it."""
         if cls is None:
-            cls = type("ASGIApp", (_AppClass,), {"__module__": __name__, "__doc__": _AppClass.__doc__})
+            attributes = {"__module__": __name__, "__doc__": _AppClass.__doc__}
+            cls = type("ASGIIngressDeployment", (_AppClass,), attributes)
         _check_class(cls)
         # The class is changed, not derived from: `super()` and `isinstance` keep their meaning.
         setattr(cls, APP, self._app if isinstance(self._app, Builder) else _app_for(cls, self._app))

@@ -502,6 +502,7 @@ def test_a_class_without_methods_serves_any_asgi_application() -> None:
         await PlainTextResponse("asgi")(scope, receive, send)
 
     made = ingress(app)()(1, key=2)
+    assert type(made).__name__ == "ASGIIngressDeployment"
     assert get(made, "/").text == "asgi"
     assert (made.args, made.kwargs) == ((1,), {"key": 2})
 

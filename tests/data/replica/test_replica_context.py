@@ -74,7 +74,7 @@ def test_user_code_learns_who_it_is_and_of_every_change_of_its_rank(isolation: s
             "app_name": "default",
             "deployment": "b",
             "replica_tag": "b#AAAAAA",
-            "unique_id": "AAAAAA",
+            "unique_id": "b#AAAAAA",
             "code_version": "1",
             "object": "Ranked",
             "rank": ReplicaRank(0, 0, 0),
@@ -183,7 +183,7 @@ def test_what_hooks_return_is_checked_where_it_is_made(answer: Any, wrong: str) 
 def test_an_application_and_a_name_are_told_apart() -> None:
     context = ReplicaContext("i", "shop/cart", "shop/cart#ABCDEF")
     assert (context.app_name, context.deployment) == ("shop", "cart")
-    assert (str(context.replica_id), context.replica_id.unique_id) == ("shop/cart#ABCDEF", "ABCDEF")
+    assert (str(context.replica_id), context.replica_id.unique_id) == ("shop/cart#ABCDEF", "shop/cart#ABCDEF")
 
 
 def test_outside_of_a_replica_the_error_says_where_to_call_it() -> None:
