@@ -6,8 +6,10 @@
     ├── BadRequestError        (ValueError)  400   fix the arguments
     │   ├── AlreadyRegisteredError
     │   ├── NotRegisteredError
-    │   └── StreamOptionError  (TypeError)         add or remove stream=True
+    │   ├── StreamOptionError  (TypeError)         add or remove stream=True
+    │   └── UnpicklableError   (TypeError)         create the object where the replica runs
     ├── NotFoundError          (KeyError)    404   the name does not exist
+    ├── MethodNotFoundError (AttributeError) 404   call a method that the deployment has
     ├── ExternalScalerDisabledError          412   set external_scaler_enabled on the backend first
     ├── ClosedError                          500   start or connect to an instance first
     ├── BlockingCallError      (RuntimeError) 500  await the call's asynchronous form
@@ -85,8 +87,18 @@ class StreamOptionError(BadRequestError, TypeError):
     """A stream was requested from a method that is no generator, or a single answer from a generator."""
 
 
+class UnpicklableError(BadRequestError, TypeError):
+    """Code or arguments of a deployment cannot be pickled for its replicas."""
+
+
 class NotFoundError(ServeError, KeyError):
     """A lookup names something that does not exist."""
+
+    http_status = 404
+
+
+class MethodNotFoundError(ServeError, AttributeError):
+    """A handle was asked for a method that its deployment does not have."""
 
     http_status = 404
 
@@ -268,7 +280,7 @@ class RequestCancelledError(ServeError, CancelledError):
 
 
 class PassedResponseError(ServeError, RuntimeError):
-    """The response of a call was pickled; only handles accept responses as arguments."""
+    """The response of a call was pickled; only handles accept responses as arguments, and none a stream."""
 
 
 class UserCodeError(ServeError):

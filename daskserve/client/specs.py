@@ -10,7 +10,7 @@ from daskserve import settings
 from daskserve.client.code_digest import code_digest, settle_ids
 from daskserve.data.replica.definitions import CallableFacts, inspect_definition
 from daskserve.data.replica.working_dir import PackedFolder, pack_folder
-from daskserve.errors import BadRequestError
+from daskserve.errors import BadRequestError, UnpicklableError
 from daskserve.options.actor import ActorOptions
 from daskserve.options.backend import BackendConfig, BackendMetadata
 from daskserve.options.backend_spec import BackendSpec
@@ -238,7 +238,7 @@ def _packed(
         place = find_unpicklable(whole, substitution and substitution())
         if isinstance(error, MisplacedObject):
             raise BadRequestError(f"{error.problem}{place and f' ({place})'}. {error.remedy}") from None
-        raise BadRequestError(
+        raise UnpicklableError(
             f"The callable of backend '{tag}', or one of its arguments, cannot be pickled: "
             f"{type(error).__name__}: {str(error).rstrip('.')}{place and f' ({place})'}. Create such objects "
             "where the replica runs: in the class's __init__, or in the start-up of an ASGI application. Or "

@@ -19,7 +19,7 @@ import daskserve as serve
 from daskserve.client.graph import ApplicationGraph
 from daskserve.context import ReplicaContext, current_replica
 from daskserve.data.caller.handle import Handle
-from daskserve.errors import BadRequestError, ClosedError
+from daskserve.errors import BadRequestError, ClosedError, UnpicklableError
 from daskserve.options.app_spec import ApplicationSpec
 from daskserve.payload import unpack_code
 from daskserve.types import SHARED_BYTES
@@ -265,7 +265,7 @@ def uses_a_global() -> serve.Application:
         (lambda: Caller.bind(Model.bind(), lambda: GLOBAL_APPLICATION), BadRequestError, "Pass it to bind"),
         (
             lambda: Caller.bind(Model.bind(threading.Lock())),
-            BadRequestError,
+            UnpicklableError,
             "The callable of backend 'Model', or one of its arguments, cannot be pickled",
         ),
         (lambda: Caller.bind(Model.options(name="a/b").bind()), BadRequestError, "without '#' and '/'"),

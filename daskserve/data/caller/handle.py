@@ -28,6 +28,7 @@ from daskserve.errors import (
     BadRequestError,
     BlockingCallError,
     ClosedError,
+    MethodNotFoundError,
     ReplicaBusyError,
     StreamOptionError,
 )
@@ -115,12 +116,12 @@ class Handle:
         if name in methods if methods is not None else not name.startswith("_"):
             return self.options(method_name=name)
         if self._is_legacy:
-            raise AttributeError(
+            raise MethodNotFoundError(
                 f"A handle has no attribute {name!r}; to call another method of the backend, use "
                 f"handle.options(method_name={name!r}).remote(...)."
             )
         known = ", ".join(methods or ()) or "none"
-        raise AttributeError(f"Deployment {self._endpoint!r} has no method {name!r}; it has: {known}.")
+        raise MethodNotFoundError(f"Deployment {self._endpoint!r} has no method {name!r}; it has: {known}.")
 
     @overload
     def options(self, *, stream: Literal[True], **changes: Any) -> StreamHandle: ...

@@ -17,6 +17,7 @@ from typing import Any, NoReturn, Self
 
 from daskserve.cluster.base import Link
 from daskserve.data.caller.response import cancelled_error, refuse_in_loop
+from daskserve.errors import PassedResponseError
 from daskserve.loops.pending_call import PendingCall
 from daskserve.payload import load, message_bytes
 from daskserve.types import Message, Payload
@@ -163,7 +164,7 @@ class ResponseGenerator:
                 self._link.loop.call_soon_threadsafe(self._future.cancel)
 
     def __reduce__(self) -> NoReturn:
-        raise RuntimeError(
+        raise PassedResponseError(
             "A stream belongs to the code that made the call: it cannot be pickled, or passed to another "
             "handle. Iterate over it, and pass its items on."
         )

@@ -22,6 +22,7 @@ from daskserve.errors import (
     ReplicaStartError,
     ReplicaUnavailableError,
     RequestCancelledError,
+    ServeError,
     StreamOptionError,
     UserCodeError,
 )
@@ -190,8 +191,9 @@ def test_options_with_and_without_effect_are_accepted_and_others_listed(echo: se
 
 
 def test_an_unknown_method_lists_the_others(echo: serve.Handle) -> None:
-    with pytest.raises(AttributeError, match=r"has no method 'nope'; it has: .*noted"):
+    with pytest.raises(AttributeError, match=r"has no method 'nope'; it has: .*noted") as caught:
         _ = echo.nope
+    assert isinstance(caught.value, ServeError)
     with pytest.raises(BadRequestError, match=r"no public method 'nope'; it has: .*noted"):
         echo.options(method_name="nope").remote().result(DEADLINE_S)
 

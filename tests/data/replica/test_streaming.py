@@ -22,6 +22,7 @@ import pytest
 import daskserve as serve
 from daskserve.data.replica.accept_batch import accept_batch
 from daskserve.errors import (
+    PassedResponseError,
     ReplicaBusyError,
     RequestCancelledError,
     RequestTimeoutError,
@@ -410,7 +411,7 @@ def test_a_stream_is_no_single_response(deployed: Deployed) -> None:
 
     in_loop(scenario)
     for try_to_pass in (lambda: pickle.dumps(stream), lambda: deployed.handle.remote(stream)):
-        with pytest.raises(RuntimeError, match="cannot be pickled, or passed"):
+        with pytest.raises(PassedResponseError, match="cannot be pickled, or passed"):
             try_to_pass()
     assert list(stream) == [0, 1]
 
