@@ -89,22 +89,24 @@ def next_steps(
 def _units(
     backend: BackendRecord, replicas: Sequence[ReplicaRecord], leaving: Collection[WorkerAddress]
 ) -> Iterable[_Together]:
-    """Return the live replicas as units of the wanted size.
+    """Return the live replicas as units of at least the wanted size.
 
     Old gangs may have another size, so small ones stop together with others. One that is too large counts as
-    one: it stops once one new replica could take its place too many.
+    one: it stops only once all others of that number run, too.
     """
-    gangs = by_gang(each for each in replicas if each.state in WANTED_STATES)
-    small: tuple[ReplicaRecord, ...] = ()
-    for members in gangs:
-        if members[0].version != backend.version:
-            small += members
-            if len(small) < backend.gang_size:
-                continue
-            members, small = small, ()
+    old: list[tuple[ReplicaRecord, ...]] = []
+    for members in by_gang(each for each in replicas if each.state in WANTED_STATES):
+        if members[0].version == backend.version:
+            yield _together(members, backend.version, leaving)
+        elif old and len(old[-1]) < backend.gang_size:
+            old[-1] += members
+        else:
+            old.append(members)
+    if len(old) > 1 and len(old[-1]) < backend.gang_size:
+        rest = old.pop()  # alone, it would count as a whole gang
+        old[-1] += rest
+    for members in old:
         yield _together(members, backend.version, leaving)
-    if small:
-        yield _together(small, backend.version, leaving)
 
 
 def _together(

@@ -192,6 +192,18 @@ def test_gangs_of_another_size_keep_the_service(before: int, after: int) -> None
     assert {len(each.gang) for each in bench.state.replicas_of("b")} == {0 if after == 1 else after}
 
 
+def test_an_odd_number_of_old_replicas_serves_until_the_gang_that_replaces_them_runs() -> None:
+    bench = Bench([worker(n, threads=16) for n in (1, 2)])
+    deploy(bench, 3, 1)
+    bench.settle()
+    goal = deploy(bench, 2, 2, "2")
+    while bench.goal(goal).state is GoalState.PENDING:
+        for action in bench.step().actions:
+            bench.succeed(action)
+        check_whole(bench)
+        assert len(bench.tags(S.RUNNING)) >= 2
+
+
 def test_scaling_adds_and_removes_whole_gangs() -> None:
     bench = Bench([worker(1, threads=16)])
     deploy(bench, 4, 2)

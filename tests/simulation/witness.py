@@ -407,7 +407,7 @@ class Witness:
         Several do only on one worker, where a new one needs more than the room of all but one of them, and
         for a gang.
         """
-        tags = {each.tag for each in leaving}
+        tags = {tag for each in leaving for tag in (each.tag, *each.gang)}
         others = [each for each in self.replicas(backend.tag) if each.tag not in tags]
         news = [each for each in others if each.version == backend.version]
         return (
