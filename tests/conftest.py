@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 HERE = Path(__file__).parent
 
 # The same examples in every run, and no deadline: a busy machine is not a failure.
-settings.register_profile("daskserve", deadline=None, derandomize=True)
+# A failure is shown as found: to shrink a schedule takes longer than the suite may; nightly does it.
+settings.register_profile(
+    "daskserve", deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate], print_blob=True
+)
 # Many examples, different in every run: pytest --hypothesis-profile=nightly tests/simulation
 settings.register_profile("nightly", deadline=None, max_examples=10_000, print_blob=True)
 settings.load_profile("daskserve")

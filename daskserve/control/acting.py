@@ -175,7 +175,7 @@ class Acting:
         code = self._state.codes.get(f"{replica.backend}@{replica.version}")
         if code is None:
             raise InstanceError(
-                f"The store has no code for version {replica.version} of {replica.backend!r}."
+                f"The store has no code for version {replica.named_version} of {replica.backend!r}."
             )
         return ActorSpec(
             kind=ActorKind.REPLICA,

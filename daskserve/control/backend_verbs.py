@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +14,9 @@ from daskserve.control import scaled as scaling
 from daskserve.control.records import BackendRecord, Change, CodeRecord
 from daskserve.control.state import State
 from daskserve.control.target_capacity import at_capacity
+from daskserve.control.versions import marked
 from daskserve.errors import AlreadyRegisteredError, BadRequestError, NotFoundError, NotRegisteredError
+from daskserve.options.actor import ActorOptions
 from daskserve.options.app_spec import DeploymentSpec
 from daskserve.options.backend import BackendConfig
 from daskserve.options.backend_spec import BackendSpec
@@ -142,6 +143,9 @@ def deployed(
     existing = state.backends.get(spec.tag)
     _check_version(spec, existing)
     _check_owner(state, spec.tag, application)
+    version = _told_apart(record, existing)
+    code = replace(code, name=f"{spec.tag}@{version}")
+    record = replace(record, version=version, code_key=code.name)
     if existing is not None and not existing.is_deleting:
         if existing.request_id == spec.request_id:
             return None
@@ -149,9 +153,6 @@ def deployed(
             raise AlreadyRegisteredError(
                 f"Cannot deploy '{spec.tag}': a classic backend of that name is registered; delete it first."
             )
-        version = _told_apart(record, existing)
-        code = replace(code, name=f"{spec.tag}@{version}")
-        record = replace(record, version=version, code_key=code.name)
         is_same = (existing.version, existing.config_id, existing.needs) == (
             version,
             record.config_id,
@@ -199,22 +200,20 @@ def _check_version(spec: BackendSpec, existing: BackendRecord | None) -> None:
         )
 
 
-def _told_apart(record: BackendRecord, existing: BackendRecord) -> str:
-    """Return the version of a deployment, marked if an existing one differs only in its actor options.
+def _told_apart(record: BackendRecord, existing: BackendRecord | None) -> str:
+    """Return the version of a deployment, marked with its options that are fixed for the life of a replica.
 
-    These options restrict placement, so replicas with other options must be replaced.
+    Replicas with other such options must be replaced, those of the change before the last one included: they
+    may still run, and their version is all that is known about them. Without such options there is no mark.
     """
-
-    def marked(options: Mapping[str, Any]) -> str:
-        return f"{record.version}+{hashlib.sha256(msgpack.packb(options)).hexdigest()[:8]}"
-
-    if existing.place_options == record.place_options:
-        same = (record.version, marked(existing.place_options))
-        return existing.version if existing.version in same else record.version
-    is_of_this_version = existing.version == record.version or existing.version.startswith(
-        f"{record.version}+"
-    )
-    return marked(record.place_options) if is_of_this_version else record.version
+    plain = replace(record, actor_options=ActorOptions(), config=BackendConfig())
+    if record.place_options == plain.place_options:
+        return record.version
+    # Earlier releases marked a version only where the one before it had other options.
+    known = None if existing is None else (existing.version, existing.place_options)
+    if known == (record.version, record.place_options):
+        return record.version
+    return marked(record.version, record.place_options)
 
 
 def update_backend_config(

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import msgpack
 
+from daskserve.control.versions import unmarked
 from daskserve.errors import InstanceError
 from daskserve.options.actor import ActorOptions
 from daskserve.options.autoscaling import AutoscalingConfig
@@ -215,8 +216,7 @@ class ReplicaRecord:
     metadata : dict
         What the user's ``record_replica_metadata`` returned.
     events : tuple
-        The replica's `replica_lifecycle.ReplicaEvent` values, oldest first; at most five, because no state
-        repeats.
+        The replica's `replica_lifecycle.ReplicaEvent` values, oldest first: at most five, none twice.
     """
 
     KIND: ClassVar[str] = "replica"
@@ -238,6 +238,11 @@ class ReplicaRecord:
     @property
     def key(self) -> str:
         return f"{self.KIND}/{self.tag}"
+
+    @property
+    def named_version(self) -> str:
+        """The version as the user knows it, without the mark of its options."""
+        return unmarked(self.version)
 
     def address(self, instance: str) -> ActorAddress:
         """Return the address of the replica's actor; raise `ValueError` before it is placed."""

@@ -29,7 +29,9 @@ def deploy(bench: Bench, version: str, replicas: int = 2, num_cpus: float = 1, *
 
 
 def versions(bench: Bench, *states: S) -> list[str]:
-    return sorted(each.version for each in bench.state.replicas_of("b") if not states or each.state in states)
+    return sorted(
+        each.named_version for each in bench.state.replicas_of("b") if not states or each.state in states
+    )
 
 
 def message(bench: Bench) -> str:

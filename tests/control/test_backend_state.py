@@ -820,7 +820,30 @@ def test_a_full_limit_of_each_host_is_updated_like_a_full_cluster() -> None:
             bench.succeed(action)
         served.add(len(bench.tags(S.RUNNING)))
     assert min(served) == 1
-    assert {each.version for each in bench.state.replicas_of("b")} == {"2"}
+    assert {each.named_version for each in bench.state.replicas_of("b")} == {"2"}
+
+
+def test_replicas_of_the_version_before_last_are_replaced_if_their_options_were_other_ones() -> None:
+    bench = Bench()
+    bench.deploy(version="1", num_replicas=2)
+    bench.settle()
+    old = set(bench.tags(S.RUNNING))
+    bench.deploy(version="2", num_replicas=2)
+    bench.deploy(version="1", num_replicas=2, isolation="process")
+    bench.settle()
+    assert len(bench.tags(S.RUNNING)) == 2
+    assert not old & set(bench.tags(S.RUNNING))
+
+
+def test_replicas_of_the_version_before_last_stay_if_it_returns_with_equal_options() -> None:
+    bench = Bench()
+    bench.deploy(version="1", num_replicas=2, isolation="process")
+    bench.settle()
+    old = set(bench.tags(S.RUNNING))
+    bench.deploy(version="2", num_replicas=2)
+    bench.deploy(version="1", num_replicas=2, isolation="process")
+    bench.settle()
+    assert set(bench.tags(S.RUNNING)) == old
 
 
 @pytest.mark.parametrize("count", [1, 5])

@@ -112,7 +112,7 @@ def test_a_new_version_that_fails_costs_one_old_replica_until_it_is_rolled_back(
     goal = deploy(bench, "2", 3)
     for _ in range(100):
         for action in bench.step().actions:
-            if isinstance(action, StartReplica) and action.replica.version == "2":
+            if isinstance(action, StartReplica) and action.replica.named_version == "2":
                 bench.observed.failed[action.replica.tag] = BOOM
             else:
                 bench.succeed(action)
@@ -127,7 +127,7 @@ def test_a_second_replica_of_a_version_that_fails_is_rolled_back_without_room() 
     goal, failures = deploy(bench, "2"), 0
     for _ in range(100):
         for action in bench.step().actions:
-            is_new = isinstance(action, StartReplica) and action.replica.version == "2"
+            is_new = isinstance(action, StartReplica) and action.replica.named_version == "2"
             if is_new and versions(bench, S.RUNNING) == ["2"]:
                 failures += 1
                 bench.observed.failed[action.replica.tag] = BOOM
@@ -225,7 +225,7 @@ def test_a_lost_old_replica_leaves_room_for_a_new_one() -> None:
     (stop,) = bench.step().actions
     bench.succeed(stop)
     bench.step()
-    other = next(each.worker for each in bench.state.replicas_of("b") if each.version == "1")
+    other = next(each.worker for each in bench.state.replicas_of("b") if each.named_version == "1")
     bench.observed.failed[bench.tags(S.RUNNING)[0]] = BOOM
     bench.step()
     assert {each.worker for each in bench.state.replicas_of("b")} == {stop.replica.worker, other}

@@ -162,7 +162,7 @@ def test_an_update_replaces_gangs_as_a_whole_and_new_before_old() -> None:
         assert (
             len([each for each in bench.state.replicas_of("b") if each.state in (S.STARTING, S.RUNNING)]) <= 6
         )
-    assert {each.version for each in bench.state.replicas_of("b")} == {"2"}
+    assert {each.named_version for each in bench.state.replicas_of("b")} == {"2"}
 
 
 def test_an_update_of_a_full_cluster_drains_one_gang_at_a_time() -> None:
@@ -175,7 +175,7 @@ def test_an_update_of_a_full_cluster_drains_one_gang_at_a_time() -> None:
             bench.succeed(action)
         check_whole(bench)
         assert len(bench.tags(S.RUNNING)) >= 2
-    assert {each.version for each in bench.state.replicas_of("b")} == {"2"}
+    assert {each.named_version for each in bench.state.replicas_of("b")} == {"2"}
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 1), (2, 4), (4, 2)])

@@ -54,7 +54,7 @@ def test_a_larger_version_that_fails_gives_the_room_back_to_all_that_were_draine
     goal = deploy(bench, "2", num_cpus=2, autoscaling_config=scaled_to(2))
     for _ in range(30):
         for action in bench.step().actions:
-            if isinstance(action, StartReplica) and action.replica.version == "2":
+            if isinstance(action, StartReplica) and action.replica.named_version == "2":
                 bench.observed.failed[action.replica.tag] = BOOM
             else:
                 bench.succeed(action)

@@ -642,7 +642,7 @@ def test_an_update_of_a_full_cluster_survives_its_controller_and_a_worker() -> N
         stage.cluster.add_worker()
         await rolling
         assert len(stage.running_of("d")) == 3
-        assert {each.version for each in stage.stored("replica").values()} == {"2"}  # type: ignore[union-attr]
+        assert {each.named_version for each in stage.stored("replica").values()} == {"2"}  # type: ignore[union-attr]
 
     play(scenario, workers=3)
 

@@ -637,11 +637,7 @@ class Simulation:
     def _expected_updates(self) -> dict[str, Any]:
         endpoints = self.witness.of(EndpointRecord)
         updates: dict[str, Any] = {
-            "routes": {
-                each.route: {"endpoint": each.name, "methods": tuple(each.methods)}
-                for each in endpoints
-                if each.route is not None
-            }
+            "routes": {each.route: self._expected_route(each) for each in endpoints if each.route is not None}
         }
         for each in endpoints:
             updates[f"endpoint/{each.name}"] = {
@@ -667,6 +663,14 @@ class Simulation:
             if backend.capacity == 0:
                 updates[f"backend/{backend.tag}"]["off"] = True
         return updates
+
+    def _expected_route(self, endpoint: EndpointRecord) -> dict[str, Any]:
+        expected: dict[str, Any] = {"endpoint": endpoint.name, "methods": tuple(endpoint.methods)}
+        backends = {each.tag: each for each in self.witness.of(BackendRecord)}
+        backend = None if endpoint.is_legacy else backends.get(endpoint.name)
+        if backend is not None and backend.application:
+            expected["application"] = backend.application
+        return expected
 
 
 def _routes(wanted: Wanted) -> dict[str, str]:

@@ -134,7 +134,7 @@ def test_an_update_of_a_full_cluster_survives_a_worker(kind: str, max_surge: int
         state.script_starts("d", ["fail", "slow"])
         state.deploy("d", "2", None, 3, None, {"num_cpus": 4}, "/x", 0.1, max_surge)
         replicas = state.world.witness.replicas("d")
-        assert sorted(each.version for each in replicas) == ["1", "1", "2"]
+        assert sorted(each.named_version for each in replicas) == ["1", "1", "2"]
         state.harm_worker(0, kind, seconds=2.0)
         state.harm_controller("kill", seconds=2.0)
         assert any(each.state is ReplicaState.RUNNING for each in state.world.witness.replicas("d"))
@@ -146,7 +146,9 @@ def test_an_update_to_replicas_that_need_the_room_of_two_survives_a_worker(kind:
         assert len(state.world.witness.replicas("d")) == 6
         state.script_starts("d", ["fail", "slow"])
         state.deploy("d", "2", None, -2, None, {"num_cpus": 4}, "/x", 0.1)
-        versions = [each.version for each in state.world.witness.replicas("d") if each.worker is not None]
+        versions = [
+            each.named_version for each in state.world.witness.replicas("d") if each.worker is not None
+        ]
         assert sorted(versions) == ["1"] * 4 + ["2"]
         state.harm_worker(0, kind, seconds=2.0)
         state.harm_controller("kill", seconds=2.0)
@@ -162,5 +164,5 @@ def test_a_version_that_never_starts_on_a_full_cluster_costs_one_replica(max_sur
             running = [
                 each for each in state.world.witness.replicas("d") if each.state is ReplicaState.RUNNING
             ]
-            assert [each.version for each in running] == ["1", "1"]
+            assert [each.named_version for each in running] == ["1", "1"]
             state.wait(1.0)

@@ -1,0 +1,26 @@
+"""The versions of deployments' replicas: the version of the code and a mark of the options. Pure.
+
+The version of a replica is all that is known about the options that it was started with. So a deployment with
+options that are fixed for the life of a replica has a mark of them in its version.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+MARK: Final = re.compile(r"\+[0-9a-f]{8}$")
+
+
+def marked(version: str, options: Mapping[str, Any]) -> str:
+    """Return a version with a mark of options; equal options have equal marks in every process."""
+    digest = hashlib.sha256(json.dumps(options, sort_keys=True).encode())
+    return f"{version}+{digest.hexdigest()[:8]}"
+
+
+def unmarked(version: str) -> str:
+    """Return a version without its mark, if it has one."""
+    return MARK.sub("", version)
