@@ -63,6 +63,7 @@ setup(
         "daskserve.internals",
         "daskserve.loops",
         "daskserve.options",
+        "daskserve.payload",
         "daskserve.proxies",
         "daskserve.proxies.exchange",
         "daskserve.proxies.ingress",

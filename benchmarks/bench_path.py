@@ -36,7 +36,7 @@ from daskserve.data.replica.replica import Replica
 from daskserve.loops.hops import Hops
 from daskserve.options.backend import BackendConfig
 from daskserve.options.http import HTTPOptions
-from daskserve.payload import dump, dump_bytes
+from daskserve.payload.pickling import dump, dump_bytes
 from daskserve.proxies.asgi import ASGIApp, Scope
 from daskserve.proxies.exchange.carrier import Carrier
 from daskserve.proxies.ingress.app import IngressApp

@@ -16,8 +16,8 @@ from daskserve.data.replica.local_code import LocalCode
 from daskserve.data.replica.replica import Replica
 from daskserve.errors import BadRequestError, ServeError
 from daskserve.figures.table import MetricSample
-from daskserve.importing import call_imported
-from daskserve.payload import load_bytes
+from daskserve.payload.importing import call_imported
+from daskserve.payload.pickling import load_bytes
 from daskserve.proxies.ingress.app import IngressApp, build_app
 from daskserve.proxies.ingress.forwarded import ForwardedHeaders
 from daskserve.proxies.ingress.routes import RouteTable

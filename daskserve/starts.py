@@ -81,7 +81,7 @@ class ReplicaStart(StartMessage):
     Attributes
     ----------
     code : bytes
-        `daskserve.payload.pack_code` of ``(definition, init_args, init_kwargs)``; the definition is a
+        `daskserve.payload.parcels.pack_code` of ``(definition, init_args, init_kwargs)``; the definition is a
         function, a class, an ASGI application or an import path such as ``"pkg.mod.Name"``. The files of its
         environment, if it has any, come first (`daskserve.data.replica.working_dir.PackedFolder`).
     code_name : str

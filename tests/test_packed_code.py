@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from daskserve.payload import ALIGNMENT, Parcel, dump_bytes, pack_code, unpack_code
+from daskserve.payload.parcels import ALIGNMENT, Parcel, pack_code, unpack_code
+from daskserve.payload.pickling import dump_bytes
 from daskserve.types import SHARED_BYTES
 
 

@@ -21,7 +21,7 @@ from distributed.protocol import to_serialize
 from daskserve.cluster.channel.dialling import dial_worker
 from daskserve.cluster.channel.pool import ChannelPool
 from daskserve.loops.event_loop import new_event_loop
-from daskserve.payload import dump
+from daskserve.payload.pickling import dump
 from daskserve.types import ActorAddress, Envelope, EnvelopeKind, Load, Message, Receive, Send
 
 CALLS = 3000

@@ -31,7 +31,7 @@ from daskserve.context import current_replica
 from daskserve.errors import AlreadyRunningError, ClosedError, NotRunningError
 from daskserve.options.base import parse_options
 from daskserve.options.http import HTTPOptions
-from daskserve.payload import dump_bytes
+from daskserve.payload.pickling import dump_bytes
 from daskserve.starts import ControllerStart
 from daskserve.types import DEFAULT_INSTANCE, InstanceName
 

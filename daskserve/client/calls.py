@@ -18,7 +18,7 @@ from daskserve.errors import (
 )
 from daskserve.options.app_spec import ApplicationSpec
 from daskserve.options.backend_spec import BackendSpec
-from daskserve.payload import Parcel
+from daskserve.payload.parcels import Parcel
 from daskserve.types import ActorAddress, GoalId, InstanceName
 
 logger = logging.getLogger("daskserve.client")

@@ -29,7 +29,7 @@ from daskserve.options.actor import ActorOptions
 from daskserve.options.app_spec import ApplicationSpec, DeploymentSpec, deployment_tag
 from daskserve.options.backend import BackendConfig
 from daskserve.options.deployment_actor import SEPARATOR, DeploymentActorConfig
-from daskserve.payload import visit
+from daskserve.payload.pickling import visit
 from daskserve.types import BackendTag, EndpointTag, InstanceName
 
 logger = logging.getLogger("daskserve.client")

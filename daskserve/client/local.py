@@ -18,7 +18,7 @@ from daskserve.client.connection import InstanceConnection
 from daskserve.context import current_replica
 from daskserve.options.base import parse_options
 from daskserve.options.http import HTTPOptions
-from daskserve.payload import dump_bytes
+from daskserve.payload.pickling import dump_bytes
 from daskserve.starts import ControllerStart
 from daskserve.types import ActorKind, InstanceName, Location
 

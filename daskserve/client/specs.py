@@ -17,7 +17,8 @@ from daskserve.options.backend_spec import BackendSpec
 from daskserve.options.base import parse_options
 from daskserve.options.environment import Environment, parse_environment
 from daskserve.options.route_variables import check_variables
-from daskserve.payload import Substitute, dump_bytes, find_unpicklable, load_bytes, pack_code
+from daskserve.payload.parcels import pack_code
+from daskserve.payload.pickling import Substitute, dump_bytes, find_unpicklable, load_bytes
 from daskserve.types import ALL_HTTP_METHODS
 
 

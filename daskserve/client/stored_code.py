@@ -7,7 +7,7 @@ from typing import Any
 
 from daskserve.client.connection import InstanceConnection
 from daskserve.errors import BadRequestError, BlockingCallError, InstanceError, NotFoundError
-from daskserve.payload import Parcel, unpack_code
+from daskserve.payload.parcels import Parcel, unpack_code
 
 #: What `StoredCode.load` returns: the fields of `daskserve.client.classic_deployment.ClassicDeployment` that
 #: hold user code.

@@ -12,7 +12,7 @@ from typing import Any
 from daskserve.client.deployments import Application, Deployment, default_name
 from daskserve.data.replica.class_app import ingress, is_asgi_app
 from daskserve.errors import BadRequestError
-from daskserve.importing import import_definition
+from daskserve.payload.importing import import_definition
 
 
 def application_of(target: Any, args: Mapping[str, Any] | None = None) -> Application:

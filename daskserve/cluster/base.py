@@ -17,7 +17,7 @@ from daskserve.context import HasLink
 from daskserve.errors import ClusterUnreachableError
 from daskserve.figures.table import MetricSample
 from daskserve.loops.hops import Hop, Hops, Landing
-from daskserve.payload import Parcel
+from daskserve.payload.parcels import Parcel
 from daskserve.types import (
     ActorAddress,
     ActorKind,

@@ -26,7 +26,8 @@ from daskserve.cluster.long_poll import LongPollClient
 from daskserve.cluster.parcel_memory import ParcelCarrier
 from daskserve.errors import InstanceError, NotRunningError
 from daskserve.figures.collector import PROCESS
-from daskserve.payload import Parcel, load_error
+from daskserve.payload.packed_errors import load_error
+from daskserve.payload.parcels import Parcel
 from daskserve.types import ActorAddress, InstanceName, WorkerAddress, WorkerInfo
 
 #: The scheduler handler that the supervisor plugin adds.

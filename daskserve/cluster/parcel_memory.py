@@ -10,7 +10,7 @@ from typing import Any, Self
 from weakref import WeakValueDictionary
 
 from daskserve.cluster.channel.segments import HAS_SEGMENTS, Mapping, MemorySegment
-from daskserve.payload import Parcel
+from daskserve.payload.parcels import Parcel
 
 #: Where a process holds shared memory: its number, and the segment's key, descriptor and inode.
 Place = tuple[int, int, int, int]

@@ -16,11 +16,11 @@ from typing import Any
 from dask.base import is_dask_collection
 from distributed import Client, Future
 
-from daskserve.arguments import take_out
 from daskserve.cluster.distributed_internals import call_scheduler, desire_keys, scheduler_address
 from daskserve.errors import BadRequestError, UnavailableError
 from daskserve.loops.event_loop import on_loop
-from daskserve.payload import SEARCHED_BYTES, load_bytes
+from daskserve.payload.arguments import take_out
+from daskserve.payload.pickling import SEARCHED_BYTES, load_bytes
 from daskserve.types import Payload
 
 #: In arguments that are too large to be searched, so many items of each container are looked at, to this
@@ -33,7 +33,7 @@ _CONTAINERS = (list, tuple, set, frozenset)
 
 
 def may_hold_values(payload: Payload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether arguments that `daskserve.payload.may_mention_dask` may hold values of Dask."""
+    """Return whether arguments that `daskserve.payload.pickling.may_mention_dask` may hold values of Dask."""
     if len(payload.data) <= SEARCHED_BYTES:
         return True
     return _holds_values(args, MAX_DEPTH) or _holds_values(kwargs, MAX_DEPTH)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from daskserve.cluster.base import Store, StoreChange
 from daskserve.control.records import Change, CodeRecord, CorruptRecordError, decode, encode
 from daskserve.control.state import State
-from daskserve.payload import Parcel
+from daskserve.payload.parcels import Parcel
 
 logger = logging.getLogger("daskserve.controller")
 

@@ -20,7 +20,7 @@ from daskserve.control.records import GoalRecord, GoalState
 from daskserve.control.stored_deployments import stored_deployments
 from daskserve.errors import DeployError, NotFoundError, RequestTimeoutError
 from daskserve.figures.table import MetricSample
-from daskserve.payload import load_error
+from daskserve.payload.packed_errors import load_error
 from daskserve.starts import dump_http
 from daskserve.types import GoalId
 

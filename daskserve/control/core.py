@@ -26,8 +26,8 @@ from daskserve.control.watch import WorkerWatch
 from daskserve.control.writing import Writer
 from daskserve.errors import InstanceError, ServeError, StaleEpochError
 from daskserve.figures.table import MetricSample
-from daskserve.importing import call_imported
 from daskserve.options.http import HTTPOptions
+from daskserve.payload.importing import call_imported
 from daskserve.starts import ControllerStart, ProxyStart
 from daskserve.types import Location, SnapshotId, WorkerInfo
 

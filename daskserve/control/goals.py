@@ -27,7 +27,7 @@ from daskserve.control.records import (
 from daskserve.control.scaled import taken_back
 from daskserve.control.state import State
 from daskserve.errors import ServeError
-from daskserve.payload import dump_error
+from daskserve.payload.packed_errors import dump_error
 from daskserve.types import BackendTag, GoalId, ReplicaState
 
 #: Finished goals kept for callers that ask late. They are dropped by the hundred, so that hardly any change

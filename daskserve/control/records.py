@@ -361,7 +361,7 @@ class GoalRecord:
     failures : dict
         Number of consecutive constructor failures of each backend while this goal was pending.
     error : bytes or None
-        The error of a FAILED goal, packed by `daskserve.payload.dump_error`.
+        The error of a FAILED goal, packed by `daskserve.payload.packed_errors.dump_error`.
     """
 
     KIND: ClassVar[str] = "goal"

@@ -26,7 +26,7 @@ from urllib.parse import unquote_to_bytes
 from tornado.iostream import StreamClosedError
 
 from daskserve.errors import http_status_of
-from daskserve.payload import is_logged
+from daskserve.payload.packed_errors import is_logged
 from daskserve.proxies.asgi import Headers, Scope, begin_response
 from daskserve.proxies.exchange.carrier import Carrier, Connection
 from daskserve.proxies.exchange.request_body import BodyOnDemand, RequestBody

@@ -29,7 +29,7 @@ from wsproto.utilities import RemoteProtocolError
 
 from daskserve.clock import Clock
 from daskserve.loops.hops import Hop
-from daskserve.payload import is_logged
+from daskserve.payload.packed_errors import is_logged
 from daskserve.proxies.asgi import ASGIApp, Headers, Scope
 from daskserve.proxies.exchange.deflate import BoundedDeflate
 from daskserve.proxies.exchange.stream import Stream

@@ -19,7 +19,8 @@ from daskserve.client.stored_code import StoredCode
 from daskserve.data.caller.async_handle import AsyncHandle
 from daskserve.errors import BadRequestError, BlockingCallError, InstanceError, NotFoundError, NotRunningError
 from daskserve.loops.blocking import finish
-from daskserve.payload import dump_bytes, load_bytes, pack_code
+from daskserve.payload.parcels import pack_code
+from daskserve.payload.pickling import dump_bytes, load_bytes
 from daskserve.testing import local_instance_async
 from daskserve.types import SHARED_BYTES
 

@@ -21,7 +21,7 @@ from daskserve.context import ReplicaContext, current_replica
 from daskserve.data.caller.handle import Handle
 from daskserve.errors import BadRequestError, ClosedError, UnpicklableError
 from daskserve.options.app_spec import ApplicationSpec
-from daskserve.payload import unpack_code
+from daskserve.payload.parcels import unpack_code
 from daskserve.types import SHARED_BYTES
 
 

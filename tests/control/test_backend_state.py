@@ -26,7 +26,7 @@ from daskserve.errors import (
     RequestTimeoutError,
     ServeError,
 )
-from daskserve.payload import load_error
+from daskserve.payload.packed_errors import load_error
 from daskserve.types import ReplicaState as S
 
 BOOM = ReplicaStartError("the constructor raised", user_traceback="Traceback ...")

@@ -14,7 +14,7 @@ from daskserve.control.records import GoalState
 from daskserve.control.replica_actions import StartReplica, StopReplica
 from daskserve.control.rollout import replicas_to_drain
 from daskserve.errors import NoCapacityError
-from daskserve.payload import load_error
+from daskserve.payload.packed_errors import load_error
 from daskserve.types import ReplicaState as S
 
 NO_ROOM = "no room for a new replica beside the old ones: draining one old replica at a time"

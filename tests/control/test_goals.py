@@ -11,7 +11,7 @@ from daskserve.control.goals import KEPT_GOALS, SWEEP_AT, finish, open_goal
 from daskserve.control.records import BackendRecord, Change, GoalRecord, GoalState, from_plain
 from daskserve.control.state import State
 from daskserve.errors import NoCapacityError
-from daskserve.payload import load_error
+from daskserve.payload.packed_errors import load_error
 
 
 def opened(

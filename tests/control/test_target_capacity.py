@@ -19,7 +19,7 @@ from daskserve.control.state import State
 from daskserve.control.target_capacity import set_target_capacity
 from daskserve.errors import ReplicaStartError
 from daskserve.options.backend import BackendConfig
-from daskserve.payload import dump_bytes
+from daskserve.payload.pickling import dump_bytes
 
 OPTIONS: Mapping[str, Any] = {"min_replicas": 2, "max_replicas": 20, "initial_replicas": 10}
 

@@ -14,7 +14,7 @@ from starlette.applications import Starlette
 from daskserve.client.specs import make_spec
 from daskserve.errors import BadRequestError
 from daskserve.internals.pydantic import NAMESPACE, needed_namespace
-from daskserve.payload import dump, dump_bytes, find_unpicklable, load, load_bytes
+from daskserve.payload.pickling import dump, dump_bytes, find_unpicklable, load, load_bytes
 
 pytestmark = pytest.mark.smoke
 

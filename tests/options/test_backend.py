@@ -13,7 +13,7 @@ from daskserve.client.specs import join_config, split_config
 from daskserve.errors import BadRequestError
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.backend import AUTO_MAX_REPLICAS, BackendConfig, BackendMetadata
-from daskserve.payload import load_bytes
+from daskserve.payload.pickling import load_bytes
 
 pytestmark = pytest.mark.smoke
 

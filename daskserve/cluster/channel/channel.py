@@ -39,7 +39,8 @@ from daskserve.cluster.channel.transport import Transport
 from daskserve.errors import ActorLostError
 from daskserve.loops.deadlines import until
 from daskserve.loops.hops import Landing
-from daskserve.payload import dump_error, load_error, message_bytes
+from daskserve.payload.packed_errors import dump_error, load_error
+from daskserve.payload.pickling import message_bytes
 from daskserve.types import (
     DONE,
     ON_DEMAND,

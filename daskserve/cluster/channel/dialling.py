@@ -24,7 +24,7 @@ from daskserve.cluster.channel.comm_transport import take_over
 from daskserve.cluster.channel.transport import Transport
 from daskserve.cluster.distributed_internals import agree, connect_comm, is_plain_tcp
 from daskserve.errors import ActorLostError
-from daskserve.payload import load_error
+from daskserve.payload.packed_errors import load_error
 from daskserve.settings import ChannelSettings
 from daskserve.types import WorkerAddress
 

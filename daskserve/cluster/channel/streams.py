@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from daskserve.cluster.channel.frames import ANSWER, CREDIT, DATA, END, is_last, wire_message
-from daskserve.payload import message_bytes
+from daskserve.payload.pickling import message_bytes
 from daskserve.types import DONE, KeptPayload, Load, MayLeaveAnswer, Message, OnAnswer, Receive
 
 #: How many bytes of a body may be in flight. A reader grants credit in steps of half a window, so that short

@@ -20,7 +20,7 @@ from daskserve.cluster.local.topic import plain_copy
 from daskserve.cluster.local.world import LocalWorld
 from daskserve.cluster.long_poll import LongPollClient
 from daskserve.errors import InstanceError, StaleEpochError
-from daskserve.payload import Parcel
+from daskserve.payload.parcels import Parcel
 from daskserve.types import ActorAddress, Envelope, Load, OnAnswer, Receive, Send, WorkerAddress, WorkerInfo
 
 

@@ -9,9 +9,9 @@ from typing import Any
 from dask.base import compute
 from distributed import Future
 
-from daskserve.arguments import take_out
 from daskserve.cluster.values import is_dask_value, may_hold_values
-from daskserve.payload import dump_bytes, load_bytes
+from daskserve.payload.arguments import take_out
+from daskserve.payload.pickling import dump_bytes, load_bytes
 from daskserve.types import Payload
 
 

@@ -19,7 +19,7 @@ from daskserve.cluster.probe import mismatch, version_probe
 from daskserve.cluster.worker.host import Host
 from daskserve.errors import ActorLostError, InstanceError, VersionMismatchError
 from daskserve.loops.tasks import TaskSet
-from daskserve.payload import load_error
+from daskserve.payload.packed_errors import load_error
 from daskserve.types import ActorAddress, InstanceName, WorkerAddress
 
 logger = logging.getLogger("daskserve.supervisor")

@@ -34,7 +34,7 @@ from daskserve.cluster.distributed_internals import (
 )
 from daskserve.cluster.scheduler.hosts import HostRegistry
 from daskserve.errors import ActorLostError, ServeError, VersionMismatchError
-from daskserve.payload import dump_error
+from daskserve.payload.packed_errors import dump_error
 from daskserve.types import WorkerAddress
 
 #: Timeout for a worker's answer. The scheduler knows the worker, so it exists, but it may be busy.

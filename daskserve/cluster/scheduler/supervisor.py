@@ -44,7 +44,7 @@ from daskserve.errors import (
 )
 from daskserve.figures.collector import PROCESS
 from daskserve.loops.tasks import TaskSet
-from daskserve.payload import dump_error
+from daskserve.payload.packed_errors import dump_error
 from daskserve.types import DEFAULT_INSTANCE, InstanceName, WorkerAddress
 
 logger = logging.getLogger("daskserve.supervisor")

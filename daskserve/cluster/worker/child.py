@@ -47,7 +47,7 @@ from daskserve.cluster.link import DaskLink
 from daskserve.cluster.worker.child_view import FACTS, ClusterAccess
 from daskserve.errors import InstanceError, VersionMismatchError
 from daskserve.options.environment import Interpreter
-from daskserve.payload import dump_bytes
+from daskserve.payload.pickling import dump_bytes
 from daskserve.types import ActorAddress, Envelope, Load, Payload, Receive, Send
 
 logger = logging.getLogger("daskserve.child")

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from daskserve.errors import ClusterUnreachableError, InstanceError
 from daskserve.internals.current_worker import answer_get_worker
 from daskserve.loops.event_loop import running_loop
-from daskserve.payload import Parcel, load_bytes
+from daskserve.payload.parcels import Parcel
+from daskserve.payload.pickling import load_bytes
 from daskserve.types import InstanceName
 
 if TYPE_CHECKING:

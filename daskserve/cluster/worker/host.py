@@ -44,7 +44,7 @@ from daskserve.context import current_replica
 from daskserve.errors import UnavailableError
 from daskserve.figures.collector import PROCESS
 from daskserve.loops.event_loop import running_loop
-from daskserve.payload import dump_error
+from daskserve.payload.packed_errors import dump_error
 from daskserve.types import ACTOR_FACTORIES, ActorKind, InstanceName
 
 logger = logging.getLogger("daskserve.host")

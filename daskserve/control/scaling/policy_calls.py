@@ -24,7 +24,7 @@ from daskserve.control.scaling.importing import thread_location
 from daskserve.errors import UserCodeError
 from daskserve.figures.histogram import LATENCY_BUCKETS_S
 from daskserve.options.autoscaling import BUILT_IN_POLICIES, AutoscalingConfig
-from daskserve.payload import load_bytes
+from daskserve.payload.pickling import load_bytes
 from daskserve.types import BackendTag
 
 T = TypeVar("T")

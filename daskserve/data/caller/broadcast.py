@@ -12,7 +12,7 @@ from daskserve.data.caller.pending import waiter_for
 from daskserve.data.caller.response import cancelled_error, refuse_in_loop
 from daskserve.errors import RequestCancelledError, RequestTimeoutError
 from daskserve.loops.pending_call import PendingCall
-from daskserve.payload import PackedError, load_error
+from daskserve.payload.packed_errors import PackedError, load_error
 from daskserve.types import DONE, ActorAddress, Envelope, Message, Payload, nothing_to_receive
 
 #: What one replica answered.

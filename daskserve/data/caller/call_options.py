@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from daskserve.errors import BadRequestError
-from daskserve.serialization import check_serialization
+from daskserve.payload.serialization import check_serialization
 
 #: Options that begin with an underscore in Ray Serve, and so do here.
 _UNDERSCORED: Mapping[str, str] = {

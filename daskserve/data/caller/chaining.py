@@ -17,9 +17,9 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
-from daskserve.arguments import ValueSource, take_out
 from daskserve.cluster.base import Link
 from daskserve.data.caller.response import Response
+from daskserve.payload.arguments import ValueSource, take_out
 from daskserve.types import KeptPayload, Payload
 
 

@@ -19,7 +19,7 @@ from daskserve.data.caller.roster import ReplicaEntry
 from daskserve.data.caller.router import Router
 from daskserve.errors import ActorLostError, ReplicaBusyError, ServeError
 from daskserve.loops.pending_call import PendingCall
-from daskserve.payload import PackedError, load_error
+from daskserve.payload.packed_errors import PackedError, load_error
 from daskserve.types import Envelope, KeptPayload, Load, Message, Payload, Rest
 
 

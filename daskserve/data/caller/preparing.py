@@ -14,8 +14,9 @@ from daskserve.data.caller.direct_call import no_answer_error
 from daskserve.data.caller.router import Router
 from daskserve.errors import PassedResponseError
 from daskserve.loops.deadlines import earliest, is_over
-from daskserve.payload import PackedError, dump, load_error, may_mention_dask
-from daskserve.serialization import DEFAULT_SERIALIZATION, serialize
+from daskserve.payload.packed_errors import PackedError, load_error
+from daskserve.payload.pickling import dump, may_mention_dask
+from daskserve.payload.serialization import DEFAULT_SERIALIZATION, serialize
 from daskserve.types import DONE, Envelope, KeptPayload, Message, Payload, Send
 
 

@@ -19,7 +19,7 @@ from daskserve.cluster.base import Link
 from daskserve.data.caller.response import cancelled_error, refuse_in_loop
 from daskserve.errors import PassedResponseError
 from daskserve.loops.pending_call import PendingCall
-from daskserve.payload import load, message_bytes
+from daskserve.payload.pickling import load, message_bytes
 from daskserve.types import Message, Payload
 
 #: Maximum size of the items that wait for the reader; one item may wait whatever its size.

@@ -13,7 +13,7 @@ from typing import Any
 
 from daskserve.loops.deadlines import until
 from daskserve.loops.tasks import TaskSet
-from daskserve.payload import message_bytes
+from daskserve.payload.pickling import message_bytes
 from daskserve.types import BackendTag, Envelope, Message, Receive, Send
 
 logger = logging.getLogger("daskserve.router")

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from daskserve.arguments import FilledPayload, ValueSource
 from daskserve.cluster.base import Link
 from daskserve.loops.event_loop import on_loop
+from daskserve.payload.arguments import FilledPayload, ValueSource
 from daskserve.types import Payload
 
 

@@ -17,7 +17,8 @@ from daskserve.data.replica.child_figures import PACKED, tell
 from daskserve.data.replica.replica import Replica
 from daskserve.data.replica.working_dir import archives_folder
 from daskserve.errors import ServeError, UnavailableError
-from daskserve.payload import dump_error, load_bytes
+from daskserve.payload.packed_errors import dump_error
+from daskserve.payload.pickling import load_bytes
 from daskserve.types import ActorKind, Envelope, EnvelopeKind, Load, Payload, Receive, Send
 
 

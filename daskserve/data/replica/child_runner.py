@@ -18,7 +18,7 @@ from daskserve.data.replica.child_figures import PACKED
 from daskserve.data.replica.runner import CodeRun, RunListener
 from daskserve.errors import ActorLostError, RequestTimeoutError, ServeError
 from daskserve.loops.tasks import TaskSet
-from daskserve.payload import PackedError
+from daskserve.payload.packed_errors import PackedError
 from daskserve.types import Message, Send
 
 logger = logging.getLogger("daskserve.replica")

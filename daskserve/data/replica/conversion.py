@@ -28,8 +28,8 @@ from daskserve.data.replica.failures import NOT_FAILURES, log_failure, user_trac
 from daskserve.data.replica.jsonable import to_json
 from daskserve.data.replica.message_pipe import MessagePipe
 from daskserve.errors import StreamOptionError, UserCodeError
-from daskserve.payload import dump
-from daskserve.serialization import serialize
+from daskserve.payload.pickling import dump
+from daskserve.payload.serialization import serialize
 from daskserve.types import WHOLE_RESPONSE, Message, Payload
 
 OCTETS = b"application/octet-stream"

@@ -1,7 +1,7 @@
 """Errors of user code in the log: one record for each, by the replica, with the id of the request.
 
 The parts of daskserve that an error passes on its way to the client do not log it again
-(`daskserve.payload.is_logged`), nor do other replicas that it passes through.
+(`daskserve.payload.packed_errors.is_logged`), nor do other replicas that it passes through.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 
 from daskserve.context import current_replica
 from daskserve.errors import ServeError, UserCodeError
-from daskserve.payload import is_logged, note_logged
+from daskserve.payload.packed_errors import is_logged, note_logged
 
 logger = logging.getLogger("daskserve.replica")
 
@@ -64,4 +64,4 @@ def user_frames(error: BaseException) -> TracebackType | None:
 
 
 def _is_ours(module: str) -> bool:
-    return module.startswith("daskserve.data.") or module == "daskserve.payload"
+    return module.startswith(("daskserve.data.", "daskserve.payload."))

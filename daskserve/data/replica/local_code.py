@@ -31,7 +31,7 @@ from daskserve.errors import ActorLostError, BadRequestError, ReplicaStartError,
 from daskserve.figures.replica import ReplicaFigures
 from daskserve.figures.table import MetricSample
 from daskserve.figures.user import UserSample
-from daskserve.payload import Parcel
+from daskserve.payload.parcels import Parcel
 from daskserve.starts import ReplicaStart, read_config
 from daskserve.types import Envelope, EnvelopeKind, Payload, ReplicaRank, Standing, as_standing
 

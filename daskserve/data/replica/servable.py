@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from types import CoroutineType
 from typing import Any
 
-from daskserve import payload as pickled
 from daskserve.data.replica.class_app import has_app, own_app
 from daskserve.data.replica.conversion import ConvertedResponse, Unfinished, dump_result, failure, to_answer
 from daskserve.data.replica.definitions import (
@@ -26,8 +25,9 @@ from daskserve.data.replica.lifespan import Lifespan
 from daskserve.data.replica.message_pipe import MessagePipe
 from daskserve.data.replica.requests import HTTPRequest, legacy_argument
 from daskserve.errors import ActorLostError, BadRequestError, ReplicaBusyError, UnavailableError
-from daskserve.importing import MODULE_REMEDY, import_definition
-from daskserve.payload import unpack_code
+from daskserve.payload import pickling
+from daskserve.payload.importing import MODULE_REMEDY, import_definition
+from daskserve.payload.parcels import unpack_code
 from daskserve.types import Payload, Receive
 
 logger = logging.getLogger("daskserve.replica")
@@ -316,7 +316,7 @@ def as_own_trouble(error: Exception) -> UnavailableError:
 
 def run_hook_in_thread(hook: Callable[..., Any], *pickles: bytes) -> Any:
     """Call a user's hook with unpickled arguments, and return its result, which may be a coroutine."""
-    return hook(*map(pickled.load_bytes, pickles))
+    return hook(*map(pickling.load_bytes, pickles))
 
 
 async def run_hook(hook: Callable[..., Any], *pickles: bytes) -> Any:

@@ -14,7 +14,7 @@ from daskserve.cluster.channel.comm_transport import CommTransport
 from daskserve.cluster.channel.dialling import READY
 from daskserve.cluster.channel.pool import ChannelPool
 from daskserve.errors import ActorLostError, BadRequestError, RequestTimeoutError
-from daskserve.payload import MESSAGE_BYTES
+from daskserve.payload.pickling import MESSAGE_BYTES
 from daskserve.testing import run_virtual
 from daskserve.types import (
     ActorAddress,

@@ -13,7 +13,7 @@ from daskserve.clock import LoopClock
 from daskserve.cluster.channel.comm_transport import CommTransport
 from daskserve.cluster.channel.dialling import CHANNEL_OP, READY, SPLICE_OP, Dialler, RouteMemory
 from daskserve.errors import ActorLostError
-from daskserve.payload import dump_error
+from daskserve.payload.packed_errors import dump_error
 from daskserve.settings import ChannelSettings
 from daskserve.testing import run_virtual
 

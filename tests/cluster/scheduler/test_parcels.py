@@ -20,7 +20,7 @@ from daskserve.cluster.scheduler import parcels as module
 from daskserve.cluster.scheduler.parcels import InstanceParcels, parcel_verbs
 from daskserve.cluster.store.opening import open_store
 from daskserve.errors import BadRequestError, InstanceError
-from daskserve.payload import Parcel
+from daskserve.payload.parcels import Parcel
 
 PARTS = (b"pickle", os.urandom(PIECE_BYTES + 1000), b"x" * 100)
 PARCEL = Parcel.of(PARTS)

@@ -22,7 +22,7 @@ from daskserve.client.explanation import Explanation
 from daskserve.control.scaling import policy_calls
 from daskserve.control.scaling.policy_calls import POLICY_RETRY_S
 from daskserve.options.autoscaling import AutoscalingConfig
-from daskserve.payload import dump_bytes
+from daskserve.payload.pickling import dump_bytes
 from daskserve.simulation.fleet import Service, simulate
 from daskserve.simulation.trace import Trace
 from daskserve.testing import run_virtual, wait_until

@@ -22,7 +22,7 @@ from daskserve.control.scaling import policy_calls
 from daskserve.control.scaling.scaler import Scaler
 from daskserve.control.state import State
 from daskserve.errors import BadRequestError, NotFoundError, ReplicaStartError
-from daskserve.payload import dump_bytes
+from daskserve.payload.pickling import dump_bytes
 from daskserve.testing import wait_until
 
 #: Short intervals and delays, so that a test sees every step.

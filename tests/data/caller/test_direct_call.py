@@ -21,7 +21,8 @@ from daskserve.data.caller.router import Routers
 from daskserve.errors import ActorLostError, ReplicaBusyError, ServeError, UnavailableError
 from daskserve.figures.histogram import HistogramCounts
 from daskserve.loops.hops import Hops
-from daskserve.payload import PackedError, RemoteTraceback, dump, dump_error
+from daskserve.payload.packed_errors import PackedError, RemoteTraceback, dump_error
+from daskserve.payload.pickling import dump
 from daskserve.testing import run_virtual
 from daskserve.types import ActorAddress, Envelope, Load, Message, OnAnswer, Receive, Send
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from daskserve import payload
 from daskserve.options.backend import BackendConfig
+from daskserve.payload import pickling
 from daskserve.starts import ReplicaStart, dump_config
 
 
@@ -24,7 +24,7 @@ def replica_start(
     return ReplicaStart(
         backend_tag="b",
         replica_tag="b#AAAAAA",
-        code=payload.dump_bytes((definition, args, kwargs or {})),
+        code=pickling.dump_bytes((definition, args, kwargs or {})),
         config=BackendConfig(**options),
         concurrency=concurrency,
         user_config=user_config,

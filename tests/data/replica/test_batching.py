@@ -19,7 +19,7 @@ from daskserve.data.replica.accept_batch import (
 )
 from daskserve.data.replica.conversion import ConvertedResponse, Unfinished
 from daskserve.errors import ServeError, UserCodeError
-from daskserve.payload import dump, load
+from daskserve.payload.pickling import dump, load
 from daskserve.types import Payload
 
 

@@ -19,7 +19,6 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from daskserve import payload
 from daskserve.data.replica.accept_batch import accept_batch
 from daskserve.data.replica.conversion import Unfinished
 from daskserve.data.replica.definitions import (
@@ -31,7 +30,8 @@ from daskserve.data.replica.definitions import (
 from daskserve.data.replica.lifespan import Lifespan
 from daskserve.data.replica.servable import Servable, load_definition
 from daskserve.errors import ActorLostError, BadRequestError, ServeError, UnavailableError
-from daskserve.importing import import_definition
+from daskserve.payload import pickling
+from daskserve.payload.importing import import_definition
 from daskserve.types import Message
 
 pytestmark = pytest.mark.smoke
@@ -315,7 +315,7 @@ def test_errors_inside_the_users_module_are_not_masked(package: str) -> None:
 
 
 def loaded(definition: Any, *args: Any, **kwargs: Any) -> Servable:
-    return load_definition(payload.dump_bytes((definition, args, kwargs)), backend_tag="b")
+    return load_definition(pickling.dump_bytes((definition, args, kwargs)), backend_tag="b")
 
 
 def made(definition: Any, *args: Any, **kwargs: Any) -> Servable:
@@ -436,13 +436,13 @@ def test_a_hook_that_is_missing_is_named() -> None:
 def answer(servable: Servable, head: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
     """Return what a call comes to, along the way that its method takes."""
     method = servable.method(head.get("method", CALL))
-    arguments = payload.dump((args, kwargs))
+    arguments = pickling.dump((args, kwargs))
     if method.is_async:
-        return payload.load(asyncio.run(servable.answer_call(method, head, arguments)))
+        return pickling.load(asyncio.run(servable.answer_call(method, head, arguments)))
     result = servable.answer_call_in_thread(method, head, arguments)
     if isinstance(result, Unfinished):
         result = asyncio.run(servable.finish_call(method, result.result))
-    return payload.load(result)
+    return pickling.load(result)
 
 
 def echo(*args: Any, **kwargs: Any) -> Any:

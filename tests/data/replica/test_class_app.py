@@ -25,7 +25,7 @@ from starlette.routing import Host, Mount, Route, Router
 
 from daskserve.data.replica.class_app import has_app, ingress
 from daskserve.data.replica.servable import Servable
-from daskserve.payload import dump_bytes, load_bytes
+from daskserve.payload.pickling import dump_bytes, load_bytes
 
 pytestmark = pytest.mark.smoke
 

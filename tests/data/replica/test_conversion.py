@@ -35,7 +35,7 @@ from daskserve.data.replica.failures import user_traceback
 from daskserve.data.replica.message_pipe import open_pipe
 from daskserve.data.replica.wall import Wall
 from daskserve.errors import StreamOptionError, UserCodeError
-from daskserve.payload import load
+from daskserve.payload.pickling import load
 from daskserve.types import WHOLE_RESPONSE, Message
 
 SCOPE: dict[str, Any] = {"type": "http", "method": "GET", "path": "/", "headers": []}

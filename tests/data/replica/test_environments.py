@@ -17,7 +17,6 @@ import dask.config
 import numpy
 import pytest
 
-from daskserve import payload
 from daskserve.client.specs import make_spec
 from daskserve.clock import LoopClock
 from daskserve.cluster.base import ActorContext, ActorSpec
@@ -27,6 +26,7 @@ from daskserve.data.replica.interpreters import interpreter_of
 from daskserve.data.replica.replica import Replica
 from daskserve.errors import BadRequestError, ReplicaStartError
 from daskserve.options.environment import Environment
+from daskserve.payload import pickling
 from daskserve.starts import ReplicaStart
 from daskserve.types import ActorKind, Envelope, EnvelopeKind, nothing_to_receive
 
@@ -109,13 +109,13 @@ def run_replica(where: str, env: Any) -> Any:
         async with asyncio.timeout(DEADLINE_S):
             await replica.start()
             try:
-                call = Envelope(EnvelopeKind.CALL, head, payload.dump(((), {})))
+                call = Envelope(EnvelopeKind.CALL, head, pickling.dump(((), {})))
                 await replica.handle(call, nothing_to_receive, send)
             finally:
                 await replica.stop(0)
 
     asyncio.run(main())
-    return payload.load(sent[-1]["payload"])
+    return pickling.load(sent[-1]["payload"])
 
 
 @pytest.fixture(scope="module")

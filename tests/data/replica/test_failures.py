@@ -25,7 +25,7 @@ from tornado.websocket import websocket_connect
 import daskserve as serve
 from daskserve.data.replica.failures import log_failure
 from daskserve.errors import UserCodeError
-from daskserve.payload import PackedError, dump_error, is_logged, load_error, note_logged
+from daskserve.payload.packed_errors import PackedError, dump_error, is_logged, load_error, note_logged
 from daskserve.testing import local_instance
 
 DEADLINE_S = 10.0

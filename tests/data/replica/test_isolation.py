@@ -26,7 +26,6 @@ import psutil
 import pytest
 from replica_starts import reconfiguration, replica_start
 
-from daskserve import payload
 from daskserve._version import __version__
 from daskserve.clock import LoopClock
 from daskserve.cluster.base import ActorContext, ActorSpec, Hosted
@@ -47,7 +46,8 @@ from daskserve.errors import (
 )
 from daskserve.figures.histogram import HistogramCounts
 from daskserve.loops.deadlines import until as hold_until
-from daskserve.payload import PackedError
+from daskserve.payload import pickling
+from daskserve.payload.packed_errors import PackedError, load_error
 from daskserve.types import SLOT_TAKEN, ActorKind, Envelope, EnvelopeKind, Load, Message, Patience
 
 DEADLINE_S = 20.0
@@ -60,7 +60,7 @@ KINDS: dict[str, type[Any]] = {"thread": LocalCode, "process": ChildCode}
 def make(kind: str, definition: Any, *args: Any, **options: Any) -> Any:
     options.setdefault("concurrency", 4)
     if "user_config" in options:
-        options["user_config"] = payload.dump_bytes(options["user_config"])
+        options["user_config"] = pickling.dump_bytes(options["user_config"])
     start = replica_start(definition, args, isolation=kind, **options)
     spec = ActorSpec(ActorKind.REPLICA, "an-instance/replica/b#AAAAAA", 1, "an-instance", start.encode())
     context = ActorContext(spec, types.SimpleNamespace(link=None), LoopClock(), random.Random(0))  # type: ignore[arg-type]
@@ -210,14 +210,14 @@ async def call(replica: Hosted, method: str, *args: Any, **kwargs: Any) -> Any:
     """Return the result of a Python call, as a handle does."""
     head = {"method": method, "legacy": method == "__call__", "request_id": "request-1"}
     reply = Reply()
-    envelope = Envelope(EnvelopeKind.CALL, head, payload.dump((args, kwargs)))
+    envelope = Envelope(EnvelopeKind.CALL, head, pickling.dump((args, kwargs)))
     try:
         await replica.handle(envelope, reply.receive, reply.send)
     except PackedError as packed:
-        error = payload.load_error(packed.data)
+        error = load_error(packed.data)
         raise error from error.__cause__
     (answer,) = reply.sent
-    return payload.load(answer["payload"])
+    return pickling.load(answer["payload"])
 
 
 # ---- the same in a thread and in a process
@@ -256,11 +256,11 @@ def test_large_arrays_cross_out_of_band(model: Bench) -> None:
     async def scenario() -> None:
         reply = Reply()
         head = {"method": "echo", "legacy": False, "request_id": ""}
-        envelope = Envelope(EnvelopeKind.CALL, head, payload.dump(((array,), {})))
+        envelope = Envelope(EnvelopeKind.CALL, head, pickling.dump(((array,), {})))
         await model.replica.handle(envelope, reply.receive, reply.send)
         answer = reply.sent[0]["payload"]
         assert len(answer.data) < 10_000
-        ((echoed,), _) = payload.load(answer)
+        ((echoed,), _) = pickling.load(answer)
         assert np.array_equal(echoed, array)
 
     model.run(scenario())
@@ -363,11 +363,11 @@ def test_no_more_requests_run_than_there_are_slots(model: Bench) -> None:
 async def call_patiently(replica: Hosted, left_s: float = 60.0) -> Any:
     """Return the result of a call that waits for a slot, and what was sent before it."""
     head = {"method": "pid", "legacy": False, "request_id": "request-1"}
-    envelope = Envelope(EnvelopeKind.CALL, head, payload.dump(((), {})), patience=Patience(left_s))
+    envelope = Envelope(EnvelopeKind.CALL, head, pickling.dump(((), {})), patience=Patience(left_s))
     reply = Reply()
     await replica.handle(envelope, reply.receive, reply.send)
     first, answer = reply.sent
-    return payload.load(answer["payload"]), first
+    return pickling.load(answer["payload"]), first
 
 
 def test_requests_with_patience_wait_in_line_for_a_slot(model: Bench) -> None:
@@ -491,7 +491,7 @@ def test_a_request_that_is_late_ends_in_the_child_and_keeps_its_slot_until_its_c
     async def late(method: str, name: str) -> None:
         deadline = asyncio.get_running_loop().time() + 0.2
         head = {"method": method, "legacy": False, "request_id": "1"}
-        envelope = Envelope(EnvelopeKind.CALL, head, payload.dump(((name,), {})), deadline)
+        envelope = Envelope(EnvelopeKind.CALL, head, pickling.dump(((name,), {})), deadline)
         reply = Reply()
         work = model.replica.handle(envelope, reply.receive, reply.send)
         with pytest.raises(RequestTimeoutError):
@@ -545,7 +545,7 @@ def test_requests_cancelled_at_any_moment_leave_no_slot_taken(model: Bench) -> N
 
 def test_options_change_in_place(model: Bench) -> None:
     async def reconfigure(user_config: Any = None, **options: Any) -> None:
-        pickled = None if user_config is None else payload.dump_bytes(user_config)
+        pickled = None if user_config is None else pickling.dump_bytes(user_config)
         await model.replica.reconfigure(**reconfiguration(user_config=pickled, **options))
 
     async def scenario() -> None:
@@ -567,12 +567,12 @@ def test_the_users_health_check_is_part_of_the_probe(model: Bench) -> None:
     async def scenario() -> None:
         await model.replica.probe()
         await model.replica.reconfigure(
-            **reconfiguration(user_config=payload.dump_bytes("ill"), concurrency=4)
+            **reconfiguration(user_config=pickling.dump_bytes("ill"), concurrency=4)
         )
         with pytest.raises(UserCodeError, match="raised RuntimeError: feverish"):
             await model.replica.probe()
         await model.replica.reconfigure(
-            **reconfiguration(user_config=payload.dump_bytes("word"), concurrency=4)
+            **reconfiguration(user_config=pickling.dump_bytes("word"), concurrency=4)
         )
         assert model.replica.health()["is_healthy"]
 
@@ -831,7 +831,7 @@ def test_a_cancelled_request_has_ended_when_its_code_has(tmp_path: Path) -> None
         replica = ChildReplica(make("thread", code.Model, str(tmp_path))._context)
         await replica.start()
         head = {"method": "hold", "legacy": False, "request_id": ""}
-        envelope = Envelope(EnvelopeKind.CALL, head, payload.dump((("one",), {})))
+        envelope = Envelope(EnvelopeKind.CALL, head, pickling.dump((("one",), {})))
         request = asyncio.create_task(replica.answer(1, envelope, Reply().receive, Reply().send))
         await until((tmp_path / "one-began").exists)
         ended = asyncio.create_task(replica.ended(1))

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from nowait_replicas import DEADLINE_S, Answers, began, held, run_replica, until
 
-from daskserve import payload
 from daskserve.data.replica.replica import Replica
 from daskserve.data.replica.wall import Wall
 from daskserve.errors import ActorLostError, UserCodeError
+from daskserve.payload import pickling
 from daskserve.types import Envelope, EnvelopeKind, Load
 
 
@@ -46,7 +46,7 @@ class Backend:
 
 
 def call(method: str, value: Any = 7, **head: Any) -> Envelope:
-    return Envelope(EnvelopeKind.CALL, {"method": method, **head}, payload.dump(((value,), {})))
+    return Envelope(EnvelopeKind.CALL, {"method": method, **head}, pickling.dump(((value,), {})))
 
 
 def run(scenario: Callable[[Replica], Awaitable[None]]) -> None:
@@ -62,7 +62,7 @@ def test_the_answer_comes_with_the_load_after_it(method: str) -> None:
         await until(lambda: answers.ends)
         ((message, load),) = answers.ends
         assert message is not None
-        assert payload.load(message["payload"]) == 7
+        assert pickling.load(message["payload"]) == 7
         assert load == replica.load() == Load(0, 0)
 
     run(scenario)

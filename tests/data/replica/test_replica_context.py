@@ -14,7 +14,6 @@ import ranked_code as code
 from replica_starts import reconfiguration, replica_start
 
 import daskserve as serve
-from daskserve import payload
 from daskserve.clock import LoopClock
 from daskserve.cluster.base import ActorContext, ActorSpec
 from daskserve.context import ReplicaContext
@@ -23,11 +22,12 @@ from daskserve.data.replica.local_code import LocalCode
 from daskserve.data.replica.recorded_stats import MOST_CHARACTERS, checked_plain
 from daskserve.data.replica.replica import Replica
 from daskserve.errors import NotInReplicaError, ReplicaStartError
+from daskserve.payload import pickling
 from daskserve.testing import local_instance
 from daskserve.types import ActorKind, Envelope, EnvelopeKind, Message, ReplicaRank
 
 KINDS: dict[str, type[Any]] = {"thread": LocalCode, "process": ChildCode}
-CONFIG = payload.dump_bytes("config")
+CONFIG = pickling.dump_bytes("config")
 
 
 async def call(replica: Replica, method: str = "__call__") -> Any:

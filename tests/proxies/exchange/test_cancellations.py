@@ -28,7 +28,7 @@ from daskserve.data.replica.replica import Replica
 from daskserve.errors import RequestTimeoutError
 from daskserve.options.backend import BackendConfig
 from daskserve.options.http import HTTPOptions
-from daskserve.payload import dump_bytes
+from daskserve.payload.pickling import dump_bytes
 from daskserve.proxies.ingress.app import IngressApp
 from daskserve.proxies.ingress.routes import RouteTable
 from daskserve.starts import ReplicaStart

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from daskserve.payload import dump_with
+from daskserve.payload.pickling import dump_with
 from daskserve.types import Payload
 
 
@@ -26,7 +26,7 @@ class ValueSource(enum.StrEnum):
 
 def take_out(arguments: Any, is_taken: Callable[[Any], bool]) -> tuple[Payload, list[Any]]:
     """Pickle arguments without the values for which ``is_taken`` returns True; return these, each once."""
-    from daskserve.internals.cloudpickle import SeparatingPickler  # late, as in `daskserve.payload`
+    from daskserve.internals.cloudpickle import SeparatingPickler  # late, as in `daskserve.payload.pickling`
 
     values: list[Any] = []
 

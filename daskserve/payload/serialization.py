@@ -14,7 +14,7 @@ from typing import Any
 import msgpack
 
 from daskserve.errors import BadRequestError
-from daskserve.payload import dump, dump_with
+from daskserve.payload.pickling import dump, dump_with
 from daskserve.types import Payload
 
 DEFAULT_SERIALIZATION = "cloudpickle"

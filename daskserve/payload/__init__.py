@@ -1,0 +1,1 @@
+"""Values, code and errors as bytes, on their way between processes."""

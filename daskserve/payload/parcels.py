@@ -1,0 +1,105 @@
+"""User code with large constructor arguments, and the label that stands for it in messages and records."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import msgpack
+
+from daskserve.payload.pickling import Substitute, dump_code, load, load_bytes
+from daskserve.types import SHARED_BYTES, Payload
+
+#: The first bytes of a parcel's label; pickles begin differently.
+LABEL = b"parcel:"
+ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """A pickled callable with large constructor arguments, which travels outside of messages and records.
+
+    Problem: 200 MB of weights would pass through the event loops of the controller and of every replica's
+    start. Choice: where user code stands in messages and records, a parcel has a short label. Its content
+    goes from the client to the scheduler's process, and from there to each replica, through shared memory if
+    they are processes of one machine. The content begins with the digest, which proves that a reader opened
+    the right memory. The pickle and its buffers follow, each at a multiple of `ALIGNMENT`.
+
+    Attributes
+    ----------
+    digest : str
+        Of the parts, in hexadecimal digits.
+    sizes : tuple of int
+        The sizes of the parts: the pickle and its buffers.
+    """
+
+    digest: str
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, parts: Sequence[Any]) -> Self:
+        """Return the label of some parts."""
+        sizes = tuple(memoryview(each).nbytes for each in parts)
+        digest = hashlib.sha256(repr(sizes).encode())
+        for each in parts:
+            digest.update(each)
+        return cls(digest.hexdigest(), sizes)
+
+    @classmethod
+    def labelled(cls, code: bytes) -> Self | None:
+        """Return the parcel that stands for user code; None if the code itself is there."""
+        if not code.startswith(LABEL):
+            return None
+        digest, sizes = msgpack.unpackb(code[len(LABEL) :])
+        return cls(digest, tuple(sizes))
+
+    def label(self) -> bytes:
+        """Return the bytes that stand for the parcel's content."""
+        return LABEL + bytes(msgpack.packb((self.digest, self.sizes)))
+
+    @property
+    def head(self) -> bytes:
+        """The first bytes of the content."""
+        return bytes.fromhex(self.digest)
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of the content."""
+        return self._ends()[-1]
+
+    def split(self, content: memoryview) -> list[memoryview]:
+        """Return the parts in the content."""
+        starts = self.starts()
+        return [content[start : start + size] for start, size in zip(starts, self.sizes, strict=True)]
+
+    def starts(self) -> list[int]:
+        """Return the offset of each part in the content."""
+        return self._ends()[:-1]
+
+    def _ends(self) -> list[int]:
+        # Each part starts where the one before it ends, rounded up.
+        ends = [ALIGNMENT]
+        for size in self.sizes:
+            ends.append(-(-(ends[-1] + size) // ALIGNMENT) * ALIGNMENT)
+        return ends
+
+
+def pack_code(
+    value: Any, substitute: Substitute | None = None, classes: dict[type, bool] | None = None
+) -> tuple[bytes, tuple[Any, ...]]:
+    """Pickle user code; return what stands for it in messages, and the parts of its parcel, if it is one.
+
+    The other arguments are those of `dump_code`.
+    """
+    payload = dump_code(value, substitute, classes)
+    if payload.nbytes < SHARED_BYTES:
+        return bytes(payload.data), ()
+    parts = (payload.data, *payload.buffers)
+    return Parcel.of(parts).label(), parts
+
+
+def unpack_code(code: bytes, parts: Sequence[Any]) -> Any:
+    """Unpickle the result of `pack_code`."""
+    return load(Payload(parts[0], tuple(parts[1:]))) if parts else load_bytes(code)

@@ -1,0 +1,141 @@
+"""Convert Python values to bytes and back.
+
+User code and arguments are pickled with the standard pickler if possible, and with cloudpickle if necessary
+(lambdas, classes of ``__main__``). Buffers of 4 KiB and more stay out of band, so an array crosses a channel
+without being copied into the pickle. Only the replica, and the caller for the result, ever unpickle them.
+
+Buffers of 1 MiB and more are read-only after unpickling. Processes of one machine share their memory, and
+code must not depend on where the other process runs.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeAlias
+
+from daskserve.types import SHARED_BYTES, Message, Payload
+
+OUT_OF_BAND_BYTES = 4096
+#: Size up to which pickled arguments are searched for the names of Dask's modules.
+SEARCHED_BYTES = 16 * 1024
+
+
+#: Overhead that each message counts for, so that many small messages reach the bounds, too.
+MESSAGE_BYTES = 256
+
+
+def message_bytes(message: Message) -> int:
+    """Return the size of a request's message, for the bounds of buffers."""
+    body = message.get("body")
+    if body is not None:
+        return MESSAGE_BYTES + len(body)
+    payload: Payload | None = message.get("payload")
+    if payload is not None:
+        return MESSAGE_BYTES + payload.nbytes
+    return MESSAGE_BYTES + len(message.get("bytes") or message.get("text") or b"")
+
+
+def dump_with(dumps: Callable[..., bytes], value: Any, out_of_band_bytes: int = OUT_OF_BAND_BYTES) -> Payload:
+    """Pickle a value with a function that has the parameters of `pickle.dumps`."""
+    buffers: list[Any] = []
+
+    def keep_in_band(buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if raw.nbytes < out_of_band_bytes:
+            return True
+        buffers.append(raw)
+        return False
+
+    data = dumps(value, protocol=5, buffer_callback=keep_in_band)
+    return Payload(data, tuple(buffers) if buffers else ())
+
+
+def dump(value: Any) -> Payload:
+    """Pickle a value.
+
+    Raises
+    ------
+    Exception
+        The value cannot be pickled; picklers raise different types.
+    """
+    try:
+        payload = dump_with(pickle.dumps, value)
+        # The standard pickler stores functions and classes of __main__ by reference, and the receiver does
+        # not have them; cloudpickle stores them by value.
+        if bytes(payload.data).find(b"__main__") < 0:  # half the time of `in`
+            return payload
+    except (pickle.PicklingError, TypeError, AttributeError, ImportError):
+        pass
+    return dump_with(_dump_code, value)
+
+
+def _dump_code(value: Any, **how: Any) -> bytes:
+    # Imported late: it takes 20 ms, and most processes never need it.
+    from daskserve.internals.cloudpickle import CodePickler
+
+    file = io.BytesIO()
+    CodePickler(file, **how).dump(value)
+    return file.getvalue()
+
+
+def may_mention_dask(payload: Payload) -> bool:
+    """Return whether pickled arguments may hold values of Dask: fast, and without missing any."""
+    if len(payload.data) > SEARCHED_BYTES:
+        return True
+    data = bytes(payload.data)
+    return data.find(b"dask") >= 0 or data.find(b"distributed") >= 0
+
+
+def load(payload: Payload) -> Any:
+    """Unpickle a value. A pickle can run any code, so never call this on untrusted data."""
+    return payload.load()
+
+
+#: Returns what to pickle in place of an object, as ``__reduce__`` does, or `NotImplemented`.
+Substitute: TypeAlias = Callable[[Any], Any]
+
+
+def dump_code(
+    value: Any, substitute: Substitute | None = None, classes: dict[type, bool] | None = None
+) -> Payload:
+    """Pickle user code as `dump_bytes` does, with large buffers out of band.
+
+    ``classes`` gets all classes, with whether this process pickles them by value for the first time.
+    """
+    dumps = partial(_dump_code, substitute=substitute, classes=classes)
+    return dump_with(dumps, value, SHARED_BYTES)
+
+
+def visit(value: Any, visitor: Substitute) -> None:
+    """Call a function with the objects in a value, in the order in which they would be pickled.
+
+    It is called with objects that have a class of their own, but not with numbers, text, bytes, lists,
+    tuples, sets and dicts. Of an object for which it returns a substitute, nothing else is visited.
+    """
+    from daskserve.internals.cloudpickle import CodePickler
+
+    CodePickler(_Dropped(), protocol=5, buffer_callback=lambda _: False, substitute=visitor).dump(value)
+
+
+class _Dropped:
+    def write(self, data: Any) -> None: ...
+
+
+def dump_bytes(value: Any) -> bytes:
+    """Pickle a value into one byte string, for the store and for start messages."""
+    return _dump_code(value, protocol=5)
+
+
+def find_unpicklable(value: Any, substitute: Substitute | None = None) -> str:
+    """Return in words which part of a value `dump_code` cannot pickle; empty if that is unknown."""
+    from daskserve.internals.cloudpickle import find_unpicklable
+
+    return find_unpicklable(value, substitute)
+
+
+def load_bytes(data: bytes) -> Any:
+    """Unpickle the result of `dump_bytes`."""
+    return pickle.loads(data)
