@@ -36,6 +36,7 @@ ROOMS: Mapping[str, str] = {
     "figures": "values",
     "loops": "values",
     "internals": "values",
+    "payload": "values",
     "autoscaling": "autoscaling",
     "dashboards": "dashboards",
     "simulation": "simulation",
