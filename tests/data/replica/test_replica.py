@@ -21,7 +21,7 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket
 
 from daskserve import context as serve_context
-from daskserve import metrics, payload
+from daskserve import metrics
 from daskserve.clock import LoopClock
 from daskserve.cluster.base import ActorContext, ActorSpec
 from daskserve.data.batching.decorator import batch
@@ -37,6 +37,7 @@ from daskserve.errors import (
     UserCodeError,
 )
 from daskserve.figures.histogram import HistogramCounts
+from daskserve.payload import packed_errors, pickling
 from daskserve.types import ActorKind, Envelope, EnvelopeKind, Load, Message, Payload
 
 DEADLINE_S = 10.0
@@ -60,7 +61,7 @@ _fresh_gates = anew_for_each_test(GATES)
 def make(definition: Any, *args: Any, init_kwargs: dict[str, Any] | None = None, **options: Any) -> Replica:
     options.setdefault("concurrency", 4)
     if "user_config" in options:
-        options["user_config"] = payload.dump_bytes(options["user_config"])
+        options["user_config"] = pickling.dump_bytes(options["user_config"])
     start = replica_start(definition, args, init_kwargs, **options)
     spec = ActorSpec(ActorKind.REPLICA, "replica/b#AAAAAA", 1, "an-instance", start.encode())
     return Replica(ActorContext(spec, CLUSTER, LoopClock(), random.Random(0)))
@@ -159,12 +160,12 @@ async def call(replica: Replica, *args: Any, head: dict[str, Any] | None = None,
     """Return the result of a Python call, classic unless the head says otherwise."""
     head = {"method": "__call__", "legacy": True, "request_id": "request-1", **(head or {})}
     reply = Reply()
-    envelope = Envelope(EnvelopeKind.CALL, head, payload.dump((args, kwargs)))
+    envelope = Envelope(EnvelopeKind.CALL, head, pickling.dump((args, kwargs)))
     await replica.handle(envelope, reply.receive, reply.send)
     (answer,) = reply.sent
     assert answer["type"] == "call.result"
     assert isinstance(answer["payload"], Payload)
-    return payload.load(answer["payload"])
+    return pickling.load(answer["payload"])
 
 
 def modern(method: str = "__call__") -> dict[str, Any]:
@@ -308,11 +309,11 @@ class Configured:
 def test_reconfigure_is_called_once_for_each_change() -> None:
     async def scenario(replica: Replica) -> None:
         for config in ("first", "first", "second", "second"):
-            await replica.reconfigure(**reconfiguration(user_config=payload.dump_bytes(config)))
+            await replica.reconfigure(**reconfiguration(user_config=pickling.dump_bytes(config)))
         for _ in range(2):
             with pytest.raises(ReplicaStartError, match="bad config"):
-                await replica.reconfigure(**reconfiguration(user_config=payload.dump_bytes("bad")))
-        await replica.reconfigure(**reconfiguration(user_config=payload.dump_bytes("second")))
+                await replica.reconfigure(**reconfiguration(user_config=pickling.dump_bytes("bad")))
+        await replica.reconfigure(**reconfiguration(user_config=pickling.dump_bytes("second")))
         assert await call(replica) == ["first", "second", "bad", "bad", "second"]
 
     run(scenario, Configured, user_config="first")
@@ -379,7 +380,7 @@ def test_a_failed_start_carries_the_users_traceback() -> None:
         assert "test_replica.py" in text
         assert text.rstrip().endswith("ZeroDivisionError: in the constructor")
         assert "daskserve/data/replica/wall.py" not in text
-        copy = payload.load_error(payload.dump_error(caught.value))
+        copy = packed_errors.load_error(packed_errors.dump_error(caught.value))
         assert isinstance(copy, ReplicaStartError)
         assert copy.user_traceback == text
 
@@ -1102,7 +1103,7 @@ def test_reconfiguring_changes_user_config_and_limits_in_place() -> None:
     async def scenario(replica: Replica) -> None:
         await replica.reconfigure(
             **reconfiguration(
-                user_config=payload.dump_bytes("changed"),
+                user_config=pickling.dump_bytes("changed"),
                 concurrency=1,
                 max_batch_size=None,
                 batch_wait_timeout=0.0,
@@ -1123,7 +1124,9 @@ def test_reconfiguring_changes_user_config_and_limits_in_place() -> None:
 def test_a_reconfigure_that_fails_changes_nothing() -> None:
     async def scenario(replica: Replica) -> None:
         with pytest.raises(ReplicaStartError, match="ValueError: bad config") as caught:
-            await replica.reconfigure(**reconfiguration(user_config=payload.dump_bytes("bad"), concurrency=9))
+            await replica.reconfigure(
+                **reconfiguration(user_config=pickling.dump_bytes("bad"), concurrency=9)
+            )
         assert "in reconfigure" in caught.value.user_traceback
         with pytest.raises(BadRequestError, match="max_batch_size is 4"):
             await replica.reconfigure(**reconfiguration(user_config=None, concurrency=9, max_batch_size=4))
@@ -1138,7 +1141,9 @@ def test_a_kept_error_does_not_keep_the_users_object() -> None:
 
     async def scenario(replica: Replica) -> None:
         with pytest.raises(ReplicaStartError) as caught:
-            await replica.reconfigure(**reconfiguration(user_config=payload.dump_bytes("bad"), concurrency=9))
+            await replica.reconfigure(
+                **reconfiguration(user_config=pickling.dump_bytes("bad"), concurrency=9)
+            )
         kept.append(caught.value)
 
     async def failing_start() -> None:
@@ -1157,7 +1162,7 @@ def test_a_kept_error_does_not_keep_the_users_object() -> None:
 def test_a_user_config_without_a_method_to_take_it_is_an_error() -> None:
     async def scenario(replica: Replica) -> None:
         with pytest.raises(BadRequestError, match=r"has no reconfigure\(\) method"):
-            await replica.reconfigure(**reconfiguration(user_config=payload.dump_bytes(1), concurrency=4))
+            await replica.reconfigure(**reconfiguration(user_config=pickling.dump_bytes(1), concurrency=4))
 
     run(scenario, plain)
 
@@ -1174,7 +1179,7 @@ def test_reconfiguring_does_not_wait_for_requests() -> None:
     async def scenario(replica: Replica) -> None:
         request = asyncio.create_task(call(replica))
         await begun()
-        await replica.reconfigure(**reconfiguration(user_config=payload.dump_bytes("new"), concurrency=1))
+        await replica.reconfigure(**reconfiguration(user_config=pickling.dump_bytes("new"), concurrency=1))
         assert GATES.notes == ["new"]
         GATES.go.set()
         await request
