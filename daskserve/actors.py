@@ -126,6 +126,10 @@ class ProxyActor:
                 await server.drain(grace_s)
             await server.stop()
 
+    def health(self) -> dict[str, Any]:
+        """Return how many requests are under way; a proxy does not check its own health."""
+        return {} if self._ingress is None else {"ongoing": self._ingress.statistics().ongoing}
+
     async def handle(self, envelope: Envelope, receive: Receive, send: Send) -> Load:
         raise BadRequestError("A proxy takes its requests over HTTP.")
 

@@ -58,7 +58,7 @@ class InstanceConnection:
         self.is_closed = True
         if self._ownership is not None:
             self._ownership.detach()
-        await end_instance(self.link, self.instance, asynchronous=asynchronous)
+        await end_instance(self.link, self.instance, asynchronous=asynchronous, drains=True)
 
     async def disconnect(self, *, asynchronous: bool) -> None:
         """Close the connection, and its Dask client if daskserve created it; an owned instance ends."""

@@ -12,21 +12,27 @@ from daskserve.types import InstanceName
 
 logger = logging.getLogger("daskserve.client.client")
 
-#: Timeout for ending an instance.
+#: Timeout of an answer of the scheduler.
 SHUTDOWN_S = 15.0
 
 
 async def end_instance(
-    link: ClientLink, instance: InstanceName, *, asynchronous: bool, start_id: str | None = None
+    link: ClientLink,
+    instance: InstanceName,
+    *,
+    asynchronous: bool,
+    start_id: str | None = None,
+    drains: bool = False,
 ) -> None:
     """End an instance; do nothing if the instance or the cluster is already gone.
 
-    With a ``start_id``, only an instance that was started under that id ends.
+    With a ``start_id``, only an instance that was started under that id ends. If it ``drains``, the requests
+    under way complete first.
     """
     link.release_default(instance)
     try:
         if link.is_open:
-            ending = _end(link, instance, start_id)
+            ending = _end(link, instance, start_id, drains=drains)
             await link.wait(ending) if asynchronous else link.sync(ending)
     finally:
         await link.instance_ended(instance, asynchronous=asynchronous)
@@ -41,8 +47,10 @@ def abandon_instance(link: ClientLink, instance: InstanceName) -> None:
         finish(end_instance(link, instance, asynchronous=False))
 
 
-async def _end(link: ClientLink, instance: InstanceName, start_id: str | None) -> None:
+async def _end(link: ClientLink, instance: InstanceName, start_id: str | None, *, drains: bool) -> None:
     message = {} if start_id is None else {"start_id": start_id}
+    if drains:
+        await _drain(link, instance)
     if start_id is None:
         await link.drop_cluster(instance)
     try:
@@ -55,3 +63,15 @@ async def _end(link: ClientLink, instance: InstanceName, start_id: str | None) -
     else:
         if has_ended:
             await link.drop_cluster(instance)
+
+
+async def _drain(link: ClientLink, instance: InstanceName) -> None:
+    try:
+        is_drained = False
+        while not is_drained:
+            async with asyncio.timeout(SHUTDOWN_S):
+                is_drained = await link.ask("drain_instance", instance=instance)
+    except NotRunningError:
+        pass
+    except (OSError, TimeoutError) as error:
+        logger.warning("Instance %s ends without draining: %r", instance, error)

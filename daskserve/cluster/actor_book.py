@@ -246,13 +246,16 @@ class ActorBook:
     async def end_instance(self, instance: InstanceName) -> None:
         """Stop an instance's actors, the controller first so that it does not replace the others."""
         mine = [entry for entry in self.entries.values() if entry.spec.instance == instance]
-        mine.sort(key=lambda entry: entry.spec.kind is not ActorKind.CONTROLLER)
-        for entry in mine:
-            try:
-                await self._remove(entry, grace_s=0)
-            except Exception:
-                # An actor that fails to stop must not prevent the others from stopping.
-                logger.exception("Actor %s failed to stop", entry.spec.name)
+        controllers = [entry for entry in mine if entry.spec.kind is ActorKind.CONTROLLER]
+        for together in (controllers, [entry for entry in mine if entry not in controllers]):
+            await asyncio.gather(*map(self._end, together))
+
+    async def _end(self, entry: Entry) -> None:
+        try:
+            await self._remove(entry, grace_s=0)
+        except Exception:
+            # An actor that fails to stop must not prevent the others from stopping.
+            logger.exception("Actor %s failed to stop", entry.spec.name)
 
     async def call(self, name: str, incarnation: int, verb: str, message: Mapping[str, Any]) -> Any:
         """Call a verb of an actor, or of the book itself; see `Cluster.call`."""

@@ -114,7 +114,7 @@ class Acting:
         if isinstance(action, StartProxy):
             self._spawn("start proxy", proxy.name, self._start_proxy(proxy), None)
         else:
-            self._spawn("stop proxy", proxy.name, self._stop_proxy(proxy), None)
+            self._spawn("stop proxy", proxy.name, self._stop_proxy(proxy, PROXY_GRACE_S), None)
 
     def _spawn(self, kind: str, name: str, coroutine: Any, backend: str | None) -> None:
         key = (kind, name)
@@ -269,12 +269,17 @@ class Acting:
                     await self._commit({proxy.key: replace(proxy, port=facts["port"])})
         self._observed.proxies_ready[proxy.name] = {**facts, "incarnation": proxy.incarnation}
 
-    async def _stop_proxy(self, proxy: ProxyRecord) -> None:
+    async def close_proxies(self, proxies: Iterable[ProxyRecord], grace_s: float) -> None:
+        """Stop proxies for good, each once its requests have ended, or after the grace period."""
+        closing = (self._stop_proxy(proxy, grace_s) for proxy in proxies)
+        for outcome in await asyncio.gather(*closing, return_exceptions=True):
+            if isinstance(outcome, Exception):
+                logger.warning("A proxy did not stop: %r", outcome)
+
+    async def _stop_proxy(self, proxy: ProxyRecord, grace_s: float) -> None:
         address = proxy.address(self._cluster.instance)
         try:
-            await self._clock.wait_for(
-                self._cluster.destroy(address, PROXY_GRACE_S), PROXY_GRACE_S + STOP_MARGIN_S
-            )
+            await self._clock.wait_for(self._cluster.destroy(address, grace_s), grace_s + STOP_MARGIN_S)
         except TimeoutError:
             logger.warning("Proxy %s did not stop within its grace period and is abandoned", proxy.name)
         facts = self._observed.proxies_ready.get(proxy.name)

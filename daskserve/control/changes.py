@@ -10,7 +10,7 @@ from daskserve.cluster.base import verb
 from daskserve.control import app_verbs, backend_verbs, endpoint_state, scale_verb, target_capacity
 from daskserve.control.backend_verbs import Outcome
 from daskserve.control.core import ControllerCore
-from daskserve.errors import ServeError, UnavailableError
+from daskserve.errors import NotRunningError, ServeError, UnavailableError
 from daskserve.options.app_spec import ApplicationSpec
 from daskserve.options.backend import BackendConfig
 from daskserve.options.backend_spec import BackendSpec
@@ -32,6 +32,8 @@ class ChangingVerbs:
         """
         try:
             async with self._core.writer:
+                if self._core.writer.is_detached:
+                    raise NotRunningError(f"Instance {self._core.cluster.instance!r} is being shut down.")
                 changes = self._core.writer.changes
                 yield
                 is_written = self._core.writer.changes > changes

@@ -16,6 +16,7 @@ from daskserve.cluster.base import ActorContext, verb, verbs_of
 from daskserve.control import app_views, backend_verbs, explaining, views
 from daskserve.control.changes import ChangingVerbs
 from daskserve.control.core import MAX_WAIT_S, ControllerCore
+from daskserve.control.draining import DrainingVerbs
 from daskserve.control.records import GoalRecord, GoalState
 from daskserve.control.stored_deployments import stored_deployments
 from daskserve.errors import DeployError, NotFoundError, RequestTimeoutError
@@ -33,7 +34,7 @@ class Controller:
 
     def __init__(self, context: ActorContext) -> None:
         self._core = ControllerCore(context)
-        self.verbs = verbs_of(ChangingVerbs(self._core), ReadingVerbs(self._core))
+        self.verbs = verbs_of(ChangingVerbs(self._core), ReadingVerbs(self._core), DrainingVerbs(self._core))
 
     async def start(self) -> dict[str, Any]:
         """Load the state from the store and start to reconcile it with what runs."""

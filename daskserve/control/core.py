@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -149,6 +149,12 @@ class ControllerCore:
         if self._reconciler is None:
             raise InstanceError("The controller is still starting.")
         return self._reconciler
+
+    def spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Run a coroutine until the controller stops."""
+        task = asyncio.create_task(coroutine, name=f"daskserve-{name}")
+        self._tasks.append(task)
+        return task
 
     def _poke(self, backends: Iterable[str] | None) -> None:
         self.loop.poke(backends)

@@ -88,6 +88,7 @@ class Reconciler:
         self._wake = asyncio.Event()
         self._wake_at: dict[str, float] = {}
         self._steps = 0
+        self._has_proxies = True
         self.figures = ControlFigures()
 
     @property
@@ -102,6 +103,13 @@ class Reconciler:
         else:
             self._dirty.update(backends)
         self._wake.set()
+
+    async def close_proxies(self, grace_s: float) -> None:
+        """Stop all proxies for good; return once their requests have ended, or after the grace period."""
+        async with self._lock:
+            self._has_proxies = False
+            proxies = list(self._state.proxies.values())
+        await self._acting.close_proxies(proxies, grace_s)
 
     async def run(self) -> None:
         """Run until cancelled; a step that fails is logged and retried."""
@@ -153,7 +161,8 @@ class Reconciler:
             self._wake_at.pop(tag, None)
         if PROXIES in dirty:
             dirty.discard(PROXIES)
-            await self._attempt([PROXIES], self._step_proxies())
+            if self._has_proxies:
+                await self._attempt([PROXIES], self._step_proxies())
         tags = sorted(dirty)
         while tags:
             some, tags = tags[:BATCH], tags[BATCH:]

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from daskserve.amounts import shown
-from daskserve.control import backend_verbs, endpoint_state
+from daskserve.control import app_state, backend_verbs, endpoint_state
 from daskserve.control.backend_state import NEW_WORKER_S
 from daskserve.control.observed import Observed
 from daskserve.control.records import BackendRecord, GoalState, ProxyRecord
@@ -204,8 +204,8 @@ def published_backend(state: State, tag: str) -> Any:
         value["autoscaled"] = True
     if backend.capacity == 0:
         value["off"] = True
-    if backend.is_deleting:
-        # Why, if its first deploy failed; else nothing.
+    if backend.is_deleting and app_state.may_stop(state, backend):
+        # Why, if its first deploy failed; else nothing. As long as others call it, it is as before to them.
         value["ending"] = backend.last_error
     return value
 

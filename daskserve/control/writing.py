@@ -39,6 +39,8 @@ class Writer:
     ----------
     changes : int
         Number of written changes.
+    is_detached : bool
+        Whether changes are no longer written.
     """
 
     def __init__(self, store: Store, epoch: int, state: State, apply: Callable[[Change], None]) -> None:
@@ -50,6 +52,11 @@ class Writer:
         #: The change that may or may not be in the store, with the effects that follow it.
         self._doubtful: tuple[Change, Then | None] | None = None
         self.changes = 0
+        self.is_detached = False
+
+    def detach(self) -> None:
+        """Apply changes in memory only from now on, because the instance ends; call under the lock."""
+        self.is_detached = True
 
     async def __aenter__(self) -> Self:
         await self._lock.acquire()
@@ -88,7 +95,8 @@ class Writer:
 
     async def _write(self, change: Change, then: Then | None) -> None:
         try:
-            await checkpoint.write(self._store, self._epoch, change)
+            if not self.is_detached:
+                await checkpoint.write(self._store, self._epoch, change)
         except StaleEpochError:
             raise
         except BaseException:

@@ -98,6 +98,9 @@ class ScriptedReplica:
     def samples(self) -> list[MetricSample]:
         return []
 
+    def health(self) -> Mapping[str, Any]:
+        return {"ongoing": self._stage.ongoing}
+
     @verb
     async def reconfigure(
         self, user_config: bytes | None, concurrency: int, config: Mapping[str, Any], standing: Sequence[int]
@@ -156,6 +159,7 @@ class ScriptedProxy:
     async def stop(self, grace_s: float) -> None:
         if self._stage.proxies.get(self.worker) is self:
             del self._stage.proxies[self.worker]
+        await self._stage.clock.sleep(min(grace_s, self._stage.drain_s))
 
 
 class Stage:
@@ -179,6 +183,8 @@ class Stage:
         self.reconfigure: Callable[[ScriptedReplica], Awaitable[None]] | None = None
         self.start_s = 0.01
         self.drain_s = 0.0
+        #: How many requests run in each replica, as far as the controller is told.
+        self.ongoing = 0
         #: What a proxy on a worker raises when it starts; None: it hangs.
         self.broken_ports: dict[WorkerAddress, Exception | None] = {}
         # What has happened.

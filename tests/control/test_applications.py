@@ -303,3 +303,18 @@ def test_a_change_of_a_deployment_that_the_new_version_drops_ends_with_it() -> N
         await stage.until(lambda: list(stage.stored("backend")) == ["backend/front"])
 
     play(scenario)
+
+
+def test_a_called_deployment_takes_requests_until_its_callers_have_drained() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.run(graph=CHAIN)
+        stage.drain_s = 5.0
+        await stage.call("delete_application", name="default")
+        await stage.until(lambda: len(stage.stopped) == 1)
+        assert "ending" in await stage.published("backend/front")
+        assert "ending" not in await stage.published("backend/middle")
+        await stage.until(lambda: len(stage.stopped) == 2)
+        assert "ending" in await stage.published("backend/middle")
+        assert "ending" not in await stage.published("backend/back")
+
+    play(scenario)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from dask_processes import ExternalCluster, fetch
+from dask_processes import ExternalCluster, fetch, poll_for
 from distributed import Client
 
 import daskserve as serve
@@ -108,3 +111,43 @@ def test_other_programs_use_the_instance_that_run_started(cluster: ExternalClust
     serve.delete("late")
     assert fetch(f"{url}/late").status == 404
     assert fetch(f"{url}/a?n=1").status == 200
+
+
+@serve.deployment
+class Waiting:
+    """Waits for a file before it calls the model."""
+
+    def __init__(self, model: serve.Handle, folder: Path) -> None:
+        self.model, self.folder = model, folder
+
+    def __call__(self, number: int) -> int:
+        (self.folder / "began").touch()
+        while not (self.folder / "go").exists():
+            time.sleep(0.005)
+        return int(self.model.remote(number).result(10)[0])
+
+
+def test_shutdown_drains_an_application_and_keeps_its_records(
+    cluster: ExternalCluster, tmp_path: Path
+) -> None:
+    start = partial(
+        serve.start,
+        name="drained",
+        store=f"sqlite:///{tmp_path}/records.db",
+        http_options={"location": "NoServer"},
+        dask_client=Client.current(),
+    )
+    with ThreadPoolExecutor() as threads:
+        with start() as client:
+            handle = client.run(Waiting.bind(Model.bind(1), tmp_path), route_prefix=None)
+            response = handle.remote(4)
+            poll_for((tmp_path / "began").exists)
+            ending = threads.submit(client.shutdown)
+            poll_for(lambda: client.status() == serve.Status())  # the client is closed
+            (tmp_path / "go").touch()
+            assert response.result(10) == 5
+            ending.result(10)
+    with start() as client:
+        poll_for(lambda: client.status().applications["default"].status == "RUNNING")
+        assert client.get_app_handle("default").remote(7).result(10) == 8
+        client.delete_application("default")

@@ -21,6 +21,7 @@ import os
 import random
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, Self, TypeVar
 
 from daskserve.clock import Clock, LoopClock
@@ -34,6 +35,7 @@ from daskserve.cluster.base import (
     UseReport,
 )
 from daskserve.cluster.channel.transport import Transport
+from daskserve.cluster.draining import drain
 from daskserve.cluster.local.process import LocalProcess
 from daskserve.cluster.local.run_state import RunState
 from daskserve.cluster.local.topic import Deliver, LocalTopic, deliver_at_once
@@ -205,6 +207,11 @@ class LocalCluster:
         if self._controller is None:
             raise InstanceError(f"The controller of {self.instance!r} could not be started on any worker.")
         return self._controller
+
+    async def drain(self) -> None:
+        """Let the requests of the instance complete, before its end."""
+        if self._controller is not None:
+            await drain(self.instance, partial(self.program.call, self._controller), self.clock)
 
     async def end(self) -> None:
         """End the instance: notify all listeners and stop all actors, the controller first. Idempotent."""

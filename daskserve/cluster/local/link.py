@@ -84,6 +84,9 @@ class LocalLink:
 
     async def ask(self, verb: str, **message: Any) -> Any:
         """Call one of the supervisor's verbs that a client needs."""
+        if verb == "drain_instance":
+            await self._world.drain()
+            return True
         if verb == "end_instance":
             await self._world.end()
             return None

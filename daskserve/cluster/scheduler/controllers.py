@@ -54,6 +54,8 @@ class Instance:
     awaiting_hosts: asyncio.Task[None] | None = None
     #: Set when the first start has succeeded or failed.
     has_begun: asyncio.Event = field(default_factory=asyncio.Event)
+    #: Lets the requests complete, before the end.
+    draining: asyncio.Task[None] | None = None
     is_ending: bool = False
     ending: asyncio.Task[None] | None = None
     grace: asyncio.TimerHandle | None = None

@@ -26,6 +26,7 @@ from daskserve.cluster.long_poll import ENDED, WORKERS
 from daskserve.cluster.scheduler.capacity import Capacity
 from daskserve.cluster.scheduler.controllers import START_TIMEOUT_S, ControllerKeeper, Instance, plain
 from daskserve.cluster.scheduler.discovery import Targets
+from daskserve.cluster.scheduler.drains import Drains
 from daskserve.cluster.scheduler.figures import SupervisorFigures
 from daskserve.cluster.scheduler.hosts import HostRegistry
 from daskserve.cluster.scheduler.parcels import parcel_verbs
@@ -95,8 +96,10 @@ class Supervisor(SchedulerPlugin):
         #: Ids of ``serve.start()`` calls that were cancelled before they arrived here.
         self._cancelled_starts: deque[str] = deque(maxlen=MAX_CANCELLED_STARTS)
         self._is_closed = False
+        drains = Drains(self._known, self._hosts.call, self._end_instance, self._tasks.spawn)
         self._verbs: dict[str, Callable[..., Awaitable[Any]]] = {
             "start_instance": self._start_instance,
+            "drain_instance": drains.drain_instance,
             "end_instance": self._end_instance,
             "controller": self._find_controller,
             "instances": self._list_instances,
@@ -246,6 +249,8 @@ class Supervisor(SchedulerPlugin):
     async def _end(self, entry: Instance) -> None:
         if entry.grace is not None:
             entry.grace.cancel()
+        if entry.draining is not None:
+            entry.draining.cancel()
         self._publish(entry.name, {"kind": ENDED})
         if entry.awaiting_hosts is not None:
             entry.awaiting_hosts.cancel()
@@ -290,7 +295,7 @@ class Supervisor(SchedulerPlugin):
                 "is_default": entry.is_default and entry.grace is None,
             }
             for name, entry in self._instances.items()
-            if not entry.is_ending
+            if not entry.is_ending and entry.draining is None
         }
 
     async def _load_records(self, instance: InstanceName) -> dict[str, Any]:

@@ -208,8 +208,11 @@ class Replica:
         return self._code.figures()
 
     def health(self) -> dict[str, Any]:
-        """Return the results of the replica's own probes, its rank, and the user's routing statistics."""
-        facts, loss = {**self._health.facts(), "standing": self._standing}, self._code.loss
+        """Return the results of the replica's probes, its rank and requests, and the user's statistics."""
+        load, loss = self.load(), self._code.loss
+        facts = {**self._health.facts(), "standing": self._standing}
+        # Cancelled calls that run on have no caller who waits.
+        facts["ongoing"] = max(0, load.ongoing - self._code.abandoned) + load.queued
         if stats := self._code.routing_stats():
             facts["routing_stats"] = stats
         return {**facts, "is_healthy": False, "detail": loss} if loss else facts

@@ -1,0 +1,62 @@
+"""Draining instances on the scheduler: the part of a shutdown before the end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
+from typing import Any
+
+from daskserve.clock import LoopClock
+from daskserve.cluster.draining import drain
+from daskserve.cluster.scheduler.controllers import Instance
+from daskserve.types import InstanceName
+
+#: Interval at which a caller learns that its instance still drains: a call occupies a connection.
+ANSWER_S = 5.0
+#: How long a drained instance waits for its end, in case the program that shuts it down has died.
+DRAINED_S = 5.0
+
+
+class Drains:
+    """Lets the requests of instances complete.
+
+    Parameters
+    ----------
+    known
+        Returns the entry of a running instance.
+    call
+        Calls a verb of an actor.
+    end
+        Ends the instance of a name and a start id.
+    spawn
+        Runs a coroutine as a task of the supervisor.
+    """
+
+    def __init__(
+        self,
+        known: Callable[[InstanceName], Instance],
+        call: Callable[..., Awaitable[Any]],
+        end: Callable[[InstanceName, str], Coroutine[Any, Any, Any]],
+        spawn: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]],
+    ) -> None:
+        self._known = known
+        self._call = call
+        self._end = end
+        self._spawn = spawn
+
+    async def drain_instance(self, instance: InstanceName) -> bool:
+        """Return whether an instance's requests have completed; False means to ask again."""
+        entry = self._known(instance)
+        if entry.draining is None:
+            entry.draining = self._spawn(self._drain(entry))
+        done, _ = await asyncio.wait({entry.draining}, timeout=ANSWER_S)
+        return bool(done)
+
+    async def _drain(self, entry: Instance) -> None:
+        if entry.controller is not None:
+            await drain(entry.name, partial(self._call, entry.controller), LoopClock())
+        # It serves no requests any more, so it must not stay.
+        entry.grace = asyncio.get_running_loop().call_later(
+            DRAINED_S, lambda: self._spawn(self._end(entry.name, entry.start_id))
+        )

@@ -1,0 +1,65 @@
+"""The verbs with which the requests under way complete before an instance ends."""
+
+from __future__ import annotations
+
+import asyncio
+
+from daskserve.cluster.base import verb
+from daskserve.control import departure
+from daskserve.control.core import ControllerCore
+from daskserve.control.watch import ANSWER_S
+
+#: Interval of the checks whether everything has stopped; only while requests are under way.
+POLL_S = 0.01
+
+
+class DrainingVerbs:
+    """Called once, by the owner of the instance's life: the supervisor, or the local cluster."""
+
+    def __init__(self, core: ControllerCore) -> None:
+        self._core = core
+        self._draining: asyncio.Task[None] | None = None
+
+    @verb
+    async def drain(self) -> float:
+        """Begin to drain if requests are under way; return within how many seconds it ends, or 0.
+
+        From then on nothing is written to the store, and the verbs that change something are refused.
+        """
+        core = self._core
+        if self._draining is None:
+            if not await self._is_busy():
+                return 0.0
+            async with core.writer:
+                core.writer.detach()
+            self._draining = core.spawn(self._drain(), "drain")
+        return departure.grace_s(core.state) + departure.limit_s(core.state)
+
+    @verb
+    async def wait_until_drained(self) -> None:
+        """Return when the proxies and all replicas have stopped."""
+        if self._draining is not None:
+            await asyncio.shield(self._draining)
+
+    async def _is_busy(self) -> bool:
+        core = self._core
+        workers = departure.workers_to_ask(core.state, core.observed)
+        asking = (core.clock.wait_for(core.cluster.inspect(worker), ANSWER_S) for worker in workers)
+        # A worker that does not answer has nothing that could be waited for.
+        answers = await asyncio.gather(*asking, return_exceptions=True)
+        return any(
+            actor.get("ongoing")
+            for found in answers
+            if not isinstance(found, BaseException)
+            for actor in found
+        )
+
+    async def _drain(self) -> None:
+        """Stop the proxies, which finish what they have taken, then the replicas, the callers first."""
+        core = self._core
+        await core.loop.close_proxies(departure.grace_s(core.state))
+        async with core.writer:
+            await core.writer.commit(departure.leaving(core.state))
+        core.loop.poke()
+        while core.state.replicas:
+            await core.clock.sleep(POLL_S)

@@ -1,0 +1,87 @@
+"""`shutdown` lets the requests under way complete, over HTTP and by handle."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+import daskserve as serve
+from daskserve.errors import ServeError
+from daskserve.testing import local_instance
+
+
+def poll_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+@serve.deployment
+class Back:
+    def __call__(self, number: int) -> int:
+        return number + 1
+
+
+@serve.deployment
+class Middle:
+    def __init__(self, back: serve.Handle) -> None:
+        self.back = back
+
+    async def __call__(self, number: int) -> int:
+        return 10 * int(await self.back.remote(number))
+
+
+@serve.deployment
+class Front:
+    """Notes that a request has begun, and goes on when the test says so."""
+
+    def __init__(self, middle: serve.Handle, folder: Path) -> None:
+        self.middle, self.folder = middle, folder
+
+    async def __call__(self, request: object) -> str:
+        (self.folder / f"began-{time.monotonic_ns()}").touch()
+        await asyncio.to_thread(poll_for, (self.folder / "go").exists)
+        return str(await self.middle.remote(4))
+
+
+def takes_requests(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/-/routes", timeout=10).is_success
+    except httpx.HTTPError:
+        return False
+
+
+def test_requests_under_way_reach_the_end_of_the_chain_after_shutdown_began(tmp_path: Path) -> None:
+    with local_instance(http_options={"port": 0}) as client, ThreadPoolExecutor() as threads:
+        handle = client.run(Front.bind(Middle.bind(Back.bind()), tmp_path), route_prefix="/")
+        url = client.http_urls()[0]
+        answer = threads.submit(httpx.get, url, timeout=10)
+        by_handle = handle.remote(None)
+        poll_for(lambda: len(list(tmp_path.iterdir())) == 2)
+        ending = threads.submit(client.shutdown)
+        poll_for(lambda: not takes_requests(url))
+        assert not ending.done()
+        (tmp_path / "go").touch()
+        assert answer.result(10).text == "50"
+        assert by_handle.result(10) == "50"
+        ending.result(10)
+
+
+def test_a_request_that_takes_longer_than_its_grace_period_is_ended(tmp_path: Path) -> None:
+    with local_instance() as client:
+        short = Front.options(graceful_shutdown_timeout_s=0.2)
+        handle = client.run(short.bind(Middle.bind(Back.bind()), tmp_path), route_prefix=None)
+        response = handle.remote(None)
+        poll_for(lambda: any(tmp_path.iterdir()))
+        began = time.monotonic()
+        client.shutdown()
+        assert time.monotonic() - began < 8
+        with pytest.raises(ServeError):
+            response.result(10)
