@@ -246,6 +246,7 @@ class Bench:
             actors={},
             actor_of=(),
             gang=(),
+            bundles=(),
         )
         spec = ActorSpec(ActorKind.REPLICA, ADDRESS.name, 1, "i", start.encode())
         cluster: Any = None

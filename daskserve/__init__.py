@@ -82,6 +82,8 @@ if TYPE_CHECKING:
     from daskserve.client.status import Status
     from daskserve.context import (
         GangContext,
+        PlacementBundle,
+        PlacementGroup,
         ReplicaContext,
         get_current_backend_tag,
         get_current_replica_tag,
@@ -203,6 +205,8 @@ _HOMES: Mapping[str, str] = {
     "get_replica_context": "context",
     "ReplicaContext": "context",
     "GangContext": "context",
+    "PlacementBundle": "context",
+    "PlacementGroup": "context",
     "ReplicaRank": "types",
     "get_deployment_actor": "data.caller.deployment_actor",
     "get_deployment_actor_context": "context",
@@ -230,6 +234,8 @@ __all__ = [
     "GangSchedulingConfig",
     "HTTPOptions",
     "Handle",
+    "PlacementBundle",
+    "PlacementGroup",
     "ReplicaContext",
     "ReplicaRank",
     "Response",

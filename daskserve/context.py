@@ -22,6 +22,7 @@ from daskserve.types import (
     ReplicaRank,
     ReplicaTag,
     Standing,
+    WorkerAddress,
     split_deployment_tag,
 )
 
@@ -81,7 +82,7 @@ class GangContext:
     member_replica_ids : list of str
         The tags of its replicas, by rank.
     pg_name : str
-        Always empty: Dask has no placement groups.
+        Always empty: groups have no names on Dask.
     """
 
     gang_id: str
@@ -89,6 +90,40 @@ class GangContext:
     world_size: int
     member_replica_ids: list[ReplicaTag]
     pg_name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementBundle:
+    """One bundle of a placement group.
+
+    Attributes
+    ----------
+    worker : str
+        The address of the Dask worker on which it is reserved.
+    resources : dict
+        The amounts, as in ``placement_group_bundles``.
+    """
+
+    worker: WorkerAddress
+    resources: Mapping[str, float]
+
+    @property
+    def dask_resources(self) -> dict[str, float]:
+        """The amounts that ``resources=`` of ``Client.submit`` takes: without CPU and memory."""
+        return {name: each for name, each in self.resources.items() if name not in ("CPU", "memory")}
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementGroup:
+    """The bundles that a replica has reserved, in the order of ``placement_group_bundles``.
+
+    The replica runs in the first one. The others are places for Dask tasks of its own::
+
+        bundle = serve.get_replica_context().placement_group.bundles[1]
+        get_client().submit(f, workers=[bundle.worker], resources=bundle.dask_resources)
+    """
+
+    bundles: tuple[PlacementBundle, ...]
 
 
 class StandingHolder:
@@ -129,6 +164,13 @@ class ReplicaContext:
     actor_of: tuple[str, ...] = ()
     #: The tags of the replicas of its gang, in order; empty without one.
     gang: tuple[ReplicaTag, ...] = ()
+    #: The bundles of its placement group; empty without one.
+    bundles: tuple[PlacementBundle, ...] = ()
+
+    @property
+    def placement_group(self) -> PlacementGroup | None:
+        """The bundles that the replica has reserved; None without ``placement_group_bundles``."""
+        return PlacementGroup(self.bundles) if self.bundles else None
 
     @property
     def gang_context(self) -> GangContext | None:

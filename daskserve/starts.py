@@ -103,6 +103,8 @@ class ReplicaStart(StartMessage):
         The tags of the deployment's actors, by name.
     gang : list of str
         The tags of the replicas of its gang, in order; empty without one.
+    bundles : list of (str, dict)
+        The worker and the amounts of each bundle of its placement group, in order; empty without one.
     actor_of : list of str
         For a deployment actor: the names of its deployment and of the actor.
     """
@@ -122,6 +124,7 @@ class ReplicaStart(StartMessage):
     actors: Mapping[str, str]
     actor_of: Sequence[str]
     gang: Sequence[str]
+    bundles: Sequence[tuple[str, Mapping[str, float]]]
 
 
 @dataclass(frozen=True, slots=True)

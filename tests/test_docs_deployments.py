@@ -24,7 +24,7 @@ def section(title: str) -> str:
 def test_the_example_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("deployments_guide")
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    (example,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    (example,) = re.findall(r"```python\n(.*?)```", section("What a replica knows"), re.DOTALL)
     try:
         exec(compile(example, "docs/deployments.md", "exec", dont_inherit=True), vars(module))
     finally:

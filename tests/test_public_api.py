@@ -27,6 +27,8 @@ PUBLIC = {
     "GangSchedulingConfig",
     "HTTPOptions",
     "Handle",
+    "PlacementBundle",
+    "PlacementGroup",
     "Response",
     "ResponseGenerator",
     "RunTarget",

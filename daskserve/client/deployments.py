@@ -13,6 +13,7 @@ from daskserve.options.backend import BackendConfig
 from daskserve.options.base import parse_options
 from daskserve.options.deployment_actor import DeploymentActorConfig
 from daskserve.options.environment import parse_environment
+from daskserve.options.placement_group import check_covered
 
 #: Distinguishes an omitted argument from None.
 UNSET: Any = object()
@@ -35,6 +36,7 @@ class Deployment:
     def __post_init__(self) -> None:
         check_name(self.name, "name")
         parse_environment(self.env)
+        check_covered(self.config.placement_group_bundles, self.actor_options)
         for each in self.actors:
             inspect_definition(each.actor_class, each.init_args, each.init_kwargs)
 

@@ -230,14 +230,20 @@ def digest_of(*values: Any) -> str:
 def localized(deployment: Deployment) -> Deployment:
     """Return a deployment as it runs in the local instance: one replica, in this process."""
     options = deployment.actor_options
+    together: dict[str, Any] = {
+        name: None
+        for name in ("gang_scheduling_config", "placement_group_bundles", "placement_group_strategy")
+        if getattr(deployment.config, name) is not None
+    }
     ignored = [
         what
         for what, is_set in (("its environment", deployment.env), ("num_gpus", options.num_gpus))
         if is_set
     ]
+    ignored += together
     if ignored:
         warn_caller(f"Deployment {deployment.name!r} runs locally without {' and '.join(ignored)}.")
-    config = BackendConfig(num_replicas=1, autoscaling_config=None, isolation="thread")
+    config = BackendConfig(num_replicas=1, autoscaling_config=None, isolation="thread", **together)
     return replace(
         deployment, config=deployment.config.merged(config), actor_options=ActorOptions(), env=None
     )

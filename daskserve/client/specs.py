@@ -16,6 +16,7 @@ from daskserve.options.backend import BackendConfig, BackendMetadata
 from daskserve.options.backend_spec import BackendSpec
 from daskserve.options.base import parse_options
 from daskserve.options.environment import Environment, parse_environment
+from daskserve.options.placement_group import check_covered
 from daskserve.options.route_variables import check_variables
 from daskserve.payload.parcels import pack_code
 from daskserve.payload.pickling import Substitute, dump_bytes, find_unpicklable, load_bytes
@@ -180,6 +181,7 @@ def make_spec(
     facts = inspect_definition(definition, init_args, init_kwargs)
     options = parse_options(ActorOptions, actor_options, what="actor_options")
     wanted = parse_options(BackendConfig, config, what="config")
+    check_covered(wanted.placement_group_bundles, options)
     _check_batching(tag, wanted, facts, definition)
     metadata = BackendMetadata(
         class_name=_name_of(definition),

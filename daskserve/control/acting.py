@@ -18,6 +18,7 @@ from daskserve.clock import Clock
 from daskserve.cluster.base import STOP_MARGIN_S, ActorSpec, Cluster, UseReport
 from daskserve.control.http_state import StartProxy, StopProxy
 from daskserve.control.observed import Observed
+from daskserve.control.places import places_of
 from daskserve.control.ranks import standing_of
 from daskserve.control.records import ProxyRecord, ReplicaRecord
 from daskserve.control.replica_actions import ReconfigureReplica, StartReplica, StopReplica
@@ -196,6 +197,7 @@ class Acting:
                 actors=backend.actors,
                 actor_of=backend.actor_of,
                 gang=replica.gang,
+                bundles=places_of(replica) if replica.bundles else (),
             ).encode(),
         )
 

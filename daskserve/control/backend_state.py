@@ -11,14 +11,15 @@ from __future__ import annotations
 import hashlib
 import itertools
 import string
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from daskserve.amounts import shown
 from daskserve.control import app_state, gangs, goals
 from daskserve.control.burdens import burdens_of
 from daskserve.control.observed import DeadReplica, Notes, Observed
-from daskserve.control.placement import Trial, demand_of, room_for
+from daskserve.control.placement import Trial, demand_of, explain, place, room_for
+from daskserve.control.places import bundles_of
 from daskserve.control.ranks import all_know_theirs, has_wrong_standing, ranks_to_change
 from daskserve.control.records import AppRecord, BackendRecord, Change, GoalRecord, ReplicaRecord
 from daskserve.control.replica_actions import Action, ReconfigureReplica, StartReplica, StopReplica
@@ -300,7 +301,8 @@ class _Stepper:
                 version=self.backend.version,
                 config_id=self.backend.config_id,
                 state=ReplicaState.SHOULD_START,
-                demand=self.backend.actor_options.demand(),
+                demand=(self.backend.bundles or (self.backend.actor_options.demand(),))[0],
+                bundles=self.backend.bundles,
                 gang=gang if count > 1 else (),
             )
             self.set_replica(tag, record)
@@ -317,7 +319,7 @@ class _Stepper:
             notes.full_since, notes.drained_at_once = None, 1
         elif surge and notes.full_since is not None:
             placed = sum(each.state in PLACED_STATES for each in self.replicas.values())
-            more = backend.num_replicas - placed + backend.gang_size
+            more = -(-(backend.num_replicas - placed) // backend.gang_size) + 1
             workers = self.world.observed.cleared_workers()
             if room_for(self.trial(), workers, demand_of(backend), more) == more:
                 notes.full_since = None
@@ -326,7 +328,7 @@ class _Stepper:
     def drain_first(self, surge: int, ongoing: Mapping[ReplicaTag, float]) -> None:
         """Stop as few old replicas as possible if no new one fits beside them, or if there is no surge."""
         world, notes = self.world, self.notes
-        if (surge and not _unplaced(self.replicas.values())) or notes.is_pausing(world.now):
+        if (surge and not unplaced(self.replicas.values())) or notes.is_pausing(world.now):
             return
         workers, demand = world.observed.cleared_workers(), demand_of(self.backend)
         replicas = list(self.replicas.values())
@@ -345,29 +347,33 @@ class _Stepper:
                 self.give_up(replica)
 
     def place_waiting(self) -> None:
-        notes, waiting = self.notes, _unplaced(self.replicas.values())
+        notes, waiting = self.notes, unplaced(self.replicas.values())
         if not waiting:
             if not self.notes.is_pausing(self.world.now):
                 notes.waiting = None
             return
-        demand = demand_of(self.backend)
         workers = self.world.observed.cleared_workers()
         trial = self.trial()
         for gang in gangs.by_gang(waiting):
-            found = gangs.place_gang(trial, workers, demand, gang, self.world.avoid)
+            demand = gangs.demand_of_gang(self.backend, gang)
+            found = place(trial, workers, demand, self.world.avoid)
             if found is None:
-                notes.waiting = gangs.why_waiting(trial, workers, demand, len(gang))
+                notes.waiting = explain(trial, workers, demand)
                 return
-            for replica, worker in zip(gang, found, strict=True):
-                self.place_on(worker, replica)
+            for worker, amounts in zip(found, demand.bundles, strict=True):
+                trial.occupy(self.backend.tag, worker, amounts)
+            places = iter(found)
+            for replica in gang:
+                self.place_on([next(places) for _ in bundles_of(replica)], replica)
         notes.waiting = None
 
-    def place_on(self, worker: WorkerAddress, replica: ReplicaRecord) -> None:
+    def place_on(self, workers: Sequence[WorkerAddress], replica: ReplicaRecord) -> None:
         self.step.incarnation += 1
         placed = move(
             replica,
             ReplicaEvent.PLACED,
-            worker=worker,
+            worker=workers[0],
+            bundle_workers=tuple(workers) if replica.bundles else (),
             incarnation=self.step.incarnation,
             config_id=self.backend.config_id,
         )
@@ -453,7 +459,8 @@ class _Stepper:
             self.apply(done)
 
 
-def _unplaced(replicas: Iterable[ReplicaRecord]) -> list[ReplicaRecord]:
+def unplaced(replicas: Iterable[ReplicaRecord]) -> list[ReplicaRecord]:
+    """Return the replicas that wait for workers."""
     return [each for each in replicas if each.state is ReplicaState.SHOULD_START]
 
 

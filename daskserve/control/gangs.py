@@ -2,17 +2,18 @@
 
 The record of a replica names all replicas of its gang. A rollout counts gangs where it would count replicas:
 `daskserve.control.rollout` decides over one record for each gang. Replicas without a gang are gangs of one.
+Those with a placement group are placed like gangs, too: several bundles at once.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from daskserve.control import rollout
 from daskserve.control.burdens import Burdens
-from daskserve.control.placement import Demand, Trial, explain, place, room_for
+from daskserve.control.placement import Demand, Trial, demand_of, room_for
+from daskserve.control.places import bundles_of, is_on
 from daskserve.control.records import BackendRecord, ReplicaRecord
 from daskserve.control.replica_lifecycle import STOP_ORDER, WANTED_STATES
 from daskserve.control.rollout import PASSING_STATES, Steps
@@ -117,12 +118,18 @@ def _together(
     # What still serves of old replicas is worth keeping; a new gang serves once it is complete.
     serves = (any if is_old else all)(state is ReplicaState.RUNNING for state in states)
     state = ReplicaState.RUNNING if serves else min(states, key=STOP_ORDER.index)
-    on_leaving = (each for each in members if each.worker in leaving)
+    on_leaving = (each for each in members if is_on(each, leaving))
     return _Together(members, replace(next(on_leaving, members[0]), state=state))
 
 
 def _ongoing(members: Iterable[ReplicaRecord], ongoing: Mapping[ReplicaTag, float]) -> float:
     return sum(ongoing.get(each.tag, 0.0) for each in members)
+
+
+def demand_of_gang(backend: BackendRecord, gang: Sequence[ReplicaRecord]) -> Demand:
+    """Return what the waiting replicas of one gang need together."""
+    bundles = tuple(amounts for each in gang for amounts in bundles_of(each))
+    return replace(demand_of(backend), bundles=bundles, replicas=len(gang))
 
 
 def to_drain(
@@ -133,90 +140,35 @@ def to_drain(
     demand: Demand,
     ongoing: Mapping[ReplicaTag, float],
 ) -> tuple[ReplicaRecord, ...]:
-    """Return the old replicas that stop so that a new gang takes their room.
+    """Return the old replicas that stop so that a new gang, or replica with its group, takes their room.
 
     As `daskserve.control.rollout.replicas_to_drain`, in whole gangs, on any workers.
     """
-    if not are_gangs(backend, replicas):
+    if len(demand.bundles) == 1 and not any(each.gang or each.bundles for each in replicas):
         return rollout.replicas_to_drain(backend, replicas, trial, workers, demand, ongoing)
     if any(each.state in PASSING_STATES for each in replicas):
         return ()
-    size = backend.gang_size
     running = [each for each in replicas if each.state is ReplicaState.RUNNING]
     old = [each for each in running if each.version != backend.version]
-    missing = max(size, backend.needed_replicas - (len(running) - len(old)))
+    missing = max(demand.replicas, backend.needed_replicas - (len(running) - len(old)))
+    units = -(-missing // demand.replicas)
     with trial.without(old):
-        if room_for(trial, workers, demand, missing) < missing:
+        if room_for(trial, workers, demand, units) < units:
             return ()
 
-    def is_enough(members: Iterable[ReplicaRecord]) -> bool:
-        with trial.without(members):
-            return room_for(trial, workers, demand, size) == size
+    def is_enough(gangs: Iterable[tuple[ReplicaRecord, ...]]) -> bool:
+        with trial.without(each for members in gangs for each in members):
+            return room_for(trial, workers, demand, 1) == 1
 
     gangs = sorted(by_gang(old), key=lambda members: _ongoing(members, ongoing))
-    if one := next(filter(is_enough, gangs), None):
-        return one
-    stop: tuple[ReplicaRecord, ...] = ()
-    for members in gangs:
-        stop += members
-        if is_enough(stop):
-            break
-    return stop
-
-
-def place_gang(
-    trial: Trial,
-    workers: Sequence[WorkerInfo],
-    demand: Demand,
-    gang: Sequence[ReplicaRecord],
-    avoid: Iterable[WorkerAddress] = (),
-) -> list[WorkerAddress] | None:
-    """Return a worker for each replica of a gang and occupy them; None, and no change, without room for all.
-
-    All need the same, so if there is room for all, any order of placing finds it.
-    """
-    count = len(gang)
-    if count > 1 and room_for(trial, workers, demand, count) < count:
-        return None
-    only = _one_place(trial, workers, demand, count) if count > 1 and demand.is_packed else None
-    mates: Counter[WorkerAddress] = Counter()
-    found = []
-    for each in gang:
-        worker = place(trial, workers, demand, avoid, mates=mates if count > 1 else None, only=only)
-        if worker is None:
-            return None
-        mates[worker] += 1
-        trial.occupy(each.backend, worker, each.demand)
-        found.append(worker)
-    return found
-
-
-def _one_place(
-    trial: Trial, workers: Sequence[WorkerInfo], demand: Demand, count: int
-) -> set[WorkerAddress] | None:
-    """Return the workers that have room for a whole gang each, else those of such hosts; None if none has."""
-    single = {
-        each.address
-        for each in workers
-        if room_for(trial, workers, demand, count, only=each.address) >= count
-    }
-    if single:
-        return single
-    hosts: dict[str, list[WorkerInfo]] = {}
-    for each in workers:
-        hosts.setdefault(each.host, []).append(each)
-    roomy = [known for known in hosts.values() if room_for(trial, known, demand, count) >= count]
-    return {each.address for each in min(roomy, key=len)} if roomy else None
-
-
-def why_waiting(trial: Trial, workers: Sequence[WorkerInfo], demand: Demand, count: int) -> str:
-    """Return the reason why replicas that start together wait."""
-    reason = explain(trial, workers, demand)
-    if count == 1:
-        return reason
-    room = room_for(trial, workers, demand, count)
-    if room:
-        # The reason for the first replica that has no room, beside those that have.
-        with trial.filled(workers, demand, room):
-            reason = explain(trial, workers, demand)
-    return f"the {count} replicas of a gang start together, and only {room} have room: {reason}"
+    stop = [one] if (one := next((each for each in gangs if is_enough([each])), None)) else []
+    if not stop:
+        for members in gangs:
+            stop.append(members)
+            if is_enough(stop):
+                break
+        for members in reversed(stop[:-1]):
+            rest = [each for each in stop if each is not members]
+            if is_enough(rest):
+                stop = rest
+    return tuple(each for members in stop for each in members)

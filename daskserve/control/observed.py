@@ -178,7 +178,8 @@ class Observed:
         """Return the event that has happened to a replica since its record was written; None without one.
 
         1. Its worker is gone.
-        2. It should serve but cannot: its probes fail, or its process does not answer.
+        2. It should serve but cannot: its probes fail, its process does not answer, or a worker on which its
+           placement group has another bundle is gone or does not answer.
         3. It failed, in its constructor or later.
         4. It has started.
         5. It has stopped. A replica on a worker that does not answer counts as stopped: if the worker
@@ -189,7 +190,7 @@ class Observed:
         is_silent = worker in self.unresponsive
         if worker is not None and worker in self.lost_workers:
             return ReplicaEvent.LOST
-        if is_wanted and (is_silent or tag in self.unhealthy):
+        if is_wanted and (is_silent or tag in self.unhealthy or self._lost_bundle(replica) is not None):
             return ReplicaEvent.UNWANTED
         if is_wanted and tag in self.failed:
             return ReplicaEvent.FAILED
@@ -210,9 +211,22 @@ class Observed:
             error = self.failed[tag]
             return DeadReplica(tag, f"{type(error).__name__}: {error}", wall)
         if event is ReplicaEvent.UNWANTED:
-            why = f"worker {worker} does not answer"
-            return DeadReplica(tag, why if worker in self.unresponsive else self.unhealthy[tag], wall)
+            why = (
+                f"worker {worker} does not answer" if worker in self.unresponsive else self.unhealthy.get(tag)
+            )
+            if why is None:
+                number = self._lost_bundle(replica) or 0
+                lost = replica.bundle_workers[number]
+                how = "left the cluster" if lost in self.lost_workers else "does not answer"
+                why = f"worker {lost}, which has bundle {number} of its placement group, {how}"
+            return DeadReplica(tag, why, wall)
         return None
+
+    def _lost_bundle(self, replica: ReplicaRecord) -> int | None:
+        """Return the number of a bundle whose worker is not there any more; None if all are."""
+        workers = enumerate(replica.bundle_workers)
+        gone = (n for n, each in workers if each in self.lost_workers or each in self.unresponsive)
+        return next(gone, None)
 
     def notes(self, tag: BackendTag) -> Notes:
         """Return what is known of a backend, as the input of a step."""

@@ -1,4 +1,4 @@
-"""Placement: which worker gets a replica.
+"""Placement: which workers get a replica, or the bundles of a placement group or gang.
 
 Dask reserves no resources for actors, so this module compares the resources that a worker declares with the
 requests of the replicas placed on it. A worker must be available and allowed, and must have room; its host
@@ -6,35 +6,57 @@ must not have as many replicas as ``max_replicas_per_node`` allows. Among these,
 replicas of the same backend wins, then the one whose host has the fewest; then one without a proxy or the
 controller; then the one with the fewest replicas. With the option ``placement="PACK"``, the most replicas win
 in each case. Ties are resolved by address, so the result is repeatable.
+
+All that is placed together is one `Demand`: bundles that have room all or none (`daskserve.control.fitting`).
+A replica is one bundle, or those of its placement group; a gang is the bundles of all its replicas.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from daskserve.amounts import shown, shown_size
+from daskserve.control.fitting import TOLERANCE, Amounts, Room, by_host, fill, fit, total
+from daskserve.control.places import places_of
 from daskserve.control.records import BackendRecord, Change, ReplicaRecord
 from daskserve.control.state import State
+from daskserve.options.placement_group import Strategy
 from daskserve.types import BackendTag, WorkerAddress, WorkerInfo
-
-#: Tolerance for rounding errors, so that ten replicas with 0.1 CPU fit on 1 CPU.
-TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """The resources and workers that one replica needs."""
+    """The resources and workers that replicas need which are placed together.
+
+    Attributes
+    ----------
+    bundles : tuple of mapping
+        The amounts of each bundle by resource: those of the first replica, then those of the next one.
+    is_packed : bool
+        Whether they go where other replicas of the backend are.
+    strategy
+        How the bundles lie to each other.
+    replicas : int
+        How many replicas these are.
+    """
 
     backend: BackendTag
-    amounts: Mapping[str, float]
+    bundles: tuple[Amounts, ...]
     allowed_workers: tuple[str, ...] | None = None
     most_per_host: int | None = None
     is_packed: bool = False
+    strategy: Strategy = "PACK"
+    replicas: int = 1
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether a replica has more than one bundle."""
+        return len(self.bundles) > self.replicas
 
 
 class Ledger(Protocol):
@@ -57,44 +79,34 @@ class Trial:
             if kind != ReplicaRecord.KIND:
                 continue
             old = state.replicas.get(tag)
-            if old is not None and old.worker is not None:
-                self.occupy(old.backend, old.worker, old.demand, -1)
-            if isinstance(record, ReplicaRecord) and record.worker is not None:
-                self.occupy(record.backend, record.worker, record.demand)
+            if old is not None:
+                self._count(old, -1)
+            if isinstance(record, ReplicaRecord):
+                self._count(record, 1)
 
     def occupy(
         self, backend: BackendTag, worker: WorkerAddress, amounts: Mapping[str, float], count: int = 1
     ) -> None:
-        """Add a replica on a worker; a ``count`` of -1 removes one."""
+        """Add a bundle on a worker; a ``count`` of -1 removes one."""
         used = self._used.setdefault(worker, dict(self._state.used(worker)))
         for name, amount in amounts.items():
             used[name] = used.get(name, 0) + count * amount
         self._counts[worker, backend] += count
         self._counts[worker, None] += count
 
-    @contextmanager
-    def without(self, replicas: Iterable[ReplicaRecord]) -> Iterator[None]:
-        """Leave out some placed replicas inside a ``with`` block."""
-        placed = [(each, each.worker) for each in replicas if each.worker is not None]
-        for each, worker in placed:
-            self.occupy(each.backend, worker, each.demand, -1)
-        yield
-        for each, worker in placed:
-            self.occupy(each.backend, worker, each.demand)
+    def _count(self, replica: ReplicaRecord, count: int) -> None:
+        for worker, amounts in places_of(replica):
+            self.occupy(replica.backend, worker, amounts, count)
 
     @contextmanager
-    def filled(self, workers: Iterable[WorkerInfo], demand: Demand, count: int) -> Iterator[None]:
-        """Add this many replicas, which have room, inside a ``with`` block."""
-        known = list(workers)
-        added = []
-        for _ in range(count):
-            worker = place(self, known, demand)
-            if worker is not None:
-                self.occupy(demand.backend, worker, demand.amounts)
-                added.append(worker)
+    def without(self, replicas: Iterable[ReplicaRecord]) -> Iterator[None]:
+        """Leave out some replicas inside a ``with`` block."""
+        known = list(replicas)
+        for each in known:
+            self._count(each, -1)
         yield
-        for worker in added:
-            self.occupy(demand.backend, worker, demand.amounts, -1)
+        for each in known:
+            self._count(each, 1)
 
     def used(self, worker: WorkerAddress) -> Mapping[str, float]:
         """Return the amounts that the replicas on a worker occupy, by resource."""
@@ -112,66 +124,31 @@ def capacity(worker: WorkerInfo) -> dict[str, float]:
     return {"CPU": float(worker.threads), "memory": memory, **worker.resources}
 
 
-def has_room(ledger: Ledger, worker: WorkerInfo, amounts: Mapping[str, float]) -> bool:
-    """Return whether a worker has these amounts left."""
-    offered, used = capacity(worker), ledger.used(worker.address)
-    return all(
-        used.get(name, 0) + amount <= offered.get(name, 0) + TOLERANCE for name, amount in amounts.items()
-    )
-
-
 def is_allowed(worker: WorkerInfo, allowed: tuple[str, ...] | None) -> bool:
     """Return whether a backend limited to some workers (by address, name or host) may use this one."""
     return allowed is None or bool({worker.address, worker.name, worker.host} & set(allowed))
 
 
 def place(
-    ledger: Ledger,
-    workers: Iterable[WorkerInfo],
-    demand: Demand,
-    avoid: Iterable[WorkerAddress] = (),
-    *,
-    mates: Mapping[WorkerAddress, int] | None = None,
-    only: Collection[WorkerAddress] | None = None,
-) -> WorkerAddress | None:
-    """Return the best worker for one replica, or None if none has room.
+    ledger: Ledger, workers: Iterable[WorkerInfo], demand: Demand, avoid: Iterable[WorkerAddress] = ()
+) -> tuple[WorkerAddress, ...] | None:
+    """Return the best worker for each bundle, or None if they have no room together.
 
     Parameters
     ----------
     avoid
         Workers to use only if no other fits: those of the controller and the proxies.
-    mates
-        The number of replicas of its gang on each worker, which count instead of all of its backend.
-    only
-        The workers that may be chosen; the others count as neighbors on their hosts.
     """
     known, avoided = list(workers), set(avoid)
+    hosts = {each.address: each.host for each in known}
     on_hosts = _count_on_hosts(ledger, known, demand)
-    candidates = [
-        worker
-        for worker in known
-        if worker.is_available
-        and (only is None or worker.address in only)
-        and is_allowed(worker, demand.allowed_workers)
-        and (demand.most_per_host is None or on_hosts[worker.host] < demand.most_per_host)
-        and has_room(ledger, worker, demand.amounts)
-    ]
-    if not candidates:
-        return None
     sign = -1 if demand.is_packed else 1
-    near = on_hosts
-    if mates is not None:
-        near = Counter()
-        for worker in known:
-            near[worker.host] += mates.get(worker.address, 0)
 
-    def rank(worker: WorkerInfo) -> tuple[int, int, bool, int, str]:
-        address = worker.address
-        same = ledger.count_on(address, demand.backend) if mates is None else mates.get(address, 0)
-        on_host = near[worker.host]
-        return (sign * same, sign * on_host, address in avoided, sign * ledger.count_on(address), address)
+    def rank(worker: WorkerAddress) -> tuple[int, int, bool, int, str]:
+        same, on_host = ledger.count_on(worker, demand.backend), on_hosts[hosts[worker]]
+        return (sign * same, sign * on_host, worker in avoided, sign * ledger.count_on(worker), worker)
 
-    return min(candidates, key=rank).address
+    return fit(_room_of(ledger, known, demand), demand.bundles, demand.strategy, rank)
 
 
 def room_for(
@@ -181,30 +158,53 @@ def room_for(
     most: int,
     only: WorkerAddress | None = None,
 ) -> int:
-    """Return how many replicas fit on these workers together; ``most`` is enough.
+    """Return how often a demand fits on these workers at once; ``most`` is enough.
 
     Parameters
     ----------
     only : str, optional
         Count the room of this worker alone; the others count as neighbors on its host.
     """
-    known = list(workers)
-    on_hosts = _count_on_hosts(ledger, known if demand.most_per_host is not None else (), demand)
+    room = _room_of(ledger, list(workers), demand)
+    if only is not None:
+        room.free = {only: room.free[only]} if only in room.free else {}
+    first, strategy = demand.bundles[0], demand.strategy
+    if strategy in ("PACK", "SPREAD") and all(each == first for each in demand.bundles):
+        # Equal bundles have room in any order.
+        return _count_equal(room, first, most * len(demand.bundles)) // len(demand.bundles)
     found = 0
-    for worker in known:
-        if found >= most or not worker.is_available or not is_allowed(worker, demand.allowed_workers):
-            continue
-        if only not in (None, worker.address):
-            continue
-        used = ledger.used(worker.address)
-        free = {name: amount - used.get(name, 0) for name, amount in capacity(worker).items()}
+    while found < most and fit(room, demand.bundles, strategy, lambda worker: (worker,)) is not None:
+        found += 1
+    return found
+
+
+def _count_equal(room: Room, amounts: Amounts, most: int) -> int:
+    """Place as many equal bundles as have room, at most this many; return their number."""
+    found = 0
+    for worker, free in room.free.items():
         wanted = most - found
-        if demand.most_per_host is not None:
-            wanted = min(wanted, demand.most_per_host - on_hosts[worker.host])
-        here = _fill(free, demand.amounts, wanted)
-        on_hosts[worker.host] += here
+        if room.per_host is not None:
+            wanted = min(wanted, room.per_host[room.hosts[worker]])
+        here = fill(free, amounts, wanted)
+        if room.per_host is not None:
+            room.per_host[room.hosts[worker]] -= here
         found += here
     return found
+
+
+def _room_of(ledger: Ledger, workers: Sequence[WorkerInfo], demand: Demand) -> Room:
+    """Return what is left on the workers that may be used."""
+    names = {name for each in demand.bundles for name in each}
+    free = {}
+    for worker in workers:
+        if worker.is_available and is_allowed(worker, demand.allowed_workers):
+            offered, used = capacity(worker), ledger.used(worker.address)
+            free[worker.address] = {name: offered.get(name, 0) - used.get(name, 0) for name in names}
+    hosts = {worker.address: worker.host for worker in workers}
+    if demand.most_per_host is None:
+        return Room(free, hosts)
+    on_hosts = _count_on_hosts(ledger, workers, demand)
+    return Room(free, hosts, Counter({host: demand.most_per_host - on_hosts[host] for host in on_hosts}))
 
 
 def _count_on_hosts(ledger: Ledger, workers: Iterable[WorkerInfo], demand: Demand) -> Counter[str]:
@@ -216,76 +216,17 @@ def _count_on_hosts(ledger: Ledger, workers: Iterable[WorkerInfo], demand: Deman
 
 
 def demand_of(backend: BackendRecord) -> Demand:
-    """Return the demand of a new replica."""
+    """Return the demand of a new replica, or of a new gang."""
     allowed = backend.actor_options.workers
     return Demand(
         backend.tag,
-        backend.actor_options.demand(),
+        backend.gang_size * (backend.bundles or (backend.actor_options.demand(),)),
         None if allowed is None else tuple(allowed),
         backend.config.max_replicas_per_node,
         backend.config.packs,
+        backend.config.strategy,
+        backend.gang_size,
     )
-
-
-def workers_needed(waiting: Iterable[Demand], workers: Iterable[WorkerInfo]) -> int:
-    """Return the number of additional workers, like the existing ones, that the waiting replicas would fill.
-
-    Replicas that do not fit on any of these workers, even if it is empty, do not count. Neither do those
-    that wait for another host, unless each worker has a host of its own: others would join the hosts there
-    are.
-    """
-    kinds = [(worker, capacity(worker)) for worker in workers]
-    have_own_hosts = len({worker.host for worker, _ in kinds}) == len(kinds)
-    filled: list[tuple[WorkerInfo, dict[str, float]]] = []
-    demands: dict[tuple[Any, ...], Demand] = {}
-    counts: Counter[tuple[Any, ...]] = Counter()
-    for demand in waiting:  # all replicas of a backend need the same
-        if demand.most_per_host is not None and not have_own_hosts:
-            continue
-        backend = None if demand.most_per_host is None else demand.backend
-        key = (tuple(sorted(demand.amounts.items())), demand.allowed_workers, backend)
-        demands[key] = demand
-        counts[key] += 1
-    for key, demand in demands.items():
-        left = counts[key]
-        for worker, free in filled:
-            if _may_join(worker, demand):
-                left -= _fill(free, demand.amounts, _most_on(demand, left))
-        new = next(
-            (
-                each
-                for each in kinds
-                if _may_join(each[0], demand) and _fill(dict(each[1]), demand.amounts, 1)
-            ),
-            None,
-        )
-        while left and new is not None:
-            free = dict(new[1])
-            left -= _fill(free, demand.amounts, _most_on(demand, left))
-            filled.append((new[0], free))
-    return max(len(filled), int(bool(demands) and not kinds))
-
-
-def _fill(free: dict[str, float], amounts: Mapping[str, float], count: int) -> int:
-    """Subtract these amounts as often as they fit, at most ``count`` times; return the number of times."""
-    most: float = count
-    for name, amount in amounts.items():
-        if amount > 0:
-            most = min(most, (free.get(name, 0) + TOLERANCE) / amount)
-    times = max(0, math.floor(most))
-    for name, amount in amounts.items():
-        free[name] = free.get(name, 0) - times * amount
-    return times
-
-
-def _most_on(demand: Demand, count: int) -> int:
-    """Return how many of these replicas one host takes at most."""
-    return count if demand.most_per_host is None else min(count, demand.most_per_host)
-
-
-def _may_join(kind: WorkerInfo, demand: Demand) -> bool:
-    # A new worker has another address and name, but may be on the same host.
-    return demand.allowed_workers is None or kind.host in demand.allowed_workers
 
 
 def explain(ledger: Ledger, workers: Iterable[WorkerInfo], demand: Demand) -> str:
@@ -297,26 +238,87 @@ def explain(ledger: Ledger, workers: Iterable[WorkerInfo], demand: Demand) -> st
     if not allowed:
         names = ", ".join(sorted(demand.allowed_workers or ()))
         return f"actor_options['workers'] allows only {names}, and none of these is in the cluster"
-    usable = [worker for worker in allowed if worker.is_available]
-    if not usable:
+    room = _room_of(ledger, known, demand)
+    if not room.free:
         return f"all {len(allowed)} allowed workers are paused or closing"
-    if demand.most_per_host is not None:
-        on_hosts = _count_on_hosts(ledger, known, demand)
-        hosts = len({each.host for each in usable})
-        usable = [each for each in usable if on_hosts[each.host] < demand.most_per_host]
-        if not usable:
+    if len(demand.bundles) == 1:
+        return _missing(room, list(room.free), demand, demand.bundles[0])
+    placed = _most_that_fit(ledger, known, demand)
+    if demand.strategy == "STRICT_PACK":
+        reason = _missing_on_one_host(room, demand)
+    else:
+        reason = _missing_beside(room, placed, demand)
+    where = {"STRICT_PACK": " on one host", "STRICT_SPREAD": " on different hosts"}.get(demand.strategy, "")
+    if demand.has_groups:
+        whose = "a gang" if demand.replicas > 1 else "a placement group"
+        what = f"the {len(demand.bundles)} bundles of {whose} are reserved together{where}"
+    else:
+        what = f"the {demand.replicas} replicas of a gang start together"
+    return f"{what}, and only {len(placed)} have room: {reason}"
+
+
+def _most_that_fit(
+    ledger: Ledger, workers: Sequence[WorkerInfo], demand: Demand
+) -> tuple[WorkerAddress, ...]:
+    """Return the workers of as many of the first bundles as have room together."""
+    least, most = 0, len(demand.bundles) - 1
+    found: tuple[WorkerAddress, ...] = ()
+    while least < most:
+        count = (least + most + 1) // 2
+        room = _room_of(ledger, workers, demand)
+        placed = fit(room, demand.bundles[:count], demand.strategy, lambda worker: (worker,))
+        if placed is None:
+            most = count - 1
+        else:
+            least, found = count, placed
+    return found
+
+
+def _missing_beside(room: Room, placed: Sequence[WorkerAddress], demand: Demand) -> str:
+    """Return why the next bundle has no room beside those that were placed."""
+    for worker, amounts in zip(placed, demand.bundles, strict=False):
+        room.take(worker, amounts)
+    workers = list(room.free)
+    if demand.strategy == "STRICT_SPREAD":
+        hosts = {room.hosts[each] for each in placed}
+        workers = [each for each in workers if room.hosts[each] not in hosts]
+        if not workers:
+            return f"there are only {len(hosts)} usable hosts"
+    return _missing(room, workers, demand, demand.bundles[len(placed)])
+
+
+def _missing_on_one_host(room: Room, demand: Demand) -> str:
+    """Return why no host has room for all bundles."""
+    hosts = by_host(room, room.free).values()
+    lacks = _lacks(total(demand.bundles), [total(room.free[each] for each in here) for here in hosts], "host")
+    return f"together they need {lacks}" if lacks else "no host has workers on which all of them fit"
+
+
+def _missing(room: Room, workers: Sequence[WorkerAddress], demand: Demand, amounts: Amounts) -> str:
+    """Return why one bundle has no room on some workers."""
+    if room.per_host is not None:
+        hosts = len({room.hosts[each] for each in workers})
+        workers = [each for each in workers if room.per_host[room.hosts[each]] > 0]
+        if not workers:
             limit = demand.most_per_host
             return f"max_replicas_per_node is {limit}, and each of the {hosts} usable hosts has as many"
-    lacks = []
-    for name, amount in sorted(demand.amounts.items()):
-        free = [capacity(each).get(name, 0) - ledger.used(each.address).get(name, 0) for each in usable]
-        if amount > max(free) + TOLERANCE:
-            most = _amount(name, max(0.0, *free))
-            lacks.append(f"{name} {_amount(name, amount)} (most free on one worker: {most})")
-    wanted = ", ".join(f"{name} {_amount(name, amount)}" for name, amount in sorted(demand.amounts.items()))
+    lacks = _lacks(amounts, [room.free[each] for each in workers], "worker")
     if lacks:
-        return f"a replica needs {', '.join(lacks)}; {len(usable)} workers were looked at"
-    return f"no single one of {len(usable)} workers has all of {wanted or 'nothing'} free"
+        who = "a bundle" if demand.has_groups else "a replica"
+        return f"{who} needs {lacks}; {len(workers)} workers were looked at"
+    wanted = ", ".join(f"{name} {_amount(name, amount)}" for name, amount in sorted(amounts.items()))
+    return f"no single one of {len(workers)} workers has all of {wanted or 'nothing'} free"
+
+
+def _lacks(amounts: Amounts, free: Sequence[Amounts], place: str) -> str:
+    """Return what no single place has enough of, with the most that one has."""
+    lacks = []
+    for name, amount in sorted(amounts.items()):
+        most = max(each[name] for each in free)
+        if amount > most + TOLERANCE:
+            known = _amount(name, max(0.0, most))
+            lacks.append(f"{name} {_amount(name, amount)} (most free on one {place}: {known})")
+    return ", ".join(lacks)
 
 
 def _amount(name: str, amount: float) -> str:

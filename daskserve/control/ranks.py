@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from daskserve.control.observed import Observed
+from daskserve.control.places import is_on
 from daskserve.control.records import BackendRecord, ReplicaRecord
 from daskserve.control.replica_lifecycle import PLACED_STATES
 from daskserve.types import ReplicaState, Standing
@@ -23,7 +24,7 @@ def ranks_to_change(
     placed = [each for each in replicas if each.state in PLACED_STATES]
     leaving = observed.retiring()
     is_settled = len(placed) == backend.num_replicas and all(
-        each.version == backend.version and each.worker not in leaving for each in placed
+        each.version == backend.version and not is_on(each, leaving) for each in placed
     )
     hosts = [observed.host_of(each.worker or "") for each in placed]
     return [

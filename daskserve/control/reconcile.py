@@ -16,18 +16,18 @@ from typing import Any
 
 from daskserve.clock import Clock, stopwatch
 from daskserve.cluster.base import UseReport
-from daskserve.control import app_state, backend_state, http_state
+from daskserve.control import app_state, backend_state, gangs, http_state
 from daskserve.control.acting import ACTION_RETRY_S, Acting, Commit
 from daskserve.control.control_figures import ControlFigures
+from daskserve.control.growth import workers_needed
 from daskserve.control.observed import Observed
-from daskserve.control.placement import demand_of, workers_needed
 from daskserve.control.records import BackendRecord, Change
 from daskserve.control.state import State
 from daskserve.errors import (
     ServeError,
     StaleEpochError,
 )
-from daskserve.types import Location, ReplicaState, WorkerAddress
+from daskserve.types import Location, WorkerAddress
 
 logger = logging.getLogger("daskserve.controller")
 
@@ -192,11 +192,10 @@ class Reconciler:
     def _report(self) -> None:
         """Report what the instance uses to the scheduler, if that has changed."""
         waiting = [
-            demand_of(backend)
+            gangs.demand_of_gang(backend, gang)
             for tag in self._observed.waiting
             if (backend := self._state.backends.get(tag)) is not None
-            for replica in self._state.replicas_of(tag)
-            if replica.state is ReplicaState.SHOULD_START
+            for gang in gangs.by_gang(backend_state.unplaced(self._state.replicas_of(tag)))
         ]
         more = workers_needed(waiting, self._observed.workers.values()) if waiting else 0
         in_use, retiring = self._state.workers_in_use(), self._observed.retiring()

@@ -10,7 +10,7 @@ import enum
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias, get_args
 
 import msgpack
 
@@ -132,6 +132,11 @@ class BackendRecord:
         return 1 if gangs is None else gangs.gang_size
 
     @property
+    def bundles(self) -> tuple[Mapping[str, float], ...]:
+        """The bundles that each replica reserves; empty if it needs no more than its own room."""
+        return tuple(self.config.placement_group_bundles or ())
+
+    @property
     def num_replicas(self) -> int:
         """The current target number of replicas."""
         if self.is_deleting:
@@ -213,6 +218,9 @@ class ReplicaRecord:
         The numbers of its `daskserve.types.ReplicaRank`; empty until it is placed.
     gang : tuple of str
         The tags of the replicas of its gang, in order, its own among them; empty without one.
+    bundles, bundle_workers : tuple
+        The amounts of all bundles of its placement group, ``demand`` first, and their workers, ``worker``
+        first; empty without a group, or until it is placed.
     metadata : dict
         What the user's ``record_replica_metadata`` returned.
     events : tuple
@@ -233,6 +241,8 @@ class ReplicaRecord:
     events: tuple[str, ...] = ()
     rank: tuple[int, ...] = ()
     gang: tuple[ReplicaTag, ...] = ()
+    bundles: tuple[Mapping[str, float], ...] = ()
+    bundle_workers: tuple[WorkerAddress, ...] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -400,24 +410,14 @@ Record: TypeAlias = (
 Change: TypeAlias = dict[str, Record | None]
 
 FORMAT = 1
-_KINDS: Mapping[str, type[Any]] = {
-    kind.KIND: kind
-    for kind in (
-        AppRecord,
-        BackendRecord,
-        CodeRecord,
-        ReplicaRecord,
-        EndpointRecord,
-        ProxyRecord,
-        GoalRecord,
-        CapacityRecord,
-    )
-}
+_KINDS: Mapping[str, type[Any]] = {kind.KIND: kind for kind in get_args(Record)}
 _ENUMS: Mapping[str, type[enum.StrEnum]] = {"replica": ReplicaState, "goal": GoalState}
 
 
 #: Fields that are tuples; msgpack returns lists.
-_TUPLES = ("methods", "python_methods", "events", "needs", "rank", "actor_of", "gang")
+_TUPLES = frozenset(
+    each.name for kind in _KINDS.values() for each in fields(kind) if str(each.type).startswith("tuple[")
+)
 
 
 class CorruptRecordError(InstanceError):

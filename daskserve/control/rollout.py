@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from daskserve.control.burdens import Burdens
 from daskserve.control.placement import Demand, Trial, room_for
+from daskserve.control.places import is_on
 from daskserve.control.records import BackendRecord, ReplicaRecord
 from daskserve.control.replica_lifecycle import STOP_ORDER, WANTED_STATES
 from daskserve.types import ReplicaState, ReplicaTag, WorkerAddress, WorkerInfo
@@ -52,8 +53,8 @@ def next_steps(
     before they stop even without a surge, because their room is lost.
     """
     live = [each for each in replicas if each.state in WANTED_STATES]
-    new = [each for each in live if each.version == version and each.worker not in leaving]
-    old = [each for each in live if each.version != version or each.worker in leaving]
+    new = [each for each in live if each.version == version and not is_on(each, leaving)]
+    old = [each for each in live if each.version != version or is_on(each, leaving)]
     excess = _expendable(new, max(0, len(new) - wanted), burdens)
     given_up = {each.tag for each in excess}
     new = [each for each in new if each.tag not in given_up]
@@ -66,7 +67,7 @@ def next_steps(
     needed = max(0, wanted - max_unavailable) if is_update else wanted
     surplus = max(0, len(serving_old) + serving_new - needed)
     stop = (*excess, *idle_old, *serving_old[:surplus])
-    surge = max(max_surge, any(each.worker in leaving for each in old)) if old else 0
+    surge = max(max_surge, any(is_on(each, leaving) for each in old)) if old else 0
     room = wanted + surge - (len(live) - len(stop))
     return Steps(max(0, min(wanted - len(new), room)), stop)
 

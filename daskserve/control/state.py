@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Set
 
 from daskserve.control.applications import Applications
+from daskserve.control.places import places_of
 from daskserve.control.records import (
     AppRecord,
     BackendRecord,
@@ -39,6 +40,8 @@ class State:
         self.apps = Applications()
         self._replicas_of: dict[BackendTag, dict[ReplicaTag, None]] = {}
         self._replicas_on: dict[WorkerAddress, dict[ReplicaTag, None]] = {}
+        #: The number of bundles, which may be more than the replicas: of all backends, and of each.
+        self._bundles_on: dict[WorkerAddress, int] = {}
         self._count_on: dict[WorkerAddress, dict[BackendTag, int]] = {}
         self._codes_of: dict[BackendTag, dict[str, None]] = {}
         self._used: dict[WorkerAddress, dict[str, float]] = {}
@@ -89,14 +92,14 @@ class State:
         return [self.codes[name] for name in self._codes_of.get(backend, ())]
 
     def count_on(self, worker: WorkerAddress, backend: BackendTag | None = None) -> int:
-        """Return the number of replicas on a worker, of one backend or of all."""
+        """Return the number of bundles on a worker, of one backend or of all; most replicas are one."""
         if backend is None:
-            return len(self._replicas_on.get(worker, ()))
+            return self._bundles_on.get(worker, 0)
         return self._count_on.get(worker, {}).get(backend, 0)
 
     def workers_in_use(self) -> Iterable[WorkerAddress]:
-        """Return the workers that hold a replica or a proxy."""
-        return {*self._replicas_on, *(proxy.worker for proxy in self.proxies.values())}
+        """Return the workers that hold a replica, another bundle of its placement group, or a proxy."""
+        return {*self._bundles_on, *(proxy.worker for proxy in self.proxies.values())}
 
     def used(self, worker: WorkerAddress) -> Mapping[str, float]:
         """Return the amounts that the replicas on a worker occupy, by resource."""
@@ -186,15 +189,13 @@ class State:
         new = record if isinstance(record, ReplicaRecord) else None
         if old is not None and old.worker is not None:
             self._drop(self._replicas_on, old.worker, tag)
-            self._occupy(old.worker, old.demand, -1)
-            self._count(old.worker, old.backend, -1)
+            self._reserve(old, -1)
         if new is not None:
             self.replicas[tag] = new
             self._replicas_of.setdefault(new.backend, {})[tag] = None
             if new.worker is not None:
                 self._replicas_on.setdefault(new.worker, {})[tag] = None
-                self._occupy(new.worker, new.demand, 1)
-                self._count(new.worker, new.backend, 1)
+                self._reserve(new, 1)
         elif old is not None:
             self._drop(self._replicas_of, old.backend, tag)
 
@@ -206,17 +207,25 @@ class State:
             index.pop(key, None)
 
     def _count(self, worker: WorkerAddress, backend: BackendTag, by: int) -> None:
+        _add(self._bundles_on, worker, by)
         counts = self._count_on.setdefault(worker, {})
-        counts[backend] = counts.get(backend, 0) + by
-        if not counts[backend]:
-            del counts[backend]
-            if not counts:
-                del self._count_on[worker]
+        _add(counts, backend, by)
+        if not counts:
+            del self._count_on[worker]
 
-    def _occupy(self, worker: WorkerAddress, demand: Mapping[str, float], sign: int) -> None:
-        used = self._used.setdefault(worker, {})
-        for name, amount in demand.items():
-            used[name] = used.get(name, 0) + sign * amount
-        if sign < 0 and worker not in self._replicas_on:
-            # The worker is empty: drop the sums with their rounding errors.
-            self._used.pop(worker, None)
+    def _reserve(self, replica: ReplicaRecord, sign: int) -> None:
+        for worker, amounts in places_of(replica):
+            self._count(worker, replica.backend, sign)
+            used = self._used.setdefault(worker, {})
+            for name, amount in amounts.items():
+                used[name] = used.get(name, 0) + sign * amount
+            if worker not in self._bundles_on:
+                # The worker is empty: drop the sums with their rounding errors.
+                self._used.pop(worker, None)
+
+
+def _add(counts: dict[str, int], name: str, by: int) -> None:
+    """Add to a count; one of 0 is left out."""
+    counts[name] = counts.get(name, 0) + by
+    if not counts[name]:
+        del counts[name]

@@ -53,7 +53,9 @@ def message_of(observed: Observed, backend: BackendRecord) -> str:
             else ""
         )
         count = observed.drained_at_once.get(backend.tag, 1)
-        drained = "one old replica" if count == 1 else f"{count} old replicas of one worker"
+        is_one = backend.gang_size == 1 and not backend.bundles
+        where = " of one worker" if is_one else ""
+        drained = "one old replica" if count == 1 else f"{count} old replicas{where}"
         found.insert(0, f"{cause}: draining {drained} at a time{late}")
     return "; ".join(found) or backend.last_error
 

@@ -13,6 +13,7 @@ from daskserve.options.base import CONTROLLER_ONLY, REPLACES, Options
 from daskserve.options.bounds import share_or_number
 from daskserve.options.credentials import masked, validated
 from daskserve.options.gang import GangSchedulingConfig
+from daskserve.options.placement_group import Strategy, check_bundles
 from daskserve.options.ray_names import translated
 
 #: Concurrency of a replica whose callable is a plain function, and of one that is ``async def``.
@@ -108,6 +109,19 @@ class BackendConfig(Options):
         description="Replicas that start together or not at all, and end together, see [Gangs](#gangs). "
         "``max_surge`` and ``max_unavailable`` then count gangs.",
     )
+    placement_group_bundles: Annotated[list[dict[str, float]] | None, CONTROLLER_ONLY, REPLACES] = Field(
+        None,
+        description="Bundles of resources that each replica reserves, all or none, see "
+        "[Placement groups](#placement-groups). It runs in the first one, which must cover its "
+        "``actor_options``; the others are for Dask tasks of its own. Not together with "
+        "``max_replicas_per_node``.",
+    )
+    placement_group_strategy: Annotated[Strategy | None, CONTROLLER_ONLY, REPLACES] = Field(
+        None,
+        description="Where the bundles of a replica go: ``STRICT_PACK`` onto one host, ``PACK`` onto as few "
+        "workers and hosts as possible, ``SPREAD`` over as many as possible, ``STRICT_SPREAD`` onto a host "
+        "each. None: ``PACK``, or that of the gang.",
+    )
     max_constructor_retry_count: Annotated[int, CONTROLLER_ONLY] = Field(
         20,
         ge=1,
@@ -185,6 +199,13 @@ class BackendConfig(Options):
             )
         return value
 
+    @field_validator("placement_group_bundles")
+    @classmethod
+    def _bundles_are_right(cls, value: list[dict[str, float]] | None) -> list[dict[str, float]] | None:
+        if value is not None:
+            check_bundles(value)
+        return value
+
     @field_validator("max_surge", "max_unavailable", mode="before")
     @classmethod
     def _is_a_number_or_share(cls, value: Any) -> Any:
@@ -248,6 +269,26 @@ class BackendConfig(Options):
             )
         return self
 
+    @model_validator(mode="after")
+    def _groups_are_complete(self) -> BackendConfig:
+        strategy = self.placement_group_strategy
+        if strategy is not None and self.gang_scheduling_config is not None:
+            raise ValueError(
+                f"placement_group_strategy={strategy!r} is given together with gang_scheduling_config, whose "
+                "gang_placement_strategy says where all bundles of a gang go; leave one out"
+            )
+        if strategy is not None and self.placement_group_bundles is None:
+            raise ValueError(
+                f"placement_group_strategy={strategy!r} is given without placement_group_bundles; give both, "
+                "or use placement, which says where the replicas go"
+            )
+        if self.placement_group_bundles is not None and self.max_replicas_per_node is not None:
+            raise ValueError(
+                f"max_replicas_per_node={self.max_replicas_per_node} is given together with "
+                "placement_group_bundles, whose bundles may be on several hosts; leave one out"
+            )
+        return self
+
     @model_validator(mode="wrap")
     @classmethod
     def _errors_without_credentials(cls, values: Any, validate: Any) -> Any:
@@ -266,6 +307,12 @@ class BackendConfig(Options):
         """Whether replicas go where others are: those of a gang to each other, or all of the backend."""
         gangs = self.gang_scheduling_config
         return self.placement == "PACK" if gangs is None else gangs.gang_placement_strategy == "PACK"
+
+    @property
+    def strategy(self) -> Strategy:
+        """Where the bundles of a gang, or of one replica, go."""
+        gangs = self.gang_scheduling_config
+        return self.placement_group_strategy or "PACK" if gangs is None else gangs.gang_placement_strategy
 
     def surge(self, replicas: int) -> int:
         """Return how many more than these replicas may run during an update."""

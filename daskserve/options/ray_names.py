@@ -21,9 +21,10 @@ INSTEAD: Mapping[str, str] = {
     "'resources', or name them with 'workers'",
     "fallback_strategy": "Dask's workers have no labels; list all workers that are good enough in 'workers'",
     "object_store_memory": "Dask has no object store; use 'memory'",
-    "placement_group_bundles": "use 'resources' and 'workers' of actor_options",
-    "placement_group_strategy": "use 'placement'",
-    "placement_group_bundle_label_selector": "use 'resources' and 'workers' of actor_options",
+    "placement_group_bundle_label_selector": "Dask's workers have no labels; declare a resource on such "
+    "workers, and ask for it in 'placement_group_bundles'",
+    "placement_group_fallback_strategy": "Dask's workers have no labels; list all workers that are good "
+    "enough in 'workers' of actor_options",
     "logging_config": "configure Python's logging on the workers",
     "request_router_config": "requests go to the replica with the least load; leave it out",
     "backpressure_config": "a full queue answers 503 with Retry-After; leave it out",

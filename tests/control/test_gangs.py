@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from daskserve.control import gangs
 from daskserve.control.burdens import Burdens
-from daskserve.control.placement import Trial, demand_of
+from daskserve.control.placement import Trial, place
 from daskserve.control.records import GoalState, ReplicaRecord
 from daskserve.control.replica_actions import StartReplica, StopReplica
 from daskserve.options.actor import ActorOptions
@@ -259,7 +259,7 @@ def test_a_gang_is_placed_if_and_only_if_there_is_room(
         hosts[each.host] = hosts.get(each.host, 0) + each.threads
     room = sum(min(total, most or total) for total in hosts.values())
     gang = [replica(f"b#{n}", S.SHOULD_START, demand={"CPU": 1}) for n in range(count)]
-    found = gangs.place_gang(trial, workers, demand_of(wanted), gang)
+    found = place(trial, workers, gangs.demand_of_gang(wanted, gang))
     assert (found is not None) == (room >= count)
     if found is not None:
         for each in workers:

@@ -10,11 +10,14 @@ from control_harness import replica, state_of, worker
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daskserve.control.placement import Demand, capacity, explain, has_room, place, room_for, workers_needed
+from daskserve.control.growth import workers_needed
+from daskserve.control.placement import Demand, capacity, explain, place, room_for
 from daskserve.control.records import ReplicaRecord
 from daskserve.control.state import State
+from daskserve.types import WorkerInfo
 
-ONE = Demand("b", {"CPU": 1.0})
+ONE = Demand("b", ({"CPU": 1.0},))
+TENTH = Demand("b", ({"CPU": 0.1},))
 
 
 def test_capacity_is_threads_memory_and_what_is_declared() -> None:
@@ -26,17 +29,17 @@ def test_ten_tenths_fit_on_one_thread_and_an_eleventh_does_not() -> None:
     state = State()
     there = worker(threads=1)
     for number in range(10):
-        assert has_room(state, there, {"CPU": 0.1})
+        assert place(state, [there], TENTH) == ("w1",)
         placed = replica(f"b#{number}")
         state.apply({placed.key: placed})
-    assert not has_room(state, there, {"CPU": 0.1})
+    assert place(state, [there], TENTH) is None
 
 
 def test_room_is_what_is_declared_less_what_is_used() -> None:
     state = state_of(replica("b#1", demand={"CPU": 3.0}))
-    assert place(state, [worker(1)], ONE) == "w1"
-    assert place(state, [worker(1)], Demand("b", {"CPU": 1.5})) is None
-    assert place(state, [worker(1)], Demand("b", {"license": 1.0})) is None
+    assert place(state, [worker(1)], ONE) == ("w1",)
+    assert place(state, [worker(1)], Demand("b", ({"CPU": 1.5},))) is None
+    assert place(state, [worker(1)], Demand("b", ({"license": 1.0},))) is None
 
 
 @pytest.mark.parametrize("full", [1, 2])
@@ -47,33 +50,33 @@ def test_replicas_spread_even_if_the_other_worker_is_busier(full: int) -> None:
         replica("b#1", worker=f"w{full}"),
         *(replica(f"other#{n}", worker=f"w{other}") for n in range(5)),
     )
-    assert place(state, [worker(1), worker(2)], ONE) == f"w{other}"
+    assert place(state, [worker(1), worker(2)], ONE) == (f"w{other}",)
 
 
 def test_workers_of_proxies_and_the_controller_are_taken_only_if_no_other_will_do() -> None:
     workers = [worker(1), worker(2)]
-    assert place(State(), workers, ONE, avoid=["w1"]) == "w2"
+    assert place(State(), workers, ONE, avoid=["w1"]) == ("w2",)
     state = state_of(replica("b#1", worker="w2"))
-    assert place(state, workers, ONE, avoid=["w1"]) == "w1"
-    assert place(State(), workers, ONE, avoid=["w1", "w2"]) == "w1"
+    assert place(state, workers, ONE, avoid=["w1"]) == ("w1",)
+    assert place(State(), workers, ONE, avoid=["w1", "w2"]) == ("w1",)
 
 
 def test_the_emptier_worker_wins_then_the_smaller_address() -> None:
     workers = [worker(2), worker(1)]
-    assert place(State(), workers, ONE) == "w1"
-    assert place(state_of(replica("other#1", worker="w1")), workers, ONE) == "w2"
+    assert place(State(), workers, ONE) == ("w1",)
+    assert place(state_of(replica("other#1", worker="w1")), workers, ONE) == ("w2",)
 
 
 @pytest.mark.parametrize("allowed", ["w2", "name-2", "h2"])
 def test_a_backend_may_be_limited_by_address_name_or_host(allowed: str) -> None:
     workers = [worker(1), worker(2, host="h2")]
-    assert place(State(), workers, Demand("b", {}, (allowed,))) == "w2"
-    assert place(State(), workers[:1], Demand("b", {}, (allowed,))) is None
+    assert place(State(), workers, Demand("b", ({},), (allowed,))) == ("w2",)
+    assert place(State(), workers[:1], Demand("b", ({},), (allowed,))) is None
 
 
 def test_workers_that_are_paused_or_closing_get_nothing() -> None:
     assert place(State(), [worker(1, is_available=False)], ONE) is None
-    assert place(State(), [worker(1, is_available=False), worker(2)], ONE) == "w2"
+    assert place(State(), [worker(1, is_available=False), worker(2)], ONE) == ("w2",)
 
 
 @given(
@@ -85,15 +88,20 @@ def test_a_worker_is_found_if_and_only_if_one_has_room(
 ) -> None:
     workers = [worker(n, resources={"GPU": 1.0} if n == 3 else {}) for n in (1, 2, 3)]
     state = state_of(*(replica(f"x#{i}", worker=f"w{n}", demand={"CPU": a}) for i, (n, a) in enumerate(used)))
-    found = place(state, workers, Demand("b", amounts))
-    fits = {each.address for each in workers if has_room(state, each, amounts)}
+    found = place(state, workers, Demand("b", (amounts,)))
+    fits = {(each.address,) for each in workers if has_room(state, each, amounts)}
     assert (found in fits) if fits else found is None
+
+
+def has_room(state: State, there: WorkerInfo, amounts: dict[str, float]) -> bool:
+    used, offered = state.used(there.address), capacity(there)
+    return all(used.get(name, 0) + each <= offered.get(name, 0) + 1e-9 for name, each in amounts.items())
 
 
 def test_the_answer_does_not_depend_on_the_order_of_workers() -> None:
     state = state_of(replica("b#1", worker="w1"), replica("other#1", worker="w2"))
     answers = {place(state, order, ONE) for order in itertools.permutations([worker(n) for n in (1, 2, 3)])}
-    assert answers == {"w3"}
+    assert answers == {("w3",)}
 
 
 # ---- why not
@@ -104,20 +112,20 @@ def test_without_workers_it_says_so() -> None:
 
 
 def test_it_names_the_only_workers_allowed() -> None:
-    text = explain(State(), [worker(1)], Demand("b", {}, ("gpu-2", "gpu-1")))
+    text = explain(State(), [worker(1)], Demand("b", ({},), ("gpu-2", "gpu-1")))
     assert "allows only gpu-1, gpu-2" in text
 
 
 def test_it_says_that_all_are_paused() -> None:
     workers = [worker(1, is_available=False), worker(2, is_available=False), worker(3)]
-    text = explain(State(), workers, Demand("b", {}, ("w1", "w2")))
+    text = explain(State(), workers, Demand("b", ({},), ("w1", "w2")))
     assert text == "all 2 allowed workers are paused or closing"
 
 
 def test_the_reason_contains_the_numbers() -> None:
     state = state_of(replica("b#1", demand={"CPU": 1.5}))
     text = explain(
-        state, [worker(1), worker(2, threads=2)], Demand("b", {"CPU": 3.0, "GPU": 1.0, "memory": 5.0})
+        state, [worker(1), worker(2, threads=2)], Demand("b", ({"CPU": 3.0, "GPU": 1.0, "memory": 5.0},))
     )
     assert text == (
         "a replica needs CPU 3 (most free on one worker: 2.5), GPU 1 (most free on one worker: 0); "
@@ -127,7 +135,7 @@ def test_the_reason_contains_the_numbers() -> None:
 
 def test_it_says_that_the_parts_are_there_but_not_together() -> None:
     workers = [worker(1, threads=8), worker(2, threads=1, resources={"GPU": 1.0})]
-    text = explain(State(), workers, Demand("b", {"CPU": 4.0, "GPU": 1.0}))
+    text = explain(State(), workers, Demand("b", ({"CPU": 4.0, "GPU": 1.0},)))
     assert text == "no single one of 2 workers has all of CPU 4, GPU 1 free"
 
 
@@ -136,25 +144,25 @@ def test_waiting_replicas_need_as_many_workers_as_they_fill() -> None:
     assert workers_needed([], kinds) == 0
     assert workers_needed([ONE] * 5, kinds) == 3
     # A thread and a half each: one to a worker, though two would have threads enough.
-    assert workers_needed([Demand("b", {"CPU": 1.5})] * 3, kinds) == 3
+    assert workers_needed([Demand("b", ({"CPU": 1.5},))] * 3, kinds) == 3
     # Threads there are plenty of, memory there is not.
-    assert workers_needed([Demand("b", {"CPU": 0.1, "memory": 0.6 * (1 << 30)})] * 4, kinds) == 4
+    assert workers_needed([Demand("b", ({"CPU": 0.1, "memory": 0.6 * (1 << 30)},))] * 4, kinds) == 4
 
 
 def test_small_replicas_fill_what_larger_ones_leave() -> None:
     kinds = [worker(1, threads=4)]
-    large, small = Demand("large", {"CPU": 3.0}), Demand("small", {"CPU": 0.1})
+    large, small = Demand("large", ({"CPU": 3.0},)), Demand("small", ({"CPU": 0.1},))
     assert workers_needed([large, *[small] * 10, large, *[small] * 10], kinds) == 2
     assert workers_needed([large, *[small] * 11, large, *[small] * 10], kinds) == 3
 
 
 def test_no_workers_are_requested_for_replicas_that_fit_on_none() -> None:
     kinds = [worker(1, threads=2), worker(2, threads=2, resources={"GPU": 1.0})]
-    assert workers_needed([Demand("b", {"CPU": 3.0})] * 4, kinds) == 0
-    assert workers_needed([Demand("b", {"license": 1.0})], kinds) == 0
-    assert workers_needed([Demand("b", {"GPU": 1.0})] * 2, kinds) == 2
-    assert workers_needed([Demand("b", {"CPU": 1.0}, ("w1",))], kinds) == 0
-    assert workers_needed([Demand("b", {"CPU": 1.0}, ("h1",))], kinds) == 1
+    assert workers_needed([Demand("b", ({"CPU": 3.0},))] * 4, kinds) == 0
+    assert workers_needed([Demand("b", ({"license": 1.0},))], kinds) == 0
+    assert workers_needed([Demand("b", ({"GPU": 1.0},))] * 2, kinds) == 2
+    assert workers_needed([Demand("b", ({"CPU": 1.0},), ("w1",))], kinds) == 0
+    assert workers_needed([Demand("b", ({"CPU": 1.0},), ("h1",))], kinds) == 1
 
 
 def test_without_any_workers_one_is_requested() -> None:
@@ -162,7 +170,7 @@ def test_without_any_workers_one_is_requested() -> None:
 
 
 def test_a_worker_without_a_memory_limit_has_room_for_any_memory() -> None:
-    demand = Demand("b", {"CPU": 1.0, "memory": 1e12})
+    demand = Demand("b", ({"CPU": 1.0, "memory": 1e12},))
     kinds = [worker(1, threads=2, memory_bytes=0)]
     assert workers_needed([demand] * 3, kinds) == 2
     assert room_for(State(), kinds, demand, 5) == 2
@@ -170,7 +178,7 @@ def test_a_worker_without_a_memory_limit_has_room_for_any_memory() -> None:
 
 def test_replicas_spread_over_hosts_before_a_host_gets_two() -> None:
     workers = [worker(1, host="h1"), worker(2, host="h1"), worker(3, host="h2")]
-    assert place(state_of(replica("b#1", worker="w1")), workers, ONE) == "w3"
+    assert place(state_of(replica("b#1", worker="w1")), workers, ONE) == ("w3",)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +193,7 @@ def test_replicas_spread_over_hosts_before_a_host_gets_two() -> None:
 )
 def test_packed_replicas_fill_a_worker_and_then_its_host(records: list[ReplicaRecord], found: str) -> None:
     workers = [worker(1, host="h1"), worker(2, host="h1"), worker(3, host="h2")]
-    assert place(state_of(*records), workers, replace(ONE, is_packed=True)) == found
+    assert place(state_of(*records), workers, replace(ONE, is_packed=True)) == (found,)
 
 
 def test_a_host_gets_no_more_replicas_than_it_may_have() -> None:
@@ -196,14 +204,14 @@ def test_a_host_gets_no_more_replicas_than_it_may_have() -> None:
     assert room_for(state, workers, capped, 9, only="w2") == 0
     assert room_for(state, workers, replace(ONE, most_per_host=3), 9, only="w2") == 2
     assert place(state, workers[:2], capped) is None
-    assert place(state, workers[:3], capped) == "w3"
+    assert place(state, workers[:3], capped) == ("w3",)
     text = explain(state, workers[:2], capped)
     assert text == "max_replicas_per_node is 1, and each of the 1 usable hosts has as many"
-    assert "needs license 1" in explain(state, workers, replace(capped, amounts={"license": 1.0}))
+    assert "needs license 1" in explain(state, workers, replace(capped, bundles=({"license": 1.0},)))
 
 
 def test_more_workers_help_a_capped_backend_only_if_they_are_on_other_hosts() -> None:
     capped = [replace(ONE, most_per_host=2)] * 5
     assert workers_needed(capped, [worker(1, host="h1"), worker(2, host="h2")]) == 3
     assert workers_needed(capped, [worker(1), worker(2)]) == 0
-    assert workers_needed([*capped, Demand("other", {"CPU": 1.0})], [worker(1), worker(2)]) == 1
+    assert workers_needed([*capped, Demand("other", ({"CPU": 1.0},))], [worker(1), worker(2)]) == 1

@@ -28,6 +28,8 @@ VALUES: Mapping[str, Any] = {
     "max_replicas_per_node": 2,
     "placement": "PACK",
     "gang_scheduling_config": {"gang_size": 1},
+    "placement_group_bundles": [{"CPU": 1}],
+    "placement_group_strategy": "SPREAD",
     "max_constructor_retry_count": 2,
     "experimental_graceful_shutdown_wait_loop_s": 3.0,
     "experimental_graceful_shutdown_timeout_s": 3.0,
@@ -40,10 +42,17 @@ VALUES: Mapping[str, Any] = {
     "event_loop": "worker",
     "isolation": "process",
 }
+#: What an option needs beside it.
+NEEDED: Mapping[str, Any] = {"placement_group_strategy": {"placement_group_bundles": [{"CPU": 1}]}}
 #: The classes of today's Ray Serve, as far as it has the option, by daskserve's name.
 RAY = {
     Effect.AT_ONCE: ("num_replicas", "max_queued_requests", "max_unavailable", "max_surge"),
-    Effect.REPLACES: ("max_replicas_per_node", "gang_scheduling_config"),
+    Effect.REPLACES: (
+        "max_replicas_per_node",
+        "gang_scheduling_config",
+        "placement_group_bundles",
+        "placement_group_strategy",
+    ),
 }
 
 
@@ -72,16 +81,19 @@ def test_every_option_is_in_the_table() -> None:
 @pytest.mark.parametrize("name", VALUES)
 def test_a_changed_option_acts_as_its_field_says(name: str) -> None:
     expected = effect_of(BackendConfig.model_fields[name])
-    assert effect({}, {name: VALUES[name]}) is expected
-    assert effect({name: VALUES[name]}, {}) is expected
+    before = NEEDED.get(name, {})
+    after = {**before, name: VALUES[name]}
+    assert effect(before, after) is expected
+    assert effect(after, before) is expected
 
 
 @pytest.mark.parametrize("name", VALUES)
 def test_the_same_option_again_changes_nothing(name: str) -> None:
     bench = Bench([worker(1)])
-    bench.deploy(version="1", **{name: VALUES[name]})
+    options = {**NEEDED.get(name, {}), name: VALUES[name]}
+    bench.deploy(version="1", **options)
     bench.settle()
-    again = spec(version="1", request_id="another", **{name: VALUES[name]})
+    again = spec(version="1", request_id="another", **options)
     outcome = backend_verbs.deploy(bench.state, again, goal_id="another", now=0.0)
     assert (outcome.change, outcome.goal) == ({}, None)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
+from pathlib import Path
 from typing import Any
 
 import dask
@@ -104,6 +106,15 @@ def test_the_clients_of_user_code_end_with_the_replica(
         return [name for name in names if "daskserve-user" in name]
 
     poll_for(lambda: not user_clients(), what=user_clients)
+
+
+def test_the_example_of_placement_groups_runs_its_task_in_the_other_bundle(
+    client: serve.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (Path(__file__).parents[2] / "docs/deployments.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"### Placement groups\n.*?```python\n(.*?)```", text, re.DOTALL)
+    monkeypatch.setattr(serve, "run", lambda app: client.run(app, route_prefix=None))
+    exec(compile(example, "docs/deployments.md", "exec", dont_inherit=True), {"__name__": "__main__"})
 
 
 # ---- values as arguments

@@ -10,11 +10,14 @@ A schedule that fails is printed as Python, which you can paste into a test::
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from simulation import Simulation
+
+from daskserve.options.actor import ActorOptions
 
 INDEX = st.integers(0, 5)
 #: The time after a rule: none, less than the latency of the store, more, and enough to complete.
@@ -33,6 +36,8 @@ AUTOSCALING: dict[str, Any] = {
     "look_back_period_s": 3.0,
 }
 GANGS: dict[str, Any] = {"num_replicas": 2, "gang_scheduling_config": {"gang_size": 2}}
+#: None, or the strategy of a placement group.
+GROUPS = st.sampled_from([None, None, None, "PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"])
 CONFIGS = st.sampled_from(["one", "two", None])
 OPTIONS: st.SearchStrategy[dict[str, float]] = st.sampled_from(
     [{}, {}, {"num_cpus": 2}, {"num_cpus": 4}, {"num_gpus": 1}]
@@ -50,6 +55,14 @@ def _counted(replicas: int) -> dict[str, Any]:
         count = {"min_replicas": 1, "initial_replicas": -replicas, "max_replicas": 8}
         return {"autoscaling_config": {**AUTOSCALING, **count, "downscale_delay_s": 600.0}}
     return {"autoscaling_config": {"min_replicas": 1, **AUTOSCALING}}
+
+
+def _grouped(strategy: str | None, options: Mapping[str, float], *, is_gang: bool) -> dict[str, Any]:
+    """Return the options of a placement group, whose first bundle has room for the replica itself."""
+    if strategy is None:
+        return {}
+    bundles = [ActorOptions(**options).demand(), {"CPU": 1.0}]
+    return {"placement_group_bundles": bundles} | ({} if is_gang else {"placement_group_strategy": strategy})
 
 
 def _pickled(user_config: str | None) -> bytes | None:
@@ -309,6 +322,7 @@ class ControlMachine(FaultyWorld):
         max_surge=SURGES,
         max_unavailable=UNAVAILABLE,
         gang=st.sampled_from([False, False, True]),
+        group=GROUPS,
     )
     def deploy(
         self,
@@ -323,6 +337,7 @@ class ControlMachine(FaultyWorld):
         max_surge: int | str = 1,
         max_unavailable: int | str = 0,
         gang: bool = False,
+        group: str | None = None,
     ) -> None:
         pace = {"max_surge": max_surge} if max_surge != 1 else {}
         pace |= {"max_unavailable": max_unavailable} if max_unavailable != 0 else {}
@@ -332,7 +347,7 @@ class ControlMachine(FaultyWorld):
             version=version or f"unversioned-{self.world.request_id()}",
             user_version=version,
             prev_version=prev_version,
-            config=(GANGS if gang else _counted(replicas)) | pace,
+            config=(GANGS if gang else _counted(replicas)) | pace | _grouped(group, options, is_gang=gang),
             user_config=_pickled(user_config),
             actor_options=options,
         )

@@ -81,12 +81,7 @@ def backend_of(record: BackendRecord) -> Backend:
     """Return the wanted state in a stored record."""
     return Backend(
         version=record.version.partition("+")[0],
-        # Without what is among the options of the config.
-        options={
-            name: value
-            for name, value in record.place_options.items()
-            if name not in ("demand", "gang_scheduling_config")
-        },
+        options=record.actor_options.to_plain(),
         config={
             name: value for name, value in record.config.to_plain().items() if name != "internal_metadata"
         },

@@ -20,6 +20,7 @@ from witness import Call, Witness, listing
 from daskserve.client.calls import ControllerCalls
 from daskserve.cluster.base import ActorContext, UseReport
 from daskserve.control.controller import Controller
+from daskserve.control.placement import capacity
 from daskserve.control.records import (
     BackendRecord,
     CodeRecord,
@@ -112,6 +113,7 @@ class Simulation:
             is_excused=self._is_excused,
             is_serving=self._is_serving,
             blamed_at=self.script.blamed.get,
+            has_at=self._has_at,
         )
         self.store.witness = self.witness
         self.disturbed_at = 0.0
@@ -481,7 +483,11 @@ class Simulation:
 
     def _is_excused(self, replica: ReplicaRecord) -> bool:
         is_dead = not self.cluster.entry_is_ready(replica.address("local"))
-        return is_dead or replica.tag in self.script.spoiled or self._is_troubled(replica.worker)
+        workers = (replica.worker, *replica.bundle_workers)
+        return is_dead or replica.tag in self.script.spoiled or any(map(self._is_troubled, workers))
+
+    def _has_at(self, worker: str) -> Mapping[str, float]:
+        return next((capacity(each) for each in self._workers() if each.address == worker), {})
 
     def _is_serving(self, replica: ReplicaRecord) -> bool:
         is_ready = self.cluster.entry_is_ready(replica.address("local"))
@@ -530,7 +536,9 @@ class Simulation:
                 self.cluster.suspend_worker(worker.address, is_suspended=False)
         roomy = [each for each in self._workers() if each.threads >= 16 and not each.is_retiring]
         for _ in range(3 - len(roomy)):
-            self._add_worker(threads=16, resources={"GPU": 8.0})
+            roomy.append(self._add_worker(threads=16, resources={"GPU": 8.0}))
+        while len({each.host for each in roomy}) < 2:
+            roomy.append(self._add_worker(threads=16, resources={"GPU": 8.0}))
 
     def problems(self) -> list[str]:
         """Return everything that is wrong at rest."""
@@ -618,6 +626,7 @@ class Simulation:
         if {each.name for each in proxies} != slots:
             yield f"there are the proxies {proxies}, wanted are {slots}"
         in_use = {each.worker for each in (*self.witness.of(ReplicaRecord), *proxies)}
+        in_use |= {worker for each in self.witness.of(ReplicaRecord) for worker in each.bundle_workers}
         if self.cluster.reported != UseReport(frozenset(in_use)):
             yield f"the reported use is {self.cluster.reported}, but in use are {in_use}"
 

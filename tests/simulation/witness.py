@@ -15,6 +15,8 @@ from typing import Any
 
 from reference_model import Wanted, after, backend_of, capacity_of, endpoint_of
 
+from daskserve.control.placement import demand_of
+from daskserve.control.places import places_of
 from daskserve.control.records import (
     AppRecord,
     BackendRecord,
@@ -86,12 +88,15 @@ class Witness:
         Whether a replica that is recorded as running does run.
     blamed_at
         Time of the last scripted fault of a backend's replicas; None if there was none.
+    has_at
+        What a worker has, by resource.
     """
 
     now: Callable[[], float]
     is_excused: Callable[[ReplicaRecord], bool]
     is_serving: Callable[[ReplicaRecord], bool]
     blamed_at: Callable[[str], float | None]
+    has_at: Callable[[str], Mapping[str, float]]
     violations: list[str] = field(default_factory=list)
     records: dict[str, Record] = field(default_factory=dict)
     history: list[Wanted] = field(default_factory=lambda: [Wanted()])
@@ -195,6 +200,7 @@ class Witness:
         self._check_references(changed)
         self._check_ranks(changed)
         self._check_gangs(changed)
+        self._check_room(before, changed)
 
     def _check_scaling(self, old: Any, new: BackendRecord) -> None:
         """Check that the autoscaler respects its bounds, loses nothing, and records its reasons."""
@@ -401,18 +407,48 @@ class Witness:
                 if None in mates or len({mate.worker is None for mate in mates if mate}) > 1:
                     self.report(f"the gang of {each} is not whole: {mates}")
 
+    def _check_room(self, before: Mapping[str, Record], changed: Mapping[str, Record | None]) -> None:
+        """Check that replicas are placed with all their bundles, and only where there is room for them."""
+        placed = [
+            each
+            for key, each in changed.items()
+            if isinstance(each, ReplicaRecord)
+            and each.worker is not None
+            and getattr(before.get(key), "worker", None) is None
+        ]
+        for each in placed:
+            backend = self.backend(each.backend)
+            if backend is not None and each.version == backend.version and each.bundles != backend.bundles:
+                self.report(f"{each} does not have the bundles of {backend}")
+        used: dict[str, dict[str, float]] = {worker: {} for each in placed for worker, _ in places_of(each)}
+        for each in self.of(ReplicaRecord):
+            for worker, amounts in places_of(each):
+                for name, amount in amounts.items() if worker in used else ():
+                    used[worker][name] = used[worker].get(name, 0) + amount
+        for worker, amounts in used.items():
+            has = self.has_at(worker)
+            # A worker that has just left has nothing.
+            if has and any(amount > has.get(name, 0) + 1e-6 for name, amount in amounts.items()):
+                self.report(f"worker {worker} has {has}, and {amounts} are taken by {placed} and others")
+
     def _makes_room(self, backend: BackendRecord, leaving: list[ReplicaRecord]) -> bool:
         """Return whether one old replica makes room, and no other one is missing because of the update.
 
         Several do only on one worker, where a new one needs more than the room of all but one of them, and
-        for a gang.
+        for a gang or a placement group.
         """
         tags = {tag for each in leaving for tag in (each.tag, *each.gang)}
         others = [each for each in self.replicas(backend.tag) if each.tag not in tags]
         news = [each for each in others if each.version == backend.version]
         return (
             all(each.version != backend.version for each in leaving)
-            and (backend.gang_size > 1 or bool(leaving[0].gang) or self._are_needed(backend, leaving))
+            and (
+                any(
+                    len(each) > 1
+                    for each in (demand_of(backend).bundles, leaving[0].gang, leaving[0].bundles)
+                )
+                or self._are_needed(backend, leaving)
+            )
             and (bool(news) or backend.config.max_surge == 0)
             and all(each.state in (ReplicaState.SHOULD_START, ReplicaState.RUNNING) for each in others)
         )

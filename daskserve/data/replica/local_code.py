@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from daskserve.cluster.base import ContextWith
-from daskserve.context import HasLink, ReplicaContext, StandingHolder, current_replica
+from daskserve.context import HasLink, PlacementBundle, ReplicaContext, StandingHolder, current_replica
 from daskserve.data.replica.answer import Answer
 from daskserve.data.replica.autoscaling_stats import AUTOSCALING, autoscaling_figures
 from daskserve.data.replica.batches import ReplicaBatches
@@ -160,6 +160,7 @@ class LocalCode:
             actors=self._start.actors,
             actor_of=tuple(self._start.actor_of),
             gang=tuple(self._start.gang),
+            bundles=tuple(PlacementBundle(*each) for each in self._start.bundles),
         )
         self._wall.context.run(current_replica.set, replica)
 

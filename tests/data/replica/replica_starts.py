@@ -35,6 +35,7 @@ def replica_start(
         actors={},
         actor_of=(),
         gang=(),
+        bundles=(),
     )
 
 

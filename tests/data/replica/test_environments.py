@@ -94,6 +94,7 @@ def run_replica(where: str, env: Any) -> Any:
         actors={},
         actor_of=(),
         gang=(),
+        bundles=(),
     )
     actor = ActorSpec(ActorKind.REPLICA, "an-instance/replica/b#AAAAAA", 1, "an-instance", start.encode())
     context = ActorContext(actor, types.SimpleNamespace(link=None), LoopClock(), random.Random(0))  # type: ignore[arg-type]

@@ -148,6 +148,7 @@ class Plant:
             actors={},
             actor_of=(),
             gang=(),
+            bundles=(),
         )
         spec = ActorSpec(ActorKind.REPLICA, f"i/replica/{tag}", 1, "i", start.encode())
         nothing = cast(Cluster, SimpleNamespace())

@@ -1,0 +1,350 @@
+"""Placement groups: a replica reserves all of its bundles, keeps them, and ends without one."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from control_harness import Bench, replica, state_of, worker
+from full_cluster import message
+from hypothesis import given
+from hypothesis import strategies as st
+
+from daskserve.control.checkpoint import restore
+from daskserve.control.observed import Observed
+from daskserve.control.placement import Trial
+from daskserve.control.places import places_of
+from daskserve.control.records import GoalState, ReplicaRecord, encode
+from daskserve.control.replica_actions import StartReplica, StopReplica
+from daskserve.types import ReplicaState as S
+from daskserve.types import WorkerInfo
+
+PAIR = [{"CPU": 1}, {"CPU": 2}]
+
+
+def deploy(bench: Bench, version: str = "1", bundles: Any = PAIR, replicas: int = 1, **more: Any) -> str:
+    strategy = more.pop("strategy", None)
+    options = {"placement_group_bundles": bundles} if bundles else {}
+    if strategy:
+        options["placement_group_strategy"] = strategy
+    counted = {} if "autoscaling_config" in more else {"num_replicas": replicas}
+    return bench.deploy(version=version, user_version=version, **options, **counted, **more)
+
+
+def apart(count: int, threads: int = 2, **fields: Any) -> list[WorkerInfo]:
+    return [worker(n, threads=threads, host=f"h{n}", **fields) for n in range(1, count + 1)]
+
+
+def places(bench: Bench, *states: S) -> list[list[str]]:
+    """Return the workers of each replica's bundles."""
+    found = bench.state.replicas_of("b")
+    return [[at for at, _ in places_of(each)] for each in found if not states or each.state in states]
+
+
+def check_room(bench: Bench) -> None:
+    """Check that no worker is over-committed, and that replicas have all of their bundles or none."""
+    used: dict[str, float] = {}
+    for each in bench.state.replicas_of("b"):
+        assert (each.worker is None) == (not places_of(each))
+        assert not each.bundles or each.demand == each.bundles[0]
+        for at, amounts in places_of(each):
+            used[at] = used.get(at, 0) + amounts["CPU"]
+    for at, amount in used.items():
+        assert bench.state.used(at) == {"CPU": pytest.approx(amount)}
+        if at in bench.observed.workers:
+            assert amount <= bench.observed.workers[at].threads + 1e-9
+
+
+def lose(bench: Bench, at: str) -> None:
+    bench.observed.workers.pop(at, None)
+    bench.observed.lost_workers.add(at)
+
+
+def test_a_replica_reserves_all_of_its_bundles_and_runs_in_the_first() -> None:
+    bench = Bench(apart(2))
+    goal = deploy(bench, strategy="STRICT_SPREAD")
+    bench.settle()
+    assert bench.goal(goal).state is GoalState.DONE
+    (found,) = bench.state.replicas_of("b")
+    assert (found.worker, found.demand) == (found.bundle_workers[0], {"CPU": 1.0})
+    assert {at: bench.state.used(at) for at in found.bundle_workers} == {
+        found.bundle_workers[0]: {"CPU": 1.0},
+        found.bundle_workers[1]: {"CPU": 2.0},
+    }
+    assert set(bench.state.workers_in_use()) == {"w1", "w2"}
+    bench.delete()
+    bench.settle()
+    assert [bench.state.used(at) for at in ("w1", "w2")] == [{}, {}]
+    assert set(bench.state.workers_in_use()) == set()
+
+
+def test_without_room_for_all_nothing_starts_and_the_status_says_why() -> None:
+    bench = Bench(apart(2))
+    deploy(bench, bundles=[{"CPU": 1}, {"CPU": 2}, {"CPU": 2}])
+    assert bench.step().actions == []
+    assert places(bench) == [[]]
+    assert message(bench) == (
+        "the 3 bundles of a placement group are reserved together, and only 2 have room: a bundle needs "
+        "CPU 2 (most free on one worker: 1); 2 workers were looked at"
+    )
+    bench.observed.workers["w3"] = worker(3, threads=2, host="h3")
+    (start,) = bench.step().actions
+    assert isinstance(start, StartReplica)
+    assert message(bench) == ""
+
+
+def test_replicas_do_not_share_room_and_those_without_any_wait() -> None:
+    bench = Bench(apart(3, threads=3))
+    deploy(bench, replicas=4, strategy="STRICT_PACK")
+    bench.step()
+    check_room(bench)
+    assert sorted(places(bench)) == [[], ["w1", "w1"], ["w2", "w2"], ["w3", "w3"]]
+
+
+def test_other_backends_leave_the_room_of_bundles_alone() -> None:
+    bench = Bench(apart(2))
+    deploy(bench, strategy="STRICT_SPREAD")
+    bench.settle()
+    bench.create("other", num_replicas=1, actor_options={"num_cpus": 2})
+    assert bench.step("other").actions == []
+    assert bench.observed.waiting["other"].startswith("a replica needs CPU 2 (most free on one worker: 1)")
+
+
+@pytest.mark.parametrize("how", ["lost", "silent"])
+@pytest.mark.parametrize("state", [S.STARTING, S.RUNNING])
+def test_a_replica_that_loses_a_bundle_is_replaced(how: str, state: S) -> None:
+    bench = Bench(apart(2))
+    deploy(bench, strategy="STRICT_SPREAD")
+    bench.step()
+    if state is S.RUNNING:
+        bench.settle()
+    (old,) = bench.state.replicas_of("b")
+    assert old.state is state
+    own, other = old.bundle_workers
+    if how == "lost":
+        lose(bench, other)
+    else:
+        bench.observed.unresponsive.add(other)
+    bench.observed.workers["w3"] = worker(3, threads=2, host="h3")
+    taken = bench.step()
+    (stop,) = [each for each in taken.actions if isinstance(each, StopReplica)]
+    assert (stop.replica.tag, stop.grace_s) == (old.tag, 0.0)
+    verb = "left the cluster" if how == "lost" else "does not answer"
+    (dead,) = bench.observed.dead["b"]
+    assert dead.reason == f"worker {other}, which has bundle 1 of its placement group, {verb}"
+    bench.settle()
+    (new,) = bench.state.replicas_of("b")
+    assert new.state is S.RUNNING
+    assert set(new.bundle_workers) == {own, "w3"}
+    check_room(bench)
+
+
+def test_what_a_worker_takes_with_it_is_free_for_others_once_the_replica_has_ended() -> None:
+    bench = Bench(apart(2))
+    deploy(bench, strategy="STRICT_SPREAD")
+    bench.settle()
+    (old,) = bench.state.replicas_of("b")
+    lose(bench, str(old.worker))
+    bench.step()
+    # The record is gone at once, and so is what it had on the other worker.
+    assert bench.state.used(old.bundle_workers[1]) == {}
+
+
+def test_a_bundle_on_a_retiring_worker_moves_the_replica_before_it_stops() -> None:
+    bench = Bench(apart(2))
+    deploy(bench, strategy="STRICT_SPREAD")
+    bench.settle()
+    (old,) = bench.state.replicas_of("b")
+    other = old.bundle_workers[1]
+    leaving = worker(int(other[1:]), threads=2, host=f"h{other[1:]}", is_retiring=True, is_available=False)
+    bench.observed.workers[other] = leaving
+    for number in (3, 4):
+        bench.observed.workers[f"w{number}"] = worker(number, threads=2, host=f"h{number}")
+    for _ in range(10):
+        for action in bench.step().actions:
+            bench.succeed(action)
+        assert bench.tags(S.RUNNING)
+        check_room(bench)
+    assert old.tag not in bench.tags()
+    assert other not in set(bench.state.workers_in_use())
+
+
+def test_reservations_outlive_the_controller() -> None:
+    bench = Bench(apart(2))
+    deploy(bench, strategy="STRICT_SPREAD")
+    bench.settle()
+    stored = {key: encode(each) for key, each in bench.state.records().items()}
+    state, corrupt = restore(stored)
+    assert not corrupt
+    assert state.replicas_of("b") == bench.state.replicas_of("b")
+    assert [state.used(at) for at in ("w1", "w2")] == [bench.state.used(at) for at in ("w1", "w2")]
+    # A new controller that has not seen the other worker yet finds that it is in use.
+    assert set(state.workers_in_use()) == {"w1", "w2"}
+
+
+def test_a_replica_that_an_earlier_release_recorded_has_its_own_place_only() -> None:
+    old = replica("b#1")
+    assert places_of(old) == (("w1", {"CPU": 0.1}),)
+    assert state_of(old).used("w1") == {"CPU": 0.1}
+
+
+def test_a_trial_counts_the_bundles_of_others() -> None:
+    bench = Bench(apart(2))
+    deploy(bench, strategy="STRICT_SPREAD")
+    bench.settle()
+    trial = Trial(bench.state, {})
+    before = [dict(trial.used(at)) for at in ("w1", "w2")]
+    with trial.without(bench.state.replicas_of("b")):
+        assert [trial.used(at)["CPU"] for at in ("w1", "w2")] == [0, 0]
+        assert trial.count_on("w2") == 0
+    assert [trial.used(at) for at in ("w1", "w2")] == before
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (PAIR, PAIR),
+        (PAIR, None),
+        (None, PAIR),
+        (PAIR, [{"CPU": 2}, {"CPU": 1}, {"CPU": 1}]),  # larger: three have room, as the first four
+    ],
+)
+def test_an_update_of_a_full_cluster_makes_room_for_whole_groups(before: Any, after: Any) -> None:
+    bench = Bench(apart(4, threads=3))
+    options = {"actor_options": {"num_cpus": 3}}
+    deploy(bench, "1", before, autoscaling_config=scaled_to(4), **({} if before else options))
+    bench.settle()
+    assert len(bench.tags(S.RUNNING)) == 4
+    goal = deploy(bench, "2", after, autoscaling_config=scaled_to(3), **({} if after else options))
+    for _ in range(60):
+        for action in bench.step().actions:
+            bench.succeed(action)
+        check_room(bench)
+        assert bench.tags(S.RUNNING)
+        if bench.goal(goal).state is not GoalState.PENDING:
+            break
+    assert bench.goal(goal).state is GoalState.DONE
+    assert {each.named_version for each in bench.state.replicas_of("b")} == {"2"}
+
+
+def scaled_to(replicas: int) -> dict[str, int]:
+    return {"min_replicas": 1, "max_replicas": 4, "initial_replicas": replicas}
+
+
+def test_as_few_old_groups_as_possible_make_room() -> None:
+    bench = Bench(apart(4))
+    deploy(bench, "1", [{"CPU": 1}, {"CPU": 1}], strategy="STRICT_PACK", autoscaling_config=scaled_to(4))
+    bench.settle()
+    halves = [{"CPU": 2}, {"CPU": 2}]
+    deploy(bench, "2", halves, strategy="STRICT_SPREAD", autoscaling_config=scaled_to(2))
+    stops = [each for each in bench.step().actions if isinstance(each, StopReplica)]
+    assert len(stops) == 2
+    assert message(bench).startswith(
+        "no room for a new replica beside the old ones: draining 2 old replicas at a time"
+    )
+
+
+def test_other_bundles_replace_the_replicas_and_the_same_ones_do_not() -> None:
+    bench = Bench(apart(3, threads=8))
+    deploy(bench)
+    bench.settle()
+    tags = bench.tags()
+    deploy(bench, strategy="SPREAD")
+    bench.settle()
+    assert bench.tags() != tags
+    tags = bench.tags()
+    bench.update(num_replicas=2)
+    bench.settle()
+    assert bench.tags()[:1] == tags
+    assert len(bench.tags(S.RUNNING)) == 2
+
+
+def test_a_gang_reserves_the_bundles_of_all_its_replicas() -> None:
+    bench = Bench(apart(3, threads=3))
+    gang = {"gang_size": 2, "gang_placement_strategy": "SPREAD"}
+    deploy(bench, replicas=4, gang_scheduling_config=gang)
+    bench.step()
+    check_room(bench)
+    placed = [each for each in bench.state.replicas_of("b") if each.worker]
+    assert [len(each.bundle_workers) for each in placed] == [2, 2]
+    assert placed[0].gang == placed[1].gang
+    assert message(bench).startswith("the 4 bundles of a gang are reserved together, and only")
+    bench.observed.workers["w4"] = worker(4, threads=3)
+    bench.settle()
+    assert len(bench.tags(S.RUNNING)) == 4
+    # The loss of one bundle ends the gang.
+    victim = bench.state.replicas_of("b")[0]
+    lose(bench, victim.bundle_workers[1])
+    bench.step()
+    assert set(victim.gang).isdisjoint(bench.tags(S.STARTING, S.RUNNING))
+
+
+EVENTS = st.sampled_from(["all", "one", "nothing", "lose", "return", "retire", "deploy", "scale"])
+
+
+@given(
+    strategies=st.lists(st.sampled_from(["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD", ""]), min_size=1),
+    events=st.lists(st.tuples(EVENTS, st.integers(0, 4)), max_size=30),
+)
+def test_whatever_happens_no_worker_is_over_committed(
+    strategies: list[str], events: list[tuple[str, int]]
+) -> None:
+    bench = Bench(apart(3, threads=4))
+    sizes = [PAIR, [{"CPU": 2}, {"CPU": 1}], [{"CPU": 1}] * 3]
+
+    versions = itertools.count()
+
+    def change(number: int) -> None:
+        strategy = strategies[number % len(strategies)]
+        bundles = sizes[number % len(sizes)] if strategy else None
+        deploy(bench, str(next(versions)), bundles, 1 + number % 3, strategy=strategy, timeout_s=None)
+
+    change(0)
+    for event, number in events:
+        actions = bench.step().actions
+        check_room(bench)
+        at = f"w{1 + number % 4}"
+        if event in ("all", "one"):
+            for action in actions if event == "all" else actions[:1]:
+                bench.succeed(action)
+        elif event == "lose" and at in bench.observed.workers:
+            lose(bench, at)
+        elif event == "return":
+            bench.observed.workers[at] = worker(int(at[1:]), threads=4, host=f"h{at[1:]}")
+        elif event == "retire" and at in bench.observed.workers:
+            bench.observed.workers[at] = worker(int(at[1:]), is_retiring=True, is_available=False)
+        elif event == "deploy":
+            change(number)
+        elif event == "scale" and bench.state.backends["b"].num_replicas != 1 + number % 3:
+            bench.update(num_replicas=1 + number % 3)
+        forget_lost(bench)
+    bench.observed.workers = {each.address: each for each in apart(9, threads=8)[4:]}
+    bench.observed.lost_workers |= set(bench.state.workers_in_use()) - set(bench.observed.workers)
+    bench.settle()
+    bench.now += 100
+    bench.settle()
+    check_room(bench)
+    assert len(bench.tags(S.RUNNING)) == bench.state.backends["b"].num_replicas == len(bench.tags())
+
+
+def forget_lost(bench: Bench) -> None:
+    """Do what the reconciler does after each of its steps."""
+    bench.observed.lost_workers &= set(bench.state.workers_in_use())
+
+
+def test_events_of_a_replica_without_a_group_ignore_the_workers_of_others() -> None:
+    observed = Observed(lost_workers={"w2"})
+    assert observed.event_of(replica("b#1", worker="w1")) is None
+    grouped: ReplicaRecord = replica(
+        "b#1", worker="w1", bundles=({"CPU": 0.1}, {"CPU": 1.0}), bundle_workers=("w1", "w2")
+    )
+    assert observed.event_of(grouped) == "unwanted"
+    stopping = replica(
+        "b#1",
+        S.STOPPING,
+        worker="w1",
+        bundles=({"CPU": 0.1}, {"CPU": 1.0}),
+        bundle_workers=("w1", "w2"),
+    )
+    assert observed.event_of(stopping) is None
