@@ -54,7 +54,7 @@ class UseReport:
     Attributes
     ----------
     in_use : frozenset
-        Workers that hold replicas or proxies, or are about to.
+        Workers that hold replicas, other bundles of their placement groups, or proxies, or are about to.
     retiring : frozenset
         Workers that are about to leave, so that the controller places nothing new on them.
     waiting_workers : int

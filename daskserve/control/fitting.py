@@ -208,7 +208,7 @@ class _Search:
         opens = not any(mates[each] for each in able)
         fits = {each: self._count_fitting(each) if opens else 0 for each in able}
         return sorted(
-            able, key=lambda each: (-mates[each], -near[room.hosts[each]], -fits[each], ranks[each])
+            able, key=lambda each: (-mates[each], -fits[each], -near[room.hosts[each]], ranks[each])
         )
 
     def _count_fitting(self, worker: WorkerAddress) -> int:

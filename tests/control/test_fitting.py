@@ -124,6 +124,26 @@ def test_a_bundle_goes_back_where_it_leaves_no_room_for_another() -> None:
     )
 
 
+def test_packed_bundles_prefer_few_workers_and_then_few_hosts() -> None:
+    sizes = [(3, "h1"), (2, "h2"), (2, "h3"), (2, "h1")]
+    workers = [worker(n, threads=each, host=host) for n, (each, host) in enumerate(sizes, 1)]
+    found = place(State(), workers, demand("PACK", *[{"CPU": 1.0}] * 7))
+    assert found is not None
+    assert sorted(found) == ["w1"] * 3 + ["w2"] * 2 + ["w4"] * 2
+    workers[3] = worker(4, threads=1, host="h1")
+    found = place(State(), workers, demand("PACK", *[{"CPU": 1.0}] * 5))
+    assert found is not None
+    assert sorted(found) == ["w1"] * 3 + ["w2"] * 2
+
+
+def test_equal_bundles_go_elsewhere_for_another_one() -> None:
+    workers = [worker(n, threads=2, resources={"GPU": 4.0 if n == 1 else 0.0}) for n in (1, 2, 3)]
+    bundles = [{"CPU": 2.0}, {"CPU": 2.0}, {"CPU": 1.0, "GPU": 1.0}]
+    found = place(State(), workers, demand("SPREAD", *bundles))
+    assert found is not None
+    assert (sorted(found[:2]), found[2]) == (["w2", "w3"], "w1")
+
+
 def test_a_search_through_too_many_ways_is_given_up() -> None:
     """No two of these have room on one worker, and no two are equal: there are 30! ways to place 30."""
     workers = [worker(n, threads=8, host=f"h{n}") for n in range(1, 31)]
@@ -183,6 +203,12 @@ def test_waiting_groups_need_as_many_workers_as_have_room_for_them() -> None:
     )
     assert workers_needed([demand("STRICT_SPREAD", *pair)] * 2, kinds) == 2
     assert workers_needed([demand("STRICT_SPREAD", *pair)] * 3, kinds) == 4
+    # Two bundles of one group are not on one host, those of another group are; and all on one are on one.
+    assert (
+        workers_needed([demand("PACK", {"CPU": 1.0}), demand("STRICT_SPREAD", *[{"CPU": 0.5}] * 2)], kinds)
+        == 2
+    )
+    assert workers_needed([demand("STRICT_PACK", *[{"CPU": 0.6}] * 2)] * 3, kinds) == 3
     # Larger than one worker: a host may have several.
     assert workers_needed([demand("STRICT_PACK", *pair, *pair)], kinds) == 2
     assert workers_needed([demand("PACK", {"CPU": 1.0}, {"CPU": 3.0})], kinds) == 0

@@ -6,16 +6,20 @@ import itertools
 from typing import Any
 
 import pytest
-from control_harness import Bench, replica, state_of, worker
+from control_harness import Bench, backend, replica, state_of, worker
+from controller_harness import Stage, play
 from full_cluster import message
 from hypothesis import given
 from hypothesis import strategies as st
 
+from daskserve.control import gangs
+from daskserve.control.app_views import application_status
 from daskserve.control.checkpoint import restore
 from daskserve.control.observed import Observed
-from daskserve.control.placement import Trial
+from daskserve.control.placement import Trial, demand_of
 from daskserve.control.places import places_of
-from daskserve.control.records import GoalState, ReplicaRecord, encode
+from daskserve.control.ranks import ranks_to_change
+from daskserve.control.records import AppRecord, GoalState, ReplicaRecord, encode
 from daskserve.control.replica_actions import StartReplica, StopReplica
 from daskserve.types import ReplicaState as S
 from daskserve.types import WorkerInfo
@@ -245,6 +249,34 @@ def test_as_few_old_groups_as_possible_make_room() -> None:
     )
 
 
+def test_an_old_group_that_does_not_help_is_not_drained_with_those_that_do() -> None:
+    bench = Bench(apart(2, threads=4))
+    deploy(bench, "2", [{"CPU": 2}, {"CPU": 2}], strategy="STRICT_PACK")
+    pair = ({"CPU": 1.0}, {"CPU": 1.0})
+    old = [
+        replica(f"b#{name}", version="1", worker=at, demand=pair[0], bundles=pair, bundle_workers=(at, at))
+        for name, at in (("idle", "w1"), ("busy", "w2"), ("busier", "w2"))
+    ]
+    other = replica("other#1", worker="w1", demand={"CPU": 2.0})
+    bench.state.apply({each.key: each for each in (*old, other)})
+    record, ongoing = bench.state.backends["b"], {"b#busy": 1.0, "b#busier": 2.0}
+    workers = bench.observed.cleared_workers()
+    found = gangs.to_drain(record, old, Trial(bench.state, {}), workers, demand_of(record), ongoing)
+    assert [each.tag for each in found] == ["b#busy", "b#busier"]
+
+
+def test_an_old_group_makes_room_for_a_replica_on_the_worker_of_its_other_bundle() -> None:
+    bench = Bench(apart(2))
+    deploy(bench, "1", [{"CPU": 0.5}, {"CPU": 2}], strategy="STRICT_SPREAD")
+    bench.settle()
+    (old,) = bench.state.replicas_of("b")
+    other = replica("other#1", worker=old.worker, demand={"CPU": 1.0})
+    bench.state.apply({other.key: other})
+    goal = deploy(bench, "2", None, actor_options={"num_cpus": 2})
+    bench.settle()
+    assert bench.goal(goal).state is GoalState.DONE
+
+
 def test_other_bundles_replace_the_replicas_and_the_same_ones_do_not() -> None:
     bench = Bench(apart(3, threads=8))
     deploy(bench)
@@ -331,6 +363,41 @@ def test_whatever_happens_no_worker_is_over_committed(
 def forget_lost(bench: Bench) -> None:
     """Do what the reconciler does after each of its steps."""
     bench.observed.lost_workers &= set(bench.state.workers_in_use())
+
+
+def test_the_scheduler_hears_of_all_bundles_and_of_the_workers_that_are_missing() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.create("b", placement_group_bundles=[{"CPU": 3}, {"CPU": 3}])
+        (running,) = stage.running_of("b")
+        in_use = {at for at, _ in running.message.bundles}
+        assert len(in_use) == 2
+        assert running.message.bundles[0] == [running.worker, {"CPU": 3.0}]
+        await stage.until(lambda: stage.cluster.reported.in_use == in_use)
+        await stage.crash_controller()
+        await stage.until(lambda: stage.cluster.reported.in_use == in_use)
+        assert stage.running_of("b") == [running]
+        waiting = {"num_replicas": 2, "gang_scheduling_config": {"gang_size": 2}}
+        spec = stage.spec("c", placement_group_bundles=[{"CPU": 4}, {"CPU": 4}], **waiting)
+        await stage.call("create_backend", **spec)
+        await stage.until(lambda: stage.cluster.reported.waiting_workers == 4)
+        stage.cluster.remove_worker(next(iter(in_use - {running.worker})))
+        stage.cluster.add_worker()
+        await stage.until(lambda: [each for each in stage.running_of("b") if each is not running])
+        assert stage.stopped == [(running.tag, 0.0)]
+
+    play(scenario, workers=3)
+
+
+def test_a_replica_with_a_bundle_on_a_retiring_worker_is_on_its_way() -> None:
+    observed = Observed(workers={f"w{n}": worker(n, is_retiring=n == 2) for n in (1, 2)}, ready={"b#1": {}})
+    grouped = {"bundles": ({"CPU": 0.1}, {"CPU": 1.0}), "bundle_workers": ("w1", "w2")}
+    member, app = backend(application="default", num_replicas=2), AppRecord("default", "/", {"b": "b"})
+    first, second = replica("b#1", rank=(2, 0, 0), **grouped), replica("b#2", rank=(1, 0, 1))
+    state = state_of(member, app, first, second)
+    found = application_status(state, observed, app)
+    assert found["deployments"]["b"]["replica_states"]["PENDING_MIGRATION"] == 1
+    # While it is there, no rank is too high.
+    assert ranks_to_change(member, [first, second], observed) == []
 
 
 def test_events_of_a_replica_without_a_group_ignore_the_workers_of_others() -> None:
