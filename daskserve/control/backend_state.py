@@ -301,7 +301,7 @@ class _Stepper:
                 version=self.backend.version,
                 config_id=self.backend.config_id,
                 state=ReplicaState.SHOULD_START,
-                demand=(self.backend.bundles or (self.backend.actor_options.demand(),))[0],
+                demand=demand_of(self.backend).bundles[0],
                 bundles=self.backend.bundles,
                 gang=gang if count > 1 else (),
             )

@@ -113,7 +113,7 @@ class Trial:
         return self._used[worker] if worker in self._used else self._state.used(worker)
 
     def count_on(self, worker: WorkerAddress, backend: BackendTag | None = None) -> int:
-        """Return the number of replicas on a worker, of one backend or of all."""
+        """Return the number of bundles on a worker, of one backend or of all."""
         return self._state.count_on(worker, backend) + self._counts[worker, backend]
 
 

@@ -37,9 +37,10 @@ def late_error(backend: BackendRecord, limit_s: str, why: str | None) -> ServeEr
     """Return the error of a goal that was not reached in time; ``why`` says what replicas wait for."""
     tag, wanted = backend.tag, backend.needed_replicas
     if why is not None:
+        where = "placement_group_bundles" if backend.bundles else "actor_options"
         return NoCapacityError(
             f"Cannot scale backend '{tag}' to {wanted} replicas within {limit_s} s: {why}. "
-            "Add workers, reduce the resources in actor_options, or delete other backends."
+            f"Add workers, reduce the resources in {where}, or delete other backends."
         )
     return RequestTimeoutError(
         f"Backend '{tag}' did not get to {wanted} running replicas within {limit_s} s; "

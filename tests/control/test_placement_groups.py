@@ -21,6 +21,8 @@ from daskserve.control.places import places_of
 from daskserve.control.ranks import ranks_to_change
 from daskserve.control.records import AppRecord, GoalState, ReplicaRecord, encode
 from daskserve.control.replica_actions import StartReplica, StopReplica
+from daskserve.errors import NoCapacityError
+from daskserve.payload.packed_errors import load_error
 from daskserve.types import ReplicaState as S
 from daskserve.types import WorkerInfo
 
@@ -96,6 +98,19 @@ def test_without_room_for_all_nothing_starts_and_the_status_says_why() -> None:
     (start,) = bench.step().actions
     assert isinstance(start, StartReplica)
     assert message(bench) == ""
+
+
+def test_a_deploy_without_room_fails_in_time_and_says_what_to_reduce() -> None:
+    bench = Bench(apart(2))
+    goal = deploy(bench, strategy="STRICT_PACK", timeout_s=10.0)
+    bench.step()
+    bench.now += 11
+    bench.step()
+    assert bench.goal(goal).state is GoalState.FAILED
+    error = load_error(bench.goal(goal).error or b"")
+    assert isinstance(error, NoCapacityError)
+    assert "together they need CPU 3 (most free on one host: 2). Add workers, reduce the" in str(error)
+    assert "resources in placement_group_bundles" in str(error)
 
 
 def test_replicas_do_not_share_room_and_those_without_any_wait() -> None:
