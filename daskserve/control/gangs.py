@@ -150,17 +150,17 @@ def to_drain(
         return ()
     running = [each for each in replicas if each.state is ReplicaState.RUNNING]
     old = [each for each in running if each.version != backend.version]
-    missing = max(demand.replicas, backend.needed_replicas - (len(running) - len(old)))
-    units = -(-missing // demand.replicas)
+    missing = backend.needed_replicas - (len(running) - len(old))
+    units = max(1, -(-missing // demand.replicas))
+    gangs = sorted(by_gang(old), key=lambda members: _ongoing(members, ongoing))
     with trial.without(old):
         if room_for(trial, workers, demand, units) < units:
-            return ()
+            return next(iter(gangs), ()) if missing <= 0 else ()
 
     def is_enough(gangs: Iterable[tuple[ReplicaRecord, ...]]) -> bool:
         with trial.without(each for members in gangs for each in members):
             return room_for(trial, workers, demand, 1) == 1
 
-    gangs = sorted(by_gang(old), key=lambda members: _ongoing(members, ongoing))
     stop = [one] if (one := next((each for each in gangs if is_enough([each])), None)) else []
     if not stop:
         for members in gangs:

@@ -83,7 +83,8 @@ def replicas_to_drain(
     """Return the fewest old replicas of one worker that stop so that a new one takes their room.
 
     None should while another replica starts or stops, so that whatever fails, no more are missing. None
-    should either if a complete rollout would not fit.
+    should either if a complete rollout would not fit. Once it is complete but for old replicas whose room is
+    of no use, because the load asks for more replicas than fit, they stop one by one.
 
     Parameters
     ----------
@@ -94,14 +95,14 @@ def replicas_to_drain(
         return ()
     running = [each for each in replicas if each.state is ReplicaState.RUNNING]
     old = [each for each in running if each.version != backend.version]
-    missing = max(1, backend.needed_replicas - (len(running) - len(old)))
-    with trial.without(old):
-        if room_for(trial, workers, demand, missing) < missing:
-            return ()
+    missing = backend.needed_replicas - (len(running) - len(old))
 
     def load(replica: ReplicaRecord) -> float:
         return ongoing.get(replica.tag, 0.0)
 
+    with trial.without(old):
+        if room_for(trial, workers, demand, max(1, missing)) < max(1, missing):
+            return () if missing > 0 else tuple(sorted(old, key=load)[:1])
     by_worker: dict[WorkerAddress | None, list[ReplicaRecord]] = {}
     for each in sorted(old, key=load):
         by_worker.setdefault(each.worker, []).append(each)

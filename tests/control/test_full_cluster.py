@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from control_harness import Bench, replica, worker
 from full_cluster import BOOM, deploy, full, lose_first, message, play, versions
@@ -252,6 +254,24 @@ def test_an_autoscaled_backend_whose_load_needs_more_than_fits_is_updated() -> N
     assert min(served) == 2
     assert bench.goal(goal).state is GoalState.DONE
     assert versions(bench, S.RUNNING) == ["2"] * 3
+
+
+@pytest.mark.parametrize("more", [{}, {"placement_group_bundles": [{"CPU": 2}]}])
+def test_old_replicas_whose_room_is_of_no_use_stop_although_the_load_needs_more(more: dict[str, Any]) -> None:
+    """On workers of three threads, an old replica of one stays beside a new one of two."""
+    config = {"min_replicas": 1, "max_replicas": 10, "initial_replicas": 10}
+    bench = Bench([worker(each, threads=3) for each in (1, 2)])
+    deploy(bench, "1", autoscaling_config=config)
+    bench.settle()
+    assert versions(bench, S.RUNNING) == ["1"] * 6
+    bench.state.apply({"goal/goal-1": None})
+    config["initial_replicas"] = 2
+    goal = deploy(bench, "2", num_cpus=2, autoscaling_config=config, **more)
+    for _ in range(40):
+        for action in bench.step().actions:
+            bench.succeed(action)
+    assert bench.goal(goal).state is GoalState.DONE
+    assert versions(bench, S.RUNNING) == ["2"] * 2
 
 
 def test_an_adaptive_cluster_has_time_to_add_a_worker_first() -> None:
