@@ -320,7 +320,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
-        raise AttributeError(f"module 'daskserve' has no attribute {name!r}")
+        from daskserve.options.ray_names import name_hint
+
+        raise AttributeError(f"module 'daskserve' has no attribute {name!r}{name_hint(name)}")
     if importlib.util.find_spec("daskserve.proxies") is None:
         raise ImportError(
             f"{__path__[0]} is only a part of daskserve: in a clone the proxies lie beside it. "

@@ -168,6 +168,10 @@ class Location(enum.StrEnum):
     EVERY_WORKER = "EveryWorker"
     NO_SERVER = "NoServer"
 
+    @classmethod
+    def _missing_(cls, value: object) -> Location | None:
+        return cls.NO_SERVER if value == "Disabled" else None  # Ray Serve's name
+
 
 @dataclass(frozen=True, slots=True)
 class ActorAddress:

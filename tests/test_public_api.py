@@ -127,6 +127,23 @@ def test_an_unknown_name_raises_attribute_error() -> None:
         _ = serve.nonsense
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (
+            "multiplexed",
+            "no attribute 'multiplexed'. That is Ray Serve's name: there is no multiplexing; keep",
+        ),
+        ("exceptions", "use daskserve.errors."),
+        ("get_replica_rank", r"use serve.get_replica_context\(\).rank."),
+    ],
+)
+def test_a_name_of_ray_serve_raises_an_error_with_the_alternative(name: str, text: str) -> None:
+    with pytest.raises(AttributeError, match=text):
+        getattr(serve, name)
+    assert not hasattr(serve, name)
+
+
 def test_importing_loads_nothing_heavy_and_starts_nothing() -> None:
     code = (
         "import sys, threading, daskserve\n"

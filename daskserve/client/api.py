@@ -49,6 +49,7 @@ async def _start(
     http_middlewares: Sequence[Any] = _UNSET,
     http_options: HTTPOptions | Mapping[str, Any] | None = None,
     *,
+    proxy_location: str | None = None,
     dask_client: Any = None,
     address: str | None = None,
     store: str = "memory://",
@@ -72,6 +73,8 @@ async def _start(
     http_host, http_port, http_middlewares
         Deprecated; use ``http_options``.
     http_options : HTTPOptions or dict, optional
+    proxy_location : str, optional
+        Ray Serve's name of ``location`` in ``http_options``.
     dask_client : distributed.Client, optional
     address : str, optional
         Address of a Dask scheduler to connect to.
@@ -96,7 +99,7 @@ async def _start(
     TimeoutError
         The proxies did not start to listen in time.
     """
-    options = _http_options(http_host, http_port, http_middlewares, http_options)
+    options = given_http_options(http_host, http_port, http_middlewares, http_options, proxy_location)
     _check_instance_name(name, detached, store)
     return await start_with(
         form,
@@ -187,12 +190,14 @@ def checked_http(http_options: HTTPOptions | Mapping[str, Any] | None) -> HTTPOp
     return HTTPOptions(**{**settings.http_defaults(), **given.model_dump(exclude_unset=True)})
 
 
-def _http_options(
-    http_host: Any,
-    http_port: Any,
-    http_middlewares: Any,
-    http_options: HTTPOptions | Mapping[str, Any] | None,
+def given_http_options(
+    http_host: Any = _UNSET,
+    http_port: Any = _UNSET,
+    http_middlewares: Any = _UNSET,
+    http_options: HTTPOptions | Mapping[str, Any] | None = None,
+    proxy_location: str | None = None,
 ) -> HTTPOptions:
+    """Return the HTTP options of `start`, which may be given in several ways."""
     old = {
         name: value
         for name, value in (("host", http_host), ("port", http_port), ("middlewares", http_middlewares))
@@ -206,8 +211,16 @@ def _http_options(
         names = ", ".join(f"http_{name}" for name in old)
         warn_caller(f"{names}: use http_options instead.", DeprecationWarning)
         old["middlewares"] = list(old.get("middlewares", []))
-        return HTTPOptions(**{**settings.http_defaults(), **old})
-    return checked_http(http_options)
+        http_options = old
+    found = checked_http(http_options)
+    if proxy_location is None:
+        return found
+    given = http_options.model_fields_set if isinstance(http_options, HTTPOptions) else http_options or ()
+    if "location" in given:
+        raise ValueError(
+            "proxy_location is another spelling of location in http_options; give only one of them"
+        )
+    return HTTPOptions(**{**found.model_dump(exclude_unset=True), "location": proxy_location})
 
 
 async def _start_on(

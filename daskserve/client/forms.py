@@ -17,6 +17,7 @@ from daskserve.client.connection import InstanceConnection
 from daskserve.cluster.base import ClientLink
 from daskserve.errors import BlockingCallError
 from daskserve.loops.blocking import finish
+from daskserve.options.ray_names import INSTEAD
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -50,8 +51,9 @@ def blocking(
 
     @functools.wraps(body)
     def form(*args: P.args, **kwargs: P.kwargs) -> T:
+        coroutine = _called(body, name, owner, Form(False, Client), args, kwargs)
         try:
-            return finish(body(Form(False, Client), *args, **kwargs))
+            return finish(coroutine)
         except BlockingCallError:
             raise BlockingCallError(
                 f"{owner}.{name}() would block the event loop that has to run it; use `await "
@@ -66,13 +68,35 @@ def awaitable(
     body: Callable[Concatenate[Form[AsyncClient], P], Coroutine[Any, Any, T]],
 ) -> Callable[P, Coroutine[Any, Any, T]]:
     """Return the awaitable form of a function, named as its body with the suffix ``_async``."""
+    name = f"{body.__name__.removeprefix('_')}_async"
 
     @functools.wraps(body)
     async def form(*args: P.args, **kwargs: P.kwargs) -> T:
-        return await body(Form(True, AsyncClient), *args, **kwargs)
+        return await _called(body, name, "serve", Form(True, AsyncClient), args, kwargs)
 
-    _name(form, f"{body.__name__.removeprefix('_')}_async", body)
+    _name(form, name, body)
     return form
+
+
+def _called(
+    body: Callable[..., Coroutine[Any, Any, T]],
+    name: str,
+    owner: str,
+    form: Form[Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Coroutine[Any, Any, T]:
+    """Call a body, which does not run yet; explain arguments that only Ray Serve has."""
+    try:
+        return body(form, *args, **kwargs)
+    except TypeError:
+        known = inspect.signature(body).parameters
+        theirs = next((each for each in kwargs if each in INSTEAD and each not in known), None)
+        if theirs is None:
+            raise
+        raise TypeError(
+            f"{owner}.{name}() has no argument '{theirs}'. That is Ray Serve's name: {INSTEAD[theirs]}."
+        ) from None
 
 
 def _name(form: Any, name: str, body: Callable[..., Any]) -> None:

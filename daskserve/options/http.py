@@ -36,7 +36,8 @@ class HTTPOptions(Options):
         "``daskserve[uvicorn]`` on the workers.",
     )
     location: Location | None = Field(
-        Location.HEAD_ONLY, description="Workers that get a proxy. None: no proxies, as with NoServer."
+        Location.HEAD_ONLY,
+        description="Workers that get a proxy. None: no proxies, as with NoServer, or Disabled.",
     )
     root_path: str = Field("", description="Path prefix under which a reverse proxy publishes daskserve.")
     request_timeout_s: float | None = Field(

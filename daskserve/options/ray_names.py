@@ -1,4 +1,4 @@
-"""Options of Ray Serve: those that are spelled in another way here, and what to use instead of the rest."""
+"""Names of Ray Serve: those that are spelled in another way here, and what to use instead of the rest."""
 
 from __future__ import annotations
 
@@ -26,9 +26,41 @@ INSTEAD: Mapping[str, str] = {
     "placement_group_fallback_strategy": "Dask's workers have no labels; list all workers that are good "
     "enough in 'workers' of actor_options",
     "logging_config": "configure Python's logging on the workers",
+    "tracing_config": "user code may use any tracing library on the workers; leave it out",
+    "grpc_options": "there are no gRPC proxies; use HTTP, or handles from Python",
+    "controller_options": "the controller runs in one of Dask's workers; leave it out",
+    "dedicated_cpu": "the proxies run in Dask's workers; choose them with 'location' of http_options",
     "request_router_config": "requests go to the replica with the least load; leave it out",
     "backpressure_config": "a full queue answers 503 with Retry-After; leave it out",
 }
+#: Names of Ray Serve's modules that daskserve does not have, with what to use instead.
+_OTHER_NAMES: Mapping[str, str] = {
+    "multiplexed": "there is no multiplexing; keep several models in one object, or a deployment for each",
+    "get_multiplexed_model_id": "there is no multiplexing; pass the model's name as an argument",
+    "get_replica_rank": "use serve.get_replica_context().rank",
+    "get_world_size": "use serve.get_replica_context().world_size",
+    "get_trace_context": "there is no tracing; serve.context.get_request_context() has the id of the request",
+    "DeploymentHandle": "use serve.Handle, or daskserve.handle.DeploymentHandle",
+    "DeploymentResponse": "use serve.Response, or daskserve.handle.DeploymentResponse",
+    "DeploymentResponseGenerator": "use serve.ResponseGenerator",
+    "RayServeHandle": "use serve.Handle",
+    "RayServeSyncHandle": "use serve.Handle",
+    "RayServeException": "use serve.ServeError",
+    "exceptions": "use daskserve.errors",
+    "config": "use serve.HTTPOptions, serve.AutoscalingConfig and others of the module",
+    "schema": "there are no configuration files; use serve.run_many() for several applications",
+    "build": "there are no configuration files; run the application with serve.run()",
+    "init": "use serve.start()",
+    "llm": "run an engine of your choice in a deployment",
+    "grpc_util": "there are no gRPC proxies; use HTTP, or handles from Python",
+    "drivers": "write a class that calls the other deployments by handle",
+    "gradio_integrations": "serve the application that gradio.mount_gradio_app returns",
+}
+
+
+def name_hint(name: str) -> str:
+    """Return what to use instead of a name of Ray Serve's module, for an error; empty for other names."""
+    return f". That is Ray Serve's name: {_OTHER_NAMES[name]}." if name in _OTHER_NAMES else ""
 
 
 def translated(values: Mapping[str, Any]) -> dict[str, Any]:

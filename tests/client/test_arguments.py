@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from typing import Any
 
 import pytest
 
+import daskserve as serve
+from daskserve.client.api import given_http_options
 from daskserve.client.specs import check_endpoint_route, check_methods, check_route
 from daskserve.errors import BadRequestError
 from daskserve.options.http import HTTPOptions
@@ -73,3 +76,61 @@ def test_no_host_means_no_proxies(more: dict[str, Any]) -> None:
     options = HTTPOptions(host=None, **more)
     assert options.location is Location.NO_SERVER
     assert not options.has_proxies
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("Disabled", Location.NO_SERVER),
+        ("HeadOnly", Location.HEAD_ONLY),
+        ("EveryNode", Location.EVERY_NODE),
+        (Location.EVERY_WORKER, Location.EVERY_WORKER),
+    ],
+)
+def test_the_location_of_the_proxies_has_ray_serves_name_too(theirs: str, ours: Location) -> None:
+    assert given_http_options(proxy_location=theirs).location is ours
+    assert HTTPOptions(location=theirs).location is ours  # type: ignore[arg-type]
+    for options in ({"port": 1}, HTTPOptions(port=1)):
+        found = given_http_options(http_options=options, proxy_location=theirs)
+        assert (found.port, found.location) == (1, ours)
+        assert found.has_proxies == (theirs != "Disabled")
+
+
+def test_a_wrong_or_doubled_location_is_an_error() -> None:
+    with pytest.raises(ValueError, match="HeadOnly"):
+        given_http_options(proxy_location="Nowhere")
+    for options in ({"location": None}, HTTPOptions(location=Location.HEAD_ONLY)):
+        with pytest.raises(
+            ValueError, match="proxy_location is another spelling of location in http_options"
+        ):
+            given_http_options(http_options=options, proxy_location="EveryNode")
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "text"),
+    [
+        ("start", "grpc_options", "there are no gRPC proxies"),
+        ("start", "logging_config", "configure Python's logging on the workers"),
+        ("start", "controller_options", "the controller runs in one of Dask's workers"),
+        ("run", "logging_config", "configure Python's logging on the workers"),
+        ("run", "controller_options", "the controller runs in one of Dask's workers"),
+        ("run_many", "proxy_location", "use 'location' of http_options"),
+    ],
+)
+def test_arguments_that_only_ray_serve_has_say_what_to_use_instead(
+    function: str, name: str, text: str
+) -> None:
+    arguments = [] if function == "start" else [None]
+    match = rf"serve.{function}\(\) has no argument '{name}'. That is Ray Serve's name: .*{text}"
+    with pytest.raises(TypeError, match=match):
+        getattr(serve, function)(*arguments, **{name: {}})
+
+
+def test_awaitable_forms_name_themselves_in_errors() -> None:
+    with pytest.raises(TypeError, match=r"serve.run_async\(\) has no argument 'logging_config'"):
+        asyncio.run(serve.run_async(None, logging_config={}))  # type: ignore[call-arg]
+
+
+def test_an_argument_that_nobody_has_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'nonsense'"):
+        serve.run(None, nonsense=1)  # type: ignore[call-arg]
