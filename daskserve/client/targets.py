@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import typing
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -112,5 +113,8 @@ def _model_of(builder: Callable[[Any], Any], parameter: inspect.Parameter) -> ty
             f"The annotation {parameter.annotation!r} of application builder {builder.__qualname__} cannot "
             f"be resolved: {error}. Define the class at the top level of its module."
         ) from error
-    is_model = isinstance(annotation, type) and issubclass(annotation, BaseModel)
+    models = [BaseModel]
+    if "pydantic.v1" in sys.modules:  # then the annotation may be one of its models
+        models.append(sys.modules["pydantic.v1"].BaseModel)
+    is_model = isinstance(annotation, type) and issubclass(annotation, tuple(models))
     return annotation if is_model else None

@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ValidationError, v1
 
 import daskserve as serve
 from daskserve.client.targets import application_of
@@ -36,6 +36,14 @@ def from_model(args: Arguments) -> serve.Application:
     return Model.bind(args)
 
 
+class OldArguments(v1.BaseModel):
+    size: int
+
+
+def from_old_model(args: OldArguments) -> serve.Application:
+    return Model.bind(args)
+
+
 def from_anything(args) -> serve.Application:  # type: ignore[no-untyped-def]
     return Model.bind(args)
 
@@ -61,11 +69,14 @@ def test_a_builder_gets_its_arguments_as_a_dict_or_a_model() -> None:
         assert application_of(builder, {"size": 3}).args == ({"size": 3},)
         assert application_of(builder).args == ({},)
     assert application_of(from_model, {"size": "3"}).args == (Arguments(size=3),)
+    assert application_of(from_old_model, {"size": "3"}).args == (OldArguments(size=3),)
 
 
 def test_the_models_own_error_is_raised() -> None:
     with pytest.raises(ValidationError, match="size"):
         application_of(from_model, {"size": "three"})
+    with pytest.raises(v1.ValidationError, match="size"):
+        application_of(from_old_model, {"size": "three"})
 
 
 def test_an_import_path_names_an_application_or_a_builder(module: str) -> None:
