@@ -13,7 +13,7 @@ from daskserve.client.connection import Verbs
 from daskserve.client.specs import check_name, check_route, make_spec
 from daskserve.client.stored_code import StoredCode
 from daskserve.data.replica.definitions import python_methods
-from daskserve.options.actor import ActorOptions
+from daskserve.options.actor import ActorOptions, parse_actor_options
 from daskserve.options.backend import BackendConfig
 from daskserve.options.backend_spec import BackendSpec
 from daskserve.types import ALL_HTTP_METHODS, GoalId
@@ -78,6 +78,7 @@ class DeploymentVerbs(Verbs):
         actor_options: ActorOptions | Mapping[str, Any] | None = None,
         env: Any = None,
         timeout_s: float | None = None,
+        ray_actor_options: Mapping[str, Any] | None = None,
         blocking: bool = True,
         **init_kwargs: Any,
     ) -> GoalId | bool | None:
@@ -96,6 +97,8 @@ class DeploymentVerbs(Verbs):
         route_prefix : str, optional
             Path prefix for HTTP requests, by default a slash and the name; it may have variables, such as
             ``/users/{id:int}``. None makes it reachable by handle only.
+        config, actor_options, env, timeout_s, ray_actor_options
+            See `create_backend`.
         blocking : bool
             Whether to wait; see the return value.
 
@@ -114,13 +117,14 @@ class DeploymentVerbs(Verbs):
             The new version did not start; the old version, if any, keeps running. See `create_backend`.
         """
         check_name(name, "backend_tag")
+        resources, env = parse_actor_options(actor_options, ray_actor_options, env)
         return await self.deploy_spec(
             make_spec(
                 name,
                 deployment_def,
                 init_args,
                 init_kwargs,
-                actor_options=actor_options,
+                actor_options=resources,
                 config=config,
                 timeout_s=timeout_s,
                 env=env,

@@ -69,3 +69,13 @@ def test_the_concurrency_of_an_import_path_fits_what_it_names(path: str, concurr
     with local_instance(http_options={"location": "NoServer"}) as client:
         client.create_backend("b", path)
         assert client.get_backend_config("b").max_concurrent_queries == concurrency
+
+
+def test_deploy_takes_the_options_of_the_actor_under_ray_serves_name() -> None:
+    def nothing() -> None: ...
+
+    with local_instance() as client:
+        client.deploy("d", nothing, ray_actor_options={"num_cpus": 0.5})
+        assert client.get_deployment_info("d")[0].actor_options["num_cpus"] == 0.5
+        with pytest.raises(ValueError, match="another spelling of actor_options"):
+            client.deploy("d", nothing, ray_actor_options={}, actor_options={})
