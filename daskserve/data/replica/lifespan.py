@@ -27,6 +27,8 @@ class Lifespan:
         self._task: asyncio.Task[None] | None = None
         self._to_app: asyncio.Queue[Message] = asyncio.Queue()
         self._from_app: asyncio.Queue[Message] = asyncio.Queue()
+        self._has_received = False
+        self._has_reported_failure = False
 
     @property
     def is_open(self) -> bool:
@@ -35,7 +37,8 @@ class Lifespan:
     async def open(self, app: Callable[..., Awaitable[None]]) -> None:
         """Return when the application is ready; raise `ServeError` if it reports a failure.
 
-        An application that raises does not support the protocol, and is served without it.
+        An application that raises without an answer is served without a lifespan, as under uvicorn. Unless it
+        has raised on sight of the scope, this is logged: it was more likely a mistake.
         """
         self._task = asyncio.create_task(self._run(app))
         answer = await self._ask("lifespan.startup")
@@ -43,9 +46,11 @@ class Lifespan:
             raise ServeError(f"The ASGI application's start-up failed: {answer.get('message', '')}")
 
     async def close(self) -> None:
-        """Run the application's shutdown."""
+        """Run the application's shutdown, and log its failure."""
         if self.is_open:
-            await self._ask("lifespan.shutdown")
+            answer = await self._ask("lifespan.shutdown")
+            if answer["type"] == "lifespan.shutdown.failed":
+                logger.error("The ASGI application's shutdown failed: %s", answer.get("message", ""))
 
     async def _ask(self, kind: str) -> Message:
         self._to_app.put_nowait({"type": kind})
@@ -54,8 +59,20 @@ class Lifespan:
     async def _run(self, app: Callable[..., Awaitable[None]]) -> None:
         scope = {"type": "lifespan", "asgi": {"version": "3.0", "spec_version": "2.0"}, "state": self.state}
         try:
-            await app(scope, self._to_app.get, self._from_app.put)
+            await app(scope, self._receive, self._send)
         except Exception as error:
-            logger.debug("The ASGI application does not support the lifespan protocol: %r", error)
+            if not self._has_received:
+                logger.debug("The ASGI application does not support the lifespan protocol: %r", error)
+            elif not self._has_reported_failure:  # which already says why
+                logger.exception("The lifespan of the ASGI application ended with an error")
         finally:
             self._from_app.put_nowait({"type": "lifespan.gone"})
+
+    async def _receive(self) -> Message:
+        message = await self._to_app.get()
+        self._has_received = True
+        return message
+
+    async def _send(self, message: Message) -> None:
+        self._has_reported_failure = message["type"].endswith(".failed")
+        self._from_app.put_nowait(message)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import pickle
 import subprocess
@@ -553,6 +554,45 @@ def test_an_application_without_lifespan_is_served_without() -> None:
             await lifespan.close()
 
     asyncio.run(main())
+
+
+def test_an_error_after_the_start_up_message_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        raise LookupError("no database")
+
+    async def main() -> None:
+        lifespan = Lifespan()
+        await lifespan.open(app)
+        assert not lifespan.is_open
+
+    asyncio.run(main())
+    assert "LookupError: no database" in caplog.text
+
+
+@pytest.mark.parametrize("part", ["startup", "shutdown"])
+def test_a_lifespan_function_that_raises_is_reported_once(
+    part: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    @contextlib.asynccontextmanager
+    async def failing(app: Any) -> AsyncIterator[None]:
+        if part == "startup":
+            raise LookupError("no database")
+        yield
+        raise LookupError("no database")
+
+    async def main() -> None:
+        lifespan = Lifespan()
+        await lifespan.open(Starlette(lifespan=failing))
+        await lifespan.close()
+
+    if part == "startup":
+        with pytest.raises(ServeError, match="LookupError: no database"):
+            asyncio.run(main())
+        assert caplog.text == ""
+    else:
+        asyncio.run(main())
+        assert caplog.text.count("LookupError: no database") == 1
 
 
 def test_starlettes_own_lifespan_state_reaches_its_requests() -> None:
