@@ -16,9 +16,11 @@ from pydantic import ValidationError
 
 from daskserve.client.api import connect
 from daskserve.client.application_verbs import RunTarget
+from daskserve.client.client import Client
 from daskserve.client.hosting import host
+from daskserve.client.status import Status
 from daskserve.client.targets import application_of, factory_application
-from daskserve.errors import ReplicaStartError, ServeError
+from daskserve.errors import NotRunningError, ReplicaStartError, ServeError
 from daskserve.options.http import HTTPOptions
 from daskserve.types import DEFAULT_APPLICATION
 
@@ -29,6 +31,7 @@ HTTP_OPTIONS = ("host", "port", "server", "root_path", "ssl_certfile", "ssl_keyf
 def address_option(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the option of a Dask scheduler to a command."""
     return click.option(
+        "-a",
         "--address",
         help="Address of a Dask scheduler, such as tcp://host:8786. Default: scheduler-address of Dask's "
         "configuration.",
@@ -104,7 +107,10 @@ def run(
 def status(address: str | None) -> None:
     """Show what runs on a cluster, and why the rest does not."""
     with errors_as_messages():
-        client = connect(address=known(address))
+        client = running(known(address))
+        if client is None:
+            click.echo(str(Status()))
+            return
         try:
             click.echo(str(client.status()))
         finally:
@@ -113,10 +119,23 @@ def status(address: str | None) -> None:
 
 @click.command()
 @address_option
-def shutdown(address: str | None) -> None:
+@click.option("-y", "--yes", is_flag=True, help="Accepted for compatibility: nothing is asked.")
+def shutdown(address: str | None, yes: bool) -> None:
     """End the instance on a cluster, with all its applications."""
     with errors_as_messages():
-        connect(address=known(address)).shutdown()
+        client = running(known(address))
+        if client is None:
+            click.echo(str(Status()))
+        else:
+            client.shutdown()
+
+
+def running(address: str) -> Client | None:
+    """Return a client of the instance on a cluster; None if none runs there."""
+    try:
+        return connect(address=address)
+    except NotRunningError:
+        return None
 
 
 def known(address: str | None) -> str:

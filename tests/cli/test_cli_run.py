@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 from daskserve.cli import run
 from daskserve.cli.main import main
 from daskserve.client.application_verbs import RunTarget
-from daskserve.errors import ReplicaStartError
+from daskserve.errors import NotRunningError, ReplicaStartError
 
 MODULE = """
 import daskserve as serve
@@ -105,3 +105,16 @@ def test_other_commands_need_an_address(command: str) -> None:
     result = CliRunner().invoke(main, [command])
     assert result.exit_code == 2
     assert "Give --address" in result.output
+
+
+@pytest.mark.parametrize("arguments", [["status"], ["shutdown"], ["shutdown", "--yes"]])
+def test_a_cluster_without_an_instance_is_no_error(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def connect(*, address: str) -> None:
+        assert address == "tcp://host:1"
+        raise NotRunningError("No detached instance runs.")
+
+    monkeypatch.setattr(run, "connect", connect)
+    result = CliRunner().invoke(main, [*arguments, "-a", "tcp://host:1"])
+    assert (result.exit_code, result.output) == (0, "No instance runs.\n")
