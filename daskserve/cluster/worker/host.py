@@ -71,7 +71,7 @@ class Host:
 
     def __init__(self) -> None:
         self._worker = get_worker()
-        self._tuning = InterpreterTuning()
+        self._tuning = InterpreterTuning(self._has_replicas)
         self._logs = LogThread()
         security = as_client(self._worker.security, "worker")
         self._user_clients = UserClients(self._worker.scheduler.address, security)
@@ -152,6 +152,9 @@ class Host:
         if loop is None or loop is self._open_link.loop or current_replica.get() is None:
             return None
         return self._user_clients.of_running_loop()
+
+    def _has_replicas(self) -> bool:
+        return any(entry.spec.kind is ActorKind.REPLICA for entry in self.book.entries.values())
 
     def _make(self, spec: ActorSpec) -> Hosted:
         link = self._open_link

@@ -1,6 +1,6 @@
 """Interpreter settings of a process that serves requests; `close` restores the previous ones.
 
-Two things in CPython delay requests by tens of milliseconds, regardless of the code that answers them:
+Three things in Python delay requests by tens of milliseconds, regardless of the code that answers them:
 
 - A thread that computes keeps the interpreter lock for the switch interval (5 ms) when another one waits for
   it, and a request waits for it several times.
@@ -8,24 +8,37 @@ Two things in CPython delay requests by tens of milliseconds, regardless of the 
   once a model's libraries are loaded. Under load, one is due several times a second. So `gc.freeze` excludes
   the objects that exist once no actor has started or stopped for a while. When actors start or stop, a full
   collection runs again, which frees what a stopped replica leaves behind.
+- The first use of a function such as ``serve.get_app_handle`` imports the client, in 0.1 s, and blocks the
+  event loop of the user code that calls it. So a process with replicas imports it before that, in a thread.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import importlib
 import sys
+from collections.abc import Callable
 
 from daskserve import settings
 
 #: Time without starts and stops of actors after which a collection and `gc.freeze` run.
 SETTLE_S = 0.5
+#: The module of the functions that user code calls, which imports the rest of the client.
+CLIENT = "daskserve.client.applications"
 
 
 class InterpreterTuning:
-    """Applies `daskserve.settings.ProcessSettings` to this process; runs on one event loop."""
+    """Applies `daskserve.settings.ProcessSettings` to this process; runs on one event loop.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    has_replicas
+        Returns whether the process runs user code.
+    """
+
+    def __init__(self, has_replicas: Callable[[], bool] = lambda: False) -> None:
+        self._has_replicas = has_replicas
         self._settings = settings.process()
         self._old_switch_interval_s = sys.getswitchinterval()
         self._timer: asyncio.TimerHandle | None = None
@@ -39,8 +52,8 @@ class InterpreterTuning:
         self.objects_changed()
 
     def objects_changed(self) -> None:
-        """Schedule a new collection and freeze, because an actor has started or stopped."""
-        if not self._is_open or not self._settings.gc_freeze:
+        """Schedule the import, and a new collection and freeze: an actor has started or stopped."""
+        if not self._is_open:
             return
         if self._timer is not None:
             self._timer.cancel()
@@ -59,6 +72,14 @@ class InterpreterTuning:
 
     def _settle(self) -> None:
         self._timer = None
-        gc.unfreeze()
-        gc.collect()
-        gc.freeze()
+        if CLIENT in sys.modules or not self._has_replicas():
+            self._freeze()
+        else:
+            imported = asyncio.get_running_loop().run_in_executor(None, importlib.import_module, CLIENT)
+            imported.add_done_callback(lambda _: self._freeze())
+
+    def _freeze(self) -> None:
+        if self._is_open and self._settings.gc_freeze:
+            gc.unfreeze()
+            gc.collect()
+            gc.freeze()

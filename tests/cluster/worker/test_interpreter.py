@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import gc
 import sys
+import threading
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 
 import dask
 import pytest
 
+from daskserve.cluster.worker import interpreter
 from daskserve.cluster.worker.interpreter import SETTLE_S, InterpreterTuning
-from daskserve.testing import run_virtual
+from daskserve.testing import run_virtual, wait_until
 
 
 class Node:
@@ -88,3 +91,27 @@ def test_freezing_can_be_disabled() -> None:
         tuning.close()
 
     run_virtual(main)
+
+
+@pytest.mark.parametrize("has_replicas", [True, False])
+def test_a_process_with_replicas_imports_the_client_before_user_code_does(
+    has_replicas: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"client_of_a_test_{has_replicas}"
+    (tmp_path / f"{name}.py").write_text("import threading\nTHREAD = threading.current_thread()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(interpreter, "CLIENT", name)
+    monkeypatch.setattr(interpreter, "SETTLE_S", 0)
+
+    async def main() -> None:
+        tuning = InterpreterTuning(lambda: has_replicas)
+        tuning.open()
+        try:
+            await wait_until(gc.get_freeze_count)
+        finally:
+            tuning.close()
+
+    asyncio.run(main())
+    found = sys.modules.pop(name, None)
+    assert (found is not None) == has_replicas
+    assert found is None or found.THREAD is not threading.main_thread()
