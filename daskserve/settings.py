@@ -59,6 +59,9 @@ class ProcessSettings:
     #: The folder in which this machine keeps what backends ask for in ``env``: virtual environments with
     #: packages, and unpacked files. What is in it may be deleted while nothing runs.
     environments_folder: str = "~/.cache/daskserve"
+    #: Days after which an environment that no replica has used is deleted, when another one is made; None
+    #: keeps all.
+    environments_days: float | None = 30.0
 
     @property
     def environments(self) -> Path:

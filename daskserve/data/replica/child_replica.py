@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 from collections import deque
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from daskserve import settings
@@ -14,6 +16,7 @@ from daskserve.cluster.base import ActorSpec, ContextWith, verb, verbs_of
 from daskserve.cluster.worker.child_view import ChildView
 from daskserve.context import HasLink
 from daskserve.data.replica.child_figures import PACKED, tell
+from daskserve.data.replica.kept_folders import hold
 from daskserve.data.replica.replica import Replica
 from daskserve.data.replica.working_dir import archives_folder
 from daskserve.errors import ServeError, UnavailableError
@@ -129,7 +132,11 @@ class ReplicaServer:
         spec = ActorSpec(ActorKind.REPLICA, name, incarnation, instance, bytes(payload.data))
         # User code sees only those parts of the view that handles and clients need.
         context = ContextWith(spec, view, LoopClock(), system_rng(), worker)
-        archives_folder.set(settings.process().environments)
+        environments = settings.process().environments
+        archives_folder.set(environments)
+        prefix = Path(sys.prefix)
+        if prefix.parent == environments:
+            hold(prefix)
         self._replica = ChildReplica(context)
         view.answer_get_worker()
         return await self._replica.start()

@@ -20,6 +20,8 @@ import venv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from daskserve import settings
+from daskserve.data.replica.kept_folders import delete_unused, mark_used
 from daskserve.errors import ReplicaStartError
 from daskserve.options.environment import Interpreter
 
@@ -72,6 +74,9 @@ def install(packages: Sequence[str], root: Path, variables: Mapping[str, str]) -
             # The installer holds the lock too, so that it may outlive this process.
             _run(_command(folder, packages, find_installer(variables)), variables, lock.fileno(), packages)
             (folder / MARK).touch()
+            mark_used(folder)
+            delete_unused(folder, settings.process().environments_days)
+        mark_used(folder)
     inherited = {name: value for name, value in variables.items() if name != "PYTHONHOME"}
     path = os.pathsep.join([str(folder / "bin"), variables.get("PATH", os.defpath)])
     return Interpreter(

@@ -7,6 +7,7 @@ content travels as large arguments do.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import hashlib
 import io
@@ -19,7 +20,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from daskserve import settings
 from daskserve.amounts import shown
+from daskserve.data.replica.kept_folders import DRAFT, delete_unused, hold, mark_used
 from daskserve.errors import BadRequestError
 
 #: Folders that are not packed.
@@ -50,6 +53,7 @@ def _enter(archive: Any) -> PackedFolder:
     root = archives_folder.get()
     if root is not None:
         folder = unpack(archive, root)
+        hold(folder)
         sys.path.insert(0, str(folder))
         os.chdir(folder)
     return PackedFolder(archive)
@@ -61,10 +65,14 @@ def unpack(archive: Any, root: Path) -> Path:
     Processes of this machine share it. It appears complete or not at all.
     """
     folder = root / f"files-{hashlib.sha256(archive).hexdigest()[:20]}"
-    if folder.is_dir():
+    with contextlib.suppress(FileNotFoundError):
+        mark_used(folder)
         return folder
     root.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with tempfile.TemporaryDirectory(dir=root) as made, zipfile.ZipFile(io.BytesIO(archive)) as packed:
+    with (
+        tempfile.TemporaryDirectory(prefix=DRAFT, dir=root) as made,
+        zipfile.ZipFile(io.BytesIO(archive)) as packed,
+    ):
         draft = Path(made, "files")
         draft.mkdir()
         for each in packed.infolist():
@@ -77,6 +85,8 @@ def unpack(archive: Any, root: Path) -> Path:
         except OSError:
             if not folder.is_dir():  # otherwise another process was quicker
                 raise
+    mark_used(folder)
+    delete_unused(folder, settings.process().environments_days)
     return folder
 
 

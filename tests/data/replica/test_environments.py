@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import pickle
 import random
+import subprocess
 import sys
 import types
 import zipfile
@@ -20,7 +22,7 @@ import pytest
 from daskserve.client.specs import make_spec
 from daskserve.clock import LoopClock
 from daskserve.cluster.base import ActorContext, ActorSpec
-from daskserve.data.replica import packages, working_dir
+from daskserve.data.replica import kept_folders, packages, working_dir
 from daskserve.data.replica.child_code import ChildCode
 from daskserve.data.replica.interpreters import interpreter_of
 from daskserve.data.replica.replica import Replica
@@ -51,6 +53,18 @@ def make_wheel(folder: Path, *, version: str) -> str:
     return str(path)
 
 
+def is_held(folder: str) -> bool:
+    """Return whether a process keeps a folder from being deleted; runs in that of a replica."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
 def facts() -> dict[str, Any]:
     """Return what a replica's process sees; runs there."""
     import daskserve_test_layer  # type: ignore[import-not-found]
@@ -60,6 +74,7 @@ def facts() -> dict[str, Any]:
         "variable": os.environ.get("LAYER"),
         "prefix": sys.prefix,
         "numpy": numpy.__file__,
+        "is_held": is_held(sys.prefix),
     }
 
 
@@ -74,7 +89,22 @@ class Facts:
             return facts()
         import helper_in_folder  # type: ignore[import-not-found]
 
-        return {"text": helper_in_folder.text(), "cwd": os.getcwd(), "data": Path("data/a.txt").read_text()}
+        return {
+            "text": helper_in_folder.text(),
+            "cwd": os.getcwd(),
+            "data": Path("data/a.txt").read_text(),
+            "is_held": is_held("."),
+        }
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from daskserve.data.replica.kept_folders import hold
+hold(Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
 
 
 def run_replica(where: str, env: Any) -> Any:
@@ -135,6 +165,7 @@ def test_packages_are_installed_once_over_those_of_the_worker(
     (folder,) = (path for path in cache.iterdir() if path.is_dir())
     assert (found["version"], found["variable"], found["prefix"]) == ("1.0", "over", str(folder))
     assert found["numpy"] == numpy.__file__  # the worker's
+    assert found["is_held"]
     monkeypatch.setattr(packages, "_run", None)  # nothing is installed any more
     assert run_replica("packages", env) == found
 
@@ -170,6 +201,7 @@ def test_the_files_of_a_folder_are_there_before_the_code_is_loaded(cache: Path, 
     found = run_replica("folder", {"working_dir": str(tmp_path)})
     assert (found["text"], found["data"]) == ("from the folder", "some data")
     assert Path(found["cwd"]).parent == cache
+    assert found["is_held"]
 
 
 def test_the_same_files_are_the_same_code(tmp_path: Path) -> None:
@@ -200,6 +232,52 @@ def test_files_keep_their_modes_and_are_unpacked_once(tmp_path: Path) -> None:
     assert working_dir.unpack(archive, tmp_path / "cache") == folder
     assert (folder / "mark").exists()
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [folder.name]
+
+
+def test_folders_that_no_replica_has_used_for_long_are_deleted(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    names = {
+        "old": "a" * 20,
+        "old files": f"files-{'b' * 20}",
+        "interrupted": "draft-xyz",
+        "in use": "c" * 20,
+        "recent": "d" * 20,
+        "of others": "old-photos",
+    }
+    for what, name in names.items():
+        (cache / name / "lib").mkdir(parents=True)
+        age_s = (29 if what == "recent" else 31) * 86400
+        now = cache.stat().st_mtime
+        os.utime(cache / name, (now - age_s, now - age_s))
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(cache / names["in use"])],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    with holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        (tmp_path / "source").mkdir()
+        new = working_dir.unpack(working_dir.pack_folder(str(tmp_path / "source")).archive, cache)
+        kept = {names["in use"], names["recent"], names["of others"], new.name}
+        assert {path.name for path in cache.iterdir()} == kept
+        holder.communicate()
+    kept_folders.delete_unused(new, None)
+    assert {path.name for path in cache.iterdir()} == kept
+    kept_folders.delete_unused(new, 30)
+    assert {path.name for path in cache.iterdir()} == kept - {names["in use"]}
+
+
+def test_a_folder_that_is_used_again_stays(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    archive = working_dir.pack_folder(str(tmp_path / "source")).archive
+    folder = working_dir.unpack(archive, tmp_path / "cache")
+    os.utime(folder, (0, 0))
+    working_dir.unpack(archive, tmp_path / "cache")
+    new = tmp_path / "cache" / "new"
+    new.mkdir()
+    kept_folders.delete_unused(new, 30)
+    assert folder.exists()
 
 
 def test_an_archive_is_only_passed_on_outside_of_replicas(tmp_path: Path) -> None:
