@@ -145,7 +145,8 @@ class BackendConfig(Options):
     experimental_graceful_shutdown_timeout_s: Annotated[float, CONTROLLER_ONLY] = Field(
         20,
         ge=0,
-        description="Time in seconds that a stopping replica has to finish its requests before it is killed.",
+        description="Time in seconds that a stopping replica has for its requests, and then its destructor, "
+        "before it is killed.",
         validation_alias=AliasChoices(
             "experimental_graceful_shutdown_timeout_s", "graceful_shutdown_timeout_s"
         ),

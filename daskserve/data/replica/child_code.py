@@ -292,19 +292,23 @@ class ChildCode:
         except TimeoutError:
             pass  # the counts of its last second are lost
 
-    async def close(self) -> None:
-        """End the child and its process group."""
-        child, runner = self._child, self._runner
-        if child is None or runner is None:
+    async def destruct(self, grace_s: float) -> None:
+        """Cancel the requests that still run, and destruct the user's object; kill the child if cancelled."""
+        child = self._child
+        if child is None or self._runner is None:
             return
         try:
             if self._has_last_figures:
                 await self._ask_for_the_last_time()
-            await self._context.clock.wait_for(child.call("stop"), CLOSE_GRACE_S)
-        except TimeoutError:
-            logger.warning("%r is killed: its user code does not end", self)
-            child.kill()
+            await child.call("stop", grace_s=grace_s)
         except ActorLostError:
             pass  # it has ended already
-        await child.end()
-        await runner.close()
+        except asyncio.CancelledError:
+            child.kill()
+            raise
+
+    async def close(self) -> None:
+        """End the child and its process group."""
+        if self._child is not None and self._runner is not None:
+            await self._child.end()
+            await self._runner.close()

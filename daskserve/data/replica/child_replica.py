@@ -142,10 +142,10 @@ class ReplicaServer:
         return await self._replica.start()
 
     @verb
-    async def stop(self) -> None:
+    async def stop(self, grace_s: float) -> None:
         """Stop the replica, and close its view of the cluster."""
         if self._replica is not None:
-            await self._replica.stop(0)
+            await self._replica.end(grace_s)
             gc.collect()  # objects in reference cycles may have destructors, and the process ends next
         if self._view is not None:
             await asyncio.to_thread(self._view.close)

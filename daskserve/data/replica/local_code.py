@@ -211,7 +211,7 @@ class LocalCode:
         servable.check_batching(options.max_batch_size)
         failure: ReplicaStartError | None = None
         if user_config is not None and (
-            user_config != self._user_config or self._wants_rank(servable, standing)
+            user_config != self._user_config or _wants_rank(servable, self._holder.standing, standing)
         ):
             servable.hook("reconfigure")
             self._user_config = None  # after a failure, nobody knows which one is in effect
@@ -288,11 +288,6 @@ class LocalCode:
             raise ActorLostError(f"Replica {self._start.replica_tag!r} was stopped.", begun=False)
         return self._wall, self._servable
 
-    def _wants_rank(self, servable: Servable, standing: Standing) -> bool:
-        """Return whether the user's ``reconfigure`` has to learn of a changed rank."""
-        is_other = standing[:3] != self._holder.standing[:3]
-        return is_other and takes_rank(servable.hook("reconfigure"))
-
     async def _run_reconfigure(self, wall: Wall, servable: Servable, user_config: bytes) -> None:
         hook = servable.hook("reconfigure")
         rank = {"rank": ReplicaRank(*self._holder.standing[:3])} if takes_rank(hook) else {}
@@ -319,26 +314,34 @@ class LocalCode:
         await self.send_away()
         await self._context.clock.wait_for(self.slots.wait_until_idle(), grace_s)
 
-    async def close(self) -> None:
-        """Cancel the requests that still run, destruct the user's object, and end the threads."""
+    async def destruct(self, grace_s: float) -> None:
+        """Cancel the requests that still run, and destruct the user's object."""
         wall, servable = self._wall, self._servable
-        if wall is not None:
-            wall.abort_runs(ActorLostError(f"Replica {self._start.replica_tag!r} was stopped."))
-            self._set_current_replica(None)
-            wait_for = self._context.clock.wait_for
+        if wall is None:
+            return
+        wall.abort_runs(ActorLostError(f"Replica {self._start.replica_tag!r} was stopped."))
+        self._set_current_replica(None)
+        # Cancelled code may clean up.
+        await self._context.clock.wait_for(self.slots.wait_until_idle(), CLOSE_GRACE_S)
+        if servable is not None:
             try:
-                await wait_for(self.slots.wait_until_idle(), CLOSE_GRACE_S)  # cancelled code may clean up
-                if servable is not None:
-                    await wait_for(destruct(wall, servable), CLOSE_GRACE_S)
-            except TimeoutError:
-                logger.warning("%r does not end; its threads are abandoned", self)
+                await destruct(wall, servable)
             except Exception:
                 logger.exception("The destructor of %r failed", self)
-            await wall.close(CLOSE_GRACE_S)
+
+    async def close(self) -> None:
+        """End the threads."""
+        if self._wall is not None:
+            await self._wall.close(CLOSE_GRACE_S)
         self._servable = None
 
     def __repr__(self) -> str:
         return f"the code of {self._start.replica_tag}"
+
+
+def _wants_rank(servable: Servable, before: Standing, after: Standing) -> bool:
+    """Return whether the user's ``reconfigure`` has to learn of a changed rank."""
+    return before[:3] != after[:3] and takes_rank(servable.hook("reconfigure"))
 
 
 def _threads(concurrency: int) -> int:

@@ -23,7 +23,7 @@ from daskserve.context import HasLink
 from daskserve.data.replica.callers import TasklessCaller, carry
 from daskserve.data.replica.health import HealthWatch
 from daskserve.data.replica.local_code import LocalCode
-from daskserve.data.replica.user_code import UserCode
+from daskserve.data.replica.user_code import CLOSE_GRACE_S, UserCode
 from daskserve.figures.replica import ReplicaFigures
 from daskserve.figures.table import MetricSample
 from daskserve.figures.user import UserSample
@@ -52,6 +52,8 @@ class Replica:
         self._standing = as_standing(start.standing)
         self._reconfiguring = asyncio.Lock()
         self._ending: asyncio.Task[None] | None = None
+        #: The time limit of the destructor while that runs.
+        self._limit: asyncio.Timeout | None = None
         self._health = HealthWatch(
             start.replica_tag,
             self.probe,
@@ -82,7 +84,7 @@ class Replica:
             facts = await self._code.start()
         except BaseException as error:
             self._figures.start_failures += isinstance(error, Exception)
-            await self._end()
+            await self._end(self._context.clock.now())
             raise
         self._slots.is_open = True
         self._health.start()
@@ -224,21 +226,41 @@ class Replica:
         await self._code.send_away()
 
     async def stop(self, grace_s: float) -> None:
-        """Refuse requests, let the running ones finish for ``grace_s``, cancel the rest, destruct."""
+        """Refuse requests, let the running ones finish for ``grace_s``, cancel the rest, destruct.
+
+        The destructor has what is left of the grace period, and one second at least.
+        """
+        ends_at = self._context.clock.now() + grace_s
         self._slots.close()
         await self._health.stop()
         try:
             await self._code.drain(grace_s)
         except TimeoutError:
             logger.info("%r cancels the requests that still run after %s s", self, grace_s)
-        await self._end()
+        await self.end(ends_at - self._context.clock.now())
 
-    async def _end(self) -> None:
+    async def end(self, grace_s: float) -> None:
+        """Refuse requests, cancel the running ones, and destruct within ``grace_s``, or one second."""
+        self._slots.close()
+        await self._health.stop()
+        await self._end(self._context.clock.now() + grace_s)
+
+    async def _end(self, ends_at: float) -> None:
         # One task for all callers, so that a cancelled stop() leaves nothing behind.
+        ends_at = max(ends_at, self._context.clock.now() + CLOSE_GRACE_S)
         if self._ending is None:
-            self._ending = asyncio.get_running_loop().create_task(self._tear_down())
+            self._ending = asyncio.get_running_loop().create_task(self._tear_down(ends_at))
+        elif self._limit is not None and ends_at < (self._limit.when() or 0):
+            self._limit.reschedule(ends_at)  # this caller is more impatient
         await asyncio.shield(self._ending)
 
-    async def _tear_down(self) -> None:
+    async def _tear_down(self, ends_at: float) -> None:
+        try:
+            async with asyncio.timeout_at(ends_at) as self._limit:
+                await self._code.destruct(ends_at - self._context.clock.now())
+        except TimeoutError:
+            logger.warning("%r does not end; its threads are abandoned, or its process is killed", self)
+        finally:
+            self._limit = None
         await self._code.close()
         self._slots.end_wait()

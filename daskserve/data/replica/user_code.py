@@ -11,7 +11,8 @@ from daskserve.figures.table import MetricSample
 from daskserve.figures.user import UserSample
 from daskserve.types import Envelope, Standing
 
-#: The time for user code to handle its cancellation, and again for its destructor and the end of its threads.
+#: The time for user code to handle its cancellation, and again for the end of its threads. Its destructor has
+#: as long, or what is left of the grace period.
 CLOSE_GRACE_S = 1.0
 
 
@@ -74,5 +75,11 @@ class UserCode(Protocol):
     async def drain(self, grace_s: float) -> None:
         """Wait up to ``grace_s`` for the running requests; no new ones arrive."""
 
+    async def destruct(self, grace_s: float) -> None:
+        """Cancel running code, and destruct the user's object.
+
+        The caller cancels this when the time is over; ``grace_s`` is for a process that counts by itself.
+        """
+
     async def close(self) -> None:
-        """Cancel running code, destruct the user's object, and end all threads and processes."""
+        """End all threads and processes."""

@@ -152,6 +152,16 @@ class Model:
         self.folder.mark("destructed")
 
 
+class SlowEnd(Model):
+    """Its destructor waits until the test lets it go."""
+
+    async def __del__(self) -> None:  # type: ignore[override]
+        self.folder.mark("ending")
+        while not self.folder.has("go"):  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+        self.folder.mark("destructed")
+
+
 class Breaker(Model):
     """Does to its process what code should not do."""
 

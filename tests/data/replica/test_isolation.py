@@ -639,6 +639,24 @@ def test_requests_that_exceed_the_grace_period_are_cancelled(kind: str, tmp_path
         bench.run(scenario())
 
 
+def test_a_destructor_in_a_child_has_the_rest_of_the_grace_period(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("daskserve.data.replica.replica.CLOSE_GRACE_S", 0.01)  # in this process
+    with Bench("process", code.SlowEnd, tmp_path, str(tmp_path)) as bench:
+
+        async def scenario() -> None:
+            stopping = asyncio.create_task(bench.replica.stop(DEADLINE_S))
+            await until((tmp_path / "ending").exists)
+            await asyncio.sleep(1.2)  # the child's own minimum is 1 s
+            assert not stopping.done()
+            (tmp_path / "go").touch()
+            await stopping
+            assert (tmp_path / "destructed").exists()
+
+        bench.run(scenario())
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_failed_start_reports_where_and_why(kind: str) -> None:
     async def main() -> None:

@@ -1364,6 +1364,7 @@ def test_stuck_plain_code_does_not_hold_up_the_stop(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("daskserve.data.replica.local_code.CLOSE_GRACE_S", 0.02)
+    monkeypatch.setattr("daskserve.data.replica.replica.CLOSE_GRACE_S", 0.02)
 
     async def main() -> None:
         replica = make(held)
@@ -1381,6 +1382,49 @@ def test_stuck_plain_code_does_not_hold_up_the_stop(
 
     asyncio.run(main())
     assert "does not end; its threads are abandoned" in caplog.text
+
+
+class SlowEnd:
+    """Its destructor waits until the test lets it go."""
+
+    def __call__(self) -> None: ...
+
+    async def __del__(self) -> None:
+        while not GATES.go.is_set():  # noqa: ASYNC110 - an event of threads
+            await asyncio.sleep(0.001)
+        GATES.notes.append("destructed")
+
+
+def test_a_destructor_has_the_rest_of_the_grace_period(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("daskserve.data.replica.replica.CLOSE_GRACE_S", 0.01)
+
+    async def scenario(replica: Replica) -> None:
+        stopping = asyncio.create_task(replica.stop(DEADLINE_S))
+        await until(lambda: replica._limit is not None)
+        await asyncio.sleep(0.05)
+        assert not stopping.done()
+        GATES.go.set()
+        await stopping
+        assert GATES.notes == ["destructed"]
+
+    run(scenario, SlowEnd)
+
+
+def test_an_impatient_stop_cuts_a_destructor_short(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("daskserve.data.replica.replica.CLOSE_GRACE_S", 0.01)
+
+    async def scenario(replica: Replica) -> None:
+        stopping = asyncio.create_task(replica.stop(DEADLINE_S))
+        await until(lambda: replica._limit is not None)
+        async with asyncio.timeout(DEADLINE_S / 2):
+            await replica.stop(0)
+        await stopping
+        assert GATES.notes == []
+
+    run(scenario, SlowEnd)
+    assert "does not end" in caplog.text
 
 
 def test_a_destructor_that_fails_is_logged(caplog: pytest.LogCaptureFixture) -> None:
