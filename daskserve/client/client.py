@@ -86,7 +86,7 @@ class ClientVerbs(BackendVerbs, EndpointVerbs, DeploymentVerbs, ApplicationVerbs
 
         Requests under way complete first: the proxies close, then the replicas of each ingress, then those
         that they called, each for at most its ``experimental_graceful_shutdown_timeout_s``. An idle
-        instance ends at once.
+        instance ends at once. A second Ctrl-C ends it without waiting.
 
         When this returns, no part of the instance is left on the cluster. A Dask cluster that ``start``
         created for the instance ends too. So does a Dask client that ``start_async`` or ``connect_async``

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Coroutine
+from typing import Any
 
 from daskserve.cluster.base import ClientLink
 from daskserve.errors import NotRunningError
@@ -27,13 +29,23 @@ async def end_instance(
     """End an instance; do nothing if the instance or the cluster is already gone.
 
     With a ``start_id``, only an instance that was started under that id ends. If it ``drains``, the requests
-    under way complete first.
+    under way complete first, unless the caller is interrupted: then the instance ends at once.
     """
     link.release_default(instance)
+
+    async def run(coroutine: Coroutine[Any, Any, None]) -> None:
+        await link.wait(coroutine) if asynchronous else link.sync(coroutine)
+
     try:
+        if link.is_open and drains:
+            await run(_drain(link, instance))
         if link.is_open:
-            ending = _end(link, instance, start_id, drains=drains)
-            await link.wait(ending) if asynchronous else link.sync(ending)
+            await run(_end(link, instance, start_id))
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        # A second Ctrl-C does not wait, but it leaves nothing behind either.
+        if link.is_open:
+            await run(_end(link, instance, start_id))
+        raise
     finally:
         await link.instance_ended(instance, asynchronous=asynchronous)
 
@@ -47,10 +59,8 @@ def abandon_instance(link: ClientLink, instance: InstanceName) -> None:
         finish(end_instance(link, instance, asynchronous=False))
 
 
-async def _end(link: ClientLink, instance: InstanceName, start_id: str | None, *, drains: bool) -> None:
+async def _end(link: ClientLink, instance: InstanceName, start_id: str | None) -> None:
     message = {} if start_id is None else {"start_id": start_id}
-    if drains:
-        await _drain(link, instance)
     if start_id is None:
         await link.drop_cluster(instance)
     try:

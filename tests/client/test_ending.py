@@ -13,7 +13,7 @@ import pytest
 
 import daskserve as serve
 from daskserve.errors import ServeError
-from daskserve.testing import local_instance
+from daskserve.testing import local_instance, local_instance_async, wait_until
 
 
 def poll_for(condition: Callable[[], object]) -> None:
@@ -72,6 +72,26 @@ def test_requests_under_way_reach_the_end_of_the_chain_after_shutdown_began(tmp_
         assert answer.result(10).text == "50"
         assert by_handle.result(10) == "50"
         ending.result(10)
+
+
+def test_an_interrupted_shutdown_ends_the_instance_without_draining(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with local_instance_async() as client:
+            handle = await client.run(Front.bind(Middle.bind(Back.bind()), tmp_path), route_prefix=None)
+            response = handle.remote(None)
+            await wait_until(lambda: any(tmp_path.iterdir()))
+            ending = asyncio.create_task(client.shutdown())
+            await asyncio.sleep(0.05)
+            assert not ending.done()
+            ending.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await ending
+            async with asyncio.timeout(8):  # much less than its grace period
+                with pytest.raises(ServeError):
+                    await response
+        (tmp_path / "go").touch()
+
+    asyncio.run(main())
 
 
 def test_a_request_that_takes_longer_than_its_grace_period_is_ended(tmp_path: Path) -> None:
