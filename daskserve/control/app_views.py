@@ -8,7 +8,6 @@ from typing import Any
 
 from daskserve.control import app_state, goals, views
 from daskserve.control.observed import Observed
-from daskserve.control.places import is_on
 from daskserve.control.records import AppRecord, BackendRecord, ReplicaRecord
 from daskserve.control.state import State
 from daskserve.types import ReplicaState
@@ -121,7 +120,7 @@ def _replica_word(observed: Observed, backend: BackendRecord, replica: ReplicaRe
         return "STARTING"
     if replica.tag not in observed.ready:
         return "RECOVERING"
-    if is_on(replica, observed.retiring()):
+    if observed.retiring_of([replica]):
         return "PENDING_MIGRATION"
     is_current = replica.version != backend.version or replica.config_id == backend.config_id
     return "RUNNING" if is_current else "UPDATING"

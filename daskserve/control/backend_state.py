@@ -267,12 +267,12 @@ class _Stepper:
             self.backend,
             list(self.replicas.values()),
             max_surge=surge,
-            leaving=self.world.observed.retiring(),
+            leaving=self.world.observed.retiring_of(self.replicas.values()),
             burdens=burdens,
         )
         for replica in steps.stop:
             self.give_up(replica)
-        if app_state.awaited(self.world.state, self.world.observed, self.backend):
+        if app_state.awaited(world.state, world.observed, self.backend):
             return
         if self.notes.retry_at is not None and self.notes.is_pausing(self.world.now):
             self.step.wake(self.notes.retry_at)

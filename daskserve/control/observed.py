@@ -157,6 +157,12 @@ class Observed:
         """Return the workers that are retiring from the cluster."""
         return {address for address, info in self.workers.items() if info.is_retiring}
 
+    def retiring_of(self, replicas: Iterable[ReplicaRecord]) -> set[WorkerAddress]:
+        """Return the workers of some replicas that are retiring, without a look at all workers."""
+        known = self.workers
+        places = (worker for each in replicas for worker in (each.worker, *each.bundle_workers))
+        return {worker for worker in places if worker in known and known[worker].is_retiring}
+
     def usable_workers(self) -> list[WorkerInfo]:
         """Return the workers that may get new actors, as far as is known."""
         return [

@@ -64,7 +64,9 @@ class Ledger(Protocol):
 
     def used(self, worker: WorkerAddress) -> Mapping[str, float]: ...
 
-    def count_on(self, worker: WorkerAddress, backend: BackendTag | None = None) -> int: ...
+    def bundles_on(self) -> Mapping[WorkerAddress, int]: ...
+
+    def workers_of(self, backend: BackendTag) -> Mapping[WorkerAddress, int]: ...
 
 
 class Trial:
@@ -73,7 +75,8 @@ class Trial:
     def __init__(self, state: State, change: Change) -> None:
         self._state = state
         self._used: dict[WorkerAddress, dict[str, float]] = {}
-        self._counts: Counter[tuple[WorkerAddress, BackendTag | None]] = Counter()
+        self._counts: Counter[WorkerAddress] = Counter()
+        self._counts_of: dict[BackendTag, Counter[WorkerAddress]] = {}
         for key, record in change.items():
             kind, _, tag = key.partition("/")
             if kind != ReplicaRecord.KIND:
@@ -91,8 +94,8 @@ class Trial:
         used = self._used.setdefault(worker, dict(self._state.used(worker)))
         for name, amount in amounts.items():
             used[name] = used.get(name, 0) + count * amount
-        self._counts[worker, backend] += count
-        self._counts[worker, None] += count
+        self._counts[worker] += count
+        self._counts_of.setdefault(backend, Counter())[worker] += count
 
     def _count(self, replica: ReplicaRecord, count: int) -> None:
         for worker, amounts in places_of(replica):
@@ -112,9 +115,21 @@ class Trial:
         """Return the amounts that the replicas on a worker occupy, by resource."""
         return self._used[worker] if worker in self._used else self._state.used(worker)
 
-    def count_on(self, worker: WorkerAddress, backend: BackendTag | None = None) -> int:
-        """Return the number of bundles on a worker, of one backend or of all."""
-        return self._state.count_on(worker, backend) + self._counts[worker, backend]
+    def bundles_on(self) -> Mapping[WorkerAddress, int]:
+        """Return the workers that hold bundles, each with their number."""
+        return _sum(self._state.bundles_on(), self._counts)
+
+    def workers_of(self, backend: BackendTag) -> Mapping[WorkerAddress, int]:
+        """Return the workers that hold bundles of a backend, each with their number."""
+        return _sum(self._state.workers_of(backend), self._counts_of.get(backend, {}))
+
+
+def _sum(
+    known: Mapping[WorkerAddress, int], changes: Mapping[WorkerAddress, int]
+) -> Mapping[WorkerAddress, int]:
+    if not changes:
+        return known
+    return {**known, **{worker: known.get(worker, 0) + change for worker, change in changes.items()}}
 
 
 def capacity(worker: WorkerInfo) -> dict[str, float]:
@@ -141,14 +156,23 @@ def place(
     """
     known, avoided = list(workers), set(avoid)
     hosts = {each.address: each.host for each in known}
-    on_hosts = _count_on_hosts(ledger, known, demand)
+    same, total_on = ledger.workers_of(demand.backend), ledger.bundles_on()
+    on_hosts = _count_on_hosts(known, same)
     sign = -1 if demand.is_packed else 1
 
     def rank(worker: WorkerAddress) -> tuple[int, int, bool, int, str]:
-        same, on_host = ledger.count_on(worker, demand.backend), on_hosts[hosts[worker]]
-        return (sign * same, sign * on_host, worker in avoided, sign * ledger.count_on(worker), worker)
+        mine, near = same.get(worker, 0), on_hosts.get(hosts[worker], 0)
+        return (sign * mine, sign * near, worker in avoided, sign * total_on.get(worker, 0), worker)
 
-    return fit(_room_of(ledger, known, demand), demand.bundles, demand.strategy, rank)
+    if len(demand.bundles) > 1:
+        return fit(_room_of(ledger, known, demand), demand.bundles, demand.strategy, rank)
+    best: tuple[int, int, bool, int, str] | None = None
+    for worker in known:
+        ranked = rank(worker.address)
+        # The rank first: it takes less time than the room, and few workers are better than all before them.
+        if (best is None or ranked < best) and _has_room(ledger, worker, demand, on_hosts):
+            best = ranked
+    return None if best is None else (best[-1],)
 
 
 def room_for(
@@ -192,8 +216,22 @@ def _count_equal(room: Room, amounts: Amounts, most: int) -> int:
     return found
 
 
-def _room_of(ledger: Ledger, workers: Sequence[WorkerInfo], demand: Demand) -> Room:
-    """Return what is left on the workers that may be used."""
+def _has_room(ledger: Ledger, worker: WorkerInfo, demand: Demand, on_hosts: Mapping[str, int]) -> bool:
+    """Return whether a worker may be used and has room for the only bundle of a demand."""
+    room = _room_of(ledger, [worker], demand, on_hosts)
+    return worker.address in room.free and room.has(worker.address, demand.bundles[0])
+
+
+def _room_of(
+    ledger: Ledger,
+    workers: Sequence[WorkerInfo],
+    demand: Demand,
+    on_hosts: Mapping[str, int] | None = None,
+) -> Room:
+    """Return what is left on the workers that may be used.
+
+    ``on_hosts`` are the numbers of the backend's bundles by host, if there are others than these workers.
+    """
     names = {name for each in demand.bundles for name in each}
     free = {}
     for worker in workers:
@@ -203,15 +241,20 @@ def _room_of(ledger: Ledger, workers: Sequence[WorkerInfo], demand: Demand) -> R
     hosts = {worker.address: worker.host for worker in workers}
     if demand.most_per_host is None:
         return Room(free, hosts)
-    on_hosts = _count_on_hosts(ledger, workers, demand)
-    return Room(free, hosts, Counter({host: demand.most_per_host - on_hosts[host] for host in on_hosts}))
+    if on_hosts is None:
+        on_hosts = _count_on_hosts(workers, ledger.workers_of(demand.backend))
+    left = {host: demand.most_per_host - on_hosts.get(host, 0) for host in hosts.values()}
+    return Room(free, hosts, Counter(left))
 
 
-def _count_on_hosts(ledger: Ledger, workers: Iterable[WorkerInfo], demand: Demand) -> Counter[str]:
-    """Return the number of the backend's replicas on these workers, by host."""
-    counts: Counter[str] = Counter()
+def _count_on_hosts(workers: Iterable[WorkerInfo], bundles: Mapping[WorkerAddress, int]) -> dict[str, int]:
+    """Return the numbers of bundles by host, given those by worker; hosts without any are left out."""
+    counts: dict[str, int] = {}
+    if not bundles:
+        return counts
     for worker in workers:
-        counts[worker.host] += ledger.count_on(worker.address, demand.backend)
+        if worker.address in bundles:
+            counts[worker.host] = counts.get(worker.host, 0) + bundles[worker.address]
     return counts
 
 

@@ -23,4 +23,6 @@ def places_of(replica: ReplicaRecord) -> Sequence[tuple[WorkerAddress, Mapping[s
 
 def is_on(replica: ReplicaRecord, workers: Collection[WorkerAddress]) -> bool:
     """Return whether a replica has a place on any of these workers."""
+    if not workers:
+        return False  # as for nearly all replicas: no worker retires
     return replica.worker in workers or any(each in workers for each in replica.bundle_workers)

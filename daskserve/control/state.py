@@ -42,7 +42,7 @@ class State:
         self._replicas_on: dict[WorkerAddress, dict[ReplicaTag, None]] = {}
         #: The number of bundles, which may be more than the replicas: of all backends, and of each.
         self._bundles_on: dict[WorkerAddress, int] = {}
-        self._count_on: dict[WorkerAddress, dict[BackendTag, int]] = {}
+        self._workers_of: dict[BackendTag, dict[WorkerAddress, int]] = {}
         self._codes_of: dict[BackendTag, dict[str, None]] = {}
         self._used: dict[WorkerAddress, dict[str, float]] = {}
         self._autoscaled: set[BackendTag] = set()
@@ -95,7 +95,15 @@ class State:
         """Return the number of bundles on a worker, of one backend or of all; most replicas are one."""
         if backend is None:
             return self._bundles_on.get(worker, 0)
-        return self._count_on.get(worker, {}).get(backend, 0)
+        return self._workers_of.get(backend, {}).get(worker, 0)
+
+    def bundles_on(self) -> Mapping[WorkerAddress, int]:
+        """Return the workers that hold bundles, each with their number."""
+        return self._bundles_on
+
+    def workers_of(self, backend: BackendTag) -> Mapping[WorkerAddress, int]:
+        """Return the workers that hold bundles of a backend, each with their number."""
+        return self._workers_of.get(backend, {})
 
     def workers_in_use(self) -> Iterable[WorkerAddress]:
         """Return the workers that hold a replica, another bundle of its placement group, or a proxy."""
@@ -208,10 +216,10 @@ class State:
 
     def _count(self, worker: WorkerAddress, backend: BackendTag, by: int) -> None:
         _add(self._bundles_on, worker, by)
-        counts = self._count_on.setdefault(worker, {})
-        _add(counts, backend, by)
+        counts = self._workers_of.setdefault(backend, {})
+        _add(counts, worker, by)
         if not counts:
-            del self._count_on[worker]
+            del self._workers_of[backend]
 
     def _reserve(self, replica: ReplicaRecord, sign: int) -> None:
         for worker, amounts in places_of(replica):

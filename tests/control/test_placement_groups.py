@@ -216,7 +216,7 @@ def test_a_trial_counts_the_bundles_of_others() -> None:
     before = [dict(trial.used(at)) for at in ("w1", "w2")]
     with trial.without(bench.state.replicas_of("b")):
         assert [trial.used(at)["CPU"] for at in ("w1", "w2")] == [0, 0]
-        assert trial.count_on("w2") == 0
+        assert trial.bundles_on()["w2"] == trial.workers_of("b")["w2"] == 0
     assert [trial.used(at) for at in ("w1", "w2")] == before
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from control_harness import Bench, spec, worker
 from hypothesis import given
 from hypothesis import strategies as st
 
 from daskserve.control import backend_verbs
-from daskserve.control.ranks import new_ranks, standing_of
+from daskserve.control.ranks import are_right, new_ranks, standing_of
 from daskserve.control.records import GoalState, ReplicaRecord
 from daskserve.control.replica_actions import ReconfigureReplica, StartReplica
 from daskserve.control.replica_lifecycle import PLACED_STATES
@@ -178,3 +180,20 @@ def test_two_records_of_one_rank_are_told_apart() -> None:
     records.append(ReplicaRecord("b#3", "b", "v", "c", S.RUNNING, {}, "w1", 1, rank=(0, 0, 0)))
     found = list(new_ranks(records, ["h"] * 3, is_settled=False))
     assert found == [(1, 0, 1), (0, 0, 0), (2, 0, 2)]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("hi"), st.tuples(*[st.integers(0, 3)] * 3)), max_size=4), st.booleans()
+)
+def test_ranks_are_right_exactly_if_none_changes(placed: list[tuple[str, Any]], is_settled: bool) -> None:
+    hosts, ranks = [host for host, _ in placed], [rank for _, rank in placed]
+    records = [
+        ReplicaRecord(f"b#{n}", "b", "v", "c", S.RUNNING, {}, "w1", 1, rank=rank)
+        for n, rank in enumerate(ranks)
+    ]
+    unchanged = list(new_ranks(records, hosts, is_settled=is_settled)) == ranks
+    assert are_right(ranks, hosts, is_settled=is_settled) is unchanged
+
+
+def test_replicas_without_a_rank_get_one() -> None:
+    assert not are_right([(0, 0, 0), ()], ["h", "h"], is_settled=False)
