@@ -17,36 +17,57 @@ from daskserve.control.state import State
 from daskserve.types import BackendTag, ReplicaState
 
 
-def awaited(state: State, observed: Observed, backend: BackendRecord) -> list[BackendTag]:
+def awaited(
+    state: State, observed: Observed, backend: BackendRecord, undone: Change | None = None
+) -> list[BackendTag]:
     """Return the deployments that must be up before a deployment starts replicas.
 
     1. In a change, all that it needs must be up in its new version.
     2. At rest, as after the loss of workers, one running replica of each is enough. One that cannot start now
        holds up nobody, because what calls it may do without.
+
+    ``undone`` holds changes that will be written together with what follows from the answer.
     """
-    needs = [state.backends[tag] for tag in backend.needs if tag in state.backends]
+    undone = undone or {}
+    needs = [each for tag in backend.needs if (each := _backend(state, undone, tag)) is not None]
     app = state.apps.of(backend)
     if app is not None and app.goal is not None and backend.goal == app.goal:
-        return [each.tag for each in needs if not each.is_deleting and not is_up(state, each)]
+        return [each.tag for each in needs if not each.is_deleting and not is_up(state, each, undone)]
     return [
         each.tag
         for each in needs
         if each.num_replicas
-        and not state.has_running(each.tag)
+        and not _running(state, undone, each.tag)
         and each.tag not in observed.failures
         and each.tag not in observed.waiting
     ]
 
 
-def is_up(state: State, backend: BackendRecord) -> bool:
+def is_up(state: State, backend: BackendRecord, undone: Change) -> bool:
     """Return whether enough replicas run with a backend's version and config; older ones may still drain."""
     running = sum(
-        each.state is ReplicaState.RUNNING
-        and each.version == backend.version
-        and each.config_id == backend.config_id
-        for each in state.replicas_of(backend.tag)
+        each.version == backend.version and each.config_id == backend.config_id
+        for each in _running(state, undone, backend.tag)
     )
     return running >= backend.needed_replicas
+
+
+def _backend(state: State, undone: Change, tag: BackendTag) -> BackendRecord | None:
+    found = undone.get(f"backend/{tag}") or state.backends.get(tag)
+    return found if isinstance(found, BackendRecord) else None
+
+
+def _running(state: State, undone: Change, tag: BackendTag) -> list[ReplicaRecord]:
+    found = (undone.get(each.key, each) for each in state.replicas_of(tag))
+    return [each for each in found if isinstance(each, ReplicaRecord) and each.state is ReplicaState.RUNNING]
+
+
+def released(state: State, backend: BackendRecord, change: Change) -> Iterable[BackendTag]:
+    """Return the backends that may have waited for a replica which has come up with this change."""
+    has_started = any(
+        isinstance(each, ReplicaRecord) and each.state is ReplicaState.RUNNING for each in change.values()
+    )
+    return state.apps.needed_by(backend.tag) if has_started else ()
 
 
 def is_late(

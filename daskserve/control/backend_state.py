@@ -272,7 +272,7 @@ class _Stepper:
         )
         for replica in steps.stop:
             self.give_up(replica)
-        if app_state.awaited(world.state, world.observed, self.backend):
+        if app_state.awaited(world.state, world.observed, self.backend, world.undone):
             return
         if self.notes.retry_at is not None and self.notes.is_pausing(self.world.now):
             self.step.wake(self.notes.retry_at)

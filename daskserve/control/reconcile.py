@@ -205,13 +205,15 @@ class Reconciler:
         """Step some backends and write all changes as one transaction; return those that are left.
 
         Many replicas start at once when an application is deployed, and a transaction takes much longer than
-        a step. A step that changes more than its own backend and replicas is written alone, because it
-        depends on the records of others.
+        a step. So deployments that wait for one which has come up start in the same transaction. A step that
+        changes more than its own backend and replicas is written alone, because it depends on the records of
+        others.
         """
         taken: list[tuple[BackendRecord, backend_state.Step]] = []
         change: Change = {}
         async with self._lock:
             left = list(tags)
+            seen = set(tags)
             while left:
                 backend = self._state.backends.get(left[0])
                 step = None if backend is None else self._decide(backend, change)
@@ -225,6 +227,13 @@ class Reconciler:
                     if not step.is_own(backend):
                         left.pop(0)
                         break
+                    more = [
+                        tag
+                        for tag in app_state.released(self._state, backend, step.change)
+                        if tag not in seen
+                    ]
+                    seen.update(more)
+                    left += more
                 left.pop(0)
             await self._commit(change, partial(self._learn, taken))
         for backend, step in taken:

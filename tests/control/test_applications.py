@@ -85,6 +85,25 @@ def test_a_deploy_is_one_transaction() -> None:
     play(scenario)
 
 
+def test_each_level_of_a_chain_is_one_transaction() -> None:
+    """A deployment that is up, and the start of the one that waited for it, are written together."""
+
+    async def scenario(stage: Stage) -> None:
+        written: list[Mapping[str, bytes | None]] = []
+        stage.store.after_commit = written.append
+        await stage.run(graph=CHAIN)
+        levels = [sorted(backend_of(key) for key in keys if key.startswith("replica/")) for keys in written]
+        assert levels == [
+            [],
+            ["replica/back"],
+            ["replica/back", "replica/middle"],
+            ["replica/front", "replica/middle"],
+            ["replica/front"],
+        ]
+
+    play(scenario)
+
+
 def test_the_same_application_again_restarts_nothing_and_keeps_traffic() -> None:
     async def scenario(stage: Stage) -> None:
         await stage.run(graph=CHAIN)
