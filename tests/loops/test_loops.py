@@ -34,7 +34,7 @@ def test_uvloop_can_be_disabled() -> None:
 
 async def _loop_of_user_code() -> object:
     user_loop = UserLoop("test", contextvars.copy_context(), Hop(asyncio.get_running_loop()), set())
-    user_loop.thread.start()
+    user_loop.run_in_thread()
     await user_loop.close(5.0)
     return user_loop.loop
 

@@ -13,11 +13,12 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from contextvars import Context
+from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 from daskserve.clock import LoopClock
 from daskserve.data.replica.runner import CodeRun, RunListener, reportable
-from daskserve.data.replica.user_threads import wait_for_event
+from daskserve.data.replica.user_threads import UserThreads, wait_for_event
 from daskserve.loops.event_loop import new_event_loop
 from daskserve.loops.hops import Hop
 
@@ -113,7 +114,10 @@ class UserLoop:
         self.runs = runs
         self.loop = new_event_loop()
         self.hop = Hop(self.loop)
-        self.thread = threading.Thread(target=context.run, args=(self._main,), name=name, daemon=True)
+        #: The thread of the loop, once it runs.
+        self.thread: threading.Thread
+        self._name = name
+        self._context = context
         self._worker = to_worker
         self._is_closing = False
         self._closing: asyncio.Future[None] | None = None
@@ -121,6 +125,20 @@ class UserLoop:
         self._ended = asyncio.Event()
         self._guests: set[Guest] = set()
         self._no_guests = asyncio.Event()
+
+    def run_in_thread(self, threads: UserThreads | None = None) -> None:
+        """Run the loop in the thread that is idle among ``threads``, or else in a new one.
+
+        The idle one has just loaded user code, and a class without plain methods does not need it again.
+        """
+        main = partial(self._context.run, self._main)
+        idle = None if threads is None else threads.give_away(main)
+        if idle is None:
+            self.thread = threading.Thread(target=main, name=self._name, daemon=True)
+            self.thread.start()
+        else:
+            self.thread = idle
+            idle.name = self._name
 
     def start(
         self, function: Callable[..., Any], args: tuple[Any, ...], context: Context, on_end: RunListener

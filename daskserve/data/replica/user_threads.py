@@ -93,7 +93,8 @@ class UserThreads:
         self.abandoned = 0
         self.unfinished = 0
         self._name = name
-        self._jobs: queue.SimpleQueue[ThreadRun | None] = queue.SimpleQueue()
+        #: What the threads take turns to run; a function is the last work of the thread that takes it.
+        self._jobs: queue.SimpleQueue[ThreadRun | Callable[[], object] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._running_threads = 0
         self._all_ended = asyncio.Event()
@@ -136,10 +137,25 @@ class UserThreads:
         self._threads.clear()
         return True
 
+    def give_away(self, function: Callable[[], object]) -> threading.Thread | None:
+        """Have the only thread, if it is idle, run a function and end; return it, which is no longer ours.
+
+        A new thread takes its place when it is needed.
+        """
+        if self.unfinished or len(self._threads) != 1:
+            return None
+        thread = self._threads.pop()
+        self._running_threads -= 1
+        self._jobs.put(function)
+        return thread
+
     def _work(self) -> None:
-        while (run := self._jobs.get()) is not None:
-            run.run()
-            del run  # an idle thread must not keep a request alive
+        while (job := self._jobs.get()) is not None:
+            if not isinstance(job, ThreadRun):
+                job()
+                return
+            job.run()
+            del job  # an idle thread must not keep a request alive
         self.to_worker.post(self._note_thread_end)
 
     def _note_thread_end(self) -> None:

@@ -94,7 +94,7 @@ class Wall:
                 f"daskserve-{self._name}", self.context.copy(), self.to_worker, self.runs
             )
             self._watch = LoopWatch(self, self._user_loop)
-            self._user_loop.thread.start()
+            self._user_loop.run_in_thread(self.threads)
         return self._user_loop
 
     def start(

@@ -202,6 +202,39 @@ def test_threads_start_only_when_they_are_needed() -> None:
     run(scenario, threads=8)
 
 
+def test_the_loop_runs_in_the_thread_that_has_loaded_its_code() -> None:
+    async def scenario(wall: Wall) -> None:
+        loader = await wall.run_sync(threading.current_thread)
+
+        async def where() -> threading.Thread:
+            return threading.current_thread()
+
+        assert await wall.run_async(where) is loader
+        assert len(wall.threads) == 0
+        beside = await wall.run_sync(threading.current_thread)
+        assert beside is not loader
+        assert len(wall.threads) == 1
+        assert await wall.close(DEADLINE_S)
+        assert not loader.is_alive()
+        assert not beside.is_alive()
+
+    run(scenario, threads=2)
+
+
+def test_the_loop_does_not_wait_for_a_thread_that_is_busy() -> None:
+    async def scenario(wall: Wall) -> None:
+        may_end = threading.Event()
+        busy = start_sync(wall, may_end.wait, DEADLINE_S)
+
+        async def release() -> None:
+            may_end.set()
+
+        await wall.run_async(release)
+        assert await busy.wait() is True
+
+    run(scenario, threads=2)
+
+
 def test_a_reserved_thread_works_while_all_others_are_busy() -> None:
     async def scenario(wall: Wall) -> None:
         release = threading.Event()
