@@ -55,7 +55,9 @@ class ServingCode:
             method = None if "stream" in head else servable.methods.get(head.get("method") or CALL)
         if method is None or method.is_asgi or method.accepts_batches:
             return True
-        return self.wall.is_closed or (method.is_async and self.wall.is_on_worker_loop)
+        # On the worker's loop, a task for the request saves one for user code; a call saves more without it.
+        is_in_task = envelope.kind is EnvelopeKind.HTTP and method.is_async and self.wall.is_on_worker_loop
+        return self.wall.is_closed or is_in_task
 
     async def arguments_of(self, receive: Receive) -> Message:
         """Return the message with the arguments of a reserved call; raise if the replica stops before."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -49,12 +50,17 @@ def call(method: str, value: Any = 7, **head: Any) -> Envelope:
     return Envelope(EnvelopeKind.CALL, {"method": method, **head}, pickling.dump(((value,), {})))
 
 
-def run(scenario: Callable[[Replica], Awaitable[None]]) -> None:
-    run_replica(Backend, call("plain"), scenario)
+Run = Callable[[Callable[[Replica], Awaitable[None]]], None]
+
+
+@pytest.fixture(params=["own", "worker"])
+def run(request: pytest.FixtureRequest) -> Run:
+    """Run a scenario with a replica whose async code has an event loop of its own, or the worker's."""
+    return partial(run_replica, Backend, call("plain"), event_loop=request.param)
 
 
 @pytest.mark.parametrize("method", ["plain", "coroutine", "awaitable"])
-def test_the_answer_comes_with_the_load_after_it(method: str) -> None:
+def test_the_answer_comes_with_the_load_after_it(method: str, run: Run) -> None:
     async def scenario(replica: Replica) -> None:
         answers = Answers()
         assert replica.handle_nowait(call(method), answers) is not None
@@ -69,7 +75,7 @@ def test_the_answer_comes_with_the_load_after_it(method: str) -> None:
 
 
 @pytest.mark.parametrize(("method", "kind"), [("fail", KeyError), ("cancel_itself", UserCodeError)])
-def test_errors_are_outcomes(method: str, kind: type[Exception]) -> None:
+def test_errors_are_outcomes(method: str, kind: type[Exception], run: Run) -> None:
     async def scenario(replica: Replica) -> None:
         answers = Answers()
         replica.handle_nowait(call(method), answers)
@@ -83,7 +89,7 @@ def test_errors_are_outcomes(method: str, kind: type[Exception]) -> None:
 
 
 @pytest.mark.parametrize("method", ["hang", "sleep"])
-def test_what_is_given_up_tells_nobody_and_keeps_its_slot_until_its_code_ends(method: str) -> None:
+def test_what_is_given_up_tells_nobody_and_keeps_its_slot_until_its_code_ends(method: str, run: Run) -> None:
     async def scenario(replica: Replica) -> None:
         answers = Answers()
         give_up = replica.handle_nowait(call(method), answers)
@@ -101,7 +107,7 @@ def test_what_is_given_up_tells_nobody_and_keeps_its_slot_until_its_code_ends(me
     run(scenario)
 
 
-def test_what_is_given_up_after_its_answer_counts_once() -> None:
+def test_what_is_given_up_after_its_answer_counts_once(run: Run) -> None:
     async def scenario(replica: Replica) -> None:
         answers = Answers()
         give_up = replica.handle_nowait(call("plain"), answers)
@@ -114,7 +120,7 @@ def test_what_is_given_up_after_its_answer_counts_once() -> None:
     run(scenario)
 
 
-def test_a_replica_that_stops_ends_its_calls() -> None:
+def test_a_replica_that_stops_ends_its_calls(run: Run) -> None:
     answers = Answers()
 
     async def scenario(replica: Replica) -> None:
@@ -128,7 +134,7 @@ def test_a_replica_that_stops_ends_its_calls() -> None:
     run(scenario)
 
 
-def test_it_takes_only_what_has_to_wait_for_nothing() -> None:
+def test_it_takes_only_what_has_to_wait_for_nothing(run: Run) -> None:
     async def scenario(replica: Replica) -> None:
         answers = Answers()
         for refused in (call("plain", stream=True), call("unknown")):
@@ -143,7 +149,7 @@ def test_it_takes_only_what_has_to_wait_for_nothing() -> None:
     run(scenario)
 
 
-def test_a_call_that_cannot_be_started_gives_its_slot_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_cannot_be_started_gives_its_slot_back(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     def fail(*args: Any, **options: Any) -> Any:
         raise RuntimeError("can't start new thread")
 
