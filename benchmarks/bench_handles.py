@@ -4,15 +4,16 @@
    and 64 calls in flight; with user code in threads (the default) and with ``event_loop="worker"``. Floor: a
    bare channel between two processes with an echo at its end.
 2. This program sends a replica an array of 1 MiB and gets it back. Floor: the same over a bare Dask comm.
-3. Three deployments in a chain: each calls the next one with 100 bytes, in another process or in its own.
-   Compared with a call of one deployment, by the same program in turns.
+3. Three deployments in a chain: each calls the next one with 100 bytes, in another process or in its own;
+   with user code on event loops of its own (the default) and with ``event_loop="worker"``. Compared with a
+   call of one deployment, by the same program in turns.
 4. This program sends a replica an array of 100 MiB, different in each call, one way and there and back.
    Floor: one copy of the array to memory that is in use.
 5. With ``--python DIR/bin/python``, an environment with Ray Serve (see ``bench_peers.py``): its handle and
    daskserve's in turns, with 64 calls in flight, and with the array of 100 MiB.
 
-Run: ``python benchmarks/bench_handles.py [--runs N] [--case calls|arrays]``. It prints a line per case, with
-medians of the runs. ``--case arrays`` takes half a minute.
+Run: ``python benchmarks/bench_handles.py [--runs N] [--case calls|chain|arrays]``. It prints a line per case,
+with medians of the runs. ``--case arrays`` takes half a minute.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,8 @@ IN_FLIGHT = 64
 #: Calls per case: enough for about a second, because the rate varies within tenths of a second.
 CALLS_OF_EACH = 500
 ARRAY_CALLS = 100
+#: Calls for each median of a chain: few, because other work on the machine comes and goes within seconds.
+CHAIN_CALLS = 400
 LARGE_BYTES = 100 * 1024 * 1024
 #: Calls with a large array for each median, after a few that fill the memory which the processes use again.
 LARGE_CALLS, LARGE_WARM_UPS = 15, 3
@@ -190,37 +193,48 @@ def measure_chain(runs: int) -> None:
     try:
         with serve.start(http_options={"location": "NoServer"}, dask_client=dask):
             one, other = dask.scheduler_info(n_workers=-1)["workers"]
-
-            def chain(*workers: str) -> serve.Application:
-                bound = None
-                for worker in workers:
-                    link = serve.deployment(name="link", actor_options={"workers": [worker]})(Link)
-                    bound = link.bind() if bound is None else link.bind(bound)
-                assert bound is not None
-                return bound
-
-            targets = {"alone": chain(one), "apart": chain(one, other, one), "together": chain(one, one, one)}
-            handles = serve.run_many(
-                [serve.RunTarget(each, name=name, route_prefix=None) for name, each in targets.items()]
-            )
-            ratios: dict[str, list[float]] = {name: [] for name in targets}
-            for _ in range(runs):
-                took = [_median_call(handle) for handle in handles]
-                for name, seconds in zip(targets, took, strict=True):
-                    ratios[name].append(seconds / took[0])
+            places = {"alone": [one], "apart": [one, other, one], "together": [one, one, one]}
+            for name, config in (("default", {}), ('event_loop="worker"', {"event_loop": "worker"})):
+                targets = [
+                    serve.RunTarget(_chain(config, *workers), name=place, route_prefix=None)
+                    for place, workers in places.items()
+                ]
+                print(f"three deployments in a chain, {name:19} {_chain_ratios(targets, runs)}", flush=True)
     finally:
         dask.close()
         cluster.close()
-    print(
-        f"three deployments in a chain: {statistics.median(ratios['apart']):.2f} x one call; in one process "
-        f"{statistics.median(ratios['together']):.2f} x",
-        flush=True,
+
+
+def _chain(config: dict[str, Any], *workers: str) -> serve.Application:
+    bound = None
+    for worker in workers:
+        link = serve.deployment(name="link", config=config, actor_options={"workers": [worker]})(Link)
+        bound = link.bind() if bound is None else link.bind(bound)
+    assert bound is not None
+    return bound
+
+
+def _chain_ratios(targets: Sequence[serve.RunTarget], runs: int) -> str:
+    handles = serve.run_many(targets)
+    alone: list[float] = []
+    ratios: dict[str, list[float]] = {"apart": [], "together": []}
+    for _ in range(runs):
+        one, apart, together = (_median_call(handle) for handle in handles)
+        alone.append(one)
+        ratios["apart"].append(apart / one)
+        ratios["together"].append(together / one)
+    apart_of, together_of = (
+        f"{statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})" for found in ratios.values()
+    )
+    return (
+        f"{apart_of} x one call's {statistics.median(alone) * 1e6:.0f} us between processes, "
+        f"{together_of} x in one process"
     )
 
 
 def _median_call(handle: Any) -> float:
     took = []
-    for _ in range(CALLS):
+    for _ in range(CHAIN_CALLS):
         began = time.perf_counter()
         handle.remote(bytes(100)).result()
         took.append(time.perf_counter() - began)
@@ -318,19 +332,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--python", default="", help="interpreter of an environment with Ray Serve")
-    parser.add_argument("--case", choices=["calls", "arrays"], help="only these cases")
+    parser.add_argument("--case", choices=["calls", "chain", "arrays"], help="only these cases")
     given = parser.parse_args()
+    wants = {"calls", "chain", "arrays"} if given.case is None else {given.case}
     with peer_process(given.python) if given.python else nullcontext() as ask:
-        if ask and given.case != "arrays":
+        if ask and "calls" in wants:
             measure_peer(given.runs, ask)
-        if given.case != "calls":
+        if "arrays" in wants:
             measure_large(given.runs, ask)
-    with echo_process() as address:
-        if given.case != "arrays":
-            measure_calls(given.runs, address)
-        if given.case != "calls":
-            measure_arrays(given.runs, address)
-    if given.case != "arrays":
+    if wants != {"chain"}:
+        with echo_process() as address:
+            if "calls" in wants:
+                measure_calls(given.runs, address)
+            if "arrays" in wants:
+                measure_arrays(given.runs, address)
+    if "chain" in wants:
         measure_chain(given.runs)
 
 
