@@ -3,9 +3,10 @@
 Dask reserves no resources for actors, so this module compares the resources that a worker declares with the
 requests of the replicas placed on it. A worker must be available and allowed, and must have room; its host
 must not have as many replicas as ``max_replicas_per_node`` allows. Among these, the worker with the fewest
-replicas of the same backend wins, then the one whose host has the fewest; then one without a proxy or the
-controller; then the one with the fewest replicas. With the option ``placement="PACK"``, the most replicas win
-in each case. Ties are resolved by address, so the result is repeatable.
+replicas of the same backend wins, then the one whose host has the fewest; then the one with the fewest
+replicas, where a proxy or the controller counts as `COMPANY` more. With the option ``placement="PACK"``, the
+most replicas win in each case, and a proxy or the controller is avoided first. Ties are resolved by address,
+so the result is repeatable.
 
 All that is placed together is one `Demand`: bundles that have room all or none (`daskserve.control.fitting`).
 A replica is one bundle, or those of its placement group; a gang is the bundles of all its replicas.
@@ -27,6 +28,9 @@ from daskserve.control.records import BackendRecord, Change, ReplicaRecord
 from daskserve.control.state import State
 from daskserve.options.placement_group import Strategy
 from daskserve.types import BackendTag, WorkerAddress, WorkerInfo
+
+#: As how many replicas the controller or a proxy counts where deployments spread.
+COMPANY = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,17 +156,20 @@ def place(
     Parameters
     ----------
     avoid
-        Workers to use only if no other fits: those of the controller and the proxies.
+        Workers that count as busier than they are: those of the controller and the proxies.
     """
     known, avoided = list(workers), set(avoid)
     hosts = {each.address: each.host for each in known}
     same, total_on = ledger.workers_of(demand.backend), ledger.bundles_on()
     on_hosts = _count_on_hosts(known, same)
-    sign = -1 if demand.is_packed else 1
 
     def rank(worker: WorkerAddress) -> tuple[int, int, bool, int, str]:
         mine, near = same.get(worker, 0), on_hosts.get(hosts[worker], 0)
-        return (sign * mine, sign * near, worker in avoided, sign * total_on.get(worker, 0), worker)
+        crowd, is_avoided = total_on.get(worker, 0), worker in avoided
+        if not demand.is_packed:
+            # A cluster of two workers has more use of both than of one that the controller has for itself.
+            return (mine, near, False, crowd + COMPANY * is_avoided, worker)
+        return (-mine, -near, is_avoided, -crowd, worker)
 
     if len(demand.bundles) > 1:
         return fit(_room_of(ledger, known, demand), demand.bundles, demand.strategy, rank)

@@ -53,12 +53,22 @@ def test_replicas_spread_even_if_the_other_worker_is_busier(full: int) -> None:
     assert place(state, [worker(1), worker(2)], ONE) == (f"w{other}",)
 
 
-def test_workers_of_proxies_and_the_controller_are_taken_only_if_no_other_will_do() -> None:
+def test_workers_of_proxies_and_the_controller_are_taken_later() -> None:
     workers = [worker(1), worker(2)]
     assert place(State(), workers, ONE, avoid=["w1"]) == ("w2",)
     state = state_of(replica("b#1", worker="w2"))
     assert place(state, workers, ONE, avoid=["w1"]) == ("w1",)
     assert place(State(), workers, ONE, avoid=["w1", "w2"]) == ("w1",)
+
+
+def test_many_deployments_use_the_worker_of_the_controller_too() -> None:
+    workers, state, found = [worker(1), worker(2)], State(), []
+    for number in range(10):
+        (chosen,) = place(state, workers, Demand(f"d{number}", ({},)), avoid=["w1"]) or ()
+        state.apply({f"replica/d{number}#1": replica(f"d{number}#1", worker=chosen, backend=f"d{number}")})
+        found.append(chosen)
+    assert found[:2] == ["w2", "w2"]
+    assert found.count("w1") == 4
 
 
 def test_the_emptier_worker_wins_then_the_smaller_address() -> None:
