@@ -19,8 +19,10 @@ from daskserve.control.scaling.importing import REMEDY, thread_location
 def running(function: Callable[..., Any], *args: Any) -> Iterator[threading.Thread]:
     thread = threading.Thread(target=function, args=args, daemon=True)
     thread.start()
-    yield thread
-    thread.join(10)
+    try:
+        yield thread
+    finally:
+        thread.join(10)
     assert not thread.is_alive()
 
 
@@ -38,9 +40,10 @@ def gate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[threading.
         sys.modules.pop(name, None)
 
 
-def wait_for(thread: threading.Thread, words: str) -> str:
+def wait_for(thread: threading.Thread, *words: str) -> str:
     for _ in range(1000):
-        if words in (found := thread_location(thread)):
+        found = thread_location(thread)
+        if all(each in found for each in words):
             return found
         threading.Event().wait(0.005)
     raise AssertionError(found)
@@ -49,10 +52,10 @@ def wait_for(thread: threading.Thread, words: str) -> str:
 def test_a_hanging_import_is_described_with_its_location(gate: threading.Event) -> None:
     with running(importlib.import_module, "outer_of_importing") as thread:
         # The thread waits within `threading`, but the user needs the line of their own code.
-        found = wait_for(thread, "importing inner_of_importing for outer_of_importing")
-        assert "inner_of_importing.py:3," in found
-        assert found.endswith(REMEDY)
+        inner = "inner_of_importing.py:3,"
+        found = wait_for(thread, "importing inner_of_importing for outer_of_importing", inner)
         gate.set()
+        assert found.endswith(REMEDY)
 
 
 @pytest.mark.parametrize("how", [importlib.import_module, __import__])
